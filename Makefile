@@ -1,0 +1,41 @@
+# make train   trains a staged ResNet on CIFAR-10      make test   runs the tests
+# Both set up everything they need in .venv. PYTHON=... chooses the interpreter it is made with.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# what is tested together: Python 3.8 with torch 2.0.1, everything later with torch 2.13
+CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/py38-torch2.0.1.txt" if sys.version_info < (3, 9) else "constraints/py311-torch2.13.txt")')
+PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 5 --timeout 60
+
+.PHONY: help install train test lint bench clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+	@echo "targets: install train test lint bench clean"
+
+install: $(VENV)/.installed
+
+# the stamp is written last, so that an interrupted installation is taken up again
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) has no venv module: install python3-venv (Debian) or another Python" >&2; exit 2; }
+	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	@touch $@
+
+train: install
+	$(BIN)/python tools/fetch_data.py cifar10
+	$(BIN)/python tools/train.py configs/resnet20_cifar10.yaml --out runs/resnet20_cifar10 --overwrite --against gpipe
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/python tools/bench.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,49 @@
+"""Annotate a model's stage boundaries once, then train it under any pipeline method.
+
+    begin_stage   mark where a stage begins            configure   a run's settings
+    partition     a model's stages                     train       run it
+    from_loader   your own data loaders                load_config, load_data, make_schedule, VersionTable ...
+
+Names are imported when they are first used, so that `import ipu_pipe` and tools without PyTorch stay quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, List
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "BadInput": "errors", "RunFault": "errors",
+    "begin_stage": "stages", "partition": "stages",
+    "METHODS": "methods", "resolve_method": "methods",
+    "make_schedule": "schedule", "format_text": "schedule", "VersionTable": "versions",
+    "configure": "config", "load_config": "config",
+    "load_data": "data", "from_loader": "data", "train": "training",
+}  # fmt: skip
+
+if TYPE_CHECKING:
+    from ipu_pipe.config import configure, load_config
+    from ipu_pipe.data import from_loader, load_data
+    from ipu_pipe.errors import BadInput, RunFault
+    from ipu_pipe.methods import METHODS, resolve_method
+    from ipu_pipe.schedule import format_text, make_schedule
+    from ipu_pipe.stages import begin_stage, partition
+    from ipu_pipe.training import train
+    from ipu_pipe.versions import VersionTable
+
+__all__ = [
+    "METHODS", "BadInput", "RunFault", "VersionTable", "begin_stage", "configure", "format_text", "from_loader",
+    "load_config", "load_data", "make_schedule", "partition", "resolve_method", "train",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"ipu_pipe.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'ipu_pipe' has no attribute {name!r}")
+
+
+def __dir__() -> List[str]:
+    return sorted([*globals(), *_HOMES])

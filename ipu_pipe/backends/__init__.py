@@ -1,0 +1,1 @@
+"""Where a job runs. One job in, one trace out; each backend says what it refuses before it starts."""

@@ -1,0 +1,163 @@
+"""The exact single-process emulator: a schedule replayed microbatch after microbatch on the whole, unsplit model.
+
+Why this is exact: a stage's forward and backward of microbatch m read weights that only updates made by *earlier*
+microbatches have reached (the version table checks it), so the microbatches can be done one after another:
+
+    for each microbatch m:   [1] load the forward versions    [2] forward
+                             [3] load the backward versions   [4] backward
+                             [5] if m completes a batch: update every stage
+
+Gradients accumulate in the order of the microbatches, as in plain training, so a synchronous method's numbers are plain
+training's to the last bit. BatchNorm's running statistics are the stage's own state, moved by every forward in the order
+of the microbatches and never versioned: a stage of the pipeline does its forwards in that order too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, List, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ipu_pipe import update
+from ipu_pipe.backends.history import Overwriting, ReadPlan, Swapping, Unversioned
+from ipu_pipe.errors import RunFault
+from ipu_pipe.methods import Method
+from ipu_pipe.probe import Loss, derived_weights, random_modules
+from ipu_pipe.randomness import KeyedRandomness
+from ipu_pipe.stages import Partition
+from ipu_pipe.versions import VersionTable
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One update: mean training loss of its microbatches, right answers (None if that has no meaning), samples."""
+
+    loss: float
+    correct: Optional[int]
+    samples: int
+
+
+def refuses(
+    model: nn.Module, loss: Loss, method: Method, stages: int, x: torch.Tensor, y: torch.Tensor, clip_scope: Optional[str]
+) -> List[str]:
+    """Reasons why this backend cannot run the job exactly; empty if it can. `x`, `y`: one microbatch."""
+    reasons = []
+    if clip_scope == "global" and not method.flushes and stages > 1:
+        reasons.append(
+            f"clip.scope: global: with {method.name} a stage updates before the others' gradients exist, so the global norm "
+            "is not known: use scope: stage, or a synchronous method"
+        )
+    if stages > 1 and method.backward_reads == "newest" and not method.flushes:
+        names = derived_weights(model, loss, x, y)
+        if names:
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            reasons.append(
+                f"model: with {method.name} the backward must read newer weights than the forward, but the forward keeps "
+                f"tensors derived from {shown} (weight norm, autocast, InstanceNorm and the like do): use layers that use "
+                "their weights directly, or method_args: {stash: true}"
+            )
+    return reasons
+
+
+class Emulator:
+    """Trains `model` in place by the method that `table` describes, one `step` an update.
+
+    `rate`: learning rate of update k, counted from 0. `clip`: (norm, scope) or None. `microbatch`: the first to come, after
+    a resume. Ask `refuses` first: what it names would run, but not exactly.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        part: Partition,
+        method: Method,
+        table: VersionTable,
+        optimizer: torch.optim.Optimizer,
+        rate: Callable[[int], float],
+        example: Tuple[torch.Tensor, torch.Tensor],
+        seed: int = 0,
+        clip: Optional[Tuple[float, str]] = None,
+        allow_nonfinite: bool = False,
+        microbatch: int = 0,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.update = microbatch // table.schedule.accumulate
+        self._loss, self._method, self._rate, self._clip = loss, method, rate, clip
+        self._allow_nonfinite = allow_nonfinite
+        self._microbatch = microbatch
+        self._accumulate = table.schedule.accumulate
+        # a read reaches back over the microbatches in flight and the batches being gathered
+        reach = 2 * len(part) + 2 * self._accumulate + 2
+        self._plan = ReadPlan(table, table.schedule.microbatches, self._accumulate, reach)
+        self.weights = self._history(part)
+        self._random = KeyedRandomness(model, random_modules(model, example[0]), seed, example[0].device)
+
+    def _history(self, part: Partition) -> Unversioned:
+        if self._method.flushes or len(part) == 1:
+            return Unversioned()
+        parameters = dict(self.model.named_parameters())
+        stages = [[parameters[name] for name in stage.parameters if parameters[name].requires_grad] for stage in part.stages]
+        kind = Swapping if self._method.backward_reads == "stashed" else Overwriting
+        return kind(stages, self.update)
+
+    def step(self, microbatches: Iterable[Tuple[torch.Tensor, torch.Tensor]]) -> StepResult:
+        """Forward and backward of one batch's microbatches (x, y), in order, then the update of every stage."""
+        total: Any = 0.0
+        correct: Any = 0
+        samples = count = 0
+        for x, y in microbatches:
+            loss, right = self._pass(x, y)
+            total, samples, count = total + loss, samples + len(x), count + 1
+            correct = correct + right if right is not None and correct is not None else None
+        assert count == self._accumulate, f"{count} microbatches given, a batch has {self._accumulate}"
+        mean = float(total) / count
+        if not self._allow_nonfinite and not _is_finite(mean):
+            raise RunFault(
+                f"update {self.update} of method {self._method.name}: the training loss is {mean}; a smaller optimizer.lr or "
+                "lr_schedule.warmup_steps may help (allow_nonfinite: true goes on regardless)"
+            )
+        self._update()
+        return StepResult(mean, None if correct is None else int(correct), samples)
+
+    def _pass(self, x: torch.Tensor, y: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+        m = self._microbatch
+        self._random.microbatch = m
+        self.weights.forward(self._plan.forward(m))
+        output = self.model(x)
+        loss = self._loss(output, y)
+        self.weights.backward(self._plan.backward(m))
+        (loss / self._accumulate).backward()  # type: ignore[no-untyped-call]
+        self._microbatch += 1
+        self.weights.release(self._plan.oldest(self._microbatch))
+        return loss.detach(), right_answers(output, y)
+
+    def _update(self) -> None:
+        self.weights.before_update(self._plan.read_later(self.update, self._microbatch - 1))
+        if self._clip:
+            update.clip(self.optimizer, *self._clip)
+        update.set_rate(self.optimizer, self._rate(self.update))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.update += 1
+        self.weights.release(self._plan.oldest(self._microbatch))
+
+    def close(self) -> None:
+        """Leave the model as an ordinary one: newest weights in its parameters, no hooks."""
+        self.weights.rest()
+        self._random.remove()
+
+
+def right_answers(output: Any, y: Any) -> Optional[torch.Tensor]:
+    """Number of samples whose greatest output is at the label: None unless outputs are (..., classes) and labels whole."""
+    if not isinstance(output, torch.Tensor) or not isinstance(y, torch.Tensor) or y.is_floating_point():
+        return None
+    if output.dim() != y.dim() + 1 or output.shape[0] != y.shape[0]:
+        return None
+    return (output.detach().argmax(dim=1) == y).sum()
+
+
+def _is_finite(value: float) -> bool:
+    return value == value and abs(value) != float("inf")

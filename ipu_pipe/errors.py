@@ -1,0 +1,51 @@
+"""The two ways a run can fail, and how a command line reports them: one line a fault, no traceback."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Callable, NoReturn, Sequence, Union
+
+
+class BadInput(ValueError):
+    """What the user gave cannot be used. `faults`: one line each (file, key, value, what is allowed). Exit code 2."""
+
+    def __init__(self, faults: Union[str, Sequence[str]]) -> None:
+        self.faults = [faults] if isinstance(faults, str) else list(faults)
+        assert self.faults, "BadInput needs at least one fault"
+        super().__init__("; ".join(self.faults))
+
+
+class RunFault(RuntimeError):
+    """A fault while running, told in one line (a loss that is not finite, a disk that is full). Exit code 1."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are bad input like any other: one `error: ...` line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(f"{message} ({self.prog} --help lists what is allowed)")
+
+
+def run_command(main: Callable[[], None]) -> NoReturn:
+    """Run a command line's `main` and leave with its exit code: 0 done, 2 bad input, 1 fault, 130 Ctrl-C."""
+    try:
+        main()
+        sys.stdout.flush()
+    except BadInput as error:
+        for fault in error.faults:
+            print("error: " + " ".join(fault.split()), file=sys.stderr)
+        code = 2
+    except RunFault as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:  # the reader of our output (head, less) has left: not our fault, nothing to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    else:
+        code = 0
+    sys.exit(code)

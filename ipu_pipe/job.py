@@ -1,0 +1,199 @@
+"""Config -> job: the model, data, stages, schedule and version table of one run, all checked, before anything trains."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ipu_pipe import lr, update
+from ipu_pipe.backends import emulator
+from ipu_pipe.checkpoint import load_weights, read_tensors
+from ipu_pipe.config import Config, call_entry, resolve_entry
+from ipu_pipe.data import DataSource, load_data
+from ipu_pipe.errors import BadInput
+from ipu_pipe.methods import Method, check, resolve_method
+from ipu_pipe.probe import Footprint, Loss, footprint
+from ipu_pipe.randomness import derived_seed
+from ipu_pipe.schedule import Schedule, make_schedule
+from ipu_pipe.stages import Partition, partition
+from ipu_pipe.versions import VersionTable
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Job:
+    """One run, ready to start. Updates are counted from 0 through the whole run; an epoch has `updates_per_epoch`."""
+
+    config: Config
+    model: nn.Module
+    loss: Loss
+    data: DataSource
+    device: torch.device
+    part: Partition
+    method: Method
+    schedule: Schedule
+    table: VersionTable
+    optimizer: torch.optim.Optimizer
+    base_rate: float
+    updates_per_epoch: int
+    updates: int
+    example: Tuple[torch.Tensor, torch.Tensor]
+    footprint: Footprint
+
+    @property
+    def batch(self) -> int:
+        """Samples of one update, the global batch size."""
+        return self.config.micro_batch_size * self.config.gradient_accumulation
+
+    def rate(self, k: int) -> float:
+        """Learning rate of update k."""
+        return lr.rate(self.config.lr_schedule, self.base_rate, k, self.updates, self.updates_per_epoch)
+
+    def evaluates_after(self, done: int) -> bool:
+        """Whether the test set is evaluated when `done` updates are done: after each `evaluate.every` epochs and at the end."""
+        every = self.config.evaluate.every * self.updates_per_epoch
+        return done == self.updates or (every > 0 and done % every == 0)
+
+    def saves_after(self, done: int) -> bool:
+        """Whether a checkpoint is taken when `done` updates are done."""
+        every = self.config.checkpoint.every
+        return done == self.updates or (done % every == 0 if every else self.evaluates_after(done))
+
+    def to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
+        """A microbatch on the job's device, inputs in its precision."""
+        dtype = DTYPES[self.config.precision]
+        return _move(x, self.device, dtype), _move(y, self.device, dtype)
+
+
+def _move(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    if not isinstance(value, torch.Tensor):
+        raise BadInput(f"data: a microbatch holds {type(value).__name__}, must be tensors (x, y)")
+    return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+
+def build(
+    config: Config,
+    model: Optional[nn.Module] = None,
+    data: Optional[DataSource] = None,
+    loss: Optional[Loss] = None,
+    optimizer: Optional[update.OptimizerFactory] = None,
+) -> Job:
+    """Build the job that `config` describes. What is given as an object takes the place of the config's entry.
+
+    `optimizer`: a function from parameter groups to a torch.optim optimizer, such as
+    `functools.partial(torch.optim.SGD, lr=0.1)`. Raises BadInput where anything does not fit.
+    """
+    device = _device(config)
+    torch.manual_seed(derived_seed(config.seed, "model"))
+    model = model if model is not None else make_model(config)
+    if config.init_from:
+        load_weights(model, read_tensors(Path(config.init_from)), f"init_from: {config.init_from}")
+    model = model.to(device, DTYPES[config.precision])
+    data = data if data is not None else make_data(config)
+    chosen_loss = loss if loss is not None else make_loss(config)
+
+    per_epoch = data.train_batches_per_epoch(config.micro_batch_size) // config.gradient_accumulation
+    if per_epoch < 1:
+        raise BadInput(
+            f"data: {data.train_batches_per_epoch(config.micro_batch_size)} microbatches an epoch do not fill one batch of "
+            f"gradient_accumulation {config.gradient_accumulation}: lower it, micro_batch_size, or take more data"
+        )
+    updates = config.steps if config.steps is not None else config.epochs * per_epoch
+    x, y = data.train_batch(0, 0, config.micro_batch_size)
+    dtype = DTYPES[config.precision]
+    example = _move(x, device, dtype), _move(y, device, dtype)
+    _try_model(model, chosen_loss, example)
+    part = partition(model, example[0], config.stages)
+
+    method = resolve_method(config.method, config.method_settings())
+    accumulate = config.gradient_accumulation
+    check(method, len(part), updates * accumulate, accumulate)
+    scope = config.clip.scope if config.clip else None
+    reasons = emulator.refuses(model, chosen_loss, method, len(part), *example, clip_scope=scope)
+    if reasons:
+        raise BadInput(reasons)
+    drains = _drains(config, updates, per_epoch)
+    schedule = make_schedule(method, len(part), updates * accumulate, accumulate, [k * accumulate for k in drains])
+    groups = update.parameter_groups(model, part, config.optimizer.no_decay)
+    made = (optimizer or _factory(config))(groups)
+    return Job(
+        config, model, chosen_loss, data, device, part, method, schedule, VersionTable(schedule, method), made,
+        float(made.param_groups[0]["lr"]), per_epoch, updates, example, footprint(model, part, chosen_loss, *example),
+    )  # fmt: skip
+
+
+def _device(config: Config) -> torch.device:
+    if config.backend.device == "cuda" and not torch.cuda.is_available():
+        raise BadInput("backend.device: cuda: this machine has no usable CUDA device: use cpu")
+    if config.backend.threads:
+        torch.set_num_threads(config.backend.threads)
+    return torch.device(config.backend.device)
+
+
+def make_model(config: Config) -> nn.Module:
+    """The config's model, built on the CPU in float32."""
+    model = call_entry(resolve_entry(config.model.entry, "model.entry"), config.model.args, "model.args")
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"model.entry: {config.model.entry}: gave a {type(model).__name__}, must give a torch.nn.Module")
+    return model
+
+
+def make_data(config: Config) -> DataSource:
+    """The config's data set, or what its import string gives."""
+    options = config.data.options()
+    if ":" in config.data.name:
+        made = call_entry(resolve_entry(config.data.name, "data.name"), options, "data")
+        if not isinstance(made, DataSource):
+            raise BadInput(f"data.name: {config.data.name}: gave a {type(made).__name__}, must give an ipu_pipe.data.DataSource")
+        return made
+    return load_data(config.data.name, seed=config.seed, **options)
+
+
+def make_loss(config: Config) -> Loss:
+    """Mean cross-entropy, or the config's own loss (outputs, labels) -> scalar."""
+    if config.loss == "cross_entropy":
+        return nn.functional.cross_entropy
+    chosen: Callable[[Any, Any], torch.Tensor] = resolve_entry(config.loss, "loss")
+    return chosen
+
+
+def _factory(config: Config) -> update.OptimizerFactory:
+    settings: Dict[str, Any] = config.optimizer.settings()
+    return update.optimizer_factory(config.optimizer.name, **settings)
+
+
+def _try_model(model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]) -> None:
+    """One forward with the loss, so that a model that does not fit the data is told in one line."""
+    x, y = example
+    buffers = [b.detach().clone() for b in model.buffers()]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+            value = loss(model(x), y)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise BadInput(f"model: it fails on a microbatch of shape {tuple(x.shape)}, {x.dtype}: {reason}") from error
+    finally:
+        for buffer, kept in zip(model.buffers(), buffers):
+            buffer.copy_(kept)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        raise BadInput("loss: must give one number, the mean over the microbatch")
+
+
+def _drains(config: Config, updates: int, per_epoch: int) -> List[int]:
+    """Updates after which the pipeline empties: evaluations and checkpoints before the end."""
+    marks = set()
+    for every in (config.evaluate.every * per_epoch, config.checkpoint.every or 0):
+        if every:
+            marks.update(range(every, updates, every))
+    return sorted(marks)
+
+
+def has_tensorboard() -> bool:
+    """Whether TensorBoard's writer is installed."""
+    return importlib.util.find_spec("tensorboard") is not None

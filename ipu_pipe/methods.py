@@ -1,0 +1,174 @@
+"""The table of training methods: each name is a preset over *when* (pipeline, turn) and *which weights* (reads).
+
+The update rules that some methods add (T1, T2, spike compensation, weight prediction) are no axis of this table: they
+change what is done with a gradient, not when a pass runs nor which version it reads.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Dict, Iterable, List, Mapping
+
+from ipu_pipe.errors import BadInput
+
+
+class Pipeline(str, Enum):
+    """Who does what when. All but DATAFLOW do one forward or one backward a stage and slot."""
+
+    SEQUENTIAL = "sequential"  # one microbatch at a time through all stages and back
+    FILL_DRAIN = "fill_drain"  # all forwards of a batch, then all its backwards
+    ONE_F_ONE_B_FLUSH = "1f1b_flush"  # one forward, one backward; empties after every batch; at most P-s in flight
+    ONE_F_ONE_B = "1f1b"  # never empties; at most P in flight, counted at stage 0 only
+    ONE_F_ONE_B_CAPPED = "1f1b_capped"  # never empties; at most P-s in flight on stage s
+    DATAFLOW = "dataflow"  # a forward and a backward of every stage in each step
+
+
+class Reads(str, Enum):
+    """Which version of its weights a pass of a stage reads."""
+
+    NEWEST = "newest"  # every update of that stage made in earlier slots
+    DOUBLE_BUFFERED = "double_buffered"  # one version behind the batch's own: max(floor(m/N) - 1, 0), from each drain anew
+    STASHED = "stashed"  # a backward reads what its microbatch's forward read
+
+
+class DefaultAccumulate(str, Enum):
+    """How many microbatches make an update (N) where the user does not say."""
+
+    MICROBATCHES = "microbatches"  # one update for the whole run
+    STAGES = "stages"  # N = P
+    ONE = "one"  # N = 1
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to train a pipeline.
+
+    `turn`: dataflow only; the steps between the last stage's forward and its backward (0: both in one step).
+    `flushes`: the pipeline empties before every update, so that no pass ever reads old weights.
+    """
+
+    name: str
+    pipeline: Pipeline
+    turn: int
+    forward_reads: Reads
+    backward_reads: Reads
+    flushes: bool
+    default_accumulate: DefaultAccumulate
+    source: str
+
+    def accumulate_for(self, stages: int, microbatches: int) -> int:
+        """N, the microbatches an update, where the user does not say."""
+        return {
+            DefaultAccumulate.MICROBATCHES: microbatches,
+            DefaultAccumulate.STAGES: stages,
+            DefaultAccumulate.ONE: 1,
+        }[self.default_accumulate]
+
+
+def _table(*methods: Method) -> Dict[str, Method]:
+    return {method.name: method for method in methods}
+
+
+METHODS: Dict[str, Method] = _table(
+    Method(
+        "naive", Pipeline.SEQUENTIAL, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.ONE,
+        "inter-layer model parallelism, the baseline of Narayanan et al. 2021 (PipeDream-2BW), Figure 1",
+    ),
+    Method(
+        "gpipe", Pipeline.FILL_DRAIN, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.MICROBATCHES,
+        "Huang et al. 2019",
+    ),
+    Method(
+        "pipedream_flush", Pipeline.ONE_F_ONE_B_FLUSH, 0, Reads.NEWEST, Reads.NEWEST, True,
+        DefaultAccumulate.MICROBATCHES, "Narayanan et al. 2021 (PipeDream-2BW), section 3.2",
+    ),
+    Method(
+        "pipedream", Pipeline.ONE_F_ONE_B, 0, Reads.NEWEST, Reads.STASHED, False, DefaultAccumulate.ONE,
+        "Narayanan et al. 2019; timeline of the randomized PipeDream paper, appendix E",
+    ),
+    Method(
+        "pipedream_2bw", Pipeline.ONE_F_ONE_B_CAPPED, 0, Reads.DOUBLE_BUFFERED, Reads.STASHED, False,
+        DefaultAccumulate.STAGES, "Narayanan et al. 2021, section 3.1",
+    ),
+    Method(
+        "pipemare", Pipeline.DATAFLOW, 1, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
+        "Yang et al. 2021",
+    ),
+    Method(
+        "pipelined_backprop", Pipeline.DATAFLOW, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
+        "Kosson et al. 2021",
+    ),
+)  # fmt: skip
+
+
+def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
+    """The method called `name`, its axes changed by `args`: `schedule` 1f1b|dataflow, `turn` 0|1, `stash` true|false.
+
+    Other keys of `args` belong to the update rules and are not looked at; None means not given. Raises BadInput for an
+    unknown name and for an argument that the method cannot take, with the reason.
+    """
+    if name not in METHODS:
+        raise BadInput(f"method: {name}: is none of {', '.join(METHODS)}{_nearest(name, METHODS)}")
+    method = METHODS[name]
+    given = {key: args[key] for key in ("schedule", "turn", "stash") if args.get(key) is not None}
+    faults = _value_faults(given) or _axis_faults(method, given)
+    if faults:
+        raise BadInput(faults)
+    if "schedule" in given:
+        pipeline = Pipeline(given["schedule"])
+        method = replace(method, pipeline=pipeline, turn=method.turn if pipeline is Pipeline.DATAFLOW else 0)
+    if "turn" in given:
+        method = replace(method, turn=given["turn"])
+    if "stash" in given:
+        method = replace(method, backward_reads=Reads.STASHED if given["stash"] else Reads.NEWEST)
+    return method
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _value_faults(given: Mapping[str, Any]) -> List[str]:
+    faults = []
+    if given.get("schedule", "1f1b") not in ("1f1b", "dataflow"):
+        faults.append(f"method_args: schedule: {given['schedule']}: must be 1f1b or dataflow")
+    turn = given.get("turn", 0)
+    if isinstance(turn, bool) or turn not in (0, 1):
+        faults.append(f"method_args: turn: {turn}: must be 0 or 1")
+    if not isinstance(given.get("stash", True), bool):
+        faults.append(f"method_args: stash: {given['stash']}: must be true or false")
+    return faults
+
+
+def _axis_faults(method: Method, given: Mapping[str, Any]) -> List[str]:
+    if method.flushes:
+        reason = f"{method.name} empties the pipeline before every update: its schedule and its weights are fixed"
+    elif method.forward_reads is Reads.DOUBLE_BUFFERED:
+        reason = f"{method.name} is 1F1B with exactly two weight versions: neither can be changed"
+    elif "turn" in given and given.get("schedule", method.pipeline) != Pipeline.DATAFLOW:
+        return [f"method_args: turn: {given['turn']}: only the dataflow schedule has a turn; set schedule: dataflow"]
+    else:
+        return []
+    return [f"method_args: {key}: {value}: {reason}" for key, value in given.items()]
+
+
+def check(method: Method, stages: int, microbatches: int, accumulate: int) -> None:
+    """Refuse (BadInput, every fault) a pipeline of P `stages`, M `microbatches` and N = `accumulate` that cannot be.
+
+    M need not be a multiple of N: a last batch that is not full runs without an update.
+    """
+    faults = [
+        f"{key}: {value}: must be a whole number, at least 1"
+        for key, value in (("stages", stages), ("microbatches", microbatches), ("accumulate", accumulate))
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1
+    ]
+    if not faults and method.forward_reads is Reads.DOUBLE_BUFFERED and accumulate < stages:
+        faults.append(
+            f"accumulate: {accumulate}: {method.name} keeps two weight versions, which suffice only with at least as"
+            f" many microbatches an update as stages, here {stages}"
+        )
+    if faults:
+        raise BadInput(faults)

@@ -1,0 +1,441 @@
+"""Model -> stages: where a stage begins, and which parameters belong to which stage.
+
+A *stage* is a group of parameters (and weightless operations) that share one delay. Boundaries are marked in the model,
+
+    self.conv2 = begin_stage(nn.Conv2d(16, 16, 3))     # a new stage begins when conv2 first runs
+
+or chosen from outside by names, by a count that balances a cost, or as fine as possible. Whatever way, a stage holds all
+that runs from its first module to the next boundary, in the order of execution seen in one forward of an example:
+
+    forward    conv1  norm1  relu | conv2  norm2 | add | pool  linear | loss
+    stage            0            |      1       |  2  |       3      |  4
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import time
+from dataclasses import dataclass
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple, TypeVar, Union
+
+import torch
+from torch import nn
+
+from ipu_pipe.errors import BadInput
+
+Module = TypeVar("Module", bound=nn.Module)
+StageChoice = Union[None, str, int, Sequence[str], Mapping[str, Any]]
+
+COSTS = ("flops", "parameters", "time")
+
+
+def begin_stage(module: Module) -> Module:
+    """Mark that a new pipeline stage begins when `module` first runs; returns the module itself.
+
+    The mark survives copying and pickling and changes neither the module's behaviour nor its state dict.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"begin_stage takes a torch.nn.Module, not {type(module).__name__}")
+    module.begins_stage = True  # type: ignore[assignment]
+    return module
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: its `index` from 0, the `name` of the module it begins with, and its parameters' unsplit names."""
+
+    index: int
+    name: str
+    parameters: Tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Stages of a model in order. `begins` maps the name of each module at which the stage changes to that stage."""
+
+    stages: Tuple[Stage, ...]
+    begins: Mapping[str, int]
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def stage_of(self) -> Dict[str, int]:
+        """Stage index of every parameter, by its name in the unsplit model."""
+        return {name: stage.index for stage in self.stages for name in stage.parameters}
+
+
+@dataclass
+class _Call:
+    """A module's first run: its place in the order of execution, what it computes, and the parameters it answers for."""
+
+    name: str
+    module: nn.Module
+    works: bool  # computes something itself: has no children, or owns parameters
+    flops: float = 0.0
+    inputs: Tuple[Any, ...] = ()
+
+
+def partition(model: nn.Module, example: torch.Tensor, stages: StageChoice = None) -> Partition:
+    """Assign every parameter of `model` to a stage.
+
+    `example`: one microbatch of input, run once in evaluation mode without gradients to see the order of execution.
+    `stages`: None, the model's own `begin_stage` marks; a list of module names at which stages begin (stage 0 begins with
+    the model); a whole number, that many stages balanced by FLOPs, or `{"count": 4, "by": "flops" | "parameters" | "time"}`;
+    "finest", one stage a weight tensor in the order of execution, weight and bias of one module together (107 for
+    ResNet-50), or `{"finest": P}`, which puts weight j of n on stage `floor(j P / n)`, some stages then without weights.
+
+    Raises BadInput: unknown module names, impossible counts, a weight used in two stages.
+    """
+    calls, stages_of_calls = _execution(model, example)
+    _refuse_unused(calls)
+    if stages is None:
+        begins = _begins_at(calls, {c.name for c in calls if getattr(c.module, "begins_stage", False)})
+        return _from_begins(model, calls, stages_of_calls, begins)
+    if isinstance(stages, (list, tuple)):
+        _check_names(model, calls, stages)
+        return _from_begins(model, calls, stages_of_calls, _begins_at(calls, set(stages)))
+    count, by, finest = _read_choice(stages)
+    groups = _weight_groups(model, calls)
+    if finest or count > len(groups):
+        return _spread(model, calls, stages_of_calls, groups, count or len(groups))
+    return _balanced(model, calls, stages_of_calls, groups, count, by)
+
+
+# ---- the order of execution
+
+
+def _execution(model: nn.Module, example: torch.Tensor) -> Tuple[List[_Call], List[str]]:
+    """First runs of all modules in order, and the names of every run (repeats too), seen in one forward."""
+    names = {id(module): name for name, module in model.named_modules()}
+    calls: List[_Call] = []
+    runs: List[str] = []
+    seen: Dict[str, _Call] = {}
+
+    def before(module: nn.Module, inputs: Any) -> None:
+        name = names[id(module)]
+        runs.append(name)
+        if name not in seen:
+            own = any(True for _ in module.parameters(recurse=False))
+            seen[name] = _Call(name, module, own or not any(True for _ in module.children()), inputs=inputs)
+            calls.append(seen[name])
+
+    def after(module: nn.Module, inputs: Any, output: Any) -> None:
+        seen[names[id(module)]].flops += _flops(module, inputs, output)
+
+    handles = [m.register_forward_pre_hook(before) for m in model.modules()]
+    handles += [m.register_forward_hook(after) for m in model.modules()]
+    try:
+        run_quietly(model, example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls, runs
+
+
+def run_quietly(model: nn.Module, example: torch.Tensor) -> Any:
+    """One forward in evaluation mode, without gradients, that leaves modes and random states as they were."""
+    training = {module: module.training for module in model.modules()}
+    devices = [example.device] if example.is_cuda else []
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        model.eval()
+        try:
+            return model(example)
+        finally:
+            for module, mode in training.items():
+                module.training = mode
+
+
+def _flops(module: nn.Module, inputs: Any, output: Any) -> float:
+    """Forward floating-point operations of the module's own parameters (a multiplication and an addition are two)."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(output, torch.Tensor) or not isinstance(weight, torch.Tensor):
+        return 0.0
+    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return 2.0 * output.numel() * weight[0].numel()
+    if isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
+        return 2.0 * inputs[0].numel() * weight[0].numel()
+    if isinstance(module, nn.Linear):
+        return 2.0 * output.numel() * weight.shape[1]
+    return 0.0 if isinstance(module, nn.Embedding) else 2.0 * output.numel()
+
+
+def _refuse_unused(calls: List[_Call]) -> None:
+    if not any(call.works for call in calls):
+        raise BadInput("model: no module of it runs in forward: nothing to divide into stages")
+
+
+# ---- boundaries
+
+
+def _begins_at(calls: List[_Call], marked: Set[str]) -> Dict[str, int]:
+    """Module name -> stage for the marked modules, in order. A mark opens a stage only if the current one has work."""
+    begins: Dict[str, int] = {}
+    stage, has_work = 0, False
+    for call in calls:
+        if call.name in marked and has_work:
+            stage, has_work = stage + 1, False
+            begins[call.name] = stage
+        has_work = has_work or call.works
+    return begins
+
+
+def _check_names(model: nn.Module, calls: List[_Call], names: Sequence[str]) -> None:
+    known = [name for name, _ in model.named_modules() if name]
+    run = {call.name for call in calls}
+    faults = []
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1)
+            hint = f"nearest is {near[0]}" if near else "see model.named_modules()"
+            faults.append(f"stages: {name}: the model has no module of that name, {hint}")
+        elif name not in run:
+            faults.append(f"stages: {name}: this module does not run in the model's forward, so no stage can begin there")
+    if len(set(names)) != len(names):
+        faults.append("stages: a module is named twice")
+    if not faults:
+        opened = _begins_at(calls, set(names))
+        order = [call.name for call in calls if call.name in set(names)]
+        if order != list(names):
+            faults.append(f"stages: names must stand in the order of execution: {', '.join(order)}")
+        first = next(call for call in calls if call.works).name
+        for name in names:
+            if name not in opened:
+                faults.append(f"stages: {name}: nothing runs between this boundary and the one before (the model begins at {first})")
+    if faults:
+        raise BadInput(faults)
+
+
+def _from_begins(model: nn.Module, calls: List[_Call], runs: List[str], begins: Dict[str, int]) -> Partition:
+    """Stages from boundaries between modules: a parameter lies where the module that owns it first runs."""
+    at_call = _stage_at_call(calls, begins)
+    owner = {name: at_call[_answering(name, at_call)] for name, _ in model.named_modules()}
+    stage_of = {_join(m, p): owner[m] for m, p, _ in _parameters_by_module(model)}
+    return _finish(model, runs, calls, begins, stage_of)
+
+
+def _stage_at_call(calls: List[_Call], begins: Mapping[str, int]) -> Dict[str, int]:
+    at_call, stage = {}, 0
+    for call in calls:
+        stage = begins.get(call.name, stage)
+        at_call[call.name] = stage
+    return at_call
+
+
+def _answering(name: str, at_call: Mapping[str, int]) -> str:
+    """The nearest module around `name` (itself included) that runs: it computes with the parameters of `name`."""
+    while name not in at_call:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _join(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
+def _parameters_by_module(model: nn.Module) -> Iterable[Tuple[str, str, nn.Parameter]]:
+    """(module name, parameter's own name, parameter), shared ones once for every owner."""
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            yield module_name, name, parameter
+
+
+def _finish(
+    model: nn.Module, runs: List[str], calls: List[_Call], begins: Dict[str, int], stage_of: Dict[str, int]
+) -> Partition:
+    _refuse_shared(model, runs, begins, stage_of)
+    count = 1 + max([0, *begins.values(), *stage_of.values()])
+    at_call = _stage_at_call(calls, begins)
+    first_module: Dict[int, str] = {}
+    for call in calls:
+        if call.works:
+            first_module.setdefault(at_call[call.name], call.name)
+    names: List[List[str]] = [[] for _ in range(count)]
+    for name, _ in model.named_parameters():
+        names[stage_of[name]].append(name)
+    stages = tuple(Stage(s, first_module.get(s, ""), tuple(names[s])) for s in range(count))
+    return Partition(stages, begins)
+
+
+def _refuse_shared(model: nn.Module, runs: List[str], begins: Mapping[str, int], stage_of: Mapping[str, int]) -> None:
+    """A weight with two delays has no meaning: both uses must lie in one stage."""
+    first: Dict[int, str] = {}
+    faults = []
+    for module, own, parameter in _parameters_by_module(model):
+        name = _join(module, own)
+        other = first.setdefault(id(parameter), name)
+        if stage_of[other] != stage_of[name]:
+            faults.append(
+                f"stages: {other} on stage {stage_of[other]} and {name} on stage {stage_of[name]} are one shared weight: "
+                "both uses must lie in one stage"
+            )
+    reach: Dict[str, int] = {}
+    stage = 0
+    for name in runs:  # a module that runs again later uses its weights there
+        stage = max(stage, begins.get(name, stage))
+        owns = any(True for _ in model.get_submodule(name).parameters(recurse=False))
+        if owns and reach.setdefault(name, stage) != stage:
+            faults.append(
+                f"stages: {name} runs on stage {reach[name]} and again on stage {stage}: a weight used in two stages is "
+                "refused, both uses must lie in one stage"
+            )
+    if faults:
+        raise BadInput(faults)
+
+
+# ---- counts
+
+
+def _read_choice(stages: Union[str, int, Mapping[str, Any]]) -> Tuple[int, str, bool]:
+    """(count, cost, finest) of a choice that is no list; count 0 stands for one stage a weight."""
+    if stages == "finest":
+        return 0, "flops", True
+    if isinstance(stages, int) and not isinstance(stages, bool):
+        stages = {"count": stages}
+    if isinstance(stages, Mapping) and set(stages) == {"finest"}:
+        count, by, finest = stages["finest"], "flops", True
+    elif isinstance(stages, Mapping) and "count" in stages and set(stages) <= {"count", "by"}:
+        count, by, finest = stages["count"], stages.get("by", "flops"), False
+    else:
+        raise BadInput(
+            f"stages: {stages}: must be a count, 'finest', a list of module names, {{count: P, by: {'|'.join(COSTS)}}} "
+            "or {finest: P}"
+        )
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise BadInput(f"stages: {count}: must be a whole number >= 1")
+    if by not in COSTS:
+        raise BadInput(f"stages: by: {by}: must be one of {', '.join(COSTS)}")
+    return count, by, finest
+
+
+def _weight_groups(model: nn.Module, calls: List[_Call]) -> List[Tuple[_Call, List[str]]]:
+    """(module that runs, parameter names) of each weight in the order of execution, a bias joined to the weight before it."""
+    order = {call.name: call for call in calls}
+    at_call = dict.fromkeys(order, 0)
+    owned: Dict[str, List[List[str]]] = {}
+    for module, name, _ in _parameters_by_module(model):
+        groups = owned.setdefault(_answering(module, at_call), [])
+        if groups and "bias" in name and groups[-1][0].rpartition(".")[0] == module:
+            groups[-1].append(_join(module, name))
+        else:
+            groups.append([_join(module, name)])
+    return [(call, group) for call in calls for group in owned.get(call.name, [])]
+
+
+def _spread(
+    model: nn.Module, calls: List[_Call], runs: List[str], groups: List[Tuple[_Call, List[str]]], count: int
+) -> Partition:
+    """Weight j of n on stage floor(j count / n); the stages between hold no weight."""
+    if not groups:
+        raise BadInput("stages: finest: the model has no weights")
+    stage_of, begins = {}, {}
+    for j, (call, names) in enumerate(groups):
+        stage = j * count // len(groups)
+        stage_of.update(dict.fromkeys(names, stage))
+        if stage and call.name not in begins and stage not in begins.values():
+            begins[call.name] = stage
+    made = _finish(model, runs, calls, begins, stage_of)
+    empty = tuple(Stage(s, "", ()) for s in range(len(made), count))
+    return Partition(made.stages + empty, made.begins)
+
+
+def _balanced(
+    model: nn.Module, calls: List[_Call], runs: List[str], groups: List[Tuple[_Call, List[str]]], count: int, by: str
+) -> Partition:
+    """Exactly `count` stages with the least greatest cost, cut between the children of the model's top-level sequence
+    where there are enough of them (so that every backend can cut there), else between modules with weights."""
+    units = _spine(model, calls)
+    if count > len(units):
+        units = list(dict.fromkeys(call.name for call, _ in groups))
+    if count > len(units):
+        return _spread(model, calls, runs, groups, count)
+    costs = _unit_costs(model, calls, units, by)
+    starts = balance(costs, count)
+    begins = _begins_at(calls, {units[start] for start in starts})
+    return _from_begins(model, calls, runs, begins)
+
+
+def _spine(model: nn.Module, calls: List[_Call]) -> List[str]:
+    """Names of the top-level children in the order of execution, nn.Sequential children unfolded into theirs."""
+    ran = [call.name for call in calls]
+
+    def unfold(name: str, module: nn.Module) -> List[str]:
+        if name and not isinstance(module, nn.Sequential):
+            return [name]
+        return [leaf for child, sub in module.named_children() for leaf in unfold(_join(name, child), sub)]
+
+    units = [name for name in unfold("", model) if name in ran]
+    return sorted(units, key=ran.index)
+
+
+def _unit_costs(model: nn.Module, calls: List[_Call], units: List[str], by: str) -> List[float]:
+    """Cost of each unit, from where it begins to where the next one does."""
+    index = {name: i for i, name in enumerate(units)}
+    costs = [0.0] * len(units)
+    current = 0
+    for call in calls:
+        current = index.get(call.name, current)
+        if by == "flops":
+            costs[current] += call.flops
+        elif by == "parameters":
+            costs[current] += sum(p.numel() for p in call.module.parameters(recurse=False))
+        elif call.works:
+            costs[current] += _seconds(call)
+    return costs
+
+
+def _seconds(call: _Call, repeats: int = 3) -> float:
+    """Least time of a forward and backward of a copy of the module alone, on the inputs it saw."""
+    module = copy.deepcopy(call.module)
+    inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) if isinstance(x, torch.Tensor) else x for x in call.inputs]
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        output = module(*inputs)
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.sum().backward()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def balance(costs: Sequence[float], count: int) -> List[int]:
+    """First units of `count` consecutive non-empty parts of `costs` whose greatest sum is least (bisection, greedy fill)."""
+    assert 1 <= count <= len(costs)
+    low, high = max(costs), float(sum(costs))
+    starts = _fill(costs, high)
+    for _ in range(60):
+        middle = (low + high) / 2
+        attempt = _fill(costs, middle)
+        if len(attempt) <= count:
+            high, starts = middle, attempt
+        else:
+            low = middle
+    exact = _fill(costs, low)
+    starts = exact if len(exact) <= count else starts
+    while len(starts) < count:  # parts left over: split the costliest part that has more than one unit
+        edges = [*starts, len(costs)]
+        parts = [(sum(costs[a:b]), a, b) for a, b in zip(edges, edges[1:]) if b - a > 1]
+        _, a, b = max(parts)
+        starts = sorted([*starts, _halving(costs, a, b)])
+    return starts
+
+
+def _fill(costs: Sequence[float], limit: float) -> List[int]:
+    starts, total = [0], 0.0
+    for i, cost in enumerate(costs):
+        if total + cost > limit and i > starts[-1]:
+            starts, total = [*starts, i], 0.0
+        total += cost
+    return starts
+
+
+def _halving(costs: Sequence[float], a: int, b: int) -> int:
+    return min(range(a + 1, b), key=lambda cut: max(sum(costs[a:cut]), sum(costs[cut:b])))
+
+
+def describe(part: Partition, model: nn.Module, limit: Optional[int] = None) -> List[Tuple[int, str, int]]:
+    """(index, first module, number of parameters) of each stage, for printing; the first `limit` stages."""
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    return [(s.index, s.name, sum(sizes[n] for n in s.parameters)) for s in part.stages[:limit]]

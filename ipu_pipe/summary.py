@@ -1,0 +1,251 @@
+"""What a run tells: the plan before it starts, `summary.json`, the trace of the schedule as executed, the closing words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
+
+import numpy as np
+
+from ipu_pipe import trace, update
+from ipu_pipe.job import Job
+from ipu_pipe.schedule import Kind, format_text
+from ipu_pipe.stages import describe
+
+if TYPE_CHECKING:
+    from ipu_pipe.training import Position
+
+MIB = 2**20
+SHOWN_STAGES = 12
+
+
+# ---- before
+
+
+def opening(job: Job, done: int = 0) -> str:
+    """The plan in a few lines, for the start of a run."""
+    config = job.config
+    parameters = sum(p.numel() for p in job.model.parameters())
+    lines = [
+        f"{config.model.entry}: {parameters:,} parameters on {len(job.part)} stages; method {job.method.name}, "
+        f"backend {config.backend.name} on {job.device.type}",
+        f"global batch size {job.batch * config.replicas} = micro_batch_size {config.micro_batch_size} x "
+        f"gradient_accumulation {config.gradient_accumulation} x replicas {config.replicas}; "
+        f"{job.updates - done} updates, {job.updates_per_epoch} an epoch",
+    ]
+    return "\n".join(lines)
+
+
+def plan(job: Job) -> str:
+    """All that `--dry-run` prints: stages, schedule, delays, predicted memory and traffic."""
+    table = memory_table(job)
+    lines = [opening(job), "", "stage  begins with                      parameters   lag  copies  in flight  memory (MiB)  sends on (KiB)"]
+    rows = describe(job.part, job.model)
+    for (index, name, size), row in zip(rows, table):
+        if SHOWN_STAGES // 2 <= index < len(rows) - SHOWN_STAGES // 2:
+            lines += ["  ..."] if index == SHOWN_STAGES // 2 else []
+            continue
+        total = (row["weight_bytes"] + row["optimizer_bytes"] + row["activation_bytes"] + row["gradient_bytes"]) / MIB
+        sends = job.footprint.boundary_bytes[index] / 1024 if index < len(rows) - 1 else 0.0
+        lines.append(
+            f"{index:5d}  {name or '(no weights)':30s} {size:12,d} {row['forward_delay']:5d} {row['weight_copies']:7d} "
+            f"{row['in_flight']:10d} {total:13.2f} {sends:15.1f}"
+        )
+    busy = job.schedule.busy_share()
+    lines += [
+        "",
+        "lag: how many updates old the weights are that a forward reads when its gradient is used, greatest in the steady state",
+        "memory: weight versions, gradients, optimizer state and activations in flight, as planned from one microbatch",
+        f"in all: {sum(r['weight_bytes'] for r in table) / MIB:.1f} MiB weights, {sum(r['optimizer_bytes'] for r in table) / MIB:.1f} "
+        f"optimizer, {sum(r['activation_bytes'] for r in table) / MIB:.1f} activations",
+        f"schedule: {job.schedule.slot_count:,} slots, stages busy {busy:.1%} of them (fill and drain included)",
+        "",
+        *_schedule_beginning(job),
+    ]
+    return "\n".join(lines)
+
+
+def _schedule_beginning(job: Job) -> List[str]:
+    if len(job.part) > 40:
+        return [f"the schedule has {len(job.part)} rows: tools/schedule.py prints it"]
+    return ["its beginning:", format_text(job.schedule, last_slot=max(24, 2 * len(job.part) + 6))]
+
+
+def memory_table(job: Job) -> List[Dict[str, int]]:
+    """Per stage, as planned: copies, lag, microbatches in flight, and the bytes of each kind that a device needs."""
+    sizes = {name: p.numel() * p.element_size() for name, p in job.model.named_parameters()}
+    held = update.optimizer_bytes(job.optimizer, len(job.part))
+    planned = _planned_optimizer_bytes(job) if not any(held) else held
+    rows = []
+    lags, backward_lags = job.table.greatest_lag(), job.table.greatest_backward_lag()
+    copies, in_flight = job.table.weight_copies(), job.schedule.max_in_flight()
+    for stage in job.part.stages:
+        s, weights = stage.index, sum(sizes[name] for name in stage.parameters)
+        rows.append({
+            "parameters": sum(job.model.get_parameter(name).numel() for name in stage.parameters),
+            "weight_copies": int(copies[s]),
+            "weight_bytes": weights * int(copies[s]),
+            "gradient_bytes": weights,
+            "optimizer_bytes": planned[s],
+            "activation_bytes": job.footprint.saved_bytes[s] * int(in_flight[s]),
+            "forward_delay": int(lags[s]),
+            "backward_delay": int(backward_lags[s]),
+            "in_flight": int(in_flight[s]),
+        })  # fmt: skip
+    return rows
+
+
+def _planned_optimizer_bytes(job: Job) -> List[int]:
+    """State that the config's optimizer will hold: one copy with momentum, two for Adam (its step counts are left out)."""
+    kind = type(job.optimizer).__name__
+    moments = 2 if kind.startswith("Adam") else int(any(group.get("momentum", 0) for group in job.optimizer.param_groups))
+    planned = [0] * len(job.part)
+    for group in job.optimizer.param_groups:
+        planned[group["stage"]] += moments * sum(p.numel() * p.element_size() for p in group["params"])
+    return planned
+
+
+# ---- after
+
+
+def summarise(job: Job, position: "Position", final: Tuple[Optional[float], Optional[float]]) -> Dict[str, Any]:
+    """The contents of `summary.json`."""
+    config = job.config
+    busy = job.schedule.busy_share()
+    rate = position.timed_updates * job.batch / position.seconds if position.seconds else None
+    return {
+        "schema": 1,
+        "method": job.method.name,
+        "backend": config.backend.name,
+        "device": job.device.type,
+        "model": {
+            "entry": config.model.entry,
+            "parameters": sum(p.numel() for p in job.model.parameters()),
+            "stages": len(job.part),
+        },
+        "batch": {
+            "micro_batch_size": config.micro_batch_size,
+            "gradient_accumulation": config.gradient_accumulation,
+            "replicas": config.replicas,
+            "global_batch_size": job.batch * config.replicas,
+        },
+        "steps": position.update,
+        "samples": position.update * job.batch,
+        "initial": dict(zip(("test_loss", "test_accuracy"), position.initial)),
+        "final": {
+            "train_loss": position.epoch_loss / position.epoch_updates if position.epoch_updates else None,
+            "test_loss": final[0],
+            "test_accuracy": final[1],
+        },
+        "throughput_samples_per_second": rate,
+        "utilization": busy,
+        "bubble_fraction": 1 - busy,
+        "stages": [_stage_record(index, row) for index, row in enumerate(memory_table(job))],
+        "links": links(job),
+    }
+
+
+def _stage_record(index: int, row: Dict[str, int]) -> Dict[str, Any]:
+    return {
+        "index": index,
+        "parameters": row["parameters"],
+        "weight_copies": row["weight_copies"],
+        "weight_bytes": row["weight_bytes"],
+        "optimizer_bytes": row["optimizer_bytes"],
+        "activation_bytes": row["activation_bytes"],
+        "forward_delay": row["forward_delay"],
+        "backward_delay": row["backward_delay"],
+    }
+
+
+def links(job: Job) -> List[Dict[str, int]]:
+    """Traffic between neighbouring stages as planned, one entry a direction: activations on, gradients back."""
+    messages = job.schedule.microbatches
+    entries = []
+    for s, size in enumerate(job.footprint.boundary_bytes):
+        for src, dst in ((s, s + 1), (s + 1, s)):
+            entries.append(
+                {"src": src, "dst": dst, "bytes": size * messages, "messages": messages, "bytes_per_microbatch": size}
+            )
+    return entries
+
+
+def slot_nanoseconds(job: Job, position: "Position") -> float:
+    """Measured mean time of a slot: the emulator does all stages' work in turn, so a slot stands for P stages' share."""
+    if not position.timed_updates:
+        return 1e6
+    seconds = position.seconds / position.timed_updates * job.updates
+    return 1e9 * seconds / job.schedule.slot_count
+
+
+def memory(job: Job, emulator_bytes: int) -> Dict[str, Any]:
+    """The contents of `memory.json`: what each stage's device needs as planned, and what the emulator itself held at most
+    for weight versions besides the model's own weights."""
+    return {"stages": [{"index": s, **row} for s, row in enumerate(memory_table(job))], "emulator_bytes": emulator_bytes}
+
+
+def write_trace(job: Job, path: Path, slot_ns: float) -> None:
+    """Write the schedule as executed, or its first microbatches where it is long (the metadata say which)."""
+    schedule, table = job.schedule, job.table
+    most = job.config.log.trace_microbatches
+    count = min(schedule.microbatches, most)
+    batch = schedule.accumulate
+    if count < schedule.microbatches:
+        count = max(batch, count // batch * batch)
+    events, counters = trace.modelled_events(
+        forward_slots=schedule.slots(Kind.FORWARD, 0, count),
+        backward_slots=schedule.slots(Kind.BACKWARD, 0, count),
+        forward_versions=table.forward(0, count),
+        backward_versions=table.backward(0, count),
+        first_microbatch=0,
+        accumulate=batch,
+        slot_ns=slot_ns,
+        slot_holds=schedule.slot_holds,
+        device_of_stage=list(range(len(job.part))),
+        boundary_bytes=job.footprint.boundary_bytes,
+    )
+    metadata = {
+        "modelled": True,
+        "why_modelled": "the emulator runs all stages in one process: times are slots times the measured mean slot",
+        "method": job.method.name,
+        "stages": len(job.part),
+        "slot_ns": slot_ns,
+        "microbatches": schedule.microbatches,
+        "traced_microbatches": count,
+    }
+    trace.write_chrome(path, events, counters, metadata)
+
+
+def closing(report: Dict[str, Any], folder: Path) -> str:
+    """The readable summary at the end of a run; its last line is the contract's throughput line."""
+    first, last = report["initial"], report["final"]
+    lags = [stage["forward_delay"] for stage in report["stages"]]
+    copies = np.array([stage["weight_copies"] for stage in report["stages"]])
+    lines = [
+        "",
+        f"{report['method']} on {report['model']['stages']} stages: {report['steps']} updates of {report['batch']['global_batch_size']} samples",
+        f"  test accuracy {_percent(first['test_accuracy'])} -> {_percent(last['test_accuracy'])}, "
+        f"test loss {_number(first['test_loss'])} -> {_number(last['test_loss'])}, training loss {_number(last['train_loss'])}",
+        f"  stages busy {report['utilization']:.1%} of the schedule's slots; greatest lag {_range(lags)} updates; "
+        f"weight copies {_range(copies.tolist())} a stage",
+        "  where to look:",
+        f"    {folder / 'summary.json'}   all numbers",
+        f"    {folder / 'trace.json.gz'}  the schedule as executed: open it in ui.perfetto.dev",
+        f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir {folder}",
+        f"    {folder / 'checkpoints'}    weights",
+    ]
+    rate = report["throughput_samples_per_second"]
+    lines.append(f"throughput: {rate:.1f} samples/sec" if rate is not None else "throughput: not measured (one update only) samples/sec")
+    return "\n".join(lines)
+
+
+def _percent(value: Optional[float]) -> str:
+    return "unknown" if value is None else f"{value:.3f}"
+
+
+def _number(value: Optional[float]) -> str:
+    return "unknown" if value is None else f"{value:.4f}"
+
+
+def _range(values: Sequence[int]) -> str:
+    return str(values[0]) if min(values) == max(values) else f"{min(values)} to {max(values)}"

@@ -1,0 +1,251 @@
+"""The training loop: steps, evaluation, checkpoints and all outputs of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ipu_pipe import checkpoint, summary, update
+from ipu_pipe.backends.emulator import Emulator, right_answers
+from ipu_pipe.config import Config, differences, dump, load_config
+from ipu_pipe.data import DataSource
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job import Job, build, has_tensorboard
+from ipu_pipe.probe import Loss
+from ipu_pipe.progress import Progress
+from ipu_pipe.rundir import RunDir
+
+TEST_BATCH = 128  # samples of one evaluation forward; BatchNorm does not see it, it evaluates by running statistics
+
+
+@dataclass
+class Position:
+    """How far a run has come: what a checkpoint must carry besides tensors. Times are in seconds of training alone."""
+
+    update: int = 0
+    epoch_loss: float = 0.0  # sum over the epoch's updates so far, for the mean
+    epoch_updates: int = 0
+    seconds: float = 0.0
+    timed_updates: int = 0
+    best_loss: Optional[float] = None
+    best_step: Optional[int] = None
+    initial: Tuple[Optional[float], Optional[float]] = (None, None)
+
+
+def train(
+    config: Config,
+    out: Path,
+    *,
+    model: Optional[nn.Module] = None,
+    data: Optional[DataSource] = None,
+    loss: Optional[Loss] = None,
+    optimizer: Optional[update.OptimizerFactory] = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> Dict[str, Any]:
+    """Train by `config` and write the run into the folder `out`; returns the summary (as in `summary.json`).
+
+    A model, data source, loss or optimizer factory given here takes the place of the config's entry. `resume` goes on
+    from the newest checkpoint, with the same numbers as if never interrupted. Raises BadInput before anything is written
+    where the job is not possible, RunFault where the loss is not finite.
+    """
+    if resume:
+        _refuse_changed(config, out)
+    if resume and not _is_fresh(out):
+        ended = RunDir(out, resume=True).finished_summary()
+        if ended is not None:
+            Progress(quiet).say(f"{out}: this run is finished: nothing to resume")
+            return ended
+    job = build(config, model, data, loss, optimizer)
+    run = RunDir(out, resume=resume, overwrite=overwrite)
+    return _Run(job, run, Progress(quiet)).go(resume)
+
+
+def _is_fresh(out: Path) -> bool:
+    return not (out / "config.yaml").exists()
+
+
+def _refuse_changed(config: Config, out: Path) -> None:
+    saved = out / "config.yaml"
+    if not saved.is_file():
+        raise BadInput(f"--resume: {out}: holds no run to resume")
+    changes = differences(load_config(saved), config)
+    if changes:
+        raise BadInput([f"--resume: {saved}: {change}: the config of a run cannot change" for change in changes])
+
+
+class _Run:
+    """One run in progress."""
+
+    def __init__(self, job: Job, run: RunDir, progress: Progress) -> None:
+        self.job, self.run, self.progress = job, run, progress
+        self.position = Position()
+        self.names = {parameter: name for name, parameter in job.model.named_parameters()}
+
+    def go(self, resume: bool) -> Dict[str, Any]:
+        job = self.job
+        if resume:
+            self._restore()
+        else:
+            self.run.write_text("config.yaml", dump(job.config))
+        position = self.position
+        self.run.open_metrics(position.update)
+        self.progress.say(summary.opening(job, position.update))
+        emulator = Emulator(
+            job.model, job.loss, job.part, job.method, job.table, job.optimizer, job.rate, job.example,
+            seed=job.config.seed, clip=job.config.clip and (job.config.clip.norm, job.config.clip.scope),
+            allow_nonfinite=job.config.allow_nonfinite, microbatch=position.update * job.config.gradient_accumulation,
+        )  # fmt: skip
+        try:
+            with self._scalars() as scalars:
+                if position.update == 0:
+                    position.initial = self._evaluate(scalars)
+                final = position.initial if position.update == 0 else self._evaluate(None)
+                with self.progress.bar(job.updates, position.update) as bar:
+                    while position.update < job.updates:
+                        self._step(emulator, bar, scalars)
+                        if job.evaluates_after(position.update):
+                            final = self._evaluate(scalars, bar)
+                        if job.saves_after(position.update):
+                            self._save(final)
+            emulator.close()
+        finally:
+            self.run.close()
+        return self._finish(emulator, final)
+
+    def _step(self, emulator: Emulator, bar: Any, scalars: Any) -> None:
+        job, position = self.job, self.position
+        k = position.update
+        if k % job.updates_per_epoch == 0:
+            position.epoch_loss, position.epoch_updates = 0.0, 0
+        start = time.perf_counter()
+        result = emulator.step(self._microbatches(k))
+        seconds = time.perf_counter() - start
+        position.update += 1
+        position.epoch_loss, position.epoch_updates = position.epoch_loss + result.loss, position.epoch_updates + 1
+        if self.progress.steps:  # the first step of a process warms up
+            position.seconds, position.timed_updates = position.seconds + seconds, position.timed_updates + 1
+        self.progress.steps += 1
+        rate = result.samples / seconds
+        bar.advance(result.loss, None if result.correct is None else result.correct / result.samples, rate)
+        if position.update % job.config.log.every == 0 or position.update == job.updates:
+            epoch = position.update / job.updates_per_epoch
+            self._log(
+                scalars, step=position.update, epoch=epoch, train_loss=result.loss, lr=job.rate(k), samples_per_second=rate
+            )
+
+    def _microbatches(self, k: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
+        job = self.job
+        epoch, within = divmod(k, job.updates_per_epoch)
+        accumulate = job.config.gradient_accumulation
+        for index in range(within * accumulate, (within + 1) * accumulate):
+            yield job.to_device(*job.data.train_batch(epoch, index, job.config.micro_batch_size))
+
+    def _evaluate(self, scalars: Any, bar: Any = None) -> Tuple[Optional[float], Optional[float]]:
+        test_loss, accuracy = evaluate(self.job)
+        position = self.position
+        if bar is not None:
+            bar.evaluated(test_loss, accuracy)
+        if scalars is not None:
+            epoch = position.update / self.job.updates_per_epoch
+            self._log(scalars, step=position.update, epoch=epoch, test_loss=test_loss, test_accuracy=accuracy)
+        if test_loss is not None and (position.best_loss is None or test_loss < position.best_loss) and position.update:
+            position.best_loss, position.best_step = test_loss, position.update
+        return test_loss, accuracy
+
+    def _log(self, scalars: Any, **record: Any) -> None:
+        self.run.metric(record)
+        for name, value in record.items():
+            if scalars and name not in ("step", "epoch") and value is not None:
+                scalars.add_scalar(name, value, record["step"])
+
+    @contextlib.contextmanager
+    def _scalars(self) -> Iterator[Any]:
+        """TensorBoard's writer, or None where it is switched off or not installed."""
+        if not self.job.config.log.tensorboard:
+            yield None
+        elif not has_tensorboard():
+            self.progress.say("TensorBoard is not installed (extra `board`): no scalars are written")
+            yield None
+        else:
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge = self.position.update + 1 if self.position.update else None
+            writer = SummaryWriter(str(self.run.path / "tensorboard"), purge_step=purge)  # type: ignore[no-untyped-call]
+            try:
+                yield writer
+            finally:
+                writer.close()  # type: ignore[no-untyped-call]
+
+    def _save(self, measured: Tuple[Optional[float], Optional[float]]) -> None:
+        position, config = self.position, self.job.config
+        tensors, plain = update.export_state(self.job.optimizer, self.names)
+        state = {"position": asdict(position), "optimizer": plain, "measured": measured}
+        checkpoint.save(self.run.checkpoints, position.update, self.job.model.state_dict(), tensors, state)
+        checkpoint.prune(self.run.checkpoints, config.checkpoint.keep, position.best_step)
+
+    def _restore(self) -> None:
+        newest = self.run.newest_checkpoint()
+        if newest is None:
+            self.progress.say("the run ended before its first checkpoint: it starts from the beginning")
+            return
+        held = checkpoint.load(newest)
+        checkpoint.load_weights(self.job.model, held.model, str(newest))
+        update.import_state(self.job.optimizer, self.names, held.optimizer, held.state["optimizer"])
+        saved = held.state["position"]
+        self.position = Position(**{**saved, "initial": tuple(saved["initial"])})
+        self.progress.say(f"resuming after update {self.position.update} from {newest}")
+
+    def _finish(self, emulator: Emulator, final: Tuple[Optional[float], Optional[float]]) -> Dict[str, Any]:
+        job, run, position = self.job, self.run, self.position
+        report = summary.summarise(job, position, final)
+        slot_ns = summary.slot_nanoseconds(job, position)
+        summary.write_trace(job, run.path / "trace.json.gz", slot_ns)
+        run.write_json("memory.json", summary.memory(job, emulator.weights.peak_bytes))
+        run.write_json("summary.json", report)  # last: a run with a summary is finished
+        self.progress.say(summary.closing(report, run.path))
+        return report
+
+
+def evaluate(job: Job) -> Tuple[Optional[float], Optional[float]]:
+    """(mean loss, accuracy as a fraction) over the test set, or its configured subset; None where there is none."""
+    model, total, right, seen = job.model, 0.0, 0, 0
+    counted = True
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            for x, y in job.data.test_batches(TEST_BATCH):
+                x, y = job.to_device(x, y)
+                output = model(x)
+                total += float(job.loss(output, y)) * len(x)
+                correct = right_answers(output, y)
+                counted = counted and correct is not None
+                right, seen = right + int(correct or 0), seen + len(x)
+                if job.config.evaluate.subset and seen >= job.config.evaluate.subset:
+                    break
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    if not seen:
+        return None, None
+    return total / seen, right / seen if counted else None
+
+
+def evaluate_checkpoint(config: Config, path: Path) -> Dict[str, Any]:
+    """Test loss and accuracy of the weights in a checkpoint folder or a plain state dict, without training."""
+    job = build(config)
+    held = checkpoint.load(path).model if path.is_dir() else checkpoint.read_tensors(path)
+    checkpoint.load_weights(job.model, held, str(path))
+    test_loss, accuracy = evaluate(job)
+    return {"weights": str(path), "test_loss": test_loss, "test_accuracy": accuracy}
+
+
+__all__: List[str] = ["evaluate", "evaluate_checkpoint", "train"]

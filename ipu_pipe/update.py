@@ -1,0 +1,138 @@
+"""Gradients -> weights: torch.optim optimizers, one parameter group (or two, with `no_decay`) a stage.
+
+All stages share one optimizer object whose state (momentum and the like) is kept by parameter and so by stage. Updates are
+told apart by group: a group knows its stage (`group["stage"]`), which is where rules that treat stages differently act.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Sequence, Tuple, Union
+
+import torch
+from torch import nn
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.stages import Partition
+
+Groups = List[Dict[str, Any]]
+OptimizerFactory = Callable[[Groups], torch.optim.Optimizer]
+
+_NORMS = (
+    nn.modules.batchnorm._NormBase,
+    nn.GroupNorm,
+    nn.LayerNorm,
+)
+
+
+def optimizer_factory(name: str, **settings: Any) -> OptimizerFactory:
+    """`sgd`, `adam` or `adamw` of torch.optim with these settings, as a function of the parameter groups."""
+    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    if name not in kinds:
+        raise BadInput(f"optimizer.name: {name}: must be one of {', '.join(kinds)}")
+    return functools.partial(kinds[name], **settings)
+
+
+def parameter_groups(model: nn.Module, part: Partition, no_decay: Union[str, Sequence[str]] = ()) -> Groups:
+    """Parameter groups in stage order. Parameters whose names match `no_decay` (patterns as of a shell, or the word
+    `norms_and_biases`) form a second group of their stage with `weight_decay` 0.
+
+    Parameters that need no gradient are left out. Raises BadInput where a pattern matches nothing.
+    """
+    parameters = dict(model.named_parameters())
+    undecayed = _undecayed(model, parameters, [no_decay] if isinstance(no_decay, str) else list(no_decay))
+    groups: Groups = []
+    for stage in part.stages:
+        for decays in (True, False):
+            chosen = [n for n in stage.parameters if (n not in undecayed) == decays and parameters[n].requires_grad]
+            if chosen:
+                group: Dict[str, Any] = {"params": [parameters[n] for n in chosen], "stage": stage.index}
+                groups.append(group if decays else {**group, "weight_decay": 0.0})
+    if not groups:
+        raise BadInput("model: it has no parameter that needs a gradient: nothing to train")
+    return groups
+
+
+def _undecayed(model: nn.Module, names: Iterable[str], patterns: Sequence[str]) -> List[str]:
+    chosen: List[str] = []
+    for pattern in patterns:
+        if pattern == "norms_and_biases":
+            norms = {name for name, module in model.named_modules() if isinstance(module, _NORMS)}
+            matched = [n for n in names if n.rpartition(".")[0] in norms or n.rpartition(".")[2].startswith("bias")]
+        else:
+            matched = fnmatch.filter(list(names), pattern)
+            if not matched:
+                raise BadInput(f"optimizer.no_decay: {pattern}: matches no parameter of the model")
+        chosen += matched
+    return chosen
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give every group this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def clip(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:
+    """Scale gradients to a Euclidean norm of at most `norm`: over all stages (`global`) or each stage alone (`stage`)."""
+    stages: Mapping[Any, List[torch.Tensor]] = _parameters_by_stage(optimizer)
+    chosen = stages.values() if scope == "stage" else [[p for ps in stages.values() for p in ps]]
+    for parameters in chosen:
+        torch.nn.utils.clip_grad_norm_(parameters, norm)
+
+
+def _parameters_by_stage(optimizer: torch.optim.Optimizer) -> Dict[int, List[torch.Tensor]]:
+    by_stage: Dict[int, List[torch.Tensor]] = {}
+    for group in optimizer.param_groups:
+        by_stage.setdefault(group["stage"], []).extend(group["params"])
+    return by_stage
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer, stages: int) -> List[int]:
+    """Bytes of optimizer state (momentum, moments, step counts) held for each stage."""
+    held = [0] * stages
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, torch.Tensor):
+                    held[group["stage"]] += value.numel() * value.element_size()
+    return held
+
+
+def export_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
+) -> Tuple[Dict[str, torch.Tensor], Dict[str, Any]]:
+    """(tensors, plain values) of the optimizer's state, keyed `parameter/entry` by unsplit parameter names."""
+    tensors: Dict[str, torch.Tensor] = {}
+    plain: Dict[str, Any] = {}
+    for parameter, state in optimizer.state.items():
+        for entry, value in state.items():
+            key = f"{names[parameter]}/{entry}"
+            if isinstance(value, torch.Tensor):
+                tensors[key] = value.detach()
+            else:
+                plain[key] = value
+    return tensors, plain
+
+
+def import_state(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[torch.Tensor, str],
+    tensors: Mapping[str, torch.Tensor],
+    plain: Mapping[str, Any],
+) -> None:
+    """Put back what `export_state` gave, whatever the number of stages was."""
+    by_name = {name: parameter for parameter, name in names.items()}
+    entries: Dict[str, Dict[str, Any]] = {}
+    for key, value in [*tensors.items(), *plain.items()]:
+        name, _, entry = key.rpartition("/")
+        if name not in by_name:
+            raise BadInput(f"checkpoint: optimizer state of {name}: the model has no parameter of that name")
+        entries.setdefault(name, {})[entry] = value
+    for name, state in entries.items():
+        parameter = by_name[name]
+        for entry, value in state.items():
+            if isinstance(value, torch.Tensor) and entry != "step":  # torch keeps step counts on the CPU
+                state[entry] = value.to(parameter.device)
+        optimizer.state[parameter] = state

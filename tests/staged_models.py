@@ -1,0 +1,85 @@
+"""Small models whose stages are modules in a row, so that they can run whole and stage by stage."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Tuple
+
+import torch
+from torch import nn
+
+from ipu_pipe.stages import begin_stage
+
+
+class Split(nn.Module):
+    """Begins a residual block: its input goes on beside what the block makes of it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+        return self.inner(x), x
+
+
+class Beside(nn.Module):
+    """Inside a residual block: works on the first of two tensors."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, pair: Tuple[torch.Tensor, torch.Tensor]) -> Tuple[torch.Tensor, torch.Tensor]:
+        return self.inner(pair[0]), pair[1]
+
+
+class Join(nn.Module):
+    """Ends a residual block."""
+
+    def forward(self, pair: Tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return pair[0] + pair[1]
+
+
+def mlp() -> List[nn.Module]:
+    return [
+        nn.Sequential(nn.Linear(12, 10), nn.Tanh()),
+        nn.Sequential(nn.Linear(10, 9), nn.ReLU()),
+        nn.Sequential(nn.Linear(9, 9), nn.LayerNorm(9), nn.ReLU()),
+        nn.Linear(9, 4),
+    ]
+
+
+def convolution() -> List[nn.Module]:
+    return [
+        nn.Sequential(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 6, 3, padding=1)),
+        nn.Sequential(nn.GroupNorm(2, 6), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.GroupNorm(3, 6), nn.ReLU()),
+        nn.Sequential(nn.Flatten(), nn.Linear(24, 4)),
+        nn.Identity(),
+    ]
+
+
+def residual() -> List[nn.Module]:
+    return [
+        nn.Sequential(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 4, 3, padding=1)),
+        Split(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1, bias=False))),
+        Beside(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))),
+        Join(),
+        nn.Sequential(nn.Flatten(), nn.Linear(16, 4)),
+    ]
+
+
+MODELS: Dict[str, Callable[[], List[nn.Module]]] = {"mlp": mlp, "convolution": convolution, "residual": residual}
+
+
+def whole(stages: List[nn.Module]) -> nn.Sequential:
+    """The unsplit model, annotated at every stage."""
+    return nn.Sequential(*[begin_stage(stage) for stage in stages])
+
+
+def batches(count: int, size: int = 3, dtype: Any = torch.float64) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+    """Random microbatches for any of the models."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(size, 12, generator=generator, dtype=dtype), torch.randint(0, 4, (size,), generator=generator))
+        for _ in range(count)
+    ]

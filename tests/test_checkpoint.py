@@ -1,0 +1,146 @@
+"""Checkpoints: whole or absent, told apart when corrupt, by unsplit names, pruned to the newest and the best."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ipu_pipe import checkpoint, update
+from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.stages import begin_stage, partition
+
+
+def make(folder: Path, step: int) -> Path:
+    model = nn.Linear(3, 2)
+    return checkpoint.save(folder, step, model.state_dict(), {"weight/momentum": torch.ones(2, 3)}, {"position": {"update": step}})
+
+
+def test_round_trip_keeps_names_values_and_state(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    path = checkpoint.save(tmp_path, 7, model.state_dict(), {"0.weight/momentum_buffer": torch.ones(2, 3)}, {"note": [1, None]})
+    assert path == tmp_path / "step-7"
+    held = checkpoint.load(path)
+    assert set(held.model) == set(model.state_dict())
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in held.model.items())
+    assert held.state["note"] == [1, None] and held.state["step"] == 7
+    assert torch.equal(held.optimizer["0.weight/momentum_buffer"], torch.ones(2, 3))
+
+
+def test_tied_weights_are_kept_under_both_names(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    held = checkpoint.load(checkpoint.save(tmp_path, 1, model.state_dict(), {}, {}))
+    assert torch.equal(held.model["0.weight"], held.model["1.weight"])
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("harm, file, said", [
+    (_truncate, "model.safetensors", "corrupt checkpoint: its SHA-256"),
+    (_flip, "optimizer.safetensors", "corrupt checkpoint: its SHA-256"),
+    (os.remove, "optimizer.safetensors", "corrupt checkpoint: the file is missing"),
+    (_truncate, "state.json", "corrupt checkpoint"),
+    (os.remove, "state.json", "not a checkpoint: it has no state.json"),
+])  # fmt: skip
+def test_a_corrupt_checkpoint_is_named(tmp_path: Path, harm: Any, file: str, said: str) -> None:
+    path = make(tmp_path, 3)
+    harm(path / file)
+    with pytest.raises(BadInput, match=said) as error:
+        checkpoint.load(path)
+    assert str(path) in str(error.value) and len(error.value.faults) == 1
+
+
+def test_another_schema_is_refused(tmp_path: Path) -> None:
+    path = make(tmp_path, 3)
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**state, "schema": 99}))
+    with pytest.raises(BadInput, match="schema: 99: this version reads schema 1"):
+        checkpoint.load(path)
+
+
+def test_an_interrupted_save_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, 1)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(RunFault, match="No space left on device"):
+        make(tmp_path, 2)
+    assert checkpoint.steps(tmp_path) == [1]
+    (tmp_path / ".step-5.part").mkdir()  # what kill -9 leaves
+    assert checkpoint.steps(tmp_path) == [1]
+
+
+def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    for step in (2, 10, 9, 30, 40):
+        make(tmp_path, step)
+    checkpoint.prune(tmp_path, keep=2, best=9)
+    assert checkpoint.steps(tmp_path) == [9, 30, 40]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-30", "step-40", "step-9"]
+
+
+def test_plain_state_dicts_load_and_other_files_do_not(tmp_path: Path) -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    torch.save(model.state_dict(), tmp_path / "plain.pt")
+    checkpoint.load_weights(other, checkpoint.read_tensors(tmp_path / "plain.pt"), "plain.pt")
+    assert torch.equal(other.weight, model.weight)
+    torch.save(model, tmp_path / "module.pt")  # a pickled module: its code must not run
+    (tmp_path / "text.pt").write_text("hello")
+    torch.save({"epoch": 3}, tmp_path / "other.pt")
+    for name in ("module.pt", "text.pt", "other.pt", "absent.pt"):
+        with pytest.raises(BadInput, match=name):
+            checkpoint.read_tensors(tmp_path / name)
+
+
+def test_weights_that_do_not_fit_are_named() -> None:
+    tensors = {"weight": torch.ones(2, 4), "extra": torch.ones(1)}
+    with pytest.raises(BadInput) as error:
+        checkpoint.load_weights(nn.Linear(3, 2), tensors, "file.pt")
+    assert error.value.faults == [
+        "file.pt: bias: missing, the model needs it",
+        "file.pt: extra: the model has no such parameter or buffer",
+        "file.pt: weight: shape (2, 4), the model has (2, 3)",
+    ]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_optimizer_state_goes_to_another_number_of_stages(kind: Any) -> None:
+    settings = {"lr": 0.1, "momentum": 0.9} if kind is torch.optim.SGD else {"lr": 0.1}
+
+    def made(choice: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), begin_stage(nn.Linear(3, 3)), nn.Linear(3, 2))
+        groups = update.parameter_groups(model, partition(model, torch.zeros(1, 3), choice))
+        return model, kind(groups, **settings)
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made(None)
+    step(model, optimizer)
+    names = {p: n for n, p in model.named_parameters()}
+    tensors, plain = update.export_state(optimizer, names)
+    other, other_optimizer = made("finest")
+    other.load_state_dict(model.state_dict())
+    tensors = {name: value.clone() for name, value in tensors.items()}
+    update.import_state(other_optimizer, {p: n for n, p in other.named_parameters()}, tensors, plain)
+    step(model, optimizer)
+    step(other, other_optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters()))

@@ -1,0 +1,193 @@
+"""The emulator's weights are those of the literal replay, to the last bit, for every method, model and optimizer."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any, List, Optional, Sequence, Tuple
+
+import pytest
+import torch
+from torch import nn
+
+from ipu_pipe.backends.emulator import Emulator
+from ipu_pipe.methods import METHODS, Method, resolve_method
+from ipu_pipe.schedule import make_schedule
+from ipu_pipe.stages import partition
+from ipu_pipe.update import parameter_groups
+from ipu_pipe.versions import VersionTable
+from tests.literal_replay import LiteralStage, replay
+from tests.staged_models import MODELS, batches, whole
+
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9, weight_decay=1e-3),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.02, weight_decay=1e-2),
+}
+cross_entropy = nn.functional.cross_entropy
+
+
+def emulate(
+    model: nn.Module, method: Method, accumulate: int, data: Sequence[Any], make_optimizer: Any, drains: Sequence[int] = ()
+) -> Emulator:
+    part = partition(model, data[0][0])
+    schedule = make_schedule(method, len(part), len(data), accumulate, drains)
+    optimizer = make_optimizer(parameter_groups(model, part))
+    rate = optimizer.param_groups[0]["lr"]
+    emulator = Emulator(
+        model, cross_entropy, part, method, VersionTable(schedule, method), optimizer, lambda k: rate, data[0]
+    )
+    for start in range(0, len(data), accumulate):
+        emulator.step(data[start : start + accumulate])
+    emulator.close()
+    return emulator
+
+
+def literal(
+    stages: List[nn.Module], method: Method, accumulate: int, data: Sequence[Any], make_optimizer: Any, drains: Sequence[int] = ()
+) -> List[LiteralStage]:
+    schedule = make_schedule(method, len(stages), len(data), accumulate, drains)
+    done = [LiteralStage(stage, make_optimizer) for stage in stages]
+    replay(done, schedule, method, data, cross_entropy, drains)
+    return done
+
+
+def assert_equal(model: nn.Module, stages: List[nn.Module]) -> None:
+    expected = whole(stages).state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def fresh(name: str, dtype: torch.dtype = torch.float64) -> List[nn.Module]:
+    torch.manual_seed(3)
+    return [stage.to(dtype) for stage in MODELS[name]()]
+
+
+VARIANTS: List[Tuple[str, dict]] = [(name, {}) for name in METHODS] + [  # type: ignore[type-arg]
+    ("pipemare", {"stash": True}),
+    ("pipemare", {"schedule": "1f1b"}),
+    ("pipelined_backprop", {"stash": True}),
+    ("pipelined_backprop", {"turn": 1}),
+    ("pipedream", {"stash": False}),
+    ("pipedream", {"schedule": "dataflow"}),
+]
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("method, args", VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())))
+@pytest.mark.parametrize("accumulate", [1, 3, 5])
+def test_weights_equal_those_of_the_literal_replay(method: str, args: Any, model: str, optimizer: str, accumulate: int) -> None:
+    chosen = resolve_method(method, args)
+    stages = fresh(model)
+    if chosen.forward_reads == "double_buffered" and accumulate < len(stages):
+        accumulate += len(stages)
+    data = batches(accumulate * 9)
+    twin = copy.deepcopy(stages)
+    unsplit = whole(stages)
+    emulator = emulate(unsplit, chosen, accumulate, data, OPTIMIZERS[optimizer])
+    done = literal(twin, chosen, accumulate, data, OPTIMIZERS[optimizer])
+    assert_equal(unsplit, twin)
+    ours = [p for p in unsplit.parameters()]
+    theirs = [p for stage in done for p in stage.module.parameters()]
+    states = {id(p): stage.optimizer.state[p] for stage in done if stage.optimizer for p in stage.module.parameters()}
+    for p, q in zip(ours, theirs):
+        for entry, value in emulator.optimizer.state[p].items():
+            assert torch.equal(value, states[id(q)][entry]), entry
+
+
+@pytest.mark.parametrize("method", ["pipemare", "pipedream", "pipedream_2bw", "pipelined_backprop"])
+def test_drains_empty_the_pipeline_in_both(method: str) -> None:
+    data = batches(5 * 12)
+    stages, twin = fresh("residual"), fresh("residual")
+    unsplit = whole(stages)
+    chosen = resolve_method(method)
+    emulate(unsplit, chosen, 5, data, OPTIMIZERS["sgd"], drains=[20, 25])
+    literal(twin, chosen, 5, data, OPTIMIZERS["sgd"], drains=[20, 25])
+    assert_equal(unsplit, twin)
+
+
+def test_methods_differ_so_that_equality_means_something() -> None:
+    ends = {}
+    for method, args in VARIANTS:
+        stages = fresh("mlp")
+        emulate(whole(stages), resolve_method(method, args), 5, batches(40), OPTIMIZERS["sgd"])
+        ends[(method, str(args))] = torch.cat([p.detach().flatten() for s in stages for p in s.parameters()])
+    distinct = {tuple(v.tolist()) for v in ends.values()}
+    synchronous = {tuple(ends[(m, "{}")].tolist()) for m in ("naive", "gpipe", "pipedream_flush")}
+    assert len(synchronous) == 1
+    assert len(distinct) >= 6
+
+
+def plain_training(model: nn.Module, data: Sequence[Any], accumulate: int, make_optimizer: Any) -> List[float]:
+    optimizer = make_optimizer(model.parameters())
+    losses = []
+    for m, (x, y) in enumerate(data):
+        loss = cross_entropy(model(x), y)
+        (loss / accumulate).backward()
+        losses.append(float(loss.detach()))
+        if (m + 1) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("method", ["naive", "gpipe", "pipedream_flush"])
+def test_synchronous_methods_are_plain_training(method: str, model: str, dtype: torch.dtype) -> None:
+    data = batches(24, dtype=dtype)
+    stages, twin = fresh(model, dtype), whole(fresh(model, dtype))
+    unsplit = whole(stages)
+    emulate(unsplit, resolve_method(method), 4, data, OPTIMIZERS["sgd"])
+    plain_training(twin, data, 4, OPTIMIZERS["sgd"])
+    assert_equal(unsplit, list(twin))
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_one_stage_is_plain_training(method: str, accumulate: int) -> None:
+    data = batches(24)
+    twin, unsplit = whole(fresh("convolution")), nn.Sequential(nn.Sequential(*fresh("convolution")))
+    emulate(unsplit, resolve_method(method), accumulate, data, OPTIMIZERS["adamw"])
+    plain_training(twin, data, accumulate, OPTIMIZERS["adamw"])
+    assert_equal(unsplit[0], list(twin))
+
+
+def test_two_buffered_weights_are_delayed_by_one_update() -> None:
+    """w_{t+1} = w_t - lr grad f(w_{t-1}), with w_{-1} = w_0 (PipeDream-2BW, section 3.1)."""
+    data = batches(4 * 8)
+    stages, twin = fresh("mlp"), whole(fresh("mlp"))
+    unsplit = whole(stages)
+    emulate(unsplit, resolve_method("pipedream_2bw"), 4, data, functools.partial(torch.optim.SGD, lr=0.3))
+    now = [p.detach().clone() for p in twin.parameters()]
+    before = [w.clone() for w in now]
+    for start in range(0, len(data), 4):
+        for p, w in zip(twin.parameters(), before):
+            p.data.copy_(w)
+        for x, y in data[start : start + 4]:
+            (cross_entropy(twin(x), y) / 4).backward()
+        before = now
+        now = [w.add(p.grad, alpha=-0.3) for w, p in zip(now, twin.parameters())]  # type: ignore[arg-type]
+        twin.zero_grad()
+    for p, w in zip(unsplit.parameters(), now):
+        assert torch.equal(p.data, w)
+
+
+@pytest.mark.parametrize("method, most", [("pipemare", None), ("pipedream", None), ("pipedream_2bw", 1), ("gpipe", 0)])
+def test_memory_holds_only_versions_still_to_be_read(method: str, most: Optional[int]) -> None:
+    chosen, data = resolve_method(method), batches(5 * 10)
+    unsplit = whole(fresh("residual"))
+    part = partition(unsplit, data[0][0])
+    schedule = make_schedule(chosen, len(part), len(data), 5)
+    table = VersionTable(schedule, chosen)
+    optimizer = OPTIMIZERS["sgd"](parameter_groups(unsplit, part))
+    emulator = Emulator(unsplit, cross_entropy, part, chosen, table, optimizer, lambda k: 0.1, data[0])
+    forward = table.forward(0, len(data))
+    for k in range(10):
+        emulator.step(data[5 * k : 5 * k + 5])
+        held = getattr(emulator.weights, "versions_held", lambda: [0] * len(part))()
+        for s, count in enumerate(held):
+            still_read = {int(v) for v in forward[s, 5 * k + 5 :] if v <= k}
+            assert count <= len(still_read)
+            assert most is None or count <= most
+    emulator.close()

@@ -1,0 +1,137 @@
+"""What the probe sees: stored and sent bytes, random modules, and weights that a backward would read too old."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ipu_pipe.probe import derived_weights, footprint, random_modules
+from ipu_pipe.stages import begin_stage, partition
+
+IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+LABELS = torch.tensor([0, 1])
+
+
+class Times(nn.Module):
+    """A layer that multiplies its weight before it uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 192))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.flatten(1), self.weight * 1)
+
+
+class Cast(nn.Module):
+    """A layer under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.inner(x).float()
+
+
+def _head(channels: int) -> Any:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 4))
+
+
+def test_a_first_layer_is_free_to_derive_weights() -> None:
+    """No gradient of its input is wanted, so its backward reads no weight at all."""
+    assert derived_weights(Times(), F.cross_entropy, IMAGES, LABELS) == []
+
+
+def _weight_norm() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 6, 3))
+
+
+@pytest.mark.parametrize(
+    "model, guilty",
+    [
+        (nn.Sequential(nn.Conv2d(3, 3, 1), Times()), ["1.weight"]),
+        (Cast(), ["inner.2.weight"]),
+        (nn.Sequential(nn.Conv2d(3, 6, 3), nn.InstanceNorm2d(6, affine=True), nn.Flatten(), nn.Linear(216, 4)), ["1.weight"]),
+    ],
+    ids=["product", "autocast", "instance norm"],
+)
+def test_derived_weights_are_named(model: nn.Module, guilty: Any) -> None:
+    found = derived_weights(model, F.cross_entropy, IMAGES, LABELS)
+    assert found == guilty
+
+
+@pytest.mark.skipif(not hasattr(nn.utils, "parametrizations") or torch.__version__ < "2.1", reason="torch 2.1's weight norm")
+def test_weight_norm_is_named() -> None:
+    found = derived_weights(nn.Sequential(nn.Conv2d(3, 3, 1), _weight_norm(), _head(6)), F.cross_entropy, IMAGES, LABELS)
+    assert found == ["1.parametrizations.weight.original0", "1.parametrizations.weight.original1"]
+
+
+def _plain() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.3), nn.Conv2d(6, 6, 3), nn.GroupNorm(2, 6), nn.PReLU(),
+        _head(6),
+    )  # fmt: skip
+
+
+class Text(nn.Module):
+    """Attention, recurrence and embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(9, 4), nn.LayerNorm(4)
+        self.attend = nn.MultiheadAttention(4, 2, dropout=0.1, batch_first=True)
+        self.recur, self.head = nn.GRU(4, 4, batch_first=True), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.embed(x))
+        h = h + self.attend(h, h, h)[0]
+        return self.head(self.recur(h)[0]).mean(1)
+
+
+def test_ordinary_layers_are_not_accused_and_are_left_as_found() -> None:
+    model = _plain()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert derived_weights(model, F.cross_entropy, IMAGES, LABELS) == []
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert derived_weights(Text(), F.cross_entropy, torch.randint(0, 9, (2, 5)), LABELS) == []
+    half, images = _plain().bfloat16(), IMAGES.bfloat16()
+    assert derived_weights(half, F.cross_entropy, images, LABELS) == []
+
+
+def test_random_modules_are_those_that_draw() -> None:
+    assert random_modules(_plain(), IMAGES) == ["3"]
+    assert random_modules(Text(), torch.randint(0, 9, (2, 5))) == ["attend"]
+
+
+def test_footprint_counts_saved_and_sent_bytes() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10), nn.ReLU(), begin_stage(nn.Linear(10, 6)), begin_stage(nn.Linear(6, 4)))
+    made = footprint(model, partition(model, IMAGES), F.cross_entropy, IMAGES, LABELS)
+    assert made.boundary_bytes == (2 * 10 * 4, 2 * 6 * 4)
+    # the first stage keeps its input and ReLU's output; the second its input; the last its input, log-softmax and labels
+    assert made.saved_bytes[0] == 2 * 192 * 4 + 2 * 10 * 4
+    assert made.saved_bytes[1] == 2 * 10 * 4
+
+
+class Skip(nn.Module):
+    """A connection that jumps over a stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), begin_stage(nn.Linear(4, 2)), begin_stage(nn.Linear(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        return h + self.c(self.b(h))
+
+
+def test_a_skip_connection_is_carried_over_every_boundary() -> None:
+    x, model = torch.randn(2, 4), Skip()
+    made = footprint(model, partition(model, x), F.cross_entropy, x, LABELS)
+    assert made.boundary_bytes == (2 * 4 * 4, (2 * 2 + 2 * 4) * 4)

@@ -1,0 +1,49 @@
+"""Dropout drawn by (seed, microbatch, module name): the same under any partition, method and recomputation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ipu_pipe.methods import resolve_method
+from ipu_pipe.randomness import KeyedRandomness, derived_seed
+from tests.staged_models import batches, whole
+from tests.test_emulator_exact import OPTIMIZERS, emulate
+
+CPU = torch.device("cpu")
+
+
+def drop() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4)).double()
+
+
+def test_seeds_are_the_same_everywhere() -> None:
+    assert derived_seed(0, 1, "layer") == 5184220762280779236
+    assert len({derived_seed(s, m, n) for s in (0, 1) for m in range(9) for n in ("a", "b")}) == 36
+
+
+def test_draws_depend_on_seed_microbatch_and_module_alone_and_leave_the_state() -> None:
+    model, x = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), torch.ones(64)
+    keyed = KeyedRandomness(model, ["0", "1"], seed=4, device=CPU)
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    first, again = model(x), model(x)
+    assert torch.equal(first, again) and torch.equal(before, torch.get_rng_state())
+    assert not torch.equal(model[0](x), model[1](x))
+    keyed.microbatch = 1
+    assert not torch.equal(model(x), first)
+    keyed.remove()
+    assert not torch.equal(model(x), model(x))
+
+
+def test_the_division_into_stages_does_not_change_what_is_drawn() -> None:
+    data, ends = batches(12), []
+    for marked in (False, True):
+        model: Any = drop()
+        model = whole(list(model)) if marked else model
+        emulate(model, resolve_method("gpipe"), 3, data, OPTIMIZERS["sgd"])
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*ends))

@@ -1,0 +1,435 @@
+"""Schedules: the closed forms against the rules played out literally, the proof that they run, and how they print."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Dict, List, Tuple
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from slot_simulation import Simulated, simulate
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.methods import METHODS, Method, Pipeline, Reads, resolve_method
+from ipu_pipe.schedule import (
+    RUN,
+    Action,
+    Kind,
+    Part,
+    Schedule,
+    format_csv,
+    format_text,
+    make_schedule,
+    predecessors,
+    utilization,
+)
+
+SIZES = [(P, M) for P in range(1, 8) for M in range(1, 21)]
+
+
+def accumulates(method: Method, P: int, M: int) -> List[int]:
+    """Some N: one, several that do and do not divide M, the whole run, more than the run."""
+    smallest = P if method.forward_reads is Reads.DOUBLE_BUFFERED else 1
+    return sorted(N for N in {1, 2, 3, 7, M, P, P + 1} if N >= smallest)
+
+
+def simulated(method: Method, P: int, M: int, N: int) -> Simulated:
+    return simulate(method.pipeline.value, P, M, N, method.turn)
+
+
+# --- the closed forms
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_slots_are_those_of_the_rules_played_out(name: str) -> None:
+    method = METHODS[name]
+    for P, M in SIZES:
+        for N in accumulates(method, P, M):
+            expected, schedule = simulated(method, P, M, N), make_schedule(method, P, M, N)
+            forward, backward = schedule.slots(Kind.FORWARD, 0, M), schedule.slots(Kind.BACKWARD, 0, M)
+            got = {(s, "F", m): int(forward[s, m]) for s in range(P) for m in range(M)}
+            got.update({(s, "B", m): int(backward[s, m]) for s in range(P) for m in range(M)})
+            assert got == expected.slots, (P, M, N)
+            assert schedule.slot_count == expected.length
+            updates = schedule.slots(Kind.UPDATE, 0, schedule.update_count).tolist()
+            assert [[(slot, k) for k, slot in enumerate(row)] for row in updates] == expected.updates
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_spelled_out_windows_counts_and_flight_agree_with_the_rules(name: str) -> None:
+    method = METHODS[name]
+    for P, M, N in ((1, 5, 2), (3, 20, 3), (4, 11, 5), (6, 7, 7), (7, 20, 8)):
+        expected, schedule = simulated(method, P, M, N), make_schedule(method, P, M, N)
+        cells: Dict[Tuple[int, int], str] = {}
+        for (s, kind, m), slot in sorted(expected.slots.items(), key=lambda item: item[0][1], reverse=True):
+            cells[s, slot] = (cells.get((s, slot), "") + f" {kind}{m}").strip()  # forwards first
+        for s in range(P):
+            assert schedule.cells(s) == [cells.get((s, slot)) for slot in range(expected.length)]
+            assert schedule.cells(s, 3, 7) == [cells.get((s, slot)) for slot in range(3, 7)]
+        whole = schedule.spell_out(0, schedule.slot_count)
+        updates = schedule.update_grid(0, schedule.slot_count)
+        for slot in range(schedule.slot_count + 1):
+            for kind, grid in ((Kind.FORWARD, whole.forward), (Kind.BACKWARD, whole.backward), (Kind.UPDATE, updates)):
+                counted = schedule.count_before(kind, np.array([slot]))[:, 0]
+                assert counted.tolist() == (grid[:, :slot] >= 0).sum(axis=1).tolist(), (kind, slot)
+        busy = len(expected.slots) / (P * expected.length * (2 if method.pipeline is Pipeline.DATAFLOW else 1))
+        assert schedule.busy_share() == pytest.approx(busy, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_most_in_flight_is_the_count_over_the_rules(name: str) -> None:
+    method = METHODS[name]
+    for P, M in SIZES[::3]:
+        for N in accumulates(method, P, M):
+            slots = simulated(method, P, M, N).slots
+            most = [
+                max(
+                    sum(slots[s, "F", o] <= slots[s, "F", m] <= slots[s, "B", o] for o in range(M))
+                    for m in range(M)
+                )
+                for s in range(P)
+            ]
+            assert make_schedule(method, P, M, N).max_in_flight().tolist() == most, (P, M, N)
+
+
+sizes = st.tuples(st.integers(1, 40), st.integers(1, 120), st.integers(1, 50))
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes)
+def test_in_flight_closed_forms(size: Tuple[int, int, int]) -> None:
+    """FORMULAS of 1F1B: PipeDream caps stage 0 only; the flush methods and 2BW every stage; GPipe holds the batch."""
+    P, M, N = size
+    stages = range(P)
+
+    def flight(name: str, accumulate: int) -> List[int]:
+        return list(make_schedule(METHODS[name], P, M, accumulate).max_in_flight().tolist())
+
+    assert flight("pipedream", N) == [min(P, M, 2 * (P - s) - 1) for s in stages]
+    assert flight("pipedream_2bw", max(N, P)) == [min(P - s, M) for s in stages]
+    assert flight("pipedream_flush", N) == [min(P - s, N, M) for s in stages]
+    assert flight("gpipe", N) == [min(N, M)] * P
+    assert flight("naive", N) == [1] * P
+    assert flight("pipelined_backprop", N) == [min(2 * (P - 1 - s) + 1, M) for s in stages]
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes)
+def test_timeline_lengths(size: Tuple[int, int, int]) -> None:
+    P, M, N = size
+    tail = 2 * (M % N + P - 1) if M % N else 0
+    lengths = {name: make_schedule(method, P, M, max(N, P)).slot_count for name, method in METHODS.items()}
+    assert lengths["pipedream"] == lengths["pipedream_2bw"] == 2 * M + 2 * (P - 1)
+    assert lengths["pipelined_backprop"] == M + 2 * P - 2
+    assert lengths["pipemare"] == M + 2 * P - 2 + (P > 1)  # one stage is no pipeline and has no turn
+    assert lengths["naive"] == 2 * P * M
+    assert make_schedule(METHODS["gpipe"], P, M, N).slot_count == 2 * (N + P - 1) * (M // N) + tail
+    assert make_schedule(METHODS["pipedream_flush"], P, M, N).slot_count == 2 * (N + P - 1) * (M // N) + tail
+
+
+def test_the_length_printed_by_the_randomized_pipedream_paper() -> None:
+    assert make_schedule(METHODS["pipedream"], 8, 400, 1).slot_count == 814
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 8, 107])
+def test_planned_utilization(P: int) -> None:
+    for N in (1, 4, 8, 16):
+        assert utilization(METHODS["naive"], P, N) == pytest.approx(1 / P, rel=1e-12)
+        assert utilization(METHODS["gpipe"], P, N) == pytest.approx(N / (N + P - 1), rel=1e-12)
+        assert utilization(METHODS["pipedream_flush"], P, N) == pytest.approx(N / (N + P - 1), rel=1e-12)
+        for name in ("pipedream", "pipemare", "pipelined_backprop"):
+            assert utilization(METHODS[name], P, N) == 1.0
+    assert utilization(METHODS["pipedream_2bw"], P, P) == 1.0
+
+
+def test_thousands_of_stages_stay_a_few_runs() -> None:
+    for name, method in METHODS.items():
+        schedule = make_schedule(method, 2000, 20000, 2000 if name == "pipedream_2bw" else 1)
+        assert sum(len(part.runs) for part in schedule.parts) <= 4 * 2000, name
+
+
+# --- drains
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_pipeline_is_empty_at_a_drain_and_then_starts_over(name: str) -> None:
+    method, P, N = METHODS[name], 3, 4
+    schedule = make_schedule(method, P, 30, N, drains=(8, 16, 28))
+    assert schedule.microbatches == schedule.parts[-1].end_microbatch == 30
+    for first, last in ((0, 8), (8, 16), (16, 28), (28, 30)):
+        alone = make_schedule(method, P, last - first, N)
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            start = schedule.slots(Kind.FORWARD, first, first + 1)[0, 0]
+            assert (schedule.slots(kind, first, last) - start == alone.slots(kind, 0, last - first)).all()
+        if last < 30:
+            next_start = schedule.slots(Kind.FORWARD, last, last + 1)[0, 0]
+            assert schedule.slots(Kind.BACKWARD, first, last).max() + 1 == next_start  # the slot after, no gap
+    assert (np.diff(schedule.slots(Kind.UPDATE, 0, 7), axis=1) > 0).all()
+
+
+def test_equal_segments_are_one_part() -> None:
+    parts = make_schedule(METHODS["pipemare"], 3, 1000, 2, drains=range(0, 1000, 10)).parts
+    assert [(part.repeats, part.microbatches) for part in parts] == [(100, 10)]
+
+
+@pytest.mark.parametrize("drain", [3, -2, 12])
+def test_drains_that_split_a_batch_or_lie_outside_are_refused(drain: int) -> None:
+    for name in ("pipemare", "gpipe"):
+        with pytest.raises(BadInput, match=f"drains: {drain}: must be a multiple of accumulate"):
+            make_schedule(METHODS[name], 2, 10, 2, drains=[drain])
+
+
+# --- what an action needs, and the proof
+
+
+def test_predecessors() -> None:
+    schedule = make_schedule(METHODS["gpipe"], 3, 4, 2)
+
+    def needs(kind: Kind, index: int, stage: int) -> List[str]:
+        return [str(action) for action in predecessors(Action(kind, index, stage), schedule)]
+
+    assert needs(Kind.FORWARD, 1, 0) == []
+    assert needs(Kind.FORWARD, 1, 2) == ["F1 on stage 1"]
+    assert needs(Kind.BACKWARD, 1, 1) == ["F1 on stage 1", "B1 on stage 2"]
+    assert needs(Kind.BACKWARD, 1, 2) == ["F1 on stage 2"]
+    assert needs(Kind.UPDATE, 1, 0) == ["B2 on stage 0", "B3 on stage 0"]
+
+
+def damaged(name: str, stage: int, kind: int, **changes: int) -> Schedule:
+    """A schedule of 3 stages whose first run of `kind` on `stage` is shifted or shortened."""
+    schedule = make_schedule(METHODS[name], 3, 6, 3)
+    part = schedule.parts[0]
+    runs = part.runs.copy()
+    row = np.flatnonzero((runs["stage"] == stage) & (runs["kind"] == kind))[0]
+    for field, change in changes.items():
+        runs[field][row] += change
+    return replace(schedule, parts=(replace_runs(part, runs), *schedule.parts[1:]))
+
+
+def replace_runs(part: Part, runs: np.ndarray) -> Part:
+    return Part(part.first_slot, part.first_microbatch, part.repeats, part.slots, part.microbatches, runs)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "kind", "changes", "message"),
+    [
+        ("pipedream", 1, 0, {"first_slot": -1}, "F0 on stage 1 is in slot 0, but needs F0 on stage 0"),
+        ("gpipe", 0, 1, {"first_slot": -1}, "B0 on stage 0 is in slot 6, but needs B0 on stage 1, which is in slot 6"),
+        ("gpipe", 2, 1, {"first_slot": -1}, "stage 2 has two actions in slot 4"),
+        ("pipelined_backprop", 2, 1, {"first_slot": -1}, "B0 on stage 2 is in slot 1, but needs F0 on stage 2"),
+        ("pipedream", 0, 0, {"count": -1}, "F2 on stage 0 is missing or double"),
+        ("gpipe", 0, 1, {"first_slot": 1}, "lies outside its part of 10 slots"),
+        ("pipedream", 2, 1, {"slot_step": -1}, "B5 on stage 2 is in slot 8, but needs F5 on stage 2, which is in slot"),
+    ],
+)
+def test_schedules_that_cannot_run_are_refused_naming_the_action(
+    name: str, stage: int, kind: int, changes: Dict[str, int], message: str
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        damaged(name, stage, kind, **changes)
+
+
+runs_strategy = st.lists(
+    st.tuples(st.integers(0, 12), st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=3
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(runs_strategy, runs_strategy, st.sampled_from(["one", "both"]))
+@example([(10, 4, 4)], [(17, 4, 1)], "both")  # forwards slower than backwards: most in flight before the first backward
+def test_the_compact_proof_agrees_with_checking_every_slot(
+    forwards: List[Tuple[int, int, int]], backwards: List[Tuple[int, int, int]], slot_holds: str
+) -> None:
+    """Random affine runs on one stage: accepted exactly if no slot is overfull and no backward precedes its forward."""
+    counts = [count for _, count, _ in forwards]
+    backwards = [(b[0] + 3, count, b[2]) for b, count in zip(backwards * 3, counts)]
+    runs, slots = [], {0: [], 1: []}  # type: ignore[var-annotated]
+    for kind, group in ((0, forwards), (1, backwards)):
+        first = 0
+        for start, count, step in group:
+            runs.append((0, kind, first, count, start, step))
+            slots[kind] += [start + step * k for k in range(count)]
+            first += count
+    fits = all(len(set(taken)) == len(taken) for taken in slots.values())
+    if slot_holds == "one":
+        fits = fits and not set(slots[0]) & set(slots[1])
+    early = [b < f if slot_holds == "both" else b <= f for f, b in zip(slots[0], slots[1])]
+    fits = fits and not any(early)
+    M = sum(counts)
+    part = Part(0, 0, 1, 64, M, np.array(runs, RUN))
+    try:
+        schedule = Schedule(1, M, M, slot_holds, (part,))
+    except BadInput:
+        assert not fits
+    else:
+        assert fits
+        held = [sum(f <= at <= b for f, b in zip(slots[0], slots[1])) for at in slots[0]]
+        assert schedule.max_in_flight().tolist() == [max(held)]
+
+
+# --- rows written by hand
+
+
+def rows_of(schedule: Schedule) -> List[List[str]]:
+    return [[cell for cell in schedule.cells(s) if cell] for s in range(schedule.stages)]
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe", "pipedream_flush", "pipedream", "pipedream_2bw"])
+def test_the_planned_rows_written_by_hand_get_the_planned_slots(name: str) -> None:
+    """The planned schedules do nothing late. (Flush methods: one batch, since rows alone know no flush.)"""
+    for P, M in ((1, 1), (2, 5), (4, 9), (7, 20)):
+        planned = make_schedule(METHODS[name], P, 1 if name == "naive" else M, max(M, P))
+        by_hand = Schedule.from_rows(rows_of(planned), planned.accumulate)
+        assert by_hand.slot_count == planned.slot_count
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            assert (by_hand.slots(kind, 0, planned.microbatches) == planned.slots(kind, 0, planned.microbatches)).all()
+
+
+def test_steps_that_hold_both_written_by_hand() -> None:
+    planned = make_schedule(METHODS["pipelined_backprop"], 3, 6, 1)
+    by_hand = Schedule.from_rows(rows_of(planned), 1, slot_holds="both")
+    assert [by_hand.cells(s) for s in range(3)] == [planned.cells(s) for s in range(3)]
+
+
+def test_backwards_in_reverse_order_update_once_the_batch_is_complete() -> None:
+    rows = [["F0", "F1", "F2", "B2", "B1", "B0"], ["F0", "F1", "F2", "B2", "B1", "B0"]]
+    schedule = Schedule.from_rows(rows, 3)
+    assert format_text(schedule) == (
+        "slot     0   1   2   3   4   5   6   7\n"
+        "stage 0  F0  F1  F2  .   .   B2  B1  B0*\n"
+        "stage 1  .   F0  F1  F2  B2  B1  B0* .\n"
+    )
+    assert schedule.count_before(Kind.UPDATE, np.array([6, 7, 8])).tolist() == [[0, 0, 1], [0, 1, 1]]
+    assert schedule.max_in_flight().tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            [["F0", "B0", "F1", "B1"], ["F0", "F1", "B0", "B1"]],
+            (
+                "B0 on stage 0 waits for B0 on stage 1, which waits for F1 on stage 1 (before it in its row), which"
+                " waits for F1 on stage 0, which waits for B0 on stage 0 (before it in its row)"
+            ),
+        ),
+        ([["B0", "F0"]], "B0 on stage 0 waits for F0 on stage 0, which waits for B0 on stage 0 (before it in its row)"),
+        ([["F0", "B0"], ["F0"]], "rows: B0 on stage 1: appears 0 times"),
+        ([["F0", "F0", "B0"]], "rows: F0 on stage 0: appears 2 times"),
+        ([["F0", "X0"]], "rows: stage 0: X0: must be F or B and a microbatch"),
+        ([[Action(Kind.FORWARD, 0, 1)]], "rows: stage 0: F0 on stage 1: belongs to another row"),
+        ([[Action(Kind.UPDATE, 0, 0)]], "rows: stage 0: U0 on stage 0: updates follow from accumulate"),
+        ([["F0", "F1", "B1", "B0"]], "U0 on stage 0 would come after U1"),
+        ([], "needs a stage and a microbatch"),
+    ],
+)
+def test_rows_that_cannot_run_are_refused(rows: List[List[str]], message: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        Schedule.from_rows(rows, 1)
+    assert message in str(refused.value)
+
+
+# --- printing
+
+
+def test_printed_as_papers_draw_it() -> None:
+    assert format_text(make_schedule(METHODS["pipedream"], 3, 4, 1)) == (
+        "slot     0   1   2   3   4   5   6   7   8   9   10  11\n"
+        "stage 0  F0  F1  F2  .   .   B0* F3  B1* .   B2* .   B3*\n"
+        "stage 1  .   F0  F1  F2  B0* .   B1* F3  B2* .   B3* .\n"
+        "stage 2  .   .   F0  B0* F1  B1* F2  B2* F3  B3* .   .\n"
+    )
+    assert format_text(make_schedule(METHODS["pipelined_backprop"], 2, 3, 2)) == (
+        "slot     0      1      2      3      4\n"
+        "stage 0  F0     F1     F2 B0  B1*    B2\n"
+        "stage 1  .      F0 B0  F1 B1* F2 B2  .\n"
+    )
+
+
+def test_what_is_left_out_of_a_long_schedule_is_said() -> None:
+    text = format_text(make_schedule(METHODS["gpipe"], 300, 5000, 5), 100, 103, stages=2)
+    assert text.splitlines() == [
+        "slot     100 101 102",
+        "stage 0  .   .   .",
+        "stage 1  .   .   .",
+        "(slots 100 to 102 of 608000, 2 of 300 stages shown)",
+    ]
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe", "pipedream_flush"])
+@pytest.mark.parametrize(("P", "M"), [(1, 1), (2, 3), (4, 8)])
+def test_csv_loads_in_pytorch(name: str, P: int, M: int, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 4):
+        pytest.skip("torch.distributed.pipelining begins with torch 2.4")
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+    schedule = make_schedule(METHODS[name], P, M, 1 if name == "naive" else M)
+    path = tmp_path / "schedule.csv"
+    path.write_text("".join(format_csv(schedule)))
+    # The loader needs of a schedule object only its sizes; a real one needs process groups.
+    loader = PipelineScheduleMulti.__new__(PipelineScheduleMulti)
+    loader.pipeline_order, loader._stages = {}, []
+    loader.pp_group_size = loader._num_stages = P
+    loader._n_microbatches = M
+    loader._load_csv(str(path))  # validates that each pass of every microbatch is there, forwards first
+    for s in range(P):
+        row = loader.pipeline_order[s]
+        loaded = [None if a is None else f"{a.computation_type.value}{a.microbatch_index}" for a in row]
+        assert loaded == schedule.cells(s)
+
+
+def test_csv_has_a_cell_a_slot() -> None:
+    rows = list(csv.reader(io.StringIO("".join(format_csv(make_schedule(METHODS["gpipe"], 2, 2, 2))))))
+    assert rows == [["0F0", "0F1", "", "", "0B0", "0B1"], ["", "1F0", "1F1", "1B0", "1B1", ""]]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("pipedream", "no updates between"), ("pipemare", "one action a slot")]
+)
+def test_csv_refuses_what_pytorch_cannot_express(name: str, reason: str) -> None:
+    with pytest.raises(BadInput, match=reason):
+        format_csv(make_schedule(METHODS[name], 2, 4, 1))
+
+
+# --- the table of methods
+
+
+def test_method_arguments_change_the_axes() -> None:
+    stashing = resolve_method("pipelined_backprop", {"stash": True, "t1": {"anneal_updates": 5}, "turn": None})
+    assert (stashing.pipeline, stashing.turn, stashing.backward_reads) == (Pipeline.DATAFLOW, 0, Reads.STASHED)
+    late = resolve_method("pipedream", {"schedule": "dataflow", "turn": 1})
+    assert (late.pipeline, late.turn, late.backward_reads) == (Pipeline.DATAFLOW, 1, Reads.STASHED)
+    other = resolve_method("pipemare", {"schedule": "1f1b"})
+    assert (other.pipeline, other.turn, other.backward_reads) == (Pipeline.ONE_F_ONE_B, 0, Reads.NEWEST)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("pipdream", {}, "method: pipdream: is none of naive, gpipe, .*; did you mean pipedream?"),
+        ("gpipe", {"stash": True}, "method_args: stash: True: gpipe empties the pipeline"),
+        ("pipedream_2bw", {"schedule": "dataflow"}, "exactly two weight versions"),
+        ("pipedream", {"turn": 1}, "only the dataflow schedule has a turn"),
+        ("pipemare", {"turn": 2}, "turn: 2: must be 0 or 1"),
+        ("pipemare", {"turn": True}, "turn: True: must be 0 or 1"),
+        ("pipemare", {"schedule": "gpipe"}, "schedule: gpipe: must be 1f1b or dataflow"),
+        ("pipemare", {"stash": "yes"}, "stash: yes: must be true or false"),
+    ],
+)
+def test_methods_refuse_with_the_reason(name: str, args: Dict[str, object], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        resolve_method(name, args)
+
+
+def test_impossible_sizes_name_every_fault() -> None:
+    with pytest.raises(BadInput) as refused:
+        make_schedule(METHODS["gpipe"], 0, -1, 0)
+    assert [fault.split(":")[0] for fault in refused.value.faults] == ["stages", "microbatches", "accumulate"]
+    with pytest.raises(BadInput, match="accumulate: 3: pipedream_2bw keeps two weight versions.* here 4"):
+        make_schedule(METHODS["pipedream_2bw"], 4, 8, 3)

@@ -1,0 +1,173 @@
+"""Stages: marks, names, counts, the finest division, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.stages import balance, begin_stage, partition
+
+X = torch.randn(2, 3, 8, 8)
+
+
+class Block(nn.Module):
+    """conv, norm and conv with a projection that is defined first and runs last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Conv2d(4, 4, 1)
+        self.conv1, self.norm, self.conv2 = nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv2(self.norm(self.conv1(x))) + self.project(x)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(OrderedDict(
+        stem=nn.Conv2d(3, 4, 3, padding=1),
+        layers=nn.Sequential(Block(), Block()),
+        pool=nn.AdaptiveAvgPool2d(1),
+        flat=nn.Flatten(),
+        head=nn.Linear(4, 10),
+    ))  # fmt: skip
+
+
+def owners(part: Any) -> Any:
+    return [[n.rpartition(".")[0] for n in stage.parameters if n.endswith("weight")] for stage in part.stages]
+
+
+def test_marks_begin_stages_in_the_order_of_execution() -> None:
+    m = model()
+    begin_stage(m.layers[0].norm)
+    begin_stage(m.layers[1])
+    begin_stage(m.pool)
+    begin_stage(m.stem)  # the first module: stage 0 begins with it anyway
+    part = partition(m, X)
+    assert owners(part) == [
+        ["stem", "layers.0.conv1"],
+        ["layers.0.project", "layers.0.norm", "layers.0.conv2"],
+        ["layers.1.project", "layers.1.conv1", "layers.1.norm", "layers.1.conv2"],
+        ["head"],
+    ]
+    assert [stage.name for stage in part.stages] == ["stem", "layers.0.norm", "layers.1.conv1", "pool"]
+    assert sum(len(stage.parameters) for stage in part.stages) == len(list(m.parameters()))
+
+
+def test_marks_survive_copies_and_pickles_and_leave_state_dicts_alone() -> None:
+    m = begin_stage(nn.Linear(2, 2))
+    assert copy.deepcopy(m).begins_stage and pickle.loads(pickle.dumps(m)).begins_stage
+    assert list(m.state_dict()) == ["weight", "bias"]
+
+
+def test_names_take_the_place_of_marks() -> None:
+    m = model()
+    begin_stage(m.pool)
+    assert owners(partition(m, X, ["layers.1", "head"])) == [
+        ["stem", "layers.0.project", "layers.0.conv1", "layers.0.norm", "layers.0.conv2"],
+        ["layers.1.project", "layers.1.conv1", "layers.1.norm", "layers.1.conv2"],
+        ["head"],
+    ]
+
+
+def test_finest_is_one_weight_a_stage_in_the_order_of_execution() -> None:
+    part = partition(model(), X, "finest")
+    order = ["conv1", "norm", "conv2", "project"]
+    assert owners(part) == [["stem"], *[[f"layers.{b}.{n}"] for b in (0, 1) for n in order], ["head"]]
+    assert all(len(stage.parameters) == 2 for stage in part.stages)  # weight and bias together
+
+
+@pytest.mark.parametrize("count", [10, 14, 23, 100])
+def test_more_stages_than_weights_spread_them(count: int) -> None:
+    part = partition(model(), X, {"finest": count})
+    assert len(part) == count
+    flat = [(stage.index, name) for stage in part.stages for name in owners(part)[stage.index]]
+    assert [index for index, _ in flat] == [j * count // 10 for j in range(10)]
+    if count > 10:
+        assert [s.parameters for s in partition(model(), X, count).stages] == [s.parameters for s in part.stages]
+
+
+@pytest.mark.parametrize("count", range(1, 11))
+@pytest.mark.parametrize("by", ["flops", "parameters", "time"])
+def test_counts_give_as_many_stages_with_weights_in_order(count: int, by: str) -> None:
+    m = model()
+    part = partition(m, X, {"count": count, "by": by})
+    assert len(part) == count
+    assert sorted(n for s in part.stages for n in s.parameters) == sorted(n for n, _ in m.named_parameters())
+
+
+def test_counts_cut_at_top_level_children_and_balance_flops() -> None:
+    part = partition(model(), X, 3)
+    assert [stage.name for stage in part.stages] == ["stem", "layers.0.conv1", "layers.1.conv1"]
+
+
+@given(st.lists(st.integers(0, 30).map(float), min_size=1, max_size=9), st.data())
+def test_balance_is_optimal(costs: Any, data: Any) -> None:
+    import itertools
+
+    count = data.draw(st.integers(1, len(costs)))
+
+    def worst(starts: Any) -> float:
+        edges = [*starts, len(costs)]
+        return max(sum(costs[a:b]) for a, b in zip(edges, edges[1:]))
+
+    starts = balance(costs, count)
+    assert len(starts) == count and starts[0] == 0 and sorted(set(starts)) == starts
+    best = min(worst((0, *cuts)) for cuts in itertools.combinations(range(1, len(costs)), count - 1))
+    assert worst(starts) == pytest.approx(best)
+
+
+def test_attention_weights_belong_to_the_module_that_runs() -> None:
+    class Attend(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(5, 4)
+            self.attend = begin_stage(nn.MultiheadAttention(4, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.embed(x)
+            return self.attend(h, h, h)[0]
+
+    part = partition(Attend(), torch.randint(0, 5, (3, 2)))
+    assert "attend.out_proj.weight" in part.stages[1].parameters and "attend.in_proj_weight" in part.stages[1].parameters
+
+
+def tied() -> nn.Module:
+    m = nn.Sequential(nn.Linear(4, 4), begin_stage(nn.ReLU()), nn.Linear(4, 4))
+    m[2].weight = m[0].weight
+    return m
+
+
+def test_a_weight_on_two_stages_is_refused_and_named() -> None:
+    x = torch.randn(2, 4)
+    with pytest.raises(BadInput, match=r"0\.weight on stage 0 and 2\.weight on stage 1 are one shared weight"):
+        partition(tied(), x)
+    assert len(partition(tied(), x, 1)) == 1
+    twice = nn.Linear(4, 4)
+    with pytest.raises(BadInput, match=r"0 runs on stage 0 and again on stage 1"):
+        partition(nn.Sequential(twice, begin_stage(nn.ReLU()), twice), x)
+
+
+@pytest.mark.parametrize("stages, said", [
+    (["layers.7"], "stages: layers.7: the model has no module of that name, nearest is layers"),
+    (["stem"], "stages: stem: nothing runs between this boundary and the one before (the model begins at stem)"),
+    (["head", "layers.1"], "stages: names must stand in the order of execution: layers.1, head"),
+    (["head", "head"], "stages: a module is named twice"),
+    (0, "stages: 0: must be a whole number >= 1"),
+    (-3, "stages: -3: must be a whole number >= 1"),
+    ({"count": 2, "by": "colour"}, "stages: by: colour: must be one of flops, parameters, time"),
+    ("coarse", "stages: coarse: must be a count"),
+    ({"finest": "x"}, "stages: x: must be a whole number >= 1"),
+])  # fmt: skip
+def test_impossible_choices_are_refused(stages: Any, said: str) -> None:
+    with pytest.raises(BadInput) as error:
+        partition(model(), X, stages)
+    assert any(fault.startswith(said) for fault in error.value.faults), error.value.faults

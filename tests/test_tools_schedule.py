@@ -1,0 +1,159 @@
+"""tools/schedule.py: the contract of its output and of its refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Callable, List, NamedTuple
+
+import pytest
+
+from ipu_pipe.errors import run_command
+
+TOOL = Path(__file__).resolve().parents[1] / "tools" / "schedule.py"
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line run in this process, which is faster than starting Python for each of its tests."""
+    spec = importlib.util.spec_from_file_location("schedule_tool", TOOL)
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec.loader.exec_module(tool)
+
+    def run_here(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            run_command(tool.main)
+        return Done(int(left.value.code or 0), *capsys.readouterr())
+
+    return run_here
+
+
+def test_as_a_command_from_another_folder(tmp_path: Path) -> None:
+    command = [sys.executable, str(TOOL), "gpipe", "--stages", "1", "--microbatches", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: microbatches: 0: must be a whole number, at least 1\n"
+
+
+def test_json_is_the_contract(run: Run) -> None:
+    done = run("pipelined_backprop", "--stages", 2, "--microbatches", 3, "--format", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == {
+        "method": "pipelined_backprop",
+        "stages": 2,
+        "microbatches": 3,
+        "accumulate": 1,
+        "slots": 5,
+        "rows": [["F0", "F1", "F2 B0", "B1", "B2"], [None, "F0 B0", "F1 B1", "F2 B2", None]],
+        "utilization": 1.0,
+        "forward_version": [[0, 0, 0], [0, 1, 2]],
+        "backward_version": [[0, 1, 2], [0, 1, 2]],
+        "updates": [[[2, 0], [3, 1], [4, 2]], [[1, 0], [2, 1], [3, 2]]],
+        "max_in_flight": [3, 1],
+        "weight_copies": [1, 1],
+        "max_delay": 4,
+        "mean_delay": 1.75,
+    }
+
+
+def test_json_of_the_papers_pipedream(run: Run) -> None:
+    answer = json.loads(run("pipedream", "--stages", 8, "--microbatches", 400, "--format", "json").stdout)
+    assert (answer["slots"], answer["max_delay"], answer["mean_delay"]) == (814, 60, 31.5)
+    assert len(answer["rows"]) == 8 and {len(row) for row in answer["rows"]} == {814}
+
+
+@pytest.mark.parametrize(
+    ("method", "accumulate"),
+    [("naive", 1), ("gpipe", 8), ("pipedream_flush", 8), ("pipedream", 1), ("pipedream_2bw", 4), ("pipemare", 1)],
+)
+def test_default_accumulate(run: Run, method: str, accumulate: int) -> None:
+    answer = json.loads(run(method, "--stages", 4, "--microbatches", 8, "--format", "json").stdout)
+    assert answer["accumulate"] == accumulate
+    assert (answer["max_delay"] is None) == (answer["mean_delay"] is None) == (method in _FLUSHING)
+
+
+_FLUSHING = ("naive", "gpipe", "pipedream_flush")
+
+
+def test_text_draws_the_timeline_and_sums_it_up(run: Run) -> None:
+    done = run("pipedream", "--stages", 3, "--microbatches", 4)
+    assert (done.returncode, done.stderr) == (0, "")
+    for line in (
+        "stage 1  .   F0  F1  F2  B0* .   B1* F3  B2* .   B3* .",
+        "slots: 12",
+        "utilization: 1 in the steady state, 0.6667 over this run",
+    ):
+        assert line in done.stdout.splitlines()
+
+
+def test_text_of_a_large_schedule_prints_its_beginning_and_says_so(run: Run) -> None:
+    done = run("gpipe", "--stages", 200, "--microbatches", 5000, "--accumulate", 50)
+    assert "(slots 0 to 119 of 49800, 64 of 200 stages shown)" in done.stdout.splitlines()
+    assert len(done.stdout.splitlines()) < 150
+    part = run("gpipe", "--stages", 2, "--microbatches", 50, "--slots", "100:102")
+    assert "slot     100  101" in part.stdout.splitlines()
+
+
+def test_csv(run: Run) -> None:
+    done = run("gpipe", "--stages", 2, "--microbatches", 2, "--format", "csv")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0F0,0F1,,,0B0,0B1\n,1F0,1F1,1B0,1B1,\n", "")
+    several = run("gpipe", "--stages", 1, "--microbatches", 2, "--accumulate", 1, "--format", "csv")
+    assert several.stdout == "0F0,0B0,0F1,0B1\n" and several.stderr.startswith("note: the rows hold several batches")
+
+
+def test_method_arguments_reach_the_schedule(run: Run) -> None:
+    options = ["--stages", 3, "--microbatches", 8, "--format", "json"]
+    stashed = json.loads(run("pipelined_backprop", *options, "--stash", "true").stdout)
+    assert stashed["weight_copies"] == [5, 3, 1] and stashed["backward_version"] == stashed["forward_version"]
+    turned = json.loads(run("pipedream", *options, "--schedule", "dataflow", "--turn", 1).stdout)
+    assert turned["slots"] == 8 + 2 * 2 + 1
+    drained = json.loads(run("pipemare", *options, "--drains", 4).stdout)
+    assert drained["forward_version"][0][4] == 4
+
+
+def test_help_helps(run: Run) -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for word in ("--stages", "--microbatches", "--accumulate", "--format", "pipedream_2bw", "python tools/schedule.py"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "errors"),
+    [
+        (["pipdream", "--stages", "2", "--microbatches", "2"], ["method: pipdream: is none of"]),
+        (["gpipe", "--stages", "0", "--microbatches", "-3"], ["stages: 0: must be", "microbatches: -3: must be"]),
+        (["pipedream_2bw", "--stages", "4", "--microbatches", "8", "--accumulate", "3"], ["accumulate: 3: pipedream"]),
+        (["pipedream", "--stages", "2", "--microbatches", "2", "--accumulate", "0"], ["accumulate: 0: must be"]),
+        (["gpipe", "--stages", "two", "--microbatches", "2"], ["argument --stages: invalid int value: 'two'"]),
+        (["gpipe", "--stages", "2"], ["the following arguments are required: --microbatches"]),
+        (["gpipe", "--stages", "2", "--microbatches", "2", "--format", "xml"], ["argument --format: invalid choice"]),
+        (["gpipe", "--stages", "2", "--microbatches", "2", "--stash", "true"], ["method_args: stash: True: gpipe"]),
+        (["pipedream", "--stages", "2", "--microbatches", "3", "--format", "csv"], ["format: csv: PyTorch"]),
+        (["pipemare", "--stages", "2", "--microbatches", "3", "--drains", "9"], ["drains: 9: must be a multiple"]),
+        (["pipemare", "--stages", "2", "--microbatches", "3", "--slots", "50:60"], ["--slots: 50:60: the schedule"]),
+        (["pipemare", "--stages", "2", "--microbatches", "3", "--slots", "5"], ["argument --slots: '5': must be"]),
+    ],
+)
+def test_bad_input_is_told_in_one_line_a_fault(run: Run, arguments: List[str], errors: List[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(errors)
+    for line, error in zip(lines, errors):
+        assert line.startswith("error: " + error)

