@@ -39,7 +39,11 @@ class Checkpoint:
 
 
 def save(
-    folder: Path, step: int, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor], state: Dict[str, Any]
+    folder: Path,
+    step: int,
+    model: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, torch.Tensor],
+    state: Dict[str, Any],
 ) -> Path:
     """Write `folder/step-K` and return it. `state` must be JSON. Raises RunFault if the disk refuses."""
     final, temporary = folder / f"step-{step}", folder / f".step-{step}.part"
@@ -48,7 +52,10 @@ def save(
         temporary.mkdir(parents=True)
         for name, tensors in (("model", model), ("optimizer", optimizer)):
             # clones, since two names may share one storage (tied weights), which the format refuses
-            save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, temporary / f"{name}.safetensors")
+            save_file(
+                {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()},
+                temporary / f"{name}.safetensors",
+            )
         hashes = {f"{n}.safetensors": file_sha256(temporary / f"{n}.safetensors") for n in ("model", "optimizer")}
         text = json.dumps({**state, "schema": SCHEMA, "step": step, "sha256": hashes}, indent=1)
         (temporary / "state.json").write_text(text)
@@ -105,7 +112,9 @@ def load(path: Path) -> Checkpoint:
         if not file.is_file():
             raise BadInput(f"{file}: corrupt checkpoint: the file is missing")
         if file_sha256(file) != hashes.get(file.name):
-            raise BadInput(f"{file}: corrupt checkpoint: its SHA-256 is not the one in state.json; use an earlier checkpoint")
+            raise BadInput(
+                f"{file}: corrupt checkpoint: its SHA-256 is not the one in state.json; use an earlier checkpoint"
+            )
         tensors[name] = read_tensors(file)
     return Checkpoint(tensors["model"], tensors["optimizer"], state)
 

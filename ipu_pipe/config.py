@@ -85,7 +85,9 @@ class OptimizerConfig(_Section):
         own = ("momentum", "nesterov") if self.name == "sgd" else ("betas", "eps")
         for key in ("momentum", "nesterov", "betas", "eps"):
             if getattr(self, key) is not None and key not in own:
-                raise ValueError(f"{key}: {getattr(self, key)}: {self.name} has no such setting, it has {', '.join(own)}")
+                raise ValueError(
+                    f"{key}: {getattr(self, key)}: {self.name} has no such setting, it has {', '.join(own)}"
+                )
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov: True: needs a momentum above 0")
         return self
@@ -186,7 +188,9 @@ class Config(_Section):
         if isinstance(value, Mapping):
             section: Type[_Section] = StageFinest if "finest" in value else StageCount
             return section.model_validate(value).model_dump()
-        raise ValueError("must be null (the model's own), finest, a whole number >= 1, a list of module names, {count, by} or {finest}")
+        raise ValueError(
+            "must be null (the model's own), finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
+        )
 
     def method_settings(self) -> Dict[str, Any]:
         """`method_args` that are given."""
@@ -201,13 +205,19 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in pairs if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
+    first: [
+        (tag, pattern) for tag, pattern in pairs if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
+    ]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"),
+    re.compile(
+        r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+    ),
     list("-+.0123456789"),
 )
 
@@ -307,7 +317,11 @@ def _override(raw: Dict[str, Any], text: str, origins: Dict[str, str]) -> None:
 
 
 def _validate(raw: Dict[str, Any], origins: Mapping[str, str], place: str) -> Config:
-    raw = {key: value for key, value in raw.items() if value is not None or key in ("stages", "steps", "clip", "hardware", "init_from")}
+    raw = {
+        key: value
+        for key, value in raw.items()
+        if value is not None or key in ("stages", "steps", "clip", "hardware", "init_from")
+    }
     faults = []
     config = None
     try:
@@ -317,7 +331,9 @@ def _validate(raw: Dict[str, Any], origins: Mapping[str, str], place: str) -> Co
     method, args = raw.get("method", "gpipe"), raw.get("method_args", {})
     try:  # also where other keys are wrong: all faults are told at once
         if isinstance(method, str) and isinstance(args, dict):
-            resolve_method(method, {key: args[key] for key in ("schedule", "turn", "stash") if key in args} if config else {})
+            resolve_method(
+                method, {key: args[key] for key in ("schedule", "turn", "stash") if key in args} if config else {}
+            )
     except BadInput as error:
         faults += [f"{origins.get('method', place)}: {fault}" for fault in error.faults]
     if faults or config is None:
@@ -326,7 +342,9 @@ def _validate(raw: Dict[str, Any], origins: Mapping[str, str], place: str) -> Co
 
 
 def _fault(detail: Any, origins: Mapping[str, str], place: str) -> str:
-    parts = [str(part) for part in detail["loc"] if not str(part).startswith(("function-", "constrained-", "list[", "str"))]
+    parts = [
+        str(part) for part in detail["loc"] if not str(part).startswith(("function-", "constrained-", "list[", "str"))
+    ]
     key = ".".join(parts)
     message, value = detail["msg"], detail.get("input")
     kind = detail["type"]
@@ -350,7 +368,12 @@ def _origin(key: str, origins: Mapping[str, str], place: str) -> str:
 
 
 def _allowed(kind: str, context: Mapping[str, Any], message: str) -> str:
-    bounds = {"greater_than_equal": ">= {ge}", "greater_than": "> {gt}", "less_than": "< {lt}", "less_than_equal": "<= {le}"}
+    bounds = {
+        "greater_than_equal": ">= {ge}",
+        "greater_than": "> {gt}",
+        "less_than": "< {lt}",
+        "less_than_equal": "<= {le}",
+    }
     if kind in bounds:
         return "must be " + bounds[kind].format(**context)
     if kind == "literal_error":
@@ -436,7 +459,9 @@ def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
     for name in attribute.split("."):
         if not hasattr(found, name):
             near = difflib.get_close_matches(name, [n for n in dir(found) if not n.startswith("_")], 3)
-            raise BadInput(f"{key}: {entry}: {module_name} has no {name}" + (f", nearest are {', '.join(near)}" if near else ""))
+            raise BadInput(
+                f"{key}: {entry}: {module_name} has no {name}" + (f", nearest are {', '.join(near)}" if near else "")
+            )
         found = getattr(found, name)
     if not callable(found):
         raise BadInput(f"{key}: {entry}: is a {type(found).__name__}, must be callable")

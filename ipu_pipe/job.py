@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
 import torch
 from torch import nn
@@ -150,7 +150,9 @@ def make_data(config: Config) -> DataSource:
     if ":" in config.data.name:
         made = call_entry(resolve_entry(config.data.name, "data.name"), options, "data")
         if not isinstance(made, DataSource):
-            raise BadInput(f"data.name: {config.data.name}: gave a {type(made).__name__}, must give an ipu_pipe.data.DataSource")
+            raise BadInput(
+                f"data.name: {config.data.name}: gave a {type(made).__name__}, must give an ipu_pipe.data.DataSource"
+            )
         return made
     return load_data(config.data.name, seed=config.seed, **options)
 
@@ -187,7 +189,7 @@ def _try_model(model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.
 
 def _drains(config: Config, updates: int, per_epoch: int) -> List[int]:
     """Updates after which the pipeline empties: evaluations and checkpoints before the end."""
-    marks = set()
+    marks: Set[int] = set()
     for every in (config.evaluate.every * per_epoch, config.checkpoint.every or 0):
         if every:
             marks.update(range(every, updates, every))

@@ -29,7 +29,9 @@ class Reads(str, Enum):
     """Which version of its weights a pass of a stage reads."""
 
     NEWEST = "newest"  # every update of that stage made in earlier slots
-    DOUBLE_BUFFERED = "double_buffered"  # one version behind the batch's own: max(floor(m/N) - 1, 0), from each drain anew
+    DOUBLE_BUFFERED = (
+        "double_buffered"  # one version behind the batch's own: max(floor(m/N) - 1, 0), from each drain anew
+    )
     STASHED = "stashed"  # a backward reads what its microbatch's forward read
 
 

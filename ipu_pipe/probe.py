@@ -61,6 +61,7 @@ class _StageClock:
 
     def __enter__(self) -> "_StageClock":
         for name, stage in self._part.begins.items():
+
             def enter(module: nn.Module, inputs: Any, stage: int = stage) -> None:
                 self.stage = max(self.stage, stage)
 
@@ -113,6 +114,7 @@ def footprint(model: nn.Module, part: Partition, loss: Loss, x: torch.Tensor, y:
         with _StageClock(model, part) as clock, _Crossings(clock, len(part) - 1) as crossings, torch.no_grad():
             loss(model(x), y)
         with _StageClock(model, part) as clock:
+
             def keep(tensor: torch.Tensor) -> torch.Tensor:
                 place = _storage(tensor)
                 if place not in weights:  # two views of one storage are kept once, the longer counts
@@ -203,9 +205,7 @@ def _nudge(parameters: List[torch.Tensor]) -> None:
         p.data.mul_(1.1).add_(torch.rand_like(p.data), alpha=0.05)
 
 
-def _saved(
-    model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor
-) -> List[Optional[torch.Tensor]]:
+def _saved(model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> List[Optional[torch.Tensor]]:
     """Copies of the tensors saved for the backward, in order; None for those in a weight's or the input's storage."""
     given = {_storage(t) for t in [*model.parameters(), *model.buffers(), x, y]}
     saved: List[Optional[torch.Tensor]] = []

@@ -27,7 +27,9 @@ class RunDir:
         if path.exists() and not path.is_dir():
             raise BadInput(f"--out: {path}: is a file, must be a folder")
         if held and not (resume or overwrite):
-            raise BadInput(f"--out: {path}: holds another run ({held[0]}): give --resume, --overwrite or another folder")
+            raise BadInput(
+                f"--out: {path}: holds another run ({held[0]}): give --resume, --overwrite or another folder"
+            )
         if resume and not held:
             raise BadInput(f"--resume: {path}: holds no run to resume")
         try:

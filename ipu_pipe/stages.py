@@ -190,7 +190,9 @@ def _check_names(model: nn.Module, calls: List[_Call], names: Sequence[str]) -> 
             hint = f"nearest is {near[0]}" if near else "see model.named_modules()"
             faults.append(f"stages: {name}: the model has no module of that name, {hint}")
         elif name not in run:
-            faults.append(f"stages: {name}: this module does not run in the model's forward, so no stage can begin there")
+            faults.append(
+                f"stages: {name}: this module does not run in the model's forward, so no stage can begin there"
+            )
     if len(set(names)) != len(names):
         faults.append("stages: a module is named twice")
     if not faults:
@@ -201,7 +203,9 @@ def _check_names(model: nn.Module, calls: List[_Call], names: Sequence[str]) -> 
         first = next(call for call in calls if call.works).name
         for name in names:
             if name not in opened:
-                faults.append(f"stages: {name}: nothing runs between this boundary and the one before (the model begins at {first})")
+                faults.append(
+                    f"stages: {name}: nothing runs between this boundary and the one before (the model begins at {first})"
+                )
     if faults:
         raise BadInput(faults)
 
@@ -286,7 +290,7 @@ def _refuse_shared(model: nn.Module, runs: List[str], begins: Mapping[str, int],
 # ---- counts
 
 
-def _read_choice(stages: Union[str, int, Mapping[str, Any]]) -> Tuple[int, str, bool]:
+def _read_choice(stages: Any) -> Tuple[int, str, bool]:
     """(count, cost, finest) of a choice that is no list; count 0 stands for one stage a weight."""
     if stages == "finest":
         return 0, "flops", True
@@ -328,7 +332,8 @@ def _spread(
     """Weight j of n on stage floor(j count / n); the stages between hold no weight."""
     if not groups:
         raise BadInput("stages: finest: the model has no weights")
-    stage_of, begins = {}, {}
+    stage_of: Dict[str, int] = {}
+    begins: Dict[str, int] = {}
     for j, (call, names) in enumerate(groups):
         stage = j * count // len(groups)
         stage_of.update(dict.fromkeys(names, stage))
@@ -387,7 +392,10 @@ def _unit_costs(model: nn.Module, calls: List[_Call], units: List[str], by: str)
 def _seconds(call: _Call, repeats: int = 3) -> float:
     """Least time of a forward and backward of a copy of the module alone, on the inputs it saw."""
     module = copy.deepcopy(call.module)
-    inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) if isinstance(x, torch.Tensor) else x for x in call.inputs]
+    inputs = [
+        x.detach().clone().requires_grad_(x.is_floating_point()) if isinstance(x, torch.Tensor) else x
+        for x in call.inputs
+    ]
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()

@@ -39,7 +39,11 @@ def opening(job: Job, done: int = 0) -> str:
 def plan(job: Job) -> str:
     """All that `--dry-run` prints: stages, schedule, delays, predicted memory and traffic."""
     table = memory_table(job)
-    lines = [opening(job), "", "stage  begins with                      parameters   lag  copies  in flight  memory (MiB)  sends on (KiB)"]
+    lines = [
+        opening(job),
+        "",
+        "stage  begins with                      parameters   lag  copies  in flight  memory (MiB)  sends on (KiB)",
+    ]
     rows = describe(job.part, job.model)
     for (index, name, size), row in zip(rows, table):
         if SHOWN_STAGES // 2 <= index < len(rows) - SHOWN_STAGES // 2:
@@ -52,12 +56,14 @@ def plan(job: Job) -> str:
             f"{row['in_flight']:10d} {total:13.2f} {sends:15.1f}"
         )
     busy = job.schedule.busy_share()
+    weights, state, activations = (
+        sum(row[kind] for row in table) / MIB for kind in ("weight_bytes", "optimizer_bytes", "activation_bytes")
+    )
     lines += [
         "",
         "lag: how many updates old the weights are that a forward reads when its gradient is used, greatest in the steady state",
         "memory: weight versions, gradients, optimizer state and activations in flight, as planned from one microbatch",
-        f"in all: {sum(r['weight_bytes'] for r in table) / MIB:.1f} MiB weights, {sum(r['optimizer_bytes'] for r in table) / MIB:.1f} "
-        f"optimizer, {sum(r['activation_bytes'] for r in table) / MIB:.1f} activations",
+        f"in all: {weights:.1f} MiB weights, {state:.1f} optimizer, {activations:.1f} activations",
         f"schedule: {job.schedule.slot_count:,} slots, stages busy {busy:.1%} of them (fill and drain included)",
         "",
         *_schedule_beginning(job),
@@ -98,7 +104,9 @@ def memory_table(job: Job) -> List[Dict[str, int]]:
 def _planned_optimizer_bytes(job: Job) -> List[int]:
     """State that the config's optimizer will hold: one copy with momentum, two for Adam (its step counts are left out)."""
     kind = type(job.optimizer).__name__
-    moments = 2 if kind.startswith("Adam") else int(any(group.get("momentum", 0) for group in job.optimizer.param_groups))
+    moments = (
+        2 if kind.startswith("Adam") else int(any(group.get("momentum", 0) for group in job.optimizer.param_groups))
+    )
     planned = [0] * len(job.part)
     for group in job.optimizer.param_groups:
         planned[group["stage"]] += moments * sum(p.numel() * p.element_size() for p in group["params"])
@@ -181,7 +189,10 @@ def slot_nanoseconds(job: Job, position: "Position") -> float:
 def memory(job: Job, emulator_bytes: int) -> Dict[str, Any]:
     """The contents of `memory.json`: what each stage's device needs as planned, and what the emulator itself held at most
     for weight versions besides the model's own weights."""
-    return {"stages": [{"index": s, **row} for s, row in enumerate(memory_table(job))], "emulator_bytes": emulator_bytes}
+    return {
+        "stages": [{"index": s, **row} for s, row in enumerate(memory_table(job))],
+        "emulator_bytes": emulator_bytes,
+    }
 
 
 def write_trace(job: Job, path: Path, slot_ns: float) -> None:
@@ -223,7 +234,8 @@ def closing(report: Dict[str, Any], folder: Path) -> str:
     copies = np.array([stage["weight_copies"] for stage in report["stages"]])
     lines = [
         "",
-        f"{report['method']} on {report['model']['stages']} stages: {report['steps']} updates of {report['batch']['global_batch_size']} samples",
+        f"{report['method']} on {report['model']['stages']} stages: {report['steps']} updates of "
+        f"{report['batch']['global_batch_size']} samples",
         f"  test accuracy {_percent(first['test_accuracy'])} -> {_percent(last['test_accuracy'])}, "
         f"test loss {_number(first['test_loss'])} -> {_number(last['test_loss'])}, training loss {_number(last['train_loss'])}",
         f"  stages busy {report['utilization']:.1%} of the schedule's slots; greatest lag {_range(lags)} updates; "
@@ -235,7 +247,11 @@ def closing(report: Dict[str, Any], folder: Path) -> str:
         f"    {folder / 'checkpoints'}    weights",
     ]
     rate = report["throughput_samples_per_second"]
-    lines.append(f"throughput: {rate:.1f} samples/sec" if rate is not None else "throughput: not measured (one update only) samples/sec")
+    lines.append(
+        f"throughput: {rate:.1f} samples/sec"
+        if rate is not None
+        else "throughput: not measured (one update only) samples/sec"
+    )
     return "\n".join(lines)
 
 

@@ -93,7 +93,9 @@ def _in_flight(device: int, f_end: np.ndarray, b_end: np.ndarray) -> List[Counte
     order = np.argsort(times, kind="stable")
     values, times = np.cumsum(steps[order]), times[order]
     last = np.append(times[1:] != times[:-1], True)  # of those at one time, the last stands
-    return [Counter(device, "microbatches in flight", t, v) for t, v in zip(times[last].tolist(), values[last].tolist())]
+    return [
+        Counter(device, "microbatches in flight", t, v) for t, v in zip(times[last].tolist(), values[last].tolist())
+    ]
 
 
 def write_chrome(path: Path, events: Sequence[Event], counters: Sequence[Counter], metadata: Dict[str, Any]) -> None:
@@ -117,12 +119,24 @@ def _records(events: Sequence[Event], counters: Sequence[Counter], modelled: boo
         stages = sorted({event.stage for event in events if event.device == device}) if len(events) < 5000 else [device]
         yield {"ph": "M", "pid": device, "name": "process_name", "args": {"name": f"device {device}"}}
         yield {"ph": "M", "pid": device, "name": "process_sort_index", "args": {"sort_index": device}}
-        yield {"ph": "M", "pid": device, "tid": 0, "name": "thread_name", "args": {"name": f"stage {', '.join(map(str, stages))}"}}
+        yield {
+            "ph": "M",
+            "pid": device,
+            "tid": 0,
+            "name": "thread_name",
+            "args": {"name": f"stage {', '.join(map(str, stages))}"},
+        }
     for event in events:
         yield _work(event, modelled)
     yield from _arrows(events)
     for counter in counters:
-        yield {"ph": "C", "pid": counter.device, "name": counter.name, "ts": counter.time_ns / 1000, "args": {"value": counter.value}}
+        yield {
+            "ph": "C",
+            "pid": counter.device,
+            "name": counter.name,
+            "ts": counter.time_ns / 1000,
+            "args": {"value": counter.value},
+        }
 
 
 def _work(event: Event, modelled: bool) -> Dict[str, Any]:
@@ -134,7 +148,16 @@ def _work(event: Event, modelled: bool) -> Dict[str, Any]:
         args["modelled"] = True
     name = {"forward": "F", "backward": "B", "update": "U"}.get(event.kind, event.kind + " ") + str(event.microbatch)
     start, length = event.start_ns / 1000, (event.end_ns - event.start_ns) / 1000
-    return {"ph": "X", "pid": event.device, "tid": 0, "name": name, "cat": event.kind, "ts": start, "dur": length, "args": args}
+    return {
+        "ph": "X",
+        "pid": event.device,
+        "tid": 0,
+        "name": name,
+        "cat": event.kind,
+        "ts": start,
+        "dur": length,
+        "args": args,
+    }
 
 
 def _arrows(events: Iterable[Event]) -> Iterator[Dict[str, Any]]:
@@ -145,7 +168,12 @@ def _arrows(events: Iterable[Event]) -> Iterator[Dict[str, Any]]:
         reached = passes.get((kind, stage + (1 if kind == "forward" else -1), microbatch))
         if reached is not None:
             number += 1
-            common = {"cat": "activations" if kind == "forward" else "gradients", "name": "sends", "id": number, "tid": 0}
+            common = {
+                "cat": "activations" if kind == "forward" else "gradients",
+                "name": "sends",
+                "id": number,
+                "tid": 0,
+            }
             yield {"ph": "s", "pid": event.device, "ts": event.end_ns / 1000 - 0.001, **common}
             yield {"ph": "f", "bp": "e", "pid": reached.device, "ts": reached.start_ns / 1000 + 0.001, **common}
 

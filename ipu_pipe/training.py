@@ -100,7 +100,7 @@ class _Run:
         self.progress.say(summary.opening(job, position.update))
         emulator = Emulator(
             job.model, job.loss, job.part, job.method, job.table, job.optimizer, job.rate, job.example,
-            seed=job.config.seed, clip=job.config.clip and (job.config.clip.norm, job.config.clip.scope),
+            seed=job.config.seed, clip=(job.config.clip.norm, job.config.clip.scope) if job.config.clip else None,
             allow_nonfinite=job.config.allow_nonfinite, microbatch=position.update * job.config.gradient_accumulation,
         )  # fmt: skip
         try:
@@ -138,7 +138,12 @@ class _Run:
         if position.update % job.config.log.every == 0 or position.update == job.updates:
             epoch = position.update / job.updates_per_epoch
             self._log(
-                scalars, step=position.update, epoch=epoch, train_loss=result.loss, lr=job.rate(k), samples_per_second=rate
+                scalars,
+                step=position.update,
+                epoch=epoch,
+                train_loss=result.loss,
+                lr=job.rate(k),
+                samples_per_second=rate,
             )
 
     def _microbatches(self, k: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Sequence, Tuple, Union, cast
 
 import torch
 from torch import nn
@@ -101,14 +101,14 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, stages: int) -> List[int]:
 
 
 def export_state(
-    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
 ) -> Tuple[Dict[str, torch.Tensor], Dict[str, Any]]:
     """(tensors, plain values) of the optimizer's state, keyed `parameter/entry` by unsplit parameter names."""
     tensors: Dict[str, torch.Tensor] = {}
     plain: Dict[str, Any] = {}
     for parameter, state in optimizer.state.items():
         for entry, value in state.items():
-            key = f"{names[parameter]}/{entry}"
+            key = f"{names[cast(nn.Parameter, parameter)]}/{entry}"
             if isinstance(value, torch.Tensor):
                 tensors[key] = value.detach()
             else:
@@ -118,7 +118,7 @@ def export_state(
 
 def import_state(
     optimizer: torch.optim.Optimizer,
-    names: Mapping[torch.Tensor, str],
+    names: Mapping[nn.Parameter, str],
     tensors: Mapping[str, torch.Tensor],
     plain: Mapping[str, Any],
 ) -> None:

@@ -31,7 +31,9 @@ class LiteralStage:
     def _now(self) -> Dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in self.parameters.items()}
 
-    def forward(self, m: int, inputs: Sequence[torch.Tensor], weights: Dict[str, torch.Tensor]) -> Tuple[torch.Tensor, ...]:
+    def forward(
+        self, m: int, inputs: Sequence[torch.Tensor], weights: Dict[str, torch.Tensor]
+    ) -> Tuple[torch.Tensor, ...]:
         read = {name: w.clone().requires_grad_() for name, w in weights.items()}
         received = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
         outputs = functional_call(self.module, read, (received[0] if len(received) == 1 else tuple(received),))

@@ -18,12 +18,16 @@ from ipu_pipe.stages import begin_stage, partition
 
 def make(folder: Path, step: int) -> Path:
     model = nn.Linear(3, 2)
-    return checkpoint.save(folder, step, model.state_dict(), {"weight/momentum": torch.ones(2, 3)}, {"position": {"update": step}})
+    return checkpoint.save(
+        folder, step, model.state_dict(), {"weight/momentum": torch.ones(2, 3)}, {"position": {"update": step}}
+    )
 
 
 def test_round_trip_keeps_names_values_and_state(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    path = checkpoint.save(tmp_path, 7, model.state_dict(), {"0.weight/momentum_buffer": torch.ones(2, 3)}, {"note": [1, None]})
+    path = checkpoint.save(
+        tmp_path, 7, model.state_dict(), {"0.weight/momentum_buffer": torch.ones(2, 3)}, {"note": [1, None]}
+    )
     assert path == tmp_path / "step-7"
     held = checkpoint.load(path)
     assert set(held.model) == set(model.state_dict())

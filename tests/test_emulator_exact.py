@@ -27,7 +27,12 @@ cross_entropy = nn.functional.cross_entropy
 
 
 def emulate(
-    model: nn.Module, method: Method, accumulate: int, data: Sequence[Any], make_optimizer: Any, drains: Sequence[int] = ()
+    model: nn.Module,
+    method: Method,
+    accumulate: int,
+    data: Sequence[Any],
+    make_optimizer: Any,
+    drains: Sequence[int] = (),
 ) -> Emulator:
     part = partition(model, data[0][0])
     schedule = make_schedule(method, len(part), len(data), accumulate, drains)
@@ -43,7 +48,12 @@ def emulate(
 
 
 def literal(
-    stages: List[nn.Module], method: Method, accumulate: int, data: Sequence[Any], make_optimizer: Any, drains: Sequence[int] = ()
+    stages: List[nn.Module],
+    method: Method,
+    accumulate: int,
+    data: Sequence[Any],
+    make_optimizer: Any,
+    drains: Sequence[int] = (),
 ) -> List[LiteralStage]:
     schedule = make_schedule(method, len(stages), len(data), accumulate, drains)
     done = [LiteralStage(stage, make_optimizer) for stage in stages]
@@ -74,9 +84,13 @@ VARIANTS: List[Tuple[str, dict]] = [(name, {}) for name in METHODS] + [  # type:
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("model", list(MODELS))
-@pytest.mark.parametrize("method, args", VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())))
+@pytest.mark.parametrize(
+    "method, args", VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values()))
+)
 @pytest.mark.parametrize("accumulate", [1, 3, 5])
-def test_weights_equal_those_of_the_literal_replay(method: str, args: Any, model: str, optimizer: str, accumulate: int) -> None:
+def test_weights_equal_those_of_the_literal_replay(
+    method: str, args: Any, model: str, optimizer: str, accumulate: int
+) -> None:
     chosen = resolve_method(method, args)
     stages = fresh(model)
     if chosen.forward_reads == "double_buffered" and accumulate < len(stages):
@@ -87,7 +101,7 @@ def test_weights_equal_those_of_the_literal_replay(method: str, args: Any, model
     emulator = emulate(unsplit, chosen, accumulate, data, OPTIMIZERS[optimizer])
     done = literal(twin, chosen, accumulate, data, OPTIMIZERS[optimizer])
     assert_equal(unsplit, twin)
-    ours = [p for p in unsplit.parameters()]
+    ours = list(unsplit.parameters())
     theirs = [p for stage in done for p in stage.module.parameters()]
     states = {id(p): stage.optimizer.state[p] for stage in done if stage.optimizer for p in stage.module.parameters()}
     for p, q in zip(ours, theirs):

@@ -57,7 +57,10 @@ def _weight_norm() -> nn.Module:
     [
         (nn.Sequential(nn.Conv2d(3, 3, 1), Times()), ["1.weight"]),
         (Cast(), ["inner.2.weight"]),
-        (nn.Sequential(nn.Conv2d(3, 6, 3), nn.InstanceNorm2d(6, affine=True), nn.Flatten(), nn.Linear(216, 4)), ["1.weight"]),
+        (
+            nn.Sequential(nn.Conv2d(3, 6, 3), nn.InstanceNorm2d(6, affine=True), nn.Flatten(), nn.Linear(216, 4)),
+            ["1.weight"],
+        ),
     ],
     ids=["product", "autocast", "instance norm"],
 )
@@ -66,9 +69,13 @@ def test_derived_weights_are_named(model: nn.Module, guilty: Any) -> None:
     assert found == guilty
 
 
-@pytest.mark.skipif(not hasattr(nn.utils, "parametrizations") or torch.__version__ < "2.1", reason="torch 2.1's weight norm")
+@pytest.mark.skipif(
+    not hasattr(nn.utils, "parametrizations") or torch.__version__ < "2.1", reason="torch 2.1's weight norm"
+)
 def test_weight_norm_is_named() -> None:
-    found = derived_weights(nn.Sequential(nn.Conv2d(3, 3, 1), _weight_norm(), _head(6)), F.cross_entropy, IMAGES, LABELS)
+    found = derived_weights(
+        nn.Sequential(nn.Conv2d(3, 3, 1), _weight_norm(), _head(6)), F.cross_entropy, IMAGES, LABELS
+    )
     assert found == ["1.parametrizations.weight.original0", "1.parametrizations.weight.original1"]
 
 
@@ -111,7 +118,9 @@ def test_random_modules_are_those_that_draw() -> None:
 
 
 def test_footprint_counts_saved_and_sent_bytes() -> None:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10), nn.ReLU(), begin_stage(nn.Linear(10, 6)), begin_stage(nn.Linear(6, 4)))
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(192, 10), nn.ReLU(), begin_stage(nn.Linear(10, 6)), begin_stage(nn.Linear(6, 4))
+    )
     made = footprint(model, partition(model, IMAGES), F.cross_entropy, IMAGES, LABELS)
     assert made.boundary_bytes == (2 * 10 * 4, 2 * 6 * 4)
     # the first stage keeps its input and ReLU's output; the second its input; the last its input, log-softmax and labels

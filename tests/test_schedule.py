@@ -88,10 +88,7 @@ def test_most_in_flight_is_the_count_over_the_rules(name: str) -> None:
         for N in accumulates(method, P, M):
             slots = simulated(method, P, M, N).slots
             most = [
-                max(
-                    sum(slots[s, "F", o] <= slots[s, "F", m] <= slots[s, "B", o] for o in range(M))
-                    for m in range(M)
-                )
+                max(sum(slots[s, "F", o] <= slots[s, "F", m] <= slots[s, "B", o] for o in range(M)) for m in range(M))
                 for s in range(P)
             ]
             assert make_schedule(method, P, M, N).max_in_flight().tolist() == most, (P, M, N)
@@ -234,9 +231,7 @@ def test_schedules_that_cannot_run_are_refused_naming_the_action(
         damaged(name, stage, kind, **changes)
 
 
-runs_strategy = st.lists(
-    st.tuples(st.integers(0, 12), st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=3
-)
+runs_strategy = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=3)
 
 
 @settings(max_examples=400, deadline=None)
@@ -389,9 +384,7 @@ def test_csv_has_a_cell_a_slot() -> None:
     assert rows == [["0F0", "0F1", "", "", "0B0", "0B1"], ["", "1F0", "1F1", "1B0", "1B1", ""]]
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("pipedream", "no updates between"), ("pipemare", "one action a slot")]
-)
+@pytest.mark.parametrize(("name", "reason"), [("pipedream", "no updates between"), ("pipemare", "one action a slot")])
 def test_csv_refuses_what_pytorch_cannot_express(name: str, reason: str) -> None:
     with pytest.raises(BadInput, match=reason):
         format_csv(make_schedule(METHODS[name], 2, 4, 1))

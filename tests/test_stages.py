@@ -25,7 +25,11 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.project = nn.Conv2d(4, 4, 1)
-        self.conv1, self.norm, self.conv2 = nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3, padding=1)
+        self.conv1, self.norm, self.conv2 = (
+            nn.Conv2d(4, 4, 3, padding=1),
+            nn.GroupNorm(2, 4),
+            nn.Conv2d(4, 4, 3, padding=1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.conv2(self.norm(self.conv1(x))) + self.project(x)
@@ -137,7 +141,9 @@ def test_attention_weights_belong_to_the_module_that_runs() -> None:
             return self.attend(h, h, h)[0]
 
     part = partition(Attend(), torch.randint(0, 5, (3, 2)))
-    assert "attend.out_proj.weight" in part.stages[1].parameters and "attend.in_proj_weight" in part.stages[1].parameters
+    assert (
+        "attend.out_proj.weight" in part.stages[1].parameters and "attend.in_proj_weight" in part.stages[1].parameters
+    )
 
 
 def tied() -> nn.Module:

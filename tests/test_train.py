@@ -27,7 +27,15 @@ from tools import train as tool
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")
-SHORT = ["steps=12", "optimizer.lr=0.3", "optimizer.momentum=0", "evaluate.every=1", "log.tensorboard=false", "gradient_accumulation=4", "micro_batch_size=8"]
+SHORT = [
+    "steps=12",
+    "optimizer.lr=0.3",
+    "optimizer.momentum=0",
+    "evaluate.every=1",
+    "log.tensorboard=false",
+    "gradient_accumulation=4",
+    "micro_batch_size=8",
+]
 
 
 def config(*sets: str) -> Any:
@@ -65,7 +73,9 @@ def sets(*pairs: str) -> List[str]:
 # ---- the contract of the outputs
 
 
-@pytest.mark.parametrize("method", ["gpipe", "pipedream", "pipedream_2bw", "pipemare", "pipelined_backprop", "naive", "pipedream_flush"])
+@pytest.mark.parametrize(
+    "method", ["gpipe", "pipedream", "pipedream_2bw", "pipemare", "pipelined_backprop", "naive", "pipedream_flush"]
+)
 def test_every_method_trains_and_writes_all_outputs(method: str, tmp_path: Path, run_tool: Any) -> None:
     out = tmp_path / "run"
     code, printed, _ = run_tool(DIGITS, *sets(f"method={method}", "stages=4"), "--out", str(out))
@@ -74,7 +84,12 @@ def test_every_method_trains_and_writes_all_outputs(method: str, tmp_path: Path,
     float(printed.splitlines()[-1].split()[1])
     report = json.loads((out / "summary.json").read_text())
     assert report["schema"] == 1 and report["method"] == method and report["backend"] == "emulator"
-    assert report["batch"] == {"micro_batch_size": 8, "gradient_accumulation": 4, "replicas": 1, "global_batch_size": 32}
+    assert report["batch"] == {
+        "micro_batch_size": 8,
+        "gradient_accumulation": 4,
+        "replicas": 1,
+        "global_batch_size": 32,
+    }
     assert report["steps"] == 12 and report["samples"] == 12 * 32
     assert report["model"]["stages"] == len(report["stages"]) == 4 and len(report["links"]) == 6
     assert report["final"]["test_loss"] < report["initial"]["test_loss"]
@@ -82,7 +97,14 @@ def test_every_method_trains_and_writes_all_outputs(method: str, tmp_path: Path,
     assert report["utilization"] + report["bubble_fraction"] == pytest.approx(1)
     assert sum(stage["parameters"] for stage in report["stages"]) == report["model"]["parameters"]
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert all(set(line) in ({"step", "epoch", "train_loss", "lr", "samples_per_second"}, {"step", "epoch", "test_loss", "test_accuracy"}) for line in lines)
+    assert all(
+        set(line)
+        in (
+            {"step", "epoch", "train_loss", "lr", "samples_per_second"},
+            {"step", "epoch", "test_loss", "test_accuracy"},
+        )
+        for line in lines
+    )
     trace = json.loads(gzip.decompress((out / "trace.json.gz").read_bytes()))
     assert len([e for e in trace["traceEvents"] if e.get("ph") == "X"]) >= 2 * 4 * 48
     assert load_config(out / "config.yaml").method == method
@@ -102,7 +124,9 @@ def test_planned_delays_copies_and_bytes_follow_the_method() -> None:
     assert [row["weight_copies"] for row in stages["pipemare"]] == [1, 1, 1, 1]
     assert [row["forward_delay"] for row in stages["pipedream_2bw"]] == [1, 1, 1, 1]
     assert [row["weight_copies"] for row in stages["pipedream_2bw"]] == [2, 2, 2, 2]
-    assert [row["backward_delay"] for row in stages["pipedream"]] == [row["forward_delay"] for row in stages["pipedream"]]
+    assert [row["backward_delay"] for row in stages["pipedream"]] == [
+        row["forward_delay"] for row in stages["pipedream"]
+    ]
 
 
 def test_the_same_config_gives_the_same_numbers(tmp_path: Path) -> None:
@@ -120,7 +144,9 @@ def test_the_same_config_gives_the_same_numbers(tmp_path: Path) -> None:
 def test_resuming_continues_to_the_bit(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ipu_pipe.backends.emulator import Emulator
 
-    chosen = config(f"method={method}", "checkpoint.every=5", "optimizer.momentum=0.9", "stages=3", "lr_schedule.name=cosine")
+    chosen = config(
+        f"method={method}", "checkpoint.every=5", "optimizer.momentum=0.9", "stages=3", "lr_schedule.name=cosine"
+    )
     whole = train(chosen, tmp_path / "whole", quiet=True)
     step = Emulator.step
 
@@ -136,15 +162,27 @@ def test_resuming_continues_to_the_bit(method: str, tmp_path: Path, monkeypatch:
     cut = train(chosen, tmp_path / "cut", resume=True, quiet=True)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
     assert cut["final"] == whole["final"] and cut["initial"] == whole["initial"]
-    steps = [[json.loads(line)["step"] for line in (tmp_path / n / "metrics.jsonl").read_text().splitlines()] for n in ("whole", "cut")]
+    steps = [
+        [json.loads(line)["step"] for line in (tmp_path / n / "metrics.jsonl").read_text().splitlines()]
+        for n in ("whole", "cut")
+    ]
     assert steps[0] == steps[1]
 
 
 def test_a_killed_process_resumes_to_the_same_weights(tmp_path: Path) -> None:
-    chosen = ["steps=60", "checkpoint.every=6", "log.tensorboard=false", "stages=4", "method=pipemare", "evaluate.every=1"]
+    chosen = [
+        "steps=60",
+        "checkpoint.every=6",
+        "log.tensorboard=false",
+        "stages=4",
+        "method=pipemare",
+        "evaluate.every=1",
+    ]
     arguments = [sys.executable, "tools/train.py", DIGITS, *[a for pair in chosen for a in ("--set", pair)]]
     cut = tmp_path / "cut"
-    process = subprocess.Popen([*arguments, "--out", str(cut)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*arguments, "--out", str(cut)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 120
     while not list(cut.glob("checkpoints/step-*")) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -303,7 +341,9 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, run_tool: An
 def test_own_model_loss_and_loader_from_python(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), ipu_pipe.begin_stage(nn.Linear(8, 1)))
     x = torch.randn(64, 6)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True
+    )
     report = ipu_pipe.train(
         ipu_pipe.configure(method="pipemare", epochs=6, gradient_accumulation=2, micro_batch_size=8),
         tmp_path / "run",
@@ -326,7 +366,9 @@ def test_learning_rates_and_clipping_reach_the_optimizer(tmp_path: Path) -> None
             assert all(p.grad is None or p.grad.norm() <= 0.0101 for g in self.param_groups for p in g["params"])
             return super().step(*args)
 
-    chosen = config("lr_schedule.name=linear", "lr_schedule.warmup_steps=4", "clip.norm=0.01", "clip.scope=stage", "method=pipemare")
+    chosen = config(
+        "lr_schedule.name=linear", "lr_schedule.warmup_steps=4", "clip.norm=0.01", "clip.scope=stage", "method=pipemare"
+    )
     train(chosen, tmp_path / "run", optimizer=functools.partial(Seeing, lr=0.4), quiet=True)
     assert len(seen) == 12 and max(seen) <= 0.4 and seen[0] < seen[3] and seen[-1] < seen[4]
 

@@ -50,7 +50,8 @@ def main() -> None:
                 r = rows[-1]
                 print(
                     f"{name:9s} {r['stages']:4d} stages  {method:19s} plain {r['plain_ms']:8.1f} ms  emulator "
-                    f"{r['emulator_ms']:8.1f} ms a microbatch  ratio {r['ratio']:.3f} (rounds {r['least']:.3f} to {r['most']:.3f})",
+                    f"{r['emulator_ms']:8.1f} ms a microbatch  ratio {r['ratio']:.3f} "
+                    f"(rounds {r['least']:.3f} to {r['most']:.3f})",
                     flush=True,
                 )
     if args.json:
@@ -73,7 +74,9 @@ def measure(name: str, method_name: str, rounds: int, updates: int, device: str)
     entry, model_args, size, accumulate = CASES[name]
     torch.manual_seed(0)
     made = [resolve_entry(entry, "model")(**model_args).to(device) for _ in range(2)]
-    data = [(torch.randn(size, 3, 32, 32).to(device), torch.randint(0, 10, (size,)).to(device)) for _ in range(accumulate)]
+    data = [
+        (torch.randn(size, 3, 32, 32).to(device), torch.randint(0, 10, (size,)).to(device)) for _ in range(accumulate)
+    ]
     method = resolve_method(method_name)
     part = partition(made[0], data[0][0], "finest")
     if method.forward_reads == "double_buffered":  # needs as many microbatches a batch as stages

@@ -1,8 +1,8 @@
 """Print the schedule of a training method: who does what when, and which weights every pass reads.
 
-  python tools/schedule.py pipedream --stages 4 --microbatches 8
-  python tools/schedule.py gpipe --stages 4 --microbatches 16 --accumulate 8 --format csv
-  python tools/schedule.py pipelined_backprop --stages 4 --microbatches 8 --stash true --format json
+python tools/schedule.py pipedream --stages 4 --microbatches 8
+python tools/schedule.py gpipe --stages 4 --microbatches 16 --accumulate 8 --format csv
+python tools/schedule.py pipelined_backprop --stages 4 --microbatches 8 --stash true --format json
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ def main() -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="tools/schedule.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="tools/schedule.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("method", metavar="METHOD", help=f"one of {', '.join(METHODS)}")
     parser.add_argument("--stages", metavar="P", type=int, required=True, help="stages of the pipeline")
     parser.add_argument("--microbatches", metavar="M", type=int, required=True, help="microbatches in the whole run")

@@ -29,15 +29,23 @@ def parser() -> Parser:
     """The command line."""
     p = Parser(prog="tools/train.py", description="Train a staged model as a config file says.", epilog=EPILOG)
     p.add_argument("config", metavar="CONFIG", help="a YAML file, such as those in configs/")
-    p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config; VALUE is YAML")
+    p.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config; VALUE is YAML"
+    )
     p.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a dated folder under runs/)")
     how = p.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in DIR")
     how.add_argument("--overwrite", action="store_true", help="delete the run that DIR holds")
-    p.add_argument("--dry-run", action="store_true", help="print stages, schedule, delays, memory; train nothing, write nothing")
-    p.add_argument("--evaluate", type=Path, metavar="PATH", help="evaluate a checkpoint folder or state dict, print JSON")
     p.add_argument(
-        "--against", metavar="METHOD", help="then train the same by METHOD in DIR/METHOD and print how far apart they end"
+        "--dry-run", action="store_true", help="print stages, schedule, delays, memory; train nothing, write nothing"
+    )
+    p.add_argument(
+        "--evaluate", type=Path, metavar="PATH", help="evaluate a checkpoint folder or state dict, print JSON"
+    )
+    p.add_argument(
+        "--against",
+        metavar="METHOD",
+        help="then train the same by METHOD in DIR/METHOD and print how far apart they end",
     )
     return p
 
@@ -82,7 +90,13 @@ def _dated(name: str) -> Path:
 def _comparison(report: dict, against: dict) -> str:  # type: ignore[type-arg]
     ours, theirs = report["final"]["test_accuracy"], against["final"]["test_accuracy"]
     if ours is None or theirs is None:
-        ours, theirs, what, unit, scale = report["final"]["test_loss"], against["final"]["test_loss"], "test loss", "", 1
+        ours, theirs, what, unit, scale = (
+            report["final"]["test_loss"],
+            against["final"]["test_loss"],
+            "test loss",
+            "",
+            1,
+        )
     else:
         what, unit, scale = "test accuracy", " points", 100
     rate = report["throughput_samples_per_second"]

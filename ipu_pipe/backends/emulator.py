@@ -40,7 +40,13 @@ class StepResult:
 
 
 def refuses(
-    model: nn.Module, loss: Loss, method: Method, stages: int, x: torch.Tensor, y: torch.Tensor, clip_scope: Optional[str]
+    model: nn.Module,
+    loss: Loss,
+    method: Method,
+    stages: int,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    clip_scope: Optional[str],
 ) -> List[str]:
     """Reasons why this backend cannot run the job exactly; empty if it can. `x`, `y`: one microbatch."""
     reasons = []
@@ -99,7 +105,9 @@ class Emulator:
         if self._method.flushes or len(part) == 1:
             return Unversioned()
         parameters = dict(self.model.named_parameters())
-        stages = [[parameters[name] for name in stage.parameters if parameters[name].requires_grad] for stage in part.stages]
+        stages = [
+            [parameters[name] for name in stage.parameters if parameters[name].requires_grad] for stage in part.stages
+        ]
         kind = Swapping if self._method.backward_reads == "stashed" else Overwriting
         return kind(stages, self.update)
 

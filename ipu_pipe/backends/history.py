@@ -203,7 +203,9 @@ class Swapping(_Kept):
             to += new
             values += old
         copy_all(to, values)
-        for stage in np.flatnonzero(~keep).tolist():  # stepped in place: the parameters' tensors become the next version
+        for stage in np.flatnonzero(
+            ~keep
+        ).tolist():  # stepped in place: the parameters' tensors become the next version
             self._kept[stage].pop(int(self._newest[stage]), None)
         self._newest += 1
         self._loaded[:] = self._newest
