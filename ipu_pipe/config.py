@@ -8,23 +8,68 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import math
 import re
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, Union
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    StrictBool,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 from typing_extensions import Annotated, Literal
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.methods import resolve_method
 
-Count = Annotated[int, Field(ge=1, strict=True)]
-Whole = Annotated[int, Field(ge=0, strict=True)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, lt=1)]
+
+def _whole(low: int, high: Optional[int] = None) -> BeforeValidator:
+    """A whole number from `low` to `high`; a true is no 1, a 2.0 no 2."""
+    allowed = f">= {low}" if high is None else f"from {low} to {high}"
+
+    def check(value: Any) -> int:
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or value < low or (high is not None and value > high):
+            raise ValueError(f"must be a whole number {allowed}")
+        return int(value)
+
+    return BeforeValidator(check)
+
+
+def _real(allowed: str, fits: Callable[[float], bool]) -> BeforeValidator:
+    """A finite number that `fits`, also one written as text, such as "1e-3"; a true is no 1."""
+
+    def check(value: Any) -> float:
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number) or not fits(number):
+            raise ValueError(f"must be a number {allowed}")
+        return number
+
+    return BeforeValidator(check)
+
+
+def _fault_at(key: str, value: Any, why: str) -> PydanticCustomError:
+    """The fault of one key in a section whose keys do not fit together."""
+    return PydanticCustomError("setting", "{why}", {"key": key, "value": value, "why": why})
+
+
+Count = Annotated[int, _whole(1)]
+Whole = Annotated[int, _whole(0)]
+Seed = Annotated[int, _whole(0, 2**63 - 1)]  # what torch.Generator and a tensor of int64 hold
+Positive = Annotated[float, _real("> 0", lambda number: number > 0)]
+NotNegative = Annotated[float, _real(">= 0", lambda number: number >= 0)]
+Share = Annotated[float, _real(">= 0 and < 1", lambda number: 0 <= number < 1)]
 
 
 class _Section(BaseModel):
@@ -56,7 +101,7 @@ class MethodArgs(_Section):
     """Changes of the method's axes, see ipu_pipe.methods."""
 
     schedule: Optional[Literal["1f1b", "dataflow"]] = None
-    turn: Optional[Annotated[int, Field(ge=0, le=1, strict=True)]] = None
+    turn: Optional[Annotated[int, _whole(0, 1)]] = None
     stash: Optional[StrictBool] = None
 
 
@@ -66,6 +111,13 @@ class BackendConfig(_Section):
     name: Literal["emulator"] = "emulator"
     device: Literal["cpu", "cuda"] = "cpu"
     threads: Optional[Count] = None
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _name(cls, value: Any) -> Any:
+        if value in ("distributed", "poptorch"):
+            raise ValueError("not in this version: must be emulator")
+        return value
 
 
 class OptimizerConfig(_Section):
@@ -80,16 +132,22 @@ class OptimizerConfig(_Section):
     eps: Optional[Positive] = None
     no_decay: Union[str, List[str]] = []
 
+    @field_validator("no_decay", mode="before")
+    @classmethod
+    def _patterns(cls, value: Any) -> Any:
+        if isinstance(value, str) or (isinstance(value, list) and all(isinstance(pattern, str) for pattern in value)):
+            return value
+        raise ValueError("must be norms_and_biases or a list of name patterns such as *.bias")
+
     @model_validator(mode="after")
     def _fits(self) -> "OptimizerConfig":
         own = ("momentum", "nesterov") if self.name == "sgd" else ("betas", "eps")
         for key in ("momentum", "nesterov", "betas", "eps"):
             if getattr(self, key) is not None and key not in own:
-                raise ValueError(
-                    f"{key}: {getattr(self, key)}: {self.name} has no such setting, it has {', '.join(own)}"
-                )
+                why = f"{self.name} has no such setting, it has {', '.join(own)}"
+                raise _fault_at(key, getattr(self, key), why)
         if self.nesterov and not self.momentum:
-            raise ValueError("nesterov: True: needs a momentum above 0")
+            raise _fault_at("nesterov", True, "needs a momentum above 0")
         return self
 
     def settings(self) -> Dict[str, Any]:
@@ -105,6 +163,14 @@ class LrSchedule(_Section):
     warmup_steps: Whole = 0
     milestones: List[Positive] = []
     gamma: Positive = 0.1
+
+    @model_validator(mode="after")
+    def _fits(self) -> "LrSchedule":
+        if self.name == "step" and not self.milestones:
+            raise _fault_at("milestones", [], "step needs at least one epoch at which the rate is multiplied by gamma")
+        if self.name != "step" and self.milestones:
+            raise _fault_at("milestones", self.milestones, f"{self.name} has none, only step has")
+        return self
 
 
 class ClipConfig(_Section):
@@ -161,7 +227,7 @@ class Config(_Section):
     backend: BackendConfig = BackendConfig()
     micro_batch_size: Count = 8
     gradient_accumulation: Count = 1
-    replicas: Annotated[int, Field(ge=1, le=1, strict=True)] = 1
+    replicas: Count = 1
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LrSchedule = LrSchedule()
     clip: Optional[ClipConfig] = None
@@ -170,9 +236,9 @@ class Config(_Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
-    seed: Annotated[int, Field(ge=0, strict=True)] = 0
+    seed: Seed = 0
     precision: Literal["float32", "float64", "bfloat16"] = "float32"
-    recompute: Literal[False] = False
+    recompute: StrictBool = False
     hardware: Optional[Dict[str, Any]] = None
     init_from: Optional[str] = None
     allow_nonfinite: StrictBool = False
@@ -185,12 +251,30 @@ class Config(_Section):
         names = isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
         if value is None or value == "finest" or whole or names:
             return value
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and ("count" in value or "finest" in value):
             section: Type[_Section] = StageFinest if "finest" in value else StageCount
             return section.model_validate(value).model_dump()
         raise ValueError(
             "must be null (the model's own), finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
         )
+
+    @field_validator("replicas")
+    @classmethod
+    def _one_replica(cls, value: int) -> int:
+        if value > 1:
+            raise ValueError("not in this version: must be 1")
+        return value
+
+    @field_validator("recompute")
+    @classmethod
+    def _no_recompute(cls, value: bool) -> bool:
+        if value:
+            raise ValueError("not in this version: must be false")
+        return value
+
+    def to_dict(self) -> Dict[str, Any]:
+        """Every key with its value, as plain data that YAML and JSON can hold."""
+        return self.model_dump(mode="json")
 
     def method_settings(self) -> Dict[str, Any]:
         """`method_args` that are given."""
@@ -201,36 +285,47 @@ class Config(_Section):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 1e-3 is a number, only true and false are booleans, a key stands once."""
+    """YAML 1.2 as people mean it: 1e-3 is a number, no and 2026-01-01 are text, 010 is ten, a key stands once."""
 
 
-_Loader.yaml_implicit_resolvers = {
-    first: [
-        (tag, pattern) for tag, pattern in pairs if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
-    ]
-    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+class _Dumper(yaml.SafeDumper):
+    """Quotes all text that a reader of YAML 1.1 or 1.2 would take for something else."""
+
+
+_SCALARS = {
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    "float": (
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+.0123456789",
     ),
-    list("-+.0123456789"),
-)
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "merge": (r"<<", "<"),
+}
+_Loader.yaml_implicit_resolvers = {}
+for _tag, (_pattern, _first) in _SCALARS.items():
+    for _reader_or_writer in (_Loader, _Dumper):
+        _reader_or_writer.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first)
+        )
+
+
+def _int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = str(loader.construct_scalar(node))
+    return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
 
 
 def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> Dict[Any, Any]:
-    keys = [loader.construct_object(key) for key, _ in node.value]
+    own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+    keys = [loader.construct_object(key) for key in own]
     for i, key in enumerate(keys):
         if key in keys[:i]:
-            mark = node.value[i][0].start_mark
+            mark = own[i].start_mark
             raise BadInput(f"{mark.name}: line {mark.line + 1}: {key}: the key stands twice")
     return loader.construct_mapping(node)
 
 
+_Loader.add_constructor("tag:yaml.org,2002:int", _int)
 _Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
 
 
@@ -249,22 +344,24 @@ def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config
     """The config in the YAML file `path`, changed by KEY=VALUE `overrides`. Raises BadInput with every fault found."""
     origins: Dict[str, str] = {}
     raw = _read(Path(path), origins, ())
+    faults: List[str] = []
     for text in overrides:
-        _override(raw, text, origins)
-    return _validate(raw, origins, str(path))
+        try:
+            _override(raw, text, origins)
+        except BadInput as error:
+            faults += error.faults
+    return _validate(raw, origins, str(path), faults)
 
 
 def configure(**keys: Any) -> Config:
     """A config from Python: the keys of a config file as arguments. `model` and `data` may be left to `train`."""
     raw = {"model": {"entry": "(given in Python)"}, "data": {"name": "(given in Python)"}, **keys}
-    return _validate(raw, {}, "configure")
+    return _validate(raw, {}, "configure", [])
 
 
 def _read(path: Path, origins: Dict[str, str], chain: Tuple[Path, ...]) -> Dict[str, Any]:
-    if path.resolve() in chain:
-        raise BadInput(f"{path}: extends: {path.name}: the files extend one another in a circle")
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise BadInput(f"{path}: no such config file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -277,7 +374,12 @@ def _read(path: Path, origins: Dict[str, str], chain: Tuple[Path, ...]) -> Dict[
         parent = raw.pop("extends")
         if not isinstance(parent, str):
             raise BadInput(f"{path}: extends: {parent}: must be a file name")
-        base = _read(path.parent / parent, origins, (*chain, path.resolve()))
+        target, chain = path.parent / parent, (*chain, path.resolve())
+        if target.resolve() in chain:
+            raise BadInput(f"{path}: extends: {parent}: the files extend one another in a circle")
+        if not target.is_file():
+            raise BadInput(f"{path}: extends: {parent}: no such file beside {path.name}")
+        base = _read(target, origins, chain)
     _note(raw, "", str(path), origins)
     return _merge(base, raw)
 
@@ -300,13 +402,14 @@ def _merge(base: Dict[str, Any], over: Dict[str, Any]) -> Dict[str, Any]:
 
 def _override(raw: Dict[str, Any], text: str, origins: Dict[str, str]) -> None:
     key, equals, value = text.partition("=")
-    if not equals or not key:
+    if not equals or not all(key.split(".")):
         raise BadInput(f"--set: {text}: must be KEY=VALUE, such as optimizer.lr=0.1")
     parsed = _parse(value, f"--set {text}")
     section, (*path, last) = raw, key.split(".")
-    for name in path:
+    for depth, name in enumerate(path, 1):
         if not isinstance(section.get(name), dict):
             section[name] = {}
+            origins[".".join(key.split(".")[:depth])] = f"--set {text}"
         section = section[name]
     replaces = isinstance(parsed, dict) and isinstance(section.get(last), dict) and parsed
     section[last] = _merge(section[last], parsed) if replaces else parsed
@@ -316,49 +419,58 @@ def _override(raw: Dict[str, Any], text: str, origins: Dict[str, str]) -> None:
 # ---- faults
 
 
-def _validate(raw: Dict[str, Any], origins: Mapping[str, str], place: str) -> Config:
+def _validate(raw: Dict[str, Any], origins: Mapping[str, str], place: str, faults: List[str]) -> Config:
     raw = {
         key: value
         for key, value in raw.items()
         if value is not None or key in ("stages", "steps", "clip", "hardware", "init_from")
     }
-    faults = []
     config = None
+    wrong: Set[str] = set()
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
-        faults = [_fault(detail, origins, place) for detail in error.errors()]
-    method, args = raw.get("method", "gpipe"), raw.get("method_args", {})
-    try:  # also where other keys are wrong: all faults are told at once
-        if isinstance(method, str) and isinstance(args, dict):
-            resolve_method(
-                method, {key: args[key] for key in ("schedule", "turn", "stash") if key in args} if config else {}
-            )
-    except BadInput as error:
-        faults += [f"{origins.get('method', place)}: {fault}" for fault in error.faults]
+        faults = faults + [_fault(detail, origins, place) for detail in error.errors()]
+        wrong = {str(detail["loc"][0]) for detail in error.errors()}
+    if "method" not in wrong:  # also where other keys are wrong: all faults are told at once
+        args = raw.get("method_args", {}) if "method_args" not in wrong else {}
+        faults = faults + _method_faults(raw.get("method", "gpipe"), args, origins, place)
     if faults or config is None:
         raise BadInput(faults)
     return config
 
 
+def _method_faults(name: str, args: Mapping[str, Any], origins: Mapping[str, str], place: str) -> List[str]:
+    """What ipu_pipe.methods has against the method's name or axes, with the place that each key came from."""
+    try:
+        resolve_method(name, args)
+    except BadInput as error:
+        told = [re.sub(r"^method_args: ", "method_args.", fault) for fault in error.faults]
+        return [f"{_origin(fault.partition(':')[0], origins, place)}: {fault}" for fault in told]
+    return []
+
+
 def _fault(detail: Any, origins: Mapping[str, str], place: str) -> str:
-    parts = [
-        str(part) for part in detail["loc"] if not str(part).startswith(("function-", "constrained-", "list[", "str"))
-    ]
-    key = ".".join(parts)
-    message, value = detail["msg"], detail.get("input")
-    kind = detail["type"]
-    if kind == "extra_forbidden":
-        message = f"unknown key{_nearest(parts)}"
-    elif kind == "missing":
-        return f"{_origin(key, origins, place)}: {key}: missing: must be given"
+    parts = [str(part) for part in detail["loc"] if part != "[key]"]
+    kind, value, message = detail["type"], detail.get("input"), detail["msg"]
+    if kind == "setting":
+        parts, value = [*parts, detail["ctx"]["key"]], detail["ctx"]["value"]
     elif kind == "value_error":
         message = message[len("Value error, ") :]
-        if isinstance(value, dict):  # a whole section: the message itself names its key and value
-            return f"{_origin(key, origins, place)}: {key}.{message}"
-    else:
+    elif kind == "extra_forbidden":
+        message = f"unknown key{_nearest(parts)}"
+    elif kind != "missing":
         message = _allowed(kind, detail.get("ctx", {}), message)
-    return f"{_origin(key, origins, place)}: {key}: {value}: {message}"
+    key = ".".join(parts)
+    shown = "missing" if kind == "missing" else _shown(value)
+    return f"{_origin(key, origins, place)}: {key}: {shown}: {'must be given' if kind == 'missing' else message}"
+
+
+def _shown(value: Any) -> str:
+    """A value as the file says it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
 
 
 def _origin(key: str, origins: Mapping[str, str], place: str) -> str:
@@ -368,25 +480,12 @@ def _origin(key: str, origins: Mapping[str, str], place: str) -> str:
 
 
 def _allowed(kind: str, context: Mapping[str, Any], message: str) -> str:
-    bounds = {
-        "greater_than_equal": ">= {ge}",
-        "greater_than": "> {gt}",
-        "less_than": "< {lt}",
-        "less_than_equal": "<= {le}",
-    }
-    if kind in bounds:
-        return "must be " + bounds[kind].format(**context)
     if kind == "literal_error":
-        return f"must be {context['expected']}"
+        return "must be " + str(context["expected"]).replace("'", "")
     words = {
-        "int_type": "must be a whole number",
-        "int_parsing": "must be a whole number",
-        "int_from_float": "must be a whole number",
-        "float_type": "must be a number",
-        "float_parsing": "must be a number",
-        "finite_number": "must be a finite number",
         "bool_type": "must be true or false",
         "string_type": "must be text",
+        "invalid_key": "must be text",
         "dict_type": "must be a mapping of keys to values",
         "model_type": "must be a mapping of keys to values",
         "list_type": "must be a list",
@@ -400,9 +499,13 @@ def _nearest(parts: List[str]) -> str:
     for name in parts[:-1]:
         field = section.model_fields.get(name)
         section = _section_of(field.annotation) if field else None
+        if name == "stages":  # its forms are checked one after another, so its type says none of them
+            section = StageCount
         if section is None:
             return ""
     known = list(section.model_fields)
+    if parts[-1] in known:  # of another form of `stages`
+        return ""
     near = difflib.get_close_matches(parts[-1], known, 1, 0.5)
     return f", nearest is {near[0]}" if near else f", allowed are {', '.join(known)}"
 
@@ -419,12 +522,12 @@ def _section_of(annotation: Any) -> Any:
 
 def dump(config: Config) -> str:
     """The resolved config as YAML that loads to the same config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return yaml.dump(config.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def differences(old: Config, new: Config) -> List[str]:
     """`key: old -> new` for every value in which the two differ."""
-    a, b = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    a, b = _flat(old.to_dict()), _flat(new.to_dict())
     return [f"{key}: {a.get(key)} -> {b.get(key)}" for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
 
 
@@ -469,27 +572,31 @@ def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
     return called
 
 
+def accepts(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> None:
+    """Refuse (BadInput, every fault) keyword arguments that `function` does not take or misses, told under `key`."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some built-in callables do not tell: calling them will
+        return
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    faults = [
+        f"{key}.{name}: {_shown(value)}: unknown argument, allowed are {', '.join(named)}"
+        for name, value in args.items()
+        if name not in named and not open_ended
+    ]
+    faults += [
+        f"{key}.{name}: missing: must be given"
+        for name, parameter in named.items()
+        if parameter.default is parameter.empty and name not in args
+    ]
+    if faults:
+        raise BadInput(faults)
+
+
 def call_entry(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> Any:
     """`function(**args)`; arguments that it does not take or misses are told under `key`."""
-    try:
-        signature: Optional[inspect.Signature] = inspect.signature(function)
-    except (TypeError, ValueError):
-        signature = None
-    if signature is not None:
-        names = list(signature.parameters)
-        open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-        faults = [
-            f"{key}.{name}: {value}: unknown argument, allowed are {', '.join(names)}"
-            for name, value in args.items()
-            if name not in names and not open_ended
-        ]
-        faults += [
-            f"{key}.{name}: missing: must be given"
-            for name, p in signature.parameters.items()
-            if p.default is p.empty and name not in args and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        ]
-        if faults:
-            raise BadInput(faults)
+    accepts(function, args, key)
     try:
         return function(**args)
     except BadInput as error:

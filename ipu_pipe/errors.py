@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import Callable, NoReturn, Sequence, Union
+from typing import Any, Callable, NoReturn, Sequence, Union
 
 
 class BadInput(ValueError):
@@ -22,7 +22,11 @@ class RunFault(RuntimeError):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are bad input like any other: one `error: ...` line, exit code 2."""
+    """An argument parser whose complaints are bad input like any other (one `error: ...` line, exit code 2) and whose
+    help keeps the line breaks it is given."""
+
+    def __init__(self, *args: Any, **keys: Any) -> None:
+        super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **keys)
 
     def error(self, message: str) -> NoReturn:
         raise BadInput(f"{message} ({self.prog} --help lists what is allowed)")

@@ -1,7 +1,8 @@
 """What happened: one event record for all backends, and its Chrome trace file, which opens in Perfetto.
 
-A trace file is gzipped JSON: a process a device, "X" events for work, arrows ("s", "f") from a pass to the pass that its
-result lets run on the next stage, counters ("C"), and metadata under "otherData".
+A trace file is gzipped JSON: a process a device with a track for computing and one for communicating, "X" events for work,
+arrows ("s", "f") from a pass to the pass that its result lets run on the next stage, counters ("C"), and metadata under
+"otherData".
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
+from itertools import islice
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import numpy as np
 
 from ipu_pipe.errors import BadInput, RunFault
 
 KINDS = ("forward", "backward", "update", "send", "recv", "wait", "evaluate", "checkpoint")
+COMMUNICATION = ("send", "recv", "wait")  # they overlap computation, so they are drawn on a track of their own
 
 
 class Event(NamedTuple):
@@ -54,26 +58,27 @@ def modelled_events(
     slot_ns: float,
     slot_holds: str,
     device_of_stage: Sequence[int],
-    boundary_bytes: Sequence[int],
+    boundary_bytes: Optional[Sequence[int]] = None,
 ) -> Tuple[List[Event], List[Counter]]:
     """Events and in-flight counters of a window of a schedule whose slots all take `slot_ns`.
 
     The four arrays are (P, n): slot and weight version of each pass of microbatches `first_microbatch` and on. Where a
-    slot holds "both", the forward takes its first half. `boundary_bytes[s]`: what goes from stage s to s + 1. An update
-    takes no time of its own: it is marked at the end of the backward that completes its batch.
+    slot holds "both", the forward takes its first half. `boundary_bytes[s]`: what goes from stage s to s + 1, None where it
+    is not known. An update takes no time of its own: it is marked at the end of the backward that completes its batch. The
+    counters tell, for each device, the microbatches in flight, summed over its stages.
     """
     stages, count = forward_slots.shape
     half = 0.5 if slot_holds == "both" else 1.0
     events: List[Event] = []
-    counters: List[Counter] = []
+    ends: Dict[int, Tuple[List[np.ndarray], List[np.ndarray]]] = {}  # of a device's forwards and backwards
     for s in range(stages):
         device = device_of_stage[s]
         f_start = np.rint(forward_slots[s] * slot_ns).astype(np.int64)
         f_end = np.rint((forward_slots[s] + half) * slot_ns).astype(np.int64)
         b_start = np.rint((backward_slots[s] + 1 - half) * slot_ns).astype(np.int64)
         b_end = np.rint((backward_slots[s] + 1) * slot_ns).astype(np.int64)
-        onward = boundary_bytes[s] if s < stages - 1 else None
-        back = boundary_bytes[s - 1] if s else None
+        onward = boundary_bytes[s] if boundary_bytes is not None and s < stages - 1 else None
+        back = boundary_bytes[s - 1] if boundary_bytes is not None and s else None
         microbatches = range(first_microbatch, first_microbatch + count)
         for m, a, b, v in zip(microbatches, f_start.tolist(), f_end.tolist(), forward_versions[s].tolist()):
             events.append(Event(s, device, "forward", m, a, b, v, onward))
@@ -82,12 +87,15 @@ def modelled_events(
             if (m + 1) % accumulate == 0:
                 k = m // accumulate
                 events.append(Event(s, device, "update", k, b, b, k + 1, None))
-        counters += _in_flight(device, f_end, b_end)
+        f_ends, b_ends = ends.setdefault(device, ([], []))
+        f_ends.append(f_end)
+        b_ends.append(b_end)
+    counters = [c for d, (f, b) in ends.items() for c in _in_flight(d, np.concatenate(f), np.concatenate(b))]
     return events, counters
 
 
 def _in_flight(device: int, f_end: np.ndarray, b_end: np.ndarray) -> List[Counter]:
-    """Microbatches whose activations a stage holds: from the end of the forward to the end of the backward."""
+    """Microbatches whose activations a device holds: from the end of the forward to the end of the backward."""
     times = np.concatenate([f_end, b_end])
     steps = np.concatenate([np.ones(len(f_end), np.int64), -np.ones(len(b_end), np.int64)])
     order = np.argsort(times, kind="stable")
@@ -99,114 +107,146 @@ def _in_flight(device: int, f_end: np.ndarray, b_end: np.ndarray) -> List[Counte
 
 
 def write_chrome(path: Path, events: Sequence[Event], counters: Sequence[Counter], metadata: Dict[str, Any]) -> None:
-    """Write a trace file, whole or not at all. Raises RunFault if the disk refuses."""
+    """Write a trace file, whole or not at all. Raises RunFault if the disk refuses.
+
+    `metadata["modelled"]`, if true, is repeated on every event: its times come from a schedule, not from a clock.
+    """
     temporary = path.with_name(f".{path.name}.part")
+    records = _records(events, counters, bool(metadata.get("modelled")))
     try:
-        with gzip.open(temporary, "wt", compresslevel=5) as file:
-            file.write('{"displayTimeUnit":"ms","otherData":' + json.dumps(metadata) + ',"traceEvents":[\n')
-            separator = ""
-            for record in _records(events, counters, bool(metadata.get("modelled"))):
-                file.write(separator + json.dumps(record, separators=(",", ":")))
+        with gzip.open(temporary, "wt", compresslevel=5, encoding="utf-8") as file:
+            file.write('{"displayTimeUnit":"ms","otherData":' + json.dumps(metadata) + ',"traceEvents":[')
+            separator = "\n"
+            for some in iter(lambda: list(islice(records, 4096)), []):
+                file.write(separator + ",\n".join(some))
                 separator = ",\n"
             file.write("\n]}\n")
         os.replace(temporary, path)
     except OSError as error:
         raise RunFault(f"{path}: the trace cannot be written: {error.strerror or error}") from error
+    finally:
+        if temporary.exists():  # only where writing failed
+            temporary.unlink()
 
 
-def _records(events: Sequence[Event], counters: Sequence[Counter], modelled: bool) -> Iterator[Dict[str, Any]]:
-    for device in sorted({event.device for event in events}):
-        stages = sorted({event.stage for event in events if event.device == device}) if len(events) < 5000 else [device]
-        yield {"ph": "M", "pid": device, "name": "process_name", "args": {"name": f"device {device}"}}
-        yield {"ph": "M", "pid": device, "name": "process_sort_index", "args": {"sort_index": device}}
-        yield {
-            "ph": "M",
-            "pid": device,
-            "tid": 0,
-            "name": "thread_name",
-            "args": {"name": f"stage {', '.join(map(str, stages))}"},
-        }
+# The records below are put together as text: json.dumps of a dictionary an event takes three times as long.
+
+
+def _records(events: Sequence[Event], counters: Sequence[Counter], modelled: bool) -> Iterator[str]:
+    """The file's records, as JSON texts."""
+    yield from _names(events)
+    mark = ',"modelled":true' if modelled else ""
     for event in events:
-        yield _work(event, modelled)
+        yield _work(event, mark)
     yield from _arrows(events)
-    for counter in counters:
-        yield {
-            "ph": "C",
-            "pid": counter.device,
-            "name": counter.name,
-            "ts": counter.time_ns / 1000,
-            "args": {"value": counter.value},
-        }
+    names = {name: json.dumps(name) for name in {counter.name for counter in counters}}
+    for device, name, time_ns, value in counters:
+        held = json.dumps(value if value == value else None)
+        yield f'{{"ph":"C","pid":{device},"name":{names[name]},"ts":{time_ns / 1000},"args":{{"value":{held}}}}}'
 
 
-def _work(event: Event, modelled: bool) -> Dict[str, Any]:
-    label = "k" if event.kind == "update" else "microbatch"
-    args: Dict[str, Any] = {"stage": event.stage, label: event.microbatch, "version": event.version}
-    if event.bytes is not None:
-        args["bytes"] = event.bytes
-    if modelled:
-        args["modelled"] = True
-    name = {"forward": "F", "backward": "B", "update": "U"}.get(event.kind, event.kind + " ") + str(event.microbatch)
-    start, length = event.start_ns / 1000, (event.end_ns - event.start_ns) / 1000
-    return {
-        "ph": "X",
-        "pid": event.device,
-        "tid": 0,
-        "name": name,
-        "cat": event.kind,
-        "ts": start,
-        "dur": length,
-        "args": args,
-    }
+def _names(events: Iterable[Event]) -> Iterator[str]:
+    """Names of the devices and of their tracks."""
+    stages: Dict[int, Set[int]] = {}
+    communicate: Set[int] = set()
+    for event in events:
+        stages.setdefault(event.device, set()).add(event.stage)
+        if event.kind in COMMUNICATION:
+            communicate.add(event.device)
+    for device in sorted(stages):
+        on = ", ".join(str(stage) for stage in sorted(stages[device]) if stage >= 0)
+        yield _name(device, 0, "process_name", {"name": f"device {device}"})
+        yield _name(device, 0, "process_sort_index", {"sort_index": device})
+        yield _name(device, 0, "thread_name", {"name": f"compute, stage {on}" if on else "compute"})
+        if device in communicate:
+            yield _name(device, 1, "thread_name", {"name": "communication"})
 
 
-def _arrows(events: Iterable[Event]) -> Iterator[Dict[str, Any]]:
+def _name(device: int, track: int, what: str, args: Dict[str, Any]) -> str:
+    return json.dumps({"ph": "M", "pid": device, "tid": track, "name": what, "args": args})
+
+
+def _work(event: Event, mark: str) -> str:
+    stage, device, kind, microbatch, start_ns, end_ns, version, size = event
+    assert kind in KINDS, kind
+    key = "k" if kind == "update" else "microbatch"
+    name = {"forward": "F", "backward": "B", "update": "U"}.get(kind, kind + " ") + str(microbatch)
+    if microbatch < 0:
+        name = kind
+    sent = "" if size is None else f',"bytes":{size}'
+    return (
+        f'{{"ph":"X","pid":{device},"tid":{1 if kind in COMMUNICATION else 0},"name":"{name}","cat":"{kind}",'
+        f'"ts":{start_ns / 1000},"dur":{(end_ns - start_ns) / 1000},'
+        f'"args":{{"stage":{stage},"{key}":{microbatch},"version":{version}{sent}{mark}}}}}'
+    )
+
+
+def _arrows(events: Iterable[Event]) -> Iterator[str]:
     """From each forward to the next stage's, and from each backward to the stage's before."""
     passes = {(e.kind, e.stage, e.microbatch): e for e in events if e.kind in ("forward", "backward")}
     number = 0
     for (kind, stage, microbatch), event in passes.items():
-        reached = passes.get((kind, stage + (1 if kind == "forward" else -1), microbatch))
+        towards, category = (1, "activations") if kind == "forward" else (-1, "gradients")
+        reached = passes.get((kind, stage + towards, microbatch))
         if reached is not None:
             number += 1
-            common = {
-                "cat": "activations" if kind == "forward" else "gradients",
-                "name": "sends",
-                "id": number,
-                "tid": 0,
-            }
-            yield {"ph": "s", "pid": event.device, "ts": event.end_ns / 1000 - 0.001, **common}
-            yield {"ph": "f", "bp": "e", "pid": reached.device, "ts": reached.start_ns / 1000 + 0.001, **common}
+            same = f'"tid":0,"cat":"{category}","name":"sends","id":{number}'
+            # a nanosecond inside the events, because an arrow is tied to the event that encloses its end
+            yield f'{{"ph":"s","pid":{event.device},"ts":{(event.end_ns - 1) / 1000},{same}}}'
+            yield f'{{"ph":"f","bp":"e","pid":{reached.device},"ts":{(reached.start_ns + 1) / 1000},{same}}}'
 
 
 def read_chrome(path: Path) -> Trace:
     """Events, counters and metadata of a trace file made by `write_chrome`. Raises BadInput where it is none."""
     try:
-        with gzip.open(path, "rt") as file:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
             held = json.load(file)
         records = held["traceEvents"]
         events = [_event(r) for r in records if r["ph"] == "X"]
         counters = [
-            Counter(r["pid"], r["name"], round(r["ts"] * 1000), r["args"]["value"]) for r in records if r["ph"] == "C"
+            Counter(r["pid"], r["name"], round(r["ts"] * 1000), _known(r["args"]["value"]))
+            for r in records
+            if r["ph"] == "C"
         ]
         return events, counters, dict(held.get("otherData", {}))
     except FileNotFoundError:
         raise BadInput(f"{path}: no such trace file") from None
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"{path}: cannot be read as a gzipped Chrome trace: {error}") from None
+    except OSError as error:  # a broken gzip header is an OSError too, without an errno
+        raise BadInput(f"{path}: cannot be read as a gzipped Chrome trace: {error.strerror or error}") from None
+    except (EOFError, zlib.error, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise BadInput(
+            f"{path}: cannot be read as a gzipped Chrome trace of ipu_pipe: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _event(r: Dict[str, Any]) -> Event:
-    args = r["args"]
-    start, index = round(r["ts"] * 1000), args["k"] if "k" in args else args["microbatch"]
+    args, kind = r["args"], r["cat"]
+    if kind not in KINDS:
+        raise ValueError(f"cat: {kind}: must be one of {', '.join(KINDS)}")
+    start, index = round(r["ts"] * 1000), args["k"] if kind == "update" else args["microbatch"]
     end = start + round(r["dur"] * 1000)
-    return Event(args["stage"], r["pid"], r["cat"], index, start, end, args["version"], args.get("bytes"))
+    event = Event(args["stage"], r["pid"], kind, index, start, end, args["version"], args.get("bytes"))
+    for name in ("stage", "device", "microbatch", "version"):
+        if not isinstance(getattr(event, name), int):
+            raise ValueError(f"{name}: {getattr(event, name)}: must be a whole number")
+    return event
+
+
+def _known(value: Optional[float]) -> float:
+    """A counter's value, written as null where it is not a number."""
+    return float("nan") if value is None else value
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
-    """One trace of several, such as one a rank: all events and counters by time, metadata joined, the first's winning."""
+    """One trace of several, such as one a rank: all events and counters by time, metadata joined, the first's winning.
+
+    It is modelled if any of them is. All are taken to count time from one moment.
+    """
     metadata: Dict[str, Any] = {}
     for _, _, held in reversed(traces):
         metadata.update(held)
+    if any(held.get("modelled") for _, _, held in traces):
+        metadata["modelled"] = True
     events = sorted((e for es, _, _ in traces for e in es), key=lambda e: (e.start_ns, e.stage))
     counters = sorted((c for _, cs, _ in traces for c in cs), key=lambda c: (c.time_ns, c.device))
     return events, counters, metadata

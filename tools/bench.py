@@ -24,8 +24,8 @@ def parser() -> Parser:
     """The command line."""
     p = Parser(
         prog="tools/bench.py",
-        description="Time the emulator's asynchronous methods at the finest partition against plain training with the same "
-        "microbatches and as many updates. Turns alternate, so that a slow moment of the machine hits both.",
+        description="Time the emulator's asynchronous methods at the finest partition against plain training with the\n"
+        "same microbatches and as many updates. Turns alternate, so that a slow moment of the machine hits both.",
     )
     p.add_argument("--models", default="resnet20,resnet50", help=f"of {', '.join(CASES)} (default: both)")
     p.add_argument("--methods", default=",".join(METHODS), help=f"default: {','.join(METHODS)}")

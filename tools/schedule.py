@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="tools/schedule.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="tools/schedule.py", description=__doc__)
     parser.add_argument("method", metavar="METHOD", help=f"one of {', '.join(METHODS)}")
     parser.add_argument("--stages", metavar="P", type=int, required=True, help="stages of the pipeline")
     parser.add_argument("--microbatches", metavar="M", type=int, required=True, help="microbatches in the whole run")

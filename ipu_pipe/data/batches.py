@@ -1,0 +1,218 @@
+"""From samples to microbatches: order, augmentation, normalization, and a user's own loader."""
+
+from __future__ import annotations
+
+from typing import Any, Iterable, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.randomness import derived_seed
+
+try:
+    from typing import Protocol, runtime_checkable
+except ImportError:  # pragma: no cover
+    from typing_extensions import Protocol, runtime_checkable  # type: ignore[assignment]
+
+Pair = Tuple[torch.Tensor, torch.Tensor]
+
+
+@runtime_checkable
+class DataSource(Protocol):
+    """What training needs of data. Write one for your own data, or wrap a loader with `from_loader`."""
+
+    def train_batches_per_epoch(self, batch_size: int) -> int:
+        """Full microbatches of `batch_size` in an epoch; a last one that is not full is dropped."""
+
+    def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
+        """Microbatch `index` of `epoch`, both from 0: inputs (batch_size, ...) and labels."""
+
+    def test_batches(self, batch_size: int) -> Iterator[Pair]:
+        """The whole test set in order, at most `batch_size` samples at a time."""
+
+
+class TensorData:
+    """Samples held in memory: images as bytes (n, C, H, W) or numbers of any shape, with labels (n,).
+
+    `augment`: random crop out of a zero border of 4 pixels and random mirroring, drawn by (seed, epoch, place).
+    `mean`, `std`: by channel, of values between 0 and 1 where the samples are bytes.
+    """
+
+    def __init__(
+        self,
+        train: Pair,
+        test: Pair,
+        seed: int = 0,
+        augment: bool = False,
+        mean: Optional[Sequence[float]] = None,
+        std: Optional[Sequence[float]] = None,
+    ) -> None:
+        self.train, self.test, self.augment = train, test, augment
+        self._seed = seed
+        self._mean, self._std = _by_channel(mean, train[0]), _by_channel(std, train[0])
+        self._epoch = -1
+
+    def train_batches_per_epoch(self, batch_size: int) -> int:
+        """Full microbatches in an epoch."""
+        return len(self.train[0]) // batch_size
+
+    def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
+        """Microbatch `index` of `epoch`: the places [index b, (index + 1) b) of the epoch's order."""
+        self._prepare(epoch)
+        places = slice(index * batch_size, (index + 1) * batch_size)
+        chosen = self._order[places]
+        x = self.train[0][chosen]
+        if self.augment:
+            x = crop_and_mirror(x, self._shifts[places], self._mirrored[places])
+        return self._normalized(x), self.train[1][chosen]
+
+    def _prepare(self, epoch: int) -> None:
+        """The order and all random draws of an epoch, by place in it."""
+        if epoch == self._epoch:
+            return
+        count = len(self.train[0])
+        generator = torch.Generator().manual_seed(derived_seed(self._seed, "order", epoch))
+        self._order = torch.randperm(count, generator=generator)
+        generator.manual_seed(derived_seed(self._seed, "augmentation", epoch))
+        self._shifts = torch.randint(0, 2 * BORDER + 1, (count, 2), generator=generator)
+        self._mirrored = torch.randint(0, 2, (count,), generator=generator).bool()
+        self._epoch = epoch
+
+    def test_batches(self, batch_size: int) -> Iterator[Pair]:
+        """The test set in order."""
+        for start in range(0, len(self.test[0]), batch_size):
+            yield self._normalized(self.test[0][start : start + batch_size]), self.test[1][start : start + batch_size]
+
+    def _normalized(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.uint8:
+            x = x.float().div_(255)
+        return x if self._mean is None or self._std is None else (x - self._mean) / self._std
+
+
+BORDER = 4
+
+
+def crop_and_mirror(x: torch.Tensor, shifts: torch.Tensor, mirrored: torch.Tensor) -> torch.Tensor:
+    """Each image (C, H, W) of `x` (b, C, H, W) out of itself with a border of 4 zeros, at `shifts` (b, 2) from the upper
+    left corner (0 to 8, rows then columns), those of `mirrored` (b,) turned left to right. One gather for all."""
+    b, _, height, width = x.shape
+    padded = torch.nn.functional.pad(x, (BORDER,) * 4)
+    columns = torch.arange(width).expand(b, width)
+    columns = torch.where(mirrored[:, None], columns.flip(1), columns) + shifts[:, 1:]
+    rows = torch.arange(height) + shifts[:, :1]
+    sample = torch.arange(b)[:, None, None]
+    return padded.permute(0, 2, 3, 1)[sample, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+
+
+def _by_channel(values: Optional[Sequence[float]], x: torch.Tensor) -> Optional[torch.Tensor]:
+    if values is None:
+        return None
+    return torch.tensor(values, dtype=torch.float32).view(1, -1, *[1] * (x.dim() - 2))
+
+
+def check_limit(key: str, wanted: Optional[int], held: Optional[int] = None) -> None:
+    """Refuse (BadInput) a number that is not whole or not from 1 to `held` (None: without end); `wanted` None is no limit."""
+    if wanted is None or (type(wanted) is int and wanted >= 1 and (held is None or wanted <= held)):
+        return
+    raise BadInput(f"data.{key}: {wanted}: must be " + (f"from 1 to {held}" if held is not None else "a whole number >= 1"))
+
+
+class SyntheticData:
+    """Random inputs and labels of a stated shape, drawn when asked for: for throughput, memory and traffic."""
+
+    def __init__(self, shape: Sequence[int], classes: int, samples: int, test_samples: int, seed: int) -> None:
+        self._shape, self._classes, self._samples, self._test, self._seed = list(shape), classes, samples, test_samples, seed
+
+    def train_batches_per_epoch(self, batch_size: int) -> int:
+        """Full microbatches in an epoch."""
+        return self._samples // batch_size
+
+    def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
+        """Microbatch `index` of `epoch`."""
+        return self._draw(batch_size, epoch, index)
+
+    def test_batches(self, batch_size: int) -> Iterator[Pair]:
+        """The test samples."""
+        for start in range(0, self._test, batch_size):
+            yield self._draw(min(batch_size, self._test - start), "test", start)
+
+    def _draw(self, size: int, *key: Any) -> Pair:
+        generator = torch.Generator().manual_seed(derived_seed(self._seed, *key))
+        x = torch.randn([size, *self._shape], generator=generator)
+        return x, torch.randint(0, self._classes, (size,), generator=generator)
+
+
+class LoaderData:
+    """A user's own loaders of (x, y) batches; see `from_loader`."""
+
+    def __init__(self, train: Iterable[Any], test: Optional[Iterable[Any]], seed: int) -> None:
+        self._train, self._test, self._seed = train, test, seed
+        self._epoch, self._next = -1, 0
+        self._iterator: Iterator[Any] = iter(())
+        self._first: Optional[Any] = None
+
+    def train_batches_per_epoch(self, batch_size: int) -> int:
+        """The loader's length, less a last batch that is not full where it can be known."""
+        try:
+            count = len(self._train)  # type: ignore[arg-type]
+        except TypeError:
+            raise BadInput("data: the training loader has no length: give it __len__, or write a DataSource") from None
+        size = getattr(self._train, "batch_size", None)
+        dataset = getattr(self._train, "dataset", None)
+        if isinstance(size, int) and hasattr(dataset, "__len__") and not getattr(self._train, "drop_last", False):
+            count = min(count, len(dataset) // size)  # type: ignore[arg-type]
+        return count
+
+    def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
+        """Batch `index` of the loader's pass number `epoch`; batches before it are passed over."""
+        if epoch != self._epoch or index < self._next - 1:
+            # a loader that shuffles draws its order from the global random state: make that a function of the epoch
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(derived_seed(self._seed, "loader", epoch))
+                own = getattr(self._train, "generator", None)  # a DataLoader's own generator takes the global one's place
+                if isinstance(own, torch.Generator):
+                    own.manual_seed(derived_seed(self._seed, "loader", epoch))
+                self._iterator = iter(self._train)
+                self._epoch, self._next = epoch, 0
+                return self._advance(index, batch_size)
+        if index == self._next - 1:
+            return self._checked(self._first, batch_size)
+        return self._advance(index, batch_size)
+
+    def _advance(self, index: int, batch_size: int) -> Pair:
+        while self._next <= index:
+            try:
+                self._first = next(self._iterator)
+            except StopIteration:
+                raise BadInput(f"data: the training loader ended after {self._next} batches, its length says more") from None
+            self._next += 1
+        return self._checked(self._first, batch_size)
+
+    def _checked(self, batch: Any, batch_size: int) -> Pair:
+        try:
+            x, y = batch
+        except (TypeError, ValueError):
+            raise BadInput("data: the loader must give batches (x, y)") from None
+        if len(x) != batch_size:
+            raise BadInput(f"data: the loader gives batches of {len(x)}, micro_batch_size is {batch_size}: they must agree")
+        return x, y
+
+    def test_batches(self, batch_size: int) -> Iterator[Pair]:
+        """The test loader's batches as they come."""
+        for x, y in self._test if self._test is not None else ():
+            yield x, y
+
+
+def from_loader(train: Iterable[Any], test: Optional[Iterable[Any]] = None, seed: int = 0) -> LoaderData:
+    """A DataSource from loaders of (x, y) batches, such as torch.utils.data.DataLoader; their batches are the microbatches.
+
+    A loader that shuffles is made to shuffle by (seed, epoch), so that resuming finds the same order. Data augmented from
+    the global random state inside the loader is not repeated exactly by a resumed run.
+    """
+    return LoaderData(train, test, seed)
+
+
+def split(x: torch.Tensor, y: torch.Tensor, test: int, seed: int = 0) -> List[Pair]:
+    """Training and test part of one set, `test` samples drawn once by `seed`."""
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    return [(x[order[test:]], y[order[test:]]), (x[order[:test]], y[order[:test]])]

