@@ -522,7 +522,7 @@ def _section_of(annotation: Any) -> Any:
 
 def dump(config: Config) -> str:
     """The resolved config as YAML that loads to the same config."""
-    return yaml.dump(config.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(config.to_dict(), Dumper=_Dumper, sort_keys=False)
 
 
 def differences(old: Config, new: Config) -> List[str]:

@@ -18,7 +18,7 @@ def rate(settings: Any, base: float, k: int, updates: int, updates_per_epoch: in
     times (k + 1) / w during the first w updates.
     """
     w = settings.warmup_steps
-    done = max(k - w, 0) / max(updates - w, 1)
+    done = min(max(k - w, 0) / max(updates - w, 1), 1.0)
     factor = min((k + 1) / w, 1.0) if w else 1.0
     if settings.name == "cosine":
         return base * factor * (1 + math.cos(math.pi * done)) / 2

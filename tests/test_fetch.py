@@ -30,7 +30,7 @@ Table = Dict[str, Tuple[str, int]]
 
 
 class Fake(NamedTuple):
-    """Programs of our own in the only folder of PATH, so that none of the system's is found; what they were called with."""
+    """Programs of our own in the only folder of PATH, which hides the system's; what they were called with."""
 
     folder: Path
     calls: Path
@@ -274,7 +274,7 @@ def test_without_npm_one_is_brought_by_pip(
     (tmp_path / "node").write_text(node)
     (tmp_path / "node").chmod(0o755)
     brought = shlex.quote(str(tmp_path / "node"))
-    fake.program("python", f'mkdir -p "$5/lib" "$5/bin" && cp {brought} "$5/bin/node" && : > "$5/lib/npm-cli.js"')
+    fake.program("python", f'mkdir -p "$6/lib" "$6/bin" && cp {brought} "$6/bin/node" && : > "$6/lib/npm-cli.js"')
     monkeypatch.setattr(sys, "executable", str(fake.folder / "python"))
     monkeypatch.chdir(tmp_path)
     folder = fetch_set("mnist", Path("root") if relative else tmp_path / "root", quiet)

@@ -68,7 +68,8 @@ def test_resnet50_for_cifar_has_the_size_and_the_107_weights_of_pipemare() -> No
     assert [kinds.count(k) for k in (nn.Conv2d, nn.BatchNorm2d, nn.Linear)] == [53, 53, 1]
     images = torch.empty(2, 3, 32, 32, device="meta")
     assert len(partition(model, images, "finest")) == 107
-    assert model[:3](images).shape == (2, 64, 32, 32)  # neither stride nor pooling in the stem
+    before_layer1 = nn.Sequential(*list(model.children())[:-7])  # what is left: four layers, pool, flatten, linear
+    assert before_layer1(images).shape == (2, 64, 32, 32)
     assert model(images).shape == (2, 10)
 
 
@@ -125,7 +126,7 @@ def test_state_dicts_interchange_with_torchvisions() -> None:
 
 
 def literal_resnet(held: Dict[str, torch.Tensor], depths: List[int], x: torch.Tensor) -> torch.Tensor:
-    """The network in evaluation mode, written out from torchvision's names; v1.5: the 3x3 of a bottleneck has the stride."""
+    """The network in evaluation mode, written out from torchvision's names; v1.5: the stride is in the 3x3."""
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
         mean, variance = held[f"{name}.running_mean"], held[f"{name}.running_var"]
@@ -240,6 +241,8 @@ def test_the_number_of_groups_is_fixed_and_the_first_groups_hold_two_channels() 
     norms = [m for m in preact(20)().modules() if isinstance(m, nn.GroupNorm)]
     assert {m.num_groups for m in norms} == {8} and norms[0].num_channels == 16
     assert sum(isinstance(m, nn.BatchNorm2d) for m in preact(20)(norm="batch").modules()) == len(norms) == 19
+    norms = [m for m in on_meta(resnets.resnet50, norm="group").modules() if isinstance(m, nn.GroupNorm)]
+    assert {m.num_groups for m in norms} == {32} and norms[0].num_channels == 64 and len(norms) == 53
 
 
 # ---- both, and the perceptron

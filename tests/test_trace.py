@@ -169,7 +169,8 @@ def test_events_in_the_file(tmp_path: Path) -> None:
 def test_devices_and_tracks_have_names(tmp_path: Path, count: int) -> None:
     slots = np.arange(count)[None] + np.zeros((3, 1), int)
     events, _ = modelled(
-        forward_slots=slots, backward_slots=slots, forward_versions=slots, backward_versions=slots, device_of_stage=[0, 0, 4]
+        forward_slots=slots, backward_slots=slots, forward_versions=slots, backward_versions=slots,
+        device_of_stage=[0, 0, 4],
     )  # fmt: skip
     trace.write_chrome(tmp_path / "t", [*events, Event(2, 4, "recv", 0, 0, 1, -1, None)], [], {})
     names = [(r["pid"], r["tid"], r["name"], r["args"].get("name")) for r in records(tmp_path / "t", "M")]

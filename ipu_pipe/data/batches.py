@@ -114,14 +114,22 @@ def check_limit(key: str, wanted: Optional[int], held: Optional[int] = None) -> 
     """Refuse (BadInput) a number that is not whole or not from 1 to `held` (None: without end); `wanted` None is no limit."""
     if wanted is None or (type(wanted) is int and wanted >= 1 and (held is None or wanted <= held)):
         return
-    raise BadInput(f"data.{key}: {wanted}: must be " + (f"from 1 to {held}" if held is not None else "a whole number >= 1"))
+    raise BadInput(
+        f"data.{key}: {wanted}: must be " + (f"from 1 to {held}" if held is not None else "a whole number >= 1")
+    )
 
 
 class SyntheticData:
     """Random inputs and labels of a stated shape, drawn when asked for: for throughput, memory and traffic."""
 
     def __init__(self, shape: Sequence[int], classes: int, samples: int, test_samples: int, seed: int) -> None:
-        self._shape, self._classes, self._samples, self._test, self._seed = list(shape), classes, samples, test_samples, seed
+        self._shape, self._classes, self._samples, self._test, self._seed = (
+            list(shape),
+            classes,
+            samples,
+            test_samples,
+            seed,
+        )
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
         """Full microbatches in an epoch."""
@@ -169,7 +177,9 @@ class LoaderData:
             # a loader that shuffles draws its order from the global random state: make that a function of the epoch
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derived_seed(self._seed, "loader", epoch))
-                own = getattr(self._train, "generator", None)  # a DataLoader's own generator takes the global one's place
+                own = getattr(
+                    self._train, "generator", None
+                )  # a DataLoader's own generator takes the global one's place
                 if isinstance(own, torch.Generator):
                     own.manual_seed(derived_seed(self._seed, "loader", epoch))
                 self._iterator = iter(self._train)
@@ -184,7 +194,9 @@ class LoaderData:
             try:
                 self._first = next(self._iterator)
             except StopIteration:
-                raise BadInput(f"data: the training loader ended after {self._next} batches, its length says more") from None
+                raise BadInput(
+                    f"data: the training loader ended after {self._next} batches, its length says more"
+                ) from None
             self._next += 1
         return self._checked(self._first, batch_size)
 
@@ -194,7 +206,9 @@ class LoaderData:
         except (TypeError, ValueError):
             raise BadInput("data: the loader must give batches (x, y)") from None
         if len(x) != batch_size:
-            raise BadInput(f"data: the loader gives batches of {len(x)}, micro_batch_size is {batch_size}: they must agree")
+            raise BadInput(
+                f"data: the loader gives batches of {len(x)}, micro_batch_size is {batch_size}: they must agree"
+            )
         return x, y
 
     def test_batches(self, batch_size: int) -> Iterator[Pair]:

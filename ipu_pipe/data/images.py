@@ -49,11 +49,15 @@ class ImageFolder:
         check_limit("subset", subset, len(self._train))
         generator = torch.Generator().manual_seed(derived_seed(0, "subset"))
         if subset is not None:  # the first files are all of one class
-            self._train = [self._train[i] for i in torch.randperm(len(self._train), generator=generator)[:subset].tolist()]
+            self._train = [
+                self._train[i] for i in torch.randperm(len(self._train), generator=generator)[:subset].tolist()
+            ]
         self._test = _listed(Path(root) / "val", classes)
         check_limit("test_subset", test_subset, len(self._test))
         if test_subset is not None:
-            self._test = [self._test[i] for i in torch.randperm(len(self._test), generator=generator)[:test_subset].tolist()]
+            self._test = [
+                self._test[i] for i in torch.randperm(len(self._test), generator=generator)[:test_subset].tolist()
+            ]
         self._pool = ThreadPoolExecutor(threads)
         self._epoch, self._order = -1, torch.empty(0)
 
@@ -109,7 +113,10 @@ class ImageFolder:
         image = self._open(path)
         short = round(self._size * 8 / 7)
         scale = short / min(image.size)
-        image = image.resize((max(short, round(image.width * scale)), max(short, round(image.height * scale))), self._image.Resampling.BILINEAR)
+        image = image.resize(
+            (max(short, round(image.width * scale)), max(short, round(image.height * scale))),
+            self._image.Resampling.BILINEAR,
+        )
         left, top = (image.width - self._size) // 2, (image.height - self._size) // 2
         return np.asarray(image.crop((left, top, left + self._size, top + self._size))), label
 

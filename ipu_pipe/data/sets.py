@@ -1,11 +1,11 @@
 """The named sets, read from their official layouts and checked by size and hash.
 
-    cifar10        cifar-10-batches-bin/: a label byte, then 1024 red, green and blue bytes a sample (Krizhevsky 2009)
-    mnist          train-images-idx3-ubyte and so on, IDX files (LeCun et al. 1998, CC BY-SA 3.0)
-    fashion_mnist  the same layout (Xiao et al. 2017, MIT)
-    digits         8x8 images with scikit-learn (BSD-3), 1437 training and 360 test samples drawn once; no download
-    image_folder   ImageNet-style folders train/CLASS/*.jpg and val/CLASS/*.jpg
-    synthetic      random numbers of a stated shape
+cifar10        cifar-10-batches-bin/: a label byte, then 1024 red, green and blue bytes a sample (Krizhevsky 2009)
+mnist          train-images-idx3-ubyte and so on, IDX files (LeCun et al. 1998, CC BY-SA 3.0)
+fashion_mnist  the same layout (Xiao et al. 2017, MIT)
+digits         8x8 images with scikit-learn (BSD-3), 1437 training and 360 test samples drawn once; no download
+image_folder   ImageNet-style folders train/CLASS/*.jpg and val/CLASS/*.jpg
+synthetic      random numbers of a stated shape
 """
 
 from __future__ import annotations
@@ -115,7 +115,10 @@ def _idx_set(name: str, mean: float, std: float) -> Callable[..., DataSource]:
     def load(root: Optional[str], seed: int, augment: bool = False, **limits: Any) -> DataSource:
         folder = Path(root or default_root()) / FOLDERS[name]
         check_files(name, folder, root)
-        train, test = (read_idx(folder / f"{part}-images-idx3-ubyte", folder / f"{part}-labels-idx1-ubyte") for part in ("train", "t10k"))
+        train, test = (
+            read_idx(folder / f"{part}-images-idx3-ubyte", folder / f"{part}-labels-idx1-ubyte")
+            for part in ("train", "t10k")
+        )
         return _limited(train, test, seed, augment, (mean,), (std,), **limits)
 
     return load
@@ -159,8 +162,15 @@ def _synthetic(
     test_subset: int = 128,
 ) -> DataSource:
     sizes = [*shape] if isinstance(shape, (list, tuple)) else [0]
-    if not sizes or not all(isinstance(n, int) and n >= 1 for n in sizes) or not isinstance(classes, int) or classes < 1:
-        raise BadInput(f"data.shape: {shape}, data.classes: {classes}: must be whole numbers >= 1, as shape: [3, 32, 32]")
+    if (
+        not sizes
+        or not all(isinstance(n, int) and n >= 1 for n in sizes)
+        or not isinstance(classes, int)
+        or classes < 1
+    ):
+        raise BadInput(
+            f"data.shape: {shape}, data.classes: {classes}: must be whole numbers >= 1, as shape: [3, 32, 32]"
+        )
     for key, count in (("subset", subset), ("test_subset", test_subset)):
         if count is None:
             raise BadInput(f"data.{key}: {count}: must be a whole number >= 1")
@@ -204,7 +214,9 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
         if key not in allowed:
             near = difflib.get_close_matches(key, allowed, 1)
             hint = f", nearest is {near[0]}" if near else ""
-            faults.append(f"data.{key}: {value}: unknown key for {name}, allowed are {', '.join(['root', *allowed])}{hint}")
+            faults.append(
+                f"data.{key}: {value}: unknown key for {name}, allowed are {', '.join(['root', *allowed])}{hint}"
+            )
         elif key == "augment" and not isinstance(value, bool):
             faults.append(f"data.augment: {value}: must be true or false")
     if faults:

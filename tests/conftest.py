@@ -1,0 +1,21 @@
+"""What all tests share: one thread, so that results do not hang on the number of cores, and the same examples each time."""
+
+from __future__ import annotations
+
+from typing import List
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+settings.register_profile("ipu_pipe", deadline=None, derandomize=True, database=None)
+settings.load_profile("ipu_pipe")
+
+
+def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))

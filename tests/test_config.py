@@ -1,0 +1,360 @@
+"""The config: wrong ones give exactly the expected lines, right ones survive being written and read again."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Sequence
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from ipu_pipe.config import Config, accepts, call_entry, configure, differences, dump, load_config, resolve_entry
+from ipu_pipe.errors import BadInput
+
+SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+METHOD_NAMES = "naive, gpipe, pipedream_flush, pipedream, pipedream_2bw, pipemare, pipelined_backprop"
+STAGES = "must be null (the model's own), finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
+PATTERNS = "must be norms_and_biases or a list of name patterns such as *.bias"
+SEEDS = "must be a whole number from 0 to 9223372036854775807"
+
+
+@pytest.fixture()
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder, with the search path for modules put back afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def read(text: str, *overrides: str) -> Config:
+    """The smallest config with `text` added, by way of x.yaml in the current folder."""
+    Path("x.yaml").write_text(SMALLEST + text, encoding="utf-8")
+    return load_config("x.yaml", overrides)
+
+
+def faults_of(text: str, *overrides: str) -> List[str]:
+    with pytest.raises(BadInput) as error:
+        read(text, *overrides)
+    return error.value.faults
+
+
+# ---- wrong configs
+
+WRONG = {
+    "optimizer: {lrr: 0.1}": "optimizer.lrr: 0.1: unknown key, nearest is lr",
+    "batch_size: 8": "batch_size: 8: unknown key, nearest is micro_batch_size",
+    "stage: 3": "stage: 3: unknown key, nearest is stages",
+    "log: {strides: 3}": "log.strides: 3: unknown key, allowed are every, tensorboard, trace_microbatches",
+    "method_args: {t1: 3}": "method_args.t1: 3: unknown key, allowed are schedule, turn, stash",
+    "micro_batch_size: -1": "micro_batch_size: -1: must be a whole number >= 1",
+    "micro_batch_size: 2.0": "micro_batch_size: 2.0: must be a whole number >= 1",
+    "micro_batch_size: '8'": "micro_batch_size: 8: must be a whole number >= 1",
+    "micro_batch_size: true": "micro_batch_size: true: must be a whole number >= 1",
+    "gradient_accumulation: 0": "gradient_accumulation: 0: must be a whole number >= 1",
+    "epochs: 0": "epochs: 0: must be a whole number >= 1",
+    "seed: -1": f"seed: -1: {SEEDS}",
+    "seed: 9223372036854775808": f"seed: 9223372036854775808: {SEEDS}",
+    "replicas: 2": "replicas: 2: not in this version: must be 1",
+    "recompute: true": "recompute: true: not in this version: must be false",
+    "backend: {name: poptorch}": "backend.name: poptorch: not in this version: must be emulator",
+    "backend: {name: distributed}": "backend.name: distributed: not in this version: must be emulator",
+    "backend: {name: gpu}": "backend.name: gpu: must be emulator",
+    "backend: {device: tpu}": "backend.device: tpu: must be cpu or cuda",
+    "precision: float16": "precision: float16: must be float32, float64 or bfloat16",
+    "optimizer: {lr: fast}": "optimizer.lr: fast: must be a number >= 0",
+    "optimizer: {lr: true}": "optimizer.lr: true: must be a number >= 0",
+    "optimizer: {lr: .inf}": "optimizer.lr: inf: must be a number >= 0",
+    "optimizer: {momentum: 1}": "optimizer.momentum: 1: must be a number >= 0 and < 1",
+    "optimizer: {nesterov: true}": "optimizer.nesterov: true: needs a momentum above 0",
+    "optimizer: {name: adam, momentum: 0.9}": "optimizer.momentum: 0.9: adam has no such setting, it has betas, eps",
+    "optimizer: {name: adam, betas: [0.9, 1]}": "optimizer.betas.1: 1: must be a number >= 0 and < 1",
+    "optimizer: {name: lion}": "optimizer.name: lion: must be sgd, adam or adamw",
+    "optimizer: {no_decay: 3}": f"optimizer.no_decay: 3: {PATTERNS}",
+    "optimizer: {no_decay: [1, 2]}": f"optimizer.no_decay: [1, 2]: {PATTERNS}",
+    "optimizer: 3": "optimizer: 3: must be a mapping of keys to values",
+    "lr_schedule: {name: step}": "lr_schedule.milestones: []: "
+    "step needs at least one epoch at which the rate is multiplied by gamma",
+    "lr_schedule: {name: cosine, milestones: [3]}": "lr_schedule.milestones: [3.0]: cosine has none, only step has",
+    "lr_schedule: {name: step, milestones: 3}": "lr_schedule.milestones: 3: must be a list",
+    "clip: {}": "clip.norm: missing: must be given",
+    "clip: {norm: 0}": "clip.norm: 0: must be a number > 0",
+    "stages: 0": f"stages: 0: {STAGES}",
+    "stages: true": f"stages: true: {STAGES}",
+    "stages: lots": f"stages: lots: {STAGES}",
+    "stages: []": f"stages: []: {STAGES}",
+    "stages: {by: flops}": f"stages: {{'by': 'flops'}}: {STAGES}",
+    "stages: {count: 0}": "stages.count: 0: must be a whole number >= 1",
+    "stages: {count: 4, bi: flops}": "stages.bi: flops: unknown key, nearest is by",
+    "stages: {count: 4, by: size}": "stages.by: size: must be flops, parameters or time",
+    "stages: {finest: 4, count: 2}": "stages.count: 2: unknown key",
+    "log: {tensorboard: no}": "log.tensorboard: no: must be true or false",
+    "checkpoint: {every: 0}": "checkpoint.every: 0: must be a whole number >= 1",
+    "hardware: IPU": "hardware: IPU: must be a mapping of keys to values",
+    "method: 3": "method: 3: must be text",
+    "method: pipdream": f"method: pipdream: is none of {METHOD_NAMES}; did you mean pipedream?",
+    "method_args: {turn: 2}": "method_args.turn: 2: must be a whole number from 0 to 1",
+    "method: gpipe\nmethod_args: {stash: true}": "method_args.stash: True: "
+    "gpipe empties the pipeline before every update: its schedule and its weights are fixed",
+    "seed: 1\nseed: 2": "line 4: seed: the key stands twice",
+    "log:\n  every: 1\n  every: 2": "line 5: every: the key stands twice",
+    "seed: [": "line 3: is no valid YAML: expected the node content, but found '<stream end>'",
+    "extends: none.yaml": "extends: none.yaml: no such file beside x.yaml",
+    "extends: x.yaml": "extends: x.yaml: the files extend one another in a circle",
+    "extends: 3": "extends: 3: must be a file name",
+}
+
+
+@pytest.mark.parametrize("text", list(WRONG))
+def test_a_wrong_config_gives_one_line_with_place_key_value_and_what_is_allowed(text: str, here: Path) -> None:
+    assert faults_of(text) == [f"x.yaml: {WRONG[text]}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (SMALLEST.splitlines()[1], "x.yaml: model: missing: must be given"),
+        (SMALLEST.splitlines()[0], "x.yaml: data: missing: must be given"),
+        ("model: {entry: 3}\ndata: {name: digits}", "x.yaml: model.entry: 3: must be text"),
+        ("model: {entry: 'a:b', args: {1: 2}}\ndata: {name: digits}", "x.yaml: model.args.1: 1: must be text"),
+        ("", "x.yaml: must be a mapping of keys to values, as in configs/mlp_digits.yaml"),
+        ("- a", "x.yaml: must be a mapping of keys to values, as in configs/mlp_digits.yaml"),
+    ],
+)
+def test_a_config_without_what_it_needs(text: str, said: str, here: Path) -> None:
+    Path("x.yaml").write_text(text)
+    with pytest.raises(BadInput) as error:
+        load_config("x.yaml")
+    assert error.value.faults == [said]
+
+
+def test_a_config_that_is_not_there(here: Path) -> None:
+    with pytest.raises(BadInput, match="^gone.yaml: no such config file$"):
+        load_config("gone.yaml")
+
+
+def test_all_faults_are_told_at_once_each_with_the_place_of_its_value(here: Path) -> None:
+    Path("base.yaml").write_text(SMALLEST + "seed: abc\noptimizer: {lr: 0.1, momentum: 2}\n")
+    Path("x.yaml").write_text("extends: base.yaml\nmethod: gpippe\nfoo_size: 1\noptimizer: {lr: -1}\n")
+    with pytest.raises(BadInput) as error:
+        load_config("x.yaml", ["epochs=0", "nonsense", "steps=[", "log.every.x=1"])
+    told = [": ".join(fault.split(": ")[:3]) for fault in error.value.faults]
+    assert sorted(told) == sorted([
+        "--set: nonsense: must be KEY=VALUE, such as optimizer.lr=0.1",
+        "--set steps=[: line 1: is no valid YAML",
+        "--set epochs=0: epochs: 0",
+        "--set log.every.x=1: log.every: {'x'",
+        "base.yaml: seed: abc",
+        "base.yaml: optimizer.momentum: 2",
+        "x.yaml: optimizer.lr: -1",
+        "x.yaml: foo_size: 1",
+        "x.yaml: method: gpippe",
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("seed=abc", f"--set seed=abc: seed: abc: {SEEDS}"),
+        ("optimizer.lrr=1", "--set optimizer.lrr=1: optimizer.lrr: 1: unknown key, nearest is lr"),
+        ("seed", "--set: seed: must be KEY=VALUE, such as optimizer.lr=0.1"),
+        ("=3", "--set: =3: must be KEY=VALUE, such as optimizer.lr=0.1"),
+        ("optimizer..lr=3", "--set: optimizer..lr=3: must be KEY=VALUE, such as optimizer.lr=0.1"),
+        ("method_args.turn=1", "--set method_args.turn=1: method_args.turn: 1: only the dataflow schedule has a turn;"
+         " set schedule: dataflow"),
+    ],
+)  # fmt: skip
+def test_a_wrong_override_is_told_as_such(override: str, said: str, here: Path) -> None:
+    assert faults_of("method: pipedream\n", override) == [said]
+
+
+# ---- values
+
+
+def test_overrides_are_read_as_yaml_and_the_last_wins(here: Path) -> None:
+    config = read(
+        "optimizer: {momentum: 0.9}\n",
+        "optimizer.lr=1e-3", "epochs=3", "epochs=4", "stages=[a, b.0]", "model.args.width=7", "clip.norm=2",
+        "clip.scope=stage", "optimizer={weight_decay: 5e-4}", "data.answer=no",
+    )  # fmt: skip
+    assert config.optimizer.lr == 1e-3 and config.optimizer.momentum == 0.9 and config.optimizer.weight_decay == 5e-4
+    assert config.epochs == 4 and config.stages == ["a", "b.0"] and config.model.args == {"width": 7}
+    assert config.clip is not None and config.clip.scope == "stage"
+    assert config.data.options() == {"answer": "no"}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3), ("1E3", 1e3), (".5", 0.5), ("-2.", -2.0), ("010", 10), ("0x10", 16), ("0o10", 8), ("+3", 3),
+        ("true", True), ("no", "no"), ("on", "on"), ("1:30", "1:30"), ("2026-01-01", "2026-01-01"), ("1_000", "1_000"),
+        ("~", None), ("null", None), ("", None), ("'1'", "1"), ("=", "="),
+    ],
+)  # fmt: skip
+def test_yaml_as_people_mean_it(text: str, value: Any, here: Path) -> None:
+    read_as = read(f"hardware: {{a: {text}}}\n").hardware
+    assert read_as == {"a": value} and type(read_as["a"]) is type(value)
+
+
+def test_numbers_written_as_text_are_numbers(here: Path) -> None:
+    assert read("optimizer: {lr: '1e-3'}\n").optimizer.lr == 1e-3
+
+
+def test_merge_keys_and_anchors_work(here: Path) -> None:
+    config = read("hardware:\n  a: &a {x: 1, y: 2}\n  b: {<<: *a, y: 3}\n")
+    assert config.hardware == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}
+
+
+def test_a_config_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        configure().seed = 3  # type: ignore[misc]
+
+
+# ---- extends
+
+
+def test_extends_merges_deeply_and_relative_to_the_file(here: Path) -> None:
+    (here / "sub").mkdir()
+    Path("base.yaml").write_text(SMALLEST + "optimizer: {lr: 0.5, momentum: 0.9}\nstages: [a, b]\nseed: 3\n")
+    Path("sub/middle.yaml").write_text("extends: ../base.yaml\noptimizer: {lr: 0.25}\n")
+    Path("sub/top.yaml").write_text("extends: middle.yaml\nstages: [c]\n")
+    config = load_config("sub/top.yaml")
+    assert config.optimizer.lr == 0.25 and config.optimizer.momentum == 0.9
+    assert config.stages == ["c"] and config.seed == 3  # lists are replaced, not joined
+
+
+def test_a_circle_names_the_file_that_closes_it(here: Path) -> None:
+    Path("a.yaml").write_text("extends: b.yaml\n")
+    Path("b.yaml").write_text("extends: a.yaml\n")
+    with pytest.raises(BadInput, match="^b.yaml: extends: a.yaml: the files extend one another in a circle$"):
+        load_config("a.yaml")
+
+
+# ---- writing, comparing
+
+EVERY_KEY: Dict[str, Any] = {
+    "model": {"entry": "m:f", "args": {"norm": "no", "power": "1e-3", "shape": [1, 2.5, None, True]}},
+    "data": {"name": "cifar10", "root": "d", "subset": 100, "augment": False, "date": "2026-01-01"},
+    "method": "pipemare",
+    "method_args": {"turn": 0, "stash": True},
+    "stages": {"count": 3, "by": "time"},
+    "optimizer": {"name": "adamw", "lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-20, "no_decay": ["*.bias"]},
+    "lr_schedule": {"name": "step", "milestones": [2, 3.5], "gamma": 0.3, "warmup_steps": 4},
+    "clip": {"norm": 1, "scope": "stage"},
+    "hardware": {"x": {}, "y": "0o17"},
+    "steps": 5,
+}
+
+
+@pytest.mark.parametrize("keys", [{}, EVERY_KEY, {"stages": {"finest": 9}}, {"stages": ["a"]}, {"stages": "finest"}])
+def test_a_dumped_config_reads_as_the_same_config(keys: Dict[str, Any], tmp_path: Path) -> None:
+    config = configure(**keys)
+    (tmp_path / "x.yaml").write_text(dump(config), encoding="utf-8")
+    again = load_config(tmp_path / "x.yaml")
+    assert again == config and differences(config, again) == [] and again.to_dict() == config.to_dict()
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()
+)
+LIKE_NUMBERS = st.text("0123456789eE+-._xo:~<=", max_size=6)
+
+
+@examples(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.text(min_size=1), st.one_of(SCALARS, LIKE_NUMBERS, st.lists(SCALARS)), max_size=4))
+def test_any_value_survives_being_written_and_read(tmp_path: Path, values: Dict[str, Any]) -> None:
+    config = configure(hardware=values)
+    (tmp_path / "x.yaml").write_bytes(dump(config).encode("utf-8"))
+    again = load_config(tmp_path / "x.yaml").hardware
+    assert again == values and repr(again) == repr(values)  # repr: 1 and 1.0 and True are not the same
+
+
+def test_a_dumped_config_means_the_same_to_a_reader_of_yaml_1_1() -> None:
+    text = dump(configure(hardware={"a": "no", "b": "1:30", "c": "2026-01-01", "d": "1_0", "e": "1e-3"}))
+    assert yaml.safe_load(text)["hardware"] == {"a": "no", "b": "1:30", "c": "2026-01-01", "d": "1_0", "e": "1e-3"}
+
+
+def test_differences_name_key_old_and_new() -> None:
+    old = configure(seed=1, stages=4, optimizer={"lr": 0.1}, data={"name": "digits", "subset": 10})
+    new = configure(seed=2, stages=["a"], optimizer={"lr": 0.1, "momentum": 0.9}, data={"name": "digits", "noise": 1})
+    assert differences(old, new) == [
+        "data.noise: None -> 1",
+        "data.subset: 10 -> None",
+        "optimizer.momentum: None -> 0.9",
+        "seed: 1 -> 2",
+        "stages: 4 -> ['a']",
+    ]
+    assert differences(old, old) == []
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_configs_of_this_repository_are_right(path: Path, here: Path) -> None:
+    config = load_config(path)
+    Path("x.yaml").write_text(dump(config))
+    assert load_config("x.yaml") == config
+    accepts(resolve_entry(config.model.entry, "model.entry"), config.model.args, "model.args")
+
+
+# ---- import strings
+
+
+def refused(call: Any, *arguments: Any) -> List[str]:
+    with pytest.raises(BadInput) as error:
+        call(*arguments)
+    return error.value.faults
+
+
+def test_an_import_string_is_looked_for_in_the_current_folder(here: Path) -> None:
+    Path("folder_model_a.py").write_text("class Nets:\n    @staticmethod\n    def small(): return 7\n")
+    assert resolve_entry("folder_model_a:Nets.small", "model.entry")() == 7
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("models.resnet", "must be an import string module:name, such as models.resnet:resnet50"),
+        (":f", "must be an import string module:name, such as models.resnet:resnet50"),
+        ("no_such_module_x:f", "no module no_such_module_x in the current folder or installed"),
+        ("folder_model_b.sub:f", "no module folder_model_b.sub in the current folder or installed"),
+        ("folder_model_b:smal", "folder_model_b has no smal, nearest are small"),
+        ("folder_model_b:zzz", "folder_model_b has no zzz"),
+        ("folder_model_b:number", "is a int, must be callable"),
+        ("folder_model_c:f", "importing folder_model_c fails: No module named 'no_such_module_y'"),
+        ("folder_model_d:f", "importing folder_model_d fails: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_wrong_import_string_says_what_is_wrong(entry: str, said: str, here: Path) -> None:
+    Path("folder_model_b.py").write_text("number = 3\ndef small(): pass\n")
+    Path("folder_model_c.py").write_text("import no_such_module_y\n")  # the fault lies inside: not "no such module"
+    Path("folder_model_d.py").write_text("1 / 0\n")
+    (line,) = refused(resolve_entry, entry, "model.entry")
+    assert line == f"model.entry: {entry}: {said}"
+    for name in ("folder_model_b", "folder_model_c", "folder_model_d"):
+        sys.modules.pop(name, None)
+
+
+def build(width: int, *rest: int, depth: int = 2) -> Sequence[int]:
+    if width < 0:
+        raise ValueError("width must be positive")
+    return (width, depth)
+
+
+def test_arguments_that_a_callable_does_not_take_are_named() -> None:
+    assert refused(accepts, build, {"widht": 3, "depth": True}, "model.args") == [
+        "model.args.widht: 3: unknown argument, allowed are width, depth",
+        "model.args.width: missing: must be given",
+    ]
+    accepts(build, {"width": 3}, "model.args")
+    accepts(lambda **rest: rest, {"anything": 1}, "model.args")
+    accepts(dict, {"anything": 1}, "model.args")  # does not tell what it takes
+    assert call_entry(build, {"width": 3}, "model.args") == (3, 2)
+
+
+def test_what_a_callable_has_against_a_value_is_one_line() -> None:
+    assert refused(call_entry, build, {"width": -1}, "model.args") == [
+        "model.args: {'width': -1}: width must be positive"
+    ]

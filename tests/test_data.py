@@ -1,0 +1,596 @@
+"""ipu_pipe.data: official layouts and their refusals, order, augmentation, the user's loaders, folders of images."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Tuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from ipu_pipe.data import DataSource, TensorData, from_loader, load_data, sets
+from ipu_pipe.data.batches import BORDER, crop_and_mirror
+from ipu_pipe.errors import BadInput
+
+Table = Dict[str, Tuple[str, int]]
+CIFAR_ROWS, CIFAR_TEST_ROWS = 3, 4  # in each training file, in the test file
+CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+def table_of(folder: Path, files: List[str]) -> Table:
+    contents = {file: (folder / file).read_bytes() for file in files}
+    return {file: (hashlib.md5(held).hexdigest(), len(held)) for file, held in contents.items()}
+
+
+@pytest.fixture
+def cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small cifar10 in its official layout; returns the root."""
+    folder, random = tmp_path / "cifar-10-batches-bin", np.random.RandomState(0)
+    folder.mkdir()
+    for file in sets.CIFAR10:
+        rows = random.randint(0, 256, (CIFAR_TEST_ROWS if file.startswith("test") else CIFAR_ROWS, 3073)).astype(
+            np.uint8
+        )
+        rows[:, 0] %= 10
+        rows.tofile(folder / file)
+    table = table_of(folder, list(sets.CIFAR10))
+    monkeypatch.setattr(sets, "CIFAR10", table)
+    monkeypatch.setitem(sets.FILES, "cifar10", table)
+    return tmp_path
+
+
+def idx_files(folder: Path, train: int = 7, test: int = 5) -> Dict[str, np.ndarray]:
+    """IDX files of 28x28 images in `folder`; returns the arrays that they hold."""
+    folder.mkdir()
+    random, arrays = np.random.RandomState(1), {}
+    for part, count in (("train", train), ("t10k", test)):
+        images = random.randint(0, 256, (count, 28, 28)).astype(np.uint8)
+        labels = random.randint(0, 10, count).astype(np.uint8)
+        header = np.array([2051, count, 28, 28], dtype=">i4").tobytes()
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        header = np.array([2049, count], dtype=">i4").tobytes()
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
+        arrays[f"{part} images"], arrays[f"{part} labels"] = images, labels
+    return arrays
+
+
+def epoch_of(source: DataSource, epoch: int, batch_size: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    batches = [source.train_batch(epoch, i, batch_size) for i in range(source.train_batches_per_epoch(batch_size))]
+    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+def one_line(refused: pytest.ExceptionInfo[BadInput], *parts: str) -> None:
+    assert len(refused.value.faults) == 1
+    (fault,) = refused.value.faults
+    assert "\n" not in fault
+    for part in parts:
+        assert part in fault, fault
+
+
+def numbered(count: int, test: int = 3, seed: int = 0, augment: bool = False) -> TensorData:
+    """Samples whose values and labels are their numbers."""
+    x, y = torch.arange(count).float().view(-1, 1, 1, 1).expand(count, 1, 4, 4), torch.arange(count)
+    return TensorData((x, y), (x[:test], y[:test]), seed, augment)
+
+
+# ---- official layouts
+
+
+def test_cifar10_layout(cifar: Path) -> None:
+    data = load_data("cifar10", cifar, augment=False)
+    folder = cifar / "cifar-10-batches-bin"
+    rows = np.concatenate(
+        [np.fromfile(folder / f"data_batch_{n}.bin", np.uint8).reshape(-1, 3073) for n in range(1, 6)]
+    )
+    assert data.train_batches_per_epoch(5) == 3 and data.train_batches_per_epoch(4) == 3
+    x, y = epoch_of(data, 0, 15)
+    assert x.shape == (15, 3, 32, 32) and x.dtype == torch.float32 and y.dtype == torch.int64
+    mean, std = np.array(CIFAR_MEAN).reshape(3, 1, 1), np.array(CIFAR_STD).reshape(3, 1, 1)
+    expected = {bytes(row[1:]): int(row[0]) for row in rows}
+    for image, label in zip(x.numpy(), y.tolist()):
+        pixels = np.rint((image * std + mean) * 255).astype(np.uint8)
+        assert expected.pop(pixels.tobytes()) == label  # the planes red, green, blue as they lie in the file
+    assert not expected
+    (test_x, test_y), *rest = data.test_batches(100)
+    row = np.fromfile(folder / "test_batch.bin", np.uint8).reshape(-1, 3073)
+    assert not rest and test_y.tolist() == row[:, 0].tolist()
+    wanted = (row[:, 1:].reshape(-1, 3, 32, 32) / 255.0 - mean) / std
+    np.testing.assert_allclose(test_x.numpy(), wanted, rtol=0, atol=1e-5)
+
+
+def test_cifar10_augments_unless_told_not_to(cifar: Path) -> None:
+    plain, shifted = (epoch_of(load_data("cifar10", cifar, **kw), 0, 15) for kw in ({"augment": False}, {}))
+    assert torch.equal(plain[1], shifted[1]) and not torch.equal(plain[0], shifted[0])
+
+
+@pytest.mark.parametrize(
+    "name, folder, mean, std", [("mnist", "mnist", 0.1307, 0.3081), ("fashion_mnist", "fashion-mnist", 0.2860, 0.3530)]
+)
+def test_idx_layout(
+    name: str, folder: str, mean: float, std: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = idx_files(tmp_path / folder)
+    monkeypatch.setitem(sets.FILES, name, table_of(tmp_path / folder, list(sets.FILES[name])))
+    data = load_data(name, tmp_path)
+    assert data.train_batches_per_epoch(2) == 3
+    x, y = next(iter(data.test_batches(10)))
+    assert x.shape == (5, 1, 28, 28) and y.tolist() == arrays["t10k labels"].tolist()
+    np.testing.assert_allclose(x[:, 0].numpy(), (arrays["t10k images"] / 255.0 - mean) / std, rtol=0, atol=1e-5)
+    x, y = epoch_of(data, 3, 7)
+    held = {image.tobytes(): int(label) for image, label in zip(arrays["train images"], arrays["train labels"])}
+    for image, label in zip(x[:, 0].numpy(), y.tolist()):
+        assert held.pop(np.rint((image * std + mean) * 255).astype(np.uint8).tobytes()) == label
+    assert not held
+
+
+def test_idx_labels_of_another_set_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    idx_files(tmp_path / "mnist")
+    os.replace(tmp_path / "mnist" / "t10k-labels-idx1-ubyte", tmp_path / "mnist" / "train-labels-idx1-ubyte")
+    (tmp_path / "mnist" / "t10k-labels-idx1-ubyte").write_bytes(b"\0" * 8)
+    monkeypatch.setitem(sets.FILES, "mnist", table_of(tmp_path / "mnist", list(sets.MNIST)))
+    with pytest.raises(BadInput) as refused:
+        load_data("mnist", tmp_path)
+    one_line(refused, "train-images-idx3-ubyte", "train-labels-idx1-ubyte")
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _alter(path: Path) -> None:
+    held = bytearray(path.read_bytes())
+    held[100] ^= 1
+    path.write_bytes(bytes(held))
+
+
+@pytest.mark.parametrize(
+    "damage, told",
+    [(_cut, "bytes, must be"), (_alter, "MD5"), (os.remove, "missing")],
+    ids=["cut", "altered", "missing"],
+)
+def test_damage_is_one_line_with_the_remedy(cifar: Path, damage: Callable[[Path], None], told: str) -> None:
+    path = cifar / "cifar-10-batches-bin" / "data_batch_3.bin"
+    damage(path)
+    with pytest.raises(BadInput) as refused:
+        load_data("cifar10", cifar)
+    one_line(refused, str(path), told, "delete the folder", f"python tools/fetch_data.py cifar10 --root {cifar}")
+
+
+def test_each_damaged_file_has_its_line(cifar: Path) -> None:
+    folder = cifar / "cifar-10-batches-bin"
+    _cut(folder / "data_batch_1.bin")
+    os.remove(folder / "test_batch.bin")
+    with pytest.raises(BadInput) as refused:
+        load_data("cifar10", cifar)
+    first, second = refused.value.faults
+    assert "data_batch_1.bin" in first and "test_batch.bin" in second
+
+
+@pytest.mark.parametrize("name", ["cifar10", "mnist", "fashion_mnist"])
+def test_missing_folder(name: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as refused:
+        load_data(name, tmp_path)
+    one_line(refused, str(tmp_path / sets.FOLDERS[name]), "not there", f"python tools/fetch_data.py {name} --root")
+
+
+def test_default_root_is_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(BadInput) as refused:
+        load_data("mnist")
+    one_line(refused, str(tmp_path / ".cache" / "ipu_pipe" / "mnist"))
+    assert refused.value.faults[0].endswith("python tools/fetch_data.py mnist")
+
+
+# ---- order and augmentation
+
+
+def test_order_depends_on_seed_and_epoch_alone() -> None:
+    orders = {(seed, epoch): epoch_of(numbered(50, seed=seed), epoch, 5)[1] for seed in (0, 1) for epoch in (0, 1, 2)}
+    keys = list(orders)
+    assert all(not torch.equal(orders[a], orders[b]) for i, a in enumerate(keys) for b in keys[:i])
+    used = numbered(50, seed=1)
+    for seed, epoch in [(1, 2), (1, 0), (1, 2), (1, 1)]:  # whatever was drawn before, in torch's own generator too
+        torch.rand(3)
+        assert torch.equal(epoch_of(used, epoch, 5)[1], orders[seed, epoch])
+    assert torch.equal(used.train_batch(2, 7, 5)[1], orders[1, 2][35:40])
+
+
+def test_order_leaves_the_global_random_state() -> None:
+    state = torch.random.get_rng_state()
+    epoch_of(numbered(20, augment=True), 0, 5)
+    next(iter(load_data("synthetic").test_batches(4)))
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_batch_size_does_not_change_samples(augment: bool) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randint(0, 256, (24, 3, 8, 8), dtype=torch.uint8), torch.arange(24)
+    expected = epoch_of(TensorData((x, y), (x, y), 3, augment), 5, 24)
+    for size in (1, 4, 8, 12):
+        found = epoch_of(TensorData((x, y), (x, y), 3, augment), 5, size)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+def test_every_sample_once_an_epoch() -> None:
+    data = numbered(30)
+    for epoch in range(3):
+        x, y = epoch_of(data, epoch, 6)
+        assert sorted(y.tolist()) == list(range(30)) and torch.equal(x[:, 0, 0, 0].long(), y)
+    assert data.train_batches_per_epoch(7) == 4 and len(set(epoch_of(data, 0, 7)[1].tolist())) == 28
+
+
+def test_augmentation_differs_by_epoch_and_seed() -> None:
+    torch.manual_seed(0)
+    x, y = torch.rand(16, 1, 8, 8), torch.arange(16)
+
+    def by_label(seed: int, epoch: int) -> torch.Tensor:
+        found, labels = epoch_of(TensorData((x, y), (x, y), seed, augment=True), epoch, 16)
+        return found[labels.argsort()]
+
+    assert torch.equal(by_label(0, 0), by_label(0, 0))
+    assert not torch.equal(by_label(0, 0), by_label(0, 1)) and not torch.equal(by_label(0, 0), by_label(1, 0))
+
+
+@pytest.mark.parametrize("shape, dtype", [((3, 32, 32), torch.uint8), ((1, 5, 9), torch.float32)])
+def test_crop_and_mirror_is_the_plain_loop(shape: Tuple[int, int, int], dtype: torch.dtype) -> None:
+    generator, (_, height, width) = torch.Generator().manual_seed(0), shape
+    x = torch.randint(1, 256, (12, *shape), generator=generator).to(dtype)
+    shifts = torch.randint(0, 2 * BORDER + 1, (12, 2), generator=generator)
+    shifts[:3] = torch.tensor([[0, 0], [BORDER, BORDER], [2 * BORDER, 2 * BORDER]])
+    mirrored = torch.arange(12) % 2 == 1
+    images, expected = x.numpy(), np.zeros((12, *shape), dtype=x.numpy().dtype)
+    for n in range(12):
+        down, right = shifts[n].tolist()
+        for row in range(height):
+            for column in range(width):
+                r, c = row + down - BORDER, column + right - BORDER
+                place = width - 1 - column if mirrored[n] else column
+                if 0 <= r < height and 0 <= c < width:
+                    expected[n, :, row, place] = images[n, :, r, c]
+    found = crop_and_mirror(x, shifts, mirrored)
+    assert found.dtype == dtype and found.is_contiguous()
+    np.testing.assert_array_equal(found.numpy(), expected)
+    assert torch.equal(found[1], x[1].flip(2))  # in the middle: the image itself, mirrored
+
+
+def test_train_batch_augments_as_drawn() -> None:
+    """The border is zero before normalization, so black, not the mean."""
+    x, y = torch.full((64, 1, 6, 6), 255, dtype=torch.uint8), torch.zeros(64).long()
+    found, _ = epoch_of(TensorData((x, y), (x, y), 0, True, mean=[0.5], std=[0.25]), 0, 64)
+    assert sorted(set(found.flatten().tolist())) == [-2.0, 2.0]
+    plain = next(iter(TensorData((x, y), (x, y), 0, True, mean=[0.5], std=[0.25]).test_batches(64)))[0]
+    assert plain.unique().tolist() == [2.0]  # tests are not augmented
+
+
+def test_normalization_by_channel() -> None:
+    x = torch.tensor([0, 51, 255], dtype=torch.uint8).view(1, 3, 1, 1).expand(4, 3, 2, 2)
+    y = torch.zeros(4).long()
+    data = TensorData((x, y), (x, y), mean=(0.0, 0.1, 0.5), std=(1.0, 0.5, 0.25))
+    for found in (data.train_batch(0, 0, 4)[0], next(data.test_batches(4))[0]):
+        torch.testing.assert_close(found[0, :, 0, 0], torch.tensor([0.0, 0.2, 2.0]))
+    plain = TensorData((x, y), (x, y)).train_batch(0, 0, 4)[0]
+    torch.testing.assert_close(plain[0, :, 0, 0], torch.tensor([0.0, 0.2, 1.0]))
+    assert x.unique().tolist() == [0, 51, 255]  # the samples themselves are left
+
+
+def test_numbers_of_any_shape_are_taken_as_they_are() -> None:
+    tokens, y = torch.arange(12).view(6, 2), torch.arange(6)
+    x, labels = TensorData((tokens, y), (tokens, y)).train_batch(0, 0, 6)
+    assert x.dtype == torch.int64 and torch.equal(x, tokens[labels])
+
+
+def test_test_batches_in_order_with_the_last_partial() -> None:
+    batches = list(numbered(12, test=10).test_batches(4))
+    assert [y.tolist() for _, y in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert all(torch.equal(x[:, 0, 0, 0].long(), y) for x, y in batches)
+
+
+# ---- options
+
+
+def test_subsets_are_the_first_samples(cifar: Path) -> None:
+    whole = load_data("cifar10", cifar, augment=False)
+    some = load_data("cifar10", cifar, augment=False, subset=2, test_subset=3)
+    assert some.train_batches_per_epoch(1) == 2 and whole.train_batches_per_epoch(1) == 15
+    first = np.fromfile(cifar / "cifar-10-batches-bin" / "data_batch_1.bin", np.uint8).reshape(-1, 3073)[:2, 0]
+    assert sorted(epoch_of(some, 0, 1)[1].tolist()) == sorted(first.tolist())
+    x, y = next(iter(some.test_batches(100)))
+    x_all, y_all = next(iter(whole.test_batches(100)))
+    assert len(x) == 3 and torch.equal(x, x_all[:3]) and torch.equal(y, y_all[:3])
+    assert load_data("cifar10", cifar, subset=15, test_subset=4).train_batches_per_epoch(15) == 1
+
+
+@pytest.mark.parametrize("wanted", [0, -1, 16, 2.5, "3", True])
+def test_subset_is_refused(cifar: Path, wanted: Any) -> None:
+    with pytest.raises(BadInput) as refused:
+        load_data("cifar10", cifar, subset=wanted)
+    one_line(refused, f"data.subset: {wanted}: must be from 1 to 15")
+
+
+def test_test_subset_is_refused(cifar: Path) -> None:
+    with pytest.raises(BadInput) as refused:
+        load_data("cifar10", cifar, test_subset=5)
+    one_line(refused, "data.test_subset: 5: must be from 1 to 4")
+
+
+def test_unknown_set_names_the_nearest() -> None:
+    with pytest.raises(BadInput) as refused:
+        load_data("cifar")
+    one_line(refused, "data.name: cifar:", "nearest is cifar10", *sets.SETS)
+    with pytest.raises(BadInput) as refused:
+        load_data("qqqq")
+    assert "nearest" not in refused.value.faults[0]
+
+
+def test_unknown_options_name_the_nearest() -> None:
+    with pytest.raises(BadInput) as refused:
+        load_data("digits", agument=True, zzz=1)
+    first, second = refused.value.faults
+    assert first.startswith("data.agument: True: unknown key for digits") and first.endswith("nearest is augment")
+    assert "root, augment, subset, test_subset" in second and "nearest" not in second
+    with pytest.raises(BadInput) as refused:
+        load_data("synthetic", augment=True)
+    one_line(refused, "data.augment", "unknown key for synthetic", "shape, classes, subset, test_subset")
+    with pytest.raises(BadInput) as refused:
+        load_data("digits", augment="yes")
+    one_line(refused, "data.augment: yes: must be true or false")
+
+
+# ---- digits and synthetic
+
+
+def test_digits() -> None:
+    pytest.importorskip("sklearn")
+    data = load_data("digits")
+    x, y = epoch_of(data, 0, 1437)
+    (test_x, test_y), *rest = data.test_batches(1000)
+    assert x.shape == (1437, 1, 8, 8) and test_x.shape == (360, 1, 8, 8) and not rest
+    for part, labels in ((x, y), (test_x, test_y)):
+        values = part * 0.3760 + 0.3053
+        assert abs(float(values.min())) < 1e-5 and abs(float(values.max()) - 1) < 1e-5
+        assert torch.allclose(values * 16, (values * 16).round(), atol=1e-4) and labels.unique().tolist() == list(
+            range(10)
+        )
+    assert abs(float(x.mean())) < 0.01 and abs(float(x.std()) - 1) < 0.01
+    # the split is one split, whatever the seed of the order; no sample is in both parts
+    other = load_data("digits", seed=9)
+    assert torch.equal(next(iter(other.test_batches(360)))[1], test_y)
+    everything = torch.cat([x, test_x]).flatten(1)
+    assert len(everything.unique(dim=0)) == 1797
+    assert not torch.equal(epoch_of(other, 0, 1437)[1], y)
+
+
+def test_synthetic_is_repeated() -> None:
+    data = load_data("synthetic", shape=[2, 5], classes=3, subset=10, test_subset=7, seed=4)
+    again = load_data("synthetic", shape=(2, 5), classes=3, subset=10, test_subset=7, seed=4)
+    assert data.train_batches_per_epoch(4) == 2
+    x, y = data.train_batch(1, 1, 4)
+    assert x.shape == (4, 2, 5) and y.shape == (4,) and y.dtype == torch.int64 and set(y.tolist()) <= {0, 1, 2}
+    assert all(torch.equal(a, b) for a, b in zip((x, y), again.train_batch(1, 1, 4)))
+    assert not torch.equal(x, data.train_batch(1, 0, 4)[0]) and not torch.equal(x, data.train_batch(0, 1, 4)[0])
+    other = load_data("synthetic", shape=[2, 5], seed=5)
+    assert not torch.equal(x, other.train_batch(1, 1, 4)[0])
+    assert [x.shape for x, _ in data.test_batches(4)] == [(4, 2, 5), (3, 2, 5)]
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(data.test_batches(4), again.test_batches(4)))
+    default = load_data("synthetic")
+    assert default.train_batch(0, 0, 2)[0].shape == (2, 3, 32, 32) and default.train_batches_per_epoch(1) == 1024
+
+
+@pytest.mark.parametrize("options", [{"shape": []}, {"shape": 3}, {"shape": [3, 0]}, {"shape": ["a"]}, {"classes": 0}])
+def test_synthetic_shape_is_refused(options: Dict[str, Any]) -> None:
+    with pytest.raises(BadInput) as refused:
+        load_data("synthetic", **options)
+    one_line(refused, "data.shape", "data.classes", "whole numbers >= 1")
+
+
+@pytest.mark.parametrize("key", ["subset", "test_subset"])
+@pytest.mark.parametrize("wanted", [0, -3, 1.5, None])
+def test_synthetic_subset_is_refused(key: str, wanted: Any) -> None:
+    with pytest.raises(BadInput) as refused:
+        load_data("synthetic", **{key: wanted})
+    one_line(refused, f"data.{key}: {wanted}: must be a whole number >= 1")
+
+
+# ---- a user's own loader
+
+
+def loader(count: int = 23, size: int = 4, **options: Any) -> DataLoader[Any]:
+    held = torch.arange(count)
+    return DataLoader(TensorDataset(held.float().view(-1, 1), held), batch_size=size, **options)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_loader_shuffles_by_seed_and_epoch(own: bool) -> None:
+    """The global random state, or the loader's own generator, is wherever it may be."""
+
+    def order(seed: int, epoch: int) -> List[int]:
+        torch.rand(len(seen) + 1)
+        options: Dict[str, Any] = {"generator": torch.Generator().manual_seed(len(seen))} if own else {}
+        seen.append(epoch_of(from_loader(loader(shuffle=True, **options), seed=seed), epoch, 4)[1].tolist())
+        return seen[-1]
+
+    seen: List[List[int]] = []
+    first = order(0, 0)
+    assert order(0, 0) == first and first != list(range(20)) and len(set(first)) == 20
+    assert order(0, 1) != first and order(1, 0) != first and order(0, 1) == order(0, 1)
+
+
+def test_loader_resumes_and_repeats_by_index() -> None:
+    whole = epoch_of(from_loader(loader(shuffle=True)), 2, 4)[1]
+    resumed = from_loader(loader(shuffle=True))
+    for index in (3, 3, 4, 1, 2, 0):  # skips ahead, repeats the last one, goes on, goes back
+        assert torch.equal(resumed.train_batch(2, index, 4)[1], whole[4 * index : 4 * index + 4])
+    other = resumed.train_batch(3, 0, 4)[1]
+    assert not torch.equal(other, whole[:4])
+    assert torch.equal(resumed.train_batch(2, 2, 4)[1], whole[8:12])  # back in an earlier epoch
+
+
+def test_loader_leaves_the_global_random_state() -> None:
+    data = from_loader(loader(shuffle=True))
+    state = torch.random.get_rng_state()
+    data.train_batch(0, 0, 4)
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_loader_drops_the_last_short_batch() -> None:
+    assert from_loader(loader(23)).train_batches_per_epoch(4) == 5
+    assert from_loader(loader(24)).train_batches_per_epoch(4) == 6
+    assert from_loader(loader(23, drop_last=True)).train_batches_per_epoch(4) == 5
+    batches = [(torch.zeros(4, 1), torch.zeros(4))] * 3
+    assert from_loader(batches).train_batches_per_epoch(4) == 3  # any sequence of batches is a loader
+    with pytest.raises(BadInput) as refused:
+        from_loader(loader(23)).train_batch(0, 5, 4)
+    one_line(refused, "batches of 3, micro_batch_size is 4")
+
+
+def test_loader_of_another_batch_size_is_refused() -> None:
+    with pytest.raises(BadInput) as refused:
+        from_loader(loader(size=4)).train_batch(0, 0, 8)
+    one_line(refused, "batches of 4, micro_batch_size is 8")
+
+
+def test_loader_without_length_is_refused() -> None:
+    def endless() -> Iterator[Any]:
+        while True:
+            yield torch.zeros(4, 1), torch.zeros(4)
+
+    with pytest.raises(BadInput) as refused:
+        from_loader(endless()).train_batches_per_epoch(4)
+    one_line(refused, "no length", "__len__", "DataSource")
+
+
+def test_loader_that_ends_early_or_gives_no_pairs_is_refused() -> None:
+    with pytest.raises(BadInput) as refused:
+        from_loader([(torch.zeros(4, 1), torch.zeros(4))]).train_batch(0, 2, 4)
+    one_line(refused, "ended after 1 batches")
+    with pytest.raises(BadInput) as refused:
+        from_loader([torch.zeros(4, 1)]).train_batch(0, 0, 4)
+    one_line(refused, "batches (x, y)")
+
+
+def test_loader_for_tests_comes_as_it_is() -> None:
+    data = from_loader(loader(), loader(6, 4))
+    assert isinstance(data, DataSource)
+    assert [y.tolist() for _, y in data.test_batches(3)] == [[0, 1, 2, 3], [4, 5]]
+    assert list(from_loader(loader()).test_batches(3)) == []
+
+
+# ---- folders of images
+
+SIZES = [(40, 30), (30, 40), (24, 24), (60, 20)]  # width, height
+
+
+def image_files(root: Path) -> Path:
+    """Three classes of one colour each, four training and two test JPEGs a class, in ImageNet's folders."""
+    image = pytest.importorskip("PIL.Image")
+    for part, count in (("train", 4), ("val", 2)):
+        for name, colour in (("red", (250, 0, 0)), ("green", (0, 250, 0)), ("blue", (0, 0, 250))):
+            (root / part / name).mkdir(parents=True)
+            for n in range(count):
+                pixels = np.zeros((*SIZES[n][::-1], 3), dtype=np.uint8) + np.array(colour, dtype=np.uint8)
+                pixels[:, : SIZES[n][0] // 2] //= 2  # the left half darker
+                image.fromarray(pixels).save(root / part / name / f"{n}.{'JPEG' if n else 'jpg'}", quality=95)
+    (root / "train" / "red" / "notes.txt").write_text("no image")
+    return root
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return image_files(tmp_path / "images")
+
+
+def test_image_folder_shapes_and_classes(folder: Path) -> None:
+    data = load_data("image_folder", folder, size=16)
+    assert data.classes == 3 and data.train_batches_per_epoch(5) == 2  # type: ignore[attr-defined]
+    x, y = epoch_of(data, 0, 12)
+    assert x.shape == (12, 3, 16, 16) and x.dtype == torch.float32 and y.dtype == torch.int64
+    assert sorted(y.tolist()) == [0] * 4 + [1] * 4 + [2] * 4
+    batches = list(data.test_batches(4))
+    assert [len(labels) for _, labels in batches] == [4, 2]
+    assert torch.cat([labels for _, labels in batches]).tolist() == [0, 0, 1, 1, 2, 2]
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    for images, labels in [(x, y), *batches]:
+        for image, label in zip(images * std + mean, labels.tolist()):
+            assert -1e-5 < float(image.min()) and float(image.max()) < 1 + 1e-5
+            assert int(image.mean(dim=(1, 2)).argmax()) == 2 - label  # sorted: blue, green, red
+
+
+def test_image_folder_middle_of_test_images(folder: Path) -> None:
+    x, _ = next(iter(load_data("image_folder", folder, size=16).test_batches(1)))
+    blue = x[0, 2] * 0.225 + 0.406
+    assert blue[:, :6].mean() < 0.6 < 0.85 < blue[:, 10:].mean()  # dark left of the middle, as in the file
+
+
+def test_image_folder_is_repeated(folder: Path) -> None:
+    def found(seed: int, epoch: int, size: int, threads: int = 2) -> Tuple[torch.Tensor, torch.Tensor]:
+        return epoch_of(load_data("image_folder", folder, seed=seed, size=16, threads=threads), epoch, size)
+
+    x, y = found(0, 1, 4)
+    for size, threads in ((4, 1), (12, 3), (1, 2)):
+        again = found(0, 1, size, threads)
+        assert torch.equal(x, again[0]) and torch.equal(y, again[1])
+    assert not torch.equal(x, found(1, 1, 4)[0]) and not torch.equal(x, found(0, 0, 4)[0])
+
+
+def test_image_folder_subsets(folder: Path) -> None:
+    data = load_data("image_folder", folder, size=8, subset=6, test_subset=3)
+    again = load_data("image_folder", folder, seed=5, size=8, subset=6, test_subset=3)
+    assert data.train_batches_per_epoch(1) == 6
+    labels = epoch_of(data, 0, 6)[1]
+    assert len(set(labels.tolist())) > 1  # not the first class alone
+    assert sorted(labels.tolist()) == sorted(epoch_of(again, 0, 6)[1].tolist())  # the same files whatever the seed
+    assert sum(len(y) for _, y in data.test_batches(2)) == 3
+
+
+@pytest.mark.parametrize(
+    "key, wanted, allowed",
+    [
+        ("subset", 13, "from 1 to 12"), ("subset", 0, "from 1 to 12"), ("test_subset", 7, "from 1 to 6"),
+        ("size", 0, "whole number >= 1"), ("threads", 0, "whole number >= 1"),
+    ],
+)  # fmt: skip
+def test_image_folder_numbers_are_refused(folder: Path, key: str, wanted: int, allowed: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        load_data("image_folder", folder, **{key: wanted})
+    one_line(refused, f"data.{key}: {wanted}", allowed)
+
+
+def test_image_folder_refusals(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as refused:
+        load_data("image_folder")
+    one_line(refused, "data.root", "train/ and val/")
+    with pytest.raises(BadInput) as refused:
+        load_data("image_folder", tmp_path / "nowhere")
+    one_line(refused, str(tmp_path / "nowhere" / "train"), "one folder of images a class")
+    (folder / "val" / "yellow").mkdir()
+    with pytest.raises(BadInput) as refused:
+        load_data("image_folder", folder)
+    one_line(refused, str(folder / "val" / "yellow"), "train/ does not have")
+    os.rename(folder / "val", folder / "test")
+    with pytest.raises(BadInput) as refused:
+        load_data("image_folder", folder)
+    one_line(refused, str(folder / "val"), "not there")
+    for name in ("red", "green", "blue"):
+        (folder / "val" / name).mkdir(parents=True)
+    with pytest.raises(BadInput) as refused:
+        load_data("image_folder", folder)
+    one_line(refused, str(folder / "val"), "holds no images", ".jpg")
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_image_folder_corrupt_image_is_named(folder: Path, cut: bool) -> None:
+    for part, file in (("train", "2.JPEG"), ("val", "1.JPEG")):
+        path = folder / part / "green" / file
+        path.write_bytes(path.read_bytes()[:-200] if cut else b"no image at all")
+    data = load_data("image_folder", folder, size=8)
+    with pytest.raises(BadInput) as refused:
+        data.train_batch(0, 0, 12)
+    one_line(refused, str(folder / "train" / "green" / "2.JPEG"), "cannot be read as an image")
+    with pytest.raises(BadInput) as refused:
+        list(data.test_batches(6))
+    one_line(refused, str(folder / "val" / "green" / "1.JPEG"), "cannot be read as an image")

@@ -1,0 +1,87 @@
+"""Learning-rate schedules against PyTorch's own, and what they must not do."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, List
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim import lr_scheduler
+
+from ipu_pipe.config import LrSchedule
+from ipu_pipe.lr import rate
+
+BASE = 0.4
+
+
+def by_torch(make: Callable[[torch.optim.Optimizer], Any], updates: int) -> List[float]:
+    """The rates that a torch scheduler, stepped after every update, gives to `updates` updates."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=BASE)
+    scheduler = make(optimizer)
+    rates = []
+    for _ in range(updates):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def by_us(updates: int, updates_per_epoch: int = 10, **keys: Any) -> List[float]:
+    settings = LrSchedule(**keys)
+    return [rate(settings, BASE, k, updates, updates_per_epoch) for k in range(updates)]
+
+
+def test_constant_is_the_base_rate() -> None:
+    assert by_us(7, name="constant") == [BASE] * 7
+
+
+def test_step_equals_multi_step_with_milestones_in_epochs() -> None:
+    expected = by_torch(lambda o: lr_scheduler.MultiStepLR(o, milestones=[20, 35], gamma=0.5), 50)
+    assert by_us(50, 10, name="step", milestones=[2, 3.5], gamma=0.5) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_milestone_counts_from_the_first_update_of_its_epoch() -> None:
+    rates = by_us(6, 3, name="step", milestones=[1], gamma=0.1)
+    assert rates == [BASE] * 3 + [BASE * 0.1] * 3
+
+
+def test_cosine_equals_cosine_annealing_to_0() -> None:
+    expected = by_torch(lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=40), 40)
+    assert by_us(40, name="cosine") == pytest.approx(expected, rel=1e-9)
+
+
+def test_linear_equals_linear_to_0() -> None:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        return lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=40)
+
+    assert by_us(40, name="linear") == pytest.approx(by_torch(make, 40), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine", "linear"])
+def test_warm_up_rises_linearly_to_the_full_rate_and_the_rest_follows(name: str) -> None:
+    w, updates = 8, 48
+
+    def warm(optimizer: torch.optim.Optimizer) -> Any:
+        return lr_scheduler.LinearLR(optimizer, start_factor=1 / w, end_factor=1.0, total_iters=w - 1)
+
+    rates = by_us(updates, name=name, warmup_steps=w)
+    assert rates[:w] == pytest.approx(by_torch(warm, w), rel=1e-9)
+    assert rates[w:] == pytest.approx(by_us(updates - w, name=name), rel=1e-12)
+
+
+def test_warm_up_does_not_shift_the_milestones() -> None:
+    rates = by_us(40, 10, name="step", milestones=[2], gamma=0.1, warmup_steps=5)
+    assert rates[4:20] == [BASE] * 16 and rates[20:] == pytest.approx([BASE * 0.1] * 20)
+
+
+@given(
+    st.sampled_from(["constant", "cosine", "linear", "step"]),
+    st.integers(0, 30),
+    st.integers(1, 30),
+    st.integers(0, 60),
+)
+def test_no_rate_is_negative_or_above_the_base(name: str, warmup: int, updates: int, k: int) -> None:
+    settings = LrSchedule(name=name, warmup_steps=warmup, milestones=[1] if name == "step" else [])  # type: ignore[arg-type]
+    assert 0 <= rate(settings, BASE, k, updates, 4) <= BASE
