@@ -25,8 +25,8 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose complaints are bad input like any other (one `error: ...` line, exit code 2) and whose
     help keeps the line breaks it is given."""
 
-    def __init__(self, *args: Any, **keys: Any) -> None:
-        super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **keys)
+    def __init__(self, **keys: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **keys})
 
     def error(self, message: str) -> NoReturn:
         raise BadInput(f"{message} ({self.prog} --help lists what is allowed)")

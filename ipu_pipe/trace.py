@@ -63,9 +63,9 @@ def modelled_events(
     """Events and in-flight counters of a window of a schedule whose slots all take `slot_ns`.
 
     The four arrays are (P, n): slot and weight version of each pass of microbatches `first_microbatch` and on. Where a
-    slot holds "both", the forward takes its first half. `boundary_bytes[s]`: what goes from stage s to s + 1, None where
-    it is not known. An update takes no time of its own: it is marked at the end of the backward that completes its batch.
-    The counters tell, for each device, the microbatches in flight, summed over its stages.
+    slot holds "both", the forward takes its first half. `boundary_bytes[s]`: what goes from stage s to s + 1, None if
+    not known. An update takes no time of its own: it is marked at the end of the backward that completes its batch. The
+    counters tell, for each device, the microbatches in flight, summed over its stages.
     """
     stages, count = forward_slots.shape
     half = 0.5 if slot_holds == "both" else 1.0

@@ -12,10 +12,7 @@ from ipu_pipe.methods import METHODS, resolve_method
 from tests.staged_models import MODELS, batches, whole
 from tests.test_emulator_exact import OPTIMIZERS, assert_equal, emulate, fresh, literal
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)

@@ -177,6 +177,7 @@ def test_a_killed_process_resumes_to_the_same_weights(tmp_path: Path) -> None:
         "stages=4",
         "method=pipemare",
         "evaluate.every=1",
+        "backend.threads=1",
     ]
     arguments = [sys.executable, "tools/train.py", DIGITS, *[a for pair in chosen for a in ("--set", pair)]]
     cut = tmp_path / "cut"
