@@ -18,7 +18,7 @@ _HOMES = {
     "BadInput": "errors", "RunFault": "errors",
     "begin_stage": "stages", "partition": "stages",
     "METHODS": "methods", "resolve_method": "methods",
-    "make_schedule": "schedule", "format_text": "schedule", "VersionTable": "versions",
+    "make_schedule": "timelines", "format_text": "drawing", "VersionTable": "versions",
     "configure": "config", "load_config": "config",
     "load_data": "data", "from_loader": "data", "train": "training",
 }  # fmt: skip
@@ -26,10 +26,11 @@ _HOMES = {
 if TYPE_CHECKING:
     from ipu_pipe.config import configure, load_config
     from ipu_pipe.data import from_loader, load_data
+    from ipu_pipe.drawing import format_text
     from ipu_pipe.errors import BadInput, RunFault
     from ipu_pipe.methods import METHODS, resolve_method
-    from ipu_pipe.schedule import format_text, make_schedule
     from ipu_pipe.stages import begin_stage, partition
+    from ipu_pipe.timelines import make_schedule
     from ipu_pipe.training import train
     from ipu_pipe.versions import VersionTable
 

@@ -13,14 +13,16 @@ from torch import nn
 from ipu_pipe import lr, update
 from ipu_pipe.backends import emulator
 from ipu_pipe.checkpoint import load_weights, read_tensors
-from ipu_pipe.config import Config, call_entry, resolve_entry
+from ipu_pipe.config import Config
 from ipu_pipe.data import DataSource, load_data
+from ipu_pipe.entries import call_entry, resolve_entry
 from ipu_pipe.errors import BadInput
 from ipu_pipe.methods import Method, check, resolve_method
 from ipu_pipe.probe import Footprint, Loss, footprint
 from ipu_pipe.randomness import derived_seed
-from ipu_pipe.schedule import Schedule, make_schedule
+from ipu_pipe.schedule import Schedule
 from ipu_pipe.stages import Partition, partition
+from ipu_pipe.timelines import make_schedule
 from ipu_pipe.versions import VersionTable
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}

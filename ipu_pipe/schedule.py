@@ -13,20 +13,15 @@ Slots, stages, microbatches and updates count from 0. Symbols: P stages, M micro
 
 from __future__ import annotations
 
-import csv
-import io
-from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from itertools import groupby
-from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.methods import Method, Pipeline, check
 
 IntArray = NDArray[np.int64]
 GridArray = NDArray[np.int32]
@@ -66,10 +61,11 @@ def predecessors(action: Action, schedule: Schedule) -> List[Action]:
     Everything must be done in earlier slots, except that an update comes in the slot of its batch's last backward, and
     that a stage whose slot holds both passes does the forward before the backward.
     """
-    return _predecessors(action, schedule.stages, schedule.accumulate)
+    return predecessors_of(action, schedule.stages, schedule.accumulate)
 
 
-def _predecessors(action: Action, stages: int, accumulate: int) -> List[Action]:
+def predecessors_of(action: Action, stages: int, accumulate: int) -> List[Action]:
+    """As `predecessors`, for P `stages` and N = `accumulate` where there is no schedule yet."""
     if action.kind is Kind.UPDATE:
         batch = range(action.index * accumulate, (action.index + 1) * accumulate)
         return [Action(Kind.BACKWARD, microbatch, action.stage) for microbatch in batch]
@@ -83,7 +79,7 @@ def _predecessors(action: Action, stages: int, accumulate: int) -> List[Action]:
 # --- the compact form --------------------------------------------------------------------------------------------
 
 PASSES = (Kind.FORWARD, Kind.BACKWARD)
-_CODE = {kind: code for code, kind in enumerate(PASSES)}
+CODE = {kind: code for code, kind in enumerate(PASSES)}
 
 # A run: `count` microbatches from `first_index` on, the first of them in `first_slot` and each next one `slot_step`
 # later, of a kind (0 forward, 1 backward) on a stage. Slots and microbatches count from the start of the part.
@@ -105,7 +101,7 @@ def run_array(
 ) -> RunArray:
     """One run a stage, as a structured array of dtype RUN; runs of no microbatch are left out."""
     runs = np.empty(len(stage), RUN)
-    runs["stage"], runs["kind"], runs["slot_step"] = stage, _CODE[kind], slot_step
+    runs["stage"], runs["kind"], runs["slot_step"] = stage, CODE[kind], slot_step
     runs["first_index"], runs["count"], runs["first_slot"] = first_index, count, first_slot
     return runs[runs["count"] > 0]
 
@@ -189,7 +185,7 @@ class Part:
     def __post_init__(self) -> None:
         self.runs.setflags(write=False)
         stages = int(self.runs["stage"].max()) + 1 if len(self.runs) else 1
-        tables = {k: _Pieces(self.runs[self.runs["kind"] == _CODE[k]], stages, self.microbatches) for k in PASSES}
+        tables = {k: _Pieces(self.runs[self.runs["kind"] == CODE[k]], stages, self.microbatches) for k in PASSES}
         object.__setattr__(self, "pieces", tables)
 
     @property
@@ -230,22 +226,6 @@ class Schedule:
         _check_parts(self)
         if not self.in_order:
             _check_update_order(self)
-
-    @classmethod
-    def from_rows(
-        cls, rows: Sequence[Sequence[Union[Action, str]]], accumulate: int, slot_holds: str = "one"
-    ) -> Schedule:
-        """A schedule from each stage's forwards and backwards in order, `Action`s or cells such as "F0"; no updates.
-
-        Every action is given the first slot in which it can be done. Raises BadInput where an action is missing, double
-        or misplaced, and, where the rows wait for one another, names the cycle.
-        """
-        actions = [_parse_row(stage, row) for stage, row in enumerate(rows)]
-        microbatches = _check_complete(actions)
-        slots = _earliest_slots(actions, slot_holds == "both")
-        runs = np.array(list(_compress(slots, len(actions), microbatches)), RUN)
-        part = Part(0, 0, 1, max(slots.values()) + 1, microbatches, runs)
-        return cls(len(actions), microbatches, accumulate, slot_holds, (part,))
 
     # --- sizes
 
@@ -547,297 +527,3 @@ def _check_update_order(schedule: Schedule) -> None:
 def _first(mask: NDArray[np.bool_]) -> Tuple[int, int]:
     row, column = np.unravel_index(int(np.argmax(mask)), mask.shape)
     return int(row), int(column)
-
-
-# --- the planned schedules ----------------------------------------------------------------------------------------
-
-# One stretch from an empty pipeline to an empty one: its slots, and its runs.
-Stretch = Tuple[int, RunArray]
-
-
-def make_schedule(
-    method: Method, stages: int, microbatches: int, accumulate: int, drains: Sequence[int] = ()
-) -> Schedule:
-    """The schedule of `method` for P `stages`, M `microbatches` and N = `accumulate` microbatches an update.
-
-    `drains`: microbatches, whole multiples of N, before which the pipeline empties and refills (evaluation,
-    checkpoints); methods that flush are empty there anyway. Raises BadInput for what cannot be (see methods.check).
-    """
-    check(method, stages, microbatches, accumulate)
-    stretch, longest = _STRETCHES[method.pipeline]
-    if longest is None:
-        lengths = _between_drains(drains, microbatches, accumulate)
-    else:
-        _between_drains(drains, microbatches, accumulate)  # nothing to do for them, but bad ones are still refused
-        length = longest(accumulate)
-        lengths = [(length, microbatches // length), (microbatches % length, 1)]
-    turn = method.turn if stages > 1 else 0  # one stage is no pipeline
-    parts: List[Part] = []
-    for length, repeats in lengths:
-        if length and repeats:
-            slots, runs = stretch(stages, length, turn)
-            first_slot, first = (parts[-1].end_slot, parts[-1].end_microbatch) if parts else (0, 0)
-            parts.append(Part(first_slot, first, repeats, slots, length, runs))
-    holds = "both" if method.pipeline is Pipeline.DATAFLOW else "one"
-    return Schedule(stages, microbatches, accumulate, holds, tuple(parts))
-
-
-def _between_drains(drains: Sequence[int], microbatches: int, accumulate: int) -> List[Tuple[int, int]]:
-    """The stretches between drains as (microbatches, how many stretches of that length follow one another)."""
-    faults = [
-        f"drains: {drain}: must be a multiple of accumulate ({accumulate}) from 0 to {microbatches} microbatches"
-        for drain in drains
-        if drain % accumulate or not 0 <= drain <= microbatches
-    ]
-    if faults:
-        raise BadInput(faults)
-    edges = sorted({0, microbatches, *drains})
-    lengths = (last - first for first, last in zip(edges, edges[1:]))
-    return [(length, len(list(equal))) for length, equal in groupby(lengths)]
-
-
-def _sequential(P: int, M: int, turn: int) -> Stretch:
-    """P = 3, one microbatch: forwards in slots s, backwards in 2P-1-s.
-
-    stage 0  F0  .   .   .   .   B0
-    stage 1  .   F0  .   .   B0  .
-    stage 2  .   .   F0  B0  .   .
-    """
-    return _fill_drain(P, M, turn)  # a batch of one microbatch
-
-
-def _fill_drain(P: int, M: int, turn: int) -> Stretch:
-    """P = 3, M = 3: GPipe's trapezoids, backwards in the order of the forwards.
-
-    stage 0  F0  F1  F2  .   .   .   .   B0  B1  B2
-    stage 1  .   F0  F1  F2  .   .   B0  B1  B2  .
-    stage 2  .   .   F0  F1  F2  B0  B1  B2  .   .
-    """
-    s = np.arange(P)
-    forward = run_array(s, Kind.FORWARD, 0, M, s, 1)
-    backward = run_array(s, Kind.BACKWARD, 0, M, (M + P - 1) + (P - 1 - s), 1)
-    return 2 * (M + P - 1), np.concatenate([forward, backward])
-
-
-def _alternating_backwards(P: int, M: int) -> RunArray:
-    """On every 1F1B timeline the last stage turns each microbatch around at once, every second slot."""
-    s = np.arange(P)
-    return run_array(s, Kind.BACKWARD, 0, M, 2 * P - 1 - s, 2)
-
-
-def _capped_1f1b(P: int, M: int, turn: int) -> Stretch:
-    """P = 3, M = 4: at most P-s microbatches in flight on stage s.
-
-    stage 0  F0  F1  F2  .   .   B0  F3  B1  .   B2  .   B3
-    stage 1  .   F0  F1  .   B0  F2  B1  F3  B2  .   B3  .
-    stage 2  .   .   F0  B0  F1  B1  F2  B2  F3  B3  .   .
-    """
-    s = np.arange(P)
-    warm = np.minimum(P - s, M)
-    fill = run_array(s, Kind.FORWARD, 0, warm, s, 1)
-    steady = run_array(s, Kind.FORWARD, warm, M - warm, 2 * warm + s, 2)
-    return 2 * (M + P - 1), np.concatenate([fill, steady, _alternating_backwards(P, M)])
-
-
-def _pipedream_1f1b(P: int, M: int, turn: int) -> Stretch:
-    """P = 3, M = 4: at most P microbatches in flight, counted at stage 0 only, so that stage 1 runs ahead (F2).
-
-    stage 0  F0  F1  F2  .   .   B0  F3  B1  .   B2  .   B3
-    stage 1  .   F0  F1  F2  B0  .   B1  F3  B2  .   B3  .
-    stage 2  .   .   F0  B0  F1  B1  F2  B2  F3  B3  .   .
-
-    The first P microbatches enter one a slot. A stage forwards them as they come until its first backward is ready
-    (`ahead` of them), the rest of the first P in the slots between backwards; later ones enter every second slot.
-    """
-    s = np.arange(P)
-    ahead = np.minimum(np.minimum(P, 2 * (P - s) - 1), M)
-    first = np.full(P, min(P, M))
-    fill = run_array(s, Kind.FORWARD, 0, ahead, s, 1)
-    between = run_array(s, Kind.FORWARD, ahead, first - ahead, 2 * ahead - 2 * P + 3 * s + 2, 2)
-    steady = run_array(s, Kind.FORWARD, first, M - first, 2 * first + s, 2)
-    return 2 * (M + P - 1), np.concatenate([fill, between, steady, _alternating_backwards(P, M)])
-
-
-def _dataflow(P: int, M: int, turn: int) -> Stretch:
-    """P = 2, M = 3; a step holds both. Turn 0: the last stage's two passes share the step; turn 1: one step later.
-
-    turn 0  stage 0  F0     F1     F2 B0  B1     B2         turn 1  stage 0  F0     F1     F2     B0     B1     B2
-            stage 1  .      F0 B0  F1 B1  F2 B2  .                  stage 1  .      F0     F1 B0  F2 B1  B2     .
-    """
-    s = np.arange(P)
-    forward = run_array(s, Kind.FORWARD, 0, M, s, 1)
-    backward = run_array(s, Kind.BACKWARD, 0, M, 2 * (P - 1) - s + turn, 1)
-    return M + 2 * (P - 1) + turn, np.concatenate([forward, backward])
-
-
-# Each pipeline's stretch, and how many microbatches it takes at most as a function of N: no limit for those that never
-# empty.
-_STRETCHES: Dict[Pipeline, Tuple[Callable[[int, int, int], Stretch], Optional[Callable[[int], int]]]] = {
-    Pipeline.SEQUENTIAL: (_sequential, lambda accumulate: 1),
-    Pipeline.FILL_DRAIN: (_fill_drain, lambda accumulate: accumulate),
-    Pipeline.ONE_F_ONE_B_FLUSH: (_capped_1f1b, lambda accumulate: accumulate),
-    Pipeline.ONE_F_ONE_B: (_pipedream_1f1b, None),
-    Pipeline.ONE_F_ONE_B_CAPPED: (_capped_1f1b, None),
-    Pipeline.DATAFLOW: (_dataflow, None),
-}
-
-
-def utilization(method: Method, stages: int, accumulate: int) -> float:
-    """The planned busy share in the steady state: of a whole batch with its bubbles where the method flushes."""
-    if method.flushes:
-        return make_schedule(method, stages, accumulate, accumulate).busy_share()
-    # All pipelines that never empty repeat every one or two slots from slot 3P at the latest.
-    long = make_schedule(method, stages, 4 * stages + 2, accumulate)
-    return long.busy_share(3 * stages, 3 * stages + 2)
-
-
-# --- rows written by hand -----------------------------------------------------------------------------------------
-
-
-def _parse_row(stage: int, row: Sequence[Union[Action, str]]) -> List[Action]:
-    """Actions of a row of `Action`s or cells; a cell may hold two ("F5 B2") or none ("")."""
-    actions: List[Action] = []
-    for cell in row:
-        if isinstance(cell, Action):
-            actions.append(cell)
-            continue
-        for word in cell.split():
-            if word[0] not in ("F", "B") or not word[1:].isdecimal():
-                raise BadInput(f"rows: stage {stage}: {word}: must be F or B and a microbatch, such as F0 or B3")
-            actions.append(Action(Kind(word[0]), int(word[1:]), stage))
-    for action in actions:
-        if action.kind is Kind.UPDATE:
-            raise BadInput(f"rows: stage {stage}: {action}: updates follow from accumulate and are not written")
-        if action.stage != stage:
-            raise BadInput(f"rows: stage {stage}: {action}: belongs to another row")
-    return actions
-
-
-def _check_complete(rows: Sequence[Sequence[Action]]) -> int:
-    """The number of microbatches, if every stage does each one's forward and backward once; BadInput otherwise."""
-    microbatches = 1 + max((action.index for row in rows for action in row), default=-1)
-    if microbatches == 0:
-        raise BadInput("rows: a schedule needs a stage and a microbatch")
-    faults = []
-    for stage, row in enumerate(rows):
-        times = Counter(row)
-        for action in (Action(kind, m, stage) for kind in PASSES for m in range(microbatches)):
-            if times[action] != 1:
-                faults.append(f"rows: {action}: appears {times[action]} times: every stage must do it once")
-    if faults:
-        raise BadInput(faults)
-    return microbatches
-
-
-def _earliest_slots(rows: Sequence[Sequence[Action]], both: bool) -> Dict[Action, int]:
-    """Each action's first possible slot, the rows' order kept; all stages choose before any completes."""
-    slots: Dict[Action, int] = {}
-    heads = [0] * len(rows)
-
-    def ready(action: Action, slot: int, beside: Optional[Action] = None) -> bool:
-        needed = _predecessors(action, len(rows), 1)
-        return all(need == beside or slots.get(need, slot) < slot for need in needed)
-
-    slot = 0
-    while any(head < len(row) for head, row in zip(heads, rows)):
-        chosen = []
-        for head, row in zip(heads, rows):
-            first, second = (*row[head : head + 2], None, None)[:2]
-            if first is not None and ready(first, slot):
-                chosen.append(first)
-                pair = both and first.kind is Kind.FORWARD and second is not None and second.kind is Kind.BACKWARD
-                if pair and second is not None and ready(second, slot, beside=first):
-                    chosen.append(second)
-        if not chosen:
-            raise BadInput("rows: the schedule cannot run: " + _cycle(rows, heads, slots))
-        for action in chosen:
-            slots[action] = slot
-            heads[action.stage] += 1
-        slot += 1
-    return slots
-
-
-def _cycle(rows: Sequence[Sequence[Action]], heads: Sequence[int], done: Dict[Action, int]) -> str:
-    """Follow what each blocked action waits for until one comes round again."""
-    action = next(row[head] for head, row in zip(heads, rows) if head < len(row))
-    chain: List[Action] = []
-    while action not in chain:
-        chain.append(action)
-        head = rows[action.stage][heads[action.stage]]
-        action = head if head != action else next(n for n in _predecessors(action, len(rows), 1) if n not in done)
-    cycle = chain[chain.index(action) :] + [action]
-    words = str(cycle[0])
-    for k, (one, other) in enumerate(zip(cycle, cycle[1:])):
-        before = one != rows[one.stage][heads[one.stage]]
-        words += f"{', which' if k else ''} waits for {other}" + " (before it in its row)" * before
-    return words
-
-
-def _compress(slots: Dict[Action, int], stages: int, microbatches: int) -> Iterator[Tuple[int, ...]]:
-    """The rows' slots as runs, each as long as its slots stay affine."""
-    for stage in range(stages):
-        for kind in PASSES:
-            row = [slots[Action(kind, m, stage)] for m in range(microbatches)]
-            first = 0
-            while first < microbatches:
-                last = first + 1
-                step = row[last] - row[first] if last < microbatches else 1
-                while last < microbatches and row[last] - row[last - 1] == step:
-                    last += 1
-                yield stage, _CODE[kind], first, last - first, row[first], step
-                first = last
-
-
-# --- printing -----------------------------------------------------------------------------------------------------
-
-
-def format_text(
-    schedule: Schedule, first_slot: int = 0, last_slot: Optional[int] = None, stages: Optional[int] = None
-) -> str:
-    """The timeline as papers draw it: a row a stage, a column a slot, of the slots [first_slot, last_slot).
-
-    F3 is the forward of microbatch 3, B3 its backward, B3* a backward after which the stage is updated, . an idle slot.
-    `stages`: print only the first so many. What is left out is said in the last line.
-    """
-    end = schedule.slot_count if last_slot is None else min(last_slot, schedule.slot_count)
-    shown = schedule.stages if stages is None else min(stages, schedule.stages)
-    updates = schedule.update_grid(first_slot, end, slice(0, shown)) >= 0
-    rows = [[str(slot) for slot in range(first_slot, end)]]
-    for stage in range(shown):
-        cells = schedule.cells(stage, first_slot, end)
-        rows.append([(cell or ".") + "*" * bool(mark) for cell, mark in zip(cells, updates[stage])])
-    labels = ["slot", *(f"stage {stage}" for stage in range(shown))]
-    label_width, width = max(map(len, labels)), max((len(cell) for row in rows for cell in row), default=1)
-    lines = [
-        f"{label:<{label_width}}  " + " ".join(f"{cell:<{width}}" for cell in row) for label, row in zip(labels, rows)
-    ]
-    if (first_slot, end, shown) != (0, schedule.slot_count, schedule.stages):
-        lines.append(
-            f"(slots {first_slot} to {end - 1} of {schedule.slot_count}, {shown} of {schedule.stages} stages shown)"
-        )
-    return "\n".join(line.rstrip() for line in lines) + "\n"
-
-
-def format_csv(schedule: Schedule) -> Iterator[str]:
-    """Rows of cells such as 0F3 (stage, kind, microbatch), empty where idle: what torch.distributed.pipelining reads.
-
-    Its schedules know neither slots that hold two actions nor updates: the caller updates when the pipeline is empty.
-    Raises BadInput, with the reason, for steps that hold both and where microbatches are in flight across an update.
-    """
-    if schedule.slot_holds != "one":
-        raise BadInput("format: csv: PyTorch's schedules hold one action a slot; this one has steps that hold both")
-    if any(part.microbatches > schedule.accumulate for part in schedule.parts):
-        raise BadInput(
-            "format: csv: PyTorch's schedules have no updates between microbatches; only methods that flush"
-            " (naive, gpipe, pipedream_flush) can be written"
-        )
-    return _csv_rows(schedule)
-
-
-def _csv_rows(schedule: Schedule) -> Iterator[str]:
-    for stage in range(schedule.stages):
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerow(
-            f"{stage}{cell}" if cell else "" for cell in schedule.cells(stage)
-        )
-        yield text.getvalue()

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 
 from ipu_pipe import trace, update
+from ipu_pipe.drawing import format_text
 from ipu_pipe.job import Job
-from ipu_pipe.schedule import Kind, format_text
+from ipu_pipe.schedule import Kind
 from ipu_pipe.stages import describe
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ import numpy as np
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.methods import Method, Reads
-from ipu_pipe.schedule import ALL_STAGES, PASSES, Action, IntArray, Kind, Schedule, make_schedule
+from ipu_pipe.schedule import ALL_STAGES, PASSES, Action, IntArray, Kind, Schedule
+from ipu_pipe.timelines import make_schedule
 
 _WINDOW = 1 << 22  # cells of a (stages, microbatches) window: some tens of MiB for each array
 

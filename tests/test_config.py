@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from ipu_pipe.config import Config, accepts, call_entry, configure, differences, dump, load_config, resolve_entry
+from ipu_pipe.config import Config, configure, differences, dump, load_config
+from ipu_pipe.entries import accepts, call_entry, resolve_entry
 from ipu_pipe.errors import BadInput
 
 SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"

@@ -381,6 +381,16 @@ def test_synthetic_is_repeated() -> None:
     assert default.train_batch(0, 0, 2)[0].shape == (2, 3, 32, 32) and default.train_batches_per_epoch(1) == 1024
 
 
+def test_synthetic_samples_do_not_depend_on_the_batch_size() -> None:
+    data = load_data("synthetic", shape=[2, 3], classes=5, subset=16, test_subset=6, seed=2)
+    expected = epoch_of(data, 1, 16)
+    for size in (1, 4, 8):
+        assert all(torch.equal(a, b) for a, b in zip(epoch_of(data, 1, size), expected))
+    whole = next(iter(data.test_batches(6)))
+    for place in (0, 1):
+        assert torch.equal(torch.cat([pair[place] for pair in data.test_batches(4)]), whole[place])
+
+
 @pytest.mark.parametrize("options", [{"shape": []}, {"shape": 3}, {"shape": [3, 0]}, {"shape": ["a"]}, {"classes": 0}])
 def test_synthetic_shape_is_refused(options: Dict[str, Any]) -> None:
     with pytest.raises(BadInput) as refused:

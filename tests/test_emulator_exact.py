@@ -12,8 +12,8 @@ from torch import nn
 
 from ipu_pipe.backends.emulator import Emulator
 from ipu_pipe.methods import METHODS, Method, resolve_method
-from ipu_pipe.schedule import make_schedule
 from ipu_pipe.stages import partition
+from ipu_pipe.timelines import make_schedule
 from ipu_pipe.update import parameter_groups
 from ipu_pipe.versions import VersionTable
 from tests.literal_replay import LiteralStage, replay

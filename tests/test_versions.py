@@ -12,7 +12,9 @@ from slot_simulation import Simulated, simulate
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.methods import METHODS, Method, Reads, resolve_method
-from ipu_pipe.schedule import Kind, Schedule, make_schedule
+from ipu_pipe.rows import from_rows
+from ipu_pipe.schedule import Kind
+from ipu_pipe.timelines import make_schedule
 from ipu_pipe.versions import VersionTable
 
 # Every preset, and the other schedules and reads that can be asked for.
@@ -247,9 +249,9 @@ def test_global_history_is_undefined_for_methods_that_flush() -> None:
 def test_a_double_buffered_read_of_a_version_not_made_yet_is_refused() -> None:
     """2BW with N = 2: F4 reads version 1, which B1 makes."""
     last = "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5".split()
-    in_time = Schedule.from_rows(["F0 F1 F2 F3 B0 B1 F4 F5 B2 B3 B4 B5".split(), last], 2)
+    in_time = from_rows(["F0 F1 F2 F3 B0 B1 F4 F5 B2 B3 B4 B5".split(), last], 2)
     assert VersionTable(in_time, METHODS["pipedream_2bw"]).forward(0, 6).tolist() == [[0, 0, 0, 0, 1, 1]] * 2
-    early = Schedule.from_rows(["F0 F1 F2 F3 F4 B0 B1 F5 B2 B3 B4 B5".split(), last], 2)
+    early = from_rows(["F0 F1 F2 F3 F4 B0 B1 F5 B2 B3 B4 B5".split(), last], 2)
     with pytest.raises(BadInput, match="F4 on stage 0 reads a version that is not made yet"):
         VersionTable(early, METHODS["pipedream_2bw"]).window(0, 6)
 

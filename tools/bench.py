@@ -64,10 +64,10 @@ def measure(name: str, method_name: str, rounds: int, updates: int, device: str)
     from torch.nn.functional import cross_entropy
 
     from ipu_pipe.backends.emulator import Emulator
-    from ipu_pipe.config import resolve_entry
+    from ipu_pipe.entries import resolve_entry
     from ipu_pipe.methods import resolve_method
-    from ipu_pipe.schedule import make_schedule
     from ipu_pipe.stages import partition
+    from ipu_pipe.timelines import make_schedule
     from ipu_pipe.update import parameter_groups
     from ipu_pipe.versions import VersionTable
 

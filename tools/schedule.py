@@ -15,9 +15,11 @@ from typing import Any, Callable, List, Optional, TextIO, Tuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ipu_pipe.drawing import format_csv, format_text
 from ipu_pipe.errors import BadInput, Parser, run_command
 from ipu_pipe.methods import METHODS, Method, resolve_method
-from ipu_pipe.schedule import Kind, Schedule, format_csv, format_text, make_schedule, utilization
+from ipu_pipe.schedule import Kind, Schedule
+from ipu_pipe.timelines import make_schedule, utilization
 from ipu_pipe.versions import VersionTable
 
 # What a terminal can still show; JSON and CSV spell out everything.

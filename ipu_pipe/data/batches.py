@@ -84,9 +84,12 @@ class TensorData:
             yield self._normalized(self.test[0][start : start + batch_size]), self.test[1][start : start + batch_size]
 
     def _normalized(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype == torch.uint8:
+        own = x.dtype == torch.uint8  # then what follows is a copy of ours and can be changed in place
+        if own:
             x = x.float().div_(255)
-        return x if self._mean is None or self._std is None else (x - self._mean) / self._std
+        if self._mean is None or self._std is None:
+            return x
+        return (x.sub_(self._mean) if own else x - self._mean).div_(self._std)
 
 
 BORDER = 4
@@ -95,13 +98,13 @@ BORDER = 4
 def crop_and_mirror(x: torch.Tensor, shifts: torch.Tensor, mirrored: torch.Tensor) -> torch.Tensor:
     """Each image (C, H, W) of `x` (b, C, H, W) out of itself with a border of 4 zeros, at `shifts` (b, 2) from the upper
     left corner (0 to 8, rows then columns), those of `mirrored` (b,) turned left to right. One gather for all."""
-    b, _, height, width = x.shape
-    padded = torch.nn.functional.pad(x, (BORDER,) * 4)
+    b, channels, height, width = x.shape
+    padded = torch.nn.functional.pad(x, (BORDER,) * 4).flatten(2)  # (b, C, pixels)
     columns = torch.arange(width).expand(b, width)
     columns = torch.where(mirrored[:, None], columns.flip(1), columns) + shifts[:, 1:]
     rows = torch.arange(height) + shifts[:, :1]
-    sample = torch.arange(b)[:, None, None]
-    return padded.permute(0, 2, 3, 1)[sample, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+    pixels = rows[:, :, None] * (width + 2 * BORDER) + columns[:, None, :]  # (b, H, W), places in a padded plane
+    return padded.gather(2, pixels.view(b, 1, -1).expand(b, channels, -1)).view_as(x)
 
 
 def _by_channel(values: Optional[Sequence[float]], x: torch.Tensor) -> Optional[torch.Tensor]:
@@ -120,7 +123,10 @@ def check_limit(key: str, wanted: Optional[int], held: Optional[int] = None) -> 
 
 
 class SyntheticData:
-    """Random inputs and labels of a stated shape, drawn when asked for: for throughput, memory and traffic."""
+    """Random inputs and labels of a stated shape, drawn when asked for: for throughput, memory and traffic.
+
+    Each sample is drawn by (seed, epoch, place), so that it is the same in microbatches of any size.
+    """
 
     def __init__(self, shape: Sequence[int], classes: int, samples: int, test_samples: int, seed: int) -> None:
         self._shape, self._classes, self._samples, self._test, self._seed = (
@@ -137,17 +143,21 @@ class SyntheticData:
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
         """Microbatch `index` of `epoch`."""
-        return self._draw(batch_size, epoch, index)
+        return self._draw(epoch, range(index * batch_size, (index + 1) * batch_size))
 
     def test_batches(self, batch_size: int) -> Iterator[Pair]:
         """The test samples."""
         for start in range(0, self._test, batch_size):
-            yield self._draw(min(batch_size, self._test - start), "test", start)
+            yield self._draw("test", range(start, min(start + batch_size, self._test)))
 
-    def _draw(self, size: int, *key: Any) -> Pair:
-        generator = torch.Generator().manual_seed(derived_seed(self._seed, *key))
-        x = torch.randn([size, *self._shape], generator=generator)
-        return x, torch.randint(0, self._classes, (size,), generator=generator)
+    def _draw(self, part: Any, places: range) -> Pair:
+        generator = torch.Generator()
+        x, y = torch.empty([len(places), *self._shape]), torch.empty(len(places), dtype=torch.int64)
+        for row, place in enumerate(places):
+            generator.manual_seed(derived_seed(self._seed, part, place))
+            x[row].normal_(generator=generator)
+            y[row] = torch.randint(0, self._classes, (), generator=generator)
+        return x, y
 
 
 class LoaderData:

