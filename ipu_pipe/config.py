@@ -186,7 +186,7 @@ class EvaluateConfig(_Section):
 
 
 class CheckpointConfig(_Section):
-    """A checkpoint after each `every` updates (null: at each evaluation); the newest `keep` and the best stay."""
+    """A checkpoint at each evaluation and after each `every` updates; the newest `keep` and the best stay."""
 
     every: Optional[Count] = None
     keep: Count = 2

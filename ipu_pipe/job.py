@@ -63,9 +63,10 @@ class Job:
         return done == self.updates or (every > 0 and done % every == 0)
 
     def saves_after(self, done: int) -> bool:
-        """Whether a checkpoint is taken when `done` updates are done."""
+        """Whether a checkpoint is taken when `done` updates are done: after each `checkpoint.every` of them, and at each
+        evaluation, so that the best weights are there to keep."""
         every = self.config.checkpoint.every
-        return done == self.updates or (done % every == 0 if every else self.evaluates_after(done))
+        return self.evaluates_after(done) or (every is not None and done % every == 0)
 
     def to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
         """A microbatch on the job's device, inputs in its precision."""
@@ -96,9 +97,11 @@ def build(
     model = model if model is not None else make_model(config)
     if config.init_from:
         load_weights(model, read_tensors(Path(config.init_from)), f"init_from: {config.init_from}")
-    model = model.to(device, DTYPES[config.precision])
+    model = model.to(device, DTYPES[config.precision]).train()
     data = data if data is not None else make_data(config)
     chosen_loss = loss if loss is not None else make_loss(config)
+    if isinstance(chosen_loss, nn.Module):  # class weights and the like
+        chosen_loss = chosen_loss.to(device)
 
     per_epoch = data.train_batches_per_epoch(config.micro_batch_size) // config.gradient_accumulation
     if per_epoch < 1:

@@ -21,6 +21,8 @@ from ipu_pipe.probe import Loss
 from ipu_pipe.progress import Progress
 from ipu_pipe.rundir import RunDir
 
+Measured = Tuple[Optional[float], Optional[float]]  # test loss and accuracy
+
 TEST_BATCH = 128  # samples of one evaluation forward; BatchNorm does not see it, it evaluates by running statistics
 
 
@@ -35,7 +37,7 @@ class Position:
     timed_updates: int = 0
     best_loss: Optional[float] = None
     best_step: Optional[int] = None
-    initial: Tuple[Optional[float], Optional[float]] = (None, None)
+    initial: Measured = (None, None)
 
 
 def train(
@@ -107,14 +109,16 @@ class _Run:
             with self._scalars() as scalars:
                 if position.update == 0:
                     position.initial = self._evaluate(scalars)
-                final = position.initial if position.update == 0 else self._evaluate(None)
+                final: Optional[Measured] = None
                 with self.progress.bar(job.updates, position.update) as bar:
                     while position.update < job.updates:
                         self._step(emulator, bar, scalars)
                         if job.evaluates_after(position.update):
                             final = self._evaluate(scalars, bar)
                         if job.saves_after(position.update):
-                            self._save(final)
+                            self._save()
+                if final is None:  # resumed after the last update, from a run killed before its summary was written
+                    final = self._evaluate(None)
             emulator.close()
         finally:
             self.run.close()
@@ -153,7 +157,7 @@ class _Run:
         for index in range(within * accumulate, (within + 1) * accumulate):
             yield job.to_device(*job.data.train_batch(epoch, index, job.config.micro_batch_size))
 
-    def _evaluate(self, scalars: Any, bar: Any = None) -> Tuple[Optional[float], Optional[float]]:
+    def _evaluate(self, scalars: Any, bar: Any = None) -> Measured:
         test_loss, accuracy = evaluate(self.job)
         position = self.position
         if bar is not None:
@@ -189,10 +193,10 @@ class _Run:
             finally:
                 writer.close()  # type: ignore[no-untyped-call]
 
-    def _save(self, measured: Tuple[Optional[float], Optional[float]]) -> None:
+    def _save(self) -> None:
         position, config = self.position, self.job.config
         tensors, plain = update.export_state(self.job.optimizer, self.names)
-        state = {"position": asdict(position), "optimizer": plain, "measured": measured}
+        state = {"position": asdict(position), "optimizer": plain}
         checkpoint.save(self.run.checkpoints, position.update, self.job.model.state_dict(), tensors, state)
         checkpoint.prune(self.run.checkpoints, config.checkpoint.keep, position.best_step)
 
@@ -208,7 +212,7 @@ class _Run:
         self.position = Position(**{**saved, "initial": tuple(saved["initial"])})
         self.progress.say(f"resuming after update {self.position.update} from {newest}")
 
-    def _finish(self, emulator: Emulator, final: Tuple[Optional[float], Optional[float]]) -> Dict[str, Any]:
+    def _finish(self, emulator: Emulator, final: Measured) -> Dict[str, Any]:
         job, run, position = self.job, self.run, self.position
         report = summary.summarise(job, position, final)
         slot_ns = summary.slot_nanoseconds(job, position)
@@ -219,7 +223,7 @@ class _Run:
         return report
 
 
-def evaluate(job: Job) -> Tuple[Optional[float], Optional[float]]:
+def evaluate(job: Job) -> Measured:
     """(mean loss, accuracy as a fraction) over the test set, or its configured subset; None where there is none."""
     model, total, right, seen = job.model, 0.0, 0, 0
     counted = True

@@ -135,7 +135,8 @@ class VersionTable:
         P, N = self.schedule.stages, self.schedule.accumulate
         reach = N * (-(-4 * (P + N) // N))  # by then a stretch has long been in its steady state
         copies = np.ones(P, np.int64)
-        for part in self.schedule.parts:
+        # the pipeline is empty between parts and only the newest version left: parts of one length are alike
+        for part in {part.microbatches: part for part in self.schedule.parts}.values():
             first, last = part.first_microbatch, min(part.first_microbatch + reach, part.end_microbatch)
             for stages in _bands(P, last - first):
                 copies[stages] = np.maximum(copies[stages], self._alive(first, last, stages))

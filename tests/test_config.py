@@ -353,6 +353,7 @@ def test_arguments_that_a_callable_does_not_take_are_named() -> None:
     accepts(lambda **rest: rest, {"anything": 1}, "model.args")
     accepts(dict, {"anything": 1}, "model.args")  # does not tell what it takes
     assert call_entry(build, {"width": 3}, "model.args") == (3, 2)
+    assert len(refused(call_entry, build, {"widht": 3}, "model.args")) == 2  # unknown, and so missing
 
 
 def test_what_a_callable_has_against_a_value_is_one_line() -> None:

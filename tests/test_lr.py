@@ -83,5 +83,6 @@ def test_warm_up_does_not_shift_the_milestones() -> None:
     st.integers(0, 60),
 )
 def test_no_rate_is_negative_or_above_the_base(name: str, warmup: int, updates: int, k: int) -> None:
-    settings = LrSchedule(name=name, warmup_steps=warmup, milestones=[1] if name == "step" else [])  # type: ignore[arg-type]
+    milestones: List[float] = [1] if name == "step" else []
+    settings = LrSchedule(name=name, warmup_steps=warmup, milestones=milestones)  # type: ignore[arg-type]
     assert 0 <= rate(settings, BASE, k, updates, 4) <= BASE

@@ -207,6 +207,14 @@ def test_what_the_stages_of_a_preactivation_resnet_hold() -> None:
     assert held == [*want, ["norm"], [], ["fc"], []]  # last norm, pool, linear, loss
 
 
+def test_the_modules_at_which_stages_begin_in_order() -> None:
+    stages = partition(on_meta(preact(20)), torch.empty(1, 3, 32, 32, device="meta")).stages
+    names = [stage.name for stage in stages]
+    assert names[:4] == ["conv1", "layer1.0.norm1", "layer1.0.norm2", "layer1.0.add"]
+    assert names[10:14] == ["layer2.0.norm1", "layer2.0.conv1", "layer2.0.norm2", "layer2.0.add"]
+    assert names[-4:] == ["norm", "avgpool", "fc", "loss"]
+
+
 def order(model: nn.Module, inside: str, x: torch.Tensor) -> List[str]:
     """Names of the leaves inside a module as they run."""
     runs: List[str] = []

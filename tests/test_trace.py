@@ -12,7 +12,11 @@ import pytest
 
 from ipu_pipe import trace
 from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.methods import METHODS, resolve_method
+from ipu_pipe.schedule import Kind
+from ipu_pipe.timelines import make_schedule
 from ipu_pipe.trace import Counter, Event
+from ipu_pipe.versions import VersionTable
 
 # GPipe, 3 stages, 2 microbatches an update, 2 updates:
 #     slot      0  1  2  3  4  5  6  7 |  8  9
@@ -100,6 +104,62 @@ def test_counters_are_the_microbatches_in_flight_on_a_device(devices: List[int])
             value = told.get(1000 * slot, value)
             assert value == literal_in_flight(FORWARD, BACKWARD, stages, slot), (device, slot)
         assert value == 0
+
+
+# ---- the schedules that we have
+
+
+def of_method(name: str, args: Dict[str, Any], microbatches: int = 12) -> Tuple[List[Event], List[Counter]]:
+    """As the trace of a run makes them, 4 stages, 4 microbatches an update; of 999 ns, so halves are rounded."""
+    accumulate = 1 if name == "naive" else 4
+    method = resolve_method(name, args)
+    schedule = make_schedule(method, 4, microbatches, accumulate)
+    table = VersionTable(schedule, method)
+    return trace.modelled_events(
+        forward_slots=schedule.slots(Kind.FORWARD, 0, microbatches),
+        backward_slots=schedule.slots(Kind.BACKWARD, 0, microbatches),
+        forward_versions=table.forward(0, microbatches), backward_versions=table.backward(0, microbatches),
+        first_microbatch=0, accumulate=accumulate, slot_ns=999.0, slot_holds=schedule.slot_holds,
+        device_of_stage=[0, 1, 2, 3],
+    )  # fmt: skip
+
+
+BOTH: List[Tuple[str, Dict[str, Any]]] = [
+    ("pipedream", {"schedule": "dataflow", "turn": 0}),
+    ("pipedream", {"schedule": "dataflow", "turn": 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "args"), [*((name, {}) for name in METHODS), *BOTH])
+def test_on_every_schedule_a_device_does_one_thing_at_a_time_and_results_go_forward_in_time(
+    name: str, args: Dict[str, Any], tmp_path: Path
+) -> None:
+    events, counters = of_method(name, args)
+    passes = {(e.kind, e.stage, e.microbatch): e for e in events if e.kind != "update"}
+    assert len(passes) == 2 * 4 * 12 and all(e.start_ns < e.end_ns for e in passes.values())
+    for stage in range(4):
+        mine = sorted((e.start_ns, e.end_ns) for e in passes.values() if e.stage == stage)
+        assert all(end <= start for (_, end), (start, _) in zip(mine, mine[1:]))
+        value: float = 0
+        told = {c.time_ns: c.value for c in counters if c.device == stage}
+        moments = sorted({t for times in mine for t in times})
+        for moment in moments:
+            value = told.get(moment, value)
+            gone = [sum(e.end_ns <= moment for (k, s, _), e in passes.items() if (k, s) == (kind, stage))
+                    for kind in ("forward", "backward")]  # fmt: skip
+            assert value == gone[0] - gone[1]
+        assert value == 0 and max(told.values()) > 0
+        batch = 1 if name == "naive" else 4
+        assert [
+            (e.microbatch, e.version, e.start_ns, e.end_ns) for e in events if e[:3] == (stage, stage, "update")
+        ] == [(k, k + 1, *[passes["backward", stage, batch * (k + 1) - 1].end_ns] * 2) for k in range(12 // batch)]
+    for m in range(12):
+        chain = [passes["forward", s, m] for s in range(4)] + [passes["backward", s, m] for s in (3, 2, 1, 0)]
+        assert all(one.end_ns <= other.start_ns for one, other in zip(chain, chain[1:]))
+    trace.write_chrome(tmp_path / "t", events, counters, {})
+    starts, ends = ({r["id"]: r["ts"] for r in records(tmp_path / "t", phase)} for phase in "sf")
+    assert len(starts) == 2 * 3 * 12 and starts.keys() == ends.keys()
+    assert all(starts[i] < ends[i] for i in starts)
 
 
 # ---- the file
@@ -224,6 +284,18 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
     with pytest.raises(RunFault, match="nowhere/t: the trace cannot be written: No such file or directory"):
         trace.write_chrome(tmp_path / "nowhere" / "t", [], [], {})
+
+
+def test_a_disk_that_refuses_late_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.json.gz"
+
+    def full(one: Any, other: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trace.os, "replace", full)
+    with pytest.raises(RunFault, match="t.json.gz: the trace cannot be written: No space left on device"):
+        trace.write_chrome(path, MIXED, [], {})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_merged_traces_are_in_order_of_time(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ CASES = {
     "resnet20": ("models.resnet:preact_resnet20", {"classes": 10}, 8, 8),
     "resnet50": ("models.resnet:resnet50", {"classes": 10, "small_images": True}, 8, 8),
 }
-METHODS = ("pipemare", "pipelined_backprop", "pipedream", "pipedream_2bw")
+METHODS = ("pipemare", "pipelined_backprop", "pipedream")
 
 
 def parser() -> Parser:
@@ -82,8 +82,8 @@ def measure(name: str, method_name: str, rounds: int, updates: int, device: str)
     if method.forward_reads == "double_buffered":  # needs as many microbatches a batch as stages
         accumulate = -(-len(part) // accumulate) * accumulate
         data = data * (accumulate // len(data))
-    fill = -(-2 * len(part) // accumulate) + 2  # updates until every version is in its steady state
-    fill = min(fill, 40)
+    lag = VersionTable(make_schedule(method, len(part), accumulate, accumulate), method).greatest_lag().max()
+    fill = int(lag) + 2  # updates until as many versions are kept as ever will be
     total = (fill + rounds * updates) * accumulate
     schedule = make_schedule(method, len(part), total, accumulate)
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9) for m in made[1:]]
