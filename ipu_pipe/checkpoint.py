@@ -10,7 +10,6 @@ another name and renamed when all of it is on disk; a checkpoint that exists is 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.hashes import file_hash
 
 SCHEMA = 1
 _NAME = re.compile(r"step-(\d+)$")
@@ -56,7 +56,9 @@ def save(
                 {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()},
                 temporary / f"{name}.safetensors",
             )
-        hashes = {f"{n}.safetensors": file_sha256(temporary / f"{n}.safetensors") for n in ("model", "optimizer")}
+        hashes = {
+            f"{n}.safetensors": file_hash(temporary / f"{n}.safetensors", "sha256") for n in ("model", "optimizer")
+        }
         text = json.dumps({**state, "schema": SCHEMA, "step": step, "sha256": hashes}, indent=1)
         (temporary / "state.json").write_text(text)
         for file in temporary.iterdir():
@@ -111,7 +113,7 @@ def load(path: Path) -> Checkpoint:
         file = path / f"{name}.safetensors"
         if not file.is_file():
             raise BadInput(f"{file}: corrupt checkpoint: the file is missing")
-        if file_sha256(file) != hashes.get(file.name):
+        if file_hash(file, "sha256") != hashes.get(file.name):
             raise BadInput(
                 f"{file}: corrupt checkpoint: its SHA-256 is not the one in state.json; use an earlier checkpoint"
             )
@@ -149,12 +151,3 @@ def load_weights(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], pl
         shown = faults[:5] + ([f"{place}: {len(faults) - 5} more such faults"] if len(faults) > 5 else [])
         raise BadInput(shown)
     model.load_state_dict(dict(tensors))
-
-
-def file_sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        for block in iter(lambda: file.read(1 << 20), b""):
-            digest.update(block)
-    return digest.hexdigest()

@@ -6,14 +6,32 @@ import json
 import math
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, TextIO
+from typing import Any, Dict, List, Optional, TextIO, Tuple
 
 from ipu_pipe import checkpoint
 from ipu_pipe.errors import BadInput, RunFault
 
 # what a run writes, and so what `--overwrite` may delete: nothing else in the folder is touched
 OUTPUTS = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json.gz", "memory.json", "tensorboard", "checkpoints")
+
+
+Measured = Tuple[Optional[float], Optional[float]]  # test loss and accuracy
+
+
+@dataclass
+class Position:
+    """How far a run has come: what a checkpoint must carry besides tensors. Times are in seconds of training alone."""
+
+    update: int = 0
+    epoch_loss: float = 0.0  # sum over the epoch's updates so far, for the mean
+    epoch_updates: int = 0
+    seconds: float = 0.0
+    timed_updates: int = 0
+    best_loss: Optional[float] = None
+    best_step: Optional[int] = None
+    initial: Measured = (None, None)
 
 
 class RunDir:

