@@ -348,6 +348,13 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, run_tool: An
         assert word in printed
 
 
+@pytest.mark.parametrize("config_last", [False, True])
+def test_several_settings_may_follow_one_flag(config_last: bool, run_tool: Any) -> None:
+    given = ["--set", "micro_batch_size=8", "gradient_accumulation=3"]
+    code, printed, _ = run_tool("--dry-run", *([*given, DIGITS] if config_last else [DIGITS, *given]))
+    assert code == 0 and "global batch size 24" in printed
+
+
 def test_own_model_loss_and_loader_from_python(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), ipu_pipe.begin_stage(nn.Linear(8, 1)))
     x = torch.randn(64, 6)

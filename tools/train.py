@@ -28,9 +28,14 @@ tools/fetch_data.py fills. Exit codes: 0 done, 2 bad input, 1 fault while runnin
 def parser() -> Parser:
     """The command line."""
     p = Parser(prog="tools/train.py", description="Train a staged model as a config file says.", epilog=EPILOG)
-    p.add_argument("config", metavar="CONFIG", help="a YAML file, such as those in configs/")
+    p.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file, such as those in configs/")
     p.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config; VALUE is YAML"
+        "--set",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change keys of the config; VALUE is YAML",
     )
     p.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a dated folder under runs/)")
     how = p.add_mutually_exclusive_group()
@@ -53,6 +58,10 @@ def parser() -> Parser:
 def main() -> None:
     """Run the command line."""
     args = parser().parse_args()
+    if args.config is None and args.set and "=" not in args.set[-1]:
+        args.config = args.set.pop()  # --set a=1 CONFIG
+    if args.config is None:
+        raise BadInput("CONFIG: missing: must be a YAML file, such as configs/mlp_digits.yaml")
     if args.resume and args.out is None:
         raise BadInput("--resume: needs --out DIR, the folder of the run to resume")
     from ipu_pipe.config import load_config  # after the arguments are read: --help must not wait for torch
