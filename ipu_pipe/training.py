@@ -6,7 +6,7 @@ import contextlib
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ TEST_BATCH = 128  # samples of one evaluation forward; BatchNorm does not see it
 
 def train(
     config: Config,
-    out: Path,
+    out: Union[str, Path],
     *,
     model: Optional[nn.Module] = None,
     data: Optional[DataSource] = None,
@@ -42,6 +42,7 @@ def train(
     from the newest checkpoint, with the same numbers as if never interrupted. Raises BadInput before anything is written
     where the job is not possible, RunFault where the loss is not finite.
     """
+    out = Path(out)
     if resume:
         _refuse_changed(config, out)
     if resume and not _is_fresh(out):
@@ -232,8 +233,9 @@ def evaluate(job: Job) -> Measured:
     return total / seen, right / seen if counted else None
 
 
-def evaluate_checkpoint(config: Config, path: Path) -> Dict[str, Any]:
+def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any]:
     """Test loss and accuracy of the weights in a checkpoint folder or a plain state dict, without training."""
+    path = Path(path)
     job = build(config)
     held = checkpoint.load(path).model if path.is_dir() else checkpoint.read_tensors(path)
     checkpoint.load_weights(job.model, held, str(path))

@@ -374,6 +374,18 @@ def test_own_model_loss_and_loader_from_python(tmp_path: Path) -> None:
     assert report["final"]["test_accuracy"] is None
 
 
+def test_the_readmes_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: it gave the run's folder as text, which failed."""
+    monkeypatch.chdir(tmp_path)
+    code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    x = torch.randn(64, 64)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x[:, :10].argmax(1)), batch_size=8)
+    names: Dict[str, Any] = {"my_train_loader": loader, "my_test_loader": loader}
+    exec(code, names)
+    assert names["summary"]["model"]["stages"] == 3
+    assert (tmp_path / "runs" / "mine" / "summary.json").exists()
+
+
 def test_learning_rates_and_clipping_reach_the_optimizer(tmp_path: Path) -> None:
     seen: List[float] = []
 
