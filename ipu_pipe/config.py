@@ -26,7 +26,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import Annotated, Literal
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.methods import resolve_method
+from ipu_pipe.methods import METHODS, resolve_method
 
 
 def _whole(low: int, high: Optional[int] = None) -> BeforeValidator:
@@ -42,15 +42,21 @@ def _whole(low: int, high: Optional[int] = None) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _number(value: Any) -> Optional[float]:
+    """A finite number, also one written as text, such as "1e-3"; a true is no 1."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
 def _real(allowed: str, fits: Callable[[float], bool]) -> BeforeValidator:
-    """A finite number that `fits`, also one written as text, such as "1e-3"; a true is no 1."""
+    """A number that `fits`."""
 
     def check(value: Any) -> float:
-        try:
-            number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if not math.isfinite(number) or not fits(number):
+        number = _number(value)
+        if number is None or not fits(number):
             raise ValueError(f"must be a number {allowed}")
         return number
 
@@ -67,6 +73,7 @@ Whole = Annotated[int, _whole(0)]
 Seed = Annotated[int, _whole(0, 2**63 - 1)]  # what torch.Generator and a tensor of int64 hold
 Positive = Annotated[float, _real("> 0", lambda number: number > 0)]
 NotNegative = Annotated[float, _real(">= 0", lambda number: number >= 0)]
+Fraction = Annotated[float, _real("> 0 and <= 1", lambda number: 0 < number <= 1)]
 Share = Annotated[float, _real(">= 0 and < 1", lambda number: 0 <= number < 1)]
 
 
@@ -95,12 +102,107 @@ class DataConfig(BaseModel):
         return {key: value for key, value in self.model_dump().items() if key != "name" and value is not None}
 
 
+class T1(_Section):
+    """Learning-rate rescheduling. `anneal_updates`: K, from the lr_schedule if null (see ipu_pipe.rules)."""
+
+    anneal_updates: Optional[Count] = None
+
+
+class T2(_Section):
+    """Discrepancy correction. `decay`: D, or `optimal` for the optimum on a quadratic; null is exp(-2)."""
+
+    decay: Any = math.exp(-2)
+
+    @field_validator("decay")
+    @classmethod
+    def _decay(cls, value: Any) -> Any:
+        share = _number(value)
+        if value == "optimal" or (share is not None and 0 < share < 1):
+            return value if value == "optimal" else share
+        raise ValueError("must be a number > 0 and < 1, or optimal")
+
+
+class Warmup(_Section):
+    """Synchronous training in the first `epochs` (a fraction is rounded to updates)."""
+
+    epochs: Positive
+
+
+class Recompute(_Section):
+    """Activations recomputed in so many segments of stages; the square root of the stages if null."""
+
+    segments: Optional[Count] = None
+
+
+class Hogwild(_Section):
+    """Delays drawn from an exponential distribution over 0..`max` updates, `mean`: of all stages or one each; null: the
+    stage's lag in the method's pipeline."""
+
+    mean: Any = None
+    max: Count
+
+    @field_validator("mean")
+    @classmethod
+    def _mean(cls, value: Any) -> Any:
+        given = value if isinstance(value, (list, tuple)) else [value]
+        numbers = [_number(item) for item in given]
+        if value is None or (numbers and all(number is not None and number >= 0 for number in numbers)):
+            return value if value is None else numbers if isinstance(value, (list, tuple)) else numbers[0]
+        raise ValueError("must be null, a number >= 0, or a list of such, one a stage")
+
+
+class ConstantDelay(_Section):
+    """Every forward reads weights `updates` older than those to which its gradient is applied."""
+
+    updates: Count
+
+
+class SpikeCompensation(_Section):
+    """SC_kD with k = `scale`, or any `a` and `b`."""
+
+    scale: Positive = 1.0
+    a: Optional[NotNegative] = None
+    b: Optional[NotNegative] = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> "SpikeCompensation":
+        if (self.a is None) != (self.b is None):
+            raise _fault_at(
+                "a" if self.a is not None else "b", self.a if self.a is not None else self.b, "a and b go together"
+            )
+        if self.a is not None and self.scale != 1.0:
+            raise _fault_at("scale", self.scale, "either scale, or a and b")
+        return self
+
+
+class WeightPrediction(_Section):
+    """Linear weight prediction over `scale` times the lag."""
+
+    form: Literal["velocity", "difference"] = "velocity"
+    scale: Positive = 1.0
+
+
+class GradientShrinking(_Section):
+    """Gradients times `factor` to the power of the lag."""
+
+    factor: Fraction
+
+
 class MethodArgs(_Section):
-    """Changes of the method's axes, see ipu_pipe.methods."""
+    """Changes of the method's axes, see ipu_pipe.methods, and its update rules, see ipu_pipe.rules."""
 
     schedule: Optional[Literal["1f1b", "dataflow"]] = None
     turn: Optional[Annotated[int, _whole(0, 1)]] = None
     stash: Optional[StrictBool] = None
+    hogwild: Optional[Hogwild] = None
+    constant_delay: Optional[ConstantDelay] = None
+    recompute: Optional[Recompute] = None
+    warmup: Optional[Warmup] = None
+    t1: Optional[T1] = None
+    t2: Optional[T2] = None
+    spike_compensation: Optional[SpikeCompensation] = None
+    weight_prediction: Optional[WeightPrediction] = None
+    gradient_shrinking: Optional[GradientShrinking] = None
 
 
 class BackendConfig(_Section):
@@ -119,7 +221,8 @@ class BackendConfig(_Section):
 
 
 class OptimizerConfig(_Section):
-    """A torch.optim optimizer. Settings that are null stay PyTorch's own."""
+    """A torch.optim optimizer. Settings that are null stay PyTorch's own. `reference_batch_size`: lr and momentum are those
+    for updates of so many samples, and are scaled to this run's (see ipu_pipe.rules.scaled_for_update_size)."""
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
     lr: NotNegative = 0.05
@@ -129,6 +232,7 @@ class OptimizerConfig(_Section):
     betas: Optional[Tuple[Share, Share]] = None
     eps: Optional[Positive] = None
     no_decay: Union[str, List[str]] = []
+    reference_batch_size: Optional[Count] = None
 
     @field_validator("no_decay", mode="before")
     @classmethod
@@ -144,13 +248,17 @@ class OptimizerConfig(_Section):
             if getattr(self, key) is not None and key not in own:
                 why = f"{self.name} has no such setting, it has {', '.join(own)}"
                 raise _fault_at(key, getattr(self, key), why)
+        if self.reference_batch_size and self.name != "sgd":
+            raise _fault_at(
+                "reference_batch_size", self.reference_batch_size, f"the scaling is defined on sgd, not {self.name}"
+            )
         if self.nesterov and not self.momentum:
             raise _fault_at("nesterov", True, "needs a momentum above 0")
         return self
 
     def settings(self) -> Dict[str, Any]:
         """Keyword arguments of the torch.optim class."""
-        given = self.model_dump(exclude={"name", "no_decay"})
+        given = self.model_dump(exclude={"name", "no_decay", "reference_batch_size"})
         return {key: value for key, value in given.items() if value is not None}
 
 
@@ -263,12 +371,16 @@ class Config(_Section):
             raise ValueError("not in this version: must be 1")
         return value
 
-    @field_validator("recompute")
-    @classmethod
-    def _no_recompute(cls, value: bool) -> bool:
-        if value:
-            raise ValueError("not in this version: must be false")
-        return value
+    @model_validator(mode="after")
+    def _recompute_is_said_once(self) -> "Config":
+        method = METHODS.get(self.method)
+        if not self.recompute or method is None or self.method_args.recompute:
+            return self
+        reads_newest = method.backward_reads == "newest" and not method.flushes and not self.method_args.stash
+        if reads_newest and not self.method_args.hogwild:
+            why = f"with {self.method} the weights of the recomputation matter: set method_args: {{recompute: {{segments: ...}}}}"
+            raise _fault_at("recompute", True, why)
+        return self
 
     def to_dict(self) -> Dict[str, Any]:
         """Every key with its value, as plain data that YAML and JSON can hold."""
@@ -429,10 +541,12 @@ def _validate(raw: Dict[str, Any], origins: Mapping[str, str], place: str, fault
         config = Config.model_validate(raw)
     except ValidationError as error:
         faults = faults + [_fault(detail, origins, place) for detail in error.errors()]
-        wrong = {str(detail["loc"][0]) for detail in error.errors()}
+        wrong = {str((detail["loc"] or (detail["ctx"]["key"],))[0]) for detail in error.errors()}
     if "method" not in wrong:  # also where other keys are wrong: all faults are told at once
         args = raw.get("method_args", {}) if "method_args" not in wrong else {}
         faults = faults + _method_faults(raw.get("method", "gpipe"), args, origins, place)
+    if config is not None and not faults:
+        faults = _rule_faults(config, origins, place)
     if faults or config is None:
         raise BadInput(faults)
     return config
@@ -446,6 +560,16 @@ def _method_faults(name: str, args: Mapping[str, Any], origins: Mapping[str, str
         told = [re.sub(r"^method_args: ", "method_args.", fault) for fault in error.faults]
         return [f"{_origin(fault.partition(':')[0], origins, place)}: {fault}" for fault in told]
     return []
+
+
+def _rule_faults(config: Config, origins: Mapping[str, str], place: str) -> List[str]:
+    """What the update rules have against the method and the optimizer."""
+    from ipu_pipe import rules  # holds torch, which reading a config otherwise does not need
+
+    optimizer, args = config.optimizer, config.method_settings()
+    method = resolve_method(config.method, args)
+    found = rules.faults(args, method, optimizer.name, optimizer.settings())
+    return [f"{_origin(fault.partition(':')[0], origins, place)}: {fault}" for fault in found]
 
 
 def _fault(detail: Any, origins: Mapping[str, str], place: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 import torch
 from torch import nn
 
-from ipu_pipe import lr, update
+from ipu_pipe import lr, rules, update
 from ipu_pipe.backends import emulator
 from ipu_pipe.checkpoint import load_weights, read_tensors
 from ipu_pipe.config import Config
@@ -23,7 +23,7 @@ from ipu_pipe.randomness import derived_seed
 from ipu_pipe.schedule import Schedule
 from ipu_pipe.stages import Partition, partition
 from ipu_pipe.timelines import make_schedule
-from ipu_pipe.versions import VersionTable
+from ipu_pipe.versions import VersionTable, segment_ends
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -42,6 +42,7 @@ class Job:
     schedule: Schedule
     table: VersionTable
     optimizer: torch.optim.Optimizer
+    rules: rules.UpdateRules
     base_rate: float
     updates_per_epoch: int
     updates: int
@@ -55,7 +56,12 @@ class Job:
 
     def rate(self, k: int) -> float:
         """Learning rate of update k."""
-        return lr.rate(self.config.lr_schedule, self.base_rate, k, self.updates, self.updates_per_epoch)
+        return _rate(self.config, self.base_rate, k, self.updates, self.updates_per_epoch)
+
+    @property
+    def synchronous_updates(self) -> int:
+        """Updates of the synchronous warm-up, before the switch to the method."""
+        return self.rules.switch
 
     def evaluates_after(self, done: int) -> bool:
         """Whether the test set is evaluated when `done` updates are done: after each `evaluate.every` epochs and at the end."""
@@ -116,21 +122,64 @@ def build(
     _try_model(model, chosen_loss, example)
     part = partition(model, example[0], config.stages)
 
-    method = resolve_method(config.method, config.method_settings())
+    args = config.method_settings()
+    method = resolve_method(config.method, args)
     accumulate = config.gradient_accumulation
     check(method, len(part), updates * accumulate, accumulate)
     scope = config.clip.scope if config.clip else None
     reasons = emulator.refuses(model, chosen_loss, method, len(part), *example, clip_scope=scope)
     if reasons:
         raise BadInput(reasons)
-    drains = _drains(config, updates, per_epoch)
-    schedule = make_schedule(method, len(part), updates * accumulate, accumulate, [k * accumulate for k in drains])
+    switch = round(args["warmup"]["epochs"] * per_epoch) if "warmup" in args else 0
+    drains = [k * accumulate for k in _drains(config, updates, per_epoch)]
+    schedule = make_schedule(method, len(part), updates * accumulate, accumulate, drains, switch * accumulate)
+    table = VersionTable(schedule, method, config.seed)
+    if method.segments is not None:
+        segment_ends(len(part), method.segments)  # refuses more than there are stages
     groups = update.parameter_groups(model, part, config.optimizer.no_decay)
     made = (optimizer or _factory(config))(groups)
+    if optimizer is not None:
+        _check_rules(args, method, made)
+    base = float(made.param_groups[0]["lr"])
     return Job(
-        config, model, chosen_loss, data, device, part, method, schedule, VersionTable(schedule, method), made,
-        float(made.param_groups[0]["lr"]), per_epoch, updates, example, footprint(model, part, chosen_loss, *example),
+        config, model, chosen_loss, data, device, part, method, schedule, table, made,
+        _rules(config, args, table, made, base, updates, per_epoch, switch),
+        base, per_epoch, updates, example, footprint(model, part, chosen_loss, *example),
     )  # fmt: skip
+
+
+def _rate(config: Config, base: float, k: int, updates: int, per_epoch: int) -> float:
+    return lr.rate(config.lr_schedule, base, k, updates, per_epoch)
+
+
+def _rules(
+    config: Config,
+    args: Dict[str, Any],
+    table: VersionTable,
+    optimizer: torch.optim.Optimizer,
+    base: float,
+    updates: int,
+    per_epoch: int,
+    switch: int,
+) -> rules.UpdateRules:
+    """The run's update rules; T1's K, where it is not given, from the learning-rate schedule."""
+    if "t1" in args and args["t1"]["anneal_updates"] is None:
+        schedule = config.lr_schedule
+        first = round(min(schedule.milestones) * per_epoch) if schedule.milestones else None
+        args = {**args, "t1": {"anneal_updates": rules.anneal_default(first, schedule.warmup_steps, updates)}}
+    return rules.UpdateRules(
+        args, table.method, table.rule_lag(), config.gradient_accumulation, optimizer,
+        lambda k: _rate(config, base, k, updates, per_epoch), switch,
+    )  # fmt: skip
+
+
+def _check_rules(args: Dict[str, Any], method: Method, optimizer: torch.optim.Optimizer) -> None:
+    """Whether the rules are defined on an optimizer that the user made."""
+    kinds = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw"}
+    kind = kinds.get(type(optimizer), type(optimizer).__name__)
+    found = rules.faults(args, method, kind, optimizer.param_groups[0])
+    if found:
+        raise BadInput(found)
 
 
 def _device(config: Config) -> torch.device:
@@ -172,6 +221,11 @@ def make_loss(config: Config) -> Loss:
 
 def _factory(config: Config) -> update.OptimizerFactory:
     settings: Dict[str, Any] = config.optimizer.settings()
+    reference = config.optimizer.reference_batch_size
+    if reference:
+        size = config.micro_batch_size * config.gradient_accumulation * config.replicas
+        momentum = settings.get("momentum") or 0.0
+        settings["lr"], settings["momentum"] = rules.scaled_for_update_size(settings["lr"], momentum, reference, size)
     return update.optimizer_factory(config.optimizer.name, **settings)
 
 

@@ -1,7 +1,8 @@
 """The table of training methods: each name is a preset over *when* (pipeline, turn) and *which weights* (reads).
 
 The update rules that some methods add (T1, T2, spike compensation, weight prediction) are no axis of this table: they
-change what is done with a gradient, not when a pass runs nor which version it reads.
+change what is done with a gradient or how a version is corrected when read, not when a pass runs nor which version it
+reads. They are in ipu_pipe.rules.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Dict, Iterable, List, Mapping
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
 from ipu_pipe.errors import BadInput
 
@@ -33,6 +34,7 @@ class Reads(str, Enum):
         "double_buffered"  # one version behind the batch's own: max(floor(m/N) - 1, 0), from each drain anew
     )
     STASHED = "stashed"  # a backward reads what its microbatch's forward read
+    DELAYED = "delayed"  # a stated or drawn number of updates before the backward, whatever the schedule
 
 
 class DefaultAccumulate(str, Enum):
@@ -44,11 +46,27 @@ class DefaultAccumulate(str, Enum):
 
 
 @dataclass(frozen=True)
+class Delay:
+    """How many updates before its backward a forward reads, where the schedule does not say.
+
+    `greatest` D with `drawn` false: always D (Kosson et al. 2021, appendices F and G.2). With `drawn`: each pass draws
+    from the exponential distribution over 0..D (PipeMare, appendix E, in whole updates); its expectation is `mean`, by
+    stage or the same for all, and where None the stage's own greatest lag in the method's pipeline.
+    """
+
+    greatest: int
+    drawn: bool = False
+    mean: Optional[Tuple[float, ...]] = None
+
+
+@dataclass(frozen=True)
 class Method:
     """One way to train a pipeline.
 
     `turn`: dataflow only; the steps between the last stage's forward and its backward (0: both in one step).
     `flushes`: the pipeline empties before every update, so that no pass ever reads old weights.
+    `predicts`: both passes read weights predicted for one time, that at which the first stage's backward ends.
+    `delay`: where forward_reads is DELAYED. `segments`: activations are recomputed, but for the inputs of so many segments.
     """
 
     name: str
@@ -59,6 +77,13 @@ class Method:
     flushes: bool
     default_accumulate: DefaultAccumulate
     source: str
+    predicts: bool = False
+    delay: Optional[Delay] = None
+    segments: Optional[int] = None
+
+    def reads_old(self, stages: int) -> bool:
+        """Whether any pass may read other weights than the newest, on a pipeline of so many stages."""
+        return not self.flushes and (stages > 1 or self.delay is not None)
 
     def accumulate_for(self, stages: int, microbatches: int) -> int:
         """N, the microbatches an update, where the user does not say."""
@@ -102,19 +127,27 @@ METHODS: Dict[str, Method] = _table(
         "pipelined_backprop", Pipeline.DATAFLOW, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
         "Kosson et al. 2021",
     ),
+    Method(
+        "spectrain", Pipeline.DATAFLOW, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
+        "Chen et al. 2018 (SpecTrain), as compared by Kosson et al. 2021", predicts=True,
+    ),
 )  # fmt: skip
 
 
-def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
-    """The method called `name`, its axes changed by `args`: `schedule` 1f1b|dataflow, `turn` 0|1, `stash` true|false.
+AXES = ("schedule", "turn", "stash", "hogwild", "constant_delay", "recompute")
 
-    Other keys of `args` belong to the update rules and are not looked at; None means not given. Raises BadInput for an
-    unknown name and for an argument that the method cannot take, with the reason.
+
+def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
+    """The method called `name`, its axes changed by `args`.
+
+    `schedule` 1f1b|dataflow, `turn` 0|1, `stash` true|false, `hogwild` {mean, max}, `constant_delay` {updates},
+    `recompute` {segments}. Other keys of `args` belong to the update rules and are not looked at; None means not given.
+    Raises BadInput for an unknown name and for an argument that the method cannot take, with the reason.
     """
     if name not in METHODS:
         raise BadInput(f"method: {name}: is none of {', '.join(METHODS)}{_nearest(name, METHODS)}")
     method = METHODS[name]
-    given = {key: args[key] for key in ("schedule", "turn", "stash") if args.get(key) is not None}
+    given = {key: args[key] for key in AXES if args.get(key) is not None}
     faults = _value_faults(given) or _axis_faults(method, given)
     if faults:
         raise BadInput(faults)
@@ -123,8 +156,22 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
         method = replace(method, pipeline=pipeline, turn=method.turn if pipeline is Pipeline.DATAFLOW else 0)
     if "turn" in given:
         method = replace(method, turn=given["turn"])
+    if "hogwild" in given:  # the paper's gradient is that of the delayed weights: both passes read them
+        mean = given["hogwild"].get("mean")
+        means = None if mean is None else tuple(mean) if isinstance(mean, (list, tuple)) else (mean,)
+        delay = Delay(given["hogwild"]["max"], drawn=True, mean=means)
+        method = replace(method, forward_reads=Reads.DELAYED, backward_reads=Reads.STASHED, delay=delay)
+    if "constant_delay" in given:
+        method = replace(method, forward_reads=Reads.DELAYED, delay=Delay(given["constant_delay"]["updates"]))
     if "stash" in given:
         method = replace(method, backward_reads=Reads.STASHED if given["stash"] else Reads.NEWEST)
+    if "recompute" in given:
+        method = replace(method, segments=given["recompute"].get("segments") or 0)
+        if method.backward_reads is not Reads.NEWEST or method.pipeline is not Pipeline.DATAFLOW or method.delay:
+            raise BadInput(
+                f"method_args: recompute: {given['recompute']}: its weights are a matter of the method only where both passes"
+                " read the newest weights on the dataflow schedule (pipemare, pipelined_backprop); elsewhere set recompute: true"
+            )
     return method
 
 
@@ -142,6 +189,10 @@ def _value_faults(given: Mapping[str, Any]) -> List[str]:
         faults.append(f"method_args: turn: {turn}: must be 0 or 1")
     if not isinstance(given.get("stash", True), bool):
         faults.append(f"method_args: stash: {given['stash']}: must be true or false")
+    if "hogwild" in given and "constant_delay" in given:
+        faults.append(
+            f"method_args: hogwild: {given['hogwild']}: not together with constant_delay, which fixes the delays"
+        )
     return faults
 
 
@@ -150,6 +201,9 @@ def _axis_faults(method: Method, given: Mapping[str, Any]) -> List[str]:
         reason = f"{method.name} empties the pipeline before every update: its schedule and its weights are fixed"
     elif method.forward_reads is Reads.DOUBLE_BUFFERED:
         reason = f"{method.name} is 1F1B with exactly two weight versions: neither can be changed"
+    elif method.predicts and not given.keys() <= {"schedule", "turn"}:
+        given = {key: value for key, value in given.items() if key not in ("schedule", "turn")}
+        reason = f"{method.name} predicts the weights that both passes read from the newest ones"
     elif "turn" in given and given.get("schedule", method.pipeline) != Pipeline.DATAFLOW:
         return [f"method_args: turn: {given['turn']}: only the dataflow schedule has a turn; set schedule: dataflow"]
     else:

@@ -51,7 +51,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
                 module.training = mode
 
 
-class _StageClock:
+class StageClock:
     """Which stage is running, kept by hooks on the modules at which the stage changes."""
 
     def __init__(self, model: nn.Module, part: Partition) -> None:
@@ -59,7 +59,7 @@ class _StageClock:
         self._model, self._part = model, part
         self._handles: List[Any] = []
 
-    def __enter__(self) -> "_StageClock":
+    def __enter__(self) -> "StageClock":
         for name, stage in self._part.begins.items():
 
             def enter(module: nn.Module, inputs: Any, stage: int = stage) -> None:
@@ -83,7 +83,7 @@ def _storage(tensor: torch.Tensor) -> Tuple[int, str]:
 class _Crossings(TorchDispatchMode):
     """Sees every operation: a tensor made on an earlier stage than the one that reads it crosses each boundary between."""
 
-    def __init__(self, clock: _StageClock, boundaries: int) -> None:
+    def __init__(self, clock: StageClock, boundaries: int) -> None:
         super().__init__()
         self.bytes = [0] * boundaries
         self._clock = clock
@@ -111,9 +111,9 @@ def footprint(model: nn.Module, part: Partition, loss: Loss, x: torch.Tensor, y:
     weights = {_storage(t) for t in [*model.parameters(), *model.buffers()]}
     kept: List[Dict[Tuple[int, str], Tuple[int, torch.Tensor]]] = [{} for _ in part.stages]
     with _undisturbed(model):
-        with _StageClock(model, part) as clock, _Crossings(clock, len(part) - 1) as crossings, torch.no_grad():
+        with StageClock(model, part) as clock, _Crossings(clock, len(part) - 1) as crossings, torch.no_grad():
             loss(model(x), y)
-        with _StageClock(model, part) as clock:
+        with StageClock(model, part) as clock:
 
             def keep(tensor: torch.Tensor) -> torch.Tensor:
                 place = _storage(tensor)
@@ -211,7 +211,8 @@ def _saved(model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> Li
     saved: List[Optional[torch.Tensor]] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        plain = tensor.layout == torch.strided and _storage(tensor) not in given
+        # whole numbers (a max pool's indices) are no weights
+        plain = tensor.layout == torch.strided and tensor.is_floating_point() and _storage(tensor) not in given
         saved.append(tensor.detach().clone() if plain else None)
         return tensor
 

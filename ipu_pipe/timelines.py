@@ -19,28 +19,34 @@ Stretch = Tuple[int, RunArray]
 
 
 def make_schedule(
-    method: Method, stages: int, microbatches: int, accumulate: int, drains: Sequence[int] = ()
+    method: Method, stages: int, microbatches: int, accumulate: int, drains: Sequence[int] = (), synchronous: int = 0
 ) -> Schedule:
     """The schedule of `method` for P `stages`, M `microbatches` and N = `accumulate` microbatches an update.
 
     `drains`: microbatches, whole multiples of N, before which the pipeline empties and refills (evaluation,
-    checkpoints); methods that flush are empty there anyway. Raises BadInput for what cannot be (see methods.check).
+    checkpoints); methods that flush are empty there anyway. `synchronous`: so many microbatches at the start, a whole
+    multiple of N, run as GPipe does (PipeMare's warm-up, W). Raises BadInput for what cannot be (see methods.check).
     """
     check(method, stages, microbatches, accumulate)
-    stretch, longest = _STRETCHES[method.pipeline]
-    if longest is None:
-        lengths = _between_drains(drains, microbatches, accumulate)
-    else:
-        _between_drains(drains, microbatches, accumulate)  # nothing to do for them, but bad ones are still refused
-        length = longest(accumulate)
-        lengths = [(length, microbatches // length), (microbatches % length, 1)]
     turn = method.turn if stages > 1 else 0  # one stage is no pipeline
+    _between_drains(drains, microbatches, accumulate)  # bad ones are refused also where there is nothing to do for them
+    warm = min(synchronous, microbatches)
+    if warm % accumulate and warm < microbatches:
+        raise BadInput(f"synchronous: {warm}: must be a multiple of accumulate ({accumulate})")
     parts: List[Part] = []
-    for length, repeats in lengths:
-        if length and repeats:
-            slots, runs = stretch(stages, length, turn)
-            first_slot, first = (parts[-1].end_slot, parts[-1].end_microbatch) if parts else (0, 0)
-            parts.append(Part(first_slot, first, repeats, slots, length, runs))
+    for pipeline, count in ((Pipeline.FILL_DRAIN, warm), (method.pipeline, microbatches - warm)):
+        stretch, longest = _STRETCHES[pipeline]
+        if longest is None:
+            later = [drain - warm for drain in drains if drain >= warm]
+            lengths = _between_drains(later, count, accumulate)
+        else:
+            length = longest(accumulate)
+            lengths = [(length, count // length), (count % length, 1)]
+        for length, repeats in lengths:
+            if length and repeats:
+                slots, runs = stretch(stages, length, turn)
+                first_slot, first = (parts[-1].end_slot, parts[-1].end_microbatch) if parts else (0, 0)
+                parts.append(Part(first_slot, first, repeats, slots, length, runs))
     holds = "both" if method.pipeline is Pipeline.DATAFLOW else "one"
     return Schedule(stages, microbatches, accumulate, holds, tuple(parts))
 

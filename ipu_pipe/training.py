@@ -86,7 +86,7 @@ class _Run:
         self.run.open_metrics(position.update)
         self.progress.say(summary.opening(job, position.update))
         emulator = Emulator(
-            job.model, job.loss, job.part, job.method, job.table, job.optimizer, job.rate, job.example,
+            job.model, job.loss, job.part, job.method, job.table, job.optimizer, job.rules, job.example,
             seed=job.config.seed, clip=(job.config.clip.norm, job.config.clip.scope) if job.config.clip else None,
             allow_nonfinite=job.config.allow_nonfinite, microbatch=position.update * job.config.gradient_accumulation,
         )  # fmt: skip
@@ -123,7 +123,7 @@ class _Run:
             position.seconds, position.timed_updates = position.seconds + seconds, position.timed_updates + 1
         self.progress.steps += 1
         rate = result.samples / seconds
-        bar.advance(result.loss, None if result.correct is None else result.correct / result.samples, rate)
+        bar.advance(result.loss, result.accuracy, rate)
         if position.update % job.config.log.every == 0 or position.update == job.updates:
             epoch = position.update / job.updates_per_epoch
             self._log(
@@ -210,8 +210,8 @@ class _Run:
 
 def evaluate(job: Job) -> Measured:
     """(mean loss, accuracy as a fraction) over the test set, or its configured subset; None where there is none."""
-    model, total, right, seen = job.model, 0.0, 0, 0
-    counted = True
+    model, total, right, counted, seen = job.model, 0.0, 0, 0, 0
+    has_answers = True
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -220,9 +220,12 @@ def evaluate(job: Job) -> Measured:
                 x, y = job.to_device(x, y)
                 output = model(x)
                 total += float(job.loss(output, y)) * len(x)
-                correct = right_answers(output, y)
-                counted = counted and correct is not None
-                right, seen = right + int(correct or 0), seen + len(x)
+                answers = right_answers(output, y)
+                seen += len(x)
+                if answers is None:
+                    has_answers = False
+                else:
+                    right, counted = right + int(answers[0]), counted + int(answers[1])
                 if job.config.evaluate.subset and seen >= job.config.evaluate.subset:
                     break
     finally:
@@ -230,7 +233,7 @@ def evaluate(job: Job) -> Measured:
             module.training = mode
     if not seen:
         return None, None
-    return total / seen, right / seen if counted else None
+    return total / seen, right / counted if has_answers and counted else None
 
 
 def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any]:

@@ -1,7 +1,7 @@
 """Gradients -> weights: torch.optim optimizers, one parameter group (or two, with `no_decay`) a stage.
 
 All stages share one optimizer object whose state (momentum and the like) is kept by parameter and so by stage. Updates are
-told apart by group: a group knows its stage (`group["stage"]`), which is where rules that treat stages differently act.
+told apart by group: a group knows its stage (`group["stage"]`), by which the rules of ipu_pipe.rules treat stages differently.
 """
 
 from __future__ import annotations
@@ -66,12 +66,6 @@ def _undecayed(model: nn.Module, names: Iterable[str], patterns: Sequence[str]) 
                 raise BadInput(f"optimizer.no_decay: {pattern}: matches no parameter of the model")
         chosen += matched
     return chosen
-
-
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every group this learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
 
 
 def clip(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:

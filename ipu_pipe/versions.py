@@ -12,9 +12,10 @@ from functools import cached_property
 from typing import Dict, Iterator, NamedTuple, Optional, Tuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.methods import Method, Reads
+from ipu_pipe.methods import Delay, Method, Reads
 from ipu_pipe.schedule import ALL_STAGES, PASSES, Action, IntArray, Kind, Schedule
 from ipu_pipe.timelines import make_schedule
 
@@ -39,11 +40,17 @@ class VersionTable:
     then, or updates by its own or a later microbatch: such a schedule cannot be replayed microbatch by microbatch.
     """
 
-    def __init__(self, schedule: Schedule, method: Method) -> None:
+    def __init__(self, schedule: Schedule, method: Method, seed: int = 0) -> None:
+        """`seed`: of the delays that are drawn, if the method draws any."""
         self.schedule = schedule
-        if schedule.stages == 1:  # one stage is no pipeline: plain training, whatever the method
+        if (
+            schedule.stages == 1 and method.delay is None
+        ):  # one stage is no pipeline: plain training, whatever the method
             method = replace(method, forward_reads=Reads.NEWEST)
         self.method = method
+        self._seed = seed
+        if method.delay is not None and method.delay.drawn:
+            self._draws = _Draws(method.delay, self._mean_delays(), seed)
 
     # --- the table
 
@@ -58,16 +65,39 @@ class VersionTable:
     def window(self, first: int, last: int, stages: slice = ALL_STAGES) -> Tuple[IntArray, IntArray]:
         """Forward and backward versions of the microbatches [first, last), checked."""
         newest = {kind: self._newest(kind, first, last, stages) for kind in PASSES}
-        forward = self._read(self.method.forward_reads, newest[Kind.FORWARD], None, first)
-        backward = self._read(self.method.backward_reads, newest[Kind.BACKWARD], forward, first)
+        if self.method.delay is not None:  # counted from the gradient's use; the schedule does not bound it
+            newest[Kind.FORWARD] = newest[Kind.BACKWARD] = self._batch(first, newest[Kind.BACKWARD])
+        forward = self._read(self.method.forward_reads, newest[Kind.FORWARD], None, first, stages)
+        backward = self._read(self.method.backward_reads, newest[Kind.BACKWARD], forward, first, stages)
         self._check(forward, backward, newest, first, stages)
         return forward, backward
+
+    def recompute(self, first: int, last: int, stages: slice = ALL_STAGES) -> IntArray:
+        """The versions (P, last - first) with which the activations of the microbatches [first, last) are recomputed.
+
+        A segment's recomputation runs forward through it, one stage a step, and ends with the step in which its last stage
+        turns a microbatch around (PipeMare, appendix A): stage s of a segment that ends with stage z recomputes
+        2 (z - s) + turn steps before its own backward, and reads the newest weights then.
+        """
+        assert self.method.segments is not None
+        ends = segment_ends(self.schedule.stages, self.method.segments)
+        begins = np.arange(self.schedule.stages)
+        turn = self.method.turn if self.schedule.stages > 1 else 0
+        slots = self.schedule.slots(Kind.BACKWARD, first, last)[ends] - turn - (ends - begins)[:, None]
+        versions = self.schedule.count_before(Kind.UPDATE, slots[stages], stages) if last > first else slots[stages]
+        forward, backward = self.window(first, last, stages)
+        assert ((forward <= versions) & (versions <= backward)).all(), "recomputed between forward and backward"
+        return versions
+
+    def _batch(self, first: int, like: IntArray) -> IntArray:
+        """The version (P, n) to which the gradient of each microbatch from `first` on is applied."""
+        return np.broadcast_to(np.arange(first, first + like.shape[1]) // self.schedule.accumulate, like.shape)
 
     def _newest(self, kind: Kind, first: int, last: int, stages: slice) -> IntArray:
         slots = self.schedule.slots(kind, first, last, stages)
         return self.schedule.count_before(Kind.UPDATE, slots, stages) if last > first else slots
 
-    def _read(self, rule: Reads, newest: IntArray, forward: Optional[IntArray], first: int) -> IntArray:
+    def _read(self, rule: Reads, newest: IntArray, forward: Optional[IntArray], first: int, stages: slice) -> IntArray:
         if rule is Reads.NEWEST:
             return newest
         if rule is Reads.STASHED:
@@ -75,10 +105,16 @@ class VersionTable:
             return forward
         microbatch = np.arange(first, first + newest.shape[1])
         batch, begin = microbatch // self.schedule.accumulate, np.zeros_like(microbatch)
+        delay = self.method.delay
         for part in self.schedule.parts:  # after a drain only the newest version is left, as at the start
             inside = (part.first_microbatch <= microbatch) & (microbatch < part.end_microbatch)
             begin[inside] = microbatch[inside] - (microbatch[inside] - part.first_microbatch) % part.microbatches
-        return np.broadcast_to(np.maximum(batch - 1, begin // self.schedule.accumulate), newest.shape).copy()
+        begin = begin // self.schedule.accumulate
+        if rule is Reads.DOUBLE_BUFFERED:
+            return np.broadcast_to(np.maximum(batch - 1, begin), newest.shape).copy()
+        assert delay is not None
+        delays = self._draws(first, first + len(microbatch))[stages] if delay.drawn else delay.greatest
+        return np.maximum(newest - delays, begin)
 
     def _check(
         self, forward: IntArray, backward: IntArray, newest: Dict[Kind, IntArray], first: int, stages: slice
@@ -109,9 +145,38 @@ class VersionTable:
         """As `greatest_lag`, for the weights that the backward reads (0 where it reads the newest)."""
         return self._steady_lags[1]
 
+    def rule_lag(self) -> NDArray[np.float64]:
+        """The lag (P,) by which the update rules go: the greatest steady one, or, where delays are drawn, their mean."""
+        if self.method.delay is not None and self.method.delay.drawn:
+            return self._mean_delays()
+        return self.greatest_lag().astype(np.float64)
+
+    def _mean_delays(self) -> NDArray[np.float64]:
+        """Expectation (P,) of drawn delays. Raises BadInput where an exponential distribution over 0..D has none such."""
+        delay, P = self.method.delay, self.schedule.stages
+        assert delay is not None
+        if delay.mean is None:
+            pipeline = replace(self.method, forward_reads=Reads.NEWEST, backward_reads=Reads.NEWEST, delay=None)
+            means = VersionTable(self.schedule, pipeline).greatest_lag().astype(np.float64)
+        elif len(delay.mean) in (1, P):
+            means = np.broadcast_to(np.asarray(delay.mean, np.float64), (P,)).copy()
+        else:
+            raise BadInput(
+                f"method_args.hogwild.mean: {list(delay.mean)}: must be one number or one for each of {P} stages"
+            )
+        if (means > delay.greatest / 2).any():
+            raise BadInput(
+                f"method_args.hogwild.max: {delay.greatest}: an exponential distribution over 0..max has a mean of at most max/2;"
+                f" the greatest mean here is {means.max():g}: max must be at least {2 * means.max():g}"
+            )
+        return means
+
     @cached_property
     def _steady_lags(self) -> Tuple[IntArray, IntArray]:
         P, N = self.schedule.stages, self.schedule.accumulate
+        if self.method.delay is not None:
+            lag = np.full(P, self.method.delay.greatest, np.int64)
+            return lag, lag if self.method.backward_reads is Reads.STASHED else np.zeros_like(lag)
         start = N * (-(-2 * P // N) + 1)  # from microbatch 2P on, lags repeat with period N, to the last microbatch
         steady = VersionTable(make_schedule(self.method, P, start + N, N), self.method)
         forward_lag, backward_lag = np.zeros(P, np.int64), np.zeros(P, np.int64)
@@ -133,10 +198,12 @@ class VersionTable:
         start-up counts: PipeDream's timeline may there keep more copies than later on.
         """
         P, N = self.schedule.stages, self.schedule.accumulate
+        if self.method.delay is not None:  # no schedule's: all that a pass may read
+            return self.greatest_lag() + 1
         reach = N * (-(-4 * (P + N) // N))  # by then a stretch has long been in its steady state
         copies = np.ones(P, np.int64)
         # the pipeline is empty between parts and only the newest version left: parts of one length are alike
-        for part in {part.microbatches: part for part in self.schedule.parts}.values():
+        for part in {(part.microbatches, part.slots): part for part in self.schedule.parts}.values():
             first, last = part.first_microbatch, min(part.first_microbatch + reach, part.end_microbatch)
             for stages in _bands(P, last - first):
                 copies[stages] = np.maximum(copies[stages], self._alive(first, last, stages))
@@ -226,6 +293,57 @@ class VersionTable:
         earlier = int(schedule.count_before(Kind.UPDATE, np.array([start])).sum())
         below += earlier + np.cumsum(total) - total
         return tuple(np.take_along_axis(below, s - start, axis=1) for s in slots)
+
+
+def segment_ends(stages: int, segments: int) -> IntArray:
+    """The last stage of each stage's segment (P,): `segments` consecutive ones as equal as possible, longer ones first;
+    0 stands for as many as the square root of P, rounded (PipeMare's optimum). Raises BadInput for more than P."""
+    segments = segments or max(round(stages**0.5), 1)
+    if not 1 <= segments <= stages:
+        raise BadInput(f"method_args.recompute.segments: {segments}: must be from 1 to the number of stages, {stages}")
+    lengths = [len(part) for part in np.array_split(np.arange(stages), segments)]
+    return np.repeat(np.cumsum(lengths) - 1, lengths)
+
+
+class _Draws:
+    """Delays drawn by (seed, microbatch, stage) from P(d) ~ q^d on 0..D, the exponential distribution in whole updates."""
+
+    BLOCK = 256  # microbatches that share a generator
+
+    def __init__(self, delay: Delay, means: NDArray[np.float64], seed: int) -> None:
+        self._seed = seed
+        self._thresholds = np.stack([np.cumsum(_exponential(mean, delay.greatest)) for mean in means])
+        self._blocks: Dict[int, IntArray] = {}
+
+    def __call__(self, first: int, last: int) -> IntArray:
+        """Delays (P, last - first) of the microbatches [first, last)."""
+        if last <= first:
+            return np.zeros((len(self._thresholds), 0), np.int64)
+        blocks = range(first // self.BLOCK, (last - 1) // self.BLOCK + 1)
+        joined = np.concatenate([self._block(block) for block in blocks], axis=1)
+        start = blocks[0] * self.BLOCK
+        return joined[:, first - start : last - start]
+
+    def _block(self, block: int) -> IntArray:
+        if block not in self._blocks:
+            if len(self._blocks) > 64:
+                self._blocks.clear()
+            drawn = np.random.default_rng((self._seed, block)).random((self.BLOCK, len(self._thresholds))).T
+            rows = [np.searchsorted(row, values, side="right") for row, values in zip(self._thresholds, drawn)]
+            self._blocks[block] = np.minimum(np.stack(rows), self._thresholds.shape[1] - 1)
+        return self._blocks[block]
+
+
+def _exponential(mean: float, greatest: int) -> NDArray[np.float64]:
+    """Probabilities (D + 1,) of 0..D, proportional to q^d, with this expectation (at most D/2), q by bisection."""
+    values = np.arange(greatest + 1)
+    low, high = 0.0, 1.0
+    for _ in range(200):
+        q = (low + high) / 2
+        weights = q**values
+        low, high = (q, high) if (weights * values).sum() / weights.sum() < mean else (low, q)
+    weights = high**values
+    return np.asarray(weights / weights.sum())
 
 
 def _bands(stages: int, width: int) -> Iterator[slice]:

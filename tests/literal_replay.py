@@ -1,12 +1,14 @@
 """The definition that the emulator is held against: the schedule carried out slot by slot, stage by stage, slowly.
 
-Every stage is a module of its own with its own parameters, optimizer and inbox. Nothing here knows of versions by number:
-a stage has weights *now*, it stashes what its method says, and the slots alone decide what is newest when.
+Every stage is a module of its own with its own parameters, optimizer and inbox. Nothing here knows of versions by number
+beyond counting a stage's updates: a stage has weights *now*, it stashes what its method says, the slots alone decide what is
+newest when, and the update rules are written out from their papers' equations, without a line of ipu_pipe.rules.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+import math
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -16,24 +18,133 @@ from ipu_pipe.methods import Method
 from ipu_pipe.schedule import Kind, Schedule
 
 Batch = Tuple[torch.Tensor, torch.Tensor]
+Weights = Dict[str, torch.Tensor]
+
+
+def lag_formula(method: Method, stages: int, stage: int, accumulate: int) -> float:
+    """D of a stage, counted from 0, by the papers' closed forms."""
+    if method.delay is not None and not method.delay.drawn:
+        return method.delay.greatest
+    if stages == 1 or method.flushes:
+        return 0
+    if method.name == "pipedream_2bw":
+        return 1
+    microbatches = 2 * (stages - 1 - stage) + method.turn if method.pipeline == "dataflow" else stages - 1 - stage
+    return math.ceil(microbatches / accumulate)
+
+
+class LiteralRules:
+    """The update rules of one stage. `args` as in a config; lr of update k is `rate(k)`; rules act from update `switch` on."""
+
+    def __init__(
+        self,
+        args: Mapping[str, Any],
+        method: Method,
+        stages: int,
+        stage: int,
+        accumulate: int,
+        lr: float,
+        switch: int = 0,
+    ) -> None:
+        self.args, self.method, self.lr, self.switch = args, method, lr, switch
+        self.lag = lag_formula(method, stages, stage, accumulate)
+        self.ahead = 0.0
+        if method.name == "spectrain" and stages > 1:
+            self.ahead = math.ceil(stage / (1 if method.pipeline == "dataflow" else 2) / accumulate)
+
+    def rate(self, k: int) -> float:
+        """T1: lr / tau^p."""
+        if "t1" not in self.args or k < self.switch:
+            return self.lr
+        power = 1 - min((k - self.switch) / self.args["t1"]["anneal_updates"], 1)
+        return self.lr / max(self.lag, 1) ** power
+
+    def forward(self, weights: Weights, state: "State", k: int) -> Weights:
+        """What a forward reads instead of the version `weights`, whose state is `state`, after k updates."""
+        if k < self.switch:
+            return weights
+        if self.method.name == "spectrain":
+            return self._ahead(weights, state, k, self.lag + self.ahead)
+        rule = self.args.get("weight_prediction")
+        if rule and self.lag:
+            horizon = rule["scale"] * self.lag
+            if rule["form"] == "velocity":
+                return self._ahead(weights, state, k, horizon)
+            return {name: w.add(state.difference[name], alpha=horizon) for name, w in weights.items()}
+        return weights
+
+    def _ahead(self, weights: Weights, state: "State", k: int, horizon: float) -> Weights:
+        return {name: w.add(state.velocity[name], alpha=-self.rate(k) * horizon) for name, w in weights.items()}
+
+    def backward(self, weights: Weights, state: "State", k: int, lag: int) -> Weights:
+        """What a backward or a recomputation reads instead of the newest `weights`, `lag` updates after the forward's."""
+        if k < self.switch:
+            return weights
+        if self.method.name == "spectrain" and self.ahead:
+            return self._ahead(weights, state, k, self.ahead)
+        if "t2" in self.args and lag:
+            return {name: w.add(state.delta[name], alpha=-float(lag)) for name, w in weights.items()}
+        return weights
+
+
+class State:
+    """What a stage keeps beside its weights."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.difference = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.delta = {name: torch.zeros_like(w) for name, w in weights.items()}
 
 
 class LiteralStage:
     """One stage: weights in memory, one graph a microbatch in flight, an optimizer of its own."""
 
-    def __init__(self, module: nn.Module, make_optimizer: Callable[[List[nn.Parameter]], Any]) -> None:
-        self.module = module
+    def __init__(
+        self,
+        module: nn.Module,
+        make_optimizer: Callable[[List[nn.Parameter]], Any],
+        rules: Optional[LiteralRules] = None,
+    ) -> None:
+        self.module, self.rules = module, rules
         self.parameters = dict(module.named_parameters())
         self.optimizer = make_optimizer(list(self.parameters.values())) if self.parameters else None
         self.history = [self._now()]  # weights after 0, 1, 2, ... updates of this stage
+        self.states = [State(self.history[0])]
         self.in_flight: Dict[int, Any] = {}
+        self.forward_version: Dict[int, int] = {}
 
-    def _now(self) -> Dict[str, torch.Tensor]:
+    def _now(self) -> Weights:
         return {name: p.detach().clone() for name, p in self.parameters.items()}
 
-    def forward(
-        self, m: int, inputs: Sequence[torch.Tensor], weights: Dict[str, torch.Tensor]
-    ) -> Tuple[torch.Tensor, ...]:
+    @property
+    def version(self) -> int:
+        return len(self.history) - 1
+
+    def forward(self, m: int, inputs: Sequence[torch.Tensor], version: int) -> Tuple[torch.Tensor, ...]:
+        weights = self.history[version]
+        if self.rules:
+            weights = self.rules.forward(weights, self.states[version], version)
+        self.forward_version[m] = version
+        return self._run(m, inputs, weights)
+
+    def recompute(self, m: int, inputs: Optional[Sequence[torch.Tensor]]) -> Tuple[torch.Tensor, ...]:
+        """The forward again with what is in memory now; `inputs` None: those of the forward, which a segment's head kept."""
+        buffers = [b.clone() for b in self.module.buffers()]
+        kept = self.in_flight[m][1] if inputs is None else inputs
+        outputs = self._run(m, kept, self._read_now(m))
+        for b, value in zip(self.module.buffers(), buffers):
+            b.data.copy_(value)
+        return outputs
+
+    def _read_now(self, m: int) -> Weights:
+        weights = self.history[-1]
+        if self.rules:
+            weights = self.rules.backward(
+                weights, self.states[-1], self.version, self.version - self.forward_version[m]
+            )
+        return weights
+
+    def _run(self, m: int, inputs: Sequence[torch.Tensor], weights: Weights) -> Tuple[torch.Tensor, ...]:
         read = {name: w.clone().requires_grad_() for name, w in weights.items()}
         received = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
         outputs = functional_call(self.module, read, (received[0] if len(received) == 1 else tuple(received),))
@@ -44,8 +155,8 @@ class LiteralStage:
     def backward(self, m: int, outputs: Sequence[torch.Tensor], gradients: Sequence[Any], newest: bool) -> List[Any]:
         read, received, _ = self.in_flight.pop(m)
         if newest:  # the backward finds in memory what the stage holds now
-            for name, w in read.items():
-                w.data.copy_(self.parameters[name].data)
+            for name, w in self._read_now(m).items():
+                read[name].data.copy_(w)
         pairs = [(o, g) for o, g in zip(outputs, gradients) if o.requires_grad]
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         for name, p in self.parameters.items():
@@ -54,9 +165,41 @@ class LiteralStage:
         return [x.grad for x in received]
 
     def update(self) -> None:
+        k, rules = self.version, self.rules
         if self.optimizer:
+            args: Mapping[str, Any] = rules.args if rules and k >= rules.switch else {}
+            lag = rules.lag if rules else 0
+            group = self.optimizer.param_groups[0]
+            if rules:
+                group["lr"] = rules.rate(k)
+            for p in self.parameters.values():
+                if "gradient_shrinking" in args:
+                    p.grad *= args["gradient_shrinking"]["factor"] ** lag
+            gradients = {name: p.grad.clone() for name, p in self.parameters.items()}
             self.optimizer.step()
             self.optimizer.zero_grad()
+            state = State(self.history[-1])
+            for name, p in self.parameters.items():
+                old = self.history[-1][name]
+                if "momentum_buffer" in self.optimizer.state[p]:
+                    state.velocity[name] = self.optimizer.state[p]["momentum_buffer"].clone()
+                rule = args.get("spike_compensation")
+                if (
+                    rule and lag
+                ):  # the step from the old weights by the paper's equation; the velocity is the optimizer's
+                    m, g = group["momentum"], gradients[name] + group["weight_decay"] * old
+                    a = rule["a"] if rule.get("a") is not None else m ** (rule["scale"] * lag)
+                    b = rule["b"] if rule.get("b") is not None else (1 - m ** (rule["scale"] * lag)) / (1 - m)
+                    p.data.copy_(old - group["lr"] * (a * state.velocity[name] + b * g))
+                state.difference[name] = p.data - old
+                if "t2" in args and lag:
+                    decay = args["t2"]["decay"]
+                    gamma = 1 - 2 / (lag + 1) if decay == "optimal" else decay ** (1 / lag)
+                    before = self.states[-1].delta[name]
+                    state.delta[name] = (gamma * before).add(p.data - old, alpha=1 - gamma)
+            self.states.append(state)
+        else:
+            self.states.append(self.states[-1])
         self.history.append(self._now())
 
 
@@ -67,32 +210,53 @@ def replay(
     batches: Sequence[Batch],
     loss: Callable[[Any, Any], torch.Tensor],
     drains: Sequence[int] = (),
+    delays: Any = None,
 ) -> None:
     """Carry out `schedule` on `stages`: in each slot every stage does its forward, then its backward, then its update.
 
     2BW reads one version behind its batch's; at the start and after each of the `drains` (microbatches) there is but one.
+    `delays[s][m]`: where the method states them, the updates by which the forward's weights are older than the gradient's use.
     """
     last, accumulate = len(stages) - 1, schedule.accumulate
     count = schedule.microbatches
     forwards = _by_slot(schedule.slots(Kind.FORWARD, 0, count))
     backwards = _by_slot(schedule.slots(Kind.BACKWARD, 0, count))
+    again = _recomputations(schedule, method) if method.segments is not None else {}
     activations: Dict[Tuple[int, int], Sequence[torch.Tensor]] = {(0, m): (x,) for m, (x, _) in enumerate(batches)}
     gradients: Dict[Tuple[int, int], Sequence[Any]] = {}
+    repeated: Dict[Tuple[int, int], Sequence[torch.Tensor]] = {}
+    if delays is not None:  # no pipeline's timing: one microbatch after another, with the stated delays
+        for m in range(count):
+            begin = max([0, *[drain for drain in drains if drain <= m]]) // accumulate
+            inputs: Sequence[torch.Tensor] = (batches[m][0],)
+            for s, stage in enumerate(stages):
+                inputs = stage.forward(m, inputs, max(stage.version - int(delays[s][m]), begin))
+            grads: Sequence[Any] = [None]
+            for s in reversed(range(len(stages))):
+                outputs = (loss(inputs[0], batches[m][1]) / accumulate,) if s == last else stages[s].in_flight[m][2]
+                grads = stages[s].backward(m, outputs, grads, newest=method.backward_reads == "newest")
+                if (m + 1) % accumulate == 0:
+                    stages[s].update()
+        return
     for slot in range(schedule.slot_count):
         sent: List[Any] = []  # arrives when the slot is over
         for s, stage in enumerate(stages):
             m = forwards.get((slot, s))
             if m is not None:
-                weights = stage.history[-1]
+                version = stage.version
                 if method.forward_reads == "double_buffered" and last:
                     begin = max([0, *[drain for drain in drains if drain <= m]]) // accumulate
-                    weights = stage.history[max(m // accumulate - 1, begin)]
-                outputs = stage.forward(m, activations.pop((s, m)), weights)
+                    version = max(m // accumulate - 1, begin)
+                outputs = stage.forward(m, activations.pop((s, m)), version)
                 sent.append((activations, (s + 1, m), outputs))
+            if (slot, s) in again:
+                m, is_head = again[slot, s]
+                outputs = stage.recompute(m, None if is_head else repeated.pop((s, m)))
+                sent.append((repeated, (s + 1, m), outputs))
             m = backwards.get((slot, s))
             if m is not None:
                 outputs = stage.in_flight[m][2]
-                grads: Sequence[Any] = [None]
+                grads = [None]
                 if s == last:
                     outputs = (loss(outputs[0], batches[m][1]) / accumulate,)
                 else:
@@ -103,6 +267,23 @@ def replay(
                     stage.update()
         for box, key, tensors in sent:
             box[key] = tensors
+
+
+def _recomputations(schedule: Schedule, method: Method) -> Dict[Tuple[int, int], Tuple[int, bool]]:
+    """(slot, stage) -> (microbatch, whether the stage begins a segment): a wave through each segment, one stage a slot, that
+    ends `turn` slots before its last stage's backward."""
+    P = schedule.stages
+    segments = method.segments or max(round(P**0.5), 1)
+    lengths = [P // segments + (i < P % segments) for i in range(segments)]
+    backward = schedule.slots(Kind.BACKWARD, 0, schedule.microbatches).tolist()
+    made, head = {}, 0
+    for length in lengths:
+        end = head + length - 1
+        for s in range(head, end + 1):
+            for m in range(schedule.microbatches):
+                made[backward[end][m] - (method.turn if P > 1 else 0) - (end - s), s] = (m, s == head)
+        head = end + 1
+    return made
 
 
 def _by_slot(slots: Any) -> Dict[Tuple[int, int], int]:

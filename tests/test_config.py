@@ -18,7 +18,7 @@ from ipu_pipe.errors import BadInput
 
 SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-METHOD_NAMES = "naive, gpipe, pipedream_flush, pipedream, pipedream_2bw, pipemare, pipelined_backprop"
+METHOD_NAMES = "naive, gpipe, pipedream_flush, pipedream, pipedream_2bw, pipemare, pipelined_backprop, spectrain"
 STAGES = "must be null (the model's own), finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
 PATTERNS = "must be norms_and_biases or a list of name patterns such as *.bias"
 SEEDS = "must be a whole number from 0 to 9223372036854775807"
@@ -51,7 +51,24 @@ WRONG = {
     "batch_size: 8": "batch_size: 8: unknown key, nearest is micro_batch_size",
     "stage: 3": "stage: 3: unknown key, nearest is stages",
     "log: {strides: 3}": "log.strides: 3: unknown key, allowed are every, tensorboard, trace_microbatches",
-    "method_args: {t1: 3}": "method_args.t1: 3: unknown key, allowed are schedule, turn, stash",
+    "method_args: {t3: 3}": "method_args.t3: 3: unknown key, nearest is t2",
+    "method_args: {zebra: 3}": "method_args.zebra: 3: unknown key, allowed are schedule, turn, stash, hogwild, constant_delay, "
+    "recompute, warmup, t1, t2, spike_compensation, weight_prediction, gradient_shrinking",
+    "method_args: {t1: 3}": "method_args.t1: 3: must be a mapping of keys to values",
+    "method_args: {t2: {gamma: 3}}": "method_args.t2.gamma: 3: unknown key, allowed are decay",
+    "method_args: {t2: {decay: 1}}": "method_args.t2.decay: 1: must be a number > 0 and < 1, or optimal",
+    "method_args: {hogwild: {mean: -1, max: 3}}": "method_args.hogwild.mean: -1: must be null, a number >= 0, or a list of "
+    "such, one a stage",
+    "method_args: {hogwild: {mean: 1}}": "method_args.hogwild.max: missing: must be given",
+    "method_args: {spike_compensation: {a: 1}}": "method_args.spike_compensation.a: 1.0: a and b go together",
+    "method_args: {spike_compensation: {a: 1, b: 2, scale: 2}}": "method_args.spike_compensation.scale: 2.0: either scale, or "
+    "a and b",
+    "method_args: {weight_prediction: {form: linear}}": "method_args.weight_prediction.form: linear: must be velocity or "
+    "difference",
+    "method_args: {gradient_shrinking: {factor: 0}}": "method_args.gradient_shrinking.factor: 0: must be a number > 0 and <= 1",
+    "optimizer: {name: adam, reference_batch_size: 8}": "optimizer.reference_batch_size: 8: the scaling is defined on sgd, not "
+    "adam",
+    "method: gpipe\nmethod_args: {t2: {}}": "method_args.t2: with gpipe no gradient is stale: there is nothing for it to do",
     "micro_batch_size: -1": "micro_batch_size: -1: must be a whole number >= 1",
     "micro_batch_size: 2.0": "micro_batch_size: 2.0: must be a whole number >= 1",
     "micro_batch_size: '8'": "micro_batch_size: 8: must be a whole number >= 1",
@@ -61,7 +78,8 @@ WRONG = {
     "seed: -1": f"seed: -1: {SEEDS}",
     "seed: 9223372036854775808": f"seed: 9223372036854775808: {SEEDS}",
     "replicas: 2": "replicas: 2: not in this version: must be 1",
-    "recompute: true": "recompute: true: not in this version: must be false",
+    "method: pipemare\nrecompute: true": "recompute: true: with pipemare the weights of the recomputation matter: set "
+    "method_args: {recompute: {segments: ...}}",
     "backend: {name: poptorch}": "backend.name: poptorch: not in this version: must be emulator",
     "backend: {name: distributed}": "backend.name: distributed: not in this version: must be emulator",
     "backend: {name: gpu}": "backend.name: gpu: must be emulator",

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ipu_pipe.backends.history import Overwriting, Swapping
+from ipu_pipe.backends.history import Overwriting, Read, Swapping
 
 torch.manual_seed(0)
 
@@ -51,16 +51,16 @@ def test_forward_and_backward_read_their_versions(name: str, kind: Any, backward
     for p, value in zip(layer.parameters(), old):
         p.data = value.clone()
     history = kind([list(layer.parameters())])
-    history.before_update(np.array([True]))
+    history.before_update([{0}])
     for p, value in zip(layer.parameters(), new):  # the optimizer's step
         p.data.copy_(value)
 
     x = x.double().requires_grad_() if x.is_floating_point() else x
-    history.forward(np.array([0]))
+    history.load(Read(np.array([0]), np.array([0])))
     assert all(torch.equal(p.data, value) for p, value in zip(layer.parameters(), old))
     output = layer(x)
     g = torch.randn_like(output)
-    history.backward(np.array([backward_version]))
+    history.load(Read(np.array([backward_version]), np.array([0])))
     output.backward(g)
     if gradient is not None:
         read = (new if backward_version else old)[0]

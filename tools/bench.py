@@ -66,6 +66,7 @@ def measure(name: str, method_name: str, rounds: int, updates: int, device: str)
     from ipu_pipe.backends.emulator import Emulator
     from ipu_pipe.entries import resolve_entry
     from ipu_pipe.methods import resolve_method
+    from ipu_pipe.rules import UpdateRules
     from ipu_pipe.stages import partition
     from ipu_pipe.timelines import make_schedule
     from ipu_pipe.update import parameter_groups
@@ -88,9 +89,9 @@ def measure(name: str, method_name: str, rounds: int, updates: int, device: str)
     schedule = make_schedule(method, len(part), total, accumulate)
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9) for m in made[1:]]
     staged = torch.optim.SGD(parameter_groups(made[0], part), lr=1e-3, momentum=0.9)
-    emulator = Emulator(
-        made[0], cross_entropy, part, method, VersionTable(schedule, method), staged, lambda k: 1e-3, data[0]
-    )
+    table = VersionTable(schedule, method)
+    rules = UpdateRules({}, method, table.rule_lag(), accumulate, staged, lambda k: 1e-3)
+    emulator = Emulator(made[0], cross_entropy, part, method, table, staged, rules, data[0])
 
     def emulate() -> None:
         for _ in range(updates):

@@ -3,9 +3,11 @@
 Why this is exact: a stage's forward and backward of microbatch m read weights that only updates made by *earlier*
 microbatches have reached (the version table checks it), so the microbatches can be done one after another:
 
-    for each microbatch m:   [1] load the forward versions    [2] forward
-                             [3] load the backward versions   [4] backward
+    for each microbatch m:   [1] load what the forwards read    [2] forward
+                             [3] load what the backwards read   [4] backward
                              [5] if m completes a batch: update every stage
+
+With recomputation the model runs forward twice, [2] with the forward's weights and again with those of the recomputation.
 
 Gradients accumulate in the order of the microbatches, as in plain training, so a synchronous method's numbers are plain
 training's to the last bit. BatchNorm's running statistics are the stage's own state, moved by every forward in the order
@@ -15,27 +17,29 @@ of the microbatches and never versioned: a stage of the pipeline does its forwar
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, List, Optional, Tuple
+from typing import Any, Iterable, List, Optional, Tuple
 
 import torch
 from torch import nn
 
 from ipu_pipe import update
 from ipu_pipe.backends.history import Overwriting, ReadPlan, Swapping, Unversioned
+from ipu_pipe.backends.recompute import Recomputation
 from ipu_pipe.errors import RunFault
 from ipu_pipe.methods import Method
 from ipu_pipe.probe import Loss, derived_weights, random_modules
 from ipu_pipe.randomness import KeyedRandomness
+from ipu_pipe.rules import UpdateRules
 from ipu_pipe.stages import Partition
-from ipu_pipe.versions import VersionTable
+from ipu_pipe.versions import VersionTable, segment_ends
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One update: mean training loss of its microbatches, right answers (None if that has no meaning), samples."""
+    """One update: mean training loss of its microbatches, share of right answers (None if that has no meaning), samples."""
 
     loss: float
-    correct: Optional[int]
+    accuracy: Optional[float]
     samples: int
 
 
@@ -50,12 +54,12 @@ def refuses(
 ) -> List[str]:
     """Reasons why this backend cannot run the job exactly; empty if it can. `x`, `y`: one microbatch."""
     reasons = []
-    if clip_scope == "global" and not method.flushes and stages > 1:
+    if clip_scope == "global" and method.reads_old(stages):
         reasons.append(
             f"clip.scope: global: with {method.name} a stage updates before the others' gradients exist, so the global norm "
             "is not known: use scope: stage, or a synchronous method"
         )
-    if stages > 1 and method.backward_reads == "newest" and not method.flushes:
+    if method.reads_old(stages) and method.backward_reads == "newest":
         names = derived_weights(model, loss, x, y)
         if names:
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -70,7 +74,7 @@ def refuses(
 class Emulator:
     """Trains `model` in place by the method that `table` describes, one `step` an update.
 
-    `rate`: learning rate of update k, counted from 0. `clip`: (norm, scope) or None. `microbatch`: the first to come, after
+    `rules`: the update rules over `optimizer`. `clip`: (norm, scope) or None. `microbatch`: the first to come, after
     a resume. Ask `refuses` first: what it names would run, but not exactly.
     """
 
@@ -82,7 +86,7 @@ class Emulator:
         method: Method,
         table: VersionTable,
         optimizer: torch.optim.Optimizer,
-        rate: Callable[[int], float],
+        rules: UpdateRules,
         example: Tuple[torch.Tensor, torch.Tensor],
         seed: int = 0,
         clip: Optional[Tuple[float, str]] = None,
@@ -91,35 +95,38 @@ class Emulator:
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.update = microbatch // table.schedule.accumulate
-        self._loss, self._method, self._rate, self._clip = loss, method, rate, clip
+        self._loss, self._method, self._rules, self._clip = loss, method, rules, clip
         self._allow_nonfinite = allow_nonfinite
         self._microbatch = microbatch
         self._accumulate = table.schedule.accumulate
-        # a read reaches back over the microbatches in flight and the batches being gathered
+        # a read reaches back over the microbatches in flight, the batches being gathered, and a delay of so many updates
         reach = 2 * len(part) + 2 * self._accumulate + 2
-        self._plan = ReadPlan(table, table.schedule.microbatches, self._accumulate, reach)
+        if method.delay is not None:
+            reach = (method.delay.greatest + 2) * self._accumulate
+        self._plan = ReadPlan(table, rules, reach)
         self.weights = self._history(part)
         self._random = KeyedRandomness(model, random_modules(model, example[0]), seed, example[0].device)
+        self._recomputation: Optional[Recomputation] = None
+        if method.segments is not None and method.reads_old(len(part)):
+            self._recomputation = Recomputation(model, part, segment_ends(len(part), method.segments).tolist())
 
     def _history(self, part: Partition) -> Unversioned:
-        if self._method.flushes or len(part) == 1:
+        if not self._method.reads_old(len(part)):
             return Unversioned()
-        parameters = dict(self.model.named_parameters())
-        stages = [
-            [parameters[name] for name in stage.parameters if parameters[name].requires_grad] for stage in part.stages
-        ]
+        stages = [self._rules.stages[s].parameters if s in self._rules.stages else [] for s in range(len(part))]
         kind = Swapping if self._method.backward_reads == "stashed" else Overwriting
-        return kind(stages, self.update)
+        return kind(stages, self.update, self._rules.offset)
 
     def step(self, microbatches: Iterable[Tuple[torch.Tensor, torch.Tensor]]) -> StepResult:
         """Forward and backward of one batch's microbatches (x, y), in order, then the update of every stage."""
         total: Any = 0.0
-        correct: Any = 0
+        right: Any = None
         samples = count = 0
         for x, y in microbatches:
-            loss, right = self._pass(x, y)
+            loss, answers = self._pass(x, y)
             total, samples, count = total + loss, samples + len(x), count + 1
-            correct = correct + right if right is not None and correct is not None else None
+            if answers is not None:
+                right = answers if right is None else right + answers
         assert count == self._accumulate, f"{count} microbatches given, a batch has {self._accumulate}"
         mean = float(total) / count
         if not self._allow_nonfinite and not _is_finite(mean):
@@ -128,29 +135,39 @@ class Emulator:
                 "lr_schedule.warmup_steps may help (allow_nonfinite: true goes on regardless)"
             )
         self._update()
-        return StepResult(mean, None if correct is None else int(correct), samples)
+        return StepResult(mean, None if right is None else float(right[0] / right[1].clamp(min=1)), samples)
 
     def _pass(self, x: torch.Tensor, y: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         m = self._microbatch
         self._random.microbatch = m
-        self.weights.forward(self._plan.forward(m))
-        output = self.model(x)
-        loss = self._loss(output, y)
-        self.weights.backward(self._plan.backward(m))
-        (loss / self._accumulate).backward()  # type: ignore[no-untyped-call]
+
+        def forward() -> Tuple[Any, torch.Tensor]:
+            output = self.model(x)
+            return output, self._loss(output, y)
+
+        self.weights.load(self._plan.read("forward", m))
+        if self._recomputation is None:
+            output, loss = forward()
+            to_backward = loss
+        else:
+            output, loss = self._recomputation.record(forward)
+            self.weights.load(self._plan.read("recompute", m))
+            _, to_backward = self._recomputation.repeat(forward)
+        self.weights.load(self._plan.read("backward", m))
+        (to_backward / self._accumulate).backward()  # type: ignore[no-untyped-call]
         self._microbatch += 1
         self.weights.release(self._plan.oldest(self._microbatch))
         return loss.detach(), right_answers(output, y)
 
     def _update(self) -> None:
         self.weights.before_update(self._plan.read_later(self.update, self._microbatch - 1))
-        if self._clip:
-            update.clip(self.optimizer, *self._clip)
-        update.set_rate(self.optimizer, self._rate(self.update))
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._rules.step(self.update, self._clipping)
         self.update += 1
         self.weights.release(self._plan.oldest(self._microbatch))
+
+    def _clipping(self) -> None:
+        if self._clip:
+            update.clip(self.optimizer, *self._clip)
 
     def close(self) -> None:
         """Leave the model as an ordinary one: newest weights in its parameters, no hooks."""
@@ -159,12 +176,13 @@ class Emulator:
 
 
 def right_answers(output: Any, y: Any) -> Optional[torch.Tensor]:
-    """Number of samples whose greatest output is at the label: None unless outputs are (..., classes) and labels whole."""
+    """(right, counted): labels at which the greatest of the outputs lies, and labels that are not -100 (which cross-entropy
+    leaves out). None unless outputs are (b, classes, ...) and labels whole numbers (b, ...)."""
     if not isinstance(output, torch.Tensor) or not isinstance(y, torch.Tensor) or y.is_floating_point():
         return None
-    if output.dim() != y.dim() + 1 or output.shape[0] != y.shape[0]:
+    if output.dim() != y.dim() + 1 or output.shape[0] != y.shape[0] or output.shape[2:] != y.shape[1:]:
         return None
-    return (output.detach().argmax(dim=1) == y).sum()
+    return torch.stack([(output.detach().argmax(dim=1) == y).sum(), (y != -100).sum()])
 
 
 def _is_finite(value: float) -> bool:

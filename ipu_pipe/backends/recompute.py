@@ -1,0 +1,103 @@
+"""Recomputation of activations with weights of its own, on the whole unsplit model (PipeMare, appendix A).
+
+In a pipeline each segment of stages keeps only its inputs and runs its forward a second time before its backward, with the
+weights that are in memory by then. Here the model runs twice:
+
+    record   the forward that counts: every tensor that crosses into a later segment is remembered
+    repeat   the forward that the backward goes through: a tensor that crosses is replaced by the one remembered, so that
+             each segment starts from what really entered it; gradients pass through the replacement
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Sequence, Tuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.probe import StageClock
+from ipu_pipe.stages import Partition
+
+Place = Tuple[int, int]  # operation, argument
+
+
+class Recomputation:
+    """Runs a model twice. `segment_of`: the segment of each stage, ascending from 0."""
+
+    def __init__(self, model: nn.Module, part: Partition, segment_of: Sequence[int]) -> None:
+        self._model, self._part, self._segment_of = model, part, list(segment_of)
+        self._entered: Dict[Place, torch.Tensor] = {}
+
+    def record(self, run: Callable[[], Any]) -> Any:
+        """`run()`, a forward of the model without a graph; remembers what crosses into later segments."""
+        self._entered = {}
+        with torch.no_grad(), StageClock(self._model, self._part) as clock:
+            with _Crossing(clock, self._segment_of, self._entered, repeats=False):
+                return run()
+
+    def repeat(self, run: Callable[[], Any]) -> Any:
+        """`run()`, the same forward with the parameters as they are now, buffers (running statistics) left as they are."""
+        buffers = list(self._model.buffers())
+        kept = [buffer.detach().clone() for buffer in buffers]
+        with StageClock(self._model, self._part) as clock:
+            with _Crossing(clock, self._segment_of, self._entered, repeats=True):
+                result = run()
+        for buffer, value in zip(buffers, kept):
+            buffer.data.copy_(value)  # through .data: a graph that saved the buffer must not see a change
+        self._entered = {}
+        return result
+
+
+class _Crossing(TorchFunctionMode):
+    """Sees every operation with its arguments, and knows in which segment each tensor was made."""
+
+    def __init__(
+        self, clock: StageClock, segment_of: List[int], entered: Dict[Place, torch.Tensor], repeats: bool
+    ) -> None:
+        super().__init__()
+        self._clock, self._segment_of, self._entered, self._repeats = clock, segment_of, entered, repeats
+        self._made: Dict[int, Tuple[int, torch.Tensor]] = {}  # the tensor is held so that its id stays its own
+        self._replaced: Dict[int, torch.Tensor] = {}
+        self._operation = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        segment = self._segment_of[self._clock.stage]
+        flat, shape = tree_flatten((args, kwargs or {}))
+        for place, value in enumerate(flat):
+            if isinstance(value, torch.Tensor) and self._made.get(id(value), (segment, value))[0] < segment:
+                flat[place] = self._cross(func, value, (self._operation, place))
+        self._operation += 1
+        args, kwargs = tree_unflatten(flat, shape)
+        result = func(*args, **kwargs)
+        for value in tree_flatten(result)[0]:
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                self._made[id(value)] = (segment, value)
+        return result
+
+    def _cross(self, func: Any, value: torch.Tensor, place: Place) -> torch.Tensor:
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__"):
+            raise BadInput(
+                f"method_args.recompute: {name} changes a tensor of an earlier segment in place: use the operation that does not"
+            )
+        if not self._repeats:
+            self._entered[place] = value.detach()
+            return value
+        if id(value) not in self._replaced:
+            self._replaced[id(value)] = _StraightThrough.apply(value, self._entered[place])  # type: ignore[no-untyped-call]
+        return self._replaced[id(value)]
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The second argument's value, the first's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, repeated: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
+        return entered.view_as(entered)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None

@@ -1,0 +1,512 @@
+"""Every update rule: its equation by hand in exact arithmetic, the literal replay, no effect without delay, saving and resuming.
+
+One table drives the tests: a rule that is missing here is missing.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from dataclasses import dataclass, field
+from fractions import Fraction as Q
+from typing import Any, Dict, List, Tuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ipu_pipe.backends.history import Read
+from ipu_pipe.errors import BadInput
+from ipu_pipe.methods import METHODS, resolve_method
+from ipu_pipe.rules import BACKWARD, FORWARD, RULES, UpdateRules, anneal_default, faults, scaled_for_update_size
+from ipu_pipe.timelines import make_schedule
+from ipu_pipe.versions import VersionTable, _Draws, segment_ends
+from tests.staged_models import MODELS, batches, whole
+from tests.test_emulator_exact import assert_equal, emulate, fresh, literal, plain_training
+
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-2)
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=1e-2)
+LR, M = Q(1, 4), Q(1, 2)  # dyadic, so that floating point computes exactly
+GRADIENTS = [Q(1), Q(-3, 2), Q(1, 4)]
+START = Q(2)
+
+
+@dataclass
+class Row:
+    """`method`, `args`: as in a config. `optimizers`: on which the rule is defined. `hand`: weights after three updates of a
+    single weight with GRADIENTS and lag 2, and what its forward and its backward (2 updates later) read then."""
+
+    method: str
+    args: Dict[str, Any]
+    optimizers: Tuple[Any, ...] = (SGD, ADAMW)
+    hand: Any = None
+    exact: bool = True  # to the last bit; spike compensation's step is summed in another order
+    switch: int = 0
+    extra: Dict[str, Any] = field(default_factory=dict)
+
+
+def momentum_steps(rate: Any = lambda k: LR, shrink: Q = Q(1)) -> List[Tuple[Q, Q, Q]]:
+    """(w, v, g) after each update of plain momentum."""
+    w, v, states = START, Q(0), []
+    for k, g in enumerate(GRADIENTS):
+        g = g * shrink
+        v = M * v + g
+        w = w - rate(k) * v
+        states.append((w, v, g))
+    return states
+
+
+def spike(a: Q, b: Q) -> List[Tuple[Q, Q, Q]]:
+    w, v, states = START, Q(0), []
+    for g in GRADIENTS:
+        v = M * v + g
+        w = w - LR * (a * v + b * g)
+        states.append((w, v, g))
+    return states
+
+
+def hand_plain() -> Tuple[Q, Q, Q]:
+    w = momentum_steps()[-1][0]
+    return w, w, w
+
+
+def hand_t1() -> Tuple[Q, Q, Q]:
+    # tau = 2, K = 1: the first update at lr/2, then lr
+    w = momentum_steps(lambda k: LR / 2 if k == 0 else LR)[-1][0]
+    return w, w, w
+
+
+def hand_t2() -> Tuple[Q, Q, Q]:
+    # gamma = (1/4)^(1/2) = 1/2; the backward reads w - 2 delta
+    weights = [START, *[w for w, _, _ in momentum_steps()]]
+    delta = Q(0)
+    for old, new in zip(weights, weights[1:]):
+        delta = delta / 2 + (new - old) / 2
+    return weights[-1], weights[-1], weights[-1] - 2 * delta
+
+
+def hand_t2_optimal() -> Tuple[Q, Q, Q]:
+    # gamma = 1 - 2/3 = 1/3
+    weights = [START, *[w for w, _, _ in momentum_steps()]]
+    delta = Q(0)
+    for old, new in zip(weights, weights[1:]):
+        delta = delta / 3 + (new - old) * 2 / 3
+    return weights[-1], weights[-1], weights[-1] - 2 * delta
+
+
+def hand_spike(scale: int) -> Tuple[Q, Q, Q]:
+    a = M ** (2 * scale)
+    w = spike(a, (1 - a) / (1 - M))[-1][0]
+    return w, w, w
+
+
+def hand_spike_general() -> Tuple[Q, Q, Q]:
+    w = spike(Q(3, 4), Q(1, 8))[-1][0]
+    return w, w, w
+
+
+def hand_prediction(scale: int) -> Tuple[Q, Q, Q]:
+    w, v, _ = momentum_steps()[-1]
+    return w, w - LR * 2 * scale * v, w
+
+
+def hand_difference() -> Tuple[Q, Q, Q]:
+    (before, _, _), (w, _, _) = momentum_steps()[-2:]
+    return w, w + 2 * (w - before), w
+
+
+def hand_both_velocity() -> Tuple[Q, Q, Q]:
+    # the velocity is v <- m v + g, though the step is -lr (a v + b g)
+    w, v, _ = spike(M**2, (1 - M**2) / (1 - M))[-1]
+    return w, w - LR * 2 * v, w
+
+
+def hand_both_difference() -> Tuple[Q, Q, Q]:
+    (before, _, _), (w, _, _) = spike(M**2, (1 - M**2) / (1 - M))[-2:]
+    return w, w + 2 * (w - before), w
+
+
+def hand_shrinking() -> Tuple[Q, Q, Q]:
+    w = momentum_steps(shrink=Q(1, 4))[-1][0]
+    return w, w, w
+
+
+def hand_spectrain() -> Tuple[Q, Q, Q]:
+    # stage 1 of 3: lag 2, one more step to the first stage
+    w, v, _ = momentum_steps()[-1]
+    return w, w - LR * 3 * v, w - LR * 1 * v
+
+
+PB = "pipelined_backprop"
+SC, WP = {"scale": 1.0}, {"form": "velocity", "scale": 1.0}
+WPW = {"form": "difference", "scale": 1.0}
+ROWS: Dict[str, Row] = {
+    "t1": Row("pipemare", {"t1": {"anneal_updates": 1}}, hand=hand_t1),
+    "t1-slow": Row("pipemare", {"t1": {"anneal_updates": 7}}),
+    "t2": Row("pipemare", {"t2": {"decay": 0.25}}, hand=hand_t2),
+    "t2-optimal": Row("pipemare", {"t2": {"decay": "optimal"}}, hand=hand_t2_optimal),
+    "t1+t2": Row("pipemare", {"t1": {"anneal_updates": 5}, "t2": {"decay": 0.135}}),
+    "t2-1f1b": Row("pipemare", {"schedule": "1f1b", "t2": {"decay": 0.135}}),
+    "warmup": Row("pipemare", {}, switch=3),
+    "t1+t2+warmup": Row("pipemare", {"t1": {"anneal_updates": 5}, "t2": {"decay": 0.135}}, switch=3),
+    "recompute": Row("pipemare", {"recompute": {"segments": 2}}),
+    "recompute-turn0": Row(PB, {"recompute": {"segments": 3}}),
+    "recompute-whole": Row("pipemare", {"recompute": {"segments": 1}}),
+    "recompute+t2": Row("pipemare", {"recompute": {"segments": 2}, "t2": {"decay": 0.135}}),
+    "hogwild": Row("pipemare", {"hogwild": {"max": 6, "mean": 2.0}}),
+    "hogwild-inconsistent": Row("pipemare", {"hogwild": {"max": 6, "mean": 2.0}, "stash": False}),
+    "delay-consistent": Row(PB, {"constant_delay": {"updates": 3}, "stash": True}),
+    "delay-inconsistent": Row(PB, {"constant_delay": {"updates": 3}}),
+    "delay+both": Row(
+        PB, {"constant_delay": {"updates": 3}, "spike_compensation": SC, "weight_prediction": WP}, (SGD,), exact=False
+    ),
+    "delay+t2": Row(PB, {"constant_delay": {"updates": 3}, "t2": {"decay": 0.5}}),
+    "spike": Row(PB, {"spike_compensation": SC}, (SGD,), lambda: hand_spike(1), exact=False),
+    "spike-2D": Row(PB, {"spike_compensation": {"scale": 2.0}}, (SGD,), lambda: hand_spike(2), exact=False),
+    "spike-general": Row(PB, {"spike_compensation": {"a": 0.75, "b": 0.125}}, (SGD,), hand_spike_general, exact=False),
+    "prediction": Row(PB, {"weight_prediction": WP}, (SGD,), lambda: hand_prediction(1)),
+    "prediction-2D": Row(
+        PB, {"weight_prediction": {"form": "velocity", "scale": 2.0}}, (SGD,), lambda: hand_prediction(2)
+    ),
+    "prediction-stash": Row(PB, {"weight_prediction": WP, "stash": True}, (SGD,)),
+    "prediction-2bw": Row("pipedream_2bw", {"weight_prediction": WPW}),
+    "difference": Row(PB, {"weight_prediction": WPW}, hand=hand_difference),
+    "difference-stash": Row("pipedream", {"weight_prediction": WPW}),
+    "both": Row(PB, {"spike_compensation": SC, "weight_prediction": WP}, (SGD,), hand_both_velocity, exact=False),
+    "both-difference": Row(
+        PB, {"spike_compensation": SC, "weight_prediction": WPW}, (SGD,), hand_both_difference, exact=False
+    ),
+    "prediction+t1": Row(PB, {"weight_prediction": WP, "t1": {"anneal_updates": 9}}, (SGD,)),
+    "shrinking": Row(PB, {"gradient_shrinking": {"factor": 0.5}}, hand=hand_shrinking),
+    "spectrain": Row("spectrain", {}, (SGD,), hand_spectrain),
+    "spectrain-1f1b": Row("spectrain", {"schedule": "1f1b"}, (SGD,)),
+    "plain": Row(PB, {}, hand=hand_plain),
+    "2bw": Row("pipedream_2bw", {}),
+}  # fmt: skip
+
+
+def test_the_table_has_every_rule() -> None:
+    assert set(RULES) <= {key for row in ROWS.values() for key in row.args}
+
+
+# ---- by hand
+
+
+def rules_of_one_weight(row: Row) -> Tuple[nn.Parameter, UpdateRules]:
+    """A single weight on the second of three stages, where PB's lag is 2."""
+    method = resolve_method(row.method, row.args)
+    weight = nn.Parameter(torch.tensor([float(START)], dtype=torch.float64))
+    optimizer = torch.optim.SGD([{"params": [weight], "stage": 1}], lr=float(LR), momentum=float(M))
+    return weight, UpdateRules(row.args, method, np.array([4.0, 2.0, 0.0]), 1, optimizer, lambda k: float(LR))
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.hand])
+def test_three_updates_are_those_computed_by_hand(name: str) -> None:
+    row = ROWS[name]
+    weight, rules = rules_of_one_weight(row)
+    for k, g in enumerate(GRADIENTS):
+        weight.grad = torch.tensor([float(g)], dtype=torch.float64)
+        rules.step(k, lambda: None)
+        assert weight.grad is None
+    versions = np.array([3, 3, 3])
+    codes = [rules.forward_codes(versions)[1], rules.backward_codes(versions, versions - 2)[1]]
+    weight = weight.detach()
+    found = [float(weight)]
+    for code in codes:
+        x, c = rules.offset(1, int(code), 3) if code else (None, 0.0)
+        found.append(float(weight) + (c * float(x[0]) if x is not None else 0.0))
+    for value, expected in zip(found, row.hand()):
+        dyadic = expected.denominator & (expected.denominator - 1) == 0
+        assert value == (float(expected) if dyadic else pytest.approx(float(expected), rel=1e-15))
+
+
+def test_the_two_forms_of_prediction_agree_on_plain_momentum_and_differ_with_spike_compensation() -> None:
+    assert hand_prediction(1) == hand_difference()
+    assert hand_both_velocity() != hand_both_difference()
+
+
+def test_spike_compensation_with_delay_one_is_nesterov() -> None:
+    data = batches(12)
+    method = resolve_method(PB, {"constant_delay": {"updates": 1}, "stash": True})
+    ends = []
+    for make, args in (
+        (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True), {}),
+        (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), {"spike_compensation": SC}),
+    ):
+        model = whole(fresh("mlp"))
+        emulate(model, method, 1, data, make, args=args)
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(ends[0], ends[1], rtol=1e-12, atol=1e-13)
+
+
+def test_adam_under_two_buffered_weights_by_hand() -> None:
+    """Three updates of Adam fed the gradient of w^2/2 at the version before (PipeDream-2BW, section 3.1)."""
+    lr, b1, b2, eps = 0.1, 0.9, 0.999, 1e-8
+    w = [1.0]
+    m = v = 0.0
+    for t in range(1, 4):
+        g = w[max(t - 2, 0)]
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        w.append(w[-1] - lr * (m / (1 - b1**t)) / (math.sqrt(v / (1 - b2**t)) + eps))
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.w
+
+    from ipu_pipe.stages import begin_stage, partition  # two stages, the second without weights
+
+    model = nn.Sequential(Scale(), begin_stage(nn.Identity()))
+    x = torch.ones(1, 1, dtype=torch.float64)
+    method = resolve_method("pipedream_2bw")
+    part = partition(model, x)
+    schedule = make_schedule(method, len(part), 6, 2)
+    from ipu_pipe.backends.emulator import Emulator
+    from ipu_pipe.update import parameter_groups
+
+    optimizer = torch.optim.Adam(parameter_groups(model, part), lr=lr, betas=(b1, b2), eps=eps)
+    table = VersionTable(schedule, method)
+    rules = UpdateRules({}, method, table.rule_lag(), 2, optimizer, lambda k: lr)
+    emulator = Emulator(
+        model, lambda out, y: (out**2).mean() / 2, part, method, table, optimizer, rules, (x, torch.zeros(1))
+    )
+    for k in range(3):
+        emulator.step([(x, torch.zeros(1))] * 2)
+        assert float(model[0].w.detach()) == pytest.approx(w[k + 1], rel=1e-12)
+
+
+# ---- against the literal replay
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("name", list(ROWS))
+def test_weights_equal_those_of_the_literal_replay(name: str, model: str, accumulate: int) -> None:
+    row = ROWS[name]
+    method = resolve_method(row.method, row.args)
+    for make_optimizer in row.optimizers:
+        stages = fresh(model)
+        if method.forward_reads == "double_buffered" and accumulate < len(stages):
+            accumulate += len(stages)
+        data = batches(accumulate * 12)
+        twin = copy.deepcopy(stages)
+        unsplit = whole(stages)
+        drains = [accumulate * 7] if name in ("t1+t2", "both", "prediction-stash", "hogwild") else []
+        emulate(unsplit, method, accumulate, data, make_optimizer, drains, row.args, row.switch)
+        literal(twin, method, accumulate, data, make_optimizer, drains, row.args, row.switch)
+        if row.exact:
+            assert_equal(unsplit, twin)
+        else:
+            expected = whole(twin).state_dict()
+            for key, value in unsplit.state_dict().items():
+                assert torch.allclose(value, expected[key], rtol=1e-8, atol=1e-10), key
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_rows_differ_so_that_equality_means_something(model: str) -> None:
+    ends = {}
+    for name, row in ROWS.items():
+        unsplit = whole(fresh(model))
+        method = resolve_method(row.method, row.args)
+        accumulate = 6 if method.forward_reads == "double_buffered" else 2
+        emulate(unsplit, method, accumulate, batches(60), SGD, args=row.args, switch=row.switch)
+        ends[name] = tuple(torch.cat([p.detach().flatten() for p in unsplit.parameters()]).tolist())
+    assert len(set(ends.values())) == len(ROWS)
+
+
+# ---- no effect without delay
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in ROWS if not resolve_method(ROWS[name].method, ROWS[name].args).delay]
+)
+def test_one_stage_is_plain_training(name: str) -> None:
+    row = ROWS[name]
+    args = {**row.args, "recompute": {"segments": 1}} if "recompute" in row.args else row.args
+    data = batches(12)
+    twin, unsplit = whole(fresh("convolution")), nn.Sequential(nn.Sequential(*fresh("convolution")))
+    emulate(unsplit, resolve_method(row.method, args), 2, data, row.optimizers[0], args=args, switch=row.switch)
+    plain_training(twin, data, 2, row.optimizers[0])
+    assert_equal(unsplit[0], list(twin))
+
+
+def test_a_stage_without_lag_is_left_alone() -> None:
+    """Every rule at once on three weights, of which the last has no lag: it moves as under the bare optimizer."""
+    args = {
+        "t1": {"anneal_updates": 9}, "spike_compensation": SC, "weight_prediction": WP, "gradient_shrinking": {"factor": 0.5}
+    }  # fmt: skip
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    alone = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([{"params": [w], "stage": s} for s, w in enumerate(weights)], lr=0.1, momentum=0.9)
+    bare = torch.optim.SGD([alone], lr=0.1, momentum=0.9)
+    rules = UpdateRules(args, METHODS[PB], np.array([4.0, 2.0, 0.0]), 1, optimizer, lambda k: 0.1)
+    for k in range(4):
+        for w in [*weights, alone]:
+            w.grad = torch.full((3,), 0.3 + k)
+        rules.step(k, lambda: None)
+        bare.step()
+    assert torch.equal(weights[2], alone)
+    assert not torch.equal(weights[1], alone)
+    assert rules.forward_codes(np.array([4, 4, 4])).tolist() == [1, 1, 0]
+
+
+def test_before_the_switch_rules_do_nothing() -> None:
+    row = ROWS["t1+t2"]
+    data = batches(8)
+    ends = []
+    for args, switch in ((row.args, 8), ({}, 8)):
+        model = whole(fresh("mlp"))
+        emulator = emulate(model, resolve_method("pipemare"), 1, data, SGD, args=args, switch=switch)
+        assert all("t2_delta" not in state for state in emulator.optimizer.state.values())
+        ends.append(model)
+    assert_equal(ends[0], list(ends[1]))
+
+
+# ---- reads
+
+
+def test_horizons_of_spectrain() -> None:
+    """Forward 2(S-1) - s and backward s on dataflow; P-1-s + ceil(s/2) and ceil(s/2) on 1F1B."""
+    S = 6
+    for schedule, forward, backward in (
+        ("dataflow", [2 * (S - 1) - s for s in range(S)], list(range(S))),
+        ("1f1b", [S - 1 - s + math.ceil(s / 2) for s in range(S)], [math.ceil(s / 2) for s in range(S)]),
+    ):
+        method = resolve_method("spectrain", {"schedule": schedule})
+        table = VersionTable(make_schedule(method, S, 40, 1), method)
+        optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))], "stage": 0}], lr=0.1, momentum=0.5)
+        rules = UpdateRules({}, method, table.rule_lag(), 1, optimizer, lambda k: 0.1)
+        assert rules._prediction is not None
+        assert rules._prediction.horizons[FORWARD].tolist() == forward
+        assert rules._prediction.horizons[BACKWARD].tolist() == backward
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("accumulate", [1, 2, 5])
+def test_recomputation_lag_is_the_papers(turn: int, accumulate: int) -> None:
+    """tau_recomp of the j-th stage of a segment of S: ceil((2(S-j) + turn) / N) (PipeMare, appendix A, with our turn)."""
+    P, segments = 11, 3
+    method = resolve_method("pipemare", {"turn": turn, "recompute": {"segments": segments}})
+    table = VersionTable(make_schedule(method, P, 40 * accumulate, accumulate), method)
+    first, last = 20 * accumulate, 30 * accumulate
+    lag = table.backward(first, last) - table.recompute(first, last)
+    position = 0
+    for length in (4, 4, 3):
+        for j in range(1, length + 1):
+            assert lag[position].max() == math.ceil((2 * (length - j) + turn) / accumulate)
+            position += 1
+    assert segment_ends(P, segments).tolist() == [3] * 4 + [7] * 4 + [10] * 3
+    assert segment_ends(107, 0)[0] == len(np.array_split(np.arange(107), 10)[0]) - 1
+
+
+def test_drawn_delays_are_exponential_with_the_stated_mean() -> None:
+    method = resolve_method("pipemare", {"hogwild": {"max": 12, "mean": [1.0, 3.0, 6.0]}})
+    table = VersionTable(make_schedule(method, 3, 30000, 1), method, seed=4)
+    delays = table.backward(20, 30000) * 0 + np.arange(20, 30000) - table.forward(20, 30000)
+    assert delays.min() == 0 and delays.max() == 12
+    assert np.allclose(delays.mean(axis=1), [1, 3, 6], atol=0.12)
+    counts = np.bincount(delays[1], minlength=13)
+    ratios = counts[1:8] / counts[:7]
+    assert np.allclose(ratios, ratios.mean(), atol=0.08) and 0.6 < ratios.mean() < 0.9
+    assert np.allclose(np.bincount(delays[2]) / delays.shape[1], 1 / 13, atol=0.01)  # mean max/2: uniform
+
+
+def test_drawn_delays_depend_on_the_seed_and_the_microbatch_alone() -> None:
+    method = resolve_method("pipemare", {"hogwild": {"max": 5, "mean": 2.0}})
+    assert method.delay is not None
+    draws = [_Draws(method.delay, np.array([2.0, 2.0]), seed) for seed in (1, 1, 2)]
+    assert (draws[0](0, 700)[:, 300:640] == draws[1](300, 640)).all()
+    assert (draws[0](0, 700) != draws[2](0, 700)).any()
+
+
+def test_hogwild_without_mean_takes_the_pipelines_lags() -> None:
+    method = resolve_method("pipemare", {"hogwild": {"max": 20}})
+    table = VersionTable(make_schedule(method, 4, 40, 1), method)
+    assert table.rule_lag().tolist() == [7, 5, 3, 1]
+    assert table.greatest_lag().tolist() == [20] * 4
+    with pytest.raises(BadInput, match="max must be at least 14"):
+        VersionTable(make_schedule(method, 4, 40, 1), resolve_method("pipemare", {"hogwild": {"max": 13}})).forward(
+            0, 4
+        )
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    "method, args, kind, options, said",
+    [
+        (PB, {"spike_compensation": SC}, "adamw", {}, "velocity of SGD"),
+        (PB, {"weight_prediction": WP}, "adam", {}, "use form: difference"),
+        (PB, {"weight_prediction": WP}, "sgd", {}, "must be above 0"),
+        (PB, {"weight_prediction": WP}, "sgd", {"momentum": 0.9, "nesterov": True}, "without nesterov"),
+        (PB, {"spike_compensation": SC}, "sgd", {"momentum": 0.9, "dampening": 0.1}, "without dampening"),
+        ("pipemare", {"t2": {"decay": 0.1}, "stash": True}, "sgd", {}, "same weights"),
+        ("pipedream", {"t2": {"decay": 0.1}}, "sgd", {}, "same weights"),
+        (PB, {"t2": {"decay": 0.1}, "weight_prediction": WPW}, "sgd", {}, "same discrepancy"),
+        (PB, {"recompute": {"segments": 2}, "weight_prediction": WPW}, "sgd", {}, "not together with recompute"),
+        ("spectrain", {"weight_prediction": WPW}, "sgd", {"momentum": 0.9}, "by itself"),
+        ("spectrain", {}, "adamw", {}, "velocity of SGD"),
+        ("gpipe", {"t1": {"anneal_updates": 3}}, "sgd", {}, "no gradient is stale"),
+        ("gpipe", {"warmup": {"epochs": 1}}, "sgd", {}, "no gradient is stale"),
+    ],
+)  # fmt: skip
+def test_rules_are_refused_with_the_reason(method: str, args: Any, kind: str, options: Any, said: str) -> None:
+    found = faults(args, resolve_method(method, args), kind, options)
+    assert any(said in fault for fault in found), found
+
+
+@pytest.mark.parametrize(
+    "method, args, said",
+    [
+        ("pipemare", {"hogwild": {"max": 3}, "constant_delay": {"updates": 2}}, "not together"),
+        ("pipemare", {"recompute": {"segments": 2}, "stash": True}, "recompute: true"),
+        ("pipemare", {"recompute": {"segments": 2}, "schedule": "1f1b"}, "dataflow"),
+        ("gpipe", {"hogwild": {"max": 3}}, "empties the pipeline"),
+        ("pipedream_2bw", {"constant_delay": {"updates": 3}}, "two weight versions"),
+        ("spectrain", {"stash": True}, "predicts"),
+    ],
+)
+def test_axes_are_refused_with_the_reason(method: str, args: Any, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        resolve_method(method, args)
+
+
+def test_rules_that_adam_allows_are_allowed() -> None:
+    for args in ({"t1": {"anneal_updates": 2}, "t2": {"decay": 0.1}}, {"weight_prediction": WPW}):
+        assert faults(args, resolve_method(PB, args), "adamw", {}) == []
+
+
+# ---- hyperparameters
+
+
+def test_hyperparameters_for_another_update_size() -> None:
+    """m = m_r^(N/N_r), lr = lr_r (1-m) N / ((1-m_r) N_r) (Kosson et al. 2021, equation 9)."""
+    lr, m = scaled_for_update_size(0.1, 0.9, 128, 1)
+    assert m == pytest.approx(0.9 ** (1 / 128))
+    assert lr == pytest.approx(0.1 * (1 - m) / (0.1 * 128))
+    assert scaled_for_update_size(0.1, 0.9, 128, 128) == pytest.approx((0.1, 0.9))
+    assert scaled_for_update_size(0.4, 0.0, 64, 16) == (0.1, 0.0)
+
+
+def test_anneal_updates_by_default() -> None:
+    assert anneal_default(400, 0, 9999) == 100
+    assert anneal_default(None, 30, 9999) == 150
+    assert anneal_default(None, 0, 1000) == 250
+
+
+# ---- views that are kept
+
+
+def test_a_view_that_was_not_kept_is_told() -> None:
+    from ipu_pipe.backends.history import Overwriting, Swapping
+
+    for kind in (Overwriting, Swapping):
+        history = kind([[nn.Parameter(torch.ones(2))]], version=3)
+        with pytest.raises(AssertionError, match="was not kept"):
+            history.load(Read(np.array([1]), np.array([0])))
