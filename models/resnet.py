@@ -1,4 +1,4 @@
-"""Residual networks, annotated: post-activation ones of He et al. 2015 and pre-activation CIFAR ones of He et al. 2016.
+"""Residual networks, annotated: post-activation ones of He et al. 2015 and pre-activation ones of He et al. 2016.
 
 Post-activation, as torchvision has them (names, counts, the stride in a bottleneck's 3x3): a stage a residual block.
 
@@ -9,6 +9,10 @@ Pre-activation, as in Kosson et al. 2021: a stage a convolution with the norm an
     conv1 | norm1 relu conv1 | norm2 relu conv2 | add | ...                                    an ordinary block
           | norm1 relu shortcut | conv1 | norm2 relu conv2 | add | ...                         a strided block
           | norm relu | pool flatten | fc | loss                                               ResNet-20: 34 stages
+
+    conv1 | maxpool | norm1 relu conv1 | norm2 relu conv2 | norm3 relu conv3 | add | ...       an ordinary bottleneck
+          | norm1 relu | shortcut | conv1 | norm2 relu conv2 | norm3 relu conv3 | add | ...    the first one of a layer
+          | norm relu | pool flatten | fc | loss                                               ResNet-50: 78 stages
 """
 
 from __future__ import annotations
@@ -158,7 +162,7 @@ def resnet152(classes: int = 1000, small_images: bool = False, norm: str = "batc
     return _resnet(Bottleneck, (3, 8, 36, 3), classes, small_images, norm)
 
 
-# ---- pre-activation, for CIFAR
+# ---- pre-activation
 
 
 class PreActivationBlock(nn.Module):
@@ -187,6 +191,52 @@ class PreActivationBlock(nn.Module):
         return self.add(out, shortcut)
 
 
+class PreActivationBottleneck(nn.Module):
+    """norm, ReLU and convolution, thrice (1x1, 3x3 with the stride, 1x1), and a sum; a projection as above."""
+
+    def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
+        super().__init__()
+        self.norm1 = begin_stage(norm(inputs))
+        self.relu1 = nn.ReLU()
+        changes = stride != 1 or inputs != 4 * width
+        self.shortcut = begin_stage(_conv(inputs, 4 * width, 1, stride)) if changes else None
+        self.conv1 = _conv(inputs, width, 1)
+        if changes:  # the shared pre-activation is a stage before the projection, and that one before it
+            begin_stage(self.conv1)
+        self.norm2 = begin_stage(norm(width))
+        self.relu2 = nn.ReLU()
+        self.conv2 = _conv(width, width, 3, stride)
+        self.norm3 = begin_stage(norm(width))
+        self.relu3 = nn.ReLU()
+        self.conv3 = _conv(width, 4 * width, 1)
+        self.add = begin_stage(Add())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, inputs, H, W) -> (B, 4 width, H / stride, W / stride)."""
+        out = self.relu1(self.norm1(x))
+        shortcut = x if self.shortcut is None else self.shortcut(out)
+        out = self.conv1(out)
+        out = self.conv2(self.relu2(self.norm2(out)))
+        out = self.conv3(self.relu3(self.norm3(out)))
+        return self.add(out, shortcut)
+
+
+def _preact(children: List[Any], inputs: int, classes: int, make_norm: Norm) -> nn.Sequential:
+    """The stem and layers in `children`, then what follows them: last norm, pool, linear and loss, a stage each."""
+    children = [
+        *children,
+        ("norm", begin_stage(make_norm(inputs))),
+        ("relu", nn.ReLU()),
+        ("avgpool", begin_stage(nn.AdaptiveAvgPool2d(1))),
+        ("flatten", nn.Flatten()),
+        ("fc", begin_stage(nn.Linear(inputs, classes))),
+        ("loss", begin_stage(nn.Identity())),  # the loss, computed after the model, is a stage of its own
+    ]
+    model = nn.Sequential(OrderedDict(children))
+    _initialize(model)
+    return model
+
+
 def _preact_resnet(depth: int, classes: int, norm: str) -> nn.Sequential:
     _check_classes(classes)
     make_norm = _norm(norm, groups=8)  # groups of 2 channels in the first layer, the number of groups kept
@@ -198,17 +248,7 @@ def _preact_resnet(depth: int, classes: int, norm: str) -> nn.Sequential:
             blocks.append(PreActivationBlock(inputs, width, 2 if number and index == 0 else 1, make_norm))
             inputs = width
         children.append((f"layer{number + 1}", nn.Sequential(*blocks)))
-    children += [
-        ("norm", begin_stage(make_norm(inputs))),
-        ("relu", nn.ReLU()),
-        ("avgpool", begin_stage(nn.AdaptiveAvgPool2d(1))),
-        ("flatten", nn.Flatten()),
-        ("fc", begin_stage(nn.Linear(inputs, classes))),
-        ("loss", begin_stage(nn.Identity())),  # the loss, computed after the model, is a stage of its own
-    ]
-    model = nn.Sequential(OrderedDict(children))
-    _initialize(model)
-    return model
+    return _preact(children, inputs, classes, make_norm)
 
 
 def preact_resnet20(classes: int = 10, norm: str = "group") -> nn.Sequential:
@@ -237,3 +277,21 @@ def preact_resnet56(classes: int = 10, norm: str = "group") -> nn.Sequential:
 def preact_resnet110(classes: int = 10, norm: str = "group") -> nn.Sequential:
     """Pre-activation ResNet-110, as `preact_resnet20`; 169 stages."""
     return _preact_resnet(110, classes, norm)
+
+
+def preact_resnet50(classes: int = 1000, norm: str = "group") -> nn.Sequential:
+    """Pre-activation ResNet-50 for ImageNet, GroupNorm with 32 groups (or `norm="batch"`); 78 stages.
+
+    Input (B, 3, H, W) of 32x32 or more (224x224 in the paper), output (B, classes). 25,549,352 parameters.
+    """
+    _check_classes(classes)
+    make_norm = _norm(norm, groups=32)  # groups of 2 channels in the first layer, the number of groups kept
+    children: List[Any] = [("conv1", _conv(3, 64, 7, 2)), ("maxpool", begin_stage(nn.MaxPool2d(3, 2, 1)))]
+    inputs = 64
+    for number, depth in enumerate((3, 4, 6, 3)):
+        width, blocks = 64 * 2**number, []
+        for index in range(depth):
+            blocks.append(PreActivationBottleneck(inputs, width, 2 if number and index == 0 else 1, make_norm))
+            inputs = 4 * width
+        children.append((f"layer{number + 1}", nn.Sequential(*blocks)))
+    return _preact(children, inputs, classes, make_norm)

@@ -1,0 +1,307 @@
+"""Transformers, annotated: a causal language model (Radford et al. 2019) and a translating one (Vaswani et al. 2017).
+
+The language model, norm before each sublayer, learned positions: a stage a block.
+
+    embedding | block1 | ... | block4 | norm head                                                6 stages with 4 blocks
+
+The translating one, norm after each sublayer, sinusoidal positions, sized as fairseq's for IWSLT14: a stage a layer.
+Queries, keys and values are made by one weight and no weight is tied, which gives the 93 weights that PipeMare (Yang et
+al. 2021) has.
+
+    source_embedding | encoder1 | ... | encoder6 | target_embedding | decoder1 | ... | decoder6 | head       15 stages
+
+    an encoder layer's weights    projection output norm1, fc1 fc2 norm2                                     6
+    a decoder layer's             projection output norm1, projection output norm2, fc1 fc2 norm3            9
+    all                           6 x (6 + 9), two embeddings, head                                          finest 93
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import Any, List, Optional
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.stages import begin_stage
+
+PADDING = 0
+
+
+def _check(model: str, heads: int, width: int, dropout: float, **sizes: int) -> None:
+    for name, value in (*sizes.items(), ("width", width), ("heads", heads)):
+        if value < 1:
+            raise BadInput(f"{model}: {name}: {value}: must be at least 1")
+    if width % heads:
+        raise BadInput(f"{model}: heads: {heads}: must divide the width, {width}")
+    if not 0 <= dropout < 1:
+        raise BadInput(f"{model}: dropout: {dropout}: must be at least 0 and below 1")
+
+
+def _causal(x: torch.Tensor) -> torch.Tensor:
+    """x: (B, T, W) -> (T, T), true where the row's place may read the column's."""
+    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+
+
+class Projection(nn.Linear):
+    """Queries, keys and values by one weight (3 W, W): a third of its rows each."""
+
+    def forward(self, input: torch.Tensor, memory: Optional[torch.Tensor] = None) -> torch.Tensor:
+        """input: (B, T, W) gives the queries, memory (itself if not given) keys and values -> (B, T, 3 W)."""
+        if memory is None:
+            return F.linear(input, self.weight, self.bias)
+        width = self.in_features
+        queries = F.linear(input, self.weight[:width], self.bias[:width])
+        return torch.cat((queries, F.linear(memory, self.weight[width:], self.bias[width:])), -1)
+
+
+class Attention(nn.Module):
+    """Multi-head attention, written out, so that it computes the same with every torch and on every device."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.projection = Projection(width, 3 * width)
+        self.output = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor, memory: Optional[torch.Tensor] = None) -> torch.Tensor:
+        """x: (B, T, W) reads memory (itself if not given) where keep, (T, T) or (B, 1, 1, T), is true -> (B, T, W).
+
+        A row that may read nothing reads everything alike: there is no division by zero.
+        """
+        made = self.projection(x) if memory is None else self.projection(x, memory)
+        queries, keys, values = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in made.chunk(3, -1))
+        scores = queries @ keys.transpose(-1, -2) / math.sqrt(queries.shape[-1])
+        scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
+        return self.output((scores.softmax(-1) @ values).transpose(1, 2).flatten(2))
+
+
+class Logits(nn.Linear):
+    """A linear layer without bias whose classes lie in dimension 1, where cross-entropy looks for them."""
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__(width, vocabulary, bias=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """input: (B, T, W) -> (B, vocabulary, T)."""
+        return super().forward(input).transpose(1, 2)
+
+
+# ---- language model
+
+
+class LearnedEmbedding(nn.Module):
+    """Tokens and learned positions."""
+
+    def __init__(self, vocabulary: int, context: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: tokens (B, T) -> (B, T, W)."""
+        context = self.positions.num_embeddings
+        if x.dim() != 2 or x.shape[1] > context:
+            raise BadInput(f"x: {tuple(x.shape)}: must be tokens (B, T), T at most the context, {context}")
+        places = torch.arange(x.shape[1], device=x.device)
+        return self.dropout(self.tokens(x) + self.positions(places))
+
+
+class Block(nn.Module):
+    """Causal attention and two linear layers with a GELU between, each after a norm and added to its input."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.dropout1 = nn.Dropout(dropout)
+        self.norm2 = nn.LayerNorm(width)
+        self.fc1 = nn.Linear(width, 4 * width)
+        self.gelu = nn.GELU()
+        self.fc2 = nn.Linear(4 * width, width)
+        self.dropout2 = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, T, W) -> (B, T, W)."""
+        x = x + self.dropout1(self.attention(self.norm1(x), _causal(x)))
+        return x + self.dropout2(self.fc2(self.gelu(self.fc1(self.norm2(x)))))
+
+
+def transformer_lm(
+    vocabulary: int = 256,
+    width: int = 128,
+    heads: int = 4,
+    blocks: int = 4,
+    context: int = 64,
+    dropout: float = 0.0,
+    tied: bool = False,
+) -> nn.Sequential:
+    """Causal language model of `blocks` blocks: `blocks + 2` stages. Output at place t depends on tokens up to t.
+
+    Input tokens (B, T), T at most `context`, output (B, vocabulary, T), for labels (B, T). `tied`: the head's weight is
+    the embedding's, so that both must lie in one stage. 867,072 parameters as it stands, 834,304 tied.
+    """
+    _check("transformer_lm", heads, width, dropout, vocabulary=vocabulary, blocks=blocks, context=context)
+    children: List[Any] = [("embedding", LearnedEmbedding(vocabulary, context, width, dropout))]
+    for number in range(1, blocks + 1):
+        children.append((f"block{number}", begin_stage(Block(width, heads, dropout))))
+    children += [("norm", begin_stage(nn.LayerNorm(width))), ("head", Logits(width, vocabulary))]
+    model = nn.Sequential(OrderedDict(children))
+    _initialize_lm(model, blocks)
+    if tied:
+        model.head.weight = model.embedding.tokens.weight  # type: ignore[union-attr, assignment]
+    return model
+
+
+def _initialize_lm(model: nn.Module, blocks: int) -> None:
+    """GPT-2's: normal with deviation 0.02, less by sqrt(2 blocks) in the layers whose outputs are summed; no biases."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            summed = name.endswith(("attention.output", "fc2"))
+            nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * blocks) if summed else 0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+# ---- translation
+
+
+class SinusoidalEmbedding(nn.Module):
+    """Tokens times sqrt(width), and positions as sines and cosines of wavelengths from 2 pi to 20,000 pi."""
+
+    def __init__(self, vocabulary: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width, padding_idx=PADDING)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: tokens (B, T) -> (B, T, W)."""
+        width = self.tokens.embedding_dim
+        places = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
+        rates = 10000.0 ** (-torch.arange(0, width, 2, device=x.device, dtype=torch.float32) / width)
+        angles = places[:, None] * rates
+        embedded = self.tokens(x)
+        positions = torch.cat((angles.sin(), angles.cos()), -1).to(embedded.dtype)
+        return self.dropout(embedded * math.sqrt(width) + positions)
+
+
+class EncoderLayer(nn.Module):
+    """Attention and two linear layers with a ReLU between, each added to its input before a norm."""
+
+    def __init__(self, width: int, heads: int, feedforward: int, dropout: float) -> None:
+        super().__init__()
+        self.attention = Attention(width, heads)
+        self.dropout1 = nn.Dropout(dropout)
+        self.norm1 = nn.LayerNorm(width)
+        self.fc1 = nn.Linear(width, feedforward)
+        self.relu = nn.ReLU()
+        self.fc2 = nn.Linear(feedforward, width)
+        self.dropout2 = nn.Dropout(dropout)
+        self.norm2 = nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        """x: (B, T, W), keep: (B, 1, 1, T), true at source tokens -> (B, T, W)."""
+        x = self.norm1(x + self.dropout1(self.attention(x, keep)))
+        return self.norm2(x + self.dropout2(self.fc2(self.relu(self.fc1(x)))))
+
+
+class DecoderLayer(nn.Module):
+    """Causal attention, attention to the encoder's output, two linear layers, each added to its input before a norm."""
+
+    def __init__(self, width: int, heads: int, feedforward: int, dropout: float) -> None:
+        super().__init__()
+        self.attention = Attention(width, heads)
+        self.dropout1 = nn.Dropout(dropout)
+        self.norm1 = nn.LayerNorm(width)
+        self.cross = Attention(width, heads)
+        self.dropout2 = nn.Dropout(dropout)
+        self.norm2 = nn.LayerNorm(width)
+        self.fc1 = nn.Linear(width, feedforward)
+        self.relu = nn.ReLU()
+        self.fc2 = nn.Linear(feedforward, width)
+        self.dropout3 = nn.Dropout(dropout)
+        self.norm3 = nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        """x, memory (the encoder's output): (B, T, W), keep: (B, 1, 1, T), true at source tokens -> (B, T, W)."""
+        x = self.norm1(x + self.dropout1(self.attention(x, _causal(x))))
+        x = self.norm2(x + self.dropout2(self.cross(x, keep, memory)))
+        return self.norm3(x + self.dropout3(self.fc2(self.relu(self.fc1(x)))))
+
+
+class Translation(nn.Module):
+    """Encoder, then decoder; its children stand and run in one order."""
+
+    def __init__(
+        self,
+        source_vocabulary: int,
+        target_vocabulary: int,
+        width: int,
+        heads: int,
+        layers: int,
+        feedforward: int,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        names = [f"{kind}{number}" for kind in ("encoder", "decoder") for number in range(1, layers + 1)]
+        self._encoders, self._decoders = names[:layers], names[layers:]
+        self.source_embedding = SinusoidalEmbedding(source_vocabulary, width, dropout)
+        for name in self._encoders:
+            self.add_module(name, begin_stage(EncoderLayer(width, heads, feedforward, dropout)))
+        self.target_embedding = begin_stage(SinusoidalEmbedding(target_vocabulary, width, dropout))
+        for name in self._decoders:
+            self.add_module(name, begin_stage(DecoderLayer(width, heads, feedforward, dropout)))
+        self.head = begin_stage(Logits(width, target_vocabulary))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, 2, T), source tokens and target tokens shifted right, 0 where padded -> (B, target_vocabulary, T)."""
+        if x.dim() != 3 or x.shape[1] != 2:
+            raise BadInput(f"x: {tuple(x.shape)}: must be (B, 2, T), source and shifted target tokens")
+        keep = (x[:, 0] != PADDING)[:, None, None]
+        memory = self.source_embedding(x[:, 0])
+        for name in self._encoders:
+            memory = getattr(self, name)(memory, keep)
+        out = self.target_embedding(x[:, 1])
+        for name in self._decoders:
+            out = getattr(self, name)(out, memory, keep)
+        return self.head(out)
+
+
+def transformer_translation(
+    source_vocabulary: int = 10000,
+    target_vocabulary: int = 10000,
+    width: int = 512,
+    heads: int = 4,
+    layers: int = 6,
+    feedforward: int = 1024,
+    dropout: float = 0.3,
+) -> Translation:
+    """Translating Transformer, `layers` encoder and `layers` decoder layers: 15 stages and 93 weights with 6.
+
+    Input tokens (B, 2, T): source, and target shifted right; 0 is padding, at a target's end. Output
+    (B, target_vocabulary, T), for labels (B, T) with -100 where padded. 46,903,296 parameters as it stands.
+    """
+    sizes = {"source_vocabulary": source_vocabulary, "target_vocabulary": target_vocabulary}
+    _check("transformer_translation", heads, width, dropout, **sizes, layers=layers, feedforward=feedforward)
+    if width % 2:
+        raise BadInput(f"transformer_translation: width: {width}: must be even, half sines and half cosines")
+    model = Translation(source_vocabulary, target_vocabulary, width, heads, layers, feedforward, dropout)
+    _initialize_translation(model, width)
+    return model
+
+
+def _initialize_translation(model: nn.Module, width: int) -> None:
+    """fairseq's: Glorot's uniform, no biases; embeddings and head normal with variance 1 / width, padding zero."""
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, Logits)):
+            nn.init.normal_(module.weight, std=width**-0.5)
+        elif isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)  # on (3 W, W) it is Glorot's of its parts, less by sqrt(2)
+            nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Embedding):
+            with torch.no_grad():
+                module.weight[PADDING].zero_()
