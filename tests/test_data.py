@@ -170,7 +170,7 @@ def test_each_damaged_file_has_its_line(cifar: Path) -> None:
     assert "data_batch_1.bin" in first and "test_batch.bin" in second
 
 
-@pytest.mark.parametrize("name", ["cifar10", "mnist", "fashion_mnist"])
+@pytest.mark.parametrize("name", list(sets.FILES))
 def test_missing_folder(name: str, tmp_path: Path) -> None:
     with pytest.raises(BadInput) as refused:
         load_data(name, tmp_path)

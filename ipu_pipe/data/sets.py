@@ -3,6 +3,10 @@
 cifar10        cifar-10-batches-bin/: a label byte, then 1024 red, green and blue bytes a sample (Krizhevsky 2009)
 mnist          train-images-idx3-ubyte and so on, IDX files (LeCun et al. 1998, CC BY-SA 3.0)
 fashion_mnist  the same layout (Xiao et al. 2017, MIT)
+shakespeare    shakespeare/shakespeare.txt: 42 works (public domain), 5 million characters, 84 different ones; not the Tiny
+               Shakespeare of Karpathy 2015
+translation    translation/: english.txt and spanish.txt, 31,077 verses of the Bible, one a line (public domain); 19,581 pairs
+               have at most 32 tokens. In some ten chapters, about 1 %, the two texts count verses otherwise
 digits         8x8 images with scikit-learn (BSD-3), 1437 training and 360 test samples drawn once; no download
 image_folder   ImageNet-style folders train/CLASS/*.jpg and val/CLASS/*.jpg
 synthetic      random numbers of a stated shape
@@ -21,6 +25,7 @@ import numpy as np
 import torch
 
 from ipu_pipe.data.batches import DataSource, Pair, SyntheticData, TensorData, check_limit, split
+from ipu_pipe.data.text import TextData, TranslationData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hashes import file_hash
 
@@ -45,8 +50,26 @@ FASHION_MNIST = {
     "t10k-images-idx3-ubyte": ("8181f5470baa50b63fa0f6fddb340f0a", 7_840_016),
     "t10k-labels-idx1-ubyte": ("15d484375f8d13e6eb1aabb0c3f46965", 10_008),
 }
-FOLDERS = {"cifar10": "cifar-10-batches-bin", "mnist": "mnist", "fashion_mnist": "fashion-mnist"}
-FILES: Dict[str, Dict[str, Tuple[str, int]]] = {"cifar10": CIFAR10, "mnist": MNIST, "fashion_mnist": FASHION_MNIST}
+# and of ours: no set of text is official
+SHAKESPEARE = {"shakespeare.txt": ("0b06525d99aa77283538f1cf04572f7d", 5_057_239)}
+TRANSLATION = {
+    "english.txt": ("60c9e2573b0bce282cf8ff87d4d00a55", 4_025_051),
+    "spanish.txt": ("8ee486bd8b7494b5856071e0d68a6c46", 3_937_698),
+}
+FOLDERS = {
+    "cifar10": "cifar-10-batches-bin",
+    "mnist": "mnist",
+    "fashion_mnist": "fashion-mnist",
+    "shakespeare": "shakespeare",
+    "translation": "translation",
+}
+FILES: Dict[str, Dict[str, Tuple[str, int]]] = {
+    "cifar10": CIFAR10,
+    "mnist": MNIST,
+    "fashion_mnist": FASHION_MNIST,
+    "shakespeare": SHAKESPEARE,
+    "translation": TRANSLATION,
+}
 
 
 def default_root() -> Path:
@@ -93,13 +116,25 @@ def read_idx(images: Path, labels: Path) -> Pair:
     return torch.from_numpy(raw[16:]).view(count, 1, height, width), torch.from_numpy(tags[8:]).long()
 
 
-def _cifar10(root: Optional[str], seed: int, augment: bool = True, **limits: Any) -> DataSource:
+def _cifar10(root: Optional[str], seed: int, augment: bool = True, size: int = 32, **limits: Any) -> DataSource:
+    if type(size) is not int or size not in (8, 16, 32):
+        raise BadInput(f"data.size: {size}: must be 32, or 16 or 8, to which images are averaged")
     folder = Path(root or default_root()) / FOLDERS["cifar10"]
     check_files("cifar10", folder, root)
     parts = [read_cifar(folder / file) for file in CIFAR10]
     train = torch.cat([x for x, _ in parts[:-1]]), torch.cat([y for _, y in parts[:-1]])
+    small = [(_averaged(x, 32 // size), y) for x, y in (train, parts[-1])]
     # mean and standard deviation of the training images by channel
-    return _limited(train, parts[-1], seed, augment, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), **limits)
+    return _limited(small[0], small[1], seed, augment, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), **limits)
+
+
+def _averaged(x: torch.Tensor, factor: int) -> torch.Tensor:
+    """Images (n, C, H, W) of bytes with each square of `factor` pixels a side averaged, for small experiments."""
+    if factor == 1:
+        return x
+    n, channels, height, width = x.shape
+    squares = x.view(n, channels, height // factor, factor, width // factor, factor)
+    return squares.float().mean(dim=(3, 5)).round_().to(torch.uint8)
 
 
 def _idx_set(name: str, mean: float, std: float) -> Callable[..., DataSource]:
@@ -113,6 +148,21 @@ def _idx_set(name: str, mean: float, std: float) -> Callable[..., DataSource]:
         return _limited(train, test, seed, augment, (mean,), (std,), **limits)
 
     return load
+
+
+def _shakespeare(root: Optional[str], seed: int, **options: Any) -> DataSource:
+    folder = Path(root or default_root()) / FOLDERS["shakespeare"]
+    check_files("shakespeare", folder, root)
+    return TextData((folder / "shakespeare.txt").read_bytes(), seed, **options)
+
+
+def _translation(root: Optional[str], seed: int, **options: Any) -> DataSource:
+    folder = Path(root or default_root()) / FOLDERS["translation"]
+    check_files("translation", folder, root)
+    english, spanish = (
+        (folder / file).read_text(encoding="utf-8").rstrip("\n").split("\n") for file in ("english.txt", "spanish.txt")
+    )
+    return TranslationData(english, spanish, seed, **options)
 
 
 def _digits(root: Optional[str], seed: int, augment: bool = False, **limits: Any) -> DataSource:
@@ -179,13 +229,18 @@ SETS: Dict[str, Callable[..., DataSource]] = {
     "cifar10": _cifar10,
     "mnist": _idx_set("mnist", 0.1307, 0.3081),
     "fashion_mnist": _idx_set("fashion_mnist", 0.2860, 0.3530),
+    "shakespeare": _shakespeare,
+    "translation": _translation,
     "digits": _digits,
     "image_folder": _image_folder,
     "synthetic": _synthetic,
 }
 _OPTIONS: Dict[str, List[str]] = {
+    "cifar10": ["augment", "size", "subset", "test_subset"],
     "synthetic": ["shape", "classes", "subset", "test_subset"],
     "image_folder": ["size", "subset", "test_subset", "threads"],
+    "shakespeare": ["context", "characters", "subset", "test_subset"],
+    "translation": ["length", "vocabulary", "subset", "test_subset"],
 }
 
 

