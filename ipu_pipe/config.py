@@ -463,6 +463,11 @@ def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config
     return _validate(raw, origins, str(path), faults)
 
 
+def read_yaml(path: Path) -> Dict[str, Any]:
+    """A YAML file of keys, as `load_config` reads one (`extends` included), unchecked. Raises BadInput."""
+    return _read(path, {}, ())
+
+
 def configure(**keys: Any) -> Config:
     """A config from Python: the keys of a config file as arguments. `model` and `data` may be left to `train`."""
     raw = {"model": {"entry": "(given in Python)"}, "data": {"name": "(given in Python)"}, **keys}
@@ -491,7 +496,7 @@ def _read(path: Path, origins: Dict[str, str], chain: Tuple[Path, ...]) -> Dict[
             raise BadInput(f"{path}: extends: {parent}: no such file beside {path.name}")
         base = _read(target, origins, chain)
     _note(raw, "", str(path), origins)
-    return _merge(base, raw)
+    return merge(base, raw)
 
 
 def _note(value: Any, key: str, origin: str, origins: Dict[str, str]) -> None:
@@ -501,12 +506,12 @@ def _note(value: Any, key: str, origin: str, origins: Dict[str, str]) -> None:
             _note(item, f"{key}.{name}" if key else str(name), origin, origins)
 
 
-def _merge(base: Dict[str, Any], over: Dict[str, Any]) -> Dict[str, Any]:
+def merge(base: Dict[str, Any], over: Dict[str, Any]) -> Dict[str, Any]:
     """`over` on top of `base`: mappings are joined, all else is replaced."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
+        merged[key] = merge(merged[key], value) if both else value
     return merged
 
 
@@ -522,7 +527,7 @@ def _override(raw: Dict[str, Any], text: str, origins: Dict[str, str]) -> None:
             origins[".".join(key.split(".")[:depth])] = f"--set {text}"
         section = section[name]
     replaces = isinstance(parsed, dict) and isinstance(section.get(last), dict) and parsed
-    section[last] = _merge(section[last], parsed) if replaces else parsed
+    section[last] = merge(section[last], parsed) if replaces else parsed
     _note(parsed, key, f"--set {text}", origins)
 
 

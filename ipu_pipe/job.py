@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ipu_pipe import lr, rules, update
+from ipu_pipe.accounting import gpipe_utilization
 from ipu_pipe.backends import emulator
 from ipu_pipe.checkpoint import load_weights, read_tensors
 from ipu_pipe.config import Config
@@ -62,6 +63,30 @@ class Job:
     def synchronous_updates(self) -> int:
         """Updates of the synchronous warm-up, before the switch to the method."""
         return self.rules.switch
+
+    def phases(self) -> List[Dict[str, Any]]:
+        """The run in order: updates by GPipe (the warm-up), then by the method, and the share of the schedule's slots of
+        each in which stages are busy, its fills and drains included."""
+        schedule, warm = self.schedule, self.rules.switch
+        found = []
+        if warm:
+            stages, accumulate = len(self.part), schedule.accumulate
+            busy = gpipe_utilization(stages, accumulate)
+            found.append({"method": "gpipe", "updates": min(warm, self.updates), "utilization": busy})
+            drains = [k for k in _drains(self.config, self.updates, self.updates_per_epoch) if k > warm]
+            marks = [(k - warm) * accumulate for k in drains]
+            left = (self.updates - warm) * accumulate
+            if left <= 0:
+                return found
+            schedule = make_schedule(self.method, stages, left, accumulate, marks)
+        busy = schedule.busy_share()
+        found.append({"method": self.method.name, "updates": self.updates - warm, "utilization": busy})
+        return found
+
+    def utilization(self) -> float:
+        """Busy share of the whole run: with a warm-up amortized over both phases' times (PipeMare, section 4)."""
+        phases = self.phases()
+        return self.updates / sum(phase["updates"] / phase["utilization"] for phase in phases)
 
     def evaluates_after(self, done: int) -> bool:
         """Whether the test set is evaluated when `done` updates are done: after each `evaluate.every` epochs and at the end."""

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
+import torch
 
-from ipu_pipe import trace, update
+from ipu_pipe import accounting, trace, update
 from ipu_pipe.drawing import format_text
 from ipu_pipe.job import Job
 from ipu_pipe.rundir import Position
@@ -54,7 +55,7 @@ def plan(job: Job) -> str:
             f"{index:5d}  {name or '(no weights)':30s} {size:12,d} {row['forward_delay']:5d} {row['weight_copies']:7d} "
             f"{row['in_flight']:10d} {total:13.2f} {sends:15.1f}"
         )
-    busy = job.schedule.busy_share()
+    busy = job.utilization()
     weights, state, activations = (
         sum(row[kind] for row in table) / MIB for kind in ("weight_bytes", "optimizer_bytes", "activation_bytes")
     )
@@ -63,11 +64,22 @@ def plan(job: Job) -> str:
         "lag: how many updates old the weights are that a forward reads when its gradient is used, greatest in the steady state",
         "memory: weight versions, gradients, optimizer state and activations in flight, as planned from one microbatch",
         f"in all: {weights:.1f} MiB weights, {state:.1f} optimizer, {activations:.1f} activations",
+        *_rated(job),
         f"schedule: {job.schedule.slot_count:,} slots, stages busy {busy:.1%} of them (fill and drain included)",
         "",
         *_schedule_beginning(job),
     ]
     return "\n".join(lines)
+
+
+def _rated(job: Job) -> List[str]:
+    figures = memory_figures(job)
+    if figures is None:
+        return []
+    return [
+        f"weights, gradients and optimizer: {figures['weight_optimizer_copies']:.2f} copies of the weights, "
+        f"{figures['weight_optimizer_ratio']:.2f} of what the synchronous method holds"
+    ]
 
 
 def _schedule_beginning(job: Job) -> List[str]:
@@ -84,6 +96,7 @@ def memory_table(job: Job) -> List[Dict[str, int]]:
     rows = []
     lags, backward_lags = job.table.greatest_lag(), job.table.greatest_backward_lag()
     copies, in_flight = job.table.weight_copies(), job.schedule.max_in_flight()
+    activations = _activation_bytes(job, in_flight.tolist())
     for stage in job.part.stages:
         s, weights = stage.index, sum(sizes[name] for name in stage.parameters)
         rows.append({
@@ -92,7 +105,7 @@ def memory_table(job: Job) -> List[Dict[str, int]]:
             "weight_bytes": weights * int(copies[s]),
             "gradient_bytes": weights,
             "optimizer_bytes": planned[s],
-            "activation_bytes": job.footprint.saved_bytes[s] * int(in_flight[s]),
+            "activation_bytes": activations[s],
             "forward_delay": int(lags[s]),
             "backward_delay": int(backward_lags[s]),
             "in_flight": int(in_flight[s]),
@@ -100,15 +113,67 @@ def memory_table(job: Job) -> List[Dict[str, int]]:
     return rows
 
 
-def _planned_optimizer_bytes(job: Job) -> List[int]:
-    """State that the config's optimizer will hold: one copy with momentum, two for Adam (its step counts are left out)."""
-    kind = type(job.optimizer).__name__
-    moments = (
-        2 if kind.startswith("Adam") else int(any(group.get("momentum", 0) for group in job.optimizer.param_groups))
+def _input_bytes(job: Job) -> List[int]:
+    """What enters each stage with a microbatch."""
+    x = job.example[0]
+    return [x.numel() * x.element_size(), *job.footprint.boundary_bytes]
+
+
+def _activation_bytes(job: Job, in_flight: Sequence[int]) -> List[int]:
+    """What each stage holds at most: all that its microbatches in flight leave there, or, recomputing, the inputs of its
+    segment (of itself alone, with `recompute: true`) and the activations between recomputation and backward."""
+    saved, entering = job.footprint.saved_bytes, _input_bytes(job)
+    if job.config.recompute:
+        return [count * x + size for count, x, size in zip(in_flight, entering, saved)]
+    if job.method.segments is not None and len(job.part) > 1:
+        kept = accounting.held(in_flight, job.method.segments, job.method.turn)
+        return [
+            int(inputs * x + activations * size)
+            for inputs, activations, x, size in zip(kept.inputs, kept.activations, entering, saved)
+        ]
+    return [count * size for count, size in zip(in_flight, saved)]
+
+
+def memory_figures(job: Job) -> Optional[Dict[str, Any]]:
+    """The papers' figures for this model and method (`ipu_pipe.accounting.report`); None for optimizers they do not rate."""
+    kind = _optimizer_kind(job)
+    if kind is None:
+        return None
+    sizes = {name: p.numel() * p.element_size() for name, p in job.model.named_parameters()}
+    accumulate = job.schedule.accumulate
+    return accounting.report(
+        weight_bytes=[sum(sizes[name] for name in stage.parameters) for stage in job.part.stages],
+        saved_bytes=job.footprint.saved_bytes,
+        input_bytes=_input_bytes(job),
+        optimizer=kind,
+        t2="t2" in job.config.method_settings(),
+        method=job.method,
+        accumulate=accumulate,
+        microbatches=accumulate,
+        depth=len(job.part),
+        segments=job.method.segments,
+        in_flight=job.schedule.max_in_flight().tolist(),
+        weight_copies=job.table.weight_copies().tolist(),
     )
+
+
+def _optimizer_kind(job: Job) -> Optional[str]:
+    if isinstance(job.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return "adam"
+    if isinstance(job.optimizer, torch.optim.SGD):
+        return "momentum" if any(group["momentum"] for group in job.optimizer.param_groups) else "sgd"
+    return None
+
+
+def _planned_optimizer_bytes(job: Job) -> List[int]:
+    """State that the optimizer will hold: one copy with momentum, two for Adam (its step counts are left out), one more for
+    each rule that accumulates on the stage; 0 for optimizers not known."""
+    moments = {"adam": 2, "momentum": 1}.get(_optimizer_kind(job) or "", 0)
     planned = [0] * len(job.part)
     for group in job.optimizer.param_groups:
-        planned[group["stage"]] += moments * sum(p.numel() * p.element_size() for p in group["params"])
+        stage = group["stage"]
+        copies = moments + sum(rule.measures(stage) for rule in job.rules.rules)
+        planned[stage] += copies * sum(p.numel() * p.element_size() for p in group["params"])
     return planned
 
 
@@ -118,7 +183,7 @@ def _planned_optimizer_bytes(job: Job) -> List[int]:
 def summarise(job: Job, position: Position, final: Tuple[Optional[float], Optional[float]]) -> Dict[str, Any]:
     """The contents of `summary.json`."""
     config = job.config
-    busy = job.schedule.busy_share()
+    busy = job.utilization()
     rate = position.timed_updates * job.batch / position.seconds if position.seconds else None
     return {
         "schema": 1,
@@ -138,6 +203,7 @@ def summarise(job: Job, position: Position, final: Tuple[Optional[float], Option
         },
         "steps": position.update,
         "samples": position.update * job.batch,
+        "updates_per_epoch": job.updates_per_epoch,
         "initial": dict(zip(("test_loss", "test_accuracy"), position.initial)),
         "final": {
             "train_loss": position.epoch_loss / position.epoch_updates if position.epoch_updates else None,
@@ -147,8 +213,10 @@ def summarise(job: Job, position: Position, final: Tuple[Optional[float], Option
         "throughput_samples_per_second": rate,
         "utilization": busy,
         "bubble_fraction": 1 - busy,
+        "phases": job.phases(),
         "stages": [_stage_record(index, row) for index, row in enumerate(memory_table(job))],
         "links": links(job),
+        "memory": memory_figures(job),
     }
 
 

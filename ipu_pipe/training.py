@@ -103,7 +103,7 @@ class _Run:
                         if job.saves_after(position.update):
                             self._save()
                 if final is None:  # resumed after the last update, from a run killed before its summary was written
-                    final = self._evaluate(None)
+                    final = self._evaluate(None, record=False)
             emulator.close()
         finally:
             self.run.close()
@@ -142,12 +142,12 @@ class _Run:
         for index in range(within * accumulate, (within + 1) * accumulate):
             yield job.to_device(*job.data.train_batch(epoch, index, job.config.micro_batch_size))
 
-    def _evaluate(self, scalars: Any, bar: Any = None) -> Measured:
+    def _evaluate(self, scalars: Any, bar: Any = None, record: bool = True) -> Measured:
         test_loss, accuracy = evaluate(self.job)
         position = self.position
         if bar is not None:
             bar.evaluated(test_loss, accuracy)
-        if scalars is not None:
+        if record:
             epoch = position.update / self.job.updates_per_epoch
             self._log(scalars, step=position.update, epoch=epoch, test_loss=test_loss, test_accuracy=accuracy)
         if test_loss is not None and (position.best_loss is None or test_loss < position.best_loss) and position.update:

@@ -1,0 +1,189 @@
+"""The update rules through a whole run: configs, outputs, resuming, refusals, and the figures in summary.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+
+from ipu_pipe.config import load_config
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job import build
+from ipu_pipe.summary import memory_table, plan
+from ipu_pipe.training import train
+from tests.test_rules import ROWS, Row
+from tests.test_train import DIGITS, config, run_tool, same, sets, weights, with_state  # noqa: F401
+
+SGD = ["optimizer.momentum=0.9", "optimizer.lr=0.02"]
+ADAMW = ["optimizer={name: adamw, lr: 0.003, momentum: null}"]
+
+
+def keys(row: Row) -> List[str]:
+    """A row of the table as --set pairs."""
+    args: Dict[str, Any] = dict(row.args)
+    if row.switch:
+        args["warmup"] = {"epochs": row.switch / 44}  # 44 updates an epoch
+    return [f"method={row.method}", f"method_args={json.dumps(args)}"]
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_every_rule_is_saved_and_resumed_to_the_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ipu_pipe.backends.emulator import Emulator
+
+    chosen = config("checkpoint.every=5", "stages=null", "lr_schedule.name=cosine", *SGD, *keys(ROWS[name]))
+    whole = train(chosen, tmp_path / "whole", model=with_state(), quiet=True)
+    step = Emulator.step
+
+    def die(self: Any, microbatches: Any) -> Any:
+        if self.update == 8:
+            raise KeyboardInterrupt
+        return step(self, microbatches)
+
+    monkeypatch.setattr(Emulator, "step", die)
+    with pytest.raises(KeyboardInterrupt):
+        train(chosen, tmp_path / "cut", model=with_state(), quiet=True)
+    monkeypatch.setattr(Emulator, "step", step)
+    cut = train(chosen, tmp_path / "cut", model=with_state(), resume=True, quiet=True)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+    assert cut["final"] == whole["final"]
+    lines = [json.loads(line) for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "test_loss" in line] == [0, 12]
+
+
+def test_a_rule_with_accumulators_on_adam_resumes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_every_rule_is_saved_and_resumed_to_the_bit("t1+t2", tmp_path / "sgd", monkeypatch)
+    monkeypatch.setattr("tests.test_train_rules.SGD", ADAMW)
+    test_every_rule_is_saved_and_resumed_to_the_bit("t1+t2", tmp_path / "adamw", monkeypatch)
+
+
+# ---- figures
+
+
+def test_t2_costs_one_copy_of_the_weights() -> None:
+    """1.33 with momentum, 1.25 with Adam (PipeMare, Table 2); stages without lag need none, PipeMare has no such stage."""
+    for optimizer, moments, ratio in ((SGD, 1, 4 / 3), (ADAMW, 2, 5 / 4)):
+        chosen = config("method=pipemare", "stages=4", "method_args.t2={}", *optimizer)
+        job = build(chosen)
+        rows = memory_table(job)
+        assert all(row["optimizer_bytes"] == (moments + 1) * row["weight_bytes"] for row in rows)
+        assert f"{ratio:.2f} of what the synchronous method holds" in plan(job)
+
+
+def test_the_summary_holds_the_papers_figures(tmp_path: Path) -> None:
+    report = train(config("method=pipemare", "stages=4", "method_args.t2={}", *SGD), tmp_path / "a", quiet=True)
+    figures = report["memory"]
+    assert figures["weight_optimizer_copies"] == 4 and figures["weight_optimizer_ratio"] == pytest.approx(4 / 3)
+    measured = sum(stage["optimizer_bytes"] + 2 * stage["weight_bytes"] for stage in report["stages"])
+    assert figures["weight_optimizer_bytes"] == measured
+    report = train(config("method=pipedream_2bw", "stages=4", *SGD), tmp_path / "b", quiet=True)
+    assert report["memory"]["weight_optimizer_copies"] == 4  # two versions, gradient, momentum
+    footprint = report["memory"]["footprint_per_worker"]
+    total = sum(stage["weight_bytes"] for stage in report["stages"]) / 2
+    two, one = footprint["pipedream_2bw"], footprint["pipedream_flush"]
+    assert two["with_recompute"] - one["with_recompute"] == pytest.approx(total / 4)
+
+
+def test_a_warm_up_is_amortized(tmp_path: Path) -> None:
+    """(E_async + E_sync) / (E_async + E_sync / u) with u = N/(N+P-1) (PipeMare, section 3.1, W)."""
+    report = train(
+        config("method=pipemare", "stages=4", f"method_args.warmup.epochs={4 / 44}", *SGD), tmp_path / "a", quiet=True
+    )
+    (first, second) = report["phases"]
+    assert first == {"method": "gpipe", "updates": 4, "utilization": pytest.approx(4 / 7)}
+    assert second["updates"] == 8
+    expected = 12 / (8 / second["utilization"] + 4 / (4 / 7))
+    assert report["utilization"] == pytest.approx(expected)
+
+
+def test_recomputation_shrinks_the_planned_activations() -> None:
+    deep = ["model.args={inputs: 64, width: 32, layers: 15}", "stages=null"]
+    without, segments = (
+        sum(row["activation_bytes"] for row in memory_table(build(config("method=pipemare", *deep, *more))))
+        for more in ([], ["method_args.recompute={}"])
+    )
+    assert segments < without
+    for method in ("gpipe", "pipedream_2bw"):
+        more = ["gradient_accumulation=16"]
+        plain, recomputing = (
+            memory_table(build(config(f"method={method}", *deep, *more, f"recompute={value}")))
+            for value in ("false", "true")
+        )
+        job = build(config(f"method={method}", *deep, *more))
+        for s, (a, b) in enumerate(zip(plain, recomputing)):
+            x = job.example[0].numel() * 4 if s == 0 else job.footprint.boundary_bytes[s - 1]
+            assert a["activation_bytes"] == a["in_flight"] * job.footprint.saved_bytes[s]
+            assert b["activation_bytes"] == b["in_flight"] * x + job.footprint.saved_bytes[s]
+
+
+def test_hyperparameters_are_scaled_to_the_update_size() -> None:
+    job = build(config("optimizer={lr: 0.1, momentum: 0.9, reference_batch_size: 128}"))  # updates of 32 samples
+    group = job.optimizer.param_groups[0]
+    m = 0.9 ** (32 / 128)
+    assert group["momentum"] == pytest.approx(m)
+    assert group["lr"] == pytest.approx(0.1 * (1 - m) * 32 / (0.1 * 128))
+
+
+def test_annealing_follows_the_learning_rate_schedule() -> None:
+    step = ["lr_schedule={name: step, milestones: [4]}", "steps=400"]
+    for more, expected in ((step, 44), (["lr_schedule.warmup_steps=6"], 30), (["steps=100"], 25)):
+        job = build(config("method=pipemare", "stages=4", "method_args.t1={}", *SGD, *more))
+        lag = float(job.table.rule_lag()[0])
+        assert job.rules.rates(expected - 1)[0] < job.rate(expected - 1)
+        assert job.rules.rates(expected)[0] == job.rate(expected)
+        assert job.rules.rates(0)[0] == pytest.approx(job.rate(0) / lag)
+
+
+# ---- refusals
+
+
+def test_spike_compensation_and_prediction_on_adamw_are_refused_with_the_reason(
+    tmp_path: Path,
+    run_tool: Any,  # noqa: F811
+) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(
+        f"extends: {DIGITS}\nmethod: pipelined_backprop\noptimizer: {{name: adamw, lr: 0.001, momentum: null}}\n"
+        "method_args: {spike_compensation: {}, weight_prediction: {}}\n"
+    )
+    code, printed, error = run_tool(str(file), "--out", str(tmp_path / "run"))
+    lines = error.splitlines()
+    assert code == 2 and not printed and len(lines) == 2 and not (tmp_path / "run").exists()
+    assert lines[0].startswith(f"error: {file}: method_args.spike_compensation: adamw: ")
+    assert lines[1].startswith(f"error: {file}: method_args.weight_prediction: adamw: ")
+    assert all("velocity of SGD with momentum" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "pairs, said",
+    [
+        (["method=pipemare", "method_args.recompute.segments=9", "stages=4"], "from 1 to the number of stages, 4"),
+        (["method=pipemare", "method_args.hogwild={max: 4, mean: [1, 2]}", "stages=4"], "for each of 4 stages"),
+        (["method=pipemare", "method_args.hogwild={max: 4, mean: 3}", "stages=4"], "must be at least 6"),
+    ],
+)
+def test_what_only_the_stages_decide_is_refused_too(pairs: List[str], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        build(config(*pairs, *SGD))
+
+
+def test_rules_are_checked_against_an_optimizer_made_in_python(tmp_path: Path) -> None:
+    import functools
+
+    import torch
+
+    chosen = config("method=pipelined_backprop", "stages=4", "method_args.weight_prediction={}", *SGD)
+    with pytest.raises(BadInput, match="velocity of SGD"):
+        build(chosen, optimizer=functools.partial(torch.optim.RMSprop, lr=0.1))
+    assert build(chosen, optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)).rules.rules
+
+
+def test_a_config_of_rules_survives_being_written_and_read(tmp_path: Path) -> None:
+    from ipu_pipe.config import differences, dump
+
+    for row in ROWS.values():
+        chosen = config(*keys(row), *SGD)
+        file = tmp_path / "c.yaml"
+        file.write_text(dump(chosen))
+        assert differences(chosen, load_config(file)) == []
