@@ -8,11 +8,11 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/py38-torch2.0.1.txt" if sys.version_info < (3, 9) else "constraints/py311-torch2.13.txt")')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 5 --timeout 60
 
-.PHONY: help install train test lint bench clean
+.PHONY: help install train test lint bench reproduce clean
 
 help:
 	@sed -n 's/^# //p' Makefile
-	@echo "targets: install train test lint bench clean"
+	@echo "targets: install train test lint bench reproduce clean"
 
 install: $(VENV)/.installed
 
@@ -36,6 +36,12 @@ lint: install
 
 bench: install
 	$(BIN)/python tools/bench.py
+
+# the papers' experiments, sized for two cores: about an hour
+reproduce: install
+	$(BIN)/python tools/fetch_data.py cifar10
+	$(BIN)/python tools/fetch_data.py shakespeare
+	$(BIN)/python tools/reproduce.py all --out docs/results
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .hypothesis

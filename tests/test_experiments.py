@@ -1,0 +1,154 @@
+"""Experiments: files are checked whole, runs go on where they were, and the table says what was found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, List
+
+import pytest
+
+from ipu_pipe import experiments
+from ipu_pipe.errors import BadInput, run_command
+from ipu_pipe.experiments import Run, load_experiment, normalized_time, results, run_experiment, table
+from tools import reproduce
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = """
+title: Digits
+source: nobody, Table 0
+base:
+  model: {entry: models.mlp:mlp}
+  data: {name: digits}
+  method: pipemare
+  optimizer: {lr: 0.02, momentum: 0.9}
+  steps: 20
+  gradient_accumulation: 2
+  backend: {threads: 1}
+full: {steps: 30}
+seeds: [0, 1]
+rows:
+  sync: {method: gpipe}
+  warm up: {method_args: {warmup: {epochs: 0.1}}}
+  bad: {optimizer: {lr: 1e9}}
+expect: [{better: sync, than: bad}, {better: bad, than: sync, by: 0.1}]
+"""
+
+
+@pytest.fixture()
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "digits.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+def test_rows_and_seeds_are_run_once_and_compared(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    experiment = load_experiment(file)
+    said: List[str] = []
+    runs = run_experiment(experiment, tmp_path / "runs", [0, 1], 2, say=said.append)
+    assert [(run.label, run.seed) for run in runs] == [(r, s) for r in experiment.rows for s in (0, 1)]
+    assert len(said) == 6 and said[-1].startswith("[6/6]")
+    sync, bad = runs[0], runs[-1]
+    assert sync.diverged is None and sync.final is not None and bad.final is None and "loss is" in str(bad.diverged)
+    assert [point[0] for point in sync.curve][0] == 0 and sync.curve[-1][1] > sync.curve[-1][0]  # gpipe has bubbles
+    found = results(experiment, runs, False)
+    assert found["rows"][0]["final"] == pytest.approx((runs[0].final + runs[1].final) / 2)  # type: ignore[operator]
+    assert found["rows"][2]["final"] is None and found["rows"][2]["diverged"] == 2
+    assert found["agrees"] is False and len(found["differences"]) == 1 and found["differences"][0].startswith("bad (")
+    files = experiments.write_results(found, runs, list(experiment.rows), "the command", tmp_path / "results")
+    assert [f.name for f in files] == ["results.json", "table.md", "accuracy_by_epoch.png", "accuracy_by_time.png"]
+    assert all(f.stat().st_size > 300 for f in files)
+    assert json.loads(files[0].read_text())["rows"] == found["rows"]
+    text = files[1].read_text()
+    assert "| bad | pipemare | 2 of 2 runs diverged | diverged, diverged |" in text and "`the command`" in text
+
+    def not_again(*args: Any) -> None:
+        raise AssertionError("a finished run is not run again")
+
+    monkeypatch.setattr("ipu_pipe.backends.emulator.Emulator.step", not_again)
+    for run in runs:
+        config = experiment.config(run.label, run.seed, False)
+        again = experiments._work(config, str(tmp_path / "runs" / experiments._folder(run.label) / f"seed-{run.seed}"))
+        assert [tuple(point) for point in again["curve"]] == [tuple(point) for point in run.curve]
+
+
+def test_an_interrupted_run_goes_on(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ipu_pipe.backends.emulator import Emulator
+
+    monkeypatch.chdir(ROOT)
+    config = load_experiment(file).config("sync", 0, False)
+    whole = experiments._work(config, str(tmp_path / "whole"))
+    step = Emulator.step
+
+    def die(self: Any, microbatches: Any) -> Any:
+        if self.update == 9:
+            raise KeyboardInterrupt
+        return step(self, microbatches)
+
+    monkeypatch.setattr(Emulator, "step", die)
+    with pytest.raises(KeyboardInterrupt):
+        experiments._work(config, str(tmp_path / "cut"))
+    monkeypatch.setattr(Emulator, "step", step)
+    assert experiments._work(config, str(tmp_path / "cut"))["curve"] == whole["curve"]
+
+
+def test_time_is_counted_by_phase() -> None:
+    phases = [{"updates": 10, "utilization": 0.5}, {"updates": 100, "utilization": 1.0}]
+    assert [normalized_time(phases, step) for step in (0, 5, 10, 30)] == [0, 10, 20, 40]
+
+
+def test_expectations_hold_or_are_told(file: Path) -> None:
+    experiment = load_experiment(file)
+
+    def run(label: str, accuracy: float) -> Run:
+        return Run(label, 0, [(1.0, 1.0, 0.5, accuracy)], None, 20, 1.0)
+
+    runs = [run("sync", 0.5), run("warm up", 0.5), run("bad", 0.7)]
+    found = results(experiment, runs, False)
+    assert found["differences"] == ["sync (50.0%) was expected to be better than bad (70.0%)"]
+    assert "Expected and not found so:" in table(found, "x")
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (("seeds: [0, 1]", "seeds: 3"), "seeds: 3: must be a list"),
+        (("title: Digits", "titel: Digits"), "titel: unknown key"),
+        (("better: sync", "better: synk"), "expect.0.better: synk: must be one of the rows"),
+        (("method: gpipe", "method: gpip"), "rows.sync on base: method: gpip"),
+        (("steps: 30", "stepz: 30"), "rows.sync on full: stepz: 30: unknown key"),
+    ],
+)
+def test_a_wrong_file_is_told_in_one_line(file: Path, change: Any, said: str) -> None:
+    file.write_text(TEXT.replace(*change))
+    with pytest.raises(BadInput) as error:
+        load_experiment(file)
+    assert any(said in fault and str(file) in fault for fault in error.value.faults), error.value.faults
+
+
+def _tool(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["tools/reproduce.py", *args])
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as left:
+        run_command(reproduce.main)
+    return int(left.value.code or 0)
+
+
+def test_the_command_lists_and_refuses(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    assert _tool(monkeypatch) == 0
+    listed = capsys.readouterr().out
+    assert all(path.stem in listed for path in (ROOT / "configs" / "experiments").glob("*.yaml"))
+    assert _tool(monkeypatch, "nothing") == 2
+    assert "error: EXPERIMENT: nothing: must be one of" in capsys.readouterr().err
+    assert _tool(monkeypatch, "pb_vgg11", "--rows", "x") == 2
+    assert "error: --rows: x: must be of" in capsys.readouterr().err
+
+
+def test_the_command_prints_json(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    code = _tool(monkeypatch, str(file), "--seeds", "3", "--rows", "sync", "--json", "--runs", str(tmp_path / "r"))
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert found["experiment"] == "digits" and found["source"] == "nobody, Table 0" and found["agrees"] is True
+    assert found["rows"][0]["method"] == "gpipe" and found["rows"][0]["step"] == 20
