@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from ipu_pipe.buffers import buffers_restored
 from ipu_pipe.stages import Partition
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -32,19 +33,19 @@ class Footprint:
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Put back weights, buffers, gradients, modes and random states at the end."""
-    parameters, buffers = list(model.parameters()), list(model.buffers())
-    values = [t.detach().clone() for t in parameters + buffers]
+    parameters = list(model.parameters())
+    values = [p.detach().clone() for p in parameters]
     gradients = [p.grad for p in parameters]
     modes = [(m, m.training) for m in model.modules()]
     cuda = [t.device for t in parameters[:1] if t.is_cuda]
-    with torch.random.fork_rng(devices=cuda):
+    with torch.random.fork_rng(devices=cuda), buffers_restored(model):
         try:
             for p in parameters:
                 p.grad = None
             yield
         finally:
-            for tensor, value in zip(parameters + buffers, values):
-                tensor.data.copy_(value)
+            for p, value in zip(parameters, values):
+                p.data.copy_(value)
             for p, gradient in zip(parameters, gradients):
                 p.grad = gradient
             for module, mode in modes:
@@ -216,13 +217,10 @@ def _saved(model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> Li
         saved.append(tensor.detach().clone() if plain else None)
         return tensor
 
-    buffers = [b.detach().clone() for b in model.buffers()]
-    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []), buffers_restored(model):
         torch.manual_seed(0)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss(model(x), y)
-    for buffer, value in zip(model.buffers(), buffers):
-        buffer.data.copy_(value)
     return saved
 
 

@@ -21,7 +21,9 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set, 
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
+from ipu_pipe.buffers import buffers_restored
 from ipu_pipe.errors import BadInput
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -73,13 +75,14 @@ class _Call:
     module: nn.Module
     works: bool  # computes something itself: has no children, or owns parameters
     flops: float = 0.0
-    inputs: Tuple[Any, ...] = ()
+    inputs: Any = ()  # (arguments, keyword arguments)
 
 
 def partition(model: nn.Module, example: torch.Tensor, stages: StageChoice = None) -> Partition:
     """Assign every parameter of `model` to a stage.
 
-    `example`: one microbatch of input, run once in evaluation mode without gradients to see the order of execution.
+    `example`: one microbatch of input, run in evaluation and in training mode without gradients to see the order of
+    execution: evaluation's, or training's where modules run in training alone (auxiliary heads).
     `stages`: None, the model's own `begin_stage` marks; a list of module names at which stages begin (stage 0 begins with
     the model); a whole number, that many stages balanced by FLOPs, or `{"count": 4, "by": "flops" | "parameters" | "time"}`;
     "finest", one stage a weight tensor in the order of execution, weight and bias of one module together (107 for
@@ -106,43 +109,59 @@ def partition(model: nn.Module, example: torch.Tensor, stages: StageChoice = Non
 
 
 def _execution(model: nn.Module, example: torch.Tensor) -> Tuple[List[_Call], List[str]]:
-    """First runs of all modules in order, and the names of every run (repeats too), seen in one forward."""
+    """First runs of all modules in order, and the names of every run (repeats too), seen in one forward.
+
+    In evaluation mode, in which nothing is left to chance (stochastic depth), unless training runs more modules than that.
+    """
+    calls, runs = _observe(model, example, training=False)
+    more, more_runs = _observe(model, example, training=True)
+    return (more, more_runs) if set(more_runs) - set(runs) else (calls, runs)
+
+
+def _observe(model: nn.Module, example: torch.Tensor, training: bool) -> Tuple[List[_Call], List[str]]:
     names = {id(module): name for name, module in model.named_modules()}
     calls: List[_Call] = []
     runs: List[str] = []
     seen: Dict[str, _Call] = {}
 
-    def before(module: nn.Module, inputs: Any) -> None:
+    def before(module: nn.Module, inputs: Any, keywords: Any) -> None:
         name = names[id(module)]
         runs.append(name)
         if name not in seen:
             own = any(True for _ in module.parameters(recurse=False))
-            seen[name] = _Call(name, module, own or not any(True for _ in module.children()), inputs=inputs)
+            seen[name] = _Call(name, module, own or not any(True for _ in module.children()))
+            seen[name].inputs = inputs, keywords
             calls.append(seen[name])
 
-    def after(module: nn.Module, inputs: Any, output: Any) -> None:
-        seen[names[id(module)]].flops += _flops(module, inputs, output)
+    def after(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
+        seen[names[id(module)]].flops += _flops(module, [*inputs, *keywords.values()], output)
 
-    handles = [m.register_forward_pre_hook(before) for m in model.modules()]
-    handles += [m.register_forward_hook(after) for m in model.modules()]
+    handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in model.modules()]
+    handles += [m.register_forward_hook(after, with_kwargs=True) for m in model.modules()]
     try:
-        run_quietly(model, example)
+        _run_quietly(model, example, training)
     finally:
         for handle in handles:
             handle.remove()
     return calls, runs
 
 
-def run_quietly(model: nn.Module, example: torch.Tensor) -> Any:
-    """One forward in evaluation mode, without gradients, that leaves modes and random states as they were."""
-    training = {module: module.training for module in model.modules()}
+def _run_quietly(model: nn.Module, example: torch.Tensor, training: bool) -> None:
+    """One forward without gradients that leaves buffers, modes and random states as they were.
+
+    BatchNorm stays in evaluation mode: in training it refuses an example of one value a channel.
+    """
+    modes = {module: module.training for module in model.modules()}
     devices = [example.device] if example.is_cuda else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
-        model.eval()
+    with torch.no_grad(), torch.random.fork_rng(devices=devices), buffers_restored(model):
+        model.train(training)
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                module.training = False
         try:
-            return model(example)
+            model(example)
         finally:
-            for module, mode in training.items():
+            for module, mode in modes.items():
                 module.training = mode
 
 
@@ -392,14 +411,15 @@ def _unit_costs(model: nn.Module, calls: List[_Call], units: List[str], by: str)
 def _seconds(call: _Call, repeats: int = 3) -> float:
     """Least time of a forward and backward of a copy of the module alone, on the inputs it saw."""
     module = copy.deepcopy(call.module)
-    inputs = [
-        x.detach().clone().requires_grad_(x.is_floating_point()) if isinstance(x, torch.Tensor) else x
-        for x in call.inputs
-    ]
+
+    def fresh(x: Any) -> Any:  # no leaf of the graph: the module may work in place
+        return x.detach().requires_grad_(x.is_floating_point()).clone() if isinstance(x, torch.Tensor) else x
+
     best = float("inf")
     for _ in range(repeats):
+        inputs, keywords = tree_map(fresh, call.inputs)
         start = time.perf_counter()
-        output = module(*inputs)
+        output = module(*inputs, **keywords)
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.sum().backward()
         if torch.cuda.is_available():

@@ -144,3 +144,29 @@ def test_a_skip_connection_is_carried_over_every_boundary() -> None:
     x, model = torch.randn(2, 4), Skip()
     made = footprint(model, partition(model, x), F.cross_entropy, x, LABELS)
     assert made.boundary_bytes == (2 * 4 * 4, (2 * 2 + 2 * 4) * 4)
+
+
+class Counting(nn.Module):
+    """Binds another tensor to its buffer in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("cache", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = self.count + 1
+        self.cache = x.detach()
+        return self.inner(x) * self.count
+
+
+def test_buffers_that_a_forward_binds_anew_are_put_back() -> None:
+    """Story: the old tensor was restored, which the model no longer held, so that every look counted as training."""
+    x, model = torch.randn(2, 4), Counting()
+    held = model.count
+    part = partition(model, x)
+    footprint(model, part, F.cross_entropy, x, LABELS)
+    random_modules(model, x)
+    assert derived_weights(model, F.cross_entropy, x, LABELS) == []
+    assert model.count is held and float(held) == 0 and model.cache is None

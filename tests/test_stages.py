@@ -177,3 +177,65 @@ def test_impossible_choices_are_refused(stages: Any, said: str) -> None:
     with pytest.raises(BadInput) as error:
         partition(model(), X, stages)
     assert any(fault.startswith(said) for fault in error.value.faults), error.value.faults
+
+
+class Auxiliary(nn.Module):
+    """A head that runs in training alone, a counter that every forward binds anew, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), begin_stage(nn.Linear(4, 4))
+        self.aux = nn.Linear(4, 3)
+        self.c = begin_stage(nn.Linear(4, 3))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = self.count + 1
+        h = self.b(self.norm(self.a(x)))
+        return self.c(h) + self.aux(h) if self.training else self.c(h)
+
+
+def test_a_module_that_runs_in_training_alone_has_the_stage_where_it_runs() -> None:
+    """Story: the order was seen in evaluation, and what does not run there got the first stage."""
+    m = Auxiliary()
+    state = {name: value.clone() for name, value in m.state_dict().items()}
+    for mode in (True, False):
+        part = partition(m.train(mode), torch.randn(1, 4))  # one sample, which BatchNorm refuses in training
+        assert owners(part) == [["a", "norm"], ["b"], ["aux", "c"]]
+        assert all(module.training is mode for module in m.modules())
+    assert all(torch.equal(value, state[name]) for name, value in m.state_dict().items())
+    assert owners(partition(m, torch.randn(2, 4), ["aux"])) == [["a", "norm", "b", "c"], ["aux"]]
+
+
+class Chance(nn.Module):
+    """Stochastic depth at its worst: its block never runs in training, but does in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(4, 4), begin_stage(nn.Linear(4, 4)), begin_stage(nn.Linear(4, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return self.last(h if self.training else h + self.block(h))
+
+
+def test_a_module_that_training_skips_at_random_keeps_its_stage() -> None:
+    assert owners(partition(Chance(), torch.randn(2, 4))) == [["first"], ["block"], ["last"]]
+
+
+class Keywords(nn.Module):
+    """Calls a module by keyword and works in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.act, self.b = nn.ConvTranspose1d(4, 4, 1), nn.ReLU(inplace=True), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(input=self.act(self.a(input=x)))
+
+
+@pytest.mark.parametrize("by", ["flops", "parameters", "time"])
+def test_modules_called_by_keyword_or_working_in_place_can_be_counted(by: str) -> None:
+    """Story: `by: time` called the module again without its keywords, and in place on a leaf of the graph."""
+    part = partition(Keywords(), torch.randn(2, 4, 4), {"count": 2, "by": by})
+    assert sorted(n for s in part.stages for n in s.parameters) == ["a.bias", "a.weight", "b.bias", "b.weight"]
