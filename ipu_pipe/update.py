@@ -54,6 +54,13 @@ def parameter_groups(model: nn.Module, part: Partition, no_decay: Union[str, Seq
     return groups
 
 
+def stage_groups(groups: Groups, stage: int) -> Groups:
+    """The groups of one stage alone, for a process that holds no other. A stage without weights gets an empty parameter,
+    since optimizers want one."""
+    own = [group for group in groups if group["stage"] == stage]
+    return own or [{"params": [nn.Parameter(torch.zeros(0))], "stage": stage}]
+
+
 def _undecayed(model: nn.Module, names: Iterable[str], patterns: Sequence[str]) -> List[str]:
     chosen: List[str] = []
     for pattern in patterns:

@@ -1,0 +1,83 @@
+"""What the processes of test_distributed.py run: cases one after another, in one process group."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ipu_pipe.methods import resolve_method
+from ipu_pipe.probe import random_modules
+from ipu_pipe.randomness import KeyedRandomness
+from ipu_pipe.rules import UpdateRules
+from ipu_pipe.slices import crossings, pieces
+from ipu_pipe.stages import partition
+from ipu_pipe.timelines import make_schedule
+from ipu_pipe.update import parameter_groups, stage_groups
+from ipu_pipe.versions import VersionTable
+from tests.staged_models import MODELS, batches, whole
+
+Case = Tuple[str, str, Dict[str, Any], int, str, int]  # name, method, args, microbatches an update, model, switch
+BATCHES = 9
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-2)
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=1e-2)
+
+
+def begins(model: nn.Module, ranks: int) -> List[str]:
+    """The model's stages on so many ranks: the first ones merged."""
+    count = len(list(model.children()))
+    return [str(index) for index in range(count - ranks + 1, count)]
+
+
+def fresh(name: str, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(3)
+    return whole([stage.to(dtype) for stage in MODELS[name]()])
+
+
+def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
+    from ipu_pipe.backends.distributed import Layout, StageEngine
+
+    _, name, args, accumulate, model_name, switch = case
+    method = resolve_method(name, args)
+    model = fresh(model_name)
+    data = batches(accumulate * BATCHES)
+    names = begins(model, ranks)
+    part = partition(model, data[0][0], names)
+    schedule = make_schedule(method, ranks, len(data), accumulate, [accumulate * 5], switch * accumulate)
+    table = VersionTable(schedule, method)
+    layout = Layout(rank, ranks)
+    cut = pieces(model, names)
+    across = crossings(cut, model, data[0][0])
+    make = ADAMW if "adamw" in case[0] else SGD
+    optimizer = make(stage_groups(parameter_groups(model, part), rank))
+    rate = make.keywords["lr"]
+    rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch)
+    keyed = KeyedRandomness(model, random_modules(model, data[0][0]), 0, torch.device("cpu"))
+    engine = StageEngine(
+        layout, cut[rank], across, nn.functional.cross_entropy, method, table, rules, lambda m: data[m],
+        torch.device("cpu"), keyed,
+    )  # fmt: skip
+    losses = [engine.step(k) for k in range(BATCHES)]
+    engine.close()
+    state = {
+        f"{link}.{key}": value
+        for link, module in zip(cut[rank].names, cut[rank].links)
+        for key, value in module.state_dict().items()
+    }
+    if engine.is_last:
+        state["losses"] = torch.tensor([loss for loss, _ in losses])  # type: ignore[misc]
+    return {key: value.clone() for key, value in state.items()}
+
+
+def main(rank: int, ranks: int, folder: str, cases: List[Case]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    try:
+        for case in cases:
+            torch.save(run_case(case, rank, ranks), Path(folder) / f"{case[0]}-{rank}.pt")
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,85 @@
+"""Processes give the emulator's weights, to the last bit, for every method and rule that runs on processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import torch
+
+from ipu_pipe.backends.emulator import Emulator
+from ipu_pipe.methods import METHODS, resolve_method
+from ipu_pipe.rules import UpdateRules
+from ipu_pipe.stages import partition
+from ipu_pipe.timelines import make_schedule
+from ipu_pipe.update import parameter_groups
+from ipu_pipe.versions import VersionTable
+from tests.distributed_worker import ADAMW, BATCHES, SGD, Case, begins, fresh, main
+from tests.staged_models import batches
+from tests.test_rules import ROWS
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
+    reason="needs torch 2.4",
+)
+
+
+def cases() -> List[Case]:
+    made: List[Case] = []
+    for method in METHODS:
+        for model in ("mlp", "convolution", "residual"):
+            for accumulate in (1, 4):
+                made.append((f"{method}-{model}-{accumulate}", method, {}, accumulate, model, 0))
+    for name, row in ROWS.items():
+        if not resolve_method(row.method, row.args).delay:
+            made.append((f"rule-{name}", row.method, _fit(row.args), 1, "residual", row.switch))
+            made.append((f"rule-{name}-4", row.method, _fit(row.args), 4, "mlp", row.switch))
+            if ADAMW in row.optimizers or len(row.optimizers) > 1:
+                made.append((f"adamw-{name}", row.method, _fit(row.args), 4, "convolution", row.switch))
+    return [c for c in made if not (resolve_method(c[1], c[2]).forward_reads == "double_buffered" and c[3] < 4)]
+
+
+def _fit(args: Dict[str, Any]) -> Dict[str, Any]:
+    """No more segments than there are ranks in the smallest test."""
+    return (
+        {**args, "recompute": {"segments": 1 if args["recompute"]["segments"] == 1 else 2}}
+        if "recompute" in args
+        else args
+    )
+
+
+def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
+    name, method_name, args, accumulate, model_name, switch = case
+    method, model, data = resolve_method(method_name, args), fresh(model_name), batches(accumulate * BATCHES)
+    part = partition(model, data[0][0], begins(model, ranks))
+    schedule = make_schedule(method, ranks, len(data), accumulate, [accumulate * 5], switch * accumulate)
+    table = VersionTable(schedule, method)
+    make = ADAMW if "adamw" in name else SGD
+    optimizer = make(parameter_groups(model, part))
+    rate = make.keywords["lr"]
+    rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch)
+    emulator = Emulator(model, torch.nn.functional.cross_entropy, part, method, table, optimizer, rules, data[0])
+    losses = [emulator.step(data[k * accumulate : (k + 1) * accumulate]).loss for k in range(BATCHES)]
+    emulator.close()
+    return {**model.state_dict(), "losses": torch.tensor(losses)}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes_give_the_emulators_weights(ranks: int, tmp_path: Path) -> None:
+    chosen = cases()
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=main, args=(rank, ranks, str(tmp_path), chosen)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    assert [process.exitcode for process in processes] == [0] * ranks
+    for case in chosen:
+        expected, found = emulated(case, ranks), {}
+        for rank in range(ranks):
+            found.update(torch.load(tmp_path / f"{case[0]}-{rank}.pt"))
+        assert expected.keys() == found.keys(), case[0]
+        for key, value in expected.items():
+            assert torch.equal(value, found[key]), f"{case[0]}: {key}"
