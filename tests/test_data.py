@@ -10,7 +10,15 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from ipu_pipe.data import DataSource, TensorData, from_loader, load_data, sets
 from ipu_pipe.data.batches import BORDER, crop_and_mirror
@@ -179,10 +187,26 @@ def test_missing_folder(name: str, tmp_path: Path) -> None:
 
 def test_default_root_is_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("IPU_PIPE_DATA", raising=False)
     with pytest.raises(BadInput) as refused:
         load_data("mnist")
     one_line(refused, str(tmp_path / ".cache" / "ipu_pipe" / "mnist"))
     assert refused.value.faults[0].endswith("python tools/fetch_data.py mnist")
+
+
+def test_the_variable_comes_after_the_root_and_before_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IPU_PIPE_DATA", str(tmp_path / "variable"))
+    for root, name, place in (
+        (None, "mnist", tmp_path / "variable" / "mnist"),
+        (tmp_path / "given", "mnist", tmp_path / "given" / "mnist"),
+        (None, "image_folder", tmp_path / "variable" / "train"),
+        (tmp_path / "given", "image_folder", tmp_path / "given" / "train"),
+    ):
+        with pytest.raises(BadInput) as refused:
+            load_data(name, root)
+        one_line(refused, str(place))
 
 
 # ---- order and augmentation
@@ -458,6 +482,52 @@ def test_loader_drops_the_last_short_batch() -> None:
     one_line(refused, "batches of 3, micro_batch_size is 4")
 
 
+def test_loader_counts_what_its_sampler_gives() -> None:
+    """Story: the batches of the whole set were counted, and the run died where the sampler ended."""
+    held = range(23)
+    for sampler, drop_last, batches in ((range(10), False, 2), (range(10), True, 2), (range(12), False, 3)):
+        data = from_loader(loader(sampler=SubsetRandomSampler(sampler), drop_last=drop_last))
+        assert data.train_batches_per_epoch(4) == batches and len(epoch_of(data, 0, 4)[1]) == 4 * batches
+        own = BatchSampler(SequentialSampler(sampler), 4, drop_last)
+        given = from_loader(DataLoader(TensorDataset(torch.zeros(23, 1), torch.arange(23)), batch_sampler=own))
+        assert given.train_batches_per_epoch(4) == batches and len(epoch_of(given, 0, 4)[1]) == 4 * batches
+    fixed = [list(held)[4 * i : 4 * i + 4] for i in range(3)]
+    data = from_loader(DataLoader(TensorDataset(torch.zeros(23, 1), torch.arange(23)), batch_sampler=fixed))
+    assert data.train_batches_per_epoch(4) == 3 and epoch_of(data, 0, 4)[1].tolist() == list(range(12))
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Eleven samples in a row, which says how many they are."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.zeros(1), torch.tensor(n)) for n in range(11)])
+
+    def __len__(self) -> int:
+        return 11
+
+
+def test_loader_of_a_stream_counts_full_batches() -> None:
+    data = from_loader(DataLoader(Stream(), batch_size=4))
+    assert data.train_batches_per_epoch(4) == 2 and epoch_of(data, 0, 4)[1].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_generators_of_samplers_are_seeded_by_epoch(batched: bool) -> None:
+    """Story: a sampler's own generator went on where it was, so that a resumed run saw another order."""
+
+    def made() -> Any:
+        sampler = RandomSampler(range(24), generator=torch.Generator().manual_seed(1))  # type: ignore[arg-type]
+        if not batched:
+            return from_loader(loader(24, sampler=sampler))
+        own = BatchSampler(sampler, 4, False)
+        return from_loader(DataLoader(TensorDataset(torch.zeros(24, 1), torch.arange(24)), batch_sampler=own))
+
+    whole = made()
+    first = epoch_of(whole, 0, 4)[1]
+    second = epoch_of(whole, 1, 4)[1]
+    assert torch.equal(epoch_of(made(), 1, 4)[1], second) and not torch.equal(first, second)
+
+
 def test_loader_of_another_batch_size_is_refused() -> None:
     with pytest.raises(BadInput) as refused:
         from_loader(loader(size=4)).train_batch(0, 0, 8)
@@ -478,9 +548,19 @@ def test_loader_that_ends_early_or_gives_no_pairs_is_refused() -> None:
     with pytest.raises(BadInput) as refused:
         from_loader([(torch.zeros(4, 1), torch.zeros(4))]).train_batch(0, 2, 4)
     one_line(refused, "ended after 1 batches")
-    with pytest.raises(BadInput) as refused:
-        from_loader([torch.zeros(4, 1)]).train_batch(0, 0, 4)
-    one_line(refused, "batches (x, y)")
+    triple = (torch.zeros(4, 1), torch.zeros(4), torch.zeros(4))
+    for batch, kinds in (
+        (torch.zeros(2, 1), "(Tensor)"),
+        (triple, "(Tensor, Tensor, Tensor)"),
+        ((list(triple[:2]), triple[2]), "(list, Tensor)"),
+        ({"x": triple[0], "y": triple[1]}, "(dict)"),
+    ):
+        with pytest.raises(BadInput) as refused:
+            from_loader([batch]).train_batch(0, 0, 4)
+        one_line(refused, kinds, "batches (x, y) of two tensors")
+        with pytest.raises(BadInput) as refused:
+            list(from_loader(loader(), [batch]).test_batches(4))
+        one_line(refused, kinds, "batches (x, y) of two tensors")
 
 
 def test_loader_for_tests_comes_as_it_is() -> None:
@@ -570,7 +650,8 @@ def test_image_folder_numbers_are_refused(folder: Path, key: str, wanted: int, a
     one_line(refused, f"data.{key}: {wanted}", allowed)
 
 
-def test_image_folder_refusals(folder: Path, tmp_path: Path) -> None:
+def test_image_folder_refusals(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("IPU_PIPE_DATA", raising=False)
     with pytest.raises(BadInput) as refused:
         load_data("image_folder")
     one_line(refused, "data.root", "train/ and val/")
@@ -604,3 +685,14 @@ def test_image_folder_corrupt_image_is_named(folder: Path, cut: bool) -> None:
     with pytest.raises(BadInput) as refused:
         list(data.test_batches(6))
     one_line(refused, str(folder / "val" / "green" / "1.JPEG"), "cannot be read as an image")
+
+
+def test_test_batches_are_not_the_samples_themselves() -> None:
+    """Story: a model whose first operation works in place changed the test set."""
+    x = torch.randn(6, 3)
+    data = TensorData((x, torch.arange(6)), (x, torch.arange(6)))
+    kept = x.clone()
+    for batch, labels in data.test_batches(4):
+        batch.mul_(0)
+        labels.mul_(0)
+    assert torch.equal(x, kept) and data.test[1].tolist() == list(range(6))

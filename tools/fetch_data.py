@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -25,8 +24,7 @@ def main() -> None:
     parser.add_argument("name", metavar="NAME", help="one of the sets below")
     parser.add_argument("--root", type=Path, metavar="DIR", help="folder in which the set's own folder is made")
     args = parser.parse_args()
-    root = args.root or (Path(os.environ["IPU_PIPE_DATA"]) if os.environ.get("IPU_PIPE_DATA") else None)
-    fetch(args.name, root)
+    fetch(args.name, args.root)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,8 @@ class TensorData:
     def test_batches(self, batch_size: int) -> Iterator[Pair]:
         """The test set in order."""
         for start in range(0, len(self.test[0]), batch_size):
-            yield self._normalized(self.test[0][start : start + batch_size]), self.test[1][start : start + batch_size]
+            x, y = (part[start : start + batch_size].clone() for part in self.test)  # what works in place gets its own
+            yield self._normalized(x), y
 
     def _normalized(self, x: torch.Tensor) -> torch.Tensor:
         own = x.dtype == torch.uint8  # then what follows is a copy of ours and can be changed in place
@@ -175,10 +176,13 @@ class LoaderData:
             count = len(self._train)  # type: ignore[arg-type]
         except TypeError:
             raise BadInput("data: the training loader has no length: give it __len__, or write a DataSource") from None
-        size = getattr(self._train, "batch_size", None)
-        dataset = getattr(self._train, "dataset", None)
-        if isinstance(size, int) and hasattr(dataset, "__len__") and not getattr(self._train, "drop_last", False):
-            count = min(count, len(dataset) // size)  # type: ignore[arg-type]
+        batches = getattr(self._train, "batch_sampler", None)
+        batches = self._train if batches is None else batches
+        size, drawn = getattr(batches, "batch_size", None), getattr(batches, "sampler", None)
+        if not hasattr(drawn, "__len__"):
+            drawn = getattr(self._train, "dataset", None)
+        if isinstance(size, int) and hasattr(drawn, "__len__") and not getattr(batches, "drop_last", False):
+            count = min(count, len(drawn) // size)  # type: ignore[arg-type]
         return count
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
@@ -187,10 +191,7 @@ class LoaderData:
             # a loader that shuffles draws its order from the global random state: make that a function of the epoch
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derived_seed(self._seed, "loader", epoch))
-                own = getattr(
-                    self._train, "generator", None
-                )  # a DataLoader's own generator takes the global one's place
-                if isinstance(own, torch.Generator):
+                for own in self._generators():
                     own.manual_seed(derived_seed(self._seed, "loader", epoch))
                 self._iterator = iter(self._train)
                 self._epoch, self._next = epoch, 0
@@ -198,6 +199,14 @@ class LoaderData:
         if index == self._next - 1:
             return self._checked(self._first, batch_size)
         return self._advance(index, batch_size)
+
+    def _generators(self) -> List[torch.Generator]:
+        """Those that take the global one's place: the loader's own, and its samplers'."""
+        loader = self._train
+        batches = getattr(loader, "batch_sampler", None)
+        drawing = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+        found = (getattr(holder, "generator", None) for holder in drawing)
+        return [own for own in found if isinstance(own, torch.Generator)]
 
     def _advance(self, index: int, batch_size: int) -> Pair:
         while self._next <= index:
@@ -211,10 +220,7 @@ class LoaderData:
         return self._checked(self._first, batch_size)
 
     def _checked(self, batch: Any, batch_size: int) -> Pair:
-        try:
-            x, y = batch
-        except (TypeError, ValueError):
-            raise BadInput("data: the loader must give batches (x, y)") from None
+        x, y = _pair(batch)
         if len(x) != batch_size:
             raise BadInput(
                 f"data: the loader gives batches of {len(x)}, micro_batch_size is {batch_size}: they must agree"
@@ -223,15 +229,24 @@ class LoaderData:
 
     def test_batches(self, batch_size: int) -> Iterator[Pair]:
         """The test loader's batches as they come."""
-        for x, y in self._test if self._test is not None else ():
-            yield x, y
+        for batch in self._test if self._test is not None else ():
+            yield _pair(batch)
+
+
+def _pair(batch: Any) -> Pair:
+    held = batch if isinstance(batch, (tuple, list)) else [batch]
+    if len(held) != 2 or not all(isinstance(part, torch.Tensor) for part in held):
+        kinds = ", ".join(type(part).__name__ for part in held)
+        raise BadInput(f"data: the loader gives batches of ({kinds}): must be batches (x, y) of two tensors")
+    return held[0], held[1]
 
 
 def from_loader(train: Iterable[Any], test: Optional[Iterable[Any]] = None, seed: int = 0) -> LoaderData:
     """A DataSource from loaders of (x, y) batches, such as torch.utils.data.DataLoader; their batches are the microbatches.
 
-    A loader that shuffles is made to shuffle by (seed, epoch), so that resuming finds the same order. Data augmented from
-    the global random state inside the loader is not repeated exactly by a resumed run.
+    A loader that shuffles is made to shuffle by (seed, epoch), so that resuming finds the same order; generators of
+    its own and of its samplers are re-seeded. Data augmented from the global random state inside the loader is not repeated
+    exactly by a resumed run.
     """
     return LoaderData(train, test, seed)
 

@@ -58,7 +58,7 @@ PACKAGES: Dict[str, Package] = {
 
 
 def fetch(name: str, root: Optional[Path] = None, say: Say = print) -> Path:
-    """Fetch the set `name` into `root` (default ~/.cache/ipu_pipe) unless it is there; returns its folder.
+    """Fetch the set `name` into `root` (default: `default_root()`) unless it is there; returns its folder.
 
     Raises BadInput for unknown sets and damaged files, RunFault where a package manager fails.
     """

@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import gzip
 import inspect
+import os
 from importlib import util
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
@@ -73,8 +74,8 @@ FILES: Dict[str, Dict[str, Tuple[str, int]]] = {
 
 
 def default_root() -> Path:
-    """Where fetched sets are kept: ~/.cache/ipu_pipe."""
-    return Path.home() / ".cache" / "ipu_pipe"
+    """Where sets are kept that come with no root: the folder $IPU_PIPE_DATA, else ~/.cache/ipu_pipe."""
+    return Path(os.environ.get("IPU_PIPE_DATA") or Path.home() / ".cache" / "ipu_pipe")
 
 
 def check_files(name: str, folder: Path, root: Union[str, Path, None]) -> None:
@@ -222,7 +223,7 @@ def _synthetic(
 def _image_folder(root: Optional[str], seed: int, **options: Any) -> DataSource:
     from ipu_pipe.data.images import ImageFolder  # Pillow is wanted only here
 
-    return ImageFolder(root, seed, **options)
+    return ImageFolder(root or os.environ.get("IPU_PIPE_DATA") or None, seed, **options)
 
 
 SETS: Dict[str, Callable[..., DataSource]] = {
@@ -245,7 +246,7 @@ _OPTIONS: Dict[str, List[str]] = {
 
 
 def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **options: Any) -> DataSource:
-    """The set called `name`, from the folder `root` (default ~/.cache/ipu_pipe), in the order of `seed`.
+    """The set called `name`, from the folder `root` (default: `default_root()`), in the order of `seed`.
 
     Options of all sets: `subset` and `test_subset`, the first so many samples; of the others see SETS. Raises BadInput for
     unknown names and options and for data that is missing or damaged.
