@@ -309,7 +309,8 @@ class LogConfig(_Section):
 
 
 class StageCount(_Section):
-    """A number of stages, balanced by a cost."""
+    """A number of stages, balanced by a cost. Times differ from one measurement to the next: the folder of a run holds the
+    names of the modules at which its stages begin instead, and a resumed run has those (see `as_recorded`)."""
 
     count: Count
     by: Literal["flops", "parameters", "time"] = "flops"
@@ -650,6 +651,14 @@ def _section_of(annotation: Any) -> Any:
 def dump(config: Config) -> str:
     """The resolved config as YAML that loads to the same config."""
     return yaml.dump(config.to_dict(), Dumper=_Dumper, sort_keys=False)
+
+
+def as_recorded(old: Config, new: Config) -> Config:
+    """`new` with the stages of `old`, a run's own config, where those are as many as `new` says to measure by time."""
+    measured = isinstance(new.stages, dict) and new.stages.get("by") == "time"
+    if measured and isinstance(old.stages, list) and len(old.stages) + 1 == new.stages["count"]:
+        return new.model_copy(update={"stages": old.stages})
+    return new
 
 
 def differences(old: Config, new: Config) -> List[str]:

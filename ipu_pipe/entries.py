@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, first_line
 
 
 def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
@@ -72,3 +72,5 @@ def call_entry(function: Callable[..., Any], args: Mapping[str, Any], key: str) 
         raise BadInput([f"{key}: {fault}" for fault in error.faults]) from None
     except (TypeError, ValueError) as error:
         raise BadInput(f"{key}: {dict(args)}: {error}") from error
+    except Exception as error:  # whatever the user's function raises
+        raise BadInput(f"{key}: {dict(args)}: {first_line(error)}") from error

@@ -21,6 +21,12 @@ class RunFault(RuntimeError):
     """A fault while running, told in one line (a loss that is not finite, a disk that is full). Exit code 1."""
 
 
+def first_line(error: BaseException) -> str:
+    """An exception of the user's own code in one line: its kind and the first line of what it says."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose complaints are bad input like any other (one `error: ...` line, exit code 2) and whose
     help keeps the line breaks it is given."""

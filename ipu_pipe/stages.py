@@ -54,10 +54,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class Partition:
-    """Stages of a model in order. `begins` maps the name of each module at which the stage changes to that stage."""
+    """Stages of a model in order. `begins` maps the name of each module at which the stage changes to that stage.
+
+    `spread`: single weights were spread over the stages, so that the names in `begins` alone do not give them.
+    """
 
     stages: Tuple[Stage, ...]
     begins: Mapping[str, int]
+    spread: bool = False
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -360,7 +364,7 @@ def _spread(
             begins[call.name] = stage
     made = _finish(model, runs, calls, begins, stage_of)
     empty = tuple(Stage(s, "", ()) for s in range(len(made), count))
-    return Partition(made.stages + empty, made.begins)
+    return Partition(made.stages + empty, made.begins, spread=True)
 
 
 def _balanced(

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from ipu_pipe.config import Config, configure, differences, dump, load_config
+from ipu_pipe.config import Config, as_recorded, configure, differences, dump, load_config
 from ipu_pipe.entries import accepts, call_entry, resolve_entry
 from ipu_pipe.errors import BadInput
 
@@ -378,3 +378,22 @@ def test_what_a_callable_has_against_a_value_is_one_line() -> None:
     assert refused(call_entry, build, {"width": -1}, "model.args") == [
         "model.args: {'width': -1}: width must be positive"
     ]
+
+    def fails(kind: type) -> Any:
+        raise kind("too large\nhere is why")
+
+    for kind in (RuntimeError, KeyError, AssertionError, MemoryError):  # story: they came with a traceback
+        (line,) = refused(call_entry, fails, {"kind": kind}, "model.args")
+        assert f"{kind.__name__}: " in line and "too large" in line and "\n" not in line
+
+
+def test_stages_measured_by_time_are_the_same_as_the_names_they_came_to() -> None:
+    def staged(stages: Any) -> Config:
+        return configure(stages=stages)
+
+    names, measured = staged(["b", "c"]), staged({"count": 3, "by": "time"})
+    assert as_recorded(names, measured).stages == ["b", "c"] and differences(names, as_recorded(names, measured)) == []
+    for other in ({"count": 4, "by": "time"}, {"count": 3, "by": "flops"}, 3, ["b", "d"]):
+        assert as_recorded(names, staged(other)) == staged(other)
+        assert len(differences(names, as_recorded(names, staged(other)))) >= 1
+    assert as_recorded(measured, measured) == measured
