@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -34,29 +35,38 @@ class Position:
     initial: Measured = (None, None)
 
 
+def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> List[str]:
+    """What the folder holds of a run. Raises BadInput if that is another run and neither resuming nor overwriting was asked
+    for, or if nothing can be written there. Changes nothing."""
+    try:
+        above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not above.is_dir():
+            raise BadInput(f"--out: {above}: is a file, must be a folder")
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise BadInput(f"--out: {above}: no permission to write")
+        held = [name for name in OUTPUTS if (path / name).exists()]
+    except OSError as error:
+        raise BadInput(f"--out: {path}: {error.strerror or error}") from None
+    if held and not (resume or overwrite):
+        raise BadInput(f"--out: {path}: holds another run ({held[0]}): give --resume, --overwrite or another folder")
+    if resume and not held:
+        raise BadInput(f"--resume: {path}: holds no run to resume")
+    return held
+
+
 class RunDir:
-    """The folder of one run. Raises BadInput if it holds another run and neither resuming nor overwriting was asked for."""
+    """The folder of one run, made or emptied as `check_folder` allows."""
 
     def __init__(self, path: Path, resume: bool = False, overwrite: bool = False) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self._metrics: Optional[TextIO] = None
-        held = [name for name in OUTPUTS if (path / name).exists()]
-        if path.exists() and not path.is_dir():
-            raise BadInput(f"--out: {path}: is a file, must be a folder")
-        if held and not (resume or overwrite):
-            raise BadInput(
-                f"--out: {path}: holds another run ({held[0]}): give --resume, --overwrite or another folder"
-            )
-        if resume and not held:
-            raise BadInput(f"--resume: {path}: holds no run to resume")
+        held = check_folder(path, resume, overwrite)
         try:
             path.mkdir(parents=True, exist_ok=True)
             if overwrite:
                 for name in held:
                     _remove(path / name)
-            if not os.access(path, os.W_OK):
-                raise PermissionError(13, "no permission to write")
         except OSError as error:
             raise BadInput(f"--out: {path}: {error.strerror or error}") from None
 
@@ -76,26 +86,33 @@ class RunDir:
         """Open metrics.jsonl for more lines, dropping those after update `last_step` (they will be made again)."""
         path = self.path / "metrics.jsonl"
         kept: List[str] = []
-        if last_step and path.exists():
-            for line in path.read_text().splitlines():
+        try:
+            lines = path.read_text(errors="replace").splitlines() if last_step and path.exists() else []
+            for line in lines:
                 try:
                     if json.loads(line)["step"] <= last_step:
                         kept.append(line)
-                except (ValueError, KeyError):
+                except (ValueError, KeyError, TypeError):
                     pass  # the line at which the run was killed
-        self.write_text("metrics.jsonl", "".join(line + "\n" for line in kept))
-        self._metrics = open(path, "a")
+            self.write_text("metrics.jsonl", "".join(line + "\n" for line in kept))
+            self._metrics = open(path, "a")
+        except OSError as error:
+            raise RunFault(f"{path}: cannot be opened: {error.strerror or error}") from error
 
     def metric(self, record: Dict[str, Any]) -> None:
         """Append one record to metrics.jsonl."""
         assert self._metrics is not None
-        self._metrics.write(json.dumps(finite(record)) + "\n")
-        self._metrics.flush()
+        try:
+            self._metrics.write(json.dumps(finite(record)) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            raise RunFault(f"{self.path / 'metrics.jsonl'}: cannot be written: {error.strerror or error}") from error
 
     def close(self) -> None:
         """Close metrics.jsonl."""
         if self._metrics is not None:
-            self._metrics.close()
+            with contextlib.suppress(OSError):  # every line was flushed: what cannot be written has been told
+                self._metrics.close()
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file whole or not at all; what is not a number becomes null."""

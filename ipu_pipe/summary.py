@@ -315,9 +315,7 @@ def closing(report: Dict[str, Any], folder: Path) -> str:
     ]
     rate = report["throughput_samples_per_second"]
     lines.append(
-        f"throughput: {rate:.1f} samples/sec"
-        if rate is not None
-        else "throughput: not measured (one update only) samples/sec"
+        f"throughput: {rate:.1f} samples/sec" if rate is not None else "throughput: not measured (one update only)"
     )
     return "\n".join(lines)
 

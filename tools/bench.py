@@ -42,6 +42,10 @@ def main() -> None:
     faults = [f"--models: {m}: must be one of {', '.join(CASES)}" for m in args.models.split(",") if m not in CASES]
     if faults or args.rounds < 1 or args.updates < 1:
         raise BadInput(faults or "--rounds and --updates must be at least 1")
+    import torch  # after the arguments are read: --help must not wait for it
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device: cuda: this machine has no usable CUDA device: use cpu")
     rows: List[Dict[str, Any]] = []
     for name in args.models.split(","):
         for method in args.methods.split(","):
