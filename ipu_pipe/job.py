@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Set, Tuple
@@ -13,11 +14,12 @@ from torch import nn
 from ipu_pipe import lr, rules, update
 from ipu_pipe.accounting import gpipe_utilization
 from ipu_pipe.backends import emulator
+from ipu_pipe.buffers import buffers_restored
 from ipu_pipe.checkpoint import load_weights, read_tensors
 from ipu_pipe.config import Config
 from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.entries import call_entry, resolve_entry
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.methods import Method, check, resolve_method
 from ipu_pipe.probe import Footprint, Loss, footprint
 from ipu_pipe.randomness import derived_seed
@@ -30,14 +32,28 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 
 @dataclass
-class Job:
-    """One run, ready to start. Updates are counted from 0 through the whole run; an epoch has `updates_per_epoch`."""
+class Setup:
+    """Model, loss and data of a run on its device: all that evaluation needs."""
 
     config: Config
     model: nn.Module
     loss: Loss
     data: DataSource
     device: torch.device
+
+    def to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
+        """A microbatch on the run's device, inputs in its precision."""
+        dtype = DTYPES[self.config.precision]
+        return _move(x, self.device, dtype), _move(y, self.device, dtype)
+
+
+@dataclass
+class Job(Setup):
+    """One run, ready to start. Updates are counted from 0 through the whole run; an epoch has `updates_per_epoch`.
+
+    `config` has the names at which stages begin where it was to measure them by time.
+    """
+
     part: Partition
     method: Method
     schedule: Schedule
@@ -99,16 +115,48 @@ class Job:
         every = self.config.checkpoint.every
         return self.evaluates_after(done) or (every is not None and done % every == 0)
 
-    def to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
-        """A microbatch on the job's device, inputs in its precision."""
-        dtype = DTYPES[self.config.precision]
-        return _move(x, self.device, dtype), _move(y, self.device, dtype)
-
 
 def _move(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     if not isinstance(value, torch.Tensor):
         raise BadInput(f"data: a microbatch holds {type(value).__name__}, must be tensors (x, y)")
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+
+def set_up(
+    config: Config, model: Optional[nn.Module] = None, data: Optional[DataSource] = None, loss: Optional[Loss] = None
+) -> Setup:
+    """The model, loss and data that `config` describes, ready to run. What is given takes the place of the config's entry."""
+    device = _device(config)
+    torch.manual_seed(derived_seed(config.seed, "model"))
+    model = model if model is not None else make_model(config)
+    _refuse_tensors(model)
+    if config.init_from:
+        load_weights(model, read_tensors(Path(config.init_from)), f"init_from: {config.init_from}")
+    model = model.to(device, DTYPES[config.precision]).train()
+    data = data if data is not None else make_data(config)
+    chosen_loss = loss if loss is not None else make_loss(config)
+    if isinstance(chosen_loss, nn.Module):  # class weights and the like
+        chosen_loss = chosen_loss.to(device)
+    return Setup(config, model, chosen_loss, data, device)
+
+
+def _refuse_tensors(model: nn.Module) -> None:
+    """Refuse what precision, checkpoints or optimizers cannot do with the model's tensors."""
+    named, state = [*model.named_parameters(), *model.named_buffers()], model.state_dict()
+    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    found = {
+        "complex: parameters and buffers must be real": [name for name, t in named if t.dtype.is_complex],
+        "no dense tensor: checkpoints hold nothing else": [
+            name for name, t in state.items() if not isinstance(t, torch.Tensor) or t.layout != torch.strided
+        ],
+        "gradients must be dense: sparse=False gives the same numbers": [name for name, m in modules if m.sparse],
+    }
+    faults = []
+    for fault, names in found.items():
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        faults += [f"model: {', '.join(names[:4])}{more}: {fault}"] if names else []
+    if faults:
+        raise BadInput(faults)
 
 
 def build(
@@ -123,17 +171,8 @@ def build(
     `optimizer`: a function from parameter groups to a torch.optim optimizer, such as
     `functools.partial(torch.optim.SGD, lr=0.1)`. Raises BadInput where anything does not fit.
     """
-    device = _device(config)
-    torch.manual_seed(derived_seed(config.seed, "model"))
-    model = model if model is not None else make_model(config)
-    if config.init_from:
-        load_weights(model, read_tensors(Path(config.init_from)), f"init_from: {config.init_from}")
-    model = model.to(device, DTYPES[config.precision]).train()
-    data = data if data is not None else make_data(config)
-    chosen_loss = loss if loss is not None else make_loss(config)
-    if isinstance(chosen_loss, nn.Module):  # class weights and the like
-        chosen_loss = chosen_loss.to(device)
-
+    setup = set_up(config, model, data, loss)
+    model, chosen_loss, data, device = setup.model, setup.loss, setup.data, setup.device
     per_epoch = data.train_batches_per_epoch(config.micro_batch_size) // config.gradient_accumulation
     if per_epoch < 1:
         raise BadInput(
@@ -141,11 +180,12 @@ def build(
             f"gradient_accumulation {config.gradient_accumulation}: lower it, micro_batch_size, or take more data"
         )
     updates = config.steps if config.steps is not None else config.epochs * per_epoch
-    x, y = data.train_batch(0, 0, config.micro_batch_size)
-    dtype = DTYPES[config.precision]
-    example = _move(x, device, dtype), _move(y, device, dtype)
+    x, y = setup.to_device(*data.train_batch(0, 0, config.micro_batch_size))
+    example = x.clone(), y.clone()  # a model that works in place must not change the data
     _try_model(model, chosen_loss, example)
     part = partition(model, example[0], config.stages)
+    if isinstance(config.stages, dict) and config.stages.get("by") == "time" and part.begins and not part.spread:
+        config = config.model_copy(update={"stages": list(part.begins)})
 
     args = config.method_settings()
     method = resolve_method(config.method, args)
@@ -164,6 +204,7 @@ def build(
     groups = update.parameter_groups(model, part, config.optimizer.no_decay)
     made = (optimizer or _factory(config))(groups)
     if optimizer is not None:
+        _check_groups(made)
         _check_rules(args, method, made)
     base = float(made.param_groups[0]["lr"])
     return Job(
@@ -196,6 +237,17 @@ def _rules(
         args, table.method, table.rule_lag(), config.gradient_accumulation, optimizer,
         lambda k: _rate(config, base, k, updates, per_epoch), switch,
     )  # fmt: skip
+
+
+def _check_groups(optimizer: Any) -> None:
+    """Whether what the user's function made is an optimizer of the parameter groups that it was given."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise BadInput(f"optimizer: gave a {type(optimizer).__name__}, must give a torch.optim.Optimizer")
+    if not all("stage" in group for group in optimizer.param_groups):
+        raise BadInput(
+            "optimizer: made of other parameters: must be made of the groups it is given, as functools.partial(torch.optim.SGD, "
+            "lr=0.1) is"
+        )
 
 
 def _check_rules(args: Dict[str, Any], method: Method, optimizer: torch.optim.Optimizer) -> None:
@@ -237,11 +289,14 @@ def make_data(config: Config) -> DataSource:
 
 
 def make_loss(config: Config) -> Loss:
-    """Mean cross-entropy, or the config's own loss (outputs, labels) -> scalar."""
+    """Mean cross-entropy, or the config's own loss (outputs, labels) -> scalar; a module class is made into one."""
     if config.loss == "cross_entropy":
         return nn.functional.cross_entropy
-    chosen: Callable[[Any, Any], torch.Tensor] = resolve_entry(config.loss, "loss")
-    return chosen
+    chosen: Any = resolve_entry(config.loss, "loss")
+    if inspect.isclass(chosen) and issubclass(chosen, nn.Module):
+        chosen = call_entry(chosen, {}, "loss")
+    called: Callable[[Any, Any], torch.Tensor] = chosen
+    return called
 
 
 def _factory(config: Config) -> update.OptimizerFactory:
@@ -257,16 +312,14 @@ def _factory(config: Config) -> update.OptimizerFactory:
 def _try_model(model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]) -> None:
     """One forward with the loss, so that a model that does not fit the data is told in one line."""
     x, y = example
-    buffers = [b.detach().clone() for b in model.buffers()]
+    devices = [x.device] if x.is_cuda else []
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+        with torch.no_grad(), torch.random.fork_rng(devices=devices), buffers_restored(model):
             value = loss(model(x), y)
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise BadInput(f"model: it fails on a microbatch of shape {tuple(x.shape)}, {x.dtype}: {reason}") from error
-    finally:
-        for buffer, kept in zip(model.buffers(), buffers):
-            buffer.copy_(kept)
+    except Exception as error:  # whatever the user's model raises
+        raise BadInput(
+            f"model: it fails on a microbatch of shape {tuple(x.shape)}, {x.dtype}: {first_line(error)}"
+        ) from error
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise BadInput("loss: must give one number, the mean over the microbatch")
 

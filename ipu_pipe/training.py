@@ -13,13 +13,13 @@ from torch import nn
 
 from ipu_pipe import checkpoint, summary, update
 from ipu_pipe.backends.emulator import Emulator, right_answers
-from ipu_pipe.config import Config, differences, dump, load_config
+from ipu_pipe.config import Config, as_recorded, differences, dump, load_config
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job import Job, build, has_tensorboard
+from ipu_pipe.job import Job, Setup, build, has_tensorboard, set_up
 from ipu_pipe.probe import Loss
 from ipu_pipe.progress import Progress
-from ipu_pipe.rundir import Measured, Position, RunDir
+from ipu_pipe.rundir import Measured, Position, RunDir, check_folder
 
 TEST_BATCH = 128  # samples of one evaluation forward; BatchNorm does not see it, it evaluates by running statistics
 
@@ -43,29 +43,39 @@ def train(
     where the job is not possible, RunFault where the loss is not finite.
     """
     out = Path(out)
-    if resume:
-        _refuse_changed(config, out)
-    if resume and not _is_fresh(out):
-        ended = RunDir(out, resume=True).finished_summary()
-        if ended is not None:
-            Progress(quiet).say(f"{out}: this run is finished: nothing to resume")
-            return ended
+    config, ended = _checked(config, out, resume, overwrite)
+    if ended is not None:
+        Progress(quiet).say(f"{out}: this run is finished: nothing to resume")
+        return ended
     job = build(config, model, data, loss, optimizer)
     run = RunDir(out, resume=resume, overwrite=overwrite)
     return _Run(job, run, Progress(quiet)).go(resume)
 
 
-def _is_fresh(out: Path) -> bool:
-    return not (out / "config.yaml").exists()
+def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwrite: bool = False) -> None:
+    """Raise BadInput where `train` would, without training or writing anything."""
+    config, ended = _checked(config, Path(out), resume, overwrite)
+    if ended is None:
+        build(config)
 
 
-def _refuse_changed(config: Config, out: Path) -> None:
+def _checked(config: Config, out: Path, resume: bool, overwrite: bool) -> Tuple[Config, Optional[Dict[str, Any]]]:
+    """The config to go on with, and the summary of a run to resume that is finished."""
+    if not resume:
+        check_folder(out, overwrite=overwrite)
+        return config, None
     saved = out / "config.yaml"
     if not saved.is_file():
         raise BadInput(f"--resume: {out}: holds no run to resume")
-    changes = differences(load_config(saved), config)
+    recorded = load_config(saved)
+    config = as_recorded(recorded, config)
+    changes = differences(recorded, config)
     if changes:
         raise BadInput([f"--resume: {saved}: {change}: the config of a run cannot change" for change in changes])
+    run = RunDir(out, resume=True)
+    if run.newest_checkpoint() is not None:  # which takes the place of the weights that the run began with
+        config = config.model_copy(update={"init_from": None})
+    return config, run.finished_summary()
 
 
 class _Run:
@@ -104,6 +114,11 @@ class _Run:
                             self._save()
                 if final is None:  # resumed after the last update, from a run killed before its summary was written
                     final = self._evaluate(None, record=False)
+        except BaseException:
+            with contextlib.suppress(Exception):  # what ended the run is what must be told
+                emulator.close()
+            raise
+        else:
             emulator.close()
         finally:
             self.run.close()
@@ -208,9 +223,12 @@ class _Run:
         return report
 
 
-def evaluate(job: Job) -> Measured:
-    """(mean loss, accuracy as a fraction) over the test set, or its configured subset; None where there is none."""
-    model, total, right, counted, seen = job.model, 0.0, 0, 0, 0
+def evaluate(job: Setup) -> Measured:
+    """(mean loss, accuracy as a fraction) over the test set, or its configured subset; None where there is none.
+
+    Cross-entropy's mean is over the labels that it counts, whatever the batches; another loss's over the samples.
+    """
+    model, subset, total, weights, right, counted, seen = job.model, job.config.evaluate.subset, 0.0, 0, 0, 0, 0
     has_answers = True
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -218,32 +236,41 @@ def evaluate(job: Job) -> Measured:
         with torch.no_grad():
             for x, y in job.data.test_batches(TEST_BATCH):
                 x, y = job.to_device(x, y)
+                if subset:
+                    x, y = x[: subset - seen], y[: subset - seen]
                 output = model(x)
-                total += float(job.loss(output, y)) * len(x)
                 answers = right_answers(output, y)
+                weight = len(x) if answers is None or not _counts_labels(job.loss) else int(answers[1])
+                if weight:
+                    total, weights = total + float(job.loss(output, y)) * weight, weights + weight
                 seen += len(x)
                 if answers is None:
                     has_answers = False
                 else:
                     right, counted = right + int(answers[0]), counted + int(answers[1])
-                if job.config.evaluate.subset and seen >= job.config.evaluate.subset:
+                if subset and seen >= subset:
                     break
     finally:
         for module, mode in modes:
             module.training = mode
-    if not seen:
-        return None, None
-    return total / seen, right / counted if has_answers and counted else None
+    return total / weights if weights else None, right / counted if has_answers and counted else None
+
+
+def _counts_labels(loss: Loss) -> bool:
+    """Whether a loss is cross-entropy as a mean over all labels but -100."""
+    if isinstance(loss, nn.CrossEntropyLoss):
+        return loss.weight is None and loss.ignore_index == -100
+    return loss is nn.functional.cross_entropy
 
 
 def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any]:
     """Test loss and accuracy of the weights in a checkpoint folder or a plain state dict, without training."""
     path = Path(path)
-    job = build(config)
+    setup = set_up(config.model_copy(update={"init_from": None}))
     held = checkpoint.load(path).model if path.is_dir() else checkpoint.read_tensors(path)
-    checkpoint.load_weights(job.model, held, str(path))
-    test_loss, accuracy = evaluate(job)
+    checkpoint.load_weights(setup.model, held, str(path))
+    test_loss, accuracy = evaluate(setup)
     return {"weights": str(path), "test_loss": test_loss, "test_accuracy": accuracy}
 
 
-__all__: List[str] = ["evaluate", "evaluate_checkpoint", "train"]
+__all__: List[str] = ["check", "evaluate", "evaluate_checkpoint", "train"]

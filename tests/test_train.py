@@ -22,7 +22,10 @@ from torch import nn
 import ipu_pipe
 from ipu_pipe.config import load_config
 from ipu_pipe.errors import BadInput, RunFault, run_command
-from ipu_pipe.training import evaluate_checkpoint, train
+from ipu_pipe.job import build, set_up
+from ipu_pipe.rundir import RunDir
+from ipu_pipe.training import evaluate, evaluate_checkpoint, train
+from tools import bench
 from tools import train as tool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,7 +118,6 @@ def test_every_method_trains_and_writes_all_outputs(method: str, tmp_path: Path,
 def test_planned_delays_copies_and_bytes_follow_the_method() -> None:
     stages = {}
     for method in ("pipedream", "pipemare", "pipedream_2bw"):
-        from ipu_pipe.job import build
         from ipu_pipe.summary import memory_table
 
         stages[method] = memory_table(build(config(f"method={method}", "stages=4", "gradient_accumulation=4")))
@@ -217,6 +219,143 @@ def test_checkpoints_are_pruned_to_the_newest_and_the_best(tmp_path: Path) -> No
     assert {p.name for p in (tmp_path / "run" / "checkpoints").iterdir()} == {"step-10", "step-12"}
 
 
+def test_stages_measured_by_time_are_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_tool: Any
+) -> None:
+    """Story: they were measured again on resuming, and other stages went on with the weights."""
+    from ipu_pipe import stages
+    from ipu_pipe.backends.emulator import Emulator
+
+    chosen = ["stages={count: 2, by: time}", "method=pipedream", "checkpoint.every=5"]
+    monkeypatch.setattr(stages, "_seconds", lambda call: 100.0 if call.name == "fc1" else 1.0)
+    monkeypatch.setattr(Emulator, "step", functools.partialmethod(_dying, Emulator.step, 8))
+    with pytest.raises(KeyboardInterrupt):
+        train(config(*chosen), tmp_path / "run", quiet=True)
+    monkeypatch.undo()
+    recorded = load_config(tmp_path / "run" / "config.yaml").stages
+    assert recorded == ["relu1"]
+    monkeypatch.setattr(stages, "_seconds", lambda call: 100.0 if call.name == "fc5" else 1.0)
+    arguments = [DIGITS, *sets(*chosen), "--out", str(tmp_path / "run"), "--against", "gpipe"]
+    code, _, complaint = run_tool(*arguments, "--resume")
+    assert code == 0, complaint
+    assert load_config(tmp_path / "run" / "gpipe" / "config.yaml").stages == recorded
+    train(config(*chosen[1:], "stages=[relu1]"), tmp_path / "named", quiet=True)
+    assert same(weights(tmp_path / "run"), weights(tmp_path / "named"))
+    code, printed, _ = run_tool(*arguments, "--resume")
+    assert code == 0 and printed.count("nothing to resume") == 2
+    code, _, complaint = run_tool(DIGITS, *sets(*chosen, "stages.count=3"), "--out", str(tmp_path / "run"), "--resume")
+    assert code == 2 and "stages" in complaint
+
+
+def _dying(emulator: Any, step: Any, update: int, microbatches: Any) -> Any:
+    if emulator.update == update:
+        raise KeyboardInterrupt
+    return step(emulator, microbatches)
+
+
+@pytest.mark.parametrize("how", ["interrupted", "not finite", "finished"])
+def test_a_run_leaves_an_ordinary_model(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: after a fault or Ctrl-C the emulator's hooks stayed, and dropout drew the same mask for ever."""
+    from ipu_pipe.backends.emulator import Emulator
+
+    model = with_state()
+    chosen = ["stages=null", "method=pipemare"]
+    if how == "interrupted":
+        monkeypatch.setattr(Emulator, "step", functools.partialmethod(_dying, Emulator.step, 8))
+        with pytest.raises(KeyboardInterrupt):
+            train(config(*chosen), tmp_path / "run", model=model, quiet=True)
+    elif how == "not finite":
+        with pytest.raises(RunFault, match="training loss is"):
+            train(config(*chosen, "optimizer.lr=1e30"), tmp_path / "run", model=model, quiet=True)
+    else:
+        train(config(*chosen), tmp_path / "run", model=model, quiet=True)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+class Counting(nn.Module):
+    """Counts its training forwards in a buffer that each binds anew; its output depends on the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(64, 10)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.count = self.count + 1
+        return self.inner(x.flatten(1)) * (1 + 0.01 * self.count)
+
+
+def test_only_training_moves_a_buffer_that_is_bound_anew(tmp_path: Path) -> None:
+    model = Counting()
+    train(config("stages=1"), tmp_path / "run", model=model, quiet=True)
+    assert float(model.count) == 12 * 4
+
+
+def test_weights_to_begin_with_are_not_wanted_once_there_is_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_tool: Any
+) -> None:
+    """Story: a run could not be resumed or evaluated when that file was gone."""
+    from ipu_pipe.backends.emulator import Emulator
+    from models.mlp import mlp
+
+    torch.save(mlp(64, 64).state_dict(), tmp_path / "first.pt")
+    chosen = [f"init_from={tmp_path / 'first.pt'}", "checkpoint.every=5"]
+    whole = train(config(*chosen), tmp_path / "whole", quiet=True)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Emulator, "step", functools.partialmethod(_dying, Emulator.step, 8))
+        train(config(*chosen), tmp_path / "cut", quiet=True)
+    (tmp_path / "first.pt").unlink()
+    cut = train(config(*chosen), tmp_path / "cut", resume=True, quiet=True)
+    assert cut["final"] == whole["final"] and same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+    code, _, _ = run_tool(DIGITS, *sets(*chosen), "--evaluate", str(tmp_path / "cut" / "checkpoints" / "step-12"))
+    assert code == 0
+
+
+def test_limits_of_training_do_not_hold_for_evaluation(tmp_path: Path, run_tool: Any) -> None:
+    """Story: evaluating built the whole run, and refused what only training cannot do."""
+    report = train(config(), tmp_path / "run", quiet=True)
+    path = str(tmp_path / "run" / "checkpoints" / "step-12")
+    for pairs in (["method=pipedream_2bw", "stages=5", "gradient_accumulation=2"], ["data.subset=4"]):
+        code, printed, _ = run_tool(DIGITS, *sets(*pairs), "--evaluate", path)
+        assert code == 0 and json.loads(printed)["test_loss"] == report["final"]["test_loss"]
+
+
+class Given:
+    """Samples in a row for training and evaluation."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+    def train_batches_per_epoch(self, batch_size: int) -> int:
+        return len(self.x) // batch_size
+
+    def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
+        chosen = slice(index * batch_size, (index + 1) * batch_size)
+        return self.x[chosen], self.y[chosen]
+
+    def test_batches(self, batch_size: int) -> Any:
+        return zip(self.x.split(batch_size), self.y.split(batch_size))
+
+
+@pytest.mark.parametrize("subset", [1, 5, 128, 130, 300])
+def test_evaluation_takes_the_subset_and_no_more(subset: int) -> None:
+    """Story: it was rounded up to whole batches of 128."""
+    x, y = torch.randn(290, 6), torch.randint(0, 3, (290,))
+    y[1:120] = -100  # story: these batches counted as much as those whose labels all count
+    model = nn.Linear(6, 3)
+    chosen = ipu_pipe.configure(evaluate={"subset": subset})
+    for loss in (nn.functional.cross_entropy, nn.CrossEntropyLoss()):
+        found = evaluate(set_up(chosen, model, Given(x, y), loss))
+        assert found[0] == pytest.approx(float(loss(model(x[:subset]), y[:subset]).detach()), rel=1e-5)
+        kept = y[:subset] != -100
+        right = (model(x[:subset]).argmax(1) == y[:subset])[kept].float().mean()
+        assert found[1] == pytest.approx(float(right))
+    y[:] = -100
+    assert evaluate(set_up(chosen, model, Given(x, y))) == (None, None)
+
+
 def test_a_checkpoint_or_state_dict_is_evaluated_alone(tmp_path: Path, run_tool: Any) -> None:
     report = train(config(), tmp_path / "run", quiet=True)
     path = tmp_path / "run" / "checkpoints" / "step-12"
@@ -263,6 +402,10 @@ def _elsewhere(tmp: Path) -> List[str]:
     return [DIGITS, *sets(f"init_from={tmp / 'other.pt'}")]
 
 
+def no_model(**rest: Any) -> nn.Module:
+    raise KeyError("depth")
+
+
 WRONG = {
     "no such config": (lambda tmp: ["absent.yaml"], "absent.yaml"),
     "no config": (lambda tmp: [], "CONFIG"),
@@ -271,6 +414,12 @@ WRONG = {
     "resume of nothing": (lambda tmp: [DIGITS, "--resume", "--out", str(tmp / "none")], "holds no run to resume"),
     "occupied folder": (_occupied, "holds another run"),
     "a file for a folder": (_is_file, "is a file"),
+    "a folder in a file": (
+        lambda tmp: [*_is_file(tmp)[:-1], str(tmp / "file" / "sub"), *sets()], "is a file, must be a folder"
+    ),
+    "a model function that fails": (
+        lambda tmp: [DIGITS, *sets("model.entry=tests.test_train:no_model")], "KeyError: 'depth'"
+    ),
     "resume of a changed config": (_changed, "seed"),
     "corrupt checkpoint": (_corrupt, "corrupt checkpoint"),
     "misspelt key": (lambda tmp: [DIGITS, "--set", "optimiser.lr=1"], "optimizer"),
@@ -404,3 +553,169 @@ def test_learning_rates_and_clipping_reach_the_optimizer(tmp_path: Path) -> None
 
 def test_fault_kinds_are_told_apart() -> None:
     assert issubclass(BadInput, ValueError) and issubclass(RunFault, RuntimeError)
+
+
+# ---- a second run beside the first
+
+
+def _files(folder: Path) -> Dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_run_to_compare_with_is_deleted_only_when_told(tmp_path: Path, run_tool: Any) -> None:
+    """Story: a run that stood in DIR/METHOD was lost without --overwrite."""
+    train(config("method=gpipe"), tmp_path / "out" / "gpipe", quiet=True)
+    before = _files(tmp_path)
+    arguments = [DIGITS, *sets(), "--out", str(tmp_path / "out"), "--against", "gpipe"]
+    code, _, complaint = run_tool(*arguments)
+    assert code == 2 and "gpipe: holds another run" in complaint and complaint.count("\n") == 1
+    assert _files(tmp_path) == before
+    for option in ("--overwrite", "--resume"):  # a run that is finished is not run again
+        code, printed, _ = run_tool(*arguments, option)
+        assert code == 0 and "by pipedream" in printed and printed.splitlines()[-1].startswith("throughput: ")
+
+
+def test_a_comparison_that_is_not_possible_is_told_first(tmp_path: Path, run_tool: Any) -> None:
+    """Story: it was told after the first run had taken its time."""
+    arguments = [DIGITS, *sets("gradient_accumulation=2"), "--out", str(tmp_path / "out"), "--against", "pipedream_2bw"]
+    code, _, complaint = run_tool(*arguments)
+    assert code == 2 and "pipedream_2bw" in complaint and not (tmp_path / "out").exists()
+
+
+def test_a_comparison_without_a_test_set_is_unknown(tmp_path: Path, run_tool: Any) -> None:
+    pairs = sets("data={name: 'tests.test_train:without_tests'}")
+    code, printed, complaint = run_tool(DIGITS, *pairs, "--out", str(tmp_path / "out"), "--against", "gpipe")
+    assert code == 0, complaint
+    assert "test loss: unknown by pipedream, unknown by gpipe after as many samples: unknown" in printed
+
+
+def without_tests() -> Any:
+    x = torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(64) % 10
+    return ipu_pipe.from_loader(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, labels), batch_size=8))
+
+
+def test_one_update_has_no_throughput(tmp_path: Path, run_tool: Any) -> None:
+    code, printed, _ = run_tool(DIGITS, *sets("steps=1"), "--out", str(tmp_path / "out"))
+    assert code == 0 and printed.splitlines()[-1] == "throughput: not measured (one update only)"
+
+
+def test_the_folder_of_data_may_come_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_tool: Any
+) -> None:
+    """Story: $IPU_PIPE_DATA took the place of the config's own data.root, and became an argument of data entries."""
+    monkeypatch.setenv("IPU_PIPE_DATA", str(tmp_path / "variable"))
+    for root, place in ((str(tmp_path / "own"), "own"), ("null", "variable")):
+        code, _, complaint = run_tool(DIGITS, *sets("data.name=mnist", f"data.root={root}"), "--dry-run")
+        assert code == 2 and str(tmp_path / place / "mnist") in complaint
+    code, _, complaint = run_tool(DIGITS, *sets("data={name: 'tests.test_train:without_tests'}"), "--dry-run")
+    assert code == 0, complaint
+
+
+# ---- what cannot be trained or kept
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.w = nn.Linear(64, 10), nn.Parameter(torch.randn(10, dtype=torch.cfloat))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x.flatten(1)) * self.w).real
+
+
+class Extra(nn.Sequential):
+    def get_extra_state(self) -> Any:
+        return {"version": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class SparseBuffer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, 10)
+        self.register_buffer("near", torch.eye(3).to_sparse())
+
+
+class Failing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("x")
+
+
+@pytest.mark.parametrize("model, said", [
+    (Complex(), "model: w: complex"),  # story: it became real without a word
+    (Extra(nn.Flatten(), nn.Linear(64, 10)), "model: _extra_state: no dense tensor"),  # story: checkpoints gave a traceback
+    (SparseBuffer(), "model: near: no dense tensor"),
+    (nn.Sequential(nn.Embedding(9, 4, sparse=True)), "model: 0: gradients must be dense"),
+    (nn.Sequential(nn.Flatten(), Failing(64, 10)), "model: it fails on a microbatch of shape (8, 1, 8, 8), torch.float32: Key"),
+])  # fmt: skip
+def test_models_that_cannot_be_trained_or_kept_are_refused(model: nn.Module, said: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        build(config("stages=1"), model=model)
+    assert len(refused.value.faults) == 1 and refused.value.faults[0].startswith(said)
+
+
+def test_an_optimizer_of_other_groups_is_refused() -> None:
+    """Story: a factory that ignored the groups it was given ended in a KeyError."""
+    model = with_state()
+    for factory, said in (
+        (lambda groups: torch.optim.SGD(model.parameters(), lr=0.1), "must be made of the groups"),
+        (lambda groups: None, "gave a NoneType"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            build(config("stages=null"), model=model, optimizer=factory)
+
+
+def test_a_loss_may_be_the_class_of_a_module() -> None:
+    """Story: the class itself was called, and the model blamed."""
+    assert isinstance(build(config("loss=torch.nn:CrossEntropyLoss")).loss, nn.CrossEntropyLoss)
+    with pytest.raises(BadInput, match="^loss.blank_size: missing"):
+        build(config("loss=tests.test_train:Sized"))
+
+
+class Sized(nn.Module):
+    def __init__(self, blank_size: int) -> None:
+        super().__init__()
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.flatten(1).mul_(0.5))
+
+
+def test_a_model_that_works_in_place_leaves_the_data(tmp_path: Path) -> None:
+    """Story: every look at the first microbatch before training halved it."""
+    data = without_tests()
+    first = data.train_batch(0, 0, 8)[0].clone()
+    build(config("stages=1"), model=InPlace(), data=data)
+    assert torch.equal(data.train_batch(0, 0, 8)[0], first)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device on which nothing can be written")
+def test_metrics_that_cannot_be_written_are_a_fault(tmp_path: Path) -> None:
+    """Story: a full disk gave a traceback."""
+    run = RunDir(tmp_path / "run")
+    run.open_metrics(0)
+    run.metric({"step": 1})
+    run.close()
+    run._metrics = open("/dev/full", "w")
+    with pytest.raises(RunFault, match="metrics.jsonl: cannot be written: No space left on device"):
+        run.metric({"step": 2})
+    run.close()  # says nothing more
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "run" / "metrics.jsonl").mkdir()
+    with pytest.raises(RunFault, match="metrics.jsonl"):
+        run.open_metrics(1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refused only where there is no GPU")
+def test_the_benchmark_refuses_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["tools/bench.py", "--device", "cuda"])
+    with pytest.raises(SystemExit) as left:
+        run_command(bench.main)
+    assert left.value.code == 2 and capsys.readouterr().err.startswith("error: --device: cuda: ")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import sys
 from pathlib import Path
+from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -64,16 +64,14 @@ def main() -> None:
         raise BadInput("CONFIG: missing: must be a YAML file, such as configs/mlp_digits.yaml")
     if args.resume and args.out is None:
         raise BadInput("--resume: needs --out DIR, the folder of the run to resume")
-    from ipu_pipe.config import load_config  # after the arguments are read: --help must not wait for torch
+    from ipu_pipe.config import as_recorded, load_config  # after the arguments are read: --help must not wait for torch
 
-    if os.environ.get("IPU_PIPE_DATA"):
-        args.set = [f"data.root={os.environ['IPU_PIPE_DATA']}", *args.set]
     config = load_config(args.config, args.set)
     other = load_config(args.config, [*args.set, f"method={args.against}", "method_args={}"]) if args.against else None
 
     from ipu_pipe.job import build
     from ipu_pipe.summary import plan
-    from ipu_pipe.training import evaluate_checkpoint, train
+    from ipu_pipe.training import check, evaluate_checkpoint, train
 
     if args.dry_run:
         print(plan(build(config)))
@@ -82,12 +80,16 @@ def main() -> None:
         print(json.dumps(evaluate_checkpoint(config, args.evaluate), indent=1))
         return
     out = args.out or _dated(Path(args.config).stem)
+    again = False
+    if other is not None:  # a fault of the second run is told before the first has taken its time
+        again = args.resume and (out / other.method / "config.yaml").exists()
+        check(other, out / other.method, resume=again, overwrite=args.overwrite)
     report = train(config, out, resume=args.resume, overwrite=args.overwrite)
     if other is None:
         return
     print(f"\nthe same budget by {other.method}:", flush=True)
-    again = args.resume and (out / other.method / "config.yaml").exists()
-    against = train(other, out / other.method, resume=again, overwrite=not again)
+    other = as_recorded(load_config(out / "config.yaml"), other)  # the same stages
+    against = train(other, out / other.method, resume=again, overwrite=args.overwrite)
     print(_comparison(report, against))
 
 
@@ -109,14 +111,18 @@ def _comparison(report: dict, against: dict) -> str:  # type: ignore[type-arg]
     else:
         what, unit, scale = "test accuracy", " points", 100
     rate = report["throughput_samples_per_second"]
+    apart = f"{(ours - theirs) * scale:+.1f}{unit}" if ours is not None and theirs is not None else "unknown"
     lines = [
         "",
-        f"{what}: {ours:.3f} by {report['method']}, {theirs:.3f} by {against['method']} after as many samples: "
-        f"{(ours - theirs) * scale:+.1f}{unit}",
+        f"{what}: {_number(ours)} by {report['method']}, {_number(theirs)} by {against['method']} after as many samples: {apart}",
         f"stages busy: {report['utilization']:.0%} by {report['method']}, {against['utilization']:.0%} by {against['method']}",
         f"throughput: {rate:.1f} samples/sec" if rate is not None else "throughput: not measured (one update only)",
     ]
     return "\n".join(lines)
+
+
+def _number(value: Optional[float]) -> str:
+    return "unknown" if value is None else f"{value:.3f}"
 
 
 if __name__ == "__main__":
