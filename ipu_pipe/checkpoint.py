@@ -123,7 +123,7 @@ def load(path: Path) -> Checkpoint:
 
 def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
     """Tensors of a plain state dict: a .safetensors file, or one by torch.save (read without running its pickle's code)."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # pathlib raises where the folder cannot be read
         raise BadInput(f"{path}: no such file")
     try:
         if path.suffix == ".safetensors":

@@ -310,11 +310,11 @@ def _factory(config: Config) -> update.OptimizerFactory:
 
 
 def _try_model(model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]) -> None:
-    """One forward with the loss, so that a model that does not fit the data is told in one line."""
+    """One forward with the loss, so that a model that does not fit the data, or cannot learn, is told in one line."""
     x, y = example
     devices = [x.device] if x.is_cuda else []
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=devices), buffers_restored(model):
+        with torch.random.fork_rng(devices=devices), buffers_restored(model):
             value = loss(model(x), y)
     except Exception as error:  # whatever the user's model raises
         raise BadInput(
@@ -322,6 +322,8 @@ def _try_model(model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.
         ) from error
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise BadInput("loss: must give one number, the mean over the microbatch")
+    if not value.requires_grad:
+        raise BadInput("loss: depends on no parameter of the model that needs a gradient: nothing to train")
 
 
 def _drains(config: Config, updates: int, per_epoch: int) -> List[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from ipu_pipe import checkpoint, summary, update
 from ipu_pipe.backends.emulator import Emulator, right_answers
 from ipu_pipe.config import Config, as_recorded, differences, dump, load_config
 from ipu_pipe.data import DataSource
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job import Job, Setup, build, has_tensorboard, set_up
 from ipu_pipe.probe import Loss
 from ipu_pipe.progress import Progress
@@ -61,8 +62,8 @@ def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwr
 
 def _checked(config: Config, out: Path, resume: bool, overwrite: bool) -> Tuple[Config, Optional[Dict[str, Any]]]:
     """The config to go on with, and the summary of a run to resume that is finished."""
+    check_folder(out, resume, overwrite)
     if not resume:
-        check_folder(out, overwrite=overwrite)
         return config, None
     saved = out / "config.yaml"
     if not saved.is_file():
@@ -187,7 +188,11 @@ class _Run:
             from torch.utils.tensorboard import SummaryWriter
 
             purge = self.position.update + 1 if self.position.update else None
-            writer = SummaryWriter(str(self.run.path / "tensorboard"), purge_step=purge)  # type: ignore[no-untyped-call]
+            folder = self.run.path / "tensorboard"
+            try:
+                writer = SummaryWriter(str(folder), purge_step=purge)  # type: ignore[no-untyped-call]
+            except OSError as error:
+                raise RunFault(f"{folder}: cannot be written: {error.strerror or error}") from error
             try:
                 yield writer
             finally:
@@ -267,7 +272,7 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     """Test loss and accuracy of the weights in a checkpoint folder or a plain state dict, without training."""
     path = Path(path)
     setup = set_up(config.model_copy(update={"init_from": None}))
-    held = checkpoint.load(path).model if path.is_dir() else checkpoint.read_tensors(path)
+    held = checkpoint.load(path).model if os.path.isdir(path) else checkpoint.read_tensors(path)
     checkpoint.load_weights(setup.model, held, str(path))
     test_loss, accuracy = evaluate(setup)
     return {"weights": str(path), "test_loss": test_loss, "test_accuracy": accuracy}

@@ -23,7 +23,7 @@ import ipu_pipe
 from ipu_pipe.config import load_config
 from ipu_pipe.errors import BadInput, RunFault, run_command
 from ipu_pipe.job import build, set_up
-from ipu_pipe.rundir import RunDir
+from ipu_pipe.rundir import RunDir, check_folder
 from ipu_pipe.training import evaluate, evaluate_checkpoint, train
 from tools import bench
 from tools import train as tool
@@ -719,3 +719,62 @@ def test_the_benchmark_refuses_a_device_that_is_not_there(monkeypatch: pytest.Mo
     with pytest.raises(SystemExit) as left:
         run_command(bench.main)
     assert left.value.code == 2 and capsys.readouterr().err.startswith("error: --device: cuda: ")
+
+
+def test_a_loss_without_a_gradient_is_refused() -> None:
+    """Story: the first backward gave a traceback."""
+    model = with_state().requires_grad_(False)
+    model.spare = nn.Linear(3, 3)  # trainable, and no part of the forward
+    for given, loss in (
+        (model, nn.functional.cross_entropy),
+        (with_state(), lambda x, y: (x.argmax(1) == y).float().mean()),
+    ):
+        given.forward = functools.partial(_without_spare, given)  # type: ignore[method-assign]
+        with pytest.raises(BadInput, match="nothing to train"):
+            build(config("stages=1"), model=given, loss=loss)
+
+
+def _without_spare(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for name, module in model.named_children():
+        x = x if name == "spare" else module(x)
+    return x
+
+
+@pytest.mark.parametrize("optimizer", ["{name: sgd, lr: 0.1, momentum: 0.9}", "{name: adamw, lr: 0.01}"])
+@pytest.mark.parametrize("method", ["pipemare", "pipedream"])
+def test_parameters_that_are_frozen_or_unused_stay_as_they_are(optimizer: str, method: str, tmp_path: Path) -> None:
+    model = with_state()
+    model[1].requires_grad_(False)
+    model[5].bias.requires_grad_(False)
+    model[7].spare = nn.Linear(3, 3)  # its weights lie on the last stage, and nothing reads them
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    rules = ["method_args={t2: {}}"] if method == "pipemare" else []
+    chosen = config(f"method={method}", *rules, "stages=null", "optimizer=null", f"optimizer={optimizer}")
+    train(chosen, tmp_path / "run", model=model, quiet=True)
+    same_as_before = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
+    assert same_as_before == {"1.weight", "1.bias", "5.bias", "7.spare.weight", "7.spare.bias"}
+
+
+class Forbidden(type(Path())):  # type: ignore[misc]
+    """A path in a folder that may not be read: root, which tests may run as, reads them all."""
+
+    def stat(self, **keys: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(self))
+
+
+def test_a_folder_that_may_not_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: asking whether a file is there gave a traceback."""
+    for resume in (False, True):
+        with pytest.raises(BadInput, match="^--out: .*Permission denied"):
+            check_folder(Forbidden(tmp_path / "run"), resume)
+
+
+def test_scalars_that_cannot_be_written_are_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+
+    def full(*args: Any, **keys: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensorboard, "SummaryWriter", full)
+    with pytest.raises(RunFault, match="tensorboard: cannot be written: No space left on device"):
+        train(config("log.tensorboard=true"), tmp_path / "run", quiet=True)
