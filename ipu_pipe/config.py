@@ -206,17 +206,19 @@ class MethodArgs(_Section):
 
 
 class BackendConfig(_Section):
-    """Where it runs. `threads`: of PyTorch on the CPU, its own default if null."""
+    """Where it runs. `threads`: of PyTorch on the CPU, its own default if null. `deadline`: seconds that a process of the
+    distributed backend waits for another before it gives up."""
 
-    name: Literal["emulator"] = "emulator"
+    name: Literal["emulator", "distributed"] = "emulator"
     device: Literal["cpu", "cuda"] = "cpu"
     threads: Optional[Count] = None
+    deadline: Positive = 300.0
 
     @field_validator("name", mode="before")
     @classmethod
     def _name(cls, value: Any) -> Any:
-        if value in ("distributed", "poptorch"):
-            raise ValueError("not in this version: must be emulator")
+        if value == "poptorch":
+            raise ValueError("not in this version: must be emulator or distributed")
         return value
 
 
@@ -364,13 +366,6 @@ class Config(_Section):
         raise ValueError(
             "must be null (the model's own), finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
         )
-
-    @field_validator("replicas")
-    @classmethod
-    def _one_replica(cls, value: int) -> int:
-        if value > 1:
-            raise ValueError("not in this version: must be 1")
-        return value
 
     @model_validator(mode="after")
     def _recompute_is_said_once(self) -> "Config":

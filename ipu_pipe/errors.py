@@ -18,7 +18,12 @@ class BadInput(ValueError):
 
 
 class RunFault(RuntimeError):
-    """A fault while running, told in one line (a loss that is not finite, a disk that is full). Exit code 1."""
+    """A fault while running, told in one line (a loss that is not finite, a disk that is full). Exit code 1.
+
+    Of several processes the first one that finds a fault tells it; `is_told` is set on the others.
+    """
+
+    is_told = False
 
 
 def first_line(error: BaseException) -> str:
@@ -44,11 +49,12 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         main()
         sys.stdout.flush()
     except BadInput as error:
-        for fault in error.faults:
+        for fault in error.faults if os.environ.get("RANK", "0") == "0" else ():  # all processes find the same
             print("error: " + " ".join(fault.split()), file=sys.stderr)
         code = 2
     except RunFault as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        if not error.is_told:
+            print("error: " + " ".join(str(error).split()), file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

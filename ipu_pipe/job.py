@@ -58,6 +58,7 @@ class Job(Setup):
     method: Method
     schedule: Schedule
     table: VersionTable
+    groups: update.Groups  # of the whole model; the optimizer holds those of the stages that this process trains
     optimizer: torch.optim.Optimizer
     rules: rules.UpdateRules
     base_rate: float
@@ -69,7 +70,13 @@ class Job(Setup):
     @property
     def batch(self) -> int:
         """Samples of one update, the global batch size."""
-        return self.config.micro_batch_size * self.config.gradient_accumulation
+        return self.config.micro_batch_size * self.config.gradient_accumulation * self.config.replicas
+
+    def microbatch(self, m: int, replica: int = 0) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Microbatch m of a replica of the pipeline, on the run's device. Replicas take turns in an epoch's order."""
+        accumulate, width = self.config.gradient_accumulation, self.config.replicas
+        epoch, within = divmod(m, self.updates_per_epoch * accumulate)
+        return self.to_device(*self.data.train_batch(epoch, within * width + replica, self.config.micro_batch_size))
 
     def rate(self, k: int) -> float:
         """Learning rate of update k."""
@@ -173,17 +180,19 @@ def build(
     """
     setup = set_up(config, model, data, loss)
     model, chosen_loss, data, device = setup.model, setup.loss, setup.data, setup.device
-    per_epoch = data.train_batches_per_epoch(config.micro_batch_size) // config.gradient_accumulation
+    per_batch = config.gradient_accumulation * config.replicas
+    per_epoch = data.train_batches_per_epoch(config.micro_batch_size) // per_batch
     if per_epoch < 1:
         raise BadInput(
             f"data: {data.train_batches_per_epoch(config.micro_batch_size)} microbatches an epoch do not fill one batch of "
-            f"gradient_accumulation {config.gradient_accumulation}: lower it, micro_batch_size, or take more data"
+            f"gradient_accumulation {config.gradient_accumulation} x replicas {config.replicas}: lower them, micro_batch_size, "
+            "or take more data"
         )
     updates = config.steps if config.steps is not None else config.epochs * per_epoch
     x, y = setup.to_device(*data.train_batch(0, 0, config.micro_batch_size))
     example = x.clone(), y.clone()  # a model that works in place must not change the data
     _try_model(model, chosen_loss, example)
-    part = partition(model, example[0], config.stages)
+    part, own = _partition(config, model, example[0])
     if isinstance(config.stages, dict) and config.stages.get("by") == "time" and part.begins and not part.spread:
         config = config.model_copy(update={"stages": list(part.begins)})
 
@@ -202,16 +211,26 @@ def build(
     if method.segments is not None:
         segment_ends(len(part), method.segments)  # refuses more than there are stages
     groups = update.parameter_groups(model, part, config.optimizer.no_decay)
-    made = (optimizer or _factory(config))(groups)
+    made = (optimizer or _factory(config))(groups if own is None else update.stage_groups(groups, own))
     if optimizer is not None:
         _check_groups(made)
         _check_rules(args, method, made)
     base = float(made.param_groups[0]["lr"])
     return Job(
-        config, model, chosen_loss, data, device, part, method, schedule, table, made,
+        config, model, chosen_loss, data, device, part, method, schedule, table, groups, made,
         _rules(config, args, table, made, base, updates, per_epoch, switch),
         base, per_epoch, updates, example, footprint(model, part, chosen_loss, *example),
     )  # fmt: skip
+
+
+def _partition(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Partition, Optional[int]]:
+    """The stages, and, on the distributed backend, that of this process: one a process and replica, neighbours of the model's
+    own taken together where there are fewer processes."""
+    if config.backend.name != "distributed":
+        return partition(model, x, config.stages), None
+    from ipu_pipe.backends.processes import place_stages
+
+    return place_stages(config, model, x)
 
 
 def _rate(config: Config, base: float, k: int, updates: int, per_epoch: int) -> float:

@@ -109,6 +109,16 @@ def partition(model: nn.Module, example: torch.Tensor, stages: StageChoice = Non
     return _balanced(model, calls, stages_of_calls, groups, count, by)
 
 
+def flops_of_stages(model: nn.Module, part: Partition, example: torch.Tensor) -> List[float]:
+    """FLOPs of each stage's modules in one forward of `example`, counted as for `by: flops`."""
+    calls, _ = _execution(model, example)
+    costs = [0.0] * len(part)
+    at_call = _stage_at_call(calls, part.begins)
+    for call in calls:
+        costs[at_call[call.name]] += call.flops
+    return costs
+
+
 # ---- the order of execution
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
 
-from ipu_pipe import accounting, trace, update
+from ipu_pipe import accounting, trace
 from ipu_pipe.drawing import format_text
+from ipu_pipe.engines import Report
 from ipu_pipe.job import Job
 from ipu_pipe.rundir import Position
 from ipu_pipe.schedule import Kind
@@ -29,7 +30,7 @@ def opening(job: Job, done: int = 0) -> str:
     lines = [
         f"{config.model.entry}: {parameters:,} parameters on {len(job.part)} stages; method {job.method.name}, "
         f"backend {config.backend.name} on {job.device.type}",
-        f"global batch size {job.batch * config.replicas} = micro_batch_size {config.micro_batch_size} x "
+        f"global batch size {job.batch} = micro_batch_size {config.micro_batch_size} x "
         f"gradient_accumulation {config.gradient_accumulation} x replicas {config.replicas}; "
         f"{job.updates - done} updates, {job.updates_per_epoch} an epoch",
     ]
@@ -88,11 +89,10 @@ def _schedule_beginning(job: Job) -> List[str]:
     return ["its beginning:", format_text(job.schedule, last_slot=max(24, 2 * len(job.part) + 6))]
 
 
-def memory_table(job: Job) -> List[Dict[str, int]]:
+def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[str, int]]:
     """Per stage, as planned: copies, lag, microbatches in flight, and the bytes of each kind that a device needs."""
     sizes = {name: p.numel() * p.element_size() for name, p in job.model.named_parameters()}
-    held = update.optimizer_bytes(job.optimizer, len(job.part))
-    planned = _planned_optimizer_bytes(job) if not any(held) else held
+    planned = _planned_optimizer_bytes(job) if held is None or not any(held) else held
     rows = []
     lags, backward_lags = job.table.greatest_lag(), job.table.greatest_backward_lag()
     copies, in_flight = job.table.weight_copies(), job.schedule.max_in_flight()
@@ -170,7 +170,7 @@ def _planned_optimizer_bytes(job: Job) -> List[int]:
     each rule that accumulates on the stage; 0 for optimizers not known."""
     moments = {"adam": 2, "momentum": 1}.get(_optimizer_kind(job) or "", 0)
     planned = [0] * len(job.part)
-    for group in job.optimizer.param_groups:
+    for group in job.groups:
         stage = group["stage"]
         copies = moments + sum(rule.measures(stage) for rule in job.rules.rules)
         planned[stage] += copies * sum(p.numel() * p.element_size() for p in group["params"])
@@ -180,7 +180,9 @@ def _planned_optimizer_bytes(job: Job) -> List[int]:
 # ---- after
 
 
-def summarise(job: Job, position: Position, final: Tuple[Optional[float], Optional[float]]) -> Dict[str, Any]:
+def summarise(
+    job: Job, position: Position, final: Tuple[Optional[float], Optional[float]], measured: Report
+) -> Dict[str, Any]:
     """The contents of `summary.json`."""
     config = job.config
     busy = job.utilization()
@@ -199,7 +201,7 @@ def summarise(job: Job, position: Position, final: Tuple[Optional[float], Option
             "micro_batch_size": config.micro_batch_size,
             "gradient_accumulation": config.gradient_accumulation,
             "replicas": config.replicas,
-            "global_batch_size": job.batch * config.replicas,
+            "global_batch_size": job.batch,
         },
         "steps": position.update,
         "samples": position.update * job.batch,
@@ -214,8 +216,8 @@ def summarise(job: Job, position: Position, final: Tuple[Optional[float], Option
         "utilization": busy,
         "bubble_fraction": 1 - busy,
         "phases": job.phases(),
-        "stages": [_stage_record(index, row) for index, row in enumerate(memory_table(job))],
-        "links": links(job),
+        "stages": [_stage_record(index, row) for index, row in enumerate(memory_table(job, measured.optimizer_bytes))],
+        "links": links(job) if measured.links is None else _measured_links(measured.links),
         "memory": memory_figures(job),
     }
 
@@ -253,23 +255,42 @@ def slot_nanoseconds(job: Job, position: Position) -> float:
     return 1e9 * seconds / job.schedule.slot_count
 
 
-def memory(job: Job, emulator_bytes: int) -> Dict[str, Any]:
-    """The contents of `memory.json`: what each stage's device needs as planned, and what the emulator itself held at most
-    for weight versions besides the model's own weights."""
-    return {
-        "stages": [{"index": s, **row} for s, row in enumerate(memory_table(job))],
-        "emulator_bytes": emulator_bytes,
-    }
+def memory(job: Job, measured: Report) -> Dict[str, Any]:
+    """The contents of `memory.json`: what each stage's device needs as planned, and the greatest bytes of weight versions
+    besides the newest that were held: by each stage's process, or by the emulator for all."""
+    stages = [{"index": s, **row} for s, row in enumerate(memory_table(job, measured.optimizer_bytes))]
+    if measured.links is None:
+        return {"stages": stages, "emulator_bytes": sum(measured.version_bytes)}
+    return {"stages": [{**row, "version_bytes": held} for row, held in zip(stages, measured.version_bytes)]}
 
 
-def write_trace(job: Job, path: Path, slot_ns: float) -> None:
-    """Write the schedule as executed, or its first microbatches where it is long (the metadata say which)."""
+def _measured_links(sent: Mapping[Tuple[int, int], Tuple[int, int]]) -> List[Dict[str, Any]]:
+    return [
+        {"src": src, "dst": dst, "bytes": size, "messages": messages, "bytes_per_microbatch": size // messages}
+        for (src, dst), (size, messages) in sorted(sent.items())
+    ]
+
+
+def write_trace(job: Job, path: Path, slot_ns: float, measured: Optional[Sequence[trace.Event]] = None) -> None:
+    """Write what the devices did, or, where they have no clocks of their own, the schedule as executed; of long runs the first
+    microbatches (the metadata say which)."""
     schedule, table = job.schedule, job.table
     most = job.config.log.trace_microbatches
     count = min(schedule.microbatches, most)
     batch = schedule.accumulate
     if count < schedule.microbatches:
         count = max(batch, count // batch * batch)
+    metadata: Dict[str, Any] = {
+        "method": job.method.name,
+        "stages": len(job.part),
+        "microbatches": schedule.microbatches,
+        "traced_microbatches": count,
+    }
+    if measured is not None:
+        begin = min((event.start_ns for event in measured), default=0)
+        events = [e._replace(start_ns=e.start_ns - begin, end_ns=e.end_ns - begin) for e in measured]
+        trace.write_chrome(path, sorted(events, key=lambda e: e.start_ns), [], {**metadata, "modelled": False})
+        return
     events, counters = trace.modelled_events(
         forward_slots=schedule.slots(Kind.FORWARD, 0, count),
         backward_slots=schedule.slots(Kind.BACKWARD, 0, count),
@@ -282,16 +303,8 @@ def write_trace(job: Job, path: Path, slot_ns: float) -> None:
         device_of_stage=list(range(len(job.part))),
         boundary_bytes=job.footprint.boundary_bytes,
     )
-    metadata = {
-        "modelled": True,
-        "why_modelled": "the emulator runs all stages in one process: times are slots times the measured mean slot",
-        "method": job.method.name,
-        "stages": len(job.part),
-        "slot_ns": slot_ns,
-        "microbatches": schedule.microbatches,
-        "traced_microbatches": count,
-    }
-    trace.write_chrome(path, events, counters, metadata)
+    why = "the emulator runs all stages in one process: times are slots times the measured mean slot"
+    trace.write_chrome(path, events, counters, {**metadata, "modelled": True, "why_modelled": why, "slot_ns": slot_ns})
 
 
 def closing(report: Dict[str, Any], folder: Path) -> str:

@@ -9,20 +9,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
-import torch
 from torch import nn
 
 from ipu_pipe import checkpoint, summary, update
-from ipu_pipe.backends.emulator import Emulator, right_answers
 from ipu_pipe.config import Config, as_recorded, differences, dump, load_config
 from ipu_pipe.data import DataSource
+from ipu_pipe.engines import Engine, check_launch, is_main, launch, make_engine, on_main
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.job import Job, Setup, build, has_tensorboard, set_up
+from ipu_pipe.evaluation import evaluate
+from ipu_pipe.job import Job, build, has_tensorboard, set_up
 from ipu_pipe.probe import Loss
 from ipu_pipe.progress import Progress
 from ipu_pipe.rundir import Measured, Position, RunDir, check_folder
-
-TEST_BATCH = 128  # samples of one evaluation forward; BatchNorm does not see it, it evaluates by running statistics
 
 
 def train(
@@ -41,21 +39,24 @@ def train(
 
     A model, data source, loss or optimizer factory given here takes the place of the config's entry. `resume` goes on
     from the newest checkpoint, with the same numbers as if never interrupted. Raises BadInput before anything is written
-    where the job is not possible, RunFault where the loss is not finite.
+    where the job is not possible, RunFault where the loss is not finite. On the distributed backend every process calls
+    this alike; the first one writes and returns the summary, the others what it tells them.
     """
     out = Path(out)
-    config, ended = _checked(config, out, resume, overwrite)
+    launch(config.backend)
+    config, ended = on_main(lambda: _checked(config, out, resume, overwrite))
     if ended is not None:
-        Progress(quiet).say(f"{out}: this run is finished: nothing to resume")
+        Progress(quiet or not is_main()).say(f"{out}: this run is finished: nothing to resume")
         return ended
     job = build(config, model, data, loss, optimizer)
-    run = RunDir(out, resume=resume, overwrite=overwrite)
-    return _Run(job, run, Progress(quiet)).go(resume)
+    return _Run(job, out, resume, overwrite, quiet).go()
 
 
 def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwrite: bool = False) -> None:
     """Raise BadInput where `train` would, without training or writing anything."""
-    config, ended = _checked(config, Path(out), resume, overwrite)
+    check_launch(config.backend)
+    launch(config.backend)
+    config, ended = on_main(lambda: _checked(config, Path(out), resume, overwrite))
     if ended is None:
         build(config)
 
@@ -80,58 +81,64 @@ def _checked(config: Config, out: Path, resume: bool, overwrite: bool) -> Tuple[
 
 
 class _Run:
-    """One run in progress."""
+    """One run in progress, on this process. Only the main one has a folder to write into."""
 
-    def __init__(self, job: Job, run: RunDir, progress: Progress) -> None:
-        self.job, self.run, self.progress = job, run, progress
+    def __init__(self, job: Job, out: Path, resume: bool, overwrite: bool, quiet: bool) -> None:
+        self.job = job
+        self.run: Optional[RunDir] = None
+        made = on_main(lambda: self._open(out, resume, overwrite))
+        assert made
+        self.out, self.resume, self.progress = out, resume, Progress(quiet or not is_main())
         self.position = Position()
         self.names = {parameter: name for name, parameter in job.model.named_parameters()}
 
-    def go(self, resume: bool) -> Dict[str, Any]:
+    def _open(self, out: Path, resume: bool, overwrite: bool) -> bool:
+        self.run = RunDir(out, resume=resume, overwrite=overwrite)
+        return True
+
+    def go(self) -> Dict[str, Any]:
         job = self.job
-        if resume:
+        if self.resume:
             self._restore()
-        else:
+        elif self.run:
             self.run.write_text("config.yaml", dump(job.config))
         position = self.position
-        self.run.open_metrics(position.update)
+        if self.run:
+            self.run.open_metrics(position.update)
         self.progress.say(summary.opening(job, position.update))
-        emulator = Emulator(
-            job.model, job.loss, job.part, job.method, job.table, job.optimizer, job.rules, job.example,
-            seed=job.config.seed, clip=(job.config.clip.norm, job.config.clip.scope) if job.config.clip else None,
-            allow_nonfinite=job.config.allow_nonfinite, microbatch=position.update * job.config.gradient_accumulation,
-        )  # fmt: skip
+        engine = make_engine(job, position.update)
         try:
             with self._scalars() as scalars:
                 if position.update == 0:
-                    position.initial = self._evaluate(scalars)
+                    position.initial = self._evaluate(engine, scalars)
                 final: Optional[Measured] = None
                 with self.progress.bar(job.updates, position.update) as bar:
                     while position.update < job.updates:
-                        self._step(emulator, bar, scalars)
+                        self._step(engine, bar, scalars)
                         if job.evaluates_after(position.update):
-                            final = self._evaluate(scalars, bar)
+                            final = self._evaluate(engine, scalars, bar)
                         if job.saves_after(position.update):
-                            self._save()
+                            self._save(engine)
                 if final is None:  # resumed after the last update, from a run killed before its summary was written
-                    final = self._evaluate(None, record=False)
+                    final = self._evaluate(engine, None, record=False)
         except BaseException:
             with contextlib.suppress(Exception):  # what ended the run is what must be told
-                emulator.close()
+                engine.abort()
             raise
         else:
-            emulator.close()
+            engine.close()
         finally:
-            self.run.close()
-        return self._finish(emulator, final)
+            if self.run:
+                self.run.close()
+        return self._finish(engine, final)
 
-    def _step(self, emulator: Emulator, bar: Any, scalars: Any) -> None:
+    def _step(self, engine: Engine, bar: Any, scalars: Any) -> None:
         job, position = self.job, self.position
         k = position.update
         if k % job.updates_per_epoch == 0:
             position.epoch_loss, position.epoch_updates = 0.0, 0
         start = time.perf_counter()
-        result = emulator.step(self._microbatches(k))
+        result = engine.step(k)
         seconds = time.perf_counter() - start
         position.update += 1
         position.epoch_loss, position.epoch_updates = position.epoch_loss + result.loss, position.epoch_updates + 1
@@ -151,15 +158,8 @@ class _Run:
                 samples_per_second=rate,
             )
 
-    def _microbatches(self, k: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
-        job = self.job
-        epoch, within = divmod(k, job.updates_per_epoch)
-        accumulate = job.config.gradient_accumulation
-        for index in range(within * accumulate, (within + 1) * accumulate):
-            yield job.to_device(*job.data.train_batch(epoch, index, job.config.micro_batch_size))
-
-    def _evaluate(self, scalars: Any, bar: Any = None, record: bool = True) -> Measured:
-        test_loss, accuracy = evaluate(self.job)
+    def _evaluate(self, engine: Engine, scalars: Any, bar: Any = None, record: bool = True) -> Measured:
+        test_loss, accuracy = engine.evaluate()
         position = self.position
         if bar is not None:
             bar.evaluated(test_loss, accuracy)
@@ -171,6 +171,8 @@ class _Run:
         return test_loss, accuracy
 
     def _log(self, scalars: Any, **record: Any) -> None:
+        if self.run is None:
+            return
         self.run.metric(record)
         for name, value in record.items():
             if scalars and name not in ("step", "epoch") and value is not None:
@@ -179,7 +181,7 @@ class _Run:
     @contextlib.contextmanager
     def _scalars(self) -> Iterator[Any]:
         """TensorBoard's writer, or None where it is switched off or not installed."""
-        if not self.job.config.log.tensorboard:
+        if self.run is None or not self.job.config.log.tensorboard:
             yield None
         elif not has_tensorboard():
             self.progress.say("TensorBoard is not installed (extra `board`): no scalars are written")
@@ -198,15 +200,17 @@ class _Run:
             finally:
                 writer.close()  # type: ignore[no-untyped-call]
 
-    def _save(self) -> None:
+    def _save(self, engine: Engine) -> None:
+        held = engine.state()
+        if self.run is None or held is None:
+            return
         position, config = self.position, self.job.config
-        tensors, plain = update.export_state(self.job.optimizer, self.names)
-        state = {"position": asdict(position), "optimizer": plain}
-        checkpoint.save(self.run.checkpoints, position.update, self.job.model.state_dict(), tensors, state)
+        state = {"position": asdict(position), "optimizer": held.plain}
+        checkpoint.save(self.run.checkpoints, position.update, held.model, held.optimizer, state)
         checkpoint.prune(self.run.checkpoints, config.checkpoint.keep, position.best_step)
 
     def _restore(self) -> None:
-        newest = self.run.newest_checkpoint()
+        newest = on_main(lambda: self.run.newest_checkpoint() if self.run else None)
         if newest is None:
             self.progress.say("the run ended before its first checkpoint: it starts from the beginning")
             return
@@ -217,55 +221,17 @@ class _Run:
         self.position = Position(**{**saved, "initial": tuple(saved["initial"])})
         self.progress.say(f"resuming after update {self.position.update} from {newest}")
 
-    def _finish(self, emulator: Emulator, final: Measured) -> Dict[str, Any]:
+    def _finish(self, engine: Engine, final: Measured) -> Dict[str, Any]:
         job, run, position = self.job, self.run, self.position
-        report = summary.summarise(job, position, final)
-        slot_ns = summary.slot_nanoseconds(job, position)
-        summary.write_trace(job, run.path / "trace.json.gz", slot_ns)
-        run.write_json("memory.json", summary.memory(job, emulator.weights.peak_bytes))
+        measured = engine.report()
+        if run is None or measured is None:
+            return {}
+        report = summary.summarise(job, position, final, measured)
+        summary.write_trace(job, run.path / "trace.json.gz", summary.slot_nanoseconds(job, position), measured.events)
+        run.write_json("memory.json", summary.memory(job, measured))
         run.write_json("summary.json", report)  # last: a run with a summary is finished
         self.progress.say(summary.closing(report, run.path))
         return report
-
-
-def evaluate(job: Setup) -> Measured:
-    """(mean loss, accuracy as a fraction) over the test set, or its configured subset; None where there is none.
-
-    Cross-entropy's mean is over the labels that it counts, whatever the batches; another loss's over the samples.
-    """
-    model, subset, total, weights, right, counted, seen = job.model, job.config.evaluate.subset, 0.0, 0, 0, 0, 0
-    has_answers = True
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            for x, y in job.data.test_batches(TEST_BATCH):
-                x, y = job.to_device(x, y)
-                if subset:
-                    x, y = x[: subset - seen], y[: subset - seen]
-                output = model(x)
-                answers = right_answers(output, y)
-                weight = len(x) if answers is None or not _counts_labels(job.loss) else int(answers[1])
-                if weight:
-                    total, weights = total + float(job.loss(output, y)) * weight, weights + weight
-                seen += len(x)
-                if answers is None:
-                    has_answers = False
-                else:
-                    right, counted = right + int(answers[0]), counted + int(answers[1])
-                if subset and seen >= subset:
-                    break
-    finally:
-        for module, mode in modes:
-            module.training = mode
-    return total / weights if weights else None, right / counted if has_answers and counted else None
-
-
-def _counts_labels(loss: Loss) -> bool:
-    """Whether a loss is cross-entropy as a mean over all labels but -100."""
-    if isinstance(loss, nn.CrossEntropyLoss):
-        return loss.weight is None and loss.ignore_index == -100
-    return loss is nn.functional.cross_entropy
 
 
 def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any]:

@@ -13,6 +13,7 @@ is for an action of an earlier slot, which the schedule was proved to have (`Sch
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -38,7 +39,27 @@ from ipu_pipe.versions import VersionTable, segment_ends
 FORWARD, RECOMPUTE, BACKWARD, UPDATE = "F", "R", "B", "U"
 ORDER = (FORWARD, RECOMPUTE, BACKWARD, UPDATE)  # within a slot
 KINDS = {FORWARD: "forward", RECOMPUTE: "forward", BACKWARD: "backward", UPDATE: "update"}
+TERMINATED = 143  # exit code of a process that was asked to end
 AHEAD = 3  # receives posted on each link before they are needed
+
+
+class Stopping:
+    """The launcher asks this process to end, because another one has failed. A neighbour of that one notices it at its next
+    wait and can say for whom it waited: so a process goes on for a moment before it ends."""
+
+    GRACE = 3.0  # seconds
+    asked: Optional[float] = None
+
+    @classmethod
+    def ask(cls, *_: Any) -> None:
+        """For signal.signal."""
+        cls.asked = cls.asked or time.monotonic()
+
+    @classmethod
+    def check(cls) -> None:
+        """End the process if it was asked to a while ago."""
+        if cls.asked is not None and time.monotonic() - cls.asked > cls.GRACE:
+            sys.exit(TERMINATED)
 
 
 class Message(NamedTuple):
@@ -102,14 +123,17 @@ class Timeline:
 class Mail:
     """Messages with the neighbouring stages over torch.distributed."""
 
-    def __init__(self, layout: Layout, device: torch.device, timeline: Timeline, deadline: float) -> None:
-        self._layout, self._device, self._timeline = layout, device, timeline
+    def __init__(
+        self, layout: Layout, device: torch.device, timeline: Timeline, deadline: float, group: Any = None
+    ) -> None:
+        self._layout, self._device, self._timeline, self._group = layout, device, timeline, group
         self._deadline = timedelta(seconds=deadline)
         self._stages_through_host = device.type == "cuda" and dist.get_backend() == "gloo"
         self._wanted: Dict[int, Deque[Tuple[Message, Tuple[Shape, ...]]]] = {}
         self._posted: Dict[Tuple[int, Message], List[Tuple[Any, torch.Tensor]]] = {}
         self._in_post: Dict[int, int] = {}
         self._out: Deque[Tuple[Any, torch.Tensor]] = deque()
+        self.waiting_for: Optional[int] = None  # the rank, while waiting
 
     def expect(self, source: int, wanted: Sequence[Tuple[Message, Tuple[Shape, ...]]]) -> None:
         """Messages that stage `source` will send, in the order in which they are needed."""
@@ -124,7 +148,7 @@ class Mail:
             received = []
             for index, shape in enumerate(shapes):
                 buffer = torch.empty(shape.shape, dtype=shape.dtype, device=place)
-                work = dist.irecv(buffer, src=self._layout.rank_of(source), tag=message.tag(index))
+                work = dist.irecv(buffer, self._layout.rank_of(source), self._group, message.tag(index))
                 received.append((work, buffer))
             self._posted[source, message] = received
             self._in_post[source] = self._in_post.get(source, 0) + 1
@@ -133,8 +157,10 @@ class Mail:
         """Wait for a message."""
         start = time.perf_counter_ns()
         received = self._posted.pop((source, message))
+        self.waiting_for = self._layout.rank_of(source)
         for work, _ in received:
             work.wait(self._deadline)
+        self.waiting_for = None
         self._in_post[source] -= 1
         self._post(source)
         size = sum(buffer.numel() * buffer.element_size() for _, buffer in received)
@@ -148,7 +174,7 @@ class Mail:
         for index, tensor in enumerate(tensors):
             value = tensor.detach().contiguous()
             value = value.cpu() if self._stages_through_host else value
-            self._out.append((dist.isend(value, dst=self._layout.rank_of(target), tag=message.tag(index)), value))
+            self._out.append((dist.isend(value, self._layout.rank_of(target), self._group, message.tag(index)), value))
             size += value.numel() * value.element_size()
         self._timeline.count(target, size)
         self._timeline.add("send", message.microbatch, start, size=size)
@@ -178,7 +204,8 @@ class StageEngine:
 
     `source(m)`: microbatch m as (x, y); asked for on the first and the last stage only. `rules`: over an optimizer that holds
     this stage's parameters. `crossings`: what crosses each cut. `clip`: (norm, scope) or None. `replicas`: the process group of
-    this stage's replicas. `deadline`: seconds after which a wait is a fault.
+    this stage's replicas, `group`: that of the messages (all processes if None), which no one else may use meanwhile.
+    `deadline`: seconds after which a wait is a fault.
     """
 
     def __init__(
@@ -199,6 +226,7 @@ class StageEngine:
         deadline: float = 300.0,
         trace_microbatches: int = 512,
         replicas: Any = None,
+        group: Any = None,
     ) -> None:
         self.layout, self.piece, self.timeline = layout, piece, Timeline(layout, trace_microbatches)
         self._crossings, self._loss, self._method, self._rules = list(crossings), loss, method, rules
@@ -214,7 +242,7 @@ class StageEngine:
         self._flights: Dict[int, _Flight] = {}
         self._forwarded = microbatch - 1
         self._results: Deque[Tuple[torch.Tensor, Optional[torch.Tensor]]] = deque()  # by microbatch, on the last stage
-        self.mail = Mail(layout, device, self.timeline, deadline)
+        self.mail = Mail(layout, device, self.timeline, deadline, group)
         self._row = self._actions(microbatch)
         self._expect(microbatch)
         self.doing = "start"
@@ -296,6 +324,7 @@ class StageEngine:
         assert k == self.update, f"update {self.update} is next, not {k}"
         result = None
         for kind, index in self._row:
+            Stopping.check()
             self.doing = f"{kind}{index}"
             start = time.perf_counter_ns()
             version = self.update
@@ -350,7 +379,7 @@ class StageEngine:
     ) -> Tuple[List[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]:
         """Outputs for the next stage or, on the last one, loss and right answers."""
         if self._random is not None:
-            self._random.microbatch = m
+            self._random.microbatch = m * self.layout.width + self.layout.replica
         value = inputs[0] if self.is_first else self._crossings[self.layout.stage - 1].unflatten(inputs)
         output = self.piece(value)
         if not self.is_last:
@@ -478,6 +507,10 @@ class StageEngine:
         """All messages through, the newest weights in the parameters, no hooks left."""
         self.mail.flush()
         self.weights.rest()
+        self.release()
+
+    def release(self) -> None:
+        """Take the hooks off."""
         if self._random is not None:
             self._random.remove()
 

@@ -75,7 +75,8 @@ class Emulator:
     """Trains `model` in place by the method that `table` describes, one `step` an update.
 
     `rules`: the update rules over `optimizer`. `clip`: (norm, scope) or None. `microbatch`: the first to come, after
-    a resume. Ask `refuses` first: what it names would run, but not exactly.
+    a resume. `replicas`: copies of the pipeline that train on microbatches of their own, gradients averaged. Ask `refuses`
+    first: what it names would run, but not exactly.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Emulator:
         clip: Optional[Tuple[float, str]] = None,
         allow_nonfinite: bool = False,
         microbatch: int = 0,
+        replicas: int = 1,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.update = microbatch // table.schedule.accumulate
@@ -106,6 +108,7 @@ class Emulator:
         self._plan = ReadPlan(table, rules, reach)
         self.weights = self._history(part)
         self._random = KeyedRandomness(model, random_modules(model, example[0]), seed, example[0].device)
+        self._replicas = _Replicas(model, replicas) if replicas > 1 else None
         self._recomputation: Optional[Recomputation] = None
         if method.segments is not None and method.reads_old(len(part)):
             self._recomputation = Recomputation(model, part, segment_ends(len(part), method.segments).tolist())
@@ -118,16 +121,18 @@ class Emulator:
         return kind(stages, self.update, self._rules.offset)
 
     def step(self, microbatches: Iterable[Tuple[torch.Tensor, torch.Tensor]]) -> StepResult:
-        """Forward and backward of one batch's microbatches (x, y), in order, then the update of every stage."""
+        """Forward and backward of one batch's microbatches (x, y), in order, then the update of every stage. With replicas:
+        each one's first microbatch, then each one's second, and so on."""
         total: Any = 0.0
         right: Any = None
         samples = count = 0
+        width = self._replicas.count if self._replicas else 1
         for x, y in microbatches:
-            loss, answers = self._pass(x, y)
+            loss, answers = self._pass(x, y, count % width)
             total, samples, count = total + loss, samples + len(x), count + 1
             if answers is not None:
                 right = answers if right is None else right + answers
-        assert count == self._accumulate, f"{count} microbatches given, a batch has {self._accumulate}"
+        assert count == self._accumulate * width, f"{count} microbatches given, a batch has {self._accumulate * width}"
         mean = float(total) / count
         if not self._allow_nonfinite and not _is_finite(mean):
             raise RunFault(
@@ -137,9 +142,11 @@ class Emulator:
         self._update()
         return StepResult(mean, None if right is None else float(right[0] / right[1].clamp(min=1)), samples)
 
-    def _pass(self, x: torch.Tensor, y: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-        m = self._microbatch
-        self._random.microbatch = m
+    def _pass(self, x: torch.Tensor, y: torch.Tensor, replica: int) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+        m, width = self._microbatch, self._replicas.count if self._replicas else 1
+        self._random.microbatch = m * width + replica
+        if self._replicas:
+            self._replicas.enter(replica)
 
         def forward() -> Tuple[Any, torch.Tensor]:
             output = self.model(x)
@@ -155,12 +162,17 @@ class Emulator:
             _, to_backward = self._recomputation.repeat(forward)
         self.weights.load(self._plan.read("backward", m))
         (to_backward / self._accumulate).backward()  # type: ignore[no-untyped-call]
-        self._microbatch += 1
-        self.weights.release(self._plan.oldest(self._microbatch))
+        if self._replicas:
+            self._replicas.leave(replica)
+        if replica == width - 1:
+            self._microbatch += 1
+            self.weights.release(self._plan.oldest(self._microbatch))
         return loss.detach(), right_answers(output, y)
 
     def _update(self) -> None:
         self.weights.before_update(self._plan.read_later(self.update, self._microbatch - 1))
+        if self._replicas:
+            self._replicas.average()
         self._rules.step(self.update, self._clipping)
         self.update += 1
         self.weights.release(self._plan.oldest(self._microbatch))
@@ -173,6 +185,45 @@ class Emulator:
         """Leave the model as an ordinary one: newest weights in its parameters, no hooks."""
         self.weights.rest()
         self._random.remove()
+
+
+class _Replicas:
+    """What replicas of a pipeline do not share: gradients until they are averaged, and buffers (running statistics), of which
+    those of the first are the model's."""
+
+    def __init__(self, model: nn.Module, count: int) -> None:
+        self.count = count
+        self._parameters = list(model.parameters())
+        self._gradients: List[List[Optional[torch.Tensor]]] = [[None] * len(self._parameters) for _ in range(count)]
+        self._places = [(module, name) for module in model.modules() for name in module._buffers]
+        own = [module._buffers[name] for module, name in self._places]
+        self._buffers = [own] + [[None if b is None else b.clone() for b in own] for _ in range(count - 1)]
+
+    def enter(self, replica: int) -> None:
+        """Put a replica's gradients and buffers into the model."""
+        for p, gradient in zip(self._parameters, self._gradients[replica]):
+            p.grad = gradient
+        self._bind(replica)
+
+    def _bind(self, replica: int) -> None:
+        for (module, name), buffer in zip(self._places, self._buffers[replica]):
+            module._buffers[name] = buffer
+
+    def leave(self, replica: int) -> None:
+        """Take them out again."""
+        self._gradients[replica] = [p.grad for p in self._parameters]
+        self._buffers[replica] = [module._buffers[name] for module, name in self._places]
+
+    def average(self) -> None:
+        """The mean of all gradients into the parameters, the first replica's buffers into the model."""
+        for i, p in enumerate(self._parameters):
+            given = [g for g in (gradients[i] for gradients in self._gradients) if g is not None]
+            total = given[0] if given else None
+            for g in given[1:]:
+                total = total + g  # type: ignore[operator]
+            p.grad = None if total is None else total / self.count
+        self._gradients = [[None] * len(self._parameters) for _ in range(self.count)]
+        self._bind(0)
 
 
 def right_answers(output: Any, y: Any) -> Optional[torch.Tensor]:

@@ -1,0 +1,313 @@
+"""One job on several processes: layout, pieces of the model, evaluation, checkpoints, faults. The row itself is in `distributed`.
+
+rank   0    1    2    3    4    5          depth 3, width 2
+stage  0    1    2    0    1    2          rank 0 prints and writes; gradients are averaged between ranks of one stage
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import threading
+import time
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ipu_pipe import update
+from ipu_pipe.backends.distributed import Layout, StageEngine, Stopping
+from ipu_pipe.backends.emulator import StepResult
+from ipu_pipe.config import BackendConfig, Config
+from ipu_pipe.engines import Engine, Report, State
+from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.evaluation import Tally, test_batches
+from ipu_pipe.job import Job
+from ipu_pipe.probe import random_modules
+from ipu_pipe.randomness import KeyedRandomness
+from ipu_pipe.rundir import Measured
+from ipu_pipe.slices import crossings, merge_stages, pieces
+from ipu_pipe.stages import Partition, flops_of_stages, partition
+
+Result = TypeVar("Result")
+RESULT_TAG, EVALUATION_TAG = (1 << 30) + 1, (1 << 30) + 2  # beyond all messages of the schedule
+CLOCK_ROUNDS = 8
+
+
+def start(backend: BackendConfig) -> None:
+    """Join the group of processes that the launcher started, over gloo (a GPU's tensors go through the host's memory)."""
+    if not dist.is_available():
+        raise BadInput("backend.name: distributed: this PyTorch was built without torch.distributed")
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 4):
+        raise BadInput(f"backend.name: distributed: needs torch 2.4 or later, this is {torch.__version__}")
+    if not dist.is_initialized():
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, Stopping.ask)
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=max(backend.deadline, 60.0)))
+        if backend.device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % max(torch.cuda.device_count(), 1))
+
+
+def stop() -> None:
+    """Leave the group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def place_stages(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Partition, int]:
+    """The partition into one stage a process of a replica, and this process's stage. Raises BadInput where it cannot be."""
+    world, width = dist.get_world_size(), config.replicas
+    if world % width:
+        raise BadInput(f"replicas: {width}: {world} processes cannot be so many replicas of a pipeline")
+    depth = world // width
+    stages = config.stages
+    wished = on_all_ranks(lambda: partition(model, x, stages))  # measured times differ from process to process
+    begins = merge_stages(model, wished, depth, flops_of_stages(model, wished, x))
+    if len(wished) != depth and dist.get_rank() == 0:
+        shown = ", ".join(begins) if len(begins) <= 8 else f"{', '.join(begins[:8])} and {len(begins) - 8} more"
+        print(
+            f"{len(wished)} stages on {depth} processes: taken together, stages begin at {shown or 'the model'}",
+            flush=True,
+        )
+    return partition(model, x, begins if begins else 1), Layout(dist.get_rank(), depth, width).stage
+
+
+class ProcessEngine(Engine):
+    """This process's stage, and what all processes do together."""
+
+    def __init__(self, job: Job, first_update: int) -> None:
+        super().__init__(job)
+        config, depth = job.config, len(job.part)
+        self.layout = Layout(dist.get_rank(), depth, config.replicas)
+        self.is_main = self.layout.rank == 0
+        self._groups = self._replica_groups()
+        begins = [stage.name for stage in job.part.stages[1:]]
+        cut = pieces(job.model, begins)
+        across = crossings(cut, job.model, job.example[0])
+        s = self.layout.stage
+        keyed = KeyedRandomness(job.model, random_modules(job.model, job.example[0]), config.seed, job.device)
+        self.piece = cut[s]
+        self._across = across
+        self.optimizer = job.optimizer
+        self._first_of_replica = self.layout.replica * depth
+        self._engine = StageEngine(
+            self.layout, self.piece, across, job.loss, job.method, job.table, job.rules, self._microbatch, job.device, keyed,
+            clip=(config.clip.norm, config.clip.scope) if config.clip else None, allow_nonfinite=config.allow_nonfinite,
+            microbatch=first_update * config.gradient_accumulation, deadline=config.backend.deadline,
+            trace_microbatches=config.log.trace_microbatches,
+            replicas=self._groups[s] if config.replicas > 1 else None,
+        )  # fmt: skip
+        self._clock_offset = self._align_clocks()
+
+    def _replica_groups(self) -> List[Any]:
+        """A group for each stage: its ranks in all replicas."""
+        depth, width = self.layout.depth, self.layout.width
+        if width == 1:
+            return []
+        return [dist.new_group([replica * depth + s for replica in range(width)]) for s in range(depth)]
+
+    def _microbatch(self, m: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        return self.job.microbatch(m, self.layout.replica)
+
+    @contextlib.contextmanager
+    def _named_faults(self) -> Iterator[None]:
+        """What goes wrong here is told with rank, stage and action, once for all processes."""
+        try:
+            yield
+        except (BadInput, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            fault = error
+            if not isinstance(error, RunFault):
+                text = " ".join(str(error).split())
+                where = f"rank {self.layout.rank}, stage {self.layout.stage}, action {self._engine.doing}"
+                waited = self._engine.mail.waiting_for
+                if any(word in text for word in ("onnection", "imed out", "imeout")):
+                    who = "another rank" if waited is None else f"rank {waited}"
+                    text = f"{who} is lost, or made no progress within {self.job.config.backend.deadline:g} s"
+                else:
+                    text = f"{type(error).__name__}: {text[:300]}"
+                fault = RunFault(f"{where}: {text}")
+            fault.is_told = not _is_first_to_tell()  # type: ignore[attr-defined]
+            raise fault from error
+
+    def step(self, k: int) -> StepResult:
+        with self._named_faults():
+            result = self._engine.step(k)
+            samples = self.job.batch
+            found = torch.tensor([float("nan"), float("nan")], dtype=torch.float64)
+            if result is not None:
+                loss, right = result
+                found = torch.tensor([loss, float("nan") if right is None else right], dtype=torch.float64)
+            found = self._to_first(found)
+            accuracy = float(found[1])
+            return StepResult(float(found[0]), None if accuracy != accuracy else accuracy, samples)
+
+    def _to_first(self, value: torch.Tensor) -> torch.Tensor:
+        """The last stage's value on the first one; with replicas their mean."""
+        layout = self.layout
+        if layout.depth > 1:
+            if self._engine.is_last:
+                self._engine.mail.waiting_for = layout.rank_of(0)
+                dist.send(value, dst=layout.rank_of(0), tag=RESULT_TAG)
+            elif self._engine.is_first:
+                self._engine.mail.waiting_for = layout.rank_of(layout.depth - 1)
+                dist.recv(value, src=layout.rank_of(layout.depth - 1), tag=RESULT_TAG)
+            self._engine.mail.waiting_for = None
+        if layout.width > 1 and self._engine.is_first:
+            dist.all_reduce(value, group=self._groups[0])
+            value /= layout.width
+        return value
+
+    # --- evaluation
+
+    def evaluate(self) -> Measured:
+        """The test set through the pipeline of the first replica, forwards only."""
+        self._engine.doing = "evaluation"
+        with self._named_faults():
+            self._engine.weights.rest()
+            modes = [(module, module.training) for module in self.piece.modules()]
+            self.piece.eval()
+            try:
+                with torch.no_grad():
+                    sums = self._evaluate() if self.layout.replica == 0 else torch.zeros(5, dtype=torch.float64)
+            finally:
+                for module, mode in modes:
+                    module.training = mode
+            dist.broadcast(sums, src=self.layout.depth - 1)
+            whole = Tally(self.job.loss)
+            whole.sums = sums
+            return whole.measured
+
+    def _evaluate(self) -> torch.Tensor:
+        tally = Tally(self.job.loss)
+        s = self.layout.stage
+        for x, y in test_batches(self.job):
+            value: Any = x
+            if not self._engine.is_first:
+                value = self._across[s - 1].unflatten(
+                    [self._take(shape.dtype) for shape in self._across[s - 1].tensors]
+                )
+            output = self.piece(value)
+            if self._engine.is_last:
+                tally.add(output, y, len(x))
+            else:
+                for tensor in self._across[s].flatten(output):
+                    self._give(tensor)
+        return tally.sums
+
+    def _give(self, tensor: torch.Tensor) -> None:
+        """Send a tensor whose shape the receiver does not know."""
+        header = torch.tensor([tensor.dim(), *tensor.shape, *[0] * (8 - tensor.dim())])
+        target = self._engine.mail.waiting_for = self.layout.rank_of(self.layout.stage + 1)
+        dist.send(header, dst=target, tag=EVALUATION_TAG)
+        dist.send(tensor.contiguous().cpu(), dst=target, tag=EVALUATION_TAG)
+
+    def _take(self, dtype: torch.dtype) -> torch.Tensor:
+        header = torch.zeros(9, dtype=torch.int64)
+        source = self._engine.mail.waiting_for = self.layout.rank_of(self.layout.stage - 1)
+        dist.recv(header, src=source, tag=EVALUATION_TAG)
+        shape = header[1 : 1 + int(header[0])].tolist()
+        tensor = torch.empty(shape, dtype=dtype)
+        dist.recv(tensor, src=source, tag=EVALUATION_TAG)
+        return tensor.to(self.job.device)
+
+    # --- state
+
+    def _own_names(self) -> Dict[Any, str]:
+        own = {id(p) for p in self.piece.parameters()}
+        return {p: name for p, name in self.names.items() if id(p) in own}
+
+    def state(self) -> Optional[State]:
+        self._engine.doing = "checkpoint"
+        with self._named_faults():
+            self._engine.weights.rest()
+            tensors, plain = update.export_state(self.optimizer, self._own_names())
+            model = {
+                f"{link}.{key}": value.detach().cpu()
+                for link, module in zip(self.piece.names, self.piece.links)
+                for key, value in module.state_dict().items()
+            }
+            gathered = self._gather((model, {k: v.cpu() for k, v in tensors.items()}, plain))
+        if gathered is None:
+            return None
+        model, tensors, plain = {}, {}, {}
+        for stage in gathered[: self.layout.depth]:
+            model.update(stage[0])
+            tensors.update(stage[1])
+            plain.update(stage[2])
+        order = list(self.job.model.state_dict())
+        return State({name: model[name] for name in order}, tensors, plain)
+
+    def _gather(self, value: Any) -> Optional[List[Any]]:
+        gathered: Optional[List[Any]] = [None] * dist.get_world_size() if self.is_main else None
+        dist.gather_object(value, gathered, dst=0)
+        return gathered
+
+    def report(self) -> Optional[Report]:
+        s = self.layout.stage
+        held = update.optimizer_bytes(self.optimizer, self.layout.depth)[s]
+        timeline = self._engine.timeline
+        events = [
+            event._replace(start_ns=event.start_ns + self._clock_offset, end_ns=event.end_ns + self._clock_offset)
+            for event in timeline.events
+        ]
+        gathered = self._gather((held, self._engine.weights.peak_bytes, timeline.sent, events))
+        if gathered is None:
+            return None
+        own = gathered[: self.layout.depth]
+        links = {(src, dst): count for src, (_, _, sent, _) in enumerate(own) for dst, count in sent.items()}
+        everything = [event for _, _, _, events in gathered for event in events]
+        return Report([held for held, *_ in own], [peak for _, peak, *_ in own], links, everything)
+
+    def _align_clocks(self) -> int:
+        """What to add to this rank's clock to get rank 0's: from the round trip that took least (Cristian's algorithm)."""
+        mine = torch.zeros(1, dtype=torch.int64)
+        offset = 0
+        for rank in range(1, dist.get_world_size()):
+            best: Optional[int] = None
+            for _ in range(CLOCK_ROUNDS):
+                if self.is_main:
+                    dist.recv(mine, src=rank, tag=RESULT_TAG)
+                    dist.send(torch.tensor([time.perf_counter_ns()]), dst=rank, tag=RESULT_TAG)
+                elif self.layout.rank == rank:
+                    begun = time.perf_counter_ns()
+                    dist.send(mine, dst=0, tag=RESULT_TAG)
+                    theirs = torch.zeros(1, dtype=torch.int64)
+                    dist.recv(theirs, src=0, tag=RESULT_TAG)
+                    ended = time.perf_counter_ns()
+                    if best is None or ended - begun < best:
+                        best, offset = ended - begun, int(theirs) - (begun + ended) // 2
+        return offset
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def abort(self) -> None:
+        self._engine.release()
+
+
+def _is_first_to_tell() -> bool:
+    """Whether no other process has told a fault yet. Where the store is gone with its process, every one tells."""
+    try:
+        return bool(dist.distributed_c10d._get_default_store().add("ipu_pipe/faults", 1) == 1)
+    except Exception:
+        return True
+
+
+def on_all_ranks(work: Callable[[], Result]) -> Result:
+    """`work` on rank 0, its result or its BadInput on every rank."""
+    held: List[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            held = [(work(), None)]
+        except BadInput as error:
+            held = [(None, error.faults)]
+    dist.broadcast_object_list(held, src=0)
+    result, faults = held[0]
+    if faults:
+        raise BadInput(faults)
+    return result  # type: ignore[no-any-return]

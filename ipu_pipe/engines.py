@@ -1,0 +1,158 @@
+"""What trains a job: the emulator in this process, or one stage of it here and the others in processes of their own.
+
+Every process of a run has an engine and calls the same methods in the same order; the main one (rank 0) also writes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, TypeVar
+
+import torch
+
+from ipu_pipe import update
+from ipu_pipe.backends.emulator import Emulator, StepResult
+from ipu_pipe.config import BackendConfig
+from ipu_pipe.errors import BadInput
+from ipu_pipe.evaluation import evaluate
+from ipu_pipe.job import Job
+from ipu_pipe.rundir import Measured
+
+Result = TypeVar("Result")
+
+
+class State(NamedTuple):
+    """All that a checkpoint holds of the model and the optimizer, by unsplit names."""
+
+    model: Dict[str, torch.Tensor]
+    optimizer: Dict[str, torch.Tensor]
+    plain: Dict[str, Any]
+
+
+class Report(NamedTuple):
+    """What the devices measured: by stage, bytes of optimizer state and greatest bytes of weight versions besides the newest;
+    messages sent, (source, target) -> (bytes, messages); events of all ranks. None where a backend cannot know."""
+
+    optimizer_bytes: List[int]
+    version_bytes: List[int]
+    links: Optional[Dict[Tuple[int, int], Tuple[int, int]]]
+    events: Optional[List[Any]]
+
+
+class Engine:
+    """One process's part of a run."""
+
+    is_main = True
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.names = {parameter: name for name, parameter in job.model.named_parameters()}
+
+    def step(self, k: int) -> StepResult:
+        """Update k. The result is meant for the main process; others may get zeros."""
+        raise NotImplementedError
+
+    def evaluate(self) -> Measured:
+        """Test loss and accuracy with the pipeline drained; the same on every process."""
+        raise NotImplementedError
+
+    def state(self) -> Optional[State]:
+        """State for a checkpoint, on the main process, else None."""
+        raise NotImplementedError
+
+    def report(self) -> Optional[Report]:
+        """At the end, on the main process, else None."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Newest weights in the model, nothing left behind."""
+
+    def abort(self) -> None:
+        """After a fault: nothing left behind in the user's model, without waiting for anyone."""
+        self.close()
+
+
+class LocalEngine(Engine):
+    """The exact emulator."""
+
+    def __init__(self, job: Job, first_update: int) -> None:
+        super().__init__(job)
+        config = job.config
+        self._emulator = Emulator(
+            job.model, job.loss, job.part, job.method, job.table, job.optimizer, job.rules, job.example,
+            seed=config.seed, clip=(config.clip.norm, config.clip.scope) if config.clip else None,
+            allow_nonfinite=config.allow_nonfinite, microbatch=first_update * config.gradient_accumulation,
+            replicas=config.replicas,
+        )  # fmt: skip
+
+    def step(self, k: int) -> StepResult:
+        accumulate = self.job.config.gradient_accumulation
+        return self._emulator.step(self._microbatches(k * accumulate, (k + 1) * accumulate))
+
+    def _microbatches(self, first: int, last: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
+        for m in range(first, last):
+            for replica in range(self.job.config.replicas):
+                yield self.job.microbatch(m, replica)
+
+    def evaluate(self) -> Measured:
+        return evaluate(self.job)
+
+    def state(self) -> Optional[State]:
+        return State(self.job.model.state_dict(), *update.export_state(self.job.optimizer, self.names))
+
+    def report(self) -> Optional[Report]:
+        held = update.optimizer_bytes(self.job.optimizer, len(self.job.part))
+        return Report(held, [self._emulator.weights.peak_bytes], None, None)
+
+    def close(self) -> None:
+        self._emulator.close()
+
+
+def is_distributed() -> bool:
+    """Whether a launcher such as torchrun started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_main() -> bool:
+    """Whether this process prints and writes."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def check_launch(backend: BackendConfig) -> None:
+    """Refuse (BadInput) a backend that the way the process was started does not fit."""
+    if backend.name == "distributed" and not is_distributed():
+        raise BadInput(
+            "backend.name: distributed: each stage runs in a process of its own: start it with"
+            " torchrun --nproc_per_node STAGES tools/train.py CONFIG --set backend.name=distributed"
+        )
+    if backend.name == "emulator" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise BadInput(
+            "backend.name: emulator: runs in one process: start it without torchrun, or set backend.name=distributed"
+        )
+
+
+def launch(backend: BackendConfig) -> None:
+    """Join the other processes of the run, where there are any. Raises BadInput."""
+    check_launch(backend)
+    if backend.name == "distributed":
+        from ipu_pipe.backends import processes
+
+        processes.start(backend)
+
+
+def on_main(work: Callable[[], Result]) -> Result:
+    """`work()` on the main process; its result, or its BadInput, on every one."""
+    if not is_distributed():
+        return work()
+    from ipu_pipe.backends import processes
+
+    return processes.on_all_ranks(work)
+
+
+def make_engine(job: Job, first_update: int) -> Engine:
+    """The engine of this process, to go on with update `first_update`."""
+    if job.config.backend.name == "distributed":
+        from ipu_pipe.backends.processes import ProcessEngine
+
+        return ProcessEngine(job, first_update)
+    return LocalEngine(job, first_update)

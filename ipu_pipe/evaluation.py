@@ -1,0 +1,80 @@
+"""The test set: loss and accuracy of the weights as they are."""
+
+from __future__ import annotations
+
+from typing import Any, Iterator, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ipu_pipe.backends.emulator import right_answers
+from ipu_pipe.job import Setup
+from ipu_pipe.probe import Loss
+from ipu_pipe.rundir import Measured
+
+TEST_BATCH = 128  # samples of one evaluation forward; BatchNorm does not see it, it evaluates by running statistics
+
+
+def test_batches(setup: Setup) -> Iterator[Tuple[Any, Any]]:
+    """The test set on the run's device, up to `evaluate.subset` samples."""
+    subset, seen = setup.config.evaluate.subset, 0
+    for x, y in setup.data.test_batches(TEST_BATCH):
+        x, y = setup.to_device(x, y)
+        if subset:
+            x, y = x[: subset - seen], y[: subset - seen]
+        seen += len(x)
+        yield x, y
+        if subset and seen >= subset:
+            return
+
+
+class Tally:
+    """Sums over batches. Cross-entropy's mean is over the labels that it counts, whatever the batches; another loss's over
+    the samples."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.sums = torch.zeros(
+            5, dtype=torch.float64
+        )  # loss, its weight, right answers, counted labels, batches without
+        self._loss = loss
+
+    def add(self, output: Any, y: Any, samples: int) -> None:
+        """A batch's outputs and labels."""
+        answers = right_answers(output, y)
+        weight = samples if answers is None or not _counts_labels(self._loss) else int(answers[1])
+        if weight:
+            self.sums[0] += float(self._loss(output, y)) * weight
+            self.sums[1] += weight
+        if answers is None:
+            self.sums[4] += 1
+        else:
+            self.sums[2:4] += answers.cpu().double()
+
+    @property
+    def measured(self) -> Measured:
+        """(mean loss, accuracy as a fraction); None where there is none."""
+        loss, weight, right, counted, without = self.sums.tolist()
+        accuracy: Optional[float] = right / counted if counted and not without else None
+        return loss / weight if weight else None, accuracy
+
+
+def _counts_labels(loss: Loss) -> bool:
+    """Whether a loss is cross-entropy as a mean over all labels but -100."""
+    if isinstance(loss, nn.CrossEntropyLoss):
+        return loss.weight is None and loss.ignore_index == -100
+    return loss is nn.functional.cross_entropy
+
+
+def evaluate(setup: Setup) -> Measured:
+    """(mean loss, accuracy as a fraction) over the test set, or its configured subset; None where there is none."""
+    model, tally = setup.model, Tally(setup.loss)
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            for x, y in test_batches(setup):
+                tally.add(model(x), y, len(x))
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    return tally.measured

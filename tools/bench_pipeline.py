@@ -1,0 +1,220 @@
+"""The distributed backend against PyTorch's own pipeline schedules, side by side in one run: python tools/bench_pipeline.py"""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ipu_pipe.errors import BadInput, Parser, RunFault, run_command  # noqa: E402
+
+SIZE = 8  # samples a microbatch
+RATE = 1e-3
+
+
+def parser() -> Parser:
+    """The command line."""
+    p = Parser(
+        prog="tools/bench_pipeline.py",
+        description="Time a pre-activation ResNet-20 cut in two, on two processes of one thread each (gloo): PyTorch's\n"
+        "Schedule1F1B, this package's pipedream_flush, and asynchronous methods. Turns alternate within one run.",
+    )
+    p.add_argument(
+        "--accumulate", type=int, nargs="+", default=[2, 4, 8], metavar="N", help="microbatches an update (2 4 8)"
+    )
+    p.add_argument(
+        "--methods", nargs="+", default=["pipedream", "pipemare"], help="asynchronous methods (pipedream pipemare)"
+    )
+    p.add_argument("--rounds", type=int, default=7, help="turns each; the median counts (default 7)")
+    p.add_argument("--microbatches", type=int, default=32, help="microbatches a turn (default 32)")
+    p.add_argument("--json", action="store_true", help="print JSON")
+    return p
+
+
+def main() -> None:
+    """Run the command line."""
+    args = parser().parse_args()
+    if args.rounds < 1 or min(args.accumulate) < 1 or any(args.microbatches % n for n in args.accumulate):
+        raise BadInput(
+            f"--microbatches: {args.microbatches}: must be a multiple of every --accumulate; --rounds at least 1"
+        )
+    rows = []
+    for accumulate in args.accumulate:
+        rows.append(measure(accumulate, args.methods, args.rounds, args.microbatches))
+        if not args.json:
+            r = rows[-1]
+            print(
+                f"N = {accumulate}: PyTorch 1F1B {r['torch_ms']:.1f} ms a microbatch; pipedream_flush {r['ratio_flush']:.3f}"
+            )
+            print("  stage times: " + ", ".join(f"{t:.1f} ms" for t in r["stage_ms"]))
+            for name, m in r["methods"].items():
+                told = f"{m['gain']:.3f} times PyTorch's speed; the stage times allow {m['allowed']:.3f}"
+                print(f"  {name}: {told}: {m['share']:.3f} of it", flush=True)
+    if args.json:
+        print(json.dumps({"rows": rows}, indent=1))
+
+
+def measure(accumulate: int, methods: List[str], rounds: int, microbatches: int) -> Dict[str, Any]:
+    """One N: medians over the turns, by two processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        work = functools.partial(
+            _process, folder=folder, accumulate=accumulate, methods=methods, rounds=rounds, count=microbatches
+        )
+        os.environ["OMP_NUM_THREADS"] = "1"
+        processes = [context.Process(target=work, args=(rank,)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            raise RunFault("a process of the benchmark failed: see above")
+        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
+    return _row(accumulate, methods, microbatches, ranks)
+
+
+def _row(accumulate: int, methods: List[str], count: int, ranks: List[Dict[str, Any]]) -> Dict[str, Any]:
+    from ipu_pipe.methods import resolve_method
+    from ipu_pipe.timelines import make_schedule
+    from ipu_pipe.timing import simulate
+
+    # a turn's time is that of the slower process
+    times = {name: [max(pair) for pair in zip(*(rank["times"][name] for rank in ranks))] for name in ranks[0]["times"]}
+    costs = [[rank["costs"][kind] for rank in ranks] for kind in ("forward", "backward", "update")]
+    flush = (
+        simulate(
+            make_schedule(resolve_method("pipedream_flush"), 2, accumulate, accumulate), costs[0], costs[1], costs[2]
+        )
+        * count
+        / accumulate
+    )
+    ratios = {name: statistics.median(a / b for a, b in zip(times["torch"], own)) for name, own in times.items()}
+    found = {}
+    for name in methods:
+        steady = max(f + b + u / accumulate for f, b, u in zip(*costs)) * count
+        allowed = flush / steady
+        found[name] = {"gain": ratios[name], "allowed": allowed, "share": ratios[name] / allowed}
+    return {
+        "accumulate": accumulate,
+        "torch_ms": statistics.median(times["torch"]) * 1e3 / count,
+        "ratio_flush": ratios["pipedream_flush"],
+        "stage_ms": [1e3 * (f + b) for f, b, _ in zip(*costs)],
+        "methods": found,
+    }
+
+
+def _process(rank: int, folder: str, accumulate: int, methods: List[str], rounds: int, count: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    data = [(torch.randn(SIZE, 3, 32, 32), torch.randint(0, 10, (SIZE,))) for _ in range(accumulate)]
+    turns: Dict[str, Callable[[], None]] = {"torch": _torch_turn(rank, data, accumulate, count)}
+    engines: Dict[str, Any] = {}
+    for name in ["pipedream_flush", *methods]:
+        engines[name] = _engine(rank, name, data, accumulate, count * (rounds + 2), dist.new_group([0, 1]))
+        turns[name] = functools.partial(_our_turn, engines[name], count // accumulate)
+    times: Dict[str, List[float]] = {name: [] for name in turns}
+    for number in range(rounds + 2):
+        for name, turn in turns.items():
+            dist.barrier()
+            begun = time.perf_counter()
+            turn()
+            if number >= 2:  # the first turns fill pipelines and caches
+                times[name].append(time.perf_counter() - begun)
+    events = [e for e in engines["pipedream_flush"].timeline.events if e.microbatch >= accumulate]
+    costs = {kind: _pass_seconds(events, kind) for kind in ("forward", "backward", "update")}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps({"times": times, "costs": costs}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _pass_seconds(events: List[Any], kind: str) -> float:
+    """Median time of a pass without its waiting."""
+    waits = {(e.start_ns, e.end_ns) for e in events if e.kind == "wait"}
+    own = []
+    for e in events:
+        if e.kind == kind:
+            inside = sum(b - a for a, b in waits if e.start_ns <= a and b <= e.end_ns)
+            own.append((e.end_ns - e.start_ns - inside) / 1e9)
+    return statistics.median(own) if own else 0.0
+
+
+def _model() -> Any:
+    import torch
+
+    from models.resnet import preact_resnet20
+
+    torch.manual_seed(0)
+    return preact_resnet20()
+
+
+CUT = ["layer2.0"]
+
+
+def _engine(rank: int, name: str, data: List[Any], accumulate: int, count: int, group: Any) -> Any:
+    import torch
+
+    from ipu_pipe.backends.distributed import Layout, StageEngine
+    from ipu_pipe.methods import resolve_method
+    from ipu_pipe.rules import UpdateRules
+    from ipu_pipe.slices import crossings, pieces
+    from ipu_pipe.stages import partition
+    from ipu_pipe.timelines import make_schedule
+    from ipu_pipe.update import parameter_groups, stage_groups
+    from ipu_pipe.versions import VersionTable
+
+    model, method = _model(), resolve_method(name)
+    part = partition(model, data[0][0], CUT)
+    table = VersionTable(make_schedule(method, 2, count, accumulate), method)
+    cut = pieces(model, CUT)
+    optimizer = torch.optim.SGD(stage_groups(parameter_groups(model, part), rank), lr=RATE, momentum=0.9)
+    rules = UpdateRules({}, method, table.rule_lag(), accumulate, optimizer, lambda k: RATE)
+    return StageEngine(
+        Layout(rank, 2), cut[rank], crossings(cut, model, data[0][0]), torch.nn.functional.cross_entropy, method, table, rules,
+        lambda m: data[m % len(data)], torch.device("cpu"), trace_microbatches=count, group=group,
+    )  # fmt: skip
+
+
+def _our_turn(engine: Any, updates: int) -> None:
+    for _ in range(updates):
+        engine.step(engine.update)
+
+
+def _torch_turn(rank: int, data: List[Any], accumulate: int, count: int) -> Callable[[], None]:
+    import torch
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    from ipu_pipe.slices import pieces
+
+    piece = pieces(_model(), CUT)[rank]
+    optimizer = torch.optim.SGD(piece.parameters(), lr=RATE, momentum=0.9)
+    stage = PipelineStage(piece, rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, n_microbatches=accumulate, loss_fn=torch.nn.functional.cross_entropy)
+    x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
+
+    def turn() -> None:
+        for _ in range(count // accumulate):
+            if rank == 0:
+                schedule.step(x)
+            else:
+                schedule.step(target=y)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return turn
+
+
+if __name__ == "__main__":
+    run_command(main)
