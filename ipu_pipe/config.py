@@ -282,10 +282,11 @@ class LrSchedule(_Section):
 
 
 class ClipConfig(_Section):
-    """Gradient clipping to a norm, over all stages (`global`) or each `stage` alone."""
+    """Gradient clipping to a norm: over all stages (`global`, synchronous methods), each `stage` alone, or by the newest global
+    norm that all stages know (`delayed_global`, asynchronous methods; see ipu_pipe.update.DelayedGlobalNorm)."""
 
     norm: Positive
-    scope: Literal["global", "stage"] = "global"
+    scope: Literal["global", "stage", "delayed_global"] = "global"
 
 
 class EvaluateConfig(_Section):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Sequence, Tuple, Union, cast
+import math
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union, cast
 
 import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.schedule import Kind, Schedule
 from ipu_pipe.stages import Partition
 
 Groups = List[Dict[str, Any]]
@@ -77,13 +79,80 @@ def _undecayed(model: nn.Module, names: Iterable[str], patterns: Sequence[str]) 
 
 def clip(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:
     """Scale gradients to a Euclidean norm of at most `norm`: over all stages (`global`) or each stage alone (`stage`)."""
-    stages: Mapping[Any, List[torch.Tensor]] = _parameters_by_stage(optimizer)
+    stages: Mapping[Any, List[torch.Tensor]] = parameters_by_stage(optimizer)
     chosen = stages.values() if scope == "stage" else [[p for ps in stages.values() for p in ps]]
     for parameters in chosen:
         torch.nn.utils.clip_grad_norm_(parameters, norm)
 
 
-def _parameters_by_stage(optimizer: torch.optim.Optimizer) -> Dict[int, List[torch.Tensor]]:
+def own_norm(parameters: Iterable[torch.Tensor]) -> Optional[float]:
+    """Euclidean norm of the gradients of these parameters; None where there is none."""
+    norms = [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
+    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else None
+
+
+class DelayedGlobalNorm:
+    """Clipping of asynchronous methods by a global norm. A stage updates before the other stages have their gradients, so it
+    takes the newest update that all stages have done before any of them does this one: `lag` updates back. Right after a
+    drain there is none yet, and the stage's own norm clips.
+    """
+
+    def __init__(self, norm: float, schedule: Schedule) -> None:
+        self._norm, self._schedule = norm, schedule
+        self.lag = _common_lag(schedule)
+        self._totals: Dict[int, float] = {}
+
+    def source(self, k: int) -> Optional[int]:
+        """The update whose global norm clips update k, or None: the stage's own norm does."""
+        begin, _ = self._stretch(k)
+        return k - self.lag if k - self.lag >= begin else None
+
+    def is_needed(self, k: int) -> bool:
+        """Whether the norm of update k clips a later update."""
+        return k + self.lag < self._stretch(k)[1]
+
+    def _stretch(self, k: int) -> Tuple[int, int]:
+        """First update and end of the stretch between drains that holds update k."""
+        batch = self._schedule.accumulate
+        for part in self._schedule.parts:
+            if part.first_microbatch <= k * batch < part.end_microbatch:
+                length = part.microbatches // batch
+                begin = part.first_microbatch // batch + (k - part.first_microbatch // batch) // length * length
+                return begin, begin + length
+        raise AssertionError(f"no update {k}")
+
+    def remember(self, k: int, norms: Sequence[Optional[float]]) -> None:
+        """The stages' norms of update k, in order."""
+        self._totals[k] = math.sqrt(sum(n * n for n in norms if n is not None))
+        self._totals.pop(k - 2 * self.lag - 1, None)
+
+    def clip(self, k: int, parameters: Sequence[torch.Tensor], own: Optional[float]) -> None:
+        """Scale a stage's gradients of update k, whose own norm is `own`."""
+        source = self.source(k)
+        total = own if source is None else self._totals[source]
+        if total is None:
+            return
+        scale = min(self._norm / (total + 1e-6), 1.0)
+        for p in parameters:
+            if p.grad is not None:
+                p.grad.mul_(scale)
+
+
+def _common_lag(schedule: Schedule) -> int:
+    """The least g such that all stages have done update k - g before any stage does update k, whatever k."""
+    longest = max(schedule.parts, key=lambda part: part.microbatches)
+    first = longest.first_microbatch // schedule.accumulate
+    count = min(longest.microbatches // schedule.accumulate, 4 * schedule.stages + 8)
+    slots = schedule.slots(Kind.UPDATE, first, first + count)
+    earliest, latest = slots.min(axis=0), slots.max(axis=0)
+    for lag in range(1, count):
+        if (latest[:-lag] < earliest[lag:]).all():
+            return lag
+    return max(count, 1)
+
+
+def parameters_by_stage(optimizer: torch.optim.Optimizer) -> Dict[int, List[torch.Tensor]]:
+    """The optimizer's parameters, by stage."""
     by_stage: Dict[int, List[torch.Tensor]] = {}
     for group in optimizer.param_groups:
         by_stage.setdefault(group["stage"], []).extend(group["params"])

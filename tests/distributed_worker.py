@@ -38,6 +38,12 @@ def fresh(name: str, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     return whole([stage.to(dtype) for stage in MODELS[name]()])
 
 
+def clip_of(case: Case) -> Any:
+    """(norm, scope) that the case's name asks for."""
+    scopes = {"clip-stage": "stage", "clip-global": "global", "clip-delayed": "delayed_global"}
+    return next(((0.3, scope) for word, scope in scopes.items() if case[0].startswith(word)), None)
+
+
 def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     from ipu_pipe.backends.distributed import Layout, StageEngine
 
@@ -59,7 +65,7 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     keyed = KeyedRandomness(model, random_modules(model, data[0][0]), 0, torch.device("cpu"))
     engine = StageEngine(
         layout, cut[rank], across, nn.functional.cross_entropy, method, table, rules, lambda m: data[m],
-        torch.device("cpu"), keyed,
+        torch.device("cpu"), keyed, clip=clip_of(case),
     )  # fmt: skip
     losses = [engine.step(k) for k in range(BATCHES)]
     engine.close()

@@ -16,7 +16,7 @@ from ipu_pipe.stages import partition
 from ipu_pipe.timelines import make_schedule
 from ipu_pipe.update import parameter_groups
 from ipu_pipe.versions import VersionTable
-from tests.distributed_worker import ADAMW, BATCHES, SGD, Case, begins, fresh, main
+from tests.distributed_worker import ADAMW, BATCHES, SGD, Case, begins, clip_of, fresh, main
 from tests.staged_models import batches
 from tests.test_rules import ROWS
 
@@ -32,6 +32,14 @@ def cases() -> List[Case]:
         for model in ("mlp", "convolution", "residual"):
             for accumulate in (1, 4):
                 made.append((f"{method}-{model}-{accumulate}", method, {}, accumulate, model, 0))
+    for word, method in (
+        ("stage", "pipemare"),
+        ("global", "gpipe"),
+        ("delayed", "pipedream"),
+        ("delayed", "pipedream_2bw"),
+        ("delayed", "pipemare"),
+    ):
+        made += [(f"clip-{word}-{method}-{n}", method, {}, n, "residual", 0) for n in (1, 4)]
     for name, row in ROWS.items():
         if not resolve_method(row.method, row.args).delay:
             made.append((f"rule-{name}", row.method, _fit(row.args), 1, "residual", row.switch))
@@ -60,7 +68,9 @@ def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
     optimizer = make(parameter_groups(model, part))
     rate = make.keywords["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch)
-    emulator = Emulator(model, torch.nn.functional.cross_entropy, part, method, table, optimizer, rules, data[0])
+    emulator = Emulator(
+        model, torch.nn.functional.cross_entropy, part, method, table, optimizer, rules, data[0], clip=clip_of(case)
+    )
     losses = [emulator.step(data[k * accumulate : (k + 1) * accumulate]).loss for k in range(BATCHES)]
     emulator.close()
     return {**model.state_dict(), "losses": torch.tensor(losses)}

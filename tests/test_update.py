@@ -10,7 +10,11 @@ from torch import nn
 
 from ipu_pipe import update
 from ipu_pipe.errors import BadInput
+from ipu_pipe.methods import resolve_method
+from ipu_pipe.schedule import Kind
 from ipu_pipe.stages import begin_stage, partition
+from ipu_pipe.timelines import make_schedule
+from ipu_pipe.update import DelayedGlobalNorm
 
 
 def staged() -> Any:
@@ -64,3 +68,23 @@ def test_optimizer_bytes_are_counted_by_stage() -> None:
 def test_unknown_optimizers_are_refused() -> None:
     with pytest.raises(BadInput, match="optimizer.name: lion: must be one of sgd, adam, adamw"):
         update.optimizer_factory("lion")
+
+
+def test_a_delayed_global_norm_is_the_newest_that_all_stages_have() -> None:
+    """PipeDream on 4 stages: stage 0 does update k in slot 7 + 2k, stage 3 in slot 4 + 2k: two updates must lie between."""
+    schedule = make_schedule(resolve_method("pipedream"), 4, 40, 1, [20])
+    delayed = DelayedGlobalNorm(1.0, schedule)
+    slots = schedule.slots(Kind.UPDATE, 0, 20)
+    assert delayed.lag == 2
+    for k in range(20):
+        known = [j for j in range(k) if slots[:, j].max() < slots[:, k].min()]
+        assert delayed.source(k) == (known[-1] if known else None)
+    assert delayed.source(20) is None and delayed.source(21) is None and delayed.source(22) == 20
+    assert [delayed.is_needed(k) for k in (17, 18, 19, 20)] == [True, False, False, True]
+    p = torch.nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([3.0, 4.0])
+    delayed.remember(5, [6.0, None, 8.0, 0.0])
+    delayed.clip(7, [p], 5.0)  # by update 5's norm of 10
+    assert torch.allclose(p.grad, torch.tensor([0.3, 0.4]))
+    delayed.clip(0, [p], 5.0)  # no norm known yet: by its own, here 5
+    assert torch.allclose(p.grad, torch.tensor([0.06, 0.08]))

@@ -24,8 +24,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ipu_pipe import update
 from ipu_pipe.backends.emulator import right_answers
 from ipu_pipe.backends.history import Overwriting, Read, ReadPlan, Swapping, Unversioned
+from ipu_pipe.buffers import buffers_restored
 from ipu_pipe.errors import RunFault
 from ipu_pipe.methods import Method
 from ipu_pipe.probe import Loss
@@ -36,8 +38,9 @@ from ipu_pipe.slices import Crossing, Piece, Shape
 from ipu_pipe.trace import Event
 from ipu_pipe.versions import VersionTable, segment_ends
 
-FORWARD, RECOMPUTE, BACKWARD, UPDATE = "F", "R", "B", "U"
-ORDER = (FORWARD, RECOMPUTE, BACKWARD, UPDATE)  # within a slot
+FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM = "F", "R", "B", "U", "N"
+ORDER = (FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM)  # within a slot; a norm is sent with its update
+NORM_SHAPE = (Shape((1,), torch.float64, False),)
 KINDS = {FORWARD: "forward", RECOMPUTE: "forward", BACKWARD: "backward", UPDATE: "update"}
 TERMINATED = 143  # exit code of a process that was asked to end
 AHEAD = 3  # receives posted on each link before they are needed
@@ -238,8 +241,12 @@ class StageEngine:
         s = layout.stage
         self._plan = ReadPlan(table, rules, 2 * layout.depth + 2 * self._accumulate + 2)
         self._parameters = rules.stages[s].parameters if s in rules.stages else []
+        self._delayed: Optional[update.DelayedGlobalNorm] = None
+        if clip is not None and clip[1] == "delayed_global":
+            self._delayed = update.DelayedGlobalNorm(clip[0], table.schedule)
         self.weights = self._history()
         self._flights: Dict[int, _Flight] = {}
+        self._norms: Dict[int, float] = {}  # of own gradients, by update
         self._forwarded = microbatch - 1
         self._results: Deque[Tuple[torch.Tensor, Optional[torch.Tensor]]] = deque()  # by microbatch, on the last stage
         self.mail = Mail(layout, device, self.timeline, deadline, group)
@@ -278,6 +285,10 @@ class StageEngine:
         return np.asarray(slots - turn - (end - s))
 
     @property
+    def _others(self) -> List[int]:
+        return [stage for stage in range(self.layout.depth) if stage != self.layout.stage]
+
+    @property
     def _recomputes(self) -> bool:
         return self._method.segments is not None and self._method.reads_old(self.layout.depth)
 
@@ -314,6 +325,11 @@ class StageEngine:
             elif kind == BACKWARD and not self.is_last:
                 back = tuple(shape for shape in self._crossings[s].tensors if shape.differentiable)
                 wanted.setdefault(s + 1, []).append((Message(kind, index), back))
+            elif kind == UPDATE and self._delayed is not None:
+                norm = self._delayed.source(index)
+                if norm is not None:
+                    for other in self._others:
+                        wanted.setdefault(other, []).append((Message(NORM, norm), NORM_SHAPE))
         for source, messages in wanted.items():
             self.mail.expect(source, messages)
 
@@ -395,12 +411,9 @@ class StageEngine:
             inputs = [t.requires_grad_() if x.requires_grad else t for t, x in zip(received, flight.inputs)]
         assert flight.recompute is not None
         self.weights.load(flight.recompute)
-        buffers = list(self.piece.buffers())
-        kept = [b.detach().clone() for b in buffers]
         flight.inputs = inputs
-        flight.outputs, flight.loss, _ = self._run(m, inputs)
-        for buffer, value in zip(buffers, kept):
-            buffer.data.copy_(value)
+        with buffers_restored(self.piece):
+            flight.outputs, flight.loss, _ = self._run(m, inputs)
         if not self.is_last and not self._is_head(s + 1):
             self.mail.send(s + 1, Message(RECOMPUTE, m), flight.outputs)
 
@@ -469,8 +482,24 @@ class StageEngine:
                 dist.all_reduce(p.grad, group=self._replicas)
                 p.grad /= self.layout.width
 
+    def _clip_by_delayed_norm(self, delayed: update.DelayedGlobalNorm) -> None:
+        own, k, s = update.own_norm(self._parameters), self.update, self.layout.stage
+        self._norms[k] = float("nan") if own is None else own
+        source = delayed.source(k)
+        if source is not None:
+            norms = {s: self._norms.pop(source)}
+            for other in self._others:
+                norms[other] = float(self.mail.receive(other, Message(NORM, source))[0])
+            delayed.remember(source, [None if norms[i] != norms[i] else norms[i] for i in range(self.layout.depth)])
+        delayed.clip(k, self._parameters, own)
+        if delayed.is_needed(k):
+            for other in self._others:
+                self.mail.send(other, Message(NORM, k), [torch.tensor([self._norms[k]], dtype=torch.float64)])
+
     def _clipping(self) -> None:
-        if not self._clip:
+        if self._delayed is not None:
+            self._clip_by_delayed_norm(self._delayed)
+        if not self._clip or self._delayed is not None:
             return
         norm, scope = self._clip
         gradients = [p.grad for p in self._parameters if p.grad is not None]

@@ -57,7 +57,7 @@ def refuses(
     if clip_scope == "global" and method.reads_old(stages):
         reasons.append(
             f"clip.scope: global: with {method.name} a stage updates before the others' gradients exist, so the global norm "
-            "is not known: use scope: stage, or a synchronous method"
+            "is not known: use scope: stage, scope: delayed_global, or a synchronous method"
         )
     if method.reads_old(stages) and method.backward_reads == "newest":
         names = derived_weights(model, loss, x, y)
@@ -98,6 +98,9 @@ class Emulator:
         self.model, self.optimizer = model, optimizer
         self.update = microbatch // table.schedule.accumulate
         self._loss, self._method, self._rules, self._clip = loss, method, rules, clip
+        self._delayed: Optional[update.DelayedGlobalNorm] = None
+        if clip is not None and clip[1] == "delayed_global":
+            self._delayed = update.DelayedGlobalNorm(clip[0], table.schedule)
         self._allow_nonfinite = allow_nonfinite
         self._microbatch = microbatch
         self._accumulate = table.schedule.accumulate
@@ -178,7 +181,13 @@ class Emulator:
         self.weights.release(self._plan.oldest(self._microbatch))
 
     def _clipping(self) -> None:
-        if self._clip:
+        if self._delayed is not None:
+            stages = update.parameters_by_stage(self.optimizer)
+            norms = {stage: update.own_norm(parameters) for stage, parameters in stages.items()}
+            for stage, parameters in stages.items():
+                self._delayed.clip(self.update, parameters, norms[stage])
+            self._delayed.remember(self.update, [norms.get(stage) for stage in range(self._plan.stages)])
+        elif self._clip:
             update.clip(self.optimizer, *self._clip)
 
     def close(self) -> None:

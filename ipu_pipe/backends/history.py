@@ -45,7 +45,7 @@ class ReadPlan:
         """`reach`: microbatches after which no version older than the newest now is read."""
         schedule = table.schedule
         self._table, self._rules, self._reach = table, rules, reach
-        self.microbatches, self._accumulate = schedule.microbatches, schedule.accumulate
+        self.stages, self.microbatches, self._accumulate = schedule.stages, schedule.microbatches, schedule.accumulate
         self.recomputes = table.method.segments is not None
         self._stashes = table.method.backward_reads == "stashed"
         self._start = self._stop = 0

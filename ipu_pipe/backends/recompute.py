@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ipu_pipe.buffers import buffers_restored
 from ipu_pipe.errors import BadInput
 from ipu_pipe.probe import StageClock
 from ipu_pipe.stages import Partition
@@ -40,13 +41,9 @@ class Recomputation:
 
     def repeat(self, run: Callable[[], Any]) -> Any:
         """`run()`, the same forward with the parameters as they are now, buffers (running statistics) left as they are."""
-        buffers = list(self._model.buffers())
-        kept = [buffer.detach().clone() for buffer in buffers]
-        with StageClock(self._model, self._part) as clock:
+        with buffers_restored(self._model), StageClock(self._model, self._part) as clock:
             with _Crossing(clock, self._segment_of, self._entered, repeats=True):
                 result = run()
-        for buffer, value in zip(buffers, kept):
-            buffer.data.copy_(value)  # through .data: a graph that saved the buffer must not see a change
         self._entered = {}
         return result
 
