@@ -22,6 +22,9 @@ from ipu_pipe.probe import Loss
 from ipu_pipe.progress import Progress
 from ipu_pipe.rundir import Measured, Position, RunDir, check_folder
 
+# what a resumed run may do otherwise: where it runs, and on how many stages (checkpoints know of none)
+FREE_TO_CHANGE = ("backend.", "stages")
+
 
 def train(
     config: Config,
@@ -71,7 +74,7 @@ def _checked(config: Config, out: Path, resume: bool, overwrite: bool) -> Tuple[
         raise BadInput(f"--resume: {out}: holds no run to resume")
     recorded = load_config(saved)
     config = as_recorded(recorded, config)
-    changes = differences(recorded, config)
+    changes = [change for change in differences(recorded, config) if not change.startswith(FREE_TO_CHANGE)]
     if changes:
         raise BadInput([f"--resume: {saved}: {change}: the config of a run cannot change" for change in changes])
     run = RunDir(out, resume=True)
@@ -100,7 +103,7 @@ class _Run:
         job = self.job
         if self.resume:
             self._restore()
-        elif self.run:
+        if self.run:
             self.run.write_text("config.yaml", dump(job.config))
         position = self.position
         if self.run:

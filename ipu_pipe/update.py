@@ -192,7 +192,8 @@ def import_state(
     tensors: Mapping[str, torch.Tensor],
     plain: Mapping[str, Any],
 ) -> None:
-    """Put back what `export_state` gave, whatever the number of stages was."""
+    """Put back what `export_state` gave, whatever the number of stages was; of parameters that the optimizer holds."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     by_name = {name: parameter for parameter, name in names.items()}
     entries: Dict[str, Dict[str, Any]] = {}
     for key, value in [*tensors.items(), *plain.items()]:
@@ -202,6 +203,8 @@ def import_state(
         entries.setdefault(name, {})[entry] = value
     for name, state in entries.items():
         parameter = by_name[name]
+        if id(parameter) not in own:
+            continue
         for entry, value in state.items():
             if isinstance(value, torch.Tensor) and entry != "step":  # torch keeps step counts on the CPU
                 state[entry] = value.to(parameter.device)

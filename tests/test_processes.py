@@ -1,0 +1,175 @@
+"""Whole runs under torchrun: the emulator's numbers, measured traffic, resuming on another layout, faults."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ipu_pipe.config import load_config
+from ipu_pipe.training import train
+
+ROOT = Path(__file__).resolve().parents[1]
+DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")
+SHORT = [
+    "steps=12", "optimizer.lr=0.02", "log.tensorboard=false", "gradient_accumulation=4", "micro_batch_size=8",
+    "checkpoint.every=4", "checkpoint.keep=9", "evaluate.subset=100", "backend.threads=1",
+]  # fmt: skip
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
+    reason="needs torch 2.4",
+)
+
+
+def launch(ranks: int, out: Path, *args: str) -> "subprocess.Popen[str]":
+    """torchrun with tools/train.py on the digits."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "0", "--rdzv_endpoint",
+        "localhost:0", "--rdzv_backend", "c10d", str(ROOT / "tools" / "train.py"), DIGITS, "--out", str(out),
+    ]  # fmt: skip
+    sets = [
+        item
+        for pair in (*SHORT, "backend.name=distributed", *[a for a in args if "=" in a])
+        for item in ("--set", pair)
+    ]
+    return subprocess.Popen(
+        [*command, *sets, *[a for a in args if "=" not in a]], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def run(ranks: int, out: Path, *args: str) -> Tuple[int, str, str]:
+    """Exit code, standard output and error."""
+    process = launch(ranks, out, *args)
+    printed, error = process.communicate(timeout=240)
+    return process.returncode, printed, error
+
+
+def emulate(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
+    return train(load_config(DIGITS, [*SHORT, *sets]), out, quiet=True, **how)
+
+
+def files(out: Path, step: int) -> List[Dict[str, torch.Tensor]]:
+    return [load_file(out / "checkpoints" / f"step-{step}" / f"{name}.safetensors") for name in ("model", "optimizer")]
+
+
+def assert_same(a: Path, b: Path, step: int = 12) -> None:
+    for ours, theirs in zip(files(a, step), files(b, step)):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_a_run_gives_the_emulators_weights_and_all_outputs(tmp_path: Path) -> None:
+    rules = ["method=pipemare", "stages=4", "method_args={t1: {anneal_updates: 5}, t2: {decay: 0.5}}"]
+    code, printed, error = run(4, tmp_path / "ranks", *rules)
+    assert code == 0, error
+    expected = emulate(tmp_path / "one", *rules)
+    assert_same(tmp_path / "ranks", tmp_path / "one")
+    report = json.loads((tmp_path / "ranks" / "summary.json").read_text())
+    assert report["backend"] == "distributed" and report["final"] == expected["final"]
+    assert report["initial"] == expected["initial"]
+    assert printed.splitlines()[-1].startswith("throughput: ") and printed.count("throughput: ") == 1
+    # as many bytes were sent as were planned
+    assert report["links"] == sorted(expected["links"], key=lambda link: (link["src"], link["dst"]))
+    assert [s["optimizer_bytes"] for s in report["stages"]] == [s["optimizer_bytes"] for s in expected["stages"]]
+    trace = json.loads(gzip.decompress((tmp_path / "ranks" / "trace.json.gz").read_bytes()))
+    assert trace["otherData"]["modelled"] is False
+    kinds = [event.get("cat", event["name"]) for event in trace["traceEvents"] if event.get("ph") == "X"]
+    assert len(kinds) >= 4 * 48 * 2 and all(
+        event["ts"] >= 0 for event in trace["traceEvents"] if event.get("ph") == "X"
+    )
+    lines = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("ranks", "one")
+    ]
+    strip = lambda line: {key: value for key, value in line.items() if key != "samples_per_second"}  # noqa: E731
+    assert [strip(line) for line in lines[0]] == [strip(line) for line in lines[1]]
+
+
+def test_replicas_of_a_pipeline_average_their_gradients(tmp_path: Path) -> None:
+    both = ["method=pipedream", "stages=2", "replicas=2"]
+    code, _, error = run(4, tmp_path / "ranks", *both)
+    assert code == 0, error
+    report = emulate(tmp_path / "one", *both)
+    assert report["batch"]["global_batch_size"] == 64
+    assert_same(tmp_path / "ranks", tmp_path / "one")
+
+
+def test_a_run_goes_on_on_another_layout(tmp_path: Path) -> None:
+    """gpipe's numbers do not depend on the stages: four ranks, then two, then the emulator end where one run does."""
+    how = ["method=gpipe", "stages=4", "optimizer.momentum=0.9"]
+    whole = emulate(tmp_path / "whole", *how)
+    out = tmp_path / "cut"
+    code, _, error = run(4, out, *how)
+    assert code == 0, error
+    for step in (8, 12):  # as if killed after the first checkpoint
+        _remove(out / "checkpoints" / f"step-{step}")
+    (out / "summary.json").unlink()
+    code, printed, error = run(2, out, *how, "stages=2", "--resume")
+    assert code == 0 and "resuming after update 4" in printed, error
+    assert_same(out, tmp_path / "whole")
+    _remove(out / "checkpoints" / "step-12")
+    (out / "summary.json").unlink()
+    again = emulate(out, *how, resume=True)
+    assert_same(out, tmp_path / "whole")
+    assert again["final"]["test_loss"] == whole["final"]["test_loss"]
+
+
+def _remove(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    process = launch(2, tmp_path / "run", "steps=1000000", "checkpoint.every=20", "stages=2", "evaluate.every=0")
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "run" / "checkpoints" / "step-20").is_dir():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+        os.kill(int(max(children, key=int)), signal.SIGKILL)
+        begun = time.monotonic()
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode != 0 and time.monotonic() - begun < 20
+    told = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1 and "rank 0, stage 0, action" in told[0] and "is lost" in told[0], error
+    for step in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        assert {"model.safetensors", "optimizer.safetensors", "state.json"} == {file.name for file in step.iterdir()}
+
+
+def test_bad_input_is_told_once(tmp_path: Path) -> None:
+    code, _, error = run(2, tmp_path / "run", "method=pipedream_2bw", "gradient_accumulation=1", "stages=2")
+    told = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert code != 0 and len(told) == 1 and "two weight versions" in told[0]
+    code, _, error = run(8, tmp_path / "run", "method=pipedream", "stages=2")
+    told = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert code != 0 and len(told) == 1 and "at most 2 devices" in told[0]
+
+
+def test_without_a_launcher_it_is_told_how(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "tools/train.py",
+        DIGITS,
+        "--out",
+        str(tmp_path / "run"),
+        "--set",
+        "backend.name=distributed",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "torchrun --nproc_per_node" in done.stderr and len(done.stderr.splitlines()) == 1
