@@ -66,6 +66,7 @@ class Job(Setup):
     updates: int
     example: Tuple[torch.Tensor, torch.Tensor]
     footprint: Footprint
+    note: str = ""  # what the user should know of the stages
 
     @property
     def batch(self) -> int:
@@ -192,7 +193,7 @@ def build(
     x, y = setup.to_device(*data.train_batch(0, 0, config.micro_batch_size))
     example = x.clone(), y.clone()  # a model that works in place must not change the data
     _try_model(model, chosen_loss, example)
-    part, own = _partition(config, model, example[0])
+    part, own, note = _partition(config, model, example[0])
     if isinstance(config.stages, dict) and config.stages.get("by") == "time" and part.begins and not part.spread:
         config = config.model_copy(update={"stages": list(part.begins)})
 
@@ -219,15 +220,15 @@ def build(
     return Job(
         config, model, chosen_loss, data, device, part, method, schedule, table, groups, made,
         _rules(config, args, table, made, base, updates, per_epoch, switch),
-        base, per_epoch, updates, example, footprint(model, part, chosen_loss, *example),
+        base, per_epoch, updates, example, footprint(model, part, chosen_loss, *example), note,
     )  # fmt: skip
 
 
-def _partition(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Partition, Optional[int]]:
-    """The stages, and, on the distributed backend, that of this process: one a process and replica, neighbours of the model's
+def _partition(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Partition, Optional[int], str]:
+    """The stages, what to say of them, and, on the distributed backend, that of this process: one a process and replica, neighbours of the model's
     own taken together where there are fewer processes."""
     if config.backend.name != "distributed":
-        return partition(model, x, config.stages), None
+        return partition(model, x, config.stages), None, ""
     from ipu_pipe.backends.processes import place_stages
 
     return place_stages(config, model, x)

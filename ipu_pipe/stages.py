@@ -66,6 +66,13 @@ class Partition:
     def __len__(self) -> int:
         return len(self.stages)
 
+    def begin_names(self) -> List[str]:
+        """The modules at which stages 1 and on begin, as a config's `stages` may say them."""
+        names: Dict[int, str] = {}
+        for name, stage in self.begins.items():
+            names.setdefault(stage, name)
+        return [names[stage] for stage in sorted(names) if stage]
+
     def stage_of(self) -> Dict[str, int]:
         """Stage index of every parameter, by its name in the unsplit model."""
         return {name: stage.index for stage in self.stages for name in stage.parameters}

@@ -27,7 +27,8 @@ def opening(job: Job, done: int = 0) -> str:
     """The plan in a few lines, for the start of a run."""
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
-    lines = [
+    lines = [job.note] if job.note else []
+    lines += [
         f"{config.model.entry}: {parameters:,} parameters on {len(job.part)} stages; method {job.method.name}, "
         f"backend {config.backend.name} on {job.device.type}",
         f"global batch size {job.batch} = micro_batch_size {config.micro_batch_size} x "
@@ -215,6 +216,7 @@ def summarise(
         "throughput_samples_per_second": rate,
         "utilization": busy,
         "bubble_fraction": 1 - busy,
+        "stages_begin_at": job.part.begin_names(),
         "phases": job.phases(),
         "stages": [_stage_record(index, row) for index, row in enumerate(memory_table(job, measured.optimizer_bytes))],
         "links": links(job) if measured.links is None else _measured_links(measured.links),

@@ -57,8 +57,9 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def place_stages(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Partition, int]:
-    """The partition into one stage a process of a replica, and this process's stage. Raises BadInput where it cannot be."""
+def place_stages(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Partition, int, str]:
+    """The partition into one stage a process of a replica, this process's stage, and what the user should know of it. Raises
+    BadInput where it cannot be."""
     world, width = dist.get_world_size(), config.replicas
     if world % width:
         raise BadInput(f"replicas: {width}: {world} processes cannot be so many replicas of a pipeline")
@@ -84,8 +85,7 @@ class ProcessEngine(Engine):
         self.layout = Layout(dist.get_rank(), depth, config.replicas)
         self.is_main = self.layout.rank == 0
         self._groups = self._replica_groups()
-        begins = [stage.name for stage in job.part.stages[1:]]
-        cut = pieces(job.model, begins)
+        cut = pieces(job.model, job.part.begin_names())
         across = crossings(cut, job.model, job.example[0])
         s = self.layout.stage
         keyed = KeyedRandomness(job.model, random_modules(job.model, job.example[0]), config.seed, job.device)

@@ -1,0 +1,152 @@
+"""Train the same by processes and by the emulator, and compare the weights bit for bit: python tools/equality.py"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Dict, List
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ipu_pipe.errors import BadInput, Parser, RunFault, run_command  # noqa: E402
+
+IMAGES = {"name": "synthetic", "shape": [3, 16, 16], "subset": 96, "test_subset": 32}
+MODELS: Dict[str, Dict[str, Any]] = {
+    "resnet20-batchnorm": {"model": {"entry": "models.resnet:preact_resnet20", "args": {"norm": "batch"}}, "data": IMAGES},
+    "resnet20-groupnorm": {"model": {"entry": "models.resnet:preact_resnet20"}, "data": IMAGES},
+    "mlp": {"model": {"entry": "models.mlp:mlp", "args": {"layers": 6}}, "data": {"name": "digits"}},
+    "transformer": {
+        "model": {
+            "entry": "models.transformer:transformer_lm",
+            "args": {"vocabulary": 84, "width": 32, "context": 16, "dropout": 0.1},
+        },
+        "data": {"name": "shakespeare", "context": 16, "subset": 96, "test_subset": 32},
+    },
+}  # fmt: skip
+BOTH: Dict[str, Any] = {"spike_compensation": {}, "weight_prediction": {}}
+CASES: Dict[str, Dict[str, Any]] = {
+    "naive": {"method": "naive"},
+    "gpipe": {"method": "gpipe"},
+    "pipedream_flush": {"method": "pipedream_flush"},
+    "pipedream": {"method": "pipedream"},
+    "pipedream_2bw": {"method": "pipedream_2bw"},
+    "pipemare": {"method": "pipemare"},
+    "pipemare + T1 + T2": {"method": "pipemare", "method_args": {"t1": {"anneal_updates": 4}, "t2": {}}},
+    "pipemare + T2 + recompute": {"method": "pipemare", "method_args": {"t2": {}, "recompute": {"segments": 2}}},
+    "pipelined_backprop": {"method": "pipelined_backprop"},
+    "pipelined_backprop + SC + LWP": {"method": "pipelined_backprop", "method_args": BOTH},
+    "spectrain": {"method": "spectrain"},
+}
+
+
+def parser() -> Parser:
+    """The command line."""
+    p = Parser(
+        prog="tools/equality.py",
+        description="Train each method on each model by processes (one thread each, gloo) and by the emulator, 6 updates of 4\n"
+        "microbatches in float32, and print whether the final weights are equal bit for bit. Takes minutes.",
+    )
+    p.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="P", help="processes (default 2 4)")
+    p.add_argument("--models", nargs="+", default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
+    p.add_argument("--json", action="store_true", help="print JSON")
+    return p
+
+
+def main() -> None:
+    """Run the command line."""
+    args = parser().parse_args()
+    for model in args.models:
+        if model not in MODELS:
+            raise BadInput(f"--models: {model}: must be of {', '.join(MODELS)}")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in args.ranks:
+            _processes(ranks, args.models, folder)
+            rows += [_compare(case, model, ranks, folder) for case in CASES for model in args.models]
+    if args.json:
+        print(json.dumps({"rows": rows}, indent=1))
+    else:
+        _print(rows, args.models, args.ranks)
+    if any(row["difference"] for row in rows):
+        raise RunFault("not all weights are equal: see the table")
+
+
+def _settings(case: str, model: str) -> Any:
+    from ipu_pipe.config import configure
+
+    return configure(
+        **CASES[case], **MODELS[model], stages=None, micro_batch_size=2, gradient_accumulation=4, steps=6,
+        optimizer={"lr": 0.02, "momentum": 0.9}, log={"tensorboard": False}, evaluate={"subset": 32}, seed=3,
+        backend={"name": "distributed", "threads": 1},
+    )  # fmt: skip
+
+
+def _processes(ranks: int, models: List[str], folder: str) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    made = [context.Process(target=_rank, args=(rank, ranks, models, folder, port)) for rank in range(ranks)]
+    for process in made:
+        process.start()
+    for process in made:
+        process.join()
+    if any(process.exitcode for process in made):
+        raise RunFault(f"one of {ranks} processes failed: see above")
+
+
+def _rank(rank: int, ranks: int, models: List[str], folder: str, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="localhost", MASTER_PORT=str(port)
+    )
+    from ipu_pipe.backends import processes
+    from ipu_pipe.training import train
+
+    for case in CASES:
+        for model in models:
+            train(_settings(case, model), _folder(folder, case, model, ranks), quiet=True)
+    processes.stop()
+
+
+def _folder(folder: str, case: str, model: str, ranks: int) -> Path:
+    return Path(folder) / f"{ranks}-{model}-{case.replace(' ', '')}"
+
+
+def _compare(case: str, model: str, ranks: int, folder: str) -> Dict[str, Any]:
+    from safetensors.torch import load_file
+
+    from ipu_pipe.config import load_config
+    from ipu_pipe.training import train
+
+    there = _folder(folder, case, model, ranks)
+    placed = json.loads((there / "summary.json").read_text())["stages_begin_at"]
+    settings = _settings(case, model).model_copy(
+        update={
+            "stages": placed,
+            "backend": load_config(there / "config.yaml").backend.model_copy(update={"name": "emulator"}),
+        }
+    )
+    here = there.with_name(there.name + "-emulator")
+    train(settings, here, quiet=True)
+    ours, theirs = (load_file(path / "checkpoints" / "step-6" / "model.safetensors") for path in (there, here))
+    difference = max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in theirs)
+    return {"case": case, "model": model, "ranks": ranks, "difference": difference}
+
+
+def _print(rows: List[Dict[str, Any]], models: List[str], ranks: List[int]) -> None:
+    columns = [(model, count) for model in models for count in ranks]
+    print("| method | " + " | ".join(f"{model}, {count} ranks" for model, count in columns) + " |")
+    print("| --- |" + " --- |" * len(columns))
+    for case in CASES:
+        found = {(row["model"], row["ranks"]): row["difference"] for row in rows if row["case"] == case}
+        shown = ["equal" if not found[column] else f"differs by {found[column]:.1e}" for column in columns]
+        print(f"| {case} | " + " | ".join(shown) + " |")
+
+
+if __name__ == "__main__":
+    run_command(main)
