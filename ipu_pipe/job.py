@@ -225,8 +225,8 @@ def build(
 
 
 def _partition(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Partition, Optional[int], str]:
-    """The stages, what to say of them, and, on the distributed backend, that of this process: one a process and replica, neighbours of the model's
-    own taken together where there are fewer processes."""
+    """The stages; on the distributed backend that of this process, and what the user should know: there is one stage a process
+    of a replica, neighbours of the model's own taken together where there are fewer processes."""
     if config.backend.name != "distributed":
         return partition(model, x, config.stages), None, ""
     from ipu_pipe.backends.processes import place_stages

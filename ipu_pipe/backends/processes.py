@@ -67,13 +67,11 @@ def place_stages(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Par
     stages = config.stages
     wished = on_all_ranks(lambda: partition(model, x, stages))  # measured times differ from process to process
     begins = merge_stages(model, wished, depth, flops_of_stages(model, wished, x))
-    if len(wished) != depth and dist.get_rank() == 0:
+    note = ""
+    if len(wished) != depth:
         shown = ", ".join(begins) if len(begins) <= 8 else f"{', '.join(begins[:8])} and {len(begins) - 8} more"
-        print(
-            f"{len(wished)} stages on {depth} processes: taken together, stages begin at {shown or 'the model'}",
-            flush=True,
-        )
-    return partition(model, x, begins if begins else 1), Layout(dist.get_rank(), depth, width).stage
+        note = f"{len(wished)} stages on {depth} processes: taken together, stages begin at {shown or 'the model'}"
+    return partition(model, x, begins if begins else 1), Layout(dist.get_rank(), depth, width).stage, note
 
 
 class ProcessEngine(Engine):
