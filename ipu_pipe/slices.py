@@ -11,14 +11,14 @@ so every cut lies between modules that pass on one value (a tensor, or a tuple o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, List, Sequence, Tuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.stages import Partition, balance
+from ipu_pipe.stages import Partition, Profile, balance, profile
 
 
 @dataclass(frozen=True)
@@ -72,43 +72,27 @@ def links_of(model: nn.Module) -> List[Tuple[str, nn.Module]]:
     return unfold("", model)
 
 
-def cuttable(model: nn.Module, begins: Mapping[str, int]) -> List[int]:
-    """First link of each stage of `begins` (module name -> stage) that begins between links, ascending; the others (inside
-    a residual block, say) are left out."""
-    starts: Dict[int, int] = {}
-    for index, (name, _) in enumerate(links_of(model)):
-        for begin, stage in begins.items():
-            outer = name == begin or (name.startswith(f"{begin}.") and index not in starts.values())
-            if outer and stage and stage not in starts:
-                starts[stage] = index
-    return sorted(set(starts.values()) - {0})
+def cuttable(profiles: Sequence[Profile]) -> List[int]:
+    """The links, by their profiles, before which the model may be cut: those with which a stage begins. What begins inside a
+    link (a residual block, say), after something of it has run, is left out."""
+    return [i for i in range(1, len(profiles)) if profiles[i].first > profiles[i - 1].last]
 
 
-def merge_stages(model: nn.Module, part: Partition, count: int, costs: Sequence[float]) -> List[str]:
+def merge_stages(model: nn.Module, part: Partition, count: int, x: torch.Tensor) -> List[str]:
     """Names of the modules at which `count` stages begin that are consecutive stages of `part` taken together, the greatest
-    sum of `costs` (by stage) being least. Empty for one. Raises BadInput where there are not so many cuts."""
+    sum of FLOPs being least. Empty for one. Raises BadInput where there are not so many cuts."""
     names = [name for name, _ in links_of(model)]
-    starts = cuttable(model, part.begins)
+    profiles = profile(model, part, x, names)
+    starts = cuttable(profiles)
     if count > len(starts) + 1:
         inside = len(part) - 1 - len(starts)
         raise BadInput(
             f"stages: {len(part)}: the model can be cut into at most {len(starts) + 1} devices' parts, {count} are asked for"
             + (f": {inside} of its stages begin inside a module of its top-level sequence" if inside > 0 else "")
         )
-    # which of the candidate pieces each stage's cost belongs to
-    edges = [0, *starts]
-    begin_of_stage = {stage: name for name, stage in part.begins.items()}
-    pieces = [0.0] * len(edges)
-    piece = 0
-    for stage in part.stages:
-        name = begin_of_stage.get(stage.index, "")
-        link = next(
-            (i for i, n in enumerate(names) if n == name or n.startswith(f"{name}.") or name.startswith(f"{n}.")), None
-        )
-        if stage.index and link is not None:
-            piece = max(piece, sum(start <= link for start in starts))
-        pieces[piece] += costs[stage.index]
-    return [names[edges[k]] for k in balance(pieces, count)[1:]]
+    edges = [0, *starts, len(names)]
+    costs = [sum(p.flops for p in profiles[a:b]) for a, b in zip(edges, edges[1:])]
+    return [names[edges[k]] for k in balance(costs, count)[1:]]
 
 
 class Piece(nn.Module):

@@ -116,14 +116,25 @@ def partition(model: nn.Module, example: torch.Tensor, stages: StageChoice = Non
     return _balanced(model, calls, stages_of_calls, groups, count, by)
 
 
-def flops_of_stages(model: nn.Module, part: Partition, example: torch.Tensor) -> List[float]:
-    """FLOPs of each stage's modules in one forward of `example`, counted as for `by: flops`."""
+@dataclass(frozen=True)
+class Profile:
+    """Of a module in one forward: the stages of the first and the last thing that is computed in it, and its FLOPs."""
+
+    first: int
+    last: int
+    flops: float
+
+
+def profile(model: nn.Module, part: Partition, example: torch.Tensor, names: Sequence[str]) -> List[Profile]:
+    """The modules `names`, which run one after another, seen in one forward of `example`. FLOPs as for `by: flops`."""
     calls, _ = _execution(model, example)
-    costs = [0.0] * len(part)
     at_call = _stage_at_call(calls, part.begins)
-    for call in calls:
-        costs[at_call[call.name]] += call.flops
-    return costs
+    found = []
+    for name in names:
+        inside = [call for call in calls if call.works and f"{call.name}.".startswith(f"{name}.")]
+        stages = [at_call[call.name] for call in inside] or [at_call.get(name, 0)]
+        found.append(Profile(stages[0], stages[-1], sum(call.flops for call in inside)))
+    return found
 
 
 # ---- the order of execution

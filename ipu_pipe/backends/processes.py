@@ -30,7 +30,7 @@ from ipu_pipe.probe import random_modules
 from ipu_pipe.randomness import KeyedRandomness
 from ipu_pipe.rundir import Measured
 from ipu_pipe.slices import crossings, merge_stages, pieces
-from ipu_pipe.stages import Partition, flops_of_stages, partition
+from ipu_pipe.stages import Partition, partition
 
 Result = TypeVar("Result")
 RESULT_TAG, EVALUATION_TAG = (1 << 30) + 1, (1 << 30) + 2  # beyond all messages of the schedule
@@ -66,7 +66,7 @@ def place_stages(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Par
     depth = world // width
     stages = config.stages
     wished = on_all_ranks(lambda: partition(model, x, stages))  # measured times differ from process to process
-    begins = merge_stages(model, wished, depth, flops_of_stages(model, wished, x))
+    begins = merge_stages(model, wished, depth, x)
     note = ""
     if len(wished) != depth:
         shown = ", ".join(begins) if len(begins) <= 8 else f"{', '.join(begins[:8])} and {len(begins) - 8} more"
