@@ -296,7 +296,8 @@ def plot(runs: Sequence[Run], labels: Sequence[str], title: str, folder: Path) -
         for label in labels:
             own = [run for run in runs if run.label == label and run.curve]
             length = min((len(run.curve) for run in own), default=0)
-            points = [[run.curve[i] for run in own] for i in range(length)]
+            # on the logarithmic axis of time there is no place for the beginning
+            points = [[run.curve[i] for run in own] for i in range(place, length)]
             if not points:
                 continue
             x = [statistics.mean(point[place] for point in group) for group in points]

@@ -17,7 +17,13 @@ CASES = {
     "resnet20": ("models.resnet:preact_resnet20", {"classes": 10}, 8, 8),
     "resnet50": ("models.resnet:resnet50", {"classes": 10, "small_images": True}, 8, 8),
 }
-METHODS = ("pipemare", "pipelined_backprop", "pipedream")
+METHODS = ("pipemare", "pipelined_backprop", "pipedream", "pipemare+t1+t2", "pipelined_backprop+sc+lwp")
+RULES: Dict[str, Dict[str, Any]] = {  # what a + adds to a method
+    "t1": {"t1": {"anneal_updates": 1000}},
+    "t2": {"t2": {"decay": 0.135}},
+    "sc": {"spike_compensation": {"scale": 1.0}},
+    "lwp": {"weight_prediction": {"form": "velocity", "scale": 1.0}},
+}
 
 
 def parser() -> Parser:
@@ -28,7 +34,11 @@ def parser() -> Parser:
         "same microbatches and as many updates. Turns alternate, so that a slow moment of the machine hits both.",
     )
     p.add_argument("--models", default="resnet20,resnet50", help=f"of {', '.join(CASES)} (default: both)")
-    p.add_argument("--methods", default=",".join(METHODS), help=f"default: {','.join(METHODS)}")
+    p.add_argument(
+        "--methods",
+        default=",".join(METHODS),
+        help=f"with rules added by + ({', '.join(RULES)}); default: {','.join(METHODS)}",
+    )
     p.add_argument("--rounds", type=int, default=5, help="turns each; the median ratio is printed (default 5)")
     p.add_argument("--updates", type=int, default=3, help="updates a turn (default 3)")
     p.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -40,6 +50,12 @@ def main() -> None:
     """Run the command line."""
     args = parser().parse_args()
     faults = [f"--models: {m}: must be one of {', '.join(CASES)}" for m in args.models.split(",") if m not in CASES]
+    faults += [
+        f"--methods: {m}: {rule}: must be one of {', '.join(RULES)}"
+        for m in args.methods.split(",")
+        for rule in m.split("+")[1:]
+        if rule not in RULES
+    ]
     if faults or args.rounds < 1 or args.updates < 1:
         raise BadInput(faults or "--rounds and --updates must be at least 1")
     import torch  # after the arguments are read: --help must not wait for it
@@ -53,7 +69,7 @@ def main() -> None:
             if not args.json:
                 r = rows[-1]
                 print(
-                    f"{name:9s} {r['stages']:4d} stages  {method:19s} plain {r['plain_ms']:8.1f} ms  emulator "
+                    f"{name:9s} {r['stages']:4d} stages  {method:25s} plain {r['plain_ms']:8.1f} ms  emulator "
                     f"{r['emulator_ms']:8.1f} ms a microbatch  ratio {r['ratio']:.3f} "
                     f"(rounds {r['least']:.3f} to {r['most']:.3f})",
                     flush=True,
@@ -62,7 +78,7 @@ def main() -> None:
         print(json.dumps({"rows": rows}, indent=1))
 
 
-def measure(name: str, method_name: str, rounds: int, updates: int, device: str) -> Dict[str, Any]:
+def measure(name: str, label: str, rounds: int, updates: int, device: str) -> Dict[str, Any]:
     """Median over `rounds` of emulator time by plain time, each over `updates` updates, after the pipeline has filled."""
     import torch
     from torch.nn.functional import cross_entropy
@@ -82,7 +98,9 @@ def measure(name: str, method_name: str, rounds: int, updates: int, device: str)
     data = [
         (torch.randn(size, 3, 32, 32).to(device), torch.randint(0, 10, (size,)).to(device)) for _ in range(accumulate)
     ]
+    method_name, *added = label.split("+")
     method = resolve_method(method_name)
+    args = {key: value for rule in added for key, value in RULES[rule].items()}
     part = partition(made[0], data[0][0], "finest")
     if method.forward_reads == "double_buffered":  # needs as many microbatches a batch as stages
         accumulate = -(-len(part) // accumulate) * accumulate
@@ -94,7 +112,7 @@ def measure(name: str, method_name: str, rounds: int, updates: int, device: str)
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9) for m in made[1:]]
     staged = torch.optim.SGD(parameter_groups(made[0], part), lr=1e-3, momentum=0.9)
     table = VersionTable(schedule, method)
-    rules = UpdateRules({}, method, table.rule_lag(), accumulate, staged, lambda k: 1e-3)
+    rules = UpdateRules(args, method, table.rule_lag(), accumulate, staged, lambda k: 1e-3)
     emulator = Emulator(made[0], cross_entropy, part, method, table, staged, rules, data[0])
 
     def emulate() -> None:
@@ -115,7 +133,7 @@ def measure(name: str, method_name: str, rounds: int, updates: int, device: str)
     ratios = [b / a for a, b in times]
     per = 1000 / (updates * accumulate)
     return {
-        "model": name, "method": method_name, "stages": len(part), "micro_batch_size": size, "gradient_accumulation": accumulate,
+        "model": name, "method": label, "stages": len(part), "micro_batch_size": size, "gradient_accumulation": accumulate,
         "plain_ms": statistics.median(a for a, _ in times) * per,
         "emulator_ms": statistics.median(b for _, b in times) * per,
         "ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios),
