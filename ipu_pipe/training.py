@@ -7,7 +7,7 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 from torch import nn
 
@@ -47,9 +47,10 @@ def train(
     """
     out = Path(out)
     launch(config.backend)
-    config, ended = on_main(lambda: _checked(config, out, resume, overwrite))
+    say = Progress(quiet or not is_main()).say
+    config, ended = on_main(lambda: _checked(config, out, resume, overwrite, say))
     if ended is not None:
-        Progress(quiet or not is_main()).say(f"{out}: this run is finished: nothing to resume")
+        say(f"{out}: this run is finished: nothing to resume")
         return ended
     job = build(config, model, data, loss, optimizer)
     return _Run(job, out, resume, overwrite, quiet).go()
@@ -59,13 +60,15 @@ def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwr
     """Raise BadInput where `train` would, without training or writing anything."""
     check_launch(config.backend)
     launch(config.backend)
-    config, ended = on_main(lambda: _checked(config, Path(out), resume, overwrite))
+    config, ended = on_main(lambda: _checked(config, Path(out), resume, overwrite, lambda text: None))
     if ended is None:
         build(config)
 
 
-def _checked(config: Config, out: Path, resume: bool, overwrite: bool) -> Tuple[Config, Optional[Dict[str, Any]]]:
-    """The config to go on with, and the summary of a run to resume that is finished."""
+def _checked(
+    config: Config, out: Path, resume: bool, overwrite: bool, say: Callable[[str], None]
+) -> Tuple[Config, Optional[Dict[str, Any]]]:
+    """The config to go on with, and the summary of a run to resume that is finished. What may change is told."""
     check_folder(out, resume, overwrite)
     if not resume:
         return config, None
@@ -74,13 +77,17 @@ def _checked(config: Config, out: Path, resume: bool, overwrite: bool) -> Tuple[
         raise BadInput(f"--resume: {out}: holds no run to resume")
     recorded = load_config(saved)
     config = as_recorded(recorded, config)
-    changes = [change for change in differences(recorded, config) if not change.startswith(FREE_TO_CHANGE)]
+    free = [change for change in differences(recorded, config) if change.startswith(FREE_TO_CHANGE)]
+    changes = [change for change in differences(recorded, config) if change not in free]
     if changes:
         raise BadInput([f"--resume: {saved}: {change}: the config of a run cannot change" for change in changes])
     run = RunDir(out, resume=True)
     if run.newest_checkpoint() is not None:  # which takes the place of the weights that the run began with
         config = config.model_copy(update={"init_from": None})
-    return config, run.finished_summary()
+    ended = run.finished_summary()
+    for change in free if ended is None else ():
+        say(f"the run goes on with another {change}")
+    return config, ended
 
 
 class _Run:

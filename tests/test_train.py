@@ -243,8 +243,9 @@ def test_stages_measured_by_time_are_measured_once(
     assert same(weights(tmp_path / "run"), weights(tmp_path / "named"))
     code, printed, _ = run_tool(*arguments, "--resume")
     assert code == 0 and printed.count("nothing to resume") == 2
-    code, _, complaint = run_tool(DIGITS, *sets(*chosen, "stages.count=3"), "--out", str(tmp_path / "run"), "--resume")
-    assert code == 2 and "stages" in complaint
+    (tmp_path / "run" / "summary.json").unlink()  # another number of stages may be asked for, and it is told
+    code, printed, _ = run_tool(DIGITS, *sets(*chosen, "stages.count=3"), "--out", str(tmp_path / "run"), "--resume")
+    assert code == 0 and "the run goes on with another stages" in printed
 
 
 def _dying(emulator: Any, step: Any, update: int, microbatches: Any) -> Any:
