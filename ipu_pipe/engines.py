@@ -140,6 +140,14 @@ def launch(backend: BackendConfig) -> None:
         processes.start(backend)
 
 
+def leave() -> None:
+    """When all is done: part from the other processes."""
+    if is_distributed():
+        from ipu_pipe.backends import processes
+
+        processes.stop()
+
+
 def on_main(work: Callable[[], Result]) -> Result:
     """`work()` on the main process; its result, or its BadInput, on every one."""
     if not is_distributed():

@@ -64,4 +64,14 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         code = 0
     else:
         code = 0
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        end_process(code)
     sys.exit(code)
+
+
+def end_process(code: int) -> NoReturn:
+    """End a process of several at once: taking down the interpreter around the process group's threads aborted about one run
+    in five ("terminate called without an active exception")."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import traceback
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ipu_pipe.errors import end_process
 from ipu_pipe.methods import resolve_method
 from ipu_pipe.probe import random_modules
 from ipu_pipe.randomness import KeyedRandomness
@@ -85,5 +87,8 @@ def main(rank: int, ranks: int, folder: str, cases: List[Case]) -> None:
     try:
         for case in cases:
             torch.save(run_case(case, rank, ranks), Path(folder) / f"{case[0]}-{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+        dist.barrier()
+    except BaseException:
+        traceback.print_exc()
+        end_process(1)
+    end_process(0)

@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, List
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ipu_pipe.errors import BadInput, Parser, RunFault, run_command  # noqa: E402
+from ipu_pipe.errors import BadInput, Parser, RunFault, end_process, run_command  # noqa: E402
 
 SIZE = 8  # samples a microbatch
 RATE = 1e-3
@@ -137,7 +137,7 @@ def _process(rank: int, folder: str, accumulate: int, methods: List[str], rounds
     costs = {kind: _pass_seconds(events, kind) for kind in ("forward", "backward", "update")}
     (Path(folder) / f"{rank}.json").write_text(json.dumps({"times": times, "costs": costs}))
     dist.barrier()
-    dist.destroy_process_group()
+    end_process(0)
 
 
 def _pass_seconds(events: List[Any], kind: str) -> float:

@@ -13,7 +13,7 @@ from typing import Any, Dict, List
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ipu_pipe.errors import BadInput, Parser, RunFault, run_command  # noqa: E402
+from ipu_pipe.errors import BadInput, Parser, RunFault, end_process, run_command  # noqa: E402
 
 IMAGES = {"name": "synthetic", "shape": [3, 16, 16], "subset": 96, "test_subset": 32}
 MODELS: Dict[str, Dict[str, Any]] = {
@@ -111,6 +111,7 @@ def _rank(rank: int, ranks: int, models: List[str], folder: str, port: int) -> N
         for model in models:
             train(_settings(case, model), _folder(folder, case, model, ranks), quiet=True)
     processes.stop()
+    end_process(0)
 
 
 def _folder(folder: str, case: str, model: str, ranks: int) -> Path:

@@ -52,8 +52,9 @@ def start(backend: BackendConfig) -> None:
 
 
 def stop() -> None:
-    """Leave the group."""
+    """Leave the group, when all are ready to: a process that ends before the others takes its connections with it."""
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
 
 
