@@ -8,11 +8,11 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/py38-torch2.0.1.txt" if sys.version_info < (3, 9) else "constraints/py311-torch2.13.txt")')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 5 --timeout 60
 
-.PHONY: help install train test lint bench reproduce clean
+.PHONY: help install train test lint bench equality reproduce clean
 
 help:
 	@sed -n 's/^# //p' Makefile
-	@echo "targets: install train test lint bench reproduce clean"
+	@echo "targets: install train test lint bench equality reproduce clean"
 
 install: $(VENV)/.installed
 
@@ -34,8 +34,16 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# the emulator against plain training; processes against PyTorch's own pipeline
 bench: install
 	$(BIN)/python tools/bench.py
+	$(BIN)/python tools/bench_pipeline.py
+
+# processes against the emulator, every method on five models, bit for bit: minutes
+equality: install
+	$(BIN)/python tools/fetch_data.py shakespeare
+	$(BIN)/python tools/fetch_data.py translation
+	$(BIN)/python tools/equality.py
 
 # the papers' experiments, sized for two cores: about an hour
 reproduce: install

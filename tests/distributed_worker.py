@@ -21,7 +21,7 @@ from ipu_pipe.stages import partition
 from ipu_pipe.timelines import make_schedule
 from ipu_pipe.update import parameter_groups, stage_groups
 from ipu_pipe.versions import VersionTable
-from tests.staged_models import MODELS, batches, whole
+from tests.staged_models import MODELS, Skipping, batches, whole
 
 Case = Tuple[str, str, Dict[str, Any], int, str, int]  # name, method, args, microbatches an update, model, switch
 BATCHES = 9
@@ -31,12 +31,16 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=1e-2)
 
 def begins(model: nn.Module, ranks: int) -> List[str]:
     """The model's stages on so many ranks: the first ones merged."""
+    if isinstance(model, Skipping):
+        return ["b", "c", "d"][-(ranks - 1) :]
     count = len(list(model.children()))
     return [str(index) for index in range(count - ranks + 1, count)]
 
 
-def fresh(name: str, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+def fresh(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(3)
+    if name.startswith("skipping"):
+        return Skipping(trains_scale=name == "skipping").to(dtype)
     return whole([stage.to(dtype) for stage in MODELS[name]()])
 
 
@@ -44,6 +48,14 @@ def clip_of(case: Case) -> Any:
     """(norm, scope) that the case's name asks for."""
     scopes = {"clip-stage": "stage", "clip-global": "global", "clip-delayed": "delayed_global"}
     return next(((0.3, scope) for word, scope in scopes.items() if case[0].startswith(word)), None)
+
+
+def channels_of(case: Case, ranks: int) -> Any:
+    """Groups in the place of tags, as nccl wants them, where the case's name asks for it."""
+    if not case[0].startswith("channels"):
+        return None
+    links = [pair for s in range(ranks - 1) for pair in ((s, s + 1, "F"), (s, s + 1, "R"), (s + 1, s, "B"))]
+    return {link: dist.new_group(sorted(link[:2])) for link in links}
 
 
 def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
@@ -58,7 +70,7 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     schedule = make_schedule(method, ranks, len(data), accumulate, [accumulate * 5], switch * accumulate)
     table = VersionTable(schedule, method)
     layout = Layout(rank, ranks)
-    cut = pieces(model, names)
+    cut = pieces(model, names, data[0][0])
     across = crossings(cut, model, data[0][0])
     make = ADAMW if "adamw" in case[0] else SGD
     optimizer = make(stage_groups(parameter_groups(model, part), rank))
@@ -67,21 +79,23 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     keyed = KeyedRandomness(model, random_modules(model, data[0][0]), 0, torch.device("cpu"))
     engine = StageEngine(
         layout, cut[rank], across, nn.functional.cross_entropy, method, table, rules, lambda m: data[m],
-        torch.device("cpu"), keyed, clip=clip_of(case),
+        torch.device("cpu"), keyed, clip=clip_of(case), channels=channels_of(case, ranks),
     )  # fmt: skip
     losses = [engine.step(k) for k in range(BATCHES)]
     engine.close()
-    state = {
-        f"{link}.{key}": value
-        for link, module in zip(cut[rank].names, cut[rank].links)
-        for key, value in module.state_dict().items()
-    }
+    state = cut[rank].state()
+    own = sum(state[name].numel() * state[name].element_size() for name in part.stages[rank].parameters)
+    if own:  # weight versions besides the newest, at most
+        state[f"versions {rank}"] = torch.tensor(engine.weights.peak_bytes / own)
     if engine.is_last:
         state["losses"] = torch.tensor([loss for loss, _ in losses])  # type: ignore[misc]
     return {key: value.clone() for key, value in state.items()}
 
 
 def main(rank: int, ranks: int, folder: str, cases: List[Case]) -> None:
+    from ipu_pipe.backends import distributed
+
+    distributed.CHUNK = 8  # so that rows of several chunks are seen
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     try:

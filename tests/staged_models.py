@@ -76,6 +76,41 @@ def whole(stages: List[nn.Module]) -> nn.Sequential:
     return nn.Sequential(*[begin_stage(stage) for stage in stages])
 
 
+class Skipping(nn.Module):
+    """No sequence: values skip stages, and the model has a weight and a branch of its own."""
+
+    def __init__(self, trains_scale: bool = True) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((12,), 0.5), requires_grad=trains_scale)
+        self.a, self.b, self.c, self.d = (nn.Linear(12, 12) for _ in range(4))
+        self.head = nn.Linear(12, 4)
+        self.norm = nn.BatchNorm1d(12)
+        for module in (self.b, self.c, self.d):
+            begin_stage(module)
+
+    def forward(self, x: torch.Tensor, extra: Any = None) -> torch.Tensor:
+        if x.dim() != 2 or extra is not None:
+            raise ValueError("x: must have two dimensions")
+        first = self.a(x)
+        second = self.b(first)
+        third = self.c(second * self.scale) + first
+        return self.head(self.d(self.norm(third)) + first + second)
+
+
+class FlatSkipping(nn.Module):
+    """Skipping, on the digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flatten = nn.Flatten()
+        self.a, self.b = nn.Linear(64, 10), begin_stage(nn.Linear(10, 10))
+        self.scale = nn.Parameter(torch.full((10,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.a(self.flatten(x))
+        return self.b(first) * self.scale + first
+
+
 def batches(count: int, size: int = 3, dtype: Any = torch.float64) -> List[Tuple[torch.Tensor, torch.Tensor]]:
     """Random microbatches for any of the models."""
     generator = torch.Generator().manual_seed(5)

@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -145,22 +146,82 @@ def _children(parent: int) -> List[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes in /proc")
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
-    process = launch(2, tmp_path / "run", "steps=1000000", "checkpoint.every=20", "stages=2", "evaluate.every=0")
+    process = launch(2, tmp_path / "run", "steps=30000", "checkpoint.every=20", "stages=2", "evaluate.every=0")
     try:
         deadline = time.monotonic() + 120
         while not (tmp_path / "run" / "checkpoints" / "step-20").is_dir():
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         os.kill(max(_children(process.pid)), signal.SIGKILL)
-        begun = time.monotonic()
         _, error = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode != 0 and time.monotonic() - begun < 20
+    assert process.returncode != 0
     told = [line for line in error.splitlines() if line.startswith("error: ")]
     assert len(told) == 1 and "rank 0, stage 0, action" in told[0] and "is lost" in told[0], error
     for step in (tmp_path / "run" / "checkpoints").glob("step-*"):
         assert {"model.safetensors", "optimizer.safetensors", "state.json"} == {file.name for file in step.iterdir()}
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes in /proc")
+def test_a_rank_without_progress_ends_the_job_at_the_deadline(tmp_path: Path) -> None:
+    process = launch(
+        2,
+        tmp_path / "run",
+        "steps=30000",
+        "checkpoint.every=20",
+        "stages=2",
+        "evaluate.every=0",
+        "backend.deadline=3",
+    )
+    try:
+        patience = time.monotonic() + 120
+        while not (tmp_path / "run" / "checkpoints" / "step-20").is_dir():
+            assert process.poll() is None and time.monotonic() < patience
+            time.sleep(0.1)
+        stuck = max(_children(process.pid))
+        os.kill(stuck, signal.SIGSTOP)
+        assert process.stderr is not None
+        told = next(line for line in process.stderr if line.startswith("error: "))
+        os.kill(stuck, signal.SIGKILL)  # which the launcher would do after half a minute
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert "rank 0, stage 0, action" in told and "made no progress within 3 s" in told
+
+
+def test_two_nodes_run_unchanged(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    settings = (*SHORT, "backend.name=distributed", "method=pipedream", "stages=2")
+    nodes = [
+        subprocess.Popen(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", str(node), "--nproc_per_node", "1",
+                "--master_addr", "localhost", "--master_port", str(port), str(ROOT / "tools" / "train.py"), DIGITS,
+                "--out", str(tmp_path / "ranks"),
+                *[item for pair in settings for item in ("--set", pair)],
+            ],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    for node in nodes:
+        _, error = node.communicate(timeout=240)
+        assert node.returncode == 0, error
+    emulate(tmp_path / "one", "method=pipedream", "stages=2")
+    assert_same(tmp_path / "ranks", tmp_path / "one")
+
+
+def test_a_weight_that_is_handed_on_cannot_be_read_anew(tmp_path: Path) -> None:
+    how = ["model.entry=tests.staged_models:FlatSkipping", "model.args={}", "stages=[b]", "gradient_accumulation=1"]
+    code, _, error = run(2, tmp_path / "run", *how, "method=pipemare")
+    assert code != 0 and "error: model: scale: weights of the model itself" in error
+    assert not (tmp_path / "run").exists()
+    code, _, error = run(2, tmp_path / "run", *how, "method=pipedream")
+    assert code == 0, error
 
 
 def test_bad_input_is_told_once(tmp_path: Path) -> None:

@@ -13,26 +13,83 @@ from ipu_pipe.slices import crossings, cuttable, links_of, merge_stages, pieces
 from ipu_pipe.stages import begin_stage, partition, profile
 from models.resnet import preact_resnet20, resnet18
 from models.transformer import transformer_lm, transformer_translation
-from tests.staged_models import residual, whole
+from tests.staged_models import Skipping, residual, whole
 
 
 def test_nested_sequences_are_unfolded_under_their_names() -> None:
-    names = [name for name, _ in links_of(resnet18(classes=10, small_images=True))]
+    names = [name for name, _ in links_of(resnet18(classes=10, small_images=True), torch.randn(1, 3, 8, 8))]
     assert names == [
         "conv1", "bn1", "relu", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer3.0", "layer3.1", "layer4.0",
         "layer4.1", "avgpool", "flatten", "fc",
     ]  # fmt: skip
 
 
-def test_a_model_that_is_no_sequence_is_refused_with_the_remedy() -> None:
-    with pytest.raises(BadInput, match="nn.Sequential at the top level"):
-        links_of(transformer_translation(50, 50, width=16, heads=2, layers=1, feedforward=16))
+def test_values_that_skip_pieces_are_handed_on() -> None:
+    torch.manual_seed(0)
+    model, x = Skipping().double(), torch.randn(5, 12, dtype=torch.float64)
+    assert [name for name, _ in links_of(model, x)] == ["a", "b", "c", "norm", "d", "head"]
+    cut = pieces(model, ["b", "c", "d"], x)
+    assert [len(c.tensors) for c in crossings(cut, model, x)] == [
+        2,
+        3,
+        3,
+    ]  # first, scale | + second | third, first, second
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    value: Any = x
+    for piece in cut:
+        value = piece(value)
+    found = torch.autograd.grad(value.square().sum(), list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found))
+    assert sorted(name for piece in cut for name in piece.state()) == sorted(model.state_dict())
+    assert sum(t.numel() for piece in cut for t in piece.tensors()) == sum(
+        t.numel() for t in model.state_dict().values()
+    )
+    assert "scale" in cut[0].state() and [piece.weights_handed_on() for piece in cut] == [["scale"], [], [], []]
+
+
+def test_a_translator_is_cut_between_its_layers() -> None:
+    model = transformer_translation(50, 50, width=16, heads=2, layers=2, feedforward=16)
+    x = torch.randint(1, 50, (3, 2, 7))
+    names = merge_stages(model, partition(model, x), 4, x)
+    cut = pieces(model, names, x)
+    model.eval()
+    value: Any = x
+    for piece in cut:
+        value = piece(value)
+    assert len(names) == 3 and torch.equal(value, model(x))
+
+
+class ByValue(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self[0](x) if x.sum() > 0 else x
+
+
+class FunctionalDropout(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return nn.functional.dropout(self[0](x), training=self.training)
+
+
+class GivesSizes(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        rows = x.shape[0]
+        return self[1](self[0](x)).reshape(rows, 4)
+
+
+def test_what_cannot_be_recorded_is_refused_with_the_remedy() -> None:
+    x = torch.randn(2, 4)
+    with pytest.raises(BadInput, match="depends on values.*emulator"):
+        links_of(ByValue(nn.Linear(4, 4)), x)
+    with pytest.raises(BadInput, match="differs between training and evaluation"):
+        links_of(FunctionalDropout(nn.Linear(4, 4)), x)
+    model = GivesSizes(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(BadInput, match="a int would cross between devices after 0"):
+        crossings(pieces(model, ["1"], x), model, x)
 
 
 def test_cuts_inside_a_block_are_left_out() -> None:
     model, x = preact_resnet20(), torch.randn(2, 3, 16, 16)
     part = partition(model, x)
-    names = [name for name, _ in links_of(model)]
+    names = [name for name, _ in links_of(model, x)]
     starts = [names[index] for index in cuttable(profile(model, part, x, names))]
     assert len(part) == 34
     assert starts == [f"layer{i}.{j}" for i in (1, 2, 3) for j in range(3)] + ["norm", "avgpool", "fc", "loss"]
@@ -57,25 +114,20 @@ def test_pieces_one_after_another_are_the_model(count: int) -> None:
     model, x = transformer_lm(vocabulary=11, width=8, heads=2, blocks=3, context=5), torch.randint(0, 11, (2, 5))
     part = partition(model, x)
     names = merge_stages(model, part, count, x)
-    cut = pieces(model, names)
+    cut = pieces(model, names, x)
     assert len(cut) == count
     value: Any = x
     for piece in cut:
         value = piece(value)
     assert torch.equal(value, model(x))
-    held = [
-        name
-        for piece in cut
-        for link, m in zip(piece.names, piece.links)
-        for name in (f"{link}.{k}" for k in m.state_dict())
-    ]
+    held = [name for piece in cut for name in piece.state()]
     assert sorted(held) == sorted(model.state_dict())
 
 
 def test_what_crosses_is_known_with_its_nesting() -> None:
     model = whole([stage.float() for stage in residual()])
     x = torch.randn(3, 12)
-    cut = pieces(model, ["1", "2", "3"])
+    cut = pieces(model, ["1", "2", "3"], x)
     model.train()
     across = crossings(cut, model, x)
     assert [[t.shape for t in c.tensors] for c in across] == [[(3, 4, 2, 2)], [(3, 4, 2, 2)] * 2, [(3, 4, 2, 2)] * 2]

@@ -178,7 +178,7 @@ def _engine(rank: int, name: str, data: List[Any], accumulate: int, count: int, 
     model, method = _model(), resolve_method(name)
     part = partition(model, data[0][0], CUT)
     table = VersionTable(make_schedule(method, 2, count, accumulate), method)
-    cut = pieces(model, CUT)
+    cut = pieces(model, CUT, data[0][0])
     optimizer = torch.optim.SGD(stage_groups(parameter_groups(model, part), rank), lr=RATE, momentum=0.9)
     rules = UpdateRules({}, method, table.rule_lag(), accumulate, optimizer, lambda k: RATE)
     return StageEngine(
@@ -198,7 +198,7 @@ def _torch_turn(rank: int, data: List[Any], accumulate: int, count: int) -> Call
 
     from ipu_pipe.slices import pieces
 
-    piece = pieces(_model(), CUT)[rank]
+    piece = pieces(_model(), CUT, data[0][0])[rank]
     optimizer = torch.optim.SGD(piece.parameters(), lr=RATE, momentum=0.9)
     stage = PipelineStage(piece, rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, n_microbatches=accumulate, loss_fn=torch.nn.functional.cross_entropy)

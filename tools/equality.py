@@ -27,6 +27,13 @@ MODELS: Dict[str, Dict[str, Any]] = {
         },
         "data": {"name": "shakespeare", "context": 16, "subset": 96, "test_subset": 32},
     },
+    "translation": {
+        "model": {
+            "entry": "models.transformer:transformer_translation",
+            "args": {"source_vocabulary": 100, "target_vocabulary": 100, "width": 32, "layers": 2, "feedforward": 32},
+        },
+        "data": {"name": "translation", "vocabulary": 100, "subset": 96, "test_subset": 32},
+    },
 }  # fmt: skip
 BOTH: Dict[str, Any] = {"spike_compensation": {}, "weight_prediction": {}}
 CASES: Dict[str, Dict[str, Any]] = {

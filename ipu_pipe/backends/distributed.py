@@ -5,20 +5,18 @@ A rank needs no version table to find the newest weights: it reads what its memo
     row of stage s     F5   B2  U2   F6   B3  U3  ...
     in memory       w2 ->        w3 ->       w4            (pipedream: B3 reads again what F3 read, which is stashed)
 
-Sends and receives follow from the schedule: F(m) of stage s is sent when done to s + 1, B(m) to s - 1, both by a tag of kind
-and microbatch; receives are posted ahead, sends are kept until they are through and never waited for by compute. Every wait
-is for an action of an earlier slot, which the schedule was proved to have (`Schedule`), so ranks cannot wait in a circle.
+Sends and receives (`mail`) follow from the schedule: F(m) of stage s is sent when done to s + 1, B(m) to s - 1. Every wait is
+for an action of an earlier slot, which the schedule was proved to have (`Schedule`), so ranks cannot wait in a circle.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
+import functools
 import time
 from collections import deque
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Callable, Deque, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Deque, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import numpy as np
 import torch
@@ -27,6 +25,20 @@ import torch.distributed as dist
 from ipu_pipe import update
 from ipu_pipe.backends.emulator import right_answers
 from ipu_pipe.backends.history import Overwriting, Read, ReadPlan, Swapping, Unversioned
+from ipu_pipe.backends.mail import (
+    BACKWARD,
+    FORWARD,
+    NORM,
+    ORDER,
+    RECOMPUTE,
+    UPDATE,
+    Channels,
+    Layout,
+    Mail,
+    Message,
+    Stopping,
+    Timeline,
+)
 from ipu_pipe.buffers import buffers_restored
 from ipu_pipe.errors import RunFault
 from ipu_pipe.methods import Method
@@ -35,159 +47,11 @@ from ipu_pipe.randomness import KeyedRandomness
 from ipu_pipe.rules import UpdateRules
 from ipu_pipe.schedule import Kind
 from ipu_pipe.slices import Crossing, Piece, Shape
-from ipu_pipe.trace import Event
 from ipu_pipe.versions import VersionTable, segment_ends
 
-FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM = "F", "R", "B", "U", "N"
-ORDER = (FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM)  # within a slot; a norm is sent with its update
+CHUNK = 512  # microbatches of which the row is spelled out at a time
 NORM_SHAPE = (Shape((1,), torch.float64, False),)
 KINDS = {FORWARD: "forward", RECOMPUTE: "forward", BACKWARD: "backward", UPDATE: "update"}
-TERMINATED = 143  # exit code of a process that was asked to end
-AHEAD = 3  # receives posted on each link before they are needed
-
-
-class Stopping:
-    """The launcher asks this process to end, because another one has failed. A neighbour of that one notices it at its next
-    wait and can say for whom it waited: so a process goes on for a moment before it ends."""
-
-    GRACE = 3.0  # seconds
-    asked: Optional[float] = None
-
-    @classmethod
-    def ask(cls, *_: Any) -> None:
-        """For signal.signal."""
-        cls.asked = cls.asked or time.monotonic()
-
-    @classmethod
-    def check(cls) -> None:
-        """End the process if it was asked to a while ago."""
-        if cls.asked is not None and time.monotonic() - cls.asked > cls.GRACE:
-            sys.exit(TERMINATED)
-
-
-class Message(NamedTuple):
-    """The result of an action: `kind` and microbatch of the action that needs it."""
-
-    kind: str
-    microbatch: int
-
-    def tag(self, index: int) -> int:
-        """Of its tensor number `index`; the same for sender and receiver."""
-        return (8 * (len(ORDER) * self.microbatch + ORDER.index(self.kind)) + index % 8) % (1 << 30)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where this process stands: `depth` stages, of which it holds `stage`, in each of `width` replicas of the pipeline."""
-
-    rank: int
-    depth: int
-    width: int = 1
-
-    @property
-    def stage(self) -> int:
-        """Stage of this rank."""
-        return self.rank % self.depth
-
-    @property
-    def replica(self) -> int:
-        """Replica of this rank."""
-        return self.rank // self.depth
-
-    def rank_of(self, stage: int) -> int:
-        """The rank that holds `stage` in the same replica."""
-        return self.replica * self.depth + stage
-
-
-class Timeline:
-    """What this rank did, by the clock. Events beyond `limit` microbatches are not kept."""
-
-    def __init__(self, layout: Layout, limit: int) -> None:
-        self.events: List[Event] = []
-        self._layout, self._limit = layout, limit
-        self.sent: Dict[int, Tuple[int, int]] = {}  # stage -> bytes, messages
-        self.waited_ns = 0
-
-    def add(self, kind: str, microbatch: int, start: int, version: int = -1, size: Optional[int] = None) -> None:
-        """Something that began at `start` and ends now."""
-        end = time.perf_counter_ns()
-        if kind == "wait":
-            self.waited_ns += end - start
-        if microbatch < self._limit:
-            stage = self._layout.stage
-            self.events.append(Event(stage, self._layout.rank, kind, microbatch, start, end, version, size))
-
-    def count(self, stage: int, size: int) -> None:
-        """A message sent to `stage`."""
-        total, messages = self.sent.get(stage, (0, 0))
-        self.sent[stage] = (total + size, messages + 1)
-
-
-class Mail:
-    """Messages with the neighbouring stages over torch.distributed."""
-
-    def __init__(
-        self, layout: Layout, device: torch.device, timeline: Timeline, deadline: float, group: Any = None
-    ) -> None:
-        self._layout, self._device, self._timeline, self._group = layout, device, timeline, group
-        self._deadline = timedelta(seconds=deadline)
-        self._stages_through_host = device.type == "cuda" and dist.get_backend() == "gloo"
-        self._wanted: Dict[int, Deque[Tuple[Message, Tuple[Shape, ...]]]] = {}
-        self._posted: Dict[Tuple[int, Message], List[Tuple[Any, torch.Tensor]]] = {}
-        self._in_post: Dict[int, int] = {}
-        self._out: Deque[Tuple[Any, torch.Tensor]] = deque()
-        self.waiting_for: Optional[int] = None  # the rank, while waiting
-
-    def expect(self, source: int, wanted: Sequence[Tuple[Message, Tuple[Shape, ...]]]) -> None:
-        """Messages that stage `source` will send, in the order in which they are needed."""
-        self._wanted.setdefault(source, deque()).extend(wanted)
-        self._post(source)
-
-    def _post(self, source: int) -> None:
-        queue = self._wanted[source]
-        while queue and self._in_post.get(source, 0) < AHEAD:
-            message, shapes = queue.popleft()
-            place = "cpu" if self._stages_through_host else self._device
-            received = []
-            for index, shape in enumerate(shapes):
-                buffer = torch.empty(shape.shape, dtype=shape.dtype, device=place)
-                work = dist.irecv(buffer, self._layout.rank_of(source), self._group, message.tag(index))
-                received.append((work, buffer))
-            self._posted[source, message] = received
-            self._in_post[source] = self._in_post.get(source, 0) + 1
-
-    def receive(self, source: int, message: Message) -> List[torch.Tensor]:
-        """Wait for a message."""
-        start = time.perf_counter_ns()
-        received = self._posted.pop((source, message))
-        self.waiting_for = self._layout.rank_of(source)
-        for work, _ in received:
-            work.wait(self._deadline)
-        self.waiting_for = None
-        self._in_post[source] -= 1
-        self._post(source)
-        size = sum(buffer.numel() * buffer.element_size() for _, buffer in received)
-        self._timeline.add("wait", message.microbatch, start, size=size)
-        return [buffer.to(self._device) for _, buffer in received]
-
-    def send(self, target: int, message: Message, tensors: Sequence[torch.Tensor]) -> None:
-        """Send without waiting."""
-        start = time.perf_counter_ns()
-        size = 0
-        for index, tensor in enumerate(tensors):
-            value = tensor.detach().contiguous()
-            value = value.cpu() if self._stages_through_host else value
-            self._out.append((dist.isend(value, self._layout.rank_of(target), self._group, message.tag(index)), value))
-            size += value.numel() * value.element_size()
-        self._timeline.count(target, size)
-        self._timeline.add("send", message.microbatch, start, size=size)
-        while self._out and self._out[0][0].is_completed():
-            self._out.popleft()
-
-    def flush(self) -> None:
-        """Wait until all that was sent is through."""
-        while self._out:
-            self._out.popleft()[0].wait(self._deadline)
 
 
 @dataclass
@@ -207,8 +71,7 @@ class StageEngine:
 
     `source(m)`: microbatch m as (x, y); asked for on the first and the last stage only. `rules`: over an optimizer that holds
     this stage's parameters. `crossings`: what crosses each cut. `clip`: (norm, scope) or None. `replicas`: the process group of
-    this stage's replicas, `group`: that of the messages (all processes if None), which no one else may use meanwhile.
-    `deadline`: seconds after which a wait is a fault.
+    this stage's replicas. `deadline`, `group` and `channels`: those of `Mail`.
     """
 
     def __init__(
@@ -230,6 +93,7 @@ class StageEngine:
         trace_microbatches: int = 512,
         replicas: Any = None,
         group: Any = None,
+        channels: Optional[Channels] = None,
     ) -> None:
         self.layout, self.piece, self.timeline = layout, piece, Timeline(layout, trace_microbatches)
         self._crossings, self._loss, self._method, self._rules = list(crossings), loss, method, rules
@@ -239,19 +103,23 @@ class StageEngine:
         self._replicas = replicas
         self.update = microbatch // self._accumulate
         s = layout.stage
-        self._plan = ReadPlan(table, rules, 2 * layout.depth + 2 * self._accumulate + 2)
+        self._reach = 2 * layout.depth + 2 * self._accumulate + 2
+        self._plan = ReadPlan(table, rules, self._reach)
         self._parameters = rules.stages[s].parameters if s in rules.stages else []
         self._delayed: Optional[update.DelayedGlobalNorm] = None
         if clip is not None and clip[1] == "delayed_global":
             self._delayed = update.DelayedGlobalNorm(clip[0], table.schedule)
+        self._sizes: List[int] = []  # parameters on each rank
+        if clip is not None and clip[1] == "global":
+            self._sizes = [0] * dist.get_world_size()
+            dist.all_gather_object(self._sizes, len(self._parameters))
         self.weights = self._history()
         self._flights: Dict[int, _Flight] = {}
         self._norms: Dict[int, float] = {}  # of own gradients, by update
         self._forwarded = microbatch - 1
         self._results: Deque[Tuple[torch.Tensor, Optional[torch.Tensor]]] = deque()  # by microbatch, on the last stage
-        self.mail = Mail(layout, device, self.timeline, deadline, group)
+        self.mail = Mail(layout, device, self.timeline, deadline, group, channels)
         self._row = self._actions(microbatch)
-        self._expect(microbatch)
         self.doing = "start"
 
     @property
@@ -273,15 +141,15 @@ class StageEngine:
 
     # --- the row
 
-    def _slots(self, kind: Kind, first: int) -> np.ndarray:
-        s, count = self.layout.stage, self._schedule.microbatches
-        return self._schedule.slots(kind, first, count, slice(s, s + 1))[0]
+    def _slots(self, kind: Kind, first: int, last: int) -> np.ndarray:
+        s = self.layout.stage
+        return self._schedule.slots(kind, first, last, slice(s, s + 1))[0]
 
-    def _recompute_slots(self, first: int) -> np.ndarray:
+    def _recompute_slots(self, first: int, last: int) -> np.ndarray:
         s, segments = self.layout.stage, self._method.segments
         end = int(segment_ends(self.layout.depth, segments or 0)[s])
         turn = self._method.turn if self.layout.depth > 1 else 0
-        slots = self._schedule.slots(Kind.BACKWARD, first, self._schedule.microbatches, slice(end, end + 1))[0]
+        slots = self._schedule.slots(Kind.BACKWARD, first, last, slice(end, end + 1))[0]
         return np.asarray(slots - turn - (end - s))
 
     @property
@@ -296,28 +164,41 @@ class StageEngine:
         ends = segment_ends(self.layout.depth, self._method.segments or 0)
         return stage == 0 or ends[stage] != ends[stage - 1]
 
-    def _row_array(self, first: int) -> np.ndarray:
-        """(slot, order within the slot, microbatch or update) of each action from microbatch `first` on, in order."""
+    def _chunks(self, first: int) -> Iterator[List[Tuple[str, int]]]:
+        """The actions from microbatch `first` on, (kind, microbatch or update) in order, some updates at a time: those after the
+        last update of one chunk up to that of the next."""
         count, batch = self._schedule.microbatches, self._accumulate
-        parts = [(0, self._slots(Kind.FORWARD, first), np.arange(first, count))]
-        if self._recomputes:
-            parts.append((1, self._recompute_slots(first), np.arange(first, count)))
-        backward = self._slots(Kind.BACKWARD, first)
-        parts.append((2, backward, np.arange(first, count)))
-        parts.append((3, backward[batch - 1 :: batch], np.arange(first // batch, count // batch)))
-        table = np.concatenate([np.stack([slots, np.full_like(slots, order), m], axis=1) for order, slots, m in parts])
-        return table[np.lexsort((table[:, 1], table[:, 0]))]
+        length = max(CHUNK // batch, 1) * batch
+        begun = {FORWARD: first, RECOMPUTE: first}
+        for begin in range(first, count, length):
+            end = min(begin + length, count)
+            backward = self._slots(Kind.BACKWARD, begin, end)
+            updates = np.arange(begin // batch, end // batch)
+            parts = [(BACKWARD, backward, np.arange(begin, end)), (UPDATE, backward[batch - 1 :: batch], updates)]
+            for kind in (FORWARD, RECOMPUTE) if self._recomputes else (FORWARD,):
+                most = min(end + self._reach, count)
+                slots = self._recompute_slots if kind == RECOMPUTE else functools.partial(self._slots, Kind.FORWARD)
+                found = slots(begun[kind], most)
+                taken = int(np.searchsorted(found, backward[-1], side="right"))
+                assert taken < len(found) or most == count, "the reach is too short"
+                parts.append((kind, found[:taken], np.arange(begun[kind], begun[kind] + taken)))
+                begun[kind] += taken
+            table = np.concatenate([
+                np.stack([slots, np.full_like(slots, ORDER.index(kind)), index], axis=1) for kind, slots, index in parts
+            ])  # fmt: skip
+            ordered = table[np.lexsort((table[:, 1], table[:, 0]))]
+            yield [(ORDER[order], index) for _, order, index in ordered.tolist()]
 
     def _actions(self, first: int) -> Iterator[Tuple[str, int]]:
-        for _, order, index in self._row_array(first).tolist():
-            yield ORDER[order], index
+        for chunk in self._chunks(first):
+            self._expect(chunk)
+            yield from chunk
 
-    def _expect(self, first: int) -> None:
+    def _expect(self, actions: Sequence[Tuple[str, int]]) -> None:
         """Derive what this rank receives, and when, from its row."""
         s = self.layout.stage
         wanted: Dict[int, List[Tuple[Message, Tuple[Shape, ...]]]] = {}
-        for _, order, index in self._row_array(first).tolist():
-            kind = ORDER[order]
+        for kind, index in actions:
             if kind == FORWARD and not self.is_first:
                 wanted.setdefault(s - 1, []).append((Message(kind, index), self._crossings[s - 1].tensors))
             elif kind == RECOMPUTE and not self._is_head(s):
@@ -357,6 +238,7 @@ class StageEngine:
             self.timeline.add(KINDS[kind], index, start, version)
             if kind == UPDATE:
                 assert index == k
+                self.mail.is_warm = True
                 return result
         raise AssertionError(f"the schedule ends before update {k}")
 
@@ -457,13 +339,13 @@ class StageEngine:
 
     def _kept_codes(self) -> Set[int]:
         """How the newest version will be read when it is old: by backwards of microbatches in flight, by forwards to come."""
+        if self._method.backward_reads != "stashed":
+            return set()
         codes = {
             int(flight.backward.codes[0])
             for flight in self._flights.values()
             if flight.backward.versions[0] == self.update
         }
-        if self._method.backward_reads != "stashed":
-            return set()
         later: Set[int] = set()
         if self._method.forward_reads == "double_buffered":
             later = self._plan.read_later(self.update, self._forwarded)[self.layout.stage]
@@ -479,7 +361,7 @@ class StageEngine:
         """Mean gradient over the replicas of the pipeline."""
         for p in self._parameters:
             if p.grad is not None:
-                dist.all_reduce(p.grad, group=self._replicas)
+                self.mail.wait(dist.all_reduce(p.grad, group=self._replicas, async_op=True))
                 p.grad /= self.layout.width
 
     def _clip_by_delayed_norm(self, delayed: update.DelayedGlobalNorm) -> None:
@@ -496,6 +378,19 @@ class StageEngine:
             for other in self._others:
                 self.mail.send(other, Message(NORM, k), [torch.tensor([self._norms[k]], dtype=torch.float64)])
 
+    def _norms_of_all_stages(self) -> List[torch.Tensor]:
+        """Of every parameter's gradient in this replica, in the order of the stages."""
+        own = torch.full((max(self._sizes),), -1.0, dtype=torch.float64)  # -1: no gradient
+        for i, p in enumerate(self._parameters):
+            if p.grad is not None:
+                own[i] = torch.linalg.vector_norm(p.grad)
+        gathered = [torch.empty_like(own) for _ in self._sizes]
+        self.mail.wait(dist.all_gather(gathered, own, async_op=True))
+        first, depth = self.layout.rank_of(0), self.layout.depth
+        norms = torch.cat([held[:size] for held, size in zip(gathered, self._sizes)][first : first + depth])
+        device, dtype = self._parameters[0].device, self._parameters[0].dtype
+        return list(norms[norms != -1].to(device, dtype))
+
     def _clipping(self) -> None:
         if self._delayed is not None:
             self._clip_by_delayed_norm(self._delayed)
@@ -505,14 +400,7 @@ class StageEngine:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norms = [torch.linalg.vector_norm(g) for g in gradients]
         if scope == "global":
-            gathered: List[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, (self.layout.replica, [n.cpu() for n in norms]))
-            norms = [
-                n.to(self._parameters[0].device)
-                for replica, ns in gathered
-                if replica == self.layout.replica
-                for n in ns
-            ]
+            norms = self._norms_of_all_stages()
         if not gradients:
             return
         total = torch.linalg.vector_norm(torch.stack(norms))

@@ -12,24 +12,26 @@ import os
 import signal
 import threading
 import time
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, TypeVar
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ipu_pipe import update
-from ipu_pipe.backends.distributed import Layout, StageEngine, Stopping
+from ipu_pipe.backends.distributed import StageEngine
 from ipu_pipe.backends.emulator import StepResult
+from ipu_pipe.backends.mail import BACKWARD, FIRST_STEP, FORWARD, RECOMPUTE, Channels, Layout, Stopping
 from ipu_pipe.config import BackendConfig, Config
 from ipu_pipe.engines import Engine, Report, State
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.evaluation import Tally, test_batches
 from ipu_pipe.job import Job
+from ipu_pipe.methods import resolve_method
 from ipu_pipe.probe import random_modules
 from ipu_pipe.randomness import KeyedRandomness
 from ipu_pipe.rundir import Measured
-from ipu_pipe.slices import crossings, merge_stages, pieces
+from ipu_pipe.slices import Piece, crossings, merge_stages, pieces
 from ipu_pipe.stages import Partition, partition
 
 Result = TypeVar("Result")
@@ -38,7 +40,7 @@ CLOCK_ROUNDS = 8
 
 
 def start(backend: BackendConfig) -> None:
-    """Join the group of processes that the launcher started, over gloo (a GPU's tensors go through the host's memory)."""
+    """Join the group of processes that the launcher started: gloo, and nccl beside it where GPUs talk to each other."""
     if not dist.is_available():
         raise BadInput("backend.name: distributed: this PyTorch was built without torch.distributed")
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 4):
@@ -46,9 +48,19 @@ def start(backend: BackendConfig) -> None:
     if not dist.is_initialized():
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, Stopping.ask)
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=max(backend.deadline, 60.0)))
-        if backend.device == "cuda":
+        cuda = backend.device == "cuda"
+        patience = datetime.timedelta(seconds=max(backend.deadline, FIRST_STEP))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda and dist.is_nccl_available() else "gloo", timeout=patience)
+        if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % max(torch.cuda.device_count(), 1))
+
+
+def _gpus_talk() -> bool:
+    """Whether every process has a GPU of its own and nccl is there; else a GPU's tensors go through the host's memory."""
+    own = dist.is_nccl_available() and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+    found = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return all(found)
 
 
 def stop() -> None:
@@ -72,7 +84,21 @@ def place_stages(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Par
     if len(wished) != depth:
         shown = ", ".join(begins) if len(begins) <= 8 else f"{', '.join(begins[:8])} and {len(begins) - 8} more"
         note = f"{len(wished)} stages on {depth} processes: taken together, stages begin at {shown or 'the model'}"
+    cut = pieces(model, begins, x)
+    crossings(cut, model, x)  # refuses what cannot cross
+    _refuse_reread(config, cut)
     return partition(model, x, begins if begins else 1), Layout(dist.get_rank(), depth, width).stage, note
+
+
+def _refuse_reread(config: Config, cut: Sequence[Piece]) -> None:
+    """A weight that is handed on with the activations is what the forward read; its backward cannot read it anew."""
+    names = [name for piece in cut for name in piece.weights_handed_on()]
+    method = resolve_method(config.method, config.method_settings())
+    if names and method.reads_old(len(cut)) and method.backward_reads == "newest":
+        raise BadInput(
+            f"model: {', '.join(names)}: weights of the model itself that a later stage uses: with {method.name} its backward"
+            " must read newer ones than the forward: put them into modules of that stage, or method_args: {stash: true}"
+        )
 
 
 class ProcessEngine(Engine):
@@ -84,21 +110,21 @@ class ProcessEngine(Engine):
         self.layout = Layout(dist.get_rank(), depth, config.replicas)
         self.is_main = self.layout.rank == 0
         self._groups = self._replica_groups()
-        cut = pieces(job.model, job.part.begin_names())
+        cut = pieces(job.model, job.part.begin_names(), job.example[0])
         across = crossings(cut, job.model, job.example[0])
         s = self.layout.stage
         keyed = KeyedRandomness(job.model, random_modules(job.model, job.example[0]), config.seed, job.device)
         self.piece = cut[s]
         self._across = across
         self.optimizer = job.optimizer
-        self._first_of_replica = self.layout.replica * depth
         self._engine = StageEngine(
             self.layout, self.piece, across, job.loss, job.method, job.table, job.rules, self._microbatch, job.device, keyed,
             clip=(config.clip.norm, config.clip.scope) if config.clip else None, allow_nonfinite=config.allow_nonfinite,
             microbatch=first_update * config.gradient_accumulation, deadline=config.backend.deadline,
             trace_microbatches=config.log.trace_microbatches,
-            replicas=self._groups[s] if config.replicas > 1 else None,
+            replicas=self._groups[s] if config.replicas > 1 else None, channels=self._channels(),
         )  # fmt: skip
+        _forget([p for s, piece in enumerate(cut) if piece is not self.piece for p in piece.tensors()])
         self._clock_offset = self._align_clocks()
 
     def _replica_groups(self) -> List[Any]:
@@ -107,6 +133,19 @@ class ProcessEngine(Engine):
         if width == 1:
             return []
         return [dist.new_group([replica * depth + s for replica in range(width)]) for s in range(depth)]
+
+    def _channels(self) -> Optional[Channels]:
+        """A group for each neighbour, direction and kind where GPUs talk to each other (not run: no machine had two)."""
+        if self.job.device.type != "cuda" or not _gpus_talk():
+            return None
+        made: Dict[Tuple[int, int, str], Any] = {}
+        for replica in range(self.layout.width):
+            for s in range(self.layout.depth - 1):
+                for source, target, kind in ((s, s + 1, FORWARD), (s, s + 1, RECOMPUTE), (s + 1, s, BACKWARD)):
+                    group = dist.new_group([replica * self.layout.depth + s, replica * self.layout.depth + s + 1])
+                    if replica == self.layout.replica:
+                        made[source, target, kind] = group
+        return made
 
     def _microbatch(self, m: int) -> Tuple[torch.Tensor, torch.Tensor]:
         return self.job.microbatch(m, self.layout.replica)
@@ -149,17 +188,22 @@ class ProcessEngine(Engine):
         """The last stage's value on the first one; with replicas their mean."""
         layout = self.layout
         if layout.depth > 1:
+            first, last = layout.rank_of(0), layout.rank_of(layout.depth - 1)
             if self._engine.is_last:
-                self._engine.mail.waiting_for = layout.rank_of(0)
-                dist.send(value, dst=layout.rank_of(0), tag=RESULT_TAG)
+                self._wait(dist.isend(value, first, tag=RESULT_TAG), first)
             elif self._engine.is_first:
-                self._engine.mail.waiting_for = layout.rank_of(layout.depth - 1)
-                dist.recv(value, src=layout.rank_of(layout.depth - 1), tag=RESULT_TAG)
-            self._engine.mail.waiting_for = None
+                self._wait(dist.irecv(value, last, tag=RESULT_TAG), last)
         if layout.width > 1 and self._engine.is_first:
-            dist.all_reduce(value, group=self._groups[0])
+            self._wait(dist.all_reduce(value, group=self._groups[0], async_op=True))
             value /= layout.width
         return value
+
+    def _wait(self, work: Any, rank: Optional[int] = None) -> None:
+        self._engine.mail.wait(work, rank)
+
+    def _meet(self) -> None:
+        """Wait until all processes are here; what follows has no deadline of its own."""
+        self._wait(dist.all_reduce(torch.zeros(1), async_op=True))
 
     # --- evaluation
 
@@ -176,7 +220,7 @@ class ProcessEngine(Engine):
             finally:
                 for module, mode in modes:
                     module.training = mode
-            dist.broadcast(sums, src=self.layout.depth - 1)
+            self._wait(dist.broadcast(sums, src=self.layout.depth - 1, async_op=True))
             whole = Tally(self.job.loss)
             whole.sums = sums
             return whole.measured
@@ -201,23 +245,23 @@ class ProcessEngine(Engine):
     def _give(self, tensor: torch.Tensor) -> None:
         """Send a tensor whose shape the receiver does not know."""
         header = torch.tensor([tensor.dim(), *tensor.shape, *[0] * (8 - tensor.dim())])
-        target = self._engine.mail.waiting_for = self.layout.rank_of(self.layout.stage + 1)
-        dist.send(header, dst=target, tag=EVALUATION_TAG)
-        dist.send(tensor.contiguous().cpu(), dst=target, tag=EVALUATION_TAG)
+        target = self.layout.rank_of(self.layout.stage + 1)
+        for value in (header, tensor.contiguous().cpu()):
+            self._wait(dist.isend(value, target, tag=EVALUATION_TAG), target)
 
     def _take(self, dtype: torch.dtype) -> torch.Tensor:
         header = torch.zeros(9, dtype=torch.int64)
-        source = self._engine.mail.waiting_for = self.layout.rank_of(self.layout.stage - 1)
-        dist.recv(header, src=source, tag=EVALUATION_TAG)
+        source = self.layout.rank_of(self.layout.stage - 1)
+        self._wait(dist.irecv(header, source, tag=EVALUATION_TAG), source)
         shape = header[1 : 1 + int(header[0])].tolist()
         tensor = torch.empty(shape, dtype=dtype)
-        dist.recv(tensor, src=source, tag=EVALUATION_TAG)
+        self._wait(dist.irecv(tensor, source, tag=EVALUATION_TAG), source)
         return tensor.to(self.job.device)
 
     # --- state
 
     def _own_names(self) -> Dict[Any, str]:
-        own = {id(p) for p in self.piece.parameters()}
+        own = {id(p) for p in self.piece.tensors()}
         return {p: name for p, name in self.names.items() if id(p) in own}
 
     def state(self) -> Optional[State]:
@@ -225,11 +269,7 @@ class ProcessEngine(Engine):
         with self._named_faults():
             self._engine.weights.rest()
             tensors, plain = update.export_state(self.optimizer, self._own_names())
-            model = {
-                f"{link}.{key}": value.detach().cpu()
-                for link, module in zip(self.piece.names, self.piece.links)
-                for key, value in module.state_dict().items()
-            }
+            model = {key: value.detach().cpu() for key, value in self.piece.state().items()}
             gathered = self._gather((model, {k: v.cpu() for k, v in tensors.items()}, plain))
         if gathered is None:
             return None
@@ -242,6 +282,7 @@ class ProcessEngine(Engine):
         return State({name: model[name] for name in order}, tensors, plain)
 
     def _gather(self, value: Any) -> Optional[List[Any]]:
+        self._meet()
         gathered: Optional[List[Any]] = [None] * dist.get_world_size() if self.is_main else None
         dist.gather_object(value, gathered, dst=0)
         return gathered
@@ -287,6 +328,12 @@ class ProcessEngine(Engine):
 
     def abort(self) -> None:
         self._engine.release()
+
+
+def _forget(tensors: Iterable[torch.Tensor]) -> None:
+    """Free what other processes hold; shapes and sizes stay to be read."""
+    for tensor in tensors:
+        tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 def _is_first_to_tell() -> bool:

@@ -1,0 +1,202 @@
+"""What ranks tell each other and their clock: layout, messages over torch.distributed, the record of what was done.
+
+A message is what an action needs from another rank, told by kind and microbatch. Receives are posted ahead, sends are kept
+until they are through and never waited for by compute.
+
+    gloo     all messages in one group, told apart by tags; a GPU's tensors go through the host's memory
+    nccl     has no tags: a group for each link, direction and kind, in which both sides go by the order of microbatches
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Deque, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+import torch.distributed as dist
+
+from ipu_pipe.slices import Shape
+from ipu_pipe.trace import Event
+
+FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM = "F", "R", "B", "U", "N"
+ORDER = (FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM)  # within a slot; a norm is sent with its update
+TERMINATED = 143  # exit code of a process that was asked to end
+AHEAD = 3  # receives posted on each link before they are needed
+FIRST_STEP = 600.0  # seconds that a wait of the first step may take at least, in which ranks load and warm up
+
+Channels = Mapping[Tuple[int, int, str], Any]  # (source stage, target stage, kind) -> process group
+
+
+class Stopping:
+    """The launcher asks this process to end, because another one has failed. A neighbour of that one notices it at its next
+    wait and can say for whom it waited: so a process goes on for a moment before it ends."""
+
+    GRACE = 3.0  # seconds
+    asked: Optional[float] = None
+
+    @classmethod
+    def ask(cls, *_: Any) -> None:
+        """For signal.signal."""
+        cls.asked = cls.asked or time.monotonic()
+
+    @classmethod
+    def check(cls) -> None:
+        """End the process if it was asked to a while ago."""
+        if cls.asked is not None and time.monotonic() - cls.asked > cls.GRACE:
+            sys.exit(TERMINATED)
+
+
+class Message(NamedTuple):
+    """The result of an action: `kind` and microbatch of the action that needs it."""
+
+    kind: str
+    microbatch: int
+
+    def tag(self, index: int) -> int:
+        """Of its tensor number `index`; the same for sender and receiver."""
+        return (8 * (len(ORDER) * self.microbatch + ORDER.index(self.kind)) + index % 8) % (1 << 30)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where this process stands: `depth` stages, of which it holds `stage`, in each of `width` replicas of the pipeline."""
+
+    rank: int
+    depth: int
+    width: int = 1
+
+    @property
+    def stage(self) -> int:
+        """Stage of this rank."""
+        return self.rank % self.depth
+
+    @property
+    def replica(self) -> int:
+        """Replica of this rank."""
+        return self.rank // self.depth
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds `stage` in the same replica."""
+        return self.replica * self.depth + stage
+
+
+class Timeline:
+    """What this rank did, by the clock. Events beyond `limit` microbatches are not kept."""
+
+    def __init__(self, layout: Layout, limit: int) -> None:
+        self.events: List[Event] = []
+        self._layout, self._limit = layout, limit
+        self.sent: Dict[int, Tuple[int, int]] = {}  # stage -> bytes, messages
+        self.waited_ns = 0
+
+    def add(self, kind: str, microbatch: int, start: int, version: int = -1, size: Optional[int] = None) -> None:
+        """Something that began at `start` and ends now."""
+        end = time.perf_counter_ns()
+        if kind == "wait":
+            self.waited_ns += end - start
+        if microbatch < self._limit:
+            stage = self._layout.stage
+            self.events.append(Event(stage, self._layout.rank, kind, microbatch, start, end, version, size))
+
+    def count(self, stage: int, size: int) -> None:
+        """A message sent to `stage`."""
+        total, messages = self.sent.get(stage, (0, 0))
+        self.sent[stage] = (total + size, messages + 1)
+
+
+class Mail:
+    """Messages with the other stages over torch.distributed.
+
+    `group`: of all messages (all processes if None), which no one else may use meanwhile. `channels`: groups that take its place
+    where messages have no tags. `deadline`: seconds after which a wait is a fault, from the second step on.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device,
+        timeline: Timeline,
+        deadline: float,
+        group: Any = None,
+        channels: Optional[Channels] = None,
+    ) -> None:
+        self._layout, self._device, self._timeline, self._group = layout, device, timeline, group
+        self._deadline, self._channels = deadline, channels
+        self._through_host = device.type != "cpu" and channels is None
+        self._wanted: Dict[int, Deque[Tuple[Message, Tuple[Shape, ...]]]] = {}
+        self._posted: Dict[Tuple[int, Message], List[Tuple[Any, torch.Tensor]]] = {}
+        self._in_post: Dict[int, int] = {}
+        self._out: Deque[Tuple[Any, torch.Tensor]] = deque()
+        self.waiting_for: Optional[int] = None  # the rank, while waiting
+        self.is_warm = False  # the first step is done
+
+    @property
+    def limit(self) -> timedelta:
+        """How long a wait may take now."""
+        return timedelta(seconds=self._deadline if self.is_warm else max(self._deadline, FIRST_STEP))
+
+    def _way(self, source: int, target: int, message: Message, index: int) -> Tuple[Any, int]:
+        """Group and tag of tensor number `index` of a message. Norms are on the host whatever the device."""
+        if self._channels is None or message.kind == NORM:
+            return self._group, message.tag(index)
+        return self._channels[source, target, message.kind], 0
+
+    def expect(self, source: int, wanted: Sequence[Tuple[Message, Tuple[Shape, ...]]]) -> None:
+        """Messages that stage `source` will send, in the order in which they are needed."""
+        self._wanted.setdefault(source, deque()).extend(wanted)
+        self._post(source)
+
+    def _post(self, source: int) -> None:
+        queue = self._wanted[source]
+        while queue and self._in_post.get(source, 0) < AHEAD:
+            message, shapes = queue.popleft()
+            place = "cpu" if self._through_host or message.kind == NORM else self._device
+            received = []
+            for index, shape in enumerate(shapes):
+                buffer = torch.empty(shape.shape, dtype=shape.dtype, device=place)
+                group, tag = self._way(source, self._layout.stage, message, index)
+                received.append((dist.irecv(buffer, self._layout.rank_of(source), group, tag), buffer))
+            self._posted[source, message] = received
+            self._in_post[source] = self._in_post.get(source, 0) + 1
+
+    def receive(self, source: int, message: Message) -> List[torch.Tensor]:
+        """Wait for a message."""
+        start = time.perf_counter_ns()
+        received = self._posted.pop((source, message))
+        for work, _ in received:
+            self.wait(work, self._layout.rank_of(source))
+        self._in_post[source] -= 1
+        self._post(source)
+        size = sum(buffer.numel() * buffer.element_size() for _, buffer in received)
+        self._timeline.add("wait", message.microbatch, start, size=size)
+        return [buffer.to(self._device) for _, buffer in received]
+
+    def wait(self, work: Any, rank: Optional[int] = None) -> None:
+        """Wait for what `rank` (None: any of several) takes part in, no longer than the limit."""
+        self.waiting_for = rank
+        work.wait(self.limit)
+        self.waiting_for = None
+
+    def send(self, target: int, message: Message, tensors: Sequence[torch.Tensor]) -> None:
+        """Send without waiting."""
+        start = time.perf_counter_ns()
+        size = 0
+        for index, tensor in enumerate(tensors):
+            value = tensor.detach().contiguous()
+            value = value.cpu() if self._through_host else value
+            group, tag = self._way(self._layout.stage, target, message, index)
+            self._out.append((dist.isend(value, self._layout.rank_of(target), group, tag), value))
+            size += value.numel() * value.element_size()
+        self._timeline.count(target, size)
+        self._timeline.add("send", message.microbatch, start, size=size)
+        while self._out and self._out[0][0].is_completed():
+            self._out.popleft()
+
+    def flush(self) -> None:
+        """Wait until all that was sent is through."""
+        while self._out:
+            self.wait(self._out.popleft()[0])
