@@ -1,0 +1,91 @@
+"""A strict stand-in for PopTorch 3.4 on a machine without IPUs: importable as `poptorch`, `popdist` and `pva`.
+
+    poptorch = poptorch_double.install(monkeypatch)    # in a test, which undoes it; or the fixture `poptorch`
+    PYTHONPATH=tests/poptorch_double/path python tools/train.py ...      # in a process of its own
+
+It refuses what PopTorch's front end or compiler refuses, with its words, and what is known to go wrong silently there.
+It runs the wrapped model on the CPU with PopTorch's batch splitting, accumulation, output modes and weight copies, and
+keeps what it was asked in `poptorch.recorded`. api.json holds the signatures as data; nothing here ran on an IPU.
+Where a fact is not confirmed, marked [U] in the comments, the double does the stricter thing.
+
+Environment variables of the double, for a process of its own:
+
+    POPTORCH_DOUBLE_IPUS         IPUs of the machine (64; 0: no hardware)
+    POPTORCH_DOUBLE_IPU_VERSION  their version (2)
+    POPTORCH_DOUBLE_FAIL         faults: EVENT:CALL:ERROR[:ACTION],...   execute:3:RecoverableError:LINK_RESET
+    POPTORCH_DOUBLE_RECORD       JSON file that gets what was recorded when the process ends
+    POPTORCH_DOUBLE_ALONE        1: a process of several trains without averaging gradients with the others
+    POPDIST_NUM_INSTANCES, POPDIST_INSTANCE_INDEX, POPDIST_NUM_LOCAL_REPLICAS    what poprun would say
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Dict, Iterator, Optional
+
+import pytest
+
+PATH = str(Path(__file__).resolve().parent / "path")
+PACKAGES = ("poptorch", "popdist", "pva")
+_loaded: Dict[str, ModuleType] = {}  # imported once, for the time that it saves
+
+
+def _ours() -> Dict[str, ModuleType]:
+    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in PACKAGES}
+
+
+def install(monkeypatch: Optional[Any] = None) -> Any:
+    """Make `import poptorch`, `popdist` and `pva` give the doubles, as if just imported; returns `poptorch`.
+
+    With pytest's `monkeypatch` the import path, the modules and the environment are put back when the test ends; without,
+    call `remove`. Modules that imported `poptorch` at their top keep what they got.
+    """
+    remove()
+    if monkeypatch is None:
+        sys.path.insert(0, PATH)
+    else:
+        monkeypatch.setenv("RDMAV_FORK_SAFE", "1")  # importing sets it, as PopTorch does
+        monkeypatch.syspath_prepend(PATH)
+    if not _loaded:
+        for name in ("poptorch", "popdist.poptorch", "pva"):
+            importlib.import_module(name)
+        _loaded.update(_ours())
+        _remove_modules()
+    for name, module in _loaded.items():
+        if monkeypatch is None:
+            sys.modules[name] = module
+        else:
+            monkeypatch.setitem(sys.modules, name, module)
+    _forget()
+    return _loaded["poptorch"]
+
+
+def _forget() -> None:
+    """Nothing was asked yet, no device is held, no hook is registered."""
+    poptorch, device = _loaded["poptorch"], _loaded["poptorch._device"]
+    poptorch.recorded.__init__()
+    for kept in (device.held, device.held_ids, *_loaded["poptorch._executor"].HOOKS):
+        kept.clear()
+    _loaded["popdist"]._initialised = False
+
+
+def _remove_modules() -> None:
+    for name in _ours():
+        del sys.modules[name]
+
+
+def remove() -> None:
+    """Take the doubles out of the import path and of `sys.modules`."""
+    while PATH in sys.path:
+        sys.path.remove(PATH)
+    _remove_modules()
+
+
+@pytest.fixture
+def poptorch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The double, fresh for one test."""
+    yield install(monkeypatch)
+    remove()

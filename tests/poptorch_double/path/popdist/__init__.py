@@ -1,0 +1,39 @@
+"""A test double of PopDist. poprun's environment is simulated by variables of the same meaning. [U] their real names.
+
+POPDIST_NUM_INSTANCES, POPDIST_INSTANCE_INDEX and POPDIST_NUM_LOCAL_REPLICAS; without the first this is no poprun.
+"""
+
+import os
+
+_initialised = False
+
+
+def init() -> None:
+    global _initialised
+    _initialised = True
+
+
+def isPopdistEnvSet() -> bool:
+    return "POPDIST_NUM_INSTANCES" in os.environ
+
+
+def _number(name: str, default: int) -> int:
+    if isPopdistEnvSet() and not _initialised:  # [U] what PopDist does then
+        raise RuntimeError("call popdist.init() first")
+    return int(os.environ.get(name, str(default)))
+
+
+def getInstanceIndex() -> int:
+    return _number("POPDIST_INSTANCE_INDEX", 0)
+
+
+def getNumInstances() -> int:
+    return _number("POPDIST_NUM_INSTANCES", 1)
+
+
+def getNumLocalReplicas() -> int:
+    return _number("POPDIST_NUM_LOCAL_REPLICAS", 1)
+
+
+def getNumTotalReplicas() -> int:
+    return getNumInstances() * getNumLocalReplicas()

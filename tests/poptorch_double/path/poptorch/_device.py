@@ -1,0 +1,79 @@
+"""The IPUs of the simulated machine: how many there are and who holds them.
+
+POPTORCH_DOUBLE_IPUS says how many (64 unless it is set; 0: no hardware), POPTORCH_DOUBLE_IPU_VERSION which (2).
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+from typing import Dict, Optional
+
+from poptorch._errors import cpp_error
+from poptorch._record import recorded
+
+MOST_PER_PROCESS = 64
+holders = itertools.count()
+held: Dict[int, int] = {}  # holder -> IPUs
+held_ids: Dict[int, int] = {}  # device id -> holder
+
+
+def total() -> int:
+    return int(os.environ.get("POPTORCH_DOUBLE_IPUS", "64"))
+
+
+def version() -> int:
+    return int(os.environ.get("POPTORCH_DOUBLE_IPU_VERSION", "2")) if total() else 0
+
+
+def rounded(ipus: int) -> int:
+    """The next power of two."""
+    return 1 << (ipus - 1).bit_length()
+
+
+def reserve(ipus: int, auto_round: bool) -> int:
+    """IPUs that have to be reserved for a model that uses so many."""
+    count = rounded(ipus)
+    why = ", because PopTorch must reserve a power of 2 or maximum of 64 IPUs per process"
+    if count != ipus and not auto_round:
+        raise cpp_error(
+            f"The model specifies the use of {ipus} IPUs, however PopTorch must reserve a minimum of {count} in order to "
+            f"allow the model to run{why}. Please reconfigure your model to use a different number of IPUs or set "
+            "poptorch.Options().autoRoundNumIPUs(True)."
+        )
+    if count != ipus:
+        recorded.warn(
+            f"Reserving {count} IPUs when the model specifices the use of only {ipus}{why}. {count - ipus} will be "
+            "reserved but not used."
+        )
+    if count > MOST_PER_PROCESS:
+        raise cpp_error(
+            f"Too many IPUs requested ({count}). Experiments that need more than 64 IPUs require distributed execution."
+        )
+    return count
+
+
+def acquire(holder: int, ipus: int, ipu_id: Optional[int]) -> None:
+    """Attach. POPTORCH_WAIT_FOR_IPU would wait; the double, in which nobody else could free an IPU, never does."""
+    if total() == 0:
+        raise cpp_error(
+            f"Failed to acquire {ipus} IPU(s): No IPU detected in the system: are you sure the gateway is enabled?"
+        )
+    if ipus > total():
+        raise cpp_error(f"Failed to acquire {ipus} IPU(s): No device found on the system with {ipus} IPUs")
+    if sum(held.values()) + ipus > total() or ipu_id in held_ids:
+        gc.collect()  # executors that nobody has any more hold no device
+    if ipu_id is not None and held_ids.get(ipu_id, holder) != holder:
+        raise cpp_error(f"Failed to acquire device id {ipu_id}: it is in use")
+    if sum(held.values()) + ipus > total():
+        raise cpp_error(f"Failed to acquire {ipus} IPU(s)")
+    held[holder] = ipus
+    if ipu_id is not None:
+        held_ids[ipu_id] = holder
+
+
+def release(holder: int) -> None:
+    held.pop(holder, None)
+    for ipu_id in [key for key, owner in held_ids.items() if owner == holder]:
+        del held_ids[ipu_id]

@@ -1,0 +1,844 @@
+"""PoplarExecutor: the wrapped model, from compiling to destroying, in PopTorch's order and with its checks."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import datetime
+import inspect
+import json
+import os
+import pickle
+import time
+import weakref
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+
+import torch
+
+from poptorch import _device, _optimizers, _trace, _wrapping, enums, optim
+from poptorch._errors import DoubleRefuses, Error, cpp_error, not_modelled, py_error
+from poptorch._program import Program
+from poptorch._record import Compilation, Run, outermost, recorded
+from poptorch._signatures import DATA, typed
+from poptorch.options import Options
+from poptorch.strategies import PipelinedExecution, ShardedExecution
+
+NO_EXECUTABLE = "Model has not been compiled or has been destroyed."
+DEFAULT_SEED = 42  # [U] of an executable whose options give none
+EVENTS = ("input", "input_complete", "output", "output_complete")
+before_compile: Dict[int, Callable[[], None]] = collections.OrderedDict()
+after_compile: Dict[int, Callable[[], None]] = collections.OrderedDict()
+HOOKS = (before_compile, after_compile)
+
+
+class PoplarExecutor:
+    """Made by trainingModel and inferenceModel only."""
+
+    def __init__(self, model: Any, options: Optional[Options], training: bool, optimizer: Any, user_model: Any) -> None:
+        set_ = object.__setattr__
+        set_(self, "_user_model", user_model)
+        set_(self, "_model", model)
+        self._index = recorded.executors
+        recorded.executors += 1
+        self._holder = next(_device.holders)
+        self._training = training
+        self._options = self._own(options)
+        self._program: Optional[Program] = None
+        self._compilation: Optional[Compilation] = None
+        self._compiled_inputs: Any = None
+        self._reserved = 0
+        self._is_attached = False
+        self._lost: Optional[BaseException] = None
+        self._dirty_host_weights = False
+        self._host_weights_version = 0
+        self._random: Optional[List[int]] = None
+        self._stamps: Dict[str, List[List[float]]] = {event: [[]] for event in EVENTS}
+        self._cycles: Optional[int] = None
+        self._seconds: Optional[float] = None
+        self._profile: Optional[Tuple[Path, Path]] = None
+        self._signature = inspect.signature(model.forward)
+        self._optimizer: Any = None
+        self._description: Optional[_optimizers.Description] = None
+        if training:
+            self._names = {id(p): name for name, p in user_model.named_parameters()}
+            self._take_optimizer(optimizer or optim.SGD(user_model.parameters(), lr=0.01))
+            self._check_all_in_groups()
+            self._options._freeze()
+            _wrapping.wrap(user_model, self)
+        self._options._freeze()
+        weakref.finalize(self, _device.release, self._holder)
+
+    def _own(self, options: Optional[Options]) -> Options:
+        """The options given are frozen, the executor keeps a copy with the default output mode filled in."""
+        if options is not None and not isinstance(options, Options):
+            raise py_error(f"Invalid type: 'options' is of type {type(options)} (Expected poptorch.Options)")
+        if options is None:
+            options = Options()
+        else:
+            options._freeze()
+            options = copy.deepcopy(options)
+        if options.defaultOutputMode():
+            options.outputMode(enums.OutputMode.Final if self._training else enums.OutputMode.All)
+        accumulation = options.Training.gradient_accumulation
+        if not self._training and accumulation != 1:
+            text = (
+                "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default value (1) "
+                "when running a poptorch.inferenceModel()."
+            )
+            if _is_pipeline(options._execution_strategy):
+                text += (
+                    " Use poptorch.Options().deviceIterations to process a sufficient number of batches each run for "
+                    "pipelined execution instead."
+                )
+            raise py_error(text)
+        assert options.replication_factor % options.input_group_size == 0, (
+            f"replicationFactor ({options.replication_factor}) must be a multiple of the input group size "
+            f"({options.input_group_size})"
+        )
+        return options
+
+    def _check_all_in_groups(self) -> None:
+        """[U] PopTorch trains a parameter that is in no group with the optimizer's defaults."""
+        assert self._description is not None
+        listed = {name for group in self._description.parameters for name in group}
+        missing = [n for n, p in self._user_model.named_parameters() if p.requires_grad and n not in listed]
+        if missing:
+            raise DoubleRefuses(f"parameters in no group of the optimizer: {', '.join(missing)}")
+
+    # ---- attributes
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_user_model" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._user_model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name != "rng_state":
+            raise DoubleRefuses(f"{name} set on a PoplarExecutor: PopTorch would take it and do nothing with it")
+        object.__setattr__(self, name, value)
+
+    @property
+    def model(self) -> Any:
+        return self._user_model
+
+    @property
+    def options(self) -> Options:
+        return self._options
+
+    @typed("PoplarExecutor.getTensorNames")
+    def getTensorNames(self) -> List[str]:
+        assert self._program is not None, "Model must be compiled before calling getTensorNames"
+        return list(self._program.parameters())
+
+    @typed("PoplarExecutor.getAnchoredTensor")
+    def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
+        assert short_name in self._options.anchored_tensors, f"No tensor with name {short_name} found."
+        raise not_modelled("anchored tensors")
+
+    # ---- weights
+
+    def _executable(self) -> Program:
+        if self._program is None:
+            raise py_error(NO_EXECUTABLE)
+        return self._program
+
+    def _host(self) -> Dict[str, torch.Tensor]:
+        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+
+    @typed("PoplarExecutor.copyWeightsToHostIfNeeded")
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        return self._sync_if_needed()
+
+    def _sync_if_needed(self) -> bool:
+        if not self._dirty_host_weights:
+            return False
+        with outermost():  # not asked for by the user: no call of the API
+            self.copyWeightsToHost()
+        return True
+
+    @typed("PoplarExecutor.copyWeightsToHost")
+    def copyWeightsToHost(self) -> None:
+        program = self._executable()
+        self._alive()
+        if not self._is_attached:  # [U]
+            raise cpp_error("Device is not attached")
+        with self._faults():
+            recorded.event("copyWeightsToHost", self._index)
+        self._dirty_host_weights = False  # before anything touches the parameters
+        program.download(self._host())
+        self._host_weights_version += 1
+
+    @typed("PoplarExecutor.copyWeightsToDevice")
+    def copyWeightsToDevice(self) -> None:
+        """What the device trained since it was last read is lost, as in PopTorch."""
+        program = self._executable()
+        self._alive()
+        if not self._is_attached:  # [U]
+            raise cpp_error("Device is not attached")
+        self._dirty_host_weights = False
+        self._read_optimizer_state()
+        recorded.event("copyWeightsToDevice", self._index)
+        program.upload(self._host())
+
+    @typed("PoplarExecutor.copyNamedBuffersToDevice")
+    def copyNamedBuffersToDevice(self) -> None:
+        program = self._executable()
+        assert self._options.exists("updatable_named_buffers"), "no buffers named in Options.updatableNamedBuffers"
+        host = dict(self._model.named_buffers())
+        for name in self._options.updatable_named_buffers:
+            for buffers in program.buffers:
+                buffers[name] = host[name].detach().clone()
+        program._load_buffers(0)
+
+    @typed("PoplarExecutor.load_state_dict")
+    def load_state_dict(self, state_dict: Dict[str, "torch.Tensor"], strict: bool = True):
+        out = self._user_model.load_state_dict(state_dict, strict)
+        if self._attached():
+            self.copyWeightsToDevice()
+        return out
+
+    # ---- the optimizer
+
+    def _take_optimizer(self, optimizer: Any) -> None:
+        """Describe it, and let a PopTorch optimizer's state_dict() fetch the state from the device."""
+        description = _optimizers.describe(optimizer, self._names, self._options)
+        if self._program is not None and self._description is not None:
+            _optimizers.check_replacement(self._description, description)
+        previous = self._optimizer
+        if self._program is not None and optimizer is not previous:
+            self._read_optimizer_state()
+            if isinstance(previous, optim.Optimizer):
+                previous.state_dict = previous.get_state_dict
+            if isinstance(optimizer, optim.Optimizer):
+                optimizer.ipu_state_is_dirty = True
+        if isinstance(optimizer, optim.Optimizer):
+            parent = weakref.ref(self)
+
+            def state_dict() -> Dict[str, Any]:
+                executor = parent()
+                if executor is not None:
+                    executor._read_optimizer_state()
+                return optimizer.get_state_dict()
+
+            optimizer.state_dict = state_dict
+        self._optimizer, self._description = optimizer, description
+
+    @typed("PoplarExecutor.setOptimizer")
+    def setOptimizer(self, optimizer: "torch.optim.Optimizer") -> None:
+        if not self._training:  # [U]
+            raise DoubleRefuses("an inference model has no optimizer")
+        self._take_optimizer(optimizer)
+        if self._program is not None and self._program.twin is not None:
+            self._program.twin.update(self._description)
+            self._write_optimizer_state()
+
+    def _read_optimizer_state(self) -> None:
+        optimizer = self._optimizer
+        if isinstance(optimizer, optim.Optimizer) and optimizer.host_state_is_dirty and self._program is not None:
+            self._alive()
+            assert self._program.twin is not None
+            optimizer.set_state_dict(self._program.twin.read())
+            optimizer.ipu_state_is_dirty = False
+
+    def _write_optimizer_state(self) -> None:
+        optimizer = self._optimizer
+        if isinstance(optimizer, optim.Optimizer) and optimizer.ipu_state_is_dirty:
+            assert self._program is not None and self._program.twin is not None
+            if optimizer.has_state():
+                self._program.twin.write(optimizer._state_dict["ipu_state"])
+            optimizer.ipu_state_is_dirty = False
+
+    # ---- compiling
+
+    def _arguments(self, args: Any, kwargs: Any) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
+        """The call's arguments in one form: positional in order with the defaults filled in."""
+        parameters = self._signature.parameters
+        variadic = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
+        names = list(parameters)
+        if not variadic:
+            assert len(args) + len(kwargs) <= len(names), (
+                f"Too many arguments provided: expected {names} ({len(names)}) but got {len(args) + len(kwargs)}"
+            )
+            for name in kwargs:
+                assert name in names, f"{name} is not a valid parameter.Allowed values are {names}"
+        for place, name in enumerate(names):
+            p = parameters[name]
+            given = place < len(args) or name in kwargs or p.default is not p.empty
+            if not given and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+                raise py_error(f"Mandatory parameter {name} missing")
+            assert not (place < len(args) and name in kwargs), f"Parameter {name} was passed more than once"
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.args, bound.kwargs
+
+    def _compile(self, arguments: Any) -> None:
+        started = time.perf_counter()
+        options = self._options
+        recorded.event("compile", self._index)
+        self._check_options()
+        seed = options.random_seed if options.exists("random_seed") else DEFAULT_SEED
+        program = Program(self._model, options, self._training, seed)
+        program.check_inputs(_trace.tensors(arguments))
+        for hook in list(before_compile.values()):
+            hook()
+        try:
+            trace, layout, losses = program.trace(arguments, options._execution_strategy)
+        finally:
+            for hook in list(after_compile.values()):
+                hook()
+        self._check_layout(trace, layout)
+        self._reserved = self._count_ipus(layout.ipus_per_replica)
+        if self._training:
+            assert self._description is not None
+            program.twin = _optimizers.Twin(self._description, program.parameters())
+            program.strategy = _optimizers.mean_strategy(self._description, options)
+        self._program, self._compiled_inputs = program, arguments
+        recomputation = options._Popart.options.get("autoRecomputation", 3 if layout.pipelined else 0)
+        self._compilation = Compilation(
+            self._index, self._training, options.toDict(), type(options._execution_strategy).__name__, trace.blocks,
+            dict(sorted(layout.stages.items())), layout.ipus_per_replica, self._reserved, layout.forward_stages,
+            layout.parameters, losses, [tuple(t.shape) for t in _trace.tensors(program.piece(arguments, 0))],
+            self._description.as_dict() if self._description else None, recomputation, trace.checkpoints,
+            trace.available_memory,
+        )  # fmt: skip
+        recorded.compilations.append(self._compilation)
+        self._seconds = time.perf_counter() - started
+        self._begin_profile()
+        if options.connection_type != enums.ConnectionType.Never:
+            self._attach()
+
+    def _made(self) -> Compilation:
+        assert self._compilation is not None
+        return self._compilation
+
+    def _check_options(self) -> None:
+        """What is wrong whatever the model is."""
+        options = self._options
+        if options.connection_type == enums.ConnectionType.Never and self._on_model() and options.exists("ipu_version"):
+            raise cpp_error("The offline IPU target cannot be used if the IPU model is enabled")
+        steps = options.device_iterations * options.Training.gradient_accumulation
+        if options.output_mode == enums.OutputMode.EveryN and steps % options.output_return_period:  # [U]
+            raise cpp_error(
+                f"output_return_period {options.output_return_period} does not divide {steps} micro-batches"
+            )
+        for name, location in options.TensorLocations.toDict().items():
+            if not isinstance(location, dict):
+                continue
+            if location.get("useReplicatedTensorSharding") and options.replication_factor == 1:  # [U]
+                raise cpp_error(f"{name}: replicated tensor sharding needs more than one replica")
+            tiles = location.get("useIOTilesToLoad") or location.get("useIOTilesToStore")
+            if tiles and not options.TensorLocations.exists("numIOTiles"):  # [U]
+                raise cpp_error(f"{name}: IO tiles asked for, but none allocated by TensorLocations.numIOTiles")
+
+    def _check_layout(self, trace: Any, layout: Any) -> None:
+        """What PopTorch checks when it knows the model's stages."""
+        options, stages = self._options, layout.forward_stages
+        if trace.overlapped:
+            if _is_pipeline(options._execution_strategy):
+                raise cpp_error(
+                    "Overlapped IO is not supported with poptorch.PipelinedExecution. If you are using only one IPU, please "
+                    "switch to poptorch.ShardedExecution."
+                )
+            if not options.TensorLocations.exists("numIOTiles"):
+                raise cpp_error(
+                    "No IO tiles allocated. You must allocate at least 32 IO tiles using "
+                    "poptorch.Options().TensorLocations.numIOTiles."
+                )
+            if options.output_mode not in (enums.OutputMode.All, enums.OutputMode.Sum):
+                raise cpp_error(
+                    "Unsupported output mode for overlapped IO. Please switch output mode to poptorch.OutputMode.All or "
+                    "poptorch.OutputMode.Sum."
+                )
+        if not layout.pipelined:
+            return
+        if self._training and options.Training.gradient_accumulation < 2 * stages - 1:
+            raise cpp_error(
+                "poptorch.Options().Training.gradientAccumulation must be greater than or equal to the number of pipeline "
+                f"stages ({2 * stages - 1}) when using poptorch.PipelinedExecution. Please note that a model with "
+                f"{stages} pipeline stages in PopTorch will have an additional {stages - 1} stages when training."
+            )
+        if not self._training and options.device_iterations < stages:
+            raise cpp_error(
+                "poptorch.Options().deviceIterations must be greater than or equal to the number of pipeline stages "
+                f"({stages}) when using PopTorch.PipelinedExecution."
+            )
+
+    def _on_model(self) -> bool:
+        """Whether the simulator is used; the option comes before the environment."""
+        if self._options.exists("use_model"):
+            return bool(self._options.use_model)
+        return os.environ.get("POPTORCH_IPU_MODEL", "0") not in ("", "0")
+
+    def _count_ipus(self, per_replica: int) -> int:
+        options, count = self._options, per_replica * self._options.replication_factor
+        asked = options._ipus_per_replica
+        if asked is not None and asked != _device.rounded(per_replica):  # [U] what the launcher's devices do then
+            raise cpp_error(f"The model uses {per_replica} IPUs, but popdist.poptorch.Options was told {asked}")
+        if self._on_model() or options.connection_type == enums.ConnectionType.Never:
+            return count
+        return _device.reserve(count, options.auto_round_num_ipus)
+
+    @typed("PoplarExecutor.compile")
+    def compile(self, *args, **kwargs) -> None:
+        arguments = self._arguments(args, kwargs)
+        if self._program is not None:
+            recorded.warn("Call to compile() ignored: the executable is already compiled")
+        else:
+            self._compile(arguments)
+
+    # ---- files
+
+    @typed("PoplarExecutor.save")
+    def save(self, filename: str, export_model: bool = True, save_rng_state: bool = True):
+        self._executable()
+        path = _destination(filename)
+        content: Dict[str, Any] = {
+            "version": DATA["version"], "inputs": self._compiled_inputs, "options": self._options, "training": None,
+            "model": None, "optimizer": None, "optimizer_state": None, "rng_state": None,
+            "layout": self._made().stages,
+        }  # fmt: skip
+        if export_model:
+            if isinstance(self._optimizer, optim.Optimizer):
+                content["optimizer_state"] = self._optimizer.state_dict()
+            content.update(training=self._training, model=self._user_model, optimizer=self._optimizer)
+        if save_rng_state:
+            content["rng_state"] = self._rng_state()
+        with open(path, "wb") as file:
+            pickle.dump(content, file, protocol=4)
+
+    @typed("PoplarExecutor.compileAndExport")
+    def compileAndExport(self, filename: str, *args, export_model: bool = True, **kwargs):
+        self.compile(*args, **kwargs)
+        self.save(filename, export_model)
+
+    @typed("PoplarExecutor.loadExecutable")
+    def loadExecutable(self, filename: str) -> None:
+        content = _parsed(filename)
+        self._compile(content["inputs"])
+        if self._made().stages != content["layout"]:  # [U]
+            raise cpp_error(f"{filename} holds the executable of another model: its stages are {content['layout']}")
+
+    # ---- running
+
+    @typed("PoplarExecutor.__call__")
+    def __call__(self, *args, **kwargs):
+        assert self._options.connection_type != enums.ConnectionType.Never, (
+            "Trying to run a model on an offline device (ConnectionType.Never): use model.compile(inputs) instead of "
+            "model(inputs)"
+        )
+        arguments = self._arguments(args, kwargs)
+        if self._program is None:
+            self._compile(arguments)
+        self._alive()
+        if not self._is_attached:
+            self.attachToDevice()
+        if not self._training:
+            self._follow_training()
+        program = self._executable()
+        self._validate(self._compiled_inputs, arguments)
+        program.check_inputs(_trace.tensors(arguments))
+        self._write_optimizer_state()
+        if (
+            self._options.Distributed.numProcesses > 1
+            and self._training
+            and not os.environ.get("POPTORCH_DOUBLE_ALONE")
+        ):
+            raise not_modelled("averaging gradients over processes (POPTORCH_DOUBLE_ALONE=1: each trains for itself)")
+        with self._faults():
+            recorded.event("execute", self._index)
+        begun = time.perf_counter()
+        output = program.run(arguments)
+        self._stamp(arguments, output, begun)
+        recorded.runs.append(Run(
+            self._index, [tuple(t.shape) for t in _trace.tensors(arguments)],
+            program.iterations if self._training else 0,
+        ))  # fmt: skip
+        self._random = None
+        if self._training:
+            self._dirty_host_weights = True
+            if isinstance(self._optimizer, optim.Optimizer):
+                self._optimizer.host_state_is_dirty = True
+        for tensor in _trace.tensors(output):
+            tensor.backward = _no_backward
+        return output
+
+    def _follow_training(self) -> None:
+        """An inference model fetches weights that are trained elsewhere, if its model was wrapped for training before."""
+        model = self._user_model
+        if not _wrapping.is_wrapped(model):
+            return
+        model.copyWeightsToHostIfNeeded()  # may be another executor's weights
+        version = model._host_weights_version
+        if version is not None and self._host_weights_version != version:
+            self.copyWeightsToDevice()
+            self._host_weights_version = version
+
+    def _validate(self, compiled: Any, given: Any) -> None:
+        names = list(self._signature.parameters)
+        if len(compiled[0]) != len(given[0]):
+            raise py_error(
+                f"Number of positional arguments mismatch: expected {len(compiled[0])} arguments but got "
+                f"{len(given[0])}.{_MISMATCH}"
+            )
+        for place, (one, other) in enumerate(zip(compiled[0], given[0])):
+            _compare(names[place] if place < len(names) else f"*{names[-1]}[{place}]", one, other)
+        _compare("named arguments", compiled[1], given[1])
+
+    def _stamp(self, arguments: Any, output: Any, begun: float) -> None:
+        """Timestamps of host stream callbacks, spread evenly over the call's device iterations."""
+        assert self._program is not None
+        count, took = self._program.iterations, time.perf_counter() - begun
+        shares = {"input": 0.0, "input_complete": 0.1, "output": 0.9, "output_complete": 1.0}
+        streams = {"input": len(_trace.tensors(arguments)), "output": len(_trace.tensors(output))}
+        for event, share in shares.items():
+            times = [begun + took * (i + share) / count for i in range(count)]
+            self._stamps[event] = [list(times) for _ in range(streams[event.split("_")[0]])] or [[]]
+        stages = self._made().forward_stages
+        depth = self._program.accumulation + (2 * stages - 2 if self._training else stages - 1)
+        self._cycles = 1000 * count * depth  # a thousand cycles a pipeline cycle
+
+    # ---- timing
+
+    @typed("PoplarExecutor.getPerfCounters")
+    def getPerfCounters(self):
+        return {event: [list(one) for one in times] for event, times in self._stamps.items()}
+
+    def _latency(self, begin: str, begin_of: Any, end: str, end_of: Any) -> Tuple[float, float, float]:
+        starts = [begin_of(times) for times in zip(*self._stamps[begin])]
+        ends = [end_of(times) for times in zip(*self._stamps[end])]
+        if not ends:
+            return (0.0, 0.0, 0.0)
+        lengths = [b - a for a, b in zip(starts, ends)]
+        return (min(lengths), max(lengths), sum(lengths) / len(lengths))
+
+    @typed("PoplarExecutor.getHostIpuLatency")
+    def getHostIpuLatency(self):
+        return self._latency("input", min, "input_complete", max)
+
+    @typed("PoplarExecutor.getComputeLatency")
+    def getComputeLatency(self):
+        return self._latency("input_complete", max, "output", max)
+
+    @typed("PoplarExecutor.getIpuHostLatency")
+    def getIpuHostLatency(self):
+        return self._latency("output", min, "output_complete", max)
+
+    @typed("PoplarExecutor.getLatency")
+    def getLatency(self):
+        return self._latency("input", min, "output_complete", max)
+
+    @typed("PoplarExecutor.cycleCount")
+    def cycleCount(self) -> int:
+        if not self._options._Popart.options["instrumentWithHardwareCycleCounter"]:
+            raise py_error("Cycle count logging is disabled. Please set option logCycleCount to True to enable.")
+        if self._program is None or self._cycles is None:
+            raise py_error("Please run the model at least once before obtaining cycle count.")
+        if self._on_model():
+            raise cpp_error("Cycle counts need IPU hardware")
+        return self._cycles
+
+    @typed("PoplarExecutor.compilationTime")
+    def compilationTime(self) -> datetime.timedelta:
+        self._executable()
+        if not self._options._show_compilation_progress_bar:
+            raise py_error("compilationTime() needs the progress bar: Options.showCompilationProgressBar(True)")
+        return datetime.timedelta(seconds=self._seconds or 0.0)
+
+    # ---- random state
+
+    def _rng_state(self) -> List[int]:
+        program = self._executable()
+        if self._random is None:
+            self._random = [program.seed, *program._random.tolist()]
+        return self._random
+
+    @property
+    def rng_state(self) -> List[int]:
+        return self._rng_state()
+
+    @rng_state.setter
+    def rng_state(self, state: List[int]) -> None:
+        program = self._executable()
+        assert isinstance(state, list) and state, "rng_state is a list: the seed, then the state"
+        program.seed = state[0]
+        fresh = torch.Generator().manual_seed(state[0]).get_state()
+        program._random = torch.tensor(state[1:], dtype=torch.uint8) if len(state) > 1 else fresh
+        self._random = list(state)
+
+    # ---- the device
+
+    def _faults(self) -> Any:
+        return _Faults(self)
+
+    def _alive(self) -> None:
+        """After a device fault nothing can be asked of this executor; what was not copied to the host is lost. [U]"""
+        if self._lost is not None:
+            raise self._lost
+
+    def _attached(self) -> bool:
+        return self._program is not None and self._is_attached
+
+    @typed("PoplarExecutor.isAttachedToDevice")
+    def isAttachedToDevice(self) -> bool:
+        return self._attached()
+
+    @typed("PoplarExecutor.isCompiled")
+    def isCompiled(self) -> bool:
+        return self._program is not None
+
+    def _attach(self) -> None:
+        recorded.event("attach", self._index)
+        if not self._on_model():
+            ipu_id = self._options.ipu_id if self._options.exists("ipu_id") else None
+            _device.acquire(self._holder, self._reserved, ipu_id)
+        self._is_attached = True
+        with outermost():
+            self.copyWeightsToDevice()
+        if isinstance(self._optimizer, optim.Optimizer):
+            if self._optimizer.has_state():
+                self._optimizer.ipu_state_is_dirty = True
+                self._write_optimizer_state()
+            else:
+                self._optimizer.host_state_is_dirty, self._optimizer.ipu_state_is_dirty = True, False
+
+    @typed("PoplarExecutor.attachToDevice")
+    def attachToDevice(self) -> None:
+        self._executable()
+        assert self._options.connection_type != enums.ConnectionType.Never, (
+            "Trying to attach to an offline device (ConnectionType.Never)"
+        )
+        if self._is_attached:
+            raise py_error("Device is already attached")
+        self._attach()
+
+    @typed("PoplarExecutor.detachFromDevice")
+    def detachFromDevice(self) -> None:
+        self._executable()
+        if not self._is_attached:
+            raise py_error("Device is not attached")
+        if self._training:
+            self._sync_if_needed()
+            self._read_optimizer_state()
+        recorded.event("detach", self._index)
+        self._is_attached = False
+        _device.release(self._holder)
+        self._end_profile()
+
+    @typed("PoplarExecutor.destroy")
+    def destroy(self) -> None:
+        """Nothing happens before the first compilation: the model stays wrapped."""
+        if self._program is None:
+            return
+        if self._training:
+            self._sync_if_needed()
+            self._read_optimizer_state()
+        recorded.event("destroy", self._index)
+        self._program, self._is_attached = None, False
+        _device.release(self._holder)
+        self._end_profile()
+        if self._training:
+            if not _wrapping.is_wrapped(self._user_model):
+                raise py_error("model was never wrapped")
+            _wrapping.unwrap(self._user_model)
+
+    # ---- profile.pop, in a form of our own that the double of pva reads
+
+    def _begin_profile(self) -> None:
+        engine = dict(self._options._Popart.options.get("engineOptions", {}))
+        engine.update(json.loads(os.environ.get("POPLAR_ENGINE_OPTIONS") or "{}"))  # the environment wins
+        if engine.get("autoReport.all") != "true":
+            return
+        default = "training" if self._training else "inference"
+        name = self._options.model_name if self._options.exists("model_name") else default
+        folder = Path(engine.get("autoReport.directory", ".")) / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder.parent / "debug.cbor").write_bytes(b"")
+        written = folder / f"profile_{os.getpid()}_{self._index}.pop"
+        compilation = self._made()
+        written.write_text(json.dumps({"ipus": compilation.ipus, "replicas": self._options.replication_factor}))
+        self._profile = written, folder / "profile.pop"
+
+    def _end_profile(self) -> None:
+        """The report gets its name when the engine is destroyed."""
+        if self._profile is not None:
+            os.replace(*self._profile)
+            self._profile = None
+
+
+class _Faults:
+    """A device error within it loses the device."""
+
+    def __init__(self, executor: PoplarExecutor) -> None:
+        self._executor = executor
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, Error):
+            self._executor._lost = error
+            self._executor._is_attached = False
+            _device.release(self._executor._holder)
+
+
+def _is_pipeline(strategy: Any) -> bool:
+    return isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)
+
+
+def _no_backward(*_: Any, **__: Any) -> None:
+    raise py_error(
+        "backward() cannot be called explicitly on outputs of a PopTorch model. If you're using a trainingModel, the "
+        "backwards pass is performed automatically when invoking the model. If you're using an inferenceModel, you should "
+        "use a trainingModel instead."
+    )
+
+
+_MISMATCH = (
+    "\nThis error occurred because the inputs passed at runtime don't match the inputs used to compile the model.\n"
+    "To recompile the model for the new inputs create a new inferenceModel / trainingModel wrapper or call destroy() on "
+    "the curent one and try again."
+)
+
+
+def _compare(name: str, compiled: Any, given: Any) -> None:
+    """An executable takes the very shapes, types and plain values it was compiled with."""
+    if isinstance(compiled, torch.Tensor) and isinstance(given, torch.Tensor):
+        for what, one, other in (("Data type", compiled.dtype, given.dtype), ("Shape", compiled.shape, given.shape)):
+            if one != other:
+                raise py_error(f"{what} mismatch for {name}: expected {one} but got {other}.{_MISMATCH}")
+        return
+    if type(compiled) is not type(given):
+        raise py_error(f"Type mismatch for {name}: expected {type(compiled)} but got {type(given)}.{_MISMATCH}")
+    if isinstance(compiled, (list, tuple)):
+        if len(compiled) != len(given):
+            raise py_error(
+                f"Length mismatch for {name}: expected {len(compiled)} elements but got {len(given)}.{_MISMATCH}"
+            )
+        for place, (one, other) in enumerate(zip(compiled, given)):
+            _compare(f"{name}[{place}]", one, other)
+    elif isinstance(compiled, dict):
+        if set(compiled) != set(given):
+            raise py_error(f"Keys mismatch for {name}: expected {sorted(compiled)} but got {sorted(given)}.{_MISMATCH}")
+        for key, one in compiled.items():
+            _compare(f"{name}[{key}]", one, given[key])
+    elif compiled != given:
+        raise py_error(f"Value mismatch for {name}: expected {compiled} but got {given}.{_MISMATCH}")
+
+
+def _destination(filename: str) -> str:
+    folder = os.path.dirname(filename)
+    if folder:
+        assert not os.path.exists(folder) or os.path.isdir(folder), f"Destination folder {folder} is not a directory"
+        os.makedirs(folder, exist_ok=True)
+    if os.path.isdir(filename):
+        recorded.warn(f"save(): {filename} is a directory, saving model to {filename}/model.poptorch")
+        return os.path.join(filename, "model.poptorch")
+    return filename
+
+
+def _parsed(filename: str) -> Dict[str, Any]:
+    with open(filename, "rb") as file:
+        content = pickle.load(file)
+    if content.get("version") != DATA["version"]:
+        raise AssertionError(f"Invalid file {filename}: PopTorch version mismatch: {content.get('version')}")
+    return dict(content)
+
+
+# ---- the functions of the module
+
+
+def _module_of(model: Any) -> Any:
+    return model._user_model if isinstance(model, PoplarExecutor) else model
+
+
+@typed("trainingModel", unchecked=["options"])
+def trainingModel(
+    model: Union["torch.nn.Module", "PoplarExecutor"],
+    options: Optional["Options"] = None,
+    optimizer: Optional["torch.optim.Optimizer"] = None,
+) -> PoplarExecutor:
+    model = _module_of(model)
+    if _wrapping.is_wrapped(model):
+        raise RuntimeError(
+            "Model has already been wrapped in 'poptorch.trainingModel'. Call model.destroy() on the model to unwrap before "
+            "wrapping again."
+        )
+    return PoplarExecutor(copy.copy(model), options, True, optimizer, model)
+
+
+@typed("inferenceModel", unchecked=["options"])
+def inferenceModel(
+    model: Union["torch.nn.Module", "PoplarExecutor"], options: Optional["Options"] = None
+) -> PoplarExecutor:
+    """The model is copied shallowly: parameters are shared, and whether it was wrapped for training before is kept."""
+    model = _module_of(model)
+    other = type(model).__new__(type(model))
+    other.__dict__.update(model.__dict__)
+    return PoplarExecutor(other, options, False, None, other)
+
+
+@typed("load")
+def load(filename: str, edit_opts_fn: Optional[Callable[["Options"], None]] = None) -> PoplarExecutor:
+    content = _parsed(filename)
+    assert content["model"] is not None and content["training"] is not None, (
+        f"{filename} is a valid PopTorch file but was created with 'export_model=False' which means you need to re-create "
+        "the PopTorch model using poptorch.inferenceModel or poptorch.trainingModel then call "
+        f'poptorch_model.loadExecutable("{filename}").'
+    )
+    options = content["options"].clone()
+    if edit_opts_fn is not None:
+        edit_opts_fn(options)
+    if content["optimizer_state"] is not None and content["optimizer_state"]["ipu_state"] is not None:
+        content["optimizer"].load_state_dict(content["optimizer_state"])
+    if content["training"]:
+        executor = trainingModel(content["model"], options, content["optimizer"])
+    else:
+        executor = inferenceModel(content["model"], options)
+    executor.loadExecutable(filename)
+    if content["rng_state"] is not None:
+        executor.rng_state = content["rng_state"]
+    return executor
+
+
+@typed("isRunningOnIpu")
+def isRunningOnIpu() -> bool:
+    return _trace.running
+
+
+@typed("ipuHardwareIsAvailable")
+def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
+    return 0 < num_ipus <= _device.total()
+
+
+@typed("ipuHardwareVersion")
+def ipuHardwareVersion() -> int:
+    assert _device.version() != 0, "No IPU hardware available on this system"
+    return _device.version()
+
+
+@typed("setLogLevel")
+def setLogLevel(level: Union[str, int]):
+    names = DATA["environment_variables"]["POPTORCH_LOG_LEVEL"].split()
+    assert isinstance(level, int) or level in names, f"Unknown log level {level}. Valid values are {names}"
+
+
+def _register(hooks: Dict[int, Callable[[], None]], hook: Callable[[], None]) -> Any:
+    handle = torch.utils.hooks.RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+@typed("registerPreCompileHook")
+def registerPreCompileHook(hook: Callable) -> "torch.utils.hooks.RemovableHandle":
+    return _register(before_compile, hook)
+
+
+@typed("registerPostCompileHook")
+def registerPostCompileHook(hook: Callable) -> "torch.utils.hooks.RemovableHandle":
+    return _register(after_compile, hook)
+
+
+@typed("registerCustomArgParser", unchecked=["arg_parser"])
+def registerCustomArgParser(arg_data_type: type, arg_parser: Optional[Any]):
+    raise not_modelled("poptorch.registerCustomArgParser")

@@ -1,0 +1,339 @@
+"""The executable: a private copy of the model with the device's weights, run micro-batch by micro-batch on the CPU.
+
+    one call      D device iterations, each one weight update (training)
+    one iteration R replicas x GA micro-batches of b samples; sample order of the input: (D, GA, R / group, b)  [U]
+    one update    gradients summed over GA in each replica, then over replicas, then divided (Mean, Post) ...
+
+The copy is made when the model is compiled, so that modes, Python attributes and control flow are frozen there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+
+from poptorch import _optimizers, _trace, enums
+from poptorch._errors import DoubleRefuses, cpp_error, py_error
+from poptorch._trace import Layout, Trace
+
+NARROWED = {torch.float64: torch.float32, torch.int64: torch.int32}  # what the IPU has instead
+WIDE = 2**31
+
+
+def plain_copy(model: torch.nn.Module) -> torch.nn.Module:
+    """A deep copy without PopTorch's wrappers, of a model that may have them; nothing is copied from the device."""
+    wrapped = [t for t in [*model.parameters(), *model.buffers()] if hasattr(type(t), "_unwrapped")]
+    classes = [type(t) for t in wrapped]
+    for tensor in wrapped:
+        tensor.__class__ = type(tensor)._unwrapped
+    kind = type(model)
+    base = getattr(kind, "_unwrapped_model", kind)
+    try:
+        object.__setattr__(model, "__class__", base)
+        return copy.deepcopy(model)
+    finally:
+        object.__setattr__(model, "__class__", kind)
+        for tensor, cls in zip(wrapped, classes):
+            tensor.__class__ = cls
+
+
+class Program:
+    """The model on the device. `buffers[r]`: what replica r's buffers hold; its parameters are the same on all."""
+
+    def __init__(self, model: torch.nn.Module, options: Any, training: bool, seed: int) -> None:
+        self.model = plain_copy(model)
+        self.options, self.training = options, training
+        self.dtypes = {name: t.dtype for name, t in self._tensors()}
+        self.model.float()  # float64 becomes float32; float16 is computed in float32 and rounded when stored
+        self.half = torch.float16 in self.dtypes.values()
+        self.replicas: int = options.replication_factor
+        self.accumulation: int = options.Training.gradient_accumulation
+        self.iterations: int = options.device_iterations
+        self.input_groups = self.replicas // options.input_group_size
+        self.buffers: List[Dict[str, torch.Tensor]] = []
+        self.twin: Optional[_optimizers.Twin] = None
+        self.loss_at: Optional[int] = None
+        self.static: Any = None  # outputs of the trace, for what is no tensor
+        self.strategy: Any = None
+        self._random = torch.Generator().manual_seed(seed).get_state()
+        self.seed = seed
+        self._take_buffers()
+
+    # -- weights
+
+    def _tensors(self) -> List[Tuple[str, torch.Tensor]]:
+        return [*self.model.named_parameters(), *self.model.named_buffers()]
+
+    def parameters(self) -> Dict[str, torch.Tensor]:
+        return dict(self.model.named_parameters())
+
+    def _take_buffers(self) -> None:
+        now = {name: b.detach().clone() for name, b in self.model.named_buffers()}
+        self.buffers = [{name: b.clone() for name, b in now.items()} for _ in range(self.replicas)]
+
+    def _load_buffers(self, replica: int) -> None:
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(self.buffers[replica][name])
+
+    def _store_buffers(self, replica: int) -> None:
+        for name, buffer in self.model.named_buffers():
+            self.buffers[replica][name] = buffer.detach().clone()
+
+    @torch.no_grad()
+    def upload(self, host: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in self._tensors():
+            tensor.copy_(host[name])
+        self._take_buffers()
+
+    @torch.no_grad()
+    def download(self, host: Mapping[str, torch.Tensor]) -> None:
+        """Parameters, and the first replica's buffers."""
+        self._load_buffers(0)
+        for name, tensor in self._tensors():
+            host[name].copy_(tensor)
+
+    def _round(self) -> None:
+        """What is stored as float16 has its precision."""
+        if self.half:
+            with torch.no_grad():
+                for name, tensor in self.model.named_parameters():
+                    if self.dtypes[name] == torch.float16:
+                        tensor.copy_(tensor.half())
+
+    # -- inputs and outputs
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches in one call's input."""
+        return self.iterations * self.accumulation * self.input_groups
+
+    def check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
+        for place, tensor in enumerate(inputs):
+            size = tensor.shape[0] if tensor.dim() else 1
+            assert size % self.parts == 0, (
+                f"Invalid batch dimension: In the input {tensor.shape}, the batch dimension ({size}) must be a multiple of "
+                f"Options.deviceIterations({self.iterations}) * "
+                f"(Options.replicationFactor({self.replicas}) / "
+                f"Options.inputReplicaGrouping({self.options.input_group_size})) * "
+                f"Options.Training.gradientAccumulation({self.accumulation}) = {self.parts} because it is used to calculate "
+                "the batch size which will be executed on the device in any given iteration. For a full explanation see the "
+                "batching semantics page of the documentation."
+            )
+            if tensor.requires_grad:  # PopTorch detaches some of them with a warning
+                raise py_error(
+                    "An input tensor to an IPU model can not have requires_grad set to True, however input "
+                    f"{place} does"
+                )
+            if tensor.dtype == torch.bfloat16 or tensor.is_complex() or tensor.is_quantized:
+                raise cpp_error(f"Unsupported tensor input type from pytorch: {tensor.dtype}")
+
+    def piece(self, structure: Any, index: int) -> Any:
+        """Micro-batch `index` of a call's input, as the device's types; a copy, which the model may write into."""
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim():
+                size = tensor.shape[0] // self.parts
+                tensor = tensor[index * size : (index + 1) * size]
+            if tensor.dtype == torch.int64 and tensor.numel() and int(tensor.abs().max()) >= WIDE:
+                raise DoubleRefuses("int64 values beyond 2**31: PopTorch makes them int32 without a word")
+            return tensor.float() if tensor.dtype in (torch.float64, torch.float16) else tensor.clone()
+
+        return _trace.mapped(structure, cut)
+
+    def _out(self, structure: Any) -> Any:
+        def narrow(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor.detach()
+            if self.half and tensor.dtype == torch.float32:  # [U] of mixed graphs some outputs are float32
+                return tensor.half()
+            return tensor.to(NARROWED.get(tensor.dtype, tensor.dtype)).clone()
+
+        return _trace.mapped(structure, narrow)
+
+    # -- tracing
+
+    def trace(self, arguments: Any, strategy: Any) -> Tuple[Trace, Layout, List[Any]]:
+        """One forward of the first micro-batch, noted and checked; leaves weights and random state as they were."""
+        args, kwargs = self.piece(arguments, 0)
+        trace = Trace(strategy, self.model, _trace.tensors((args, kwargs)))
+        buffers = dict(self.model.named_buffers())
+        versions = {name: b._version for name, b in buffers.items()}
+        attributes = _attributes(self.model)
+        with self._on_device(), torch.set_grad_enabled(self.training), trace:
+            result = self.model(*args, **kwargs)
+        self._check_unchanged(buffers, attributes)
+        written = [b for name, b in buffers.items() if b._version != versions[name]]
+        if written and self.replicas > 1 and self.options.broadcast_buffers:
+            raise cpp_error(
+                "PopTorch does not support broadcasting buffers. If your model is able to tolerate buffers becoming out of "
+                "sync between replicas, you can disable buffer broadcasting using poptorch.Options.broadcastBuffers(False)."
+            )
+        with torch.no_grad():
+            self._load_buffers(0)
+        leaves = _trace.flat(result)
+        ops = trace.alive([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], written)
+        losses, self.loss_at = _trace.find_losses(ops, leaves, self.training)
+        if self.loss_at is not None and not leaves[self.loss_at].requires_grad:
+            raise cpp_error("The final loss depends on no parameter that requires a gradient")
+        layout = _trace.lay_out(trace, ops, losses, self.parameters())
+        self.static = _trace.mapped(result, lambda tensor: None)
+        return trace, layout, losses
+
+    def _check_unchanged(self, buffers: Mapping[str, torch.Tensor], attributes: Mapping[str, Any]) -> None:
+        now = dict(self.model.named_buffers())
+        for name in buffers:
+            if now.get(name) is not buffers[name]:
+                raise py_error(
+                    f"Buffer {name} is reassigned within the model when calling the forward method. This is not supported. "
+                    f"Consider using self.{name}.copy_(src) to copy data from a source tensor, where src is the name of the "
+                    "source tensor."
+                )
+        for name, value in _attributes(self.model).items():
+            if attributes.get(name, value) != value or name not in attributes:
+                raise DoubleRefuses(
+                    f"the forward changes {name}: PopTorch runs Python once, so that the value would stay as it is in the trace"
+                )
+
+    # -- running
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """The device's random numbers, and isRunningOnIpu()."""
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._random)
+            _trace.running = True
+            try:
+                yield
+            finally:
+                _trace.running = False
+
+    def run(self, arguments: Any) -> Any:
+        """Execute one call's input; returns the outputs as the output mode has them."""
+        outputs: Dict[Tuple[int, int, int], Any] = {}
+        with self._on_device(), torch.set_grad_enabled(self.training):
+            for iteration in range(self.iterations):
+                gradients = [self._replica(arguments, iteration, r, outputs) for r in range(self.replicas)]
+                if self.training:
+                    self._update(gradients)
+            self._random = torch.get_rng_state()
+        return self._gathered(outputs)
+
+    def _replica(self, arguments: Any, iteration: int, replica: int, outputs: Any) -> Dict[str, torch.Tensor]:
+        """One replica's micro-batches of one iteration; returns its accumulated gradients."""
+        if self.replicas > 1:
+            with torch.no_grad():
+                self._load_buffers(replica)
+        self.model.zero_grad(set_to_none=True)
+        for index in range(self.accumulation):
+            part = (iteration * self.accumulation + index) * self.input_groups + self._group(replica)
+            args, kwargs = self.piece(arguments, part)
+            result = self.model(*args, **kwargs)
+            if self.training:
+                self._backward(_trace.flat(result)[self.loss_at], index)
+            outputs[iteration, index, replica] = self._out(result)
+        self._store_buffers(replica)
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def _group(self, replica: int) -> int:
+        kind = enums.CommGroupType(self.options.input_cgt)
+        if kind == enums.CommGroupType.Orthogonal:
+            return replica % self.input_groups
+        return replica // self.options.input_group_size
+
+    def _reduction(self) -> Tuple[bool, Any]:
+        mean = self.options.Training.accumulation_and_replication_reduction_type == enums.ReductionType.Mean
+        return mean, self.strategy
+
+    def _backward(self, loss: torch.Tensor, index: int) -> None:
+        """Add the micro-batch's gradients; with Running, keep their mean so far."""
+        mean, strategy = self._reduction()
+        if mean and strategy == enums.MeanReductionStrategy.Running:
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(index / (index + 1))
+            start = torch.full_like(loss, 1 / (index + 1))
+        elif mean and strategy == enums.MeanReductionStrategy.PostAndLoss:
+            start = torch.full_like(loss, 1 / self.replicas)
+        else:
+            start = torch.ones_like(loss)
+        loss.backward(start)
+
+    def _update(self, gradients: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        mean, strategy = self._reduction()
+        divisor = {
+            enums.MeanReductionStrategy.Running: self.replicas,
+            enums.MeanReductionStrategy.Post: self.replicas * self.accumulation,
+            enums.MeanReductionStrategy.PostAndLoss: self.accumulation,
+        }[strategy]
+        for name, p in self.model.named_parameters():
+            found = [one[name] for one in gradients if name in one]
+            p.grad = None
+            if found:
+                total = found[0]
+                for other in found[1:]:
+                    total = total + other
+                p.grad = total / divisor if mean else total
+        assert self.twin is not None
+        self.twin.step()
+        self._round()
+        self.model.zero_grad(set_to_none=True)
+
+    # -- output modes
+
+    def _gathered(self, outputs: Mapping[Tuple[int, int, int], Any]) -> Any:
+        """Final: the last micro-batch of every replica; All; EveryN: every n-th; Sum: over all, of every replica."""
+        steps = [(d, g) for d in range(self.iterations) for g in range(self.accumulation)]
+        mode, period = enums.OutputMode(self.options.output_mode), self.options.output_return_period
+        chosen = {
+            enums.OutputMode.Final: steps[-1:],
+            enums.OutputMode.EveryN: steps[period - 1 :: period],
+        }.get(mode, steps)
+        kept = [[_trace.flat(outputs[d, g, r]) for r in range(self.replicas)] for d, g in chosen]
+        if mode == enums.OutputMode.Sum:
+            kept = [[[_sum(step[r][i] for step in kept) for i in range(len(kept[0][r]))] for r in range(self.replicas)]]
+        leaves = [leaf for step in kept for leaf in step]
+        joined = iter([_join([one[i] for one in leaves]) for i in range(len(leaves[0]))])
+        return _rebuilt(outputs[0, 0, 0], self.static, joined)
+
+
+def _attributes(model: torch.nn.Module) -> Dict[str, Any]:
+    """Plain values held by modules; not what PyTorch keeps of its own."""
+    return {
+        f"{name}.{key}".lstrip("."): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if not key.startswith("_") and isinstance(value, (bool, int, float, str, type(None)))
+    }
+
+
+def _sum(values: Any) -> Any:
+    values = list(values)
+    if not isinstance(values[0], torch.Tensor):
+        return values[0]
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
+
+
+def _join(values: List[Any]) -> Any:
+    """Micro-batches one behind the other; scalars become a vector when there are several."""
+    if not isinstance(values[0], torch.Tensor):
+        return values[0]
+    if len(values) == 1:
+        return values[0]
+    return torch.stack(values) if values[0].dim() == 0 else torch.cat(values)
+
+
+def _rebuilt(shape: Any, static: Any, leaves: Iterator[Any]) -> Any:
+    """The nested outputs: tensors from `leaves`, everything else as it was in the trace."""
+    if isinstance(shape, dict):
+        return {key: _rebuilt(value, static[key], leaves) for key, value in shape.items()}
+    if isinstance(shape, tuple) and hasattr(shape, "_fields"):
+        return type(shape)(*[_rebuilt(value, s, leaves) for value, s in zip(shape, static)])
+    if isinstance(shape, (list, tuple)):
+        return type(shape)(_rebuilt(value, s, leaves) for value, s in zip(shape, static))
+    leaf = next(leaves)
+    return leaf if isinstance(leaf, torch.Tensor) else static

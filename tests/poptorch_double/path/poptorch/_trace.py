@@ -1,0 +1,303 @@
+"""One forward of the model as PopTorch's compiler sees it: operations with their block, stage and IPU, and the losses.
+
+forward   block A: conv relu | block B: conv  linear  loss |           ops, in order
+outputs   (logits, loss)                                               what they do not need is dropped, as PopTorch does
+layout    stage 0 on IPU 0   | stage 1 on IPU 1                        checked by PopTorch's and PopART's rules
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from poptorch._errors import DoubleRefuses, cpp_error, popart_error
+from poptorch._record import Loss, Placed, recorded
+from poptorch.strategies import ParallelPhasedExecution, PipelinedExecution, ShardedExecution, _IPhasedExecution
+
+current: Optional["Trace"] = None  # the trace in progress
+running = False  # a model is being traced or executed: poptorch.isRunningOnIpu()
+
+LOSSES = frozenset(
+    "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss "
+    "gaussian_nll_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss "
+    "multilabel_margin_loss multilabel_soft_margin_loss nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss "
+    "triplet_margin_loss triplet_margin_with_distance_loss".split()
+)
+ON_THE_HOST = frozenset("item tolist numpy __bool__ __int__ __float__ __index__ __array__".split())
+AUTOGRAD = frozenset("backward grad register_hook register_post_accumulate_grad_hook".split())
+SHAPES_FROM_VALUES = frozenset("nonzero unique unique_consecutive masked_select argwhere".split())
+FACTORIES = frozenset(
+    "arange empty full full_like linspace logspace ones rand randint randn randperm range tensor zeros zeros_like".split()
+)
+
+
+# ---- nested structures of tensors
+
+
+def flat(structure: Any) -> List[Any]:
+    """Leaves of nested tuples, lists and dictionaries, in order."""
+    if isinstance(structure, dict):
+        return [leaf for value in structure.values() for leaf in flat(value)]
+    if isinstance(structure, (list, tuple)):
+        return [leaf for value in structure for leaf in flat(value)]
+    return [structure]
+
+
+def mapped(structure: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """The structure with `function` of every tensor in its place."""
+    if isinstance(structure, dict):
+        return {key: mapped(value, function) for key, value in structure.items()}
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        return type(structure)(*[mapped(value, function) for value in structure])
+    if isinstance(structure, (list, tuple)):
+        return type(structure)(mapped(value, function) for value in structure)
+    return function(structure) if isinstance(structure, torch.Tensor) else structure
+
+
+def tensors(structure: Any) -> List[torch.Tensor]:
+    return [leaf for leaf in flat(structure) if isinstance(leaf, torch.Tensor)]
+
+
+# ---- tracing
+
+
+@dataclass
+class Op:
+    """An operation: tensors by their identity."""
+
+    name: str
+    at: Placed
+    inputs: Tuple[int, ...]
+    outputs: Tuple[int, ...]
+    loss: Optional[str] = None
+
+
+class Trace(TorchFunctionMode):
+    """Within it every torch function that makes a tensor is noted, and refused where the IPU could not do it."""
+
+    def __init__(self, strategy: Any, model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.strategy = strategy
+        self.manager = strategy._manager()
+        self.next_auto_id = 0
+        self.active: Optional[Placed] = Placed("", 0, 0, 0)  # before any block: IPU 0, stage 0
+        self.blocks: List[Placed] = []
+        self.ops: List[Op] = []
+        self.checkpoints = 0
+        self.available_memory: List[float] = []
+        self.overlapped: Set[str] = set()
+        self._names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+        self._kept: List[Any] = list(inputs)  # so that no identity is used twice
+        self._reported_factories: Set[str] = set()
+
+    # -- blocks
+
+    def begin(self, block: Optional[str], ipu: Optional[int]) -> str:
+        """A block begins; returns its id. A stage's own IPU comes before the block's; without either it is the stage's id."""
+        if block is None:
+            block, self.next_auto_id = str(self.next_auto_id), self.next_auto_id + 1
+        stage = self.manager.stage(block, ipu)
+        place = stage._ipu if stage._ipu is not None else ipu
+        index = stage._phase_id if isinstance(self.strategy, _IPhasedExecution) else stage._stage_id
+        self.active = Placed(block, stage._stage_id, stage._phase_id, index if place is None else place)
+        self.blocks.append(self.active)
+        return block
+
+    def end(self) -> None:
+        self.active = None
+
+    def mark_loss(self, function: str, loss: torch.Tensor) -> None:
+        """The operation that made `loss` is a loss."""
+        maker = next(op for op in reversed(self.ops) if id(loss) in op.outputs)
+        maker.loss = function
+
+    # -- operations
+
+    def __enter__(self) -> Any:
+        global current
+        current = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        global current
+        current = None
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Optional[Dict[str, Any]] = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        self._refuse(func, name)
+        result = func(*args, **kwargs)
+        made = tensors(result)
+        if name == "__setitem__":
+            made = [args[0]]
+        if made:
+            self._note(name, tensors([args, kwargs]), made)
+        return result
+
+    def _refuse(self, func: Any, name: str) -> None:
+        if name in AUTOGRAD:
+            raise cpp_error(f"{name}: gradients and hooks do not exist inside the forward of an IPU model")
+        if name in ON_THE_HOST:
+            raise cpp_error(f"{name}: the value of an IPU tensor is not known while the graph is built (static graph)")
+        if name in SHAPES_FROM_VALUES:
+            raise cpp_error(f"{name}: the shape of its result depends on values (static shapes)")
+        if name in FACTORIES and name not in self._reported_factories:
+            self._reported_factories.add(name)
+            recorded.warn(f"No device set in torch.{name}(): forcing to IPU")
+
+    def _note(self, name: str, given: List[torch.Tensor], made: List[torch.Tensor]) -> None:
+        if self.active is None:
+            raise cpp_error("No active Block, all the ops must belong to a Block")
+        for tensor in given:
+            if isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction):
+                raise DoubleRefuses(
+                    f"{name} takes a tensor made by {type(tensor.grad_fn).__name__}: Python code of autograd "
+                    "(torch.autograd.Function) does not run on an IPU"
+                )
+        self._kept += [*given, *made]
+        loss = name if name in LOSSES else None
+        self.ops.append(Op(name, self.active, tuple(map(id, given)), tuple(map(id, made)), loss))
+
+    # -- what remains
+
+    def alive(self, outputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> List[Op]:
+        """The operations that the outputs and the buffers written in place need; all others are dropped."""
+        needed, kept = {id(t) for t in [*outputs, *written]}, []
+        for op in reversed(self.ops):
+            if needed.intersection(op.outputs):
+                needed.update(op.inputs)
+                kept.append(op)
+        return kept[::-1]
+
+    def variables(self, ops: Sequence[Op]) -> Iterator[Tuple[str, Op]]:
+        """Every use of a parameter or buffer."""
+        for op in ops:
+            for tensor in op.inputs:
+                if tensor in self._names:
+                    yield self._names[tensor], op
+
+
+# ---- the final loss
+
+
+def find_losses(ops: Sequence[Op], outputs: Sequence[Any], training: bool) -> Tuple[List[Loss], Optional[int]]:
+    """All losses that remain, and the place among the outputs of the final one (training).
+
+    A loss that goes into a later one is demoted. PopTorch takes the gradient of the one that is left, whatever else is
+    computed from it, so that `0.5 * cross_entropy(...)` trains with the unscaled loss without a word: the double wants
+    the final loss itself among the outputs.
+    """
+    before: Dict[int, FrozenSet[int]] = {}  # tensor -> losses it is computed from
+    demoted: Set[int] = set()
+    for index, op in enumerate(ops):
+        behind = frozenset().union(*[before.get(tensor, frozenset()) for tensor in op.inputs])
+        if op.loss is not None:
+            demoted |= behind
+            behind = frozenset([index])
+        for tensor in op.outputs:
+            before[tensor] = behind | (before.get(tensor, frozenset()) if op.loss is None else frozenset())
+    marked = [index for index, op in enumerate(ops) if op.loss is not None]
+    final = [index for index in marked if index not in demoted]
+    places = {id(output): place for place, output in reversed(list(enumerate(outputs)))}
+    found = []
+    for index in marked:
+        op = ops[index]
+        changed = {tensor for later in ops[index + 1 :] for tensor in later.outputs}  # in place
+        returned = next((places[tensor] for tensor in op.outputs if tensor in places and tensor not in changed), None)
+        found.append(Loss(str(op.loss), op.at.stage, op.at.ipu, training and index in final, returned))
+    if not training:
+        return found, None
+    if not final:
+        raise cpp_error("Couldn't find a loss in graph!")
+    if len(final) > 1:
+        raise cpp_error(
+            "Multiple independent losses found in graph. Graph must have one final loss. Wrap final graph loss in "
+            "poptorch.identity_loss."
+        )
+    last = next(loss for loss in found if loss.final)
+    if last.returned is None:
+        raise DoubleRefuses(
+            f"the final loss, of {last.function}, is not itself returned: what is computed from it has no part in training. "
+            "Wrap the whole in poptorch.identity_loss and return that"
+        )
+    return found, last.returned
+
+
+# ---- the layout
+
+
+@dataclass(frozen=True)
+class Layout:
+    stages: Dict[int, int]
+    ipus_per_replica: int
+    forward_stages: int
+    parameters: Dict[str, int]
+    pipelined: bool
+
+
+def lay_out(trace: Trace, ops: Sequence[Op], losses: Sequence[Loss], parameters: Mapping[str, Any]) -> Layout:
+    """Stages and IPUs of the operations, checked."""
+    ipus = [op.at.ipu for op in ops]
+    used = max(len(set(ipus)), max(ipus, default=0) + 1)
+    changes = sum(a != b for a, b in zip([0, *ipus], ipus))
+    is_pipeline = isinstance(trace.strategy, PipelinedExecution) and not isinstance(trace.strategy, ShardedExecution)
+    pipelined = is_pipeline and used > 1  # silently off on one IPU
+    stages: Dict[int, int] = {}
+    where: Dict[str, int] = {}
+    for op in ops:
+        ipu = stages.setdefault(op.at.stage, op.at.ipu)
+        if pipelined and ipu != op.at.ipu:
+            raise popart_error(
+                f"Ops of blocks in one pipeline have the same pipeline stage {op.at.stage}, but different virtual graph "
+                f"ids: {ipu} and {op.at.ipu} ({op.name} in block '{op.at.block}')"
+            )
+    for name, op in trace.variables(ops):
+        ipu = where.setdefault(name, op.at.ipu)
+        if pipelined and ipu != op.at.ipu:
+            raise popart_error(
+                f"Can not copy variable tensor {name} between virtual graphs when pipelining ({ipu} and {op.at.ipu}). "
+                "All pipeline stages using this tensor should be on the same graph."
+            )
+    if pipelined:
+        _check_order(ops, losses)
+        _check_gaps(trace, stages)
+    if isinstance(trace.strategy, ParallelPhasedExecution):
+        for op in ops:
+            if op.at.phase % 2 != op.at.ipu % 2:
+                raise cpp_error(
+                    f"Phase {op.at.phase} runs on IPU {op.at.ipu}: even phases run on even IPUs, odd on odd"
+                )
+    return Layout(stages, used, changes + 1, {n: i for n, i in where.items() if n in parameters}, pipelined)
+
+
+def _check_order(ops: Sequence[Op], losses: Sequence[Loss]) -> None:
+    made: Dict[int, Op] = {}
+    for op in ops:
+        for tensor in op.inputs:
+            earlier = made.get(tensor)
+            if earlier is not None and earlier.at.stage > op.at.stage:
+                raise popart_error(
+                    f"{op.name} in block '{op.at.block}', pipeline stage {op.at.stage}, consumes a tensor of {earlier.name} "
+                    f"in block '{earlier.at.block}', stage {earlier.at.stage}: a tensor can not be consumed in an earlier "
+                    "stage than it is produced"
+                )
+        made.update(dict.fromkeys(op.outputs, op))
+    for loss in losses:
+        if loss.final:
+            for op in ops:
+                if 2 * loss.stage - op.at.stage < 0:  # where its backward would have to be
+                    raise popart_error(f"Op has bad pipeline stage: {op.name} in {op.at.stage}, loss in {loss.stage}")
+
+
+def _check_gaps(trace: Trace, stages: Mapping[int, int]) -> None:
+    """Stage 0 alone may be missing where AutoIncrement, which counts from 1, made the stages: PopART shifts them down."""
+    first = 0 if trace.strategy._block_map else min(stages)
+    for stage in range(first, max(stages) + 1):
+        if stage not in stages:
+            raise popart_error(
+                f"The set of pipeline stages for all Ops contains {len(stages)} stages, but stage {stage} is missing"
+            )

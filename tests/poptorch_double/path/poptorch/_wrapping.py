@@ -1,0 +1,136 @@
+"""What trainingModel does to the user's model: classes whose attributes fetch the trained weights when they are touched.
+
+The user's module, its parameters and its buffers get subclasses of their own classes; destroy() puts the old ones back.
+Only a weak reference leads to the executor: when it is gone the model stays wrapped, and keeps the weights it has.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import weakref
+from typing import Any, Dict, Type
+
+import torch
+
+from poptorch._errors import py_error
+
+
+def is_wrapped(model: Any) -> bool:
+    return hasattr(type(model), "_unwrapped_model")
+
+
+def wrap(model: torch.nn.Module, executor: Any) -> None:
+    parent = weakref.ref(executor)
+    for buffer in model.buffers():
+        if type(buffer) is not torch.Tensor:
+            raise py_error(f"All buffers must be an instance of torch.Tensor (Got {type(buffer)})")
+    parameter_class, buffer_class = _parameter_class(parent), _buffer_class(parent)
+    for parameter in model.parameters():
+        parameter.__class__ = parameter_class
+    for buffer in model.buffers():
+        buffer.__class__ = buffer_class
+    model.__class__ = _model_class(type(model), parent)
+
+
+def unwrap(model: Any) -> None:
+    model.__class__ = type(model)._unwrapped_model
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if hasattr(type(tensor), "_unwrapped"):
+            tensor.__class__ = type(tensor)._unwrapped
+
+
+def _sync(parent: Any) -> bool:
+    executor = parent()
+    return executor is not None and bool(executor._sync_if_needed())
+
+
+def _parameter_class(parent: Any) -> Type[torch.nn.Parameter]:
+    class PoptorchParameter(torch.nn.Parameter):
+        _unwrapped = torch.nn.Parameter
+
+        def __getattribute__(self, name: str) -> Any:
+            _sync(parent)
+            return object.__getattribute__(self, name)
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            _sync(parent)
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+
+        def __deepcopy__(self, memo: Dict[int, Any]) -> Any:
+            memo[id(self)] = torch.nn.Parameter(self.data.clone(), self.requires_grad)
+            return memo[id(self)]
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return torch.nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+    return PoptorchParameter
+
+
+def _buffer_class(parent: Any) -> Type[torch.Tensor]:
+    class PoptorchBuffer(torch.Tensor):
+        _unwrapped = torch.Tensor
+
+        def __getattribute__(self, name: str) -> Any:
+            _sync(parent)
+            return super().__getattribute__(name)
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            _sync(parent)
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+
+        def __deepcopy__(self, memo: Dict[int, Any]) -> Any:
+            memo[id(self)] = self.detach().clone()
+            return memo[id(self)]
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return self.detach().__reduce_ex__(protocol)
+
+    return PoptorchBuffer
+
+
+def _bare(base: Any) -> Any:
+    return base.__new__(base)
+
+
+def _model_class(base: Any, parent: Any) -> Any:
+    class PoptorchModel(base):
+        _unwrapped_model = base
+
+        def copyWeightsToHostIfNeeded(self) -> bool:
+            return _sync(parent)
+
+        def destroy(self) -> None:
+            executor = parent()
+            if executor is not None:
+                executor.destroy()
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "_host_weights_version":
+                executor = parent()
+                return None if executor is None else executor._host_weights_version
+            if name in ("_buffers", "_parameters", "forward"):
+                _sync(parent)
+            return object.__getattribute__(self, name)
+
+        def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+            """Plain tensors, which load where there is no PopTorch."""
+            found = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+            out = collections.OrderedDict()
+            for name, value in found.items():
+                out[name] = value.detach() if isinstance(value, torch.Tensor) else value
+            return out
+
+        def __deepcopy__(self, memo: Dict[int, Any]) -> Any:
+            other = base.__new__(base)
+            memo[id(self)] = other
+            other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+            return other
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return _bare, (base,), dict(self.__dict__)
+
+    PoptorchModel.__name__ = f"Poptorch{base.__name__}"
+    return PoptorchModel
