@@ -31,7 +31,7 @@ OPTIMIZER_COPIES = {"sgd": 2, "momentum": 3, "adam": 4}
 
 def weight_optimizer_copies(optimizer: str, t2: bool) -> int:
     """Copies of the weights that one version costs: weights, gradient and moments (sgd 2, momentum 3, adam 4), one more
-    for T2's accumulator. PipeMare, Table 2: with T2 4/3 = 1.33 (momentum) and 5/4 = 1.25 (Adam)
+    for T2's accumulator (or another rule's). PipeMare, Table 2: with T2 4/3 = 1.33 (momentum) and 5/4 = 1.25 (Adam)
     of what it is without."""
     if not isinstance(optimizer, str) or optimizer not in OPTIMIZER_COPIES:
         raise BadInput(f"optimizer: {optimizer}: must be one of {', '.join(OPTIMIZER_COPIES)}")
@@ -82,15 +82,6 @@ def recompute_stash(stages: int, segments: int = 0) -> IntArray:
     ends = _ends(stages, segments)
     s = np.arange(stages)
     return np.asarray(np.where(_heads(ends), 2 * (stages - 1 - s), 2 * (ends - s)), np.int64)
-
-
-def recompute_ratio(stages: int, segments: int = 0) -> float:
-    """sum(`recompute_stash`) / sum(`activation_stash`, turn 1): 0.173 for 107 stages in 10 or 11 segments.
-
-    In the schedule's own count, `held` against `Schedule.max_in_flight`, it is 0.190. PipeMare's Table 5 states the
-    ratio of the orders instead, `recompute_ratio_order`.
-    """
-    return float(recompute_stash(stages, segments).sum() / max(int(activation_stash(stages).sum()), 1))
 
 
 def recompute_ratio_order(stages: int) -> float:
@@ -204,23 +195,17 @@ def gpipe_utilization(stages: int, microbatches: int) -> float:
     return microbatches / (microbatches + stages - 1)
 
 
-def amortized_utilization(async_epochs: float, sync_epochs: float, sync_utilization: float) -> float:
-    """(E_a + E_s) / (E_a + E_s/u): asynchronous epochs after synchronous ones of utilization u (PipeMare, W)."""
-    _real("async_epochs", async_epochs, least=0)
-    _real("sync_epochs", sync_epochs, least=0)
-    _real("sync_utilization", sync_utilization, least=0)
-    if not 0 < sync_utilization <= 1:
-        raise BadInput(f"sync_utilization: {sync_utilization}: must be greater than 0 and at most 1")
-    if not async_epochs + sync_epochs > 0:
-        raise BadInput("async_epochs, sync_epochs: 0: there must be some epochs")
-    return float((async_epochs + sync_epochs) / (async_epochs + sync_epochs / sync_utilization))
-
-
-def pb_utilization(microbatches: int, stages: int) -> float:
-    """N/(N+2S-2), N samples through S stages that do a forward and a backward a step (Kosson et al. 2021)."""
-    _whole("microbatches", microbatches)
-    _whole("stages", stages)
-    return microbatches / (microbatches + 2 * stages - 2)
+def amortized_utilization(phases: Sequence[Tuple[float, float]]) -> float:
+    """Of a run in phases (length, utilization): sum(E) / sum(E/u), such as asynchronous epochs, u = 1, after synchronous ones
+    (PipeMare, W)."""
+    for length, busy in phases:
+        _real("length", length, least=0)
+        if not 0 < busy <= 1:
+            raise BadInput(f"utilization: {busy}: must be greater than 0 and at most 1")
+    total = sum(length for length, _ in phases)
+    if not total:
+        raise BadInput("phases: of no length: there must be some epochs")
+    return total / sum(length / busy for length, busy in phases)
 
 
 # ---- all of it for one run

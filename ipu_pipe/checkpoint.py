@@ -87,6 +87,9 @@ def steps(folder: Path) -> List[int]:
     return sorted(int(match.group(1)) for match in found if match)
 
 
+HEADS = "local_heads."
+
+
 def prune(folder: Path, keep: int, best: Optional[int]) -> None:
     """Delete all but the newest `keep` checkpoints and the one of step `best`."""
     for step in steps(folder)[:-keep]:
@@ -140,6 +143,8 @@ def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
 def load_weights(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], place: str) -> None:
     """Copy a state dict into `model`; all names and shapes must agree. `place` names the source in the error."""
     own = model.state_dict()
+    if not any(name.startswith(HEADS) for name in own):  # auxiliary heads only train
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(HEADS)}
     faults = [f"{place}: {name}: missing, the model needs it" for name in own if name not in tensors]
     faults += [f"{place}: {name}: the model has no such parameter or buffer" for name in tensors if name not in own]
     faults += [

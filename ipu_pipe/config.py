@@ -139,7 +139,7 @@ class Hogwild(_Section):
     stage's lag in the method's pipeline."""
 
     mean: Any = None
-    max: Count
+    max: Annotated[int, _whole(1, 1_000_000)]
 
     @field_validator("mean")
     @classmethod
@@ -189,7 +189,9 @@ class GradientShrinking(_Section):
 
 
 class MethodArgs(_Section):
-    """Changes of the method's axes, see ipu_pipe.methods, and its update rules, see ipu_pipe.rules."""
+    """Changes of the method's axes, see ipu_pipe.methods, and its update rules, see ipu_pipe.rules. Of local-parallel methods:
+    `head`, "module:function" that makes an auxiliary head; `block_rates`, what the learning rate is multiplied by, and
+    `block_accumulation`, of how many updates' gradients a step is made, one for each block."""
 
     schedule: Optional[Literal["1f1b", "dataflow"]] = None
     turn: Optional[Annotated[int, _whole(0, 1)]] = None
@@ -203,6 +205,12 @@ class MethodArgs(_Section):
     spike_compensation: Optional[SpikeCompensation] = None
     weight_prediction: Optional[WeightPrediction] = None
     gradient_shrinking: Optional[GradientShrinking] = None
+    blocks: Any = None
+    overlap: Any = None
+    layers: Any = None
+    head: Optional[str] = None
+    block_rates: Optional[List[Positive]] = None
+    block_accumulation: Optional[List[Count]] = None
 
 
 class BackendConfig(_Section):
@@ -373,7 +381,7 @@ class Config(_Section):
         method = METHODS.get(self.method)
         if not self.recompute or method is None or self.method_args.recompute:
             return self
-        reads_newest = method.backward_reads == "newest" and not method.flushes and not self.method_args.stash
+        reads_newest = method.backward_reads == "newest" and method.is_stale and not self.method_args.stash
         if reads_newest and not self.method_args.hogwild:
             why = f"with {self.method} the weights of the recomputation matter: set method_args: {{recompute: {{segments: ...}}}}"
             raise _fault_at("recompute", True, why)

@@ -5,6 +5,7 @@ Every process of a run has an engine and calls the same methods in the same orde
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, TypeVar
 
@@ -13,9 +14,10 @@ import torch
 from ipu_pipe import update
 from ipu_pipe.backends.emulator import Emulator, StepResult
 from ipu_pipe.config import BackendConfig
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.evaluation import evaluate
 from ipu_pipe.job import Job
+from ipu_pipe.local import blocks_of
 from ipu_pipe.rundir import Measured
 
 Result = TypeVar("Result")
@@ -31,12 +33,15 @@ class State(NamedTuple):
 
 class Report(NamedTuple):
     """What the devices measured: by stage, bytes of optimizer state and greatest bytes of weight versions besides the newest;
-    messages sent, (source, target) -> (bytes, messages); events of all ranks. None where a backend cannot know."""
+    messages sent, (source, target) -> (bytes, messages); events of all ranks; microbatches that these two are of; messages with
+    the gradients of shared layers. None where a backend cannot know."""
 
     optimizer_bytes: List[int]
     version_bytes: List[int]
     links: Optional[Dict[Tuple[int, int], Tuple[int, int]]]
     events: Optional[List[Any]]
+    microbatches: int = 0
+    shared: Optional[Dict[Tuple[int, int], Tuple[int, int]]] = None
 
 
 class Engine:
@@ -52,8 +57,9 @@ class Engine:
         """Update k. The result is meant for the main process; others may get zeros."""
         raise NotImplementedError
 
-    def evaluate(self) -> Measured:
-        """Test loss and accuracy with the pipeline drained; the same on every process."""
+    def evaluate(self) -> List[Measured]:
+        """Test loss and accuracy with the pipeline drained, of each block that has a loss of its own, the model's own last; the
+        same on every process."""
         raise NotImplementedError
 
     def state(self) -> Optional[State]:
@@ -94,7 +100,7 @@ class LocalEngine(Engine):
             for replica in range(self.job.config.replicas):
                 yield self.job.microbatch(m, replica)
 
-    def evaluate(self) -> Measured:
+    def evaluate(self) -> List[Measured]:
         return evaluate(self.job)
 
     def state(self) -> Optional[State]:
@@ -106,6 +112,9 @@ class LocalEngine(Engine):
 
     def close(self) -> None:
         self._emulator.close()
+        blocks = blocks_of(self.job.model)
+        if blocks is not None:
+            blocks.release()
 
 
 def is_distributed() -> bool:
@@ -150,11 +159,24 @@ def leave() -> None:
 
 def on_main(work: Callable[[], Result]) -> Result:
     """`work()` on the main process; its result, or its BadInput, on every one."""
-    if not is_distributed():
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return work()
     from ipu_pipe.backends import processes
 
     return processes.on_all_ranks(work)
+
+
+@contextlib.contextmanager
+def told_once() -> Iterator[None]:
+    """Of the processes of a run the first that comes here with a fault or bad input tells it."""
+    try:
+        yield
+    except (BadInput, RunFault) as error:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            from ipu_pipe.backends import processes
+
+            error.is_told = not processes.is_first_to_tell()
+        raise
 
 
 def make_engine(job: Job, first_update: int) -> Engine:

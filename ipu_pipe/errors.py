@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import Any, Callable, NoReturn, Sequence, Union
+from typing import Any, Callable, NoReturn, Optional, Sequence, Union
 
 
 class BadInput(ValueError):
     """What the user gave cannot be used. `faults`: one line each (file, key, value, what is allowed). Exit code 2."""
+
+    is_told: Optional[bool] = None
 
     def __init__(self, faults: Union[str, Sequence[str]]) -> None:
         self.faults = [faults] if isinstance(faults, str) else list(faults)
@@ -20,10 +22,11 @@ class BadInput(ValueError):
 class RunFault(RuntimeError):
     """A fault while running, told in one line (a loss that is not finite, a disk that is full). Exit code 1.
 
-    Of several processes the first one that finds a fault tells it; `is_told` is set on the others.
+    Of several processes the first one that finds a fault tells it; `is_told` says whether another has. Where that is not
+    known (None), every process tells its own, and bad input, which all find alike, rank 0.
     """
 
-    is_told = False
+    is_told: Optional[bool] = None
 
 
 def first_line(error: BaseException) -> str:
@@ -49,7 +52,8 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         main()
         sys.stdout.flush()
     except BadInput as error:
-        for fault in error.faults if os.environ.get("RANK", "0") == "0" else ():  # all processes find the same
+        told = os.environ.get("RANK", "0") != "0" if error.is_told is None else error.is_told
+        for fault in () if told else error.faults:
             print("error: " + " ".join(fault.split()), file=sys.stderr)
         code = 2
     except RunFault as error:

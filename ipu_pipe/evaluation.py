@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Optional, Tuple
+from typing import Any, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
 
 from ipu_pipe.backends.emulator import right_answers
 from ipu_pipe.job import Setup
+from ipu_pipe.local import SumOfLosses, blocks_of
 from ipu_pipe.probe import Loss
 from ipu_pipe.rundir import Measured
 
@@ -32,11 +33,10 @@ class Tally:
     """Sums over batches. Cross-entropy's mean is over the labels that it counts, whatever the batches; another loss's over
     the samples."""
 
-    def __init__(self, loss: Loss) -> None:
-        self.sums = torch.zeros(
-            5, dtype=torch.float64
-        )  # loss, its weight, right answers, counted labels, batches without
-        self._loss = loss
+    def __init__(self, loss: Loss, sums: Optional[torch.Tensor] = None) -> None:
+        """`sums`: of a tally that is done: loss, its weight, right answers, counted labels, batches without them."""
+        self.sums = torch.zeros(5, dtype=torch.float64) if sums is None else sums
+        self._loss = loss.each if isinstance(loss, SumOfLosses) else loss
 
     def add(self, output: Any, y: Any, samples: int) -> None:
         """A batch's outputs and labels."""
@@ -65,16 +65,21 @@ def _counts_labels(loss: Loss) -> bool:
     return loss is nn.functional.cross_entropy
 
 
-def evaluate(setup: Setup) -> Measured:
-    """(mean loss, accuracy as a fraction) over the test set, or its configured subset; None where there is none."""
-    model, tally = setup.model, Tally(setup.loss)
+def evaluate(setup: Setup) -> List[Measured]:
+    """(mean loss, accuracy as a fraction) over the test set, or its configured subset, None where there is none: of the model's
+    output, and before it of every block's that has a loss of its own."""
+    model, blocks = setup.model, blocks_of(setup.model)
+    tallies: List[Tally] = []
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
             for x, y in test_batches(setup):
-                tally.add(model(x), y, len(x))
+                outputs = blocks.outputs(x) if blocks is not None else [model(x)]
+                tallies = tallies or [Tally(setup.loss) for _ in outputs]
+                for tally, output in zip(tallies, outputs):
+                    tally.add(output, y, len(x))
     finally:
         for module, mode in modes:
             module.training = mode
-    return tally.measured
+    return [tally.measured for tally in tallies] or [(None, None)]

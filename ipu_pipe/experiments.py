@@ -24,7 +24,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ipu_pipe.config import configure, merge, read_yaml
+from ipu_pipe.config import configure, differences, load_config, merge, read_yaml
 from ipu_pipe.errors import BadInput, RunFault
 
 KEYS = ("title", "source", "base", "full", "seeds", "rows", "expect")
@@ -79,6 +79,7 @@ def load_experiment(path: Path) -> Experiment:
     ):  # fmt: skip
         if not isinstance(raw.get(key), kind) or not raw[key]:
             faults.append(f"{path}: {key}: {raw.get(key)}: must be {what}")
+    faults += _shape_faults(path, raw) if not faults else []
     if faults:
         raise BadInput(faults)
     experiment = Experiment(
@@ -99,6 +100,30 @@ def load_experiment(path: Path) -> Experiment:
     if faults:
         raise BadInput(faults)
     return experiment
+
+
+def _shape_faults(path: Path, raw: Mapping[str, Any]) -> List[str]:
+    """What is of the wrong type inside an experiment's file, or would be two runs in one folder."""
+    faults = []
+    if not isinstance(raw.get("full") or {}, dict):
+        faults.append(f"{path}: full: {raw['full']}: must be a mapping")
+    if not all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in raw["seeds"]):
+        faults.append(f"{path}: seeds: {raw['seeds']}: must be a list of whole numbers")
+    folders: Dict[str, str] = {}
+    for label, keys in raw["rows"].items():
+        if not isinstance(keys or {}, dict):
+            faults.append(f"{path}: rows.{label}: {keys}: must be a mapping of keys that replace those of base")
+        other = folders.setdefault(_folder(f"{label}"), f"{label}")
+        if other != f"{label}":
+            faults.append(f"{path}: rows.{label}: its runs would be in the folder of {other}: must be called otherwise")
+    expect = raw.get("expect") or []
+    if not isinstance(expect, list) or not all(isinstance(entry, dict) for entry in expect):
+        return [*faults, f"{path}: expect: {expect}: must be a list of {{better, than, by}}"]
+    for number, entry in enumerate(expect):
+        by = entry.get("by", 0.0)
+        if isinstance(by, bool) or not isinstance(by, (int, float)):
+            faults.append(f"{path}: expect.{number}.by: {by}: must be a number")
+    return faults
 
 
 def run_experiment(
@@ -160,11 +185,15 @@ def _work(config: Dict[str, Any], folder: str) -> Dict[str, Any]:
 
     out, start = Path(folder), time.monotonic()
     marker = out / "diverged.json"
-    if marker.is_file():
-        return dict(json.loads(marker.read_text()))
     settings = configure(**config)
+    again = False
+    if marker.is_file():
+        again = bool(differences(load_config(out / "config.yaml"), settings))
+        if not again:
+            return dict(json.loads(marker.read_text()))
     try:
-        summary = training.train(settings, out, resume=(out / "config.yaml").exists(), quiet=True)
+        resume = (out / "config.yaml").exists() and not again
+        summary = training.train(settings, out, resume=resume, overwrite=again, quiet=True)
     except RunFault as error:
         if "loss is" not in str(error):
             raise

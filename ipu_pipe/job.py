@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ipu_pipe import lr, rules, update
-from ipu_pipe.accounting import gpipe_utilization
+from ipu_pipe.accounting import amortized_utilization, gpipe_utilization
 from ipu_pipe.backends import emulator
 from ipu_pipe.buffers import buffers_restored
 from ipu_pipe.checkpoint import load_weights, read_tensors
@@ -20,14 +20,16 @@ from ipu_pipe.config import Config
 from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.entries import call_entry, resolve_entry
 from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.local import SumOfLosses, blocks_of, make_blocks
 from ipu_pipe.methods import Method, check, resolve_method
-from ipu_pipe.probe import Footprint, Loss, footprint
+from ipu_pipe.probe import Footprint, Loss, changing_buffers, footprint
 from ipu_pipe.randomness import derived_seed
 from ipu_pipe.schedule import Schedule
 from ipu_pipe.stages import Partition, partition
 from ipu_pipe.timelines import make_schedule
 from ipu_pipe.versions import VersionTable, segment_ends
 
+BLOCK_KEYS = ("block_rates", "block_accumulation", "head")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -109,8 +111,7 @@ class Job(Setup):
 
     def utilization(self) -> float:
         """Busy share of the whole run: with a warm-up amortized over both phases' times (PipeMare, section 4)."""
-        phases = self.phases()
-        return self.updates / sum(phase["updates"] / phase["utilization"] for phase in phases)
+        return amortized_utilization([(phase["updates"], phase["utilization"]) for phase in self.phases()])
 
     def evaluates_after(self, done: int) -> bool:
         """Whether the test set is evaluated when `done` updates are done: after each `evaluate.every` epochs and at the end."""
@@ -193,18 +194,29 @@ def build(
     x, y = setup.to_device(*data.train_batch(0, 0, config.micro_batch_size))
     example = x.clone(), y.clone()  # a model that works in place must not change the data
     _try_model(model, chosen_loss, example)
-    part, own, note = _partition(config, model, example[0])
+    args = config.method_settings()
+    method = resolve_method(config.method, args)
+    if method.structure is not None:
+        model, part, own, note = _blocks(config, method, model, example[0])
+        chosen_loss = SumOfLosses(chosen_loss)
+    else:
+        part, own, note = _partition(config, model, example[0])
     if isinstance(config.stages, dict) and config.stages.get("by") == "time" and part.begins and not part.spread:
         config = config.model_copy(update={"stages": list(part.begins)})
 
-    args = config.method_settings()
-    method = resolve_method(config.method, args)
     accumulate = config.gradient_accumulation
     check(method, len(part), updates * accumulate, accumulate)
     scope = config.clip.scope if config.clip else None
     reasons = emulator.refuses(model, chosen_loss, method, len(part), *example, clip_scope=scope)
+    if scope == "delayed_global" and "warmup" in args:
+        reasons.append(
+            "clip.scope: delayed_global: not together with method_args.warmup, whose norms are not delayed: use stage"
+        )
+    if config.replicas > 1:
+        reasons += _own_buffers(model, example[0])
     if reasons:
         raise BadInput(reasons)
+    _check_blocks(config, args, len(part), updates, per_epoch)
     switch = round(args["warmup"]["epochs"] * per_epoch) if "warmup" in args else 0
     drains = [k * accumulate for k in _drains(config, updates, per_epoch)]
     schedule = make_schedule(method, len(part), updates * accumulate, accumulate, drains, switch * accumulate)
@@ -212,7 +224,12 @@ def build(
     if method.segments is not None:
         segment_ends(len(part), method.segments)  # refuses more than there are stages
     groups = update.parameter_groups(model, part, config.optimizer.no_decay)
-    made = (optimizer or _factory(config))(groups if own is None else update.stage_groups(groups, own))
+    held = groups if own is None else update.stage_groups(groups, own)
+    blocks = blocks_of(model)
+    if own and blocks is not None and blocks.overlap:  # this process's duplicate of the stage before
+        shared = {id(p) for p in blocks.pieces[own - 1].parameters()}
+        held = [*held, *update.only(update.stage_groups(groups, own - 1), shared)]
+    made = (optimizer or _factory(config))(held)
     if optimizer is not None:
         _check_groups(made)
         _check_rules(args, method, made)
@@ -222,6 +239,70 @@ def build(
         _rules(config, args, table, made, base, updates, per_epoch, switch),
         base, per_epoch, updates, example, footprint(model, part, chosen_loss, *example), note,
     )  # fmt: skip
+
+
+def _blocks(
+    config: Config, method: Method, model: nn.Module, x: torch.Tensor
+) -> Tuple[nn.Module, Partition, Optional[int], str]:
+    """As `_partition`, of a method whose blocks have losses of their own: with the model that they make."""
+    assert method.structure is not None
+    structure, count, own = method.structure, None, None
+    if config.backend.name == "distributed":
+        from ipu_pipe.backends.processes import place_blocks
+
+        count, own, structure = place_blocks(config, structure)
+    entry = config.method_args.head
+    head = resolve_entry(entry, "method_args.head") if entry else None
+    made, part = make_blocks(model, x, structure, config.stages, config.seed, count, head)
+    return made, part, own, ""
+
+
+def _check_blocks(config: Config, args: Dict[str, Any], blocks: int, updates: int, per_epoch: int) -> None:
+    """Whether rates and accumulation by block fit the blocks and the run, and clipping and replicas the method."""
+    faults = []
+    for key in ("block_rates", "block_accumulation"):
+        if key in args and len(args[key]) != blocks:
+            faults.append(f"method_args.{key}: {args[key]}: must be one for each of {blocks} blocks")
+    for every in args.get("block_accumulation", ()):
+        wrong = [k for k in [*_drains(config, updates, per_epoch), updates] if k % every]
+        if wrong:
+            faults.append(
+                f"method_args.block_accumulation: {every}: an evaluation or checkpoint comes after {wrong[0]} updates, it must"
+                f" come after a multiple of {every}, when no gathered gradient is left (evaluate.every, checkpoint.every, steps)"
+            )
+            break
+    method = resolve_method(config.method, args)
+    if method.structure is None:
+        faults += [f"method_args.{key}: {method.name} has no blocks" for key in BLOCK_KEYS if args.get(key) is not None]
+    else:
+        if config.clip and config.clip.scope != "stage":
+            faults.append(f"clip.scope: {config.clip.scope}: a block knows no gradient but its own: must be stage")
+        if method.structure.overlap and config.clip:
+            faults.append(
+                "clip: local_overlapping: a layer's gradient is the mean of two blocks', which are not clipped"
+            )
+        if method.structure.overlap and config.replicas > 1:
+            faults.append(
+                f"replicas: {config.replicas}: not with local_overlapping, whose layers have duplicates already"
+            )
+        if args.get("block_accumulation") and config.replicas > 1:
+            faults.append(
+                f"replicas: {config.replicas}: not with method_args.block_accumulation: use gradient_accumulation"
+            )
+    if faults:
+        raise BadInput(faults)
+
+
+def _own_buffers(model: nn.Module, x: torch.Tensor) -> List[str]:
+    """Why replicas cannot be resumed exactly: a checkpoint holds the buffers of the first one. BatchNorm's do not matter in
+    training."""
+    names = changing_buffers(model, x)
+    if not names:
+        return []
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return [
+        f"replicas: model: {shown}: buffers that training changes differ between replicas, checkpoints hold one's: use 1"
+    ]
 
 
 def _partition(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Partition, Optional[int], str]:

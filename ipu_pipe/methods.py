@@ -10,13 +10,13 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple, Union
 
 from ipu_pipe.errors import BadInput
 
 
 class Pipeline(str, Enum):
-    """Who does what when. All but DATAFLOW do one forward or one backward a stage and slot."""
+    """Who does what when. All but DATAFLOW and the local ones do one forward or one backward a stage and slot."""
 
     SEQUENTIAL = "sequential"  # one microbatch at a time through all stages and back
     FILL_DRAIN = "fill_drain"  # all forwards of a batch, then all its backwards
@@ -24,6 +24,8 @@ class Pipeline(str, Enum):
     ONE_F_ONE_B = "1f1b"  # never empties; at most P in flight, counted at stage 0 only
     ONE_F_ONE_B_CAPPED = "1f1b_capped"  # never empties; at most P-s in flight on stage s
     DATAFLOW = "dataflow"  # a forward and a backward of every stage in each step
+    LOCAL = "local"  # a forward and, at once, its backward of every stage in each step; no stage waits for a later one
+    LOCAL_SHARED = "local_shared"  # the same, but updates wait for the next stage's gradient of the shared layer
 
 
 class Reads(str, Enum):
@@ -60,6 +62,20 @@ class Delay:
 
 
 @dataclass(frozen=True)
+class Structure:
+    """Local-parallel training: which stages form a block, trained by a loss of its own (Laskin et al. 2020, section 3).
+
+    `blocks`: how many, or the names at which the second and later ones begin; None: every stage is one. `overlap`: so many
+    stages before its own are in a block too, their gradients averaged between the blocks that hold them. `layers`: the last
+    so many stages are the only block that trains.
+    """
+
+    blocks: Union[None, int, Tuple[str, ...]] = None
+    overlap: int = 0
+    layers: Optional[int] = None
+
+
+@dataclass(frozen=True)
 class Method:
     """One way to train a pipeline.
 
@@ -67,6 +83,7 @@ class Method:
     `flushes`: the pipeline empties before every update, so that no pass ever reads old weights.
     `predicts`: both passes read weights predicted for one time, that at which the first stage's backward ends.
     `delay`: where forward_reads is DELAYED. `segments`: activations are recomputed, but for the inputs of so many segments.
+    `structure`: gradients stay inside blocks of stages; None: they pass through the whole model.
     """
 
     name: str
@@ -80,10 +97,16 @@ class Method:
     predicts: bool = False
     delay: Optional[Delay] = None
     segments: Optional[int] = None
+    structure: Optional[Structure] = None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether there are pipelines on which a pass reads other weights than the newest."""
+        return not self.flushes and self.structure is None
 
     def reads_old(self, stages: int) -> bool:
         """Whether any pass may read other weights than the newest, on a pipeline of so many stages."""
-        return not self.flushes and (stages > 1 or self.delay is not None)
+        return self.is_stale and (stages > 1 or self.delay is not None)
 
     def accumulate_for(self, stages: int, microbatches: int) -> int:
         """N, the microbatches an update, where the user does not say."""
@@ -131,17 +154,35 @@ METHODS: Dict[str, Method] = _table(
         "spectrain", Pipeline.DATAFLOW, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
         "Chen et al. 2018 (SpecTrain), as compared by Kosson et al. 2021", predicts=True,
     ),
+    Method(
+        "local_greedy", Pipeline.LOCAL, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
+        "Belilovsky et al. 2019; Laskin et al. 2020, Figure 2(b)", structure=Structure(),
+    ),
+    Method(
+        "local_chunked", Pipeline.LOCAL, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
+        "Laskin et al. 2020, Figure 2(d)", structure=Structure(blocks=2),
+    ),
+    Method(
+        "local_overlapping", Pipeline.LOCAL_SHARED, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
+        "Xiong et al. 2020; Laskin et al. 2020, Figure 2(c)", structure=Structure(overlap=1),
+    ),
+    Method(
+        "last_layers", Pipeline.LOCAL, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
+        "the baseline of Laskin et al. 2020, section 4", structure=Structure(layers=1),
+    ),
 )  # fmt: skip
 
 
-AXES = ("schedule", "turn", "stash", "hogwild", "constant_delay", "recompute")
+AXES = ("schedule", "turn", "stash", "hogwild", "constant_delay", "recompute", "blocks", "overlap", "layers")
+OWN_AXIS = {"local_chunked": "blocks", "local_overlapping": "overlap", "last_layers": "layers"}
 
 
 def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     """The method called `name`, its axes changed by `args`.
 
     `schedule` 1f1b|dataflow, `turn` 0|1, `stash` true|false, `hogwild` {mean, max}, `constant_delay` {updates},
-    `recompute` {segments}. Other keys of `args` belong to the update rules and are not looked at; None means not given.
+    `recompute` {segments}; `blocks` of local_chunked, `overlap` of local_overlapping, `layers` of last_layers. Other keys of
+    `args` belong to the update rules and are not looked at; None means not given.
     Raises BadInput for an unknown name and for an argument that the method cannot take, with the reason.
     """
     if name not in METHODS:
@@ -151,6 +192,9 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     faults = _value_faults(given) or _axis_faults(method, given)
     if faults:
         raise BadInput(faults)
+    if method.structure is not None:
+        own: Dict[str, Any] = {key: tuple(v) if isinstance(v, (list, tuple)) else v for key, v in given.items()}
+        return replace(method, structure=replace(method.structure, **own)) if own else method
     if "schedule" in given:
         pipeline = Pipeline(given["schedule"])
         method = replace(method, pipeline=pipeline, turn=method.turn if pipeline is Pipeline.DATAFLOW else 0)
@@ -182,6 +226,12 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 def _value_faults(given: Mapping[str, Any]) -> List[str]:
     faults = []
+    for key in ("blocks", "overlap", "layers"):
+        value = given.get(key, 1)
+        names = key == "blocks" and isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
+        if not (names and value) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            words = "a whole number >= 1" + (" or a list of module names" if key == "blocks" else "")
+            faults.append(f"method_args: {key}: {value}: must be {words}")
     if given.get("schedule", "1f1b") not in ("1f1b", "dataflow"):
         faults.append(f"method_args: schedule: {given['schedule']}: must be 1f1b or dataflow")
     turn = given.get("turn", 0)
@@ -197,7 +247,16 @@ def _value_faults(given: Mapping[str, Any]) -> List[str]:
 
 
 def _axis_faults(method: Method, given: Mapping[str, Any]) -> List[str]:
-    if method.flushes:
+    local = {key: value for key, value in given.items() if key in OWN_AXIS.values()}
+    other = {key: value for key, value in given.items() if key != OWN_AXIS.get(method.name)}
+    if method.structure is not None:
+        given, reason = other, f"{method.name} trains blocks by losses of their own: no gradient is stale"
+        if local:
+            given = {key: value for key, value in local.items() if key in other} or other
+            reason = f"{method.name} takes {OWN_AXIS.get(method.name, 'none of these')}"
+    elif local:
+        given, reason = local, f"{method.name} has no blocks of its own losses: use a local_ method or last_layers"
+    elif method.flushes:
         reason = f"{method.name} empties the pipeline before every update: its schedule and its weights are fixed"
     elif method.forward_reads is Reads.DOUBLE_BUFFERED:
         reason = f"{method.name} is 1F1B with exactly two weight versions: neither can be changed"

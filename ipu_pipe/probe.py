@@ -166,6 +166,18 @@ def random_modules(model: nn.Module, x: torch.Tensor) -> List[str]:
     return sorted(drawn)
 
 
+def changing_buffers(model: nn.Module, x: torch.Tensor) -> List[str]:
+    """Names of the buffers that a forward in training changes, those of BatchNorm apart, which it does not read there."""
+    norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)}
+    before = {name: t.clone() for name, t in model.named_buffers() if name.rpartition(".")[0] not in norms}
+    if not before:
+        return []
+    with _undisturbed(model), torch.no_grad():
+        model.train()
+        model(x)
+        return [name for name, t in model.named_buffers() if name in before and not torch.equal(t, before[name])]
+
+
 # ---- weights that a backward would not see
 
 

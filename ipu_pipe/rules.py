@@ -309,6 +309,20 @@ class CommonTimePrediction(WeightPrediction):
         self.horizons = {FORWARD: lag + ahead, BACKWARD: ahead}
 
 
+class BlockRates(Rule):
+    """The learning rate of each block times a factor of its own."""
+
+    key, source = "block_rates", "each block its own (Laskin et al. 2020, section 3)"
+    equation = "lr_i = f_i lr"
+
+    def __init__(self, settings: Sequence[float], lag: Floats) -> None:
+        super().__init__({}, lag)
+        self._factors = np.asarray(settings, np.float64)
+
+    def rates(self, rates: Floats, k: int) -> Floats:
+        return rates * self._factors
+
+
 RULES: Dict[str, Type[Rule]] = {
     rule.key: rule
     for rule in (GradientShrinking, Rescheduling, SpikeCompensation, DiscrepancyCorrection, WeightPrediction)
@@ -320,7 +334,7 @@ def faults(args: Mapping[str, Any], method: Method, kind: str, options: Mapping[
     given = [key for key in RULES if args.get(key) is not None]
     found: List[str] = []
     for key in [*given, *(["warmup"] if args.get("warmup") is not None else [])]:
-        if method.flushes:
+        if not method.is_stale:
             found.append(f"method_args.{key}: with {method.name} no gradient is stale: there is nothing for it to do")
     if found:
         return found
@@ -358,6 +372,9 @@ class UpdateRules:
             by_stage.setdefault(group["stage"], []).append(group)
         self.stages = {index: StageState(index, groups, optimizer.state) for index, groups in by_stage.items()}
         self.rules = [RULES[key](args[key], lag) for key in RULES if args.get(key) is not None]
+        if args.get("block_rates") is not None:
+            self.rules.append(BlockRates(args["block_rates"], lag))
+        self._every: List[int] = args.get("block_accumulation") or [1] * len(lag)
         self._corrects = any(isinstance(rule, DiscrepancyCorrection) for rule in self.rules)
         self._prediction: Optional[WeightPrediction] = next(
             (rule for rule in self.rules if isinstance(rule, WeightPrediction)), None
@@ -406,8 +423,10 @@ class UpdateRules:
         return rates
 
     def step(self, k: int, clip: Callable[[], None]) -> None:
-        """Update k of every stage from the gradients at hand, which are then gone."""
+        """Update k of every stage from the gradients at hand, which are then gone; those of blocks that gather more of them
+        stay."""
         rules = self.rules if k >= self.switch else []
+        gathering = self._gather(k)
         rates = self.rates(k)
         for group in self._optimizer.param_groups:
             group["lr"] = float(rates[group["stage"]])
@@ -435,6 +454,23 @@ class UpdateRules:
                     if rule.measures(index):
                         rule.accumulate(stage, step)
         self._optimizer.zero_grad(set_to_none=True)
+        for p, gradient in gathering:
+            p.grad = gradient
+
+    def _gather(self, k: int) -> List[Tuple[torch.nn.Parameter, Optional[torch.Tensor]]]:
+        """Take out the gradients of stages that do not step at update k; those that do get the mean of what they gathered."""
+        taken: List[Tuple[torch.nn.Parameter, Optional[torch.Tensor]]] = []
+        for index, stage in self.stages.items():
+            every = self._every[index]
+            if (k + 1) % every:
+                taken += [(p, p.grad) for p in stage.parameters]
+            elif every > 1:
+                for p in stage.parameters:
+                    if p.grad is not None:
+                        p.grad /= every
+        for p, _ in taken:
+            p.grad = None
+        return taken
 
 
 def scaled_for_update_size(lr: float, momentum: float, reference: int, size: int) -> Tuple[float, float]:

@@ -55,23 +55,28 @@ NEEDS: Dict[Kind, Tuple[Tuple[Kind, int], ...]] = {
 }
 
 
+def _needs(kind: Kind, local: bool) -> Tuple[Tuple[Kind, int], ...]:
+    """Of a local schedule no pass needs a later stage's: each stage has a loss of its own."""
+    return tuple((need, offset) for need, offset in NEEDS[kind] if offset <= 0 or not local)
+
+
 def predecessors(action: Action, schedule: Schedule) -> List[Action]:
     """What must be done before `action` can be.
 
     Everything must be done in earlier slots, except that an update comes in the slot of its batch's last backward, and
     that a stage whose slot holds both passes does the forward before the backward.
     """
-    return predecessors_of(action, schedule.stages, schedule.accumulate)
+    return predecessors_of(action, schedule.stages, schedule.accumulate, schedule.local)
 
 
-def predecessors_of(action: Action, stages: int, accumulate: int) -> List[Action]:
+def predecessors_of(action: Action, stages: int, accumulate: int, local: bool = False) -> List[Action]:
     """As `predecessors`, for P `stages` and N = `accumulate` where there is no schedule yet."""
     if action.kind is Kind.UPDATE:
         batch = range(action.index * accumulate, (action.index + 1) * accumulate)
         return [Action(Kind.BACKWARD, microbatch, action.stage) for microbatch in batch]
     return [
         Action(kind, action.index, action.stage + offset)
-        for kind, offset in NEEDS[action.kind]
+        for kind, offset in _needs(action.kind, local)
         if 0 <= action.stage + offset < stages
     ]
 
@@ -209,7 +214,8 @@ class Schedule:
     """Who does what when, for P `stages`, M `microbatches` and an update every N = `accumulate` microbatches.
 
     `slot_holds`: "one" action a stage and slot, or "both" a forward and, after it, a backward. Updates are not listed:
-    U(k) follows the backward that completes batch k, in the same slot; a last batch that is not full has none.
+    U(k) follows the backward that completes batch k, in the same slot; a last batch that is not full has none. `local`: no
+    backward needs one of another stage.
     Parts follow one another without a gap. Making one proves that it can run, on the compact form, or raises BadInput
     naming the action that cannot be where it is.
     """
@@ -219,6 +225,7 @@ class Schedule:
     accumulate: int
     slot_holds: str
     parts: Tuple[Part, ...]
+    local: bool = False
 
     def __post_init__(self) -> None:
         if self.slot_holds not in ("one", "both"):
@@ -255,6 +262,16 @@ class Schedule:
     def in_order(self) -> bool:
         """Whether every stage does its backwards in the order of the microbatches (only hand-written rows may not)."""
         return all(part.pieces[Kind.BACKWARD].ascends() for part in self.parts)
+
+    def stretch(self, k: int) -> Tuple[int, int]:
+        """First update and end of the stretch between drains that holds update k."""
+        batch = self.accumulate
+        for part in self.parts:
+            if part.first_microbatch <= k * batch < part.end_microbatch:
+                length, begin = part.microbatches // batch, part.first_microbatch // batch
+                begin += (k - begin) // length * length
+                return begin, begin + length
+        raise AssertionError(f"no update {k}")
 
     # --- microbatch -> slot and back
 
@@ -446,8 +463,8 @@ def _missing(part: Part, stages: int) -> Optional[str]:
 
 def _out_of_turn(part: Part, schedule: Schedule) -> Optional[str]:
     """Slots of a pass and of what it needs are affine between the ends of their runs: the ends prove the rest."""
-    for kind, needs in NEEDS.items():
-        for need, offset in needs:
+    for kind in NEEDS:
+        for need, offset in _needs(kind, schedule.local):
             low, high = max(0, -offset), schedule.stages - max(0, offset)
             if low >= high:
                 continue

@@ -24,7 +24,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Sequence, Set, Tuple
 import numpy as np
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ipu_pipe.buffers import buffers_restored
 from ipu_pipe.errors import BadInput, first_line
@@ -193,11 +193,16 @@ class Piece(nn.Module):
         self.links = nn.ModuleList([model.get_submodule(name) for name in self.names])
         self._own = [str(node.target) for node in nodes if node.op == "get_attr"]
         self._whole = [model]  # in a list: not a child
+        self.begins_in_place = (
+            False  # its first module overwrites what it is given, which autograd allows of copies only
+        )
         self._nodes, self._enters, self._leaves = list(nodes), list(enters), leaves
         self._last_of = _last_uses(self._nodes, self._leaves)
 
     def forward(self, value: Any) -> Any:
         """What the next piece takes, or the model's output."""
+        if self.begins_in_place:
+            value = tree_map(lambda t: t.clone() if t.is_floating_point() else t, value)
         values: Dict[Any, Any] = {_INPUT: value}
         if self._enters:
             values = dict(zip(self._enters, value if len(self._enters) > 1 else (value,)))
@@ -242,6 +247,15 @@ def _last_uses(nodes: Sequence[fx.Node], leaves: Any) -> Dict[fx.Node, List[fx.N
     return last
 
 
+def _writes_over(part: Piece, value: Any) -> bool:
+    leaves = tree_map(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), value)
+    try:
+        part(leaves)
+    except RuntimeError as error:
+        return "leaf Variable that requires grad" in str(error)
+    return False
+
+
 def _apart(value: Any) -> Any:
     """A weight that is handed on: a copy, since it may be updated before it is through."""
     return value.clone() if isinstance(value, nn.Parameter) else value
@@ -274,26 +288,30 @@ def pieces(model: nn.Module, begins: Sequence[str], x: torch.Tensor) -> List[Pie
 
 
 def crossings(parts: Sequence[Piece], model: nn.Module, x: torch.Tensor) -> List[Crossing]:
-    """What crosses each cut, seen in one forward of the microbatch `x`."""
+    """What crosses each cut, seen in one forward of the microbatch `x`; it also finds out which pieces begin in place."""
     seen: List[Crossing] = []
     modes = [(module, module.training) for module in model.modules()]
     value: Any = x
-    try:
-        model.eval()
-        for part in parts[:-1]:
-            with torch.no_grad():
-                value = part(value)
-            tensors, structure = tree_flatten(value)
-            for t in tensors:
-                if not isinstance(t, torch.Tensor):
-                    kind = type(t).__name__
-                    raise BadInput(
-                        f"model: a {kind} would cross between devices after {part.names[-1]}: must be tensors"
-                    )
-            seen.append(
-                Crossing(tuple(Shape(tuple(t.shape), t.dtype, t.is_floating_point()) for t in tensors), structure)
-            )
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with buffers_restored(model):
+        try:
+            model.eval()
+            for part in parts:
+                part.begins_in_place = part is not parts[0] and _writes_over(part, value)
+                with torch.no_grad():
+                    value = part(value)
+                if part is parts[-1]:
+                    break
+                tensors, structure = tree_flatten(value)
+                for t in tensors:
+                    if not isinstance(t, torch.Tensor):
+                        kind = type(t).__name__
+                        raise BadInput(
+                            f"model: a {kind} would cross between devices after {part.names[-1]}: must be tensors"
+                        )
+                seen.append(
+                    Crossing(tuple(Shape(tuple(t.shape), t.dtype, t.is_floating_point()) for t in tensors), structure)
+                )
+        finally:
+            for module, mode in modes:
+                module.training = mode
     return seen

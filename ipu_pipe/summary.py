@@ -12,6 +12,7 @@ from ipu_pipe import accounting, trace
 from ipu_pipe.drawing import format_text
 from ipu_pipe.engines import Report
 from ipu_pipe.job import Job
+from ipu_pipe.local import blocks_of
 from ipu_pipe.rundir import Position
 from ipu_pipe.schedule import Kind
 from ipu_pipe.stages import describe
@@ -147,7 +148,7 @@ def memory_figures(job: Job) -> Optional[Dict[str, Any]]:
         saved_bytes=job.footprint.saved_bytes,
         input_bytes=_input_bytes(job),
         optimizer=kind,
-        t2="t2" in job.config.method_settings(),
+        t2=any(rule.measures(stage.index) for rule in job.rules.rules for stage in job.part.stages),
         method=job.method,
         accumulate=accumulate,
         microbatches=accumulate,
@@ -182,7 +183,11 @@ def _planned_optimizer_bytes(job: Job) -> List[int]:
 
 
 def summarise(
-    job: Job, position: Position, final: Tuple[Optional[float], Optional[float]], measured: Report
+    job: Job,
+    position: Position,
+    final: Tuple[Optional[float], Optional[float]],
+    measured: Report,
+    tested: Sequence[Tuple[Optional[float], Optional[float]]] = (),
 ) -> Dict[str, Any]:
     """The contents of `summary.json`."""
     config = job.config
@@ -219,9 +224,40 @@ def summarise(
         "stages_begin_at": job.part.begin_names(),
         "phases": job.phases(),
         "stages": [_stage_record(index, row) for index, row in enumerate(memory_table(job, measured.optimizer_bytes))],
-        "links": links(job) if measured.links is None else _measured_links(measured.links),
+        "links": links(job) if measured.links is None else _measured_links(measured.links, measured.microbatches),
+        **_block_records(job, measured, tested),
         "memory": memory_figures(job),
     }
+
+
+def _block_records(
+    job: Job, measured: Report, tested: Sequence[Tuple[Optional[float], Optional[float]]]
+) -> Dict[str, Any]:
+    """Of methods with losses of their own: each block's test loss and accuracy by its own head, the model's own last; and the
+    traffic of gradients of shared layers, apart from `links`."""
+    if job.method.structure is None:
+        return {}
+    first = len(job.part) - len(tested)
+    blocks = [
+        {"index": first + i, "test_loss": loss, "test_accuracy": accuracy} for i, (loss, accuracy) in enumerate(tested)
+    ]
+    shared = shared_links(job) if measured.shared is None else _measured_links(measured.shared, measured.microbatches)
+    return {"blocks": blocks, "shared_layer_links": shared}
+
+
+def shared_links(job: Job) -> List[Dict[str, Any]]:
+    """Gradients of shared layers that neighbours exchange in an update, as planned; none without an overlap."""
+    blocks = blocks_of(job.model)
+    if blocks is None or not blocks.overlap:
+        return []
+    entries, messages = [], job.schedule.update_count
+    for s, piece in enumerate(blocks.pieces[:-1]):
+        size = sum(p.numel() * p.element_size() for p in piece.parameters() if p.requires_grad)
+        for src, dst in ((s, s + 1), (s + 1, s)):
+            per_microbatch = size * messages // max(job.schedule.microbatches, 1)
+            entry = {"src": src, "dst": dst, "bytes": size * messages, "messages": messages}
+            entries.append({**entry, "bytes_per_microbatch": per_microbatch})
+    return entries
 
 
 def _stage_record(index: int, row: Dict[str, int]) -> Dict[str, Any]:
@@ -238,11 +274,15 @@ def _stage_record(index: int, row: Dict[str, int]) -> Dict[str, Any]:
 
 
 def links(job: Job) -> List[Dict[str, int]]:
-    """Traffic between neighbouring stages as planned, one entry a direction: activations on, gradients back."""
+    """Traffic between neighbouring stages as planned, one entry a direction: activations on, gradients back where they cross.
+    Where a stage holds the layer before its own too, it is given what enters that one (the second stage has the input)."""
     messages = job.schedule.microbatches
+    sizes, structure = list(enumerate(job.footprint.boundary_bytes)), job.method.structure
+    if structure is not None and structure.overlap:
+        sizes = [(s + structure.overlap, size) for s, size in sizes if s + structure.overlap < len(job.part) - 1]
     entries = []
-    for s, size in enumerate(job.footprint.boundary_bytes):
-        for src, dst in ((s, s + 1), (s + 1, s)):
+    for s, size in sizes:
+        for src, dst in ((s, s + 1),) if structure is not None else ((s, s + 1), (s + 1, s)):
             entries.append(
                 {"src": src, "dst": dst, "bytes": size * messages, "messages": messages, "bytes_per_microbatch": size}
             )
@@ -266,9 +306,16 @@ def memory(job: Job, measured: Report) -> Dict[str, Any]:
     return {"stages": [{**row, "version_bytes": held} for row, held in zip(stages, measured.version_bytes)]}
 
 
-def _measured_links(sent: Mapping[Tuple[int, int], Tuple[int, int]]) -> List[Dict[str, Any]]:
+def _measured_links(sent: Mapping[Tuple[int, int], Tuple[int, int]], microbatches: int) -> List[Dict[str, Any]]:
+    """Of `microbatches`, those since the run was last resumed."""
     return [
-        {"src": src, "dst": dst, "bytes": size, "messages": messages, "bytes_per_microbatch": size // messages}
+        {
+            "src": src,
+            "dst": dst,
+            "bytes": size,
+            "messages": messages,
+            "bytes_per_microbatch": size // max(microbatches, 1),
+        }
         for (src, dst), (size, messages) in sorted(sent.items())
     ]
 
@@ -287,6 +334,7 @@ def write_trace(job: Job, path: Path, slot_ns: float, measured: Optional[Sequenc
         "stages": len(job.part),
         "microbatches": schedule.microbatches,
         "traced_microbatches": count,
+        "gradients_cross": job.method.structure is None,
     }
     if measured is not None:
         begin = min((event.start_ns for event in measured), default=0)
@@ -304,6 +352,7 @@ def write_trace(job: Job, path: Path, slot_ns: float, measured: Optional[Sequenc
         slot_holds=schedule.slot_holds,
         device_of_stage=list(range(len(job.part))),
         boundary_bytes=job.footprint.boundary_bytes,
+        gradients_cross=job.method.structure is None,
     )
     why = "the emulator runs all stages in one process: times are slots times the measured mean slot"
     trace.write_chrome(path, events, counters, {**metadata, "modelled": True, "why_modelled": why, "slot_ns": slot_ns})

@@ -44,11 +44,11 @@ def make_schedule(
             lengths = [(length, count // length), (count % length, 1)]
         for length, repeats in lengths:
             if length and repeats:
-                slots, runs = stretch(stages, length, turn)
+                slots, runs = stretch(stages, length, accumulate if pipeline is Pipeline.LOCAL_SHARED else turn)
                 first_slot, first = (parts[-1].end_slot, parts[-1].end_microbatch) if parts else (0, 0)
                 parts.append(Part(first_slot, first, repeats, slots, length, runs))
-    holds = "both" if method.pipeline is Pipeline.DATAFLOW else "one"
-    return Schedule(stages, microbatches, accumulate, holds, tuple(parts))
+    holds = "both" if method.pipeline in (Pipeline.DATAFLOW, Pipeline.LOCAL, Pipeline.LOCAL_SHARED) else "one"
+    return Schedule(stages, microbatches, accumulate, holds, tuple(parts), local=method.structure is not None)
 
 
 def _between_drains(drains: Sequence[int], microbatches: int, accumulate: int) -> List[Tuple[int, int]]:
@@ -139,6 +139,37 @@ def _dataflow(P: int, M: int, turn: int) -> Stretch:
     return M + 2 * (P - 1) + turn, np.concatenate([forward, backward])
 
 
+def _local(P: int, M: int, turn: int) -> Stretch:
+    """P = 3, M = 4: each stage has a loss of its own, so a microbatch's backward follows its forward at once.
+
+    stage 0  F0 B0  F1 B1  F2 B2  F3 B3  .      .
+    stage 1  .      F0 B0  F1 B1  F2 B2  F3 B3  .
+    stage 2  .      .      F0 B0  F1 B1  F2 B2  F3 B3
+    """
+    s = np.arange(P)
+    passes = [run_array(s, kind, 0, M, s, 1) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+    return M + P - 1, np.concatenate(passes)
+
+
+def _local_shared(P: int, M: int, accumulate: int) -> Stretch:
+    """P = 3, M = 4, N = 2: a batch's update waits a step for the next stage's gradient of the layer that both hold.
+
+    stage 0  F0 B0  F1 B1  .      F2 B2  F3 B3  .      .
+    stage 1  .      F0 B0  F1 B1  .      F2 B2  F3 B3  .
+    stage 2  .      .      F0 B0  F1 B1  .      F2 B2  F3 B3
+    """
+    s = np.arange(P)
+    wait = 1 if P > 1 else 0
+    runs = []
+    if accumulate == 1:
+        runs = [run_array(s, kind, 0, M, s, 1 + wait) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+    else:
+        for first in range(0, M, accumulate):
+            count, slot = min(accumulate, M - first), first + wait * (first // accumulate)
+            runs += [run_array(s, kind, first, count, slot + s, 1) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+    return M + wait * ((M - 1) // accumulate) + P - 1, np.concatenate(runs)
+
+
 # Each pipeline's stretch, and how many microbatches it takes at most as a function of N: no limit for those that never
 # empty.
 _STRETCHES: Dict[Pipeline, Tuple[Callable[[int, int, int], Stretch], Optional[Callable[[int], int]]]] = {
@@ -148,6 +179,8 @@ _STRETCHES: Dict[Pipeline, Tuple[Callable[[int, int, int], Stretch], Optional[Ca
     Pipeline.ONE_F_ONE_B: (_pipedream_1f1b, None),
     Pipeline.ONE_F_ONE_B_CAPPED: (_capped_1f1b, None),
     Pipeline.DATAFLOW: (_dataflow, None),
+    Pipeline.LOCAL: (_local, None),
+    Pipeline.LOCAL_SHARED: (_local_shared, None),
 }
 
 
@@ -155,6 +188,7 @@ def utilization(method: Method, stages: int, accumulate: int) -> float:
     """The planned busy share in the steady state: of a whole batch with its bubbles where the method flushes."""
     if method.flushes:
         return make_schedule(method, stages, accumulate, accumulate).busy_share()
-    # All pipelines that never empty repeat every one or two slots from slot 3P at the latest.
-    long = make_schedule(method, stages, 4 * stages + 2, accumulate)
-    return long.busy_share(3 * stages, 3 * stages + 2)
+    # All pipelines that never empty repeat every one or two slots, or with each batch, from slot 3P at the latest.
+    period = accumulate + (stages > 1) if method.pipeline is Pipeline.LOCAL_SHARED else 2
+    long = make_schedule(method, stages, 4 * stages + 2 + period, accumulate)
+    return long.busy_share(3 * stages, 3 * stages + period)

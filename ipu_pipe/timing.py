@@ -26,7 +26,7 @@ def simulate(
         if order == 0 and s > 0:
             needs = done[0, s - 1, m] + link
         elif order == 1:
-            needs = done[0, s, m] if s == P - 1 else done[1, s + 1, m] + link
+            needs = done[0, s, m] if s == P - 1 or schedule.local else done[1, s + 1, m] + link
         free[s] = max(free[s], needs) + (forward, backward)[order][s]
         done[order, s, m] = free[s]
         if order == 1 and (m + 1) % batch == 0:

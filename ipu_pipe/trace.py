@@ -59,12 +59,14 @@ def modelled_events(
     slot_holds: str,
     device_of_stage: Sequence[int],
     boundary_bytes: Optional[Sequence[int]] = None,
+    gradients_cross: bool = True,
 ) -> Tuple[List[Event], List[Counter]]:
     """Events and in-flight counters of a window of a schedule whose slots all take `slot_ns`.
 
     The four arrays are (P, n): slot and weight version of each pass of microbatches `first_microbatch` and on. Where a
     slot holds "both", the forward takes its first half. `boundary_bytes[s]`: what goes from stage s to s + 1, None if
-    not known. An update takes no time of its own: it is marked at the end of the backward that completes its batch. The
+    not known; back the same unless `gradients_cross` is false. An update takes no time of its own: it is marked at the end of the
+    backward that completes its batch. The
     counters tell, for each device, the microbatches in flight, summed over its stages.
     """
     stages, count = forward_slots.shape
@@ -78,7 +80,7 @@ def modelled_events(
         b_start = np.rint((backward_slots[s] + 1 - half) * slot_ns).astype(np.int64)
         b_end = np.rint((backward_slots[s] + 1) * slot_ns).astype(np.int64)
         onward = boundary_bytes[s] if boundary_bytes is not None and s < stages - 1 else None
-        back = boundary_bytes[s - 1] if boundary_bytes is not None and s else None
+        back = boundary_bytes[s - 1] if boundary_bytes is not None and s and gradients_cross else None
         microbatches = range(first_microbatch, first_microbatch + count)
         for m, a, b, v in zip(microbatches, f_start.tolist(), f_end.tolist(), forward_versions[s].tolist()):
             events.append(Event(s, device, "forward", m, a, b, v, onward))
@@ -110,9 +112,10 @@ def write_chrome(path: Path, events: Sequence[Event], counters: Sequence[Counter
     """Write a trace file, whole or not at all. Raises RunFault if the disk refuses.
 
     `metadata["modelled"]`, if true, is repeated on every event: its times come from a schedule, not from a clock.
+    `metadata["gradients_cross"]`, if false: no arrows between backwards.
     """
     temporary = path.with_name(f".{path.name}.part")
-    records = _records(events, counters, bool(metadata.get("modelled")))
+    records = _records(events, counters, bool(metadata.get("modelled")), bool(metadata.get("gradients_cross", True)))
     try:
         with gzip.open(temporary, "wt", compresslevel=5, encoding="utf-8") as file:
             file.write('{"displayTimeUnit":"ms","otherData":' + json.dumps(metadata) + ',"traceEvents":[')
@@ -132,13 +135,13 @@ def write_chrome(path: Path, events: Sequence[Event], counters: Sequence[Counter
 # The records below are put together as text: json.dumps of a dictionary an event takes three times as long.
 
 
-def _records(events: Sequence[Event], counters: Sequence[Counter], modelled: bool) -> Iterator[str]:
+def _records(events: Sequence[Event], counters: Sequence[Counter], modelled: bool, gradients: bool) -> Iterator[str]:
     """The file's records, as JSON texts."""
     yield from _names(events)
     mark = ',"modelled":true' if modelled else ""
     for event in events:
         yield _work(event, mark)
-    yield from _arrows(events)
+    yield from _arrows(events if gradients else [event for event in events if event.kind != "backward"])
     names = {name: json.dumps(name) for name in {counter.name for counter in counters}}
     for device, name, time_ns, value in counters:
         held = json.dumps(value if value == value else None)

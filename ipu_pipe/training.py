@@ -14,7 +14,7 @@ from torch import nn
 from ipu_pipe import checkpoint, summary, update
 from ipu_pipe.config import Config, as_recorded, differences, dump, load_config
 from ipu_pipe.data import DataSource
-from ipu_pipe.engines import Engine, check_launch, is_main, launch, make_engine, on_main
+from ipu_pipe.engines import Engine, Report, check_launch, is_main, launch, make_engine, on_main
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.evaluation import evaluate
 from ipu_pipe.job import Job, build, has_tensorboard, set_up
@@ -43,7 +43,8 @@ def train(
     A model, data source, loss or optimizer factory given here takes the place of the config's entry. `resume` goes on
     from the newest checkpoint, with the same numbers as if never interrupted. Raises BadInput before anything is written
     where the job is not possible, RunFault where the loss is not finite. On the distributed backend every process calls
-    this alike; the first one writes and returns the summary, the others what it tells them.
+    this alike; the first one writes, all return the summary. A process's model then holds the weights of its own stage and
+    not-a-number elsewhere: the whole is in the newest checkpoint.
     """
     out = Path(out)
     launch(config.backend)
@@ -100,6 +101,7 @@ class _Run:
         assert made
         self.out, self.resume, self.progress = out, resume, Progress(quiet or not is_main())
         self.position = Position()
+        self.tested: List[Measured] = []  # at the last evaluation, by block
         self.names = {parameter: name for name, parameter in job.model.named_parameters()}
 
     def _open(self, out: Path, resume: bool, overwrite: bool) -> bool:
@@ -166,16 +168,24 @@ class _Run:
                 train_loss=result.loss,
                 lr=job.rate(k),
                 samples_per_second=rate,
+                **({"block_train_loss": [loss for loss, _ in result.blocks]} if result.blocks else {}),
             )
 
     def _evaluate(self, engine: Engine, scalars: Any, bar: Any = None, record: bool = True) -> Measured:
-        test_loss, accuracy = engine.evaluate()
-        position = self.position
+        found = engine.evaluate()
+        test_loss, accuracy = found[-1]
+        position, self.tested = self.position, found
         if bar is not None:
             bar.evaluated(test_loss, accuracy)
         if record:
             epoch = position.update / self.job.updates_per_epoch
-            self._log(scalars, step=position.update, epoch=epoch, test_loss=test_loss, test_accuracy=accuracy)
+            each = {}
+            if len(found) > 1:
+                each = {
+                    "block_test_loss": [loss for loss, _ in found],
+                    "block_test_accuracy": [right for _, right in found],
+                }
+            self._log(scalars, step=position.update, epoch=epoch, test_loss=test_loss, test_accuracy=accuracy, **each)
         if test_loss is not None and (position.best_loss is None or test_loss < position.best_loss) and position.update:
             position.best_loss, position.best_step = test_loss, position.update
         return test_loss, accuracy
@@ -185,8 +195,10 @@ class _Run:
             return
         self.run.metric(record)
         for name, value in record.items():
-            if scalars and name not in ("step", "epoch") and value is not None:
-                scalars.add_scalar(name, value, record["step"])
+            values = {f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
+            for key, number in values.items():
+                if scalars and name not in ("step", "epoch") and number is not None:
+                    scalars.add_scalar(key, number, record["step"])
 
     @contextlib.contextmanager
     def _scalars(self) -> Iterator[Any]:
@@ -232,11 +244,13 @@ class _Run:
         self.progress.say(f"resuming after update {self.position.update} from {newest}")
 
     def _finish(self, engine: Engine, final: Measured) -> Dict[str, Any]:
-        job, run, position = self.job, self.run, self.position
         measured = engine.report()
-        if run is None or measured is None:
-            return {}
-        report = summary.summarise(job, position, final, measured)
+        return on_main(lambda: self._written(measured, final))
+
+    def _written(self, measured: Optional[Report], final: Measured) -> Dict[str, Any]:
+        job, run, position = self.job, self.run, self.position
+        assert run is not None and measured is not None
+        report = summary.summarise(job, position, final, measured, self.tested)
         summary.write_trace(job, run.path / "trace.json.gz", summary.slot_nanoseconds(job, position), measured.events)
         run.write_json("memory.json", summary.memory(job, measured))
         run.write_json("summary.json", report)  # last: a run with a summary is finished
@@ -250,7 +264,7 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     setup = set_up(config.model_copy(update={"init_from": None}))
     held = checkpoint.load(path).model if os.path.isdir(path) else checkpoint.read_tensors(path)
     checkpoint.load_weights(setup.model, held, str(path))
-    test_loss, accuracy = evaluate(setup)
+    test_loss, accuracy = evaluate(setup)[-1]
     return {"weights": str(path), "test_loss": test_loss, "test_accuracy": accuracy}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import math
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union, cast
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple, Union, cast
 
 import torch
 from torch import nn
@@ -63,6 +63,12 @@ def stage_groups(groups: Groups, stage: int) -> Groups:
     return own or [{"params": [nn.Parameter(torch.zeros(0))], "stage": stage}]
 
 
+def only(groups: Groups, wanted: Set[int]) -> Groups:
+    """The groups with those parameters alone whose id is in `wanted`."""
+    kept = [{**group, "params": [p for p in group["params"] if id(p) in wanted]} for group in groups]
+    return [group for group in kept if group["params"]]
+
+
 def _undecayed(model: nn.Module, names: Iterable[str], patterns: Sequence[str]) -> List[str]:
     chosen: List[str] = []
     for pattern in patterns:
@@ -104,22 +110,12 @@ class DelayedGlobalNorm:
 
     def source(self, k: int) -> Optional[int]:
         """The update whose global norm clips update k, or None: the stage's own norm does."""
-        begin, _ = self._stretch(k)
+        begin, _ = self._schedule.stretch(k)
         return k - self.lag if k - self.lag >= begin else None
 
     def is_needed(self, k: int) -> bool:
         """Whether the norm of update k clips a later update."""
-        return k + self.lag < self._stretch(k)[1]
-
-    def _stretch(self, k: int) -> Tuple[int, int]:
-        """First update and end of the stretch between drains that holds update k."""
-        batch = self._schedule.accumulate
-        for part in self._schedule.parts:
-            if part.first_microbatch <= k * batch < part.end_microbatch:
-                length = part.microbatches // batch
-                begin = part.first_microbatch // batch + (k - part.first_microbatch // batch) // length * length
-                return begin, begin + length
-        raise AssertionError(f"no update {k}")
+        return k + self.lag < self._schedule.stretch(k)[1]
 
     def remember(self, k: int, norms: Sequence[Optional[float]]) -> None:
         """The stages' norms of update k, in order."""
@@ -173,12 +169,14 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, stages: int) -> List[int]:
 def export_state(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
 ) -> Tuple[Dict[str, torch.Tensor], Dict[str, Any]]:
-    """(tensors, plain values) of the optimizer's state, keyed `parameter/entry` by unsplit parameter names."""
+    """(tensors, plain values) of the optimizer's state, keyed `parameter/entry` by unsplit parameter names; of the parameters
+    that have one in `names`."""
     tensors: Dict[str, torch.Tensor] = {}
     plain: Dict[str, Any] = {}
     for parameter, state in optimizer.state.items():
-        for entry, value in state.items():
-            key = f"{names[cast(nn.Parameter, parameter)]}/{entry}"
+        name = names.get(cast(nn.Parameter, parameter))
+        for entry, value in state.items() if name is not None else ():
+            key = f"{name}/{entry}"
             if isinstance(value, torch.Tensor):
                 tensors[key] = value.detach()
             else:

@@ -234,14 +234,14 @@ class VersionTable:
     # --- the global history of block updates
 
     def global_history_delay(self) -> Tuple[Optional[int], Optional[float]]:
-        """The greatest and the mean global-history delay in the steady state; (None, None) for methods that flush.
+        """The greatest and the mean global-history delay in the steady state; (None, None) where none reads old weights.
 
         Entries are single stages' updates in the order of (slot, stage); the delay of microbatch m, active stage a and
         read block r is the entries between m's forward on r and its backward on a (randomized PipeDream, section 4).
         The first and last quarter of the microbatches are left out, in whole batches, or, where no whole batch remains,
         as they are.
         """
-        if self.method.flushes:
+        if not self.method.is_stale:
             return None, None
         first, last = self._middle()
         greatest, written_sum, read_sum = 0, 0, 0

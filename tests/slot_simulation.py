@@ -27,7 +27,7 @@ def simulate(pipeline: str, stages: int, microbatches: int, accumulate: int, tur
             slots.update({(s, kind, m + first): slot + length for (s, kind, m), slot in piece.items()})
             length += piece_length
     else:
-        slots, length = _stretch(pipeline, stages, microbatches, turn)
+        slots, length = _stretch(pipeline, stages, microbatches, turn, accumulate)
     return Simulated(slots, length, [_updates(slots, s, microbatches, accumulate) for s in range(stages)])
 
 
@@ -36,7 +36,9 @@ def _updates(slots: Slots, stage: int, microbatches: int, accumulate: int) -> Li
     return [(max(slots[stage, "B", m] for m in batch), k) for k, batch in enumerate(batches)]
 
 
-def _stretch(pipeline: str, P: int, M: int, turn: int) -> Tuple[Slots, int]:
+def _stretch(pipeline: str, P: int, M: int, turn: int, accumulate: int = 1) -> Tuple[Slots, int]:
+    if pipeline in ("local", "local_shared"):
+        return _local(P, M, accumulate if pipeline == "local_shared" else 0)
     if pipeline == "dataflow":
         return _dataflow(P, M, turn if P > 1 else 0)
     slots: Slots = {}
@@ -76,6 +78,24 @@ def _choice(
     if can_forward and can_backward:
         return "F" if last == "B" else "B"
     return "F" if can_forward else "B" if can_backward else None
+
+
+def _local(P: int, M: int, batch: int) -> Tuple[Slots, int]:
+    """Every step, each stage forwards what arrived and, having its own loss, backwards it. With a `batch`, a stage goes on to
+    the next one only when the stage behind it has done with this one, whose gradient it must have."""
+    slots: Slots = {}
+    step = 0
+    while (P - 1, "B", M - 1) not in slots:
+        done = dict(slots)  # what earlier steps completed
+        for s in range(P):
+            m = sum((s, "F", other) in done for other in range(M))
+            arrived = m < M and (s == 0 or (s - 1, "F", m) in done)
+            if batch and m and m % batch == 0 and s < P - 1:
+                arrived = arrived and (s + 1, "B", m - 1) in done
+            if arrived:
+                slots[s, "F", m] = slots[s, "B", m] = step
+        step += 1
+    return slots, step
 
 
 def _dataflow(P: int, M: int, turn: int) -> Tuple[Slots, int]:

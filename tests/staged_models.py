@@ -111,6 +111,47 @@ class FlatSkipping(nn.Module):
         return self.b(first) * self.scale + first
 
 
+class Turned(nn.Module):
+    """A layer that shares a table with others."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(16, 16), table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.table.values  # type: ignore[operator]
+
+
+class Odd(nn.Sequential):
+    """On the digits: a buffer that layers on all stages share, one that none uses, a stage that begins in place."""
+
+    def __init__(self) -> None:
+        table = nn.Module()
+        table.register_buffer("values", torch.linspace(0.5, 1.5, 16))
+        layers = [Turned(table), nn.ReLU(inplace=True), Turned(table), nn.ReLU(inplace=True), nn.Linear(16, 10)]
+        super().__init__(nn.Flatten(), nn.Linear(64, 16), *[begin_stage(layer) for layer in layers])
+        self.register_buffer("unused", torch.tensor(7))
+
+
+class Gated(nn.Module):
+    """On the digits: which of two layers runs depends on the microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flatten, self.a, self.b = nn.Flatten(), nn.Linear(64, 10), nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.flatten(x)
+        return self.a(x) if int(x.sum() * 10) % 2 else self.b(x)
+
+
+class Gate(nn.Sequential):
+    """Gated as one stage of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__(Gated(), begin_stage(nn.Linear(10, 10)))
+
+
 def batches(count: int, size: int = 3, dtype: Any = torch.float64) -> List[Tuple[torch.Tensor, torch.Tensor]]:
     """Random microbatches for any of the models."""
     generator = torch.Generator().manual_seed(5)

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from ipu_pipe.config import Config, as_recorded, configure, differences, dump, load_config
 from ipu_pipe.entries import accepts, call_entry, resolve_entry
 from ipu_pipe.errors import BadInput
+from ipu_pipe.methods import METHODS
 
 SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-METHOD_NAMES = "naive, gpipe, pipedream_flush, pipedream, pipedream_2bw, pipemare, pipelined_backprop, spectrain"
+METHOD_NAMES = ", ".join(METHODS)
 STAGES = "must be null (the model's own), finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
 PATTERNS = "must be norms_and_biases or a list of name patterns such as *.bias"
 SEEDS = "must be a whole number from 0 to 9223372036854775807"
@@ -52,8 +53,9 @@ WRONG = {
     "stage: 3": "stage: 3: unknown key, nearest is stages",
     "log: {strides: 3}": "log.strides: 3: unknown key, allowed are every, tensorboard, trace_microbatches",
     "method_args: {t3: 3}": "method_args.t3: 3: unknown key, nearest is t2",
-    "method_args: {zebra: 3}": "method_args.zebra: 3: unknown key, allowed are schedule, turn, stash, hogwild, constant_delay, "
-    "recompute, warmup, t1, t2, spike_compensation, weight_prediction, gradient_shrinking",
+    "method_args: {qqqqq: 3}": "method_args.qqqqq: 3: unknown key, allowed are schedule, turn, stash, hogwild, constant_delay, "
+    "recompute, warmup, t1, t2, spike_compensation, weight_prediction, gradient_shrinking, "
+    "blocks, overlap, layers, head, block_rates, block_accumulation",
     "method_args: {t1: 3}": "method_args.t1: 3: must be a mapping of keys to values",
     "method_args: {t2: {gamma: 3}}": "method_args.t2.gamma: 3: unknown key, allowed are decay",
     "method_args: {t2: {decay: 1}}": "method_args.t2.decay: 1: must be a number > 0 and < 1, or optimal",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -18,7 +19,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ipu_pipe.backends.mail import Layout, Mail, Message, Timeline
+from ipu_pipe.backends.processes import _forget
 from ipu_pipe.config import load_config
+from ipu_pipe.errors import end_process
+from ipu_pipe.slices import Shape
 from ipu_pipe.training import train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -222,6 +227,78 @@ def test_a_weight_that_is_handed_on_cannot_be_read_anew(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     code, _, error = run(2, tmp_path / "run", *how, "method=pipedream")
     assert code == 0, error
+
+
+def test_shared_unused_and_in_place_modules_keep_the_weights_equal(tmp_path: Path) -> None:
+    how = ["model.entry=tests.staged_models:Odd", "model.args={}", "method=pipedream"]
+    code, _, error = run(4, tmp_path / "ranks", *how, 'stages=["2", "3", "5"]')
+    assert code == 0, error
+    emulate(tmp_path / "one", *how, 'stages=["2", "3", "5"]')
+    assert_same(tmp_path / "ranks", tmp_path / "one")
+
+
+def test_a_replica_that_does_not_reach_a_weight_counts_as_zero(tmp_path: Path) -> None:
+    how = ["model.entry=tests.staged_models:Gate", "model.args={}", "stages=null", "method=pipedream", "replicas=2"]
+    how += ["gradient_accumulation=1"]
+    code, _, error = run(4, tmp_path / "ranks", *how)
+    assert code == 0, error
+    emulate(tmp_path / "one", *how)
+    assert_same(tmp_path / "ranks", tmp_path / "one")
+
+
+def test_sends_that_are_through_are_let_go(tmp_path: Path) -> None:
+    """Under gloo a send is known to be through only when it is waited for."""
+    context = multiprocessing.get_context("spawn")
+    ends = [context.Process(target=_send_many, args=(rank, str(tmp_path))) for rank in range(2)]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join(120)
+    assert [end.exitcode for end in ends] == [0, 0]
+
+
+def _send_many(rank: int, folder: str) -> None:
+    layout, count = Layout(rank, 2), 200
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mail = Mail(layout, torch.device("cpu"), Timeline(layout, 0), 60.0)
+    if rank == 0:
+        for m in range(count):
+            mail.send(1, Message("F", m), [torch.full((3,), float(m))])
+        assert len(mail._out[1]) < 50
+        mail.flush()
+    else:
+        shapes = (Shape((3,), torch.float32, True),)
+        mail.expect(0, [(Message("F", m), shapes) for m in range(count)])
+        assert all(float(mail.receive(0, Message("F", m))[0][0]) == m for m in range(count))
+    torch.distributed.barrier()
+    end_process(0)
+
+
+def test_what_other_processes_hold_is_freed() -> None:
+    layer = torch.nn.Linear(1000, 1000)
+    _forget(layer.parameters())
+    assert layer.weight.shape == (1000, 1000) and layer.weight.untyped_storage().nbytes() == 4
+
+
+@pytest.mark.parametrize(
+    "how, told",
+    [
+        (["method=pipemare", "method_args.constant_delay={updates: 2}"], "delays that are not the pipeline's own"),
+        (["method=gpipe", "clip={norm: 1.0, scope: delayed_global}"], "use scope: global"),
+    ],
+)
+def test_what_makes_no_sense_on_processes_is_refused(how: List[str], told: str, tmp_path: Path) -> None:
+    code, _, error = run(2, tmp_path / "run", "stages=2", *how)
+    lines = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert code != 0 and len(lines) == 1 and told in lines[0]
+
+
+def test_one_process_under_a_launcher_may_be_the_emulator_and_evaluates_once(tmp_path: Path) -> None:
+    code, printed, error = run(1, tmp_path / "run", "backend.name=emulator", "steps=4")
+    assert code == 0 and "throughput: " in printed, error
+    weights = str(tmp_path / "run" / "checkpoints" / "step-4")
+    code, printed, error = run(2, tmp_path / "other", "stages=2", "--evaluate", weights)
+    assert code == 0 and json.loads(printed)["weights"] == weights, error
 
 
 def test_bad_input_is_told_once(tmp_path: Path) -> None:

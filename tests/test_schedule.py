@@ -69,7 +69,7 @@ def test_spelled_out_windows_counts_and_flight_agree_with_the_rules(name: str) -
             for kind, grid in ((Kind.FORWARD, whole.forward), (Kind.BACKWARD, whole.backward), (Kind.UPDATE, updates)):
                 counted = schedule.count_before(kind, np.array([slot]))[:, 0]
                 assert counted.tolist() == (grid[:, :slot] >= 0).sum(axis=1).tolist(), (kind, slot)
-        busy = len(expected.slots) / (P * expected.length * (2 if method.pipeline is Pipeline.DATAFLOW else 1))
+        busy = len(expected.slots) / (P * expected.length * (2 if schedule.slot_holds == "both" else 1))
         assert schedule.busy_share() == pytest.approx(busy, rel=1e-12)
 
 

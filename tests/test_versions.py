@@ -210,7 +210,7 @@ def _tau(P: int, a: int, r: int) -> int:
     return (P - r) // 2 + middle + a // 2
 
 
-@pytest.mark.parametrize("name", [name for name, method in VARIANTS.items() if not method.flushes])
+@pytest.mark.parametrize("name", [name for name, method in VARIANTS.items() if method.is_stale])
 def test_global_history_counted_entry_by_entry(name: str) -> None:
     method = VARIANTS[name]
     for P, M, N in ((1, 9, 1), (3, 40, 3), (4, 32, 4), (5, 47, 6), (4, 8, 8), (2, 1, 2)):
@@ -239,7 +239,7 @@ def test_the_middle_leaves_out_the_outer_quarters_in_whole_batches() -> None:
 
 
 def test_global_history_is_undefined_for_methods_that_flush() -> None:
-    for name in ("naive", "gpipe", "pipedream_flush"):
+    for name in ("naive", "gpipe", "pipedream_flush", "local_greedy"):
         assert table(METHODS[name], 4, 16, 4).global_history_delay() == (None, None)
 
 

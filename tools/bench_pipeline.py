@@ -43,10 +43,14 @@ def parser() -> Parser:
 def main() -> None:
     """Run the command line."""
     args = parser().parse_args()
+    from ipu_pipe.methods import resolve_method
+
     if args.rounds < 1 or min(args.accumulate) < 1 or any(args.microbatches % n for n in args.accumulate):
         raise BadInput(
             f"--microbatches: {args.microbatches}: must be a multiple of every --accumulate; --rounds at least 1"
         )
+    for name in args.methods:
+        resolve_method(name)
     rows = []
     for accumulate in args.accumulate:
         rows.append(measure(accumulate, args.methods, args.rounds, args.microbatches))

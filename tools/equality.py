@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Tuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -48,7 +48,12 @@ CASES: Dict[str, Dict[str, Any]] = {
     "pipelined_backprop": {"method": "pipelined_backprop"},
     "pipelined_backprop + SC + LWP": {"method": "pipelined_backprop", "method_args": BOTH},
     "spectrain": {"method": "spectrain"},
+    "local_greedy": {"method": "local_greedy"},
+    "local_chunked": {"method": "local_chunked"},
+    "local_overlapping": {"method": "local_overlapping"},
+    "last_layers": {"method": "last_layers"},
 }
+LOCAL = ("local_greedy", "local_overlapping", "last_layers")  # their blocks are the stages, one a process
 
 
 def parser() -> Parser:
@@ -60,6 +65,7 @@ def parser() -> Parser:
     )
     p.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="P", help="processes (default 2 4)")
     p.add_argument("--models", nargs="+", default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
+    p.add_argument("--cases", nargs="+", default=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
     p.add_argument("--json", action="store_true", help="print JSON")
     return p
 
@@ -67,38 +73,51 @@ def parser() -> Parser:
 def main() -> None:
     """Run the command line."""
     args = parser().parse_args()
-    for model in args.models:
-        if model not in MODELS:
-            raise BadInput(f"--models: {model}: must be of {', '.join(MODELS)}")
+    for key, chosen, known in (("models", args.models, MODELS), ("cases", args.cases, CASES)):
+        for name in chosen:
+            if name not in known:
+                raise BadInput(f"--{key}: {name}: must be of {', '.join(known)}")
+    if min(args.ranks) < 1:
+        raise BadInput(f"--ranks: {min(args.ranks)}: must be at least 1")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for ranks in args.ranks:
-            _processes(ranks, args.models, folder)
-            rows += [_compare(case, model, ranks, folder) for case in CASES for model in args.models]
+            pairs = [(case, model) for case in args.cases for model in args.models if _can(case, model, ranks)]
+            _processes(ranks, pairs, folder)
+            rows += [_compare(case, model, ranks, folder) for case, model in pairs]
     if args.json:
         print(json.dumps({"rows": rows}, indent=1))
     else:
-        _print(rows, args.models, args.ranks)
+        _print(rows, args.cases, args.models, args.ranks)
     if any(row["difference"] for row in rows):
         raise RunFault("not all weights are equal: see the table")
 
 
-def _settings(case: str, model: str) -> Any:
+def _can(case: str, model: str, ranks: int) -> bool:
+    """Whether there is such a run: the last layers and the frozen ones are two stages; a translator's decoder hands on more than
+    one activation."""
+    if case == "last_layers":
+        return ranks == 2
+    return not (model == "translation" and CASES[case]["method"].startswith("local_"))
+
+
+def _settings(case: str, model: str, ranks: int) -> Any:
     from ipu_pipe.config import configure
 
     return configure(
-        **CASES[case], **MODELS[model], stages=None, micro_batch_size=2, gradient_accumulation=4, steps=6,
+        **CASES[case], **MODELS[model], stages=ranks if case in LOCAL else None,
+        micro_batch_size=2, gradient_accumulation=4, steps=6,
         optimizer={"lr": 0.02, "momentum": 0.9}, log={"tensorboard": False}, evaluate={"subset": 32}, seed=3,
         backend={"name": "distributed", "threads": 1},
     )  # fmt: skip
 
 
-def _processes(ranks: int, models: List[str], folder: str) -> None:
+def _processes(ranks: int, pairs: List[Tuple[str, str]], folder: str) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    made = [context.Process(target=_rank, args=(rank, ranks, models, folder, port)) for rank in range(ranks)]
+    made = [context.Process(target=_rank, args=(rank, ranks, pairs, folder, port)) for rank in range(ranks)]
     for process in made:
         process.start()
     for process in made:
@@ -107,16 +126,15 @@ def _processes(ranks: int, models: List[str], folder: str) -> None:
         raise RunFault(f"one of {ranks} processes failed: see above")
 
 
-def _rank(rank: int, ranks: int, models: List[str], folder: str, port: int) -> None:
+def _rank(rank: int, ranks: int, pairs: List[Tuple[str, str]], folder: str, port: int) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="localhost", MASTER_PORT=str(port)
     )
     from ipu_pipe.backends import processes
     from ipu_pipe.training import train
 
-    for case in CASES:
-        for model in models:
-            train(_settings(case, model), _folder(folder, case, model, ranks), quiet=True)
+    for case, model in pairs:
+        train(_settings(case, model, ranks), _folder(folder, case, model, ranks), quiet=True)
     processes.stop()
     end_process(0)
 
@@ -132,27 +150,33 @@ def _compare(case: str, model: str, ranks: int, folder: str) -> Dict[str, Any]:
     from ipu_pipe.training import train
 
     there = _folder(folder, case, model, ranks)
-    placed = json.loads((there / "summary.json").read_text())["stages_begin_at"]
-    settings = _settings(case, model).model_copy(
-        update={
-            "stages": placed,
-            "backend": load_config(there / "config.yaml").backend.model_copy(update={"name": "emulator"}),
-        }
-    )
+    report = json.loads((there / "summary.json").read_text())
+    placed = report["stages_begin_at"]
+    settings, backend = _settings(case, model, ranks), load_config(there / "config.yaml").backend
+    changes: Dict[str, Any] = {"backend": backend.model_copy(update={"name": "emulator"})}
+    if case == "local_chunked":
+        changes["method_args"] = settings.method_args.model_copy(update={"blocks": placed})
+    elif case != "last_layers":
+        changes["stages"] = placed
+    settings = settings.model_copy(update=changes)
     here = there.with_name(there.name + "-emulator")
     train(settings, here, quiet=True)
     ours, theirs = (load_file(path / "checkpoints" / "step-6" / "model.safetensors") for path in (there, here))
     difference = max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in theirs)
-    return {"case": case, "model": model, "ranks": ranks, "difference": difference}
+    sent = sum(link["bytes"] for link in report["links"])
+    return {"case": case, "model": model, "ranks": ranks, "difference": difference, "bytes": sent}
 
 
-def _print(rows: List[Dict[str, Any]], models: List[str], ranks: List[int]) -> None:
+def _print(rows: List[Dict[str, Any]], cases: List[str], models: List[str], ranks: List[int]) -> None:
     columns = [(model, count) for model in models for count in ranks]
     print("| method | " + " | ".join(f"{model}, {count} ranks" for model, count in columns) + " |")
     print("| --- |" + " --- |" * len(columns))
-    for case in CASES:
+    for case in cases:
         found = {(row["model"], row["ranks"]): row["difference"] for row in rows if row["case"] == case}
-        shown = ["equal" if not found[column] else f"differs by {found[column]:.1e}" for column in columns]
+        shown = [
+            "-" if column not in found else "equal" if not found[column] else f"differs by {found[column]:.1e}"
+            for column in columns
+        ]
         print(f"| {case} | " + " | ".join(shown) + " |")
 
 

@@ -54,6 +54,8 @@ def main() -> None:
     args = parser().parse_args()
     if args.jobs < 1:
         raise BadInput(f"--jobs: {args.jobs}: must be at least 1")
+    if args.seeds and len(set(args.seeds)) < len(args.seeds):
+        raise BadInput(f"--seeds: {' '.join(map(str, args.seeds))}: must be different")
     known = sorted(FOLDER.glob("*.yaml"))
     from ipu_pipe import experiments
 

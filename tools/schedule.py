@@ -91,7 +91,9 @@ def _write_text(schedule: Schedule, method: Method, args: argparse.Namespace, ou
     out.write("F forward, B backward, * the stage's weights are updated, . idle\n\n")
     out.write(_stage_table(schedule, table))
     greatest, mean = table.global_history_delay()
-    delay = "none, the method flushes" if greatest is None else f"at most {greatest}, mean {mean:.10g} block updates"
+    delay = (
+        "none, no pass reads old weights" if greatest is None else f"at most {greatest}, mean {mean:.10g} block updates"
+    )
     out.write(
         f"\nslots: {schedule.slot_count}\n"
         f"utilization: {utilization(method, schedule.stages, schedule.accumulate):.4g} in the steady state,"

@@ -69,37 +69,41 @@ def main() -> None:
     config = load_config(args.config, args.set)
     other = load_config(args.config, [*args.set, f"method={args.against}", "method_args={}"]) if args.against else None
 
-    from ipu_pipe.engines import is_main, launch, leave, on_main
+    from ipu_pipe.engines import is_main, launch, leave, on_main, told_once
     from ipu_pipe.job import build
     from ipu_pipe.summary import plan
     from ipu_pipe.training import check, evaluate_checkpoint, train
 
-    launch(config.backend)
-    if args.dry_run:
-        text = plan(build(config))
+    with told_once():
+        launch(config.backend)
+        if args.dry_run:
+            text = plan(build(config))
+            if is_main():
+                print(text)
+            leave()
+            return
+        if args.evaluate:
+            found = evaluate_checkpoint(config, args.evaluate)
+            if is_main():
+                print(json.dumps(found, indent=1))
+            leave()
+            return
+        out = args.out or on_main(lambda: _dated(Path(args.config).stem))  # the same on all processes
+        again = False
+        if other is not None:  # a fault of the second run is told before the first has taken its time
+            again = args.resume and (out / other.method / "config.yaml").exists()
+            check(other, out / other.method, resume=again, overwrite=args.overwrite)
+        report = train(config, out, resume=args.resume, overwrite=args.overwrite)
+        if other is None:
+            leave()
+            return
         if is_main():
-            print(text)
+            print(f"\nthe same budget by {other.method}:", flush=True)
+        other = as_recorded(load_config(out / "config.yaml"), other)  # the same stages
+        against = train(other, out / other.method, resume=again, overwrite=args.overwrite)
         leave()
-        return
-    if args.evaluate:
-        print(json.dumps(evaluate_checkpoint(config, args.evaluate), indent=1))
-        return
-    out = args.out or on_main(lambda: _dated(Path(args.config).stem))  # the same on all processes
-    again = False
-    if other is not None:  # a fault of the second run is told before the first has taken its time
-        again = args.resume and (out / other.method / "config.yaml").exists()
-        check(other, out / other.method, resume=again, overwrite=args.overwrite)
-    report = train(config, out, resume=args.resume, overwrite=args.overwrite)
-    if other is None:
-        leave()
-        return
-    if is_main():
-        print(f"\nthe same budget by {other.method}:", flush=True)
-    other = as_recorded(load_config(out / "config.yaml"), other)  # the same stages
-    against = train(other, out / other.method, resume=again, overwrite=args.overwrite)
-    leave()
-    if is_main():
-        print(_comparison(report, against))
+        if is_main():
+            print(_comparison(report, against))
 
 
 def _dated(name: str) -> Path:

@@ -21,6 +21,7 @@ from typing import Any, Callable, Deque, Dict, Iterator, List, Optional, Sequenc
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ipu_pipe import update
 from ipu_pipe.backends.emulator import right_answers
@@ -31,6 +32,7 @@ from ipu_pipe.backends.mail import (
     NORM,
     ORDER,
     RECOMPUTE,
+    SHARED,
     UPDATE,
     Channels,
     Layout,
@@ -41,6 +43,7 @@ from ipu_pipe.backends.mail import (
 )
 from ipu_pipe.buffers import buffers_restored
 from ipu_pipe.errors import RunFault
+from ipu_pipe.local import losses_of, mean_gradient, one_activation
 from ipu_pipe.methods import Method
 from ipu_pipe.probe import Loss
 from ipu_pipe.randomness import KeyedRandomness
@@ -71,7 +74,8 @@ class StageEngine:
 
     `source(m)`: microbatch m as (x, y); asked for on the first and the last stage only. `rules`: over an optimizer that holds
     this stage's parameters. `crossings`: what crosses each cut. `clip`: (norm, scope) or None. `replicas`: the process group of
-    this stage's replicas. `deadline`, `group` and `channels`: those of `Mail`.
+    this stage's replicas. `deadline`, `group` and `channels`: those of `Mail`. Of blocks with losses of their own: `head`, the
+    auxiliary head, and `behind`, the stage before, of which this one holds a duplicate.
     """
 
     def __init__(
@@ -94,18 +98,29 @@ class StageEngine:
         replicas: Any = None,
         group: Any = None,
         channels: Optional[Channels] = None,
+        head: Optional[nn.Module] = None,
+        behind: Optional[Piece] = None,
     ) -> None:
         self.layout, self.piece, self.timeline = layout, piece, Timeline(layout, trace_microbatches)
         self._crossings, self._loss, self._method, self._rules = list(crossings), loss, method, rules
         self._source, self._random, self._clip, self._allow_nonfinite = source, random, clip, allow_nonfinite
         self._schedule = table.schedule
         self._accumulate = table.schedule.accumulate
-        self._replicas = replicas
+        self._replicas, self._head, self._behind = replicas, head, behind
+        self._is_local = method.structure is not None
+        self._has_loss = head is not None or layout.stage == layout.depth - 1
         self.update = microbatch // self._accumulate
         s = layout.stage
         self._reach = 2 * layout.depth + 2 * self._accumulate + 2
         self._plan = ReadPlan(table, rules, self._reach)
         self._parameters = rules.stages[s].parameters if s in rules.stages else []
+        shares = method.structure is not None and method.structure.overlap
+        # what arrives with a microbatch, and what is handed on: where layers are shared, a stage starts one layer earlier
+        entries: List[Optional[Crossing]] = [None, *crossings] if not shares else [None, None, *crossings[:-1]]
+        self._enter = entries[s]
+        self._leave = entries[s + 1] if s + 1 < layout.depth else None
+        self._shared_before = trainable(behind) if behind is not None else []
+        self._shared_own = trainable(piece) if shares and s < layout.depth - 1 else []
         self._delayed: Optional[update.DelayedGlobalNorm] = None
         if clip is not None and clip[1] == "delayed_global":
             self._delayed = update.DelayedGlobalNorm(clip[0], table.schedule)
@@ -199,13 +214,18 @@ class StageEngine:
         s = self.layout.stage
         wanted: Dict[int, List[Tuple[Message, Tuple[Shape, ...]]]] = {}
         for kind, index in actions:
-            if kind == FORWARD and not self.is_first:
-                wanted.setdefault(s - 1, []).append((Message(kind, index), self._crossings[s - 1].tensors))
+            if kind == FORWARD and self._enter is not None:
+                wanted.setdefault(s - 1, []).append((Message(kind, index), self._enter.tensors))
             elif kind == RECOMPUTE and not self._is_head(s):
                 wanted.setdefault(s - 1, []).append((Message(kind, index), self._crossings[s - 1].tensors))
-            elif kind == BACKWARD and not self.is_last:
+            elif kind == BACKWARD and not self.is_last and not self._is_local:
                 back = tuple(shape for shape in self._crossings[s].tensors if shape.differentiable)
                 wanted.setdefault(s + 1, []).append((Message(kind, index), back))
+            elif kind == UPDATE and self._is_local:
+                for neighbour, shared in ((s - 1, self._shared_before), (s + 1, self._shared_own)):
+                    if shared:
+                        shapes = tuple(Shape(tuple(p.shape), p.dtype, False) for p in shared)
+                        wanted.setdefault(neighbour, []).append((Message(SHARED, index), shapes))
             elif kind == UPDATE and self._delayed is not None:
                 norm = self._delayed.source(index)
                 if norm is not None:
@@ -217,7 +237,7 @@ class StageEngine:
     # --- carrying it out
 
     def step(self, k: int) -> Optional[Tuple[float, Optional[float]]]:
-        """Carry out the row up to update k. On the last stage: (mean loss, share of right answers or None) of its batch."""
+        """Carry out the row up to update k. Where there is a loss: (its mean, share of right answers or None) over the batch."""
         assert k == self.update, f"update {self.update} is next, not {k}"
         result = None
         for kind, index in self._row:
@@ -232,10 +252,11 @@ class StageEngine:
             elif kind == BACKWARD:
                 version = self._backward(index)
             else:
-                result = self._summed() if self.is_last else None
+                result = self._summed() if self._has_loss else None
                 self._update()
                 version = self.update
-            self.timeline.add(KINDS[kind], index, start, version)
+            microbatch = index if kind != UPDATE else index * self._accumulate
+            self.timeline.add(KINDS[kind], index, start, version, microbatch=microbatch)
             if kind == UPDATE:
                 assert index == k
                 self.mail.is_warm = True
@@ -255,35 +276,41 @@ class StageEngine:
             outputs, loss, answers = self._run(m, received)
         self._flights[m] = _Flight(received, outputs, reads[0], reads[1], again, loss)
         self._forwarded = m
-        if self.is_last:
-            assert loss is not None
+        if loss is not None:
             self._results.append((loss.detach(), answers))
-        else:
+        if self._leave is not None:
             self.mail.send(self.layout.stage + 1, Message(FORWARD, m), outputs)
         return int(reads[0].versions[0])
 
     def _inputs(self, m: int) -> List[torch.Tensor]:
-        if self.is_first:
+        if self._enter is None:
             return [self._source(m)[0]]
-        s = self.layout.stage
-        received = self.mail.receive(s - 1, Message(FORWARD, m))
-        return [
-            t.requires_grad_() if shape.differentiable else t
-            for t, shape in zip(received, self._crossings[s - 1].tensors)
-        ]
+        received = self.mail.receive(self.layout.stage - 1, Message(FORWARD, m))
+        if self._is_local:
+            return received
+        return [t.requires_grad_() if shape.differentiable else t for t, shape in zip(received, self._enter.tensors)]
 
     def _run(
         self, m: int, inputs: Sequence[torch.Tensor]
     ) -> Tuple[List[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]:
-        """Outputs for the next stage or, on the last one, loss and right answers."""
+        """What the next stage gets; where there is a loss, it and the right answers."""
         if self._random is not None:
             self._random.microbatch = m * self.layout.width + self.layout.replica
-        value = inputs[0] if self.is_first else self._crossings[self.layout.stage - 1].unflatten(inputs)
+        value = inputs[0] if self._enter is None else self._enter.unflatten(inputs)
+        if self._behind is not None:
+            with buffers_restored(self._behind):  # the stage that owns the layer moves its running statistics
+                value = self._behind(value)
+        entered = value
         output = self.piece(value)
-        if not self.is_last:
-            return self._crossings[self.layout.stage].flatten(output), None, None
+        outputs: List[torch.Tensor] = []
+        if self._leave is not None:
+            outputs = self._leave.flatten(output if not self._shared_own else entered)
+        if not self._has_loss:
+            return outputs, None, None
         y = self._source(m)[1]
-        return [], self._loss(output, y), right_answers(output, y)
+        if self._head is not None:
+            output = self._head(one_activation(output))
+        return outputs, losses_of(self._loss, output, y)[0], right_answers(output, y)
 
     def _recompute(self, m: int) -> None:
         flight, s = self._flights[m], self.layout.stage
@@ -302,7 +329,7 @@ class StageEngine:
     def _backward(self, m: int) -> int:
         flight, s = self._flights[m], self.layout.stage
         gradients: List[torch.Tensor] = []
-        if not self.is_last:
+        if not self.is_last and not self._is_local:
             gradients = self.mail.receive(s + 1, Message(BACKWARD, m))
         version = int(flight.backward.versions[0])
         if self._method.backward_reads == "newest":
@@ -310,16 +337,15 @@ class StageEngine:
                 f"stage {s}, B{m}: memory holds version {self.update}, the table says {version}"
             )
         self.weights.load(flight.backward)
-        if self.is_last:
-            assert flight.loss is not None
+        if flight.loss is not None:
             (flight.loss / self._accumulate).backward()  # type: ignore[no-untyped-call]
-        else:
+        elif not self._is_local:
             shapes = self._crossings[s].tensors
             outputs = [t for t, shape in zip(flight.outputs, shapes) if shape.differentiable]
             pairs = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad]
             if pairs:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        if not self.is_first:
+        if not self.is_first and not self._is_local:
             back = [t for t, shape in zip(flight.inputs, self._crossings[s - 1].tensors) if shape.differentiable]
             self.mail.send(
                 s - 1, Message(BACKWARD, m), [torch.zeros_like(t) if t.grad is None else t.grad for t in back]
@@ -331,6 +357,7 @@ class StageEngine:
     def _update(self) -> None:
         if self._replicas is not None:
             self._average()
+        self._average_shared()
         self.weights.before_update([self._kept_codes()])
         with _counters_kept(self._parameters):
             self._rules.step(self.update, self._clipping)
@@ -358,11 +385,27 @@ class StageEngine:
         self.weights.release(np.array([min(oldest, default=np.iinfo(np.int64).max)]))
 
     def _average(self) -> None:
-        """Mean gradient over the replicas of the pipeline."""
-        for p in self._parameters:
-            if p.grad is not None:
+        """Mean gradient over the replicas of the pipeline; one that a replica did not reach is zero there."""
+        reached = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int32)
+        self.mail.wait(dist.all_reduce(reached, group=self._replicas, async_op=True))
+        for p, somewhere in zip(self._parameters, reached.tolist()):
+            if somewhere:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 self.mail.wait(dist.all_reduce(p.grad, group=self._replicas, async_op=True))
                 p.grad /= self.layout.width
+
+    def _average_shared(self) -> None:
+        """The mean gradient of the layers that this stage and a neighbour hold."""
+        s, k = self.layout.stage, self.update
+        pairs = [(s - 1, self._shared_before), (s + 1, self._shared_own)]
+        for neighbour, shared in pairs:
+            if shared:
+                own = [torch.zeros_like(p) if p.grad is None else p.grad for p in shared]
+                self.mail.send(neighbour, Message(SHARED, k), own)
+        for neighbour, shared in pairs:
+            if shared:
+                for p, theirs in zip(shared, self.mail.receive(neighbour, Message(SHARED, k))):
+                    p.grad = mean_gradient([p.grad, theirs])
 
     def _clip_by_delayed_norm(self, delayed: update.DelayedGlobalNorm) -> None:
         own, k, s = update.own_norm(self._parameters), self.update, self.layout.stage
@@ -430,6 +473,11 @@ class StageEngine:
         """Take the hooks off."""
         if self._random is not None:
             self._random.remove()
+
+
+def trainable(piece: Piece) -> List[nn.Parameter]:
+    """A piece's parameters that need a gradient, in its order."""
+    return [p for p in piece.parameters() if p.requires_grad]
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from ipu_pipe import update
 from ipu_pipe.backends.history import Overwriting, ReadPlan, Swapping, Unversioned
 from ipu_pipe.backends.recompute import Recomputation
 from ipu_pipe.errors import RunFault
+from ipu_pipe.local import Outputs, blocks_of, losses_of
 from ipu_pipe.methods import Method
 from ipu_pipe.probe import Loss, derived_weights, random_modules
 from ipu_pipe.randomness import KeyedRandomness
@@ -36,11 +37,15 @@ from ipu_pipe.versions import VersionTable, segment_ends
 
 @dataclass(frozen=True)
 class StepResult:
-    """One update: mean training loss of its microbatches, share of right answers (None if that has no meaning), samples."""
+    """One update: mean training loss of its microbatches, share of right answers (None if that has no meaning), samples.
+
+    `blocks`: loss and accuracy of each block that has a loss of its own, the model's own last; empty where there is one loss.
+    """
 
     loss: float
     accuracy: Optional[float]
     samples: int
+    blocks: Tuple[Tuple[float, Optional[float]], ...] = ()
 
 
 def refuses(
@@ -54,6 +59,10 @@ def refuses(
 ) -> List[str]:
     """Reasons why this backend cannot run the job exactly; empty if it can. `x`, `y`: one microbatch."""
     reasons = []
+    if clip_scope == "delayed_global" and method.flushes:
+        reasons.append(
+            f"clip.scope: delayed_global: with {method.name} the global norm itself is known: use scope: global"
+        )
     if clip_scope == "global" and method.reads_old(stages):
         reasons.append(
             f"clip.scope: global: with {method.name} a stage updates before the others' gradients exist, so the global norm "
@@ -95,7 +104,7 @@ class Emulator:
         microbatch: int = 0,
         replicas: int = 1,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self._blocks = model, optimizer, blocks_of(model)
         self.update = microbatch // table.schedule.accumulate
         self._loss, self._method, self._rules, self._clip = loss, method, rules, clip
         self._delayed: Optional[update.DelayedGlobalNorm] = None
@@ -126,56 +135,67 @@ class Emulator:
     def step(self, microbatches: Iterable[Tuple[torch.Tensor, torch.Tensor]]) -> StepResult:
         """Forward and backward of one batch's microbatches (x, y), in order, then the update of every stage. With replicas:
         each one's first microbatch, then each one's second, and so on."""
-        total: Any = 0.0
-        right: Any = None
+        total: List[Any] = []
+        right: List[Any] = []
         samples = count = 0
         width = self._replicas.count if self._replicas else 1
         for x, y in microbatches:
-            loss, answers = self._pass(x, y, count % width)
-            total, samples, count = total + loss, samples + len(x), count + 1
-            if answers is not None:
-                right = answers if right is None else right + answers
+            losses, answers = self._pass(x, y, count % width)
+            total = [a + b for a, b in zip(total, losses)] if total else losses
+            right = (
+                [a if b is None else b if a is None else a + b for a, b in zip(right, answers)] if right else answers
+            )
+            samples, count = samples + len(x), count + 1
         assert count == self._accumulate * width, f"{count} microbatches given, a batch has {self._accumulate * width}"
-        mean = float(total) / count
-        if not self._allow_nonfinite and not _is_finite(mean):
+        means = [float(loss) / count for loss in total]
+        wrong = [mean for mean in means if not _is_finite(mean)]
+        if not self._allow_nonfinite and wrong:
             raise RunFault(
-                f"update {self.update} of method {self._method.name}: the training loss is {mean}; a smaller optimizer.lr or "
+                f"update {self.update} of method {self._method.name}: the training loss is {wrong[0]}; a smaller optimizer.lr or "
                 "lr_schedule.warmup_steps may help (allow_nonfinite: true goes on regardless)"
             )
         self._update()
-        return StepResult(mean, None if right is None else float(right[0] / right[1].clamp(min=1)), samples)
+        shares = [None if answers is None else float(answers[0] / answers[1].clamp(min=1)) for answers in right]
+        blocks = tuple(zip(means, shares)) if len(means) > 1 else ()
+        return StepResult(means[-1], shares[-1], samples, blocks)
 
-    def _pass(self, x: torch.Tensor, y: torch.Tensor, replica: int) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+    def _pass(
+        self, x: torch.Tensor, y: torch.Tensor, replica: int
+    ) -> Tuple[List[torch.Tensor], List[Optional[torch.Tensor]]]:
+        """Loss and right answers of the output; of each block's where they have losses of their own."""
         m, width = self._microbatch, self._replicas.count if self._replicas else 1
         self._random.microbatch = m * width + replica
         if self._replicas:
             self._replicas.enter(replica)
 
-        def forward() -> Tuple[Any, torch.Tensor]:
+        def forward() -> Tuple[Any, List[torch.Tensor]]:
             output = self.model(x)
-            return output, self._loss(output, y)
+            return output, losses_of(self._loss, output, y)
 
         self.weights.load(self._plan.read("forward", m))
         if self._recomputation is None:
-            output, loss = forward()
-            to_backward = loss
+            output, losses = forward()
+            to_backward = losses
         else:
-            output, loss = self._recomputation.record(forward)
+            output, losses = self._recomputation.record(forward)
             self.weights.load(self._plan.read("recompute", m))
             _, to_backward = self._recomputation.repeat(forward)
         self.weights.load(self._plan.read("backward", m))
-        (to_backward / self._accumulate).backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward([loss / self._accumulate for loss in to_backward])
         if self._replicas:
             self._replicas.leave(replica)
         if replica == width - 1:
             self._microbatch += 1
             self.weights.release(self._plan.oldest(self._microbatch))
-        return loss.detach(), right_answers(output, y)
+        outputs = output if isinstance(output, Outputs) else [output]
+        return [loss.detach() for loss in losses], [right_answers(own, y) for own in outputs]
 
     def _update(self) -> None:
         self.weights.before_update(self._plan.read_later(self.update, self._microbatch - 1))
         if self._replicas:
             self._replicas.average()
+        if self._blocks is not None:
+            self._blocks.average_duplicates()
         self._rules.step(self.update, self._clipping)
         self.update += 1
         self.weights.release(self._plan.oldest(self._microbatch))

@@ -1,7 +1,7 @@
 """What ranks tell each other and their clock: layout, messages over torch.distributed, the record of what was done.
 
 A message is what an action needs from another rank, told by kind and microbatch. Receives are posted ahead, sends are kept
-until they are through and never waited for by compute.
+until they are through; compute waits for one only when so many later ones are on their way that its action is long past.
 
     gloo     all messages in one group, told apart by tags; a GPU's tensors go through the host's memory
     nccl     has no tags: a group for each link, direction and kind, in which both sides go by the order of microbatches
@@ -22,8 +22,10 @@ import torch.distributed as dist
 from ipu_pipe.slices import Shape
 from ipu_pipe.trace import Event
 
-FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM = "F", "R", "B", "U", "N"
-ORDER = (FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM)  # within a slot; a norm is sent with its update
+FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM, SHARED, RESULT = "F", "R", "B", "U", "N", "S", "L"
+ORDER = (FORWARD, RECOMPUTE, BACKWARD, UPDATE)  # within a slot
+KINDS = (*ORDER, NORM, SHARED, RESULT)  # of messages: with an update the norm, gradients of a shared layer, losses
+ON_HOST = (NORM, RESULT)  # small tensors, on the host whatever the device
 TERMINATED = 143  # exit code of a process that was asked to end
 AHEAD = 3  # receives posted on each link before they are needed
 FIRST_STEP = 600.0  # seconds that a wait of the first step may take at least, in which ranks load and warm up
@@ -58,7 +60,7 @@ class Message(NamedTuple):
 
     def tag(self, index: int) -> int:
         """Of its tensor number `index`; the same for sender and receiver."""
-        return (8 * (len(ORDER) * self.microbatch + ORDER.index(self.kind)) + index % 8) % (1 << 30)
+        return (8 * (len(KINDS) * self.microbatch + KINDS.index(self.kind)) + index % 8) % (1 << 30)
 
 
 @dataclass(frozen=True)
@@ -85,27 +87,30 @@ class Layout:
 
 
 class Timeline:
-    """What this rank did, by the clock. Events beyond `limit` microbatches are not kept."""
+    """What this rank did, by the clock. Events of microbatches from `limit` on are not kept."""
 
     def __init__(self, layout: Layout, limit: int) -> None:
         self.events: List[Event] = []
         self._layout, self._limit = layout, limit
-        self.sent: Dict[int, Tuple[int, int]] = {}  # stage -> bytes, messages
-        self.waited_ns = 0
+        self.sent: Dict[int, Tuple[int, int]] = {}  # stage -> bytes, messages of activations and their gradients
+        self.shared: Dict[int, Tuple[int, int]] = {}  # and of the gradients of shared layers
 
-    def add(self, kind: str, microbatch: int, start: int, version: int = -1, size: Optional[int] = None) -> None:
-        """Something that began at `start` and ends now."""
+    def add(
+        self, kind: str, index: int, start: int, version: int = -1, size: Optional[int] = None, microbatch: int = -1
+    ) -> None:
+        """Something that began at `start` and ends now, of microbatch (or update) `index`. `microbatch`: the one that says
+        whether it is kept, where it is not the index."""
         end = time.perf_counter_ns()
-        if kind == "wait":
-            self.waited_ns += end - start
-        if microbatch < self._limit:
+        if (index if microbatch < 0 else microbatch) < self._limit:
             stage = self._layout.stage
-            self.events.append(Event(stage, self._layout.rank, kind, microbatch, start, end, version, size))
+            self.events.append(Event(stage, self._layout.rank, kind, index, start, end, version, size))
 
-    def count(self, stage: int, size: int) -> None:
+    def count(self, stage: int, kind: str, size: int) -> None:
         """A message sent to `stage`."""
-        total, messages = self.sent.get(stage, (0, 0))
-        self.sent[stage] = (total + size, messages + 1)
+        if kind not in ON_HOST:
+            counted = self.shared if kind == SHARED else self.sent
+            total, messages = counted.get(stage, (0, 0))
+            counted[stage] = (total + size, messages + 1)
 
 
 class Mail:
@@ -127,10 +132,11 @@ class Mail:
         self._layout, self._device, self._timeline, self._group = layout, device, timeline, group
         self._deadline, self._channels = deadline, channels
         self._through_host = device.type != "cpu" and channels is None
-        self._wanted: Dict[int, Deque[Tuple[Message, Tuple[Shape, ...]]]] = {}
+        self._wanted: Dict[Tuple[int, str], Deque[Tuple[Message, Tuple[Shape, ...]]]] = {}  # by source and kind
         self._posted: Dict[Tuple[int, Message], List[Tuple[Any, torch.Tensor]]] = {}
-        self._in_post: Dict[int, int] = {}
-        self._out: Deque[Tuple[Any, torch.Tensor]] = deque()
+        self._in_post: Dict[Tuple[int, str], int] = {}
+        self._out: Dict[int, Deque[Tuple[Any, torch.Tensor]]] = {}
+        self._kept = 8 * (layout.depth + 1)  # tensors on their way to one stage
         self.waiting_for: Optional[int] = None  # the rank, while waiting
         self.is_warm = False  # the first step is done
 
@@ -140,28 +146,30 @@ class Mail:
         return timedelta(seconds=self._deadline if self.is_warm else max(self._deadline, FIRST_STEP))
 
     def _way(self, source: int, target: int, message: Message, index: int) -> Tuple[Any, int]:
-        """Group and tag of tensor number `index` of a message. Norms are on the host whatever the device."""
-        if self._channels is None or message.kind == NORM:
+        """Group and tag of tensor number `index` of a message."""
+        if self._channels is None or message.kind in ON_HOST:
             return self._group, message.tag(index)
         return self._channels[source, target, message.kind], 0
 
     def expect(self, source: int, wanted: Sequence[Tuple[Message, Tuple[Shape, ...]]]) -> None:
-        """Messages that stage `source` will send, in the order in which they are needed."""
-        self._wanted.setdefault(source, deque()).extend(wanted)
-        self._post(source)
+        """Messages that stage `source` will send, those of a kind in the order in which they are needed."""
+        for message, shapes in wanted:
+            self._wanted.setdefault((source, message.kind), deque()).append((message, shapes))
+        for kind in {message.kind for message, _ in wanted}:
+            self._post(source, kind)
 
-    def _post(self, source: int) -> None:
-        queue = self._wanted[source]
-        while queue and self._in_post.get(source, 0) < AHEAD:
+    def _post(self, source: int, kind: str) -> None:
+        queue = self._wanted[source, kind]
+        while queue and self._in_post.get((source, kind), 0) < AHEAD:
             message, shapes = queue.popleft()
-            place = "cpu" if self._through_host or message.kind == NORM else self._device
+            place = "cpu" if self._through_host or kind in ON_HOST else self._device
             received = []
             for index, shape in enumerate(shapes):
                 buffer = torch.empty(shape.shape, dtype=shape.dtype, device=place)
                 group, tag = self._way(source, self._layout.stage, message, index)
                 received.append((dist.irecv(buffer, self._layout.rank_of(source), group, tag), buffer))
             self._posted[source, message] = received
-            self._in_post[source] = self._in_post.get(source, 0) + 1
+            self._in_post[source, kind] = self._in_post.get((source, kind), 0) + 1
 
     def receive(self, source: int, message: Message) -> List[torch.Tensor]:
         """Wait for a message."""
@@ -169,11 +177,12 @@ class Mail:
         received = self._posted.pop((source, message))
         for work, _ in received:
             self.wait(work, self._layout.rank_of(source))
-        self._in_post[source] -= 1
-        self._post(source)
+        self._in_post[source, message.kind] -= 1
+        self._post(source, message.kind)
         size = sum(buffer.numel() * buffer.element_size() for _, buffer in received)
-        self._timeline.add("wait", message.microbatch, start, size=size)
-        return [buffer.to(self._device) for _, buffer in received]
+        if message.kind not in ON_HOST:
+            self._timeline.add("wait", message.microbatch, start, size=size)
+        return [buffer if message.kind in ON_HOST else buffer.to(self._device) for _, buffer in received]
 
     def wait(self, work: Any, rank: Optional[int] = None) -> None:
         """Wait for what `rank` (None: any of several) takes part in, no longer than the limit."""
@@ -187,16 +196,19 @@ class Mail:
         size = 0
         for index, tensor in enumerate(tensors):
             value = tensor.detach().contiguous()
-            value = value.cpu() if self._through_host else value
+            value = value.cpu() if self._through_host or message.kind in ON_HOST else value
             group, tag = self._way(self._layout.stage, target, message, index)
-            self._out.append((dist.isend(value, self._layout.rank_of(target), group, tag), value))
+            out = self._out.setdefault(target, deque())
+            out.append((dist.isend(value, self._layout.rank_of(target), group, tag), value))
+            if len(out) > self._kept:  # the oldest was for an action of a slot long past: it is through, or soon
+                self.wait(out.popleft()[0], self._layout.rank_of(target))
             size += value.numel() * value.element_size()
-        self._timeline.count(target, size)
-        self._timeline.add("send", message.microbatch, start, size=size)
-        while self._out and self._out[0][0].is_completed():
-            self._out.popleft()
+        self._timeline.count(target, message.kind, size)
+        if message.kind not in ON_HOST:
+            self._timeline.add("send", message.microbatch, start, size=size)
 
     def flush(self) -> None:
         """Wait until all that was sent is through."""
-        while self._out:
-            self.wait(self._out.popleft()[0])
+        for target, out in self._out.items():
+            while out:
+                self.wait(out.popleft()[0], self._layout.rank_of(target))

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
 import torch
@@ -21,21 +22,33 @@ from torch import nn
 from ipu_pipe import update
 from ipu_pipe.backends.distributed import StageEngine
 from ipu_pipe.backends.emulator import StepResult
-from ipu_pipe.backends.mail import BACKWARD, FIRST_STEP, FORWARD, RECOMPUTE, Channels, Layout, Stopping
+from ipu_pipe.backends.mail import (
+    BACKWARD,
+    FIRST_STEP,
+    FORWARD,
+    RECOMPUTE,
+    RESULT,
+    SHARED,
+    Channels,
+    Layout,
+    Message,
+    Stopping,
+)
 from ipu_pipe.config import BackendConfig, Config
 from ipu_pipe.engines import Engine, Report, State
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.evaluation import Tally, test_batches
 from ipu_pipe.job import Job
-from ipu_pipe.methods import resolve_method
+from ipu_pipe.local import HEADS, blocks_of, one_activation
+from ipu_pipe.methods import Structure, resolve_method
 from ipu_pipe.probe import random_modules
 from ipu_pipe.randomness import KeyedRandomness
 from ipu_pipe.rundir import Measured
-from ipu_pipe.slices import Piece, crossings, merge_stages, pieces
+from ipu_pipe.slices import Piece, Shape, crossings, merge_stages, pieces
 from ipu_pipe.stages import Partition, partition
 
 Result = TypeVar("Result")
-RESULT_TAG, EVALUATION_TAG = (1 << 30) + 1, (1 << 30) + 2  # beyond all messages of the schedule
+CLOCK_TAG, EVALUATION_TAG = (1 << 30) + 1, (1 << 30) + 2  # beyond all messages of the schedule
 CLOCK_ROUNDS = 8
 
 
@@ -66,8 +79,20 @@ def _gpus_talk() -> bool:
 def stop() -> None:
     """Leave the group, when all are ready to: a process that ends before the others takes its connections with it."""
     if dist.is_initialized():
-        dist.barrier()
+        with _told_as_lost():
+            dist.barrier()
         dist.destroy_process_group()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _told_as_lost() -> Iterator[None]:
+    """What torch.distributed raises when another process has gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RunFault(f"rank {dist.get_rank()}: another rank is lost") from error
 
 
 def place_stages(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Partition, int, str]:
@@ -86,14 +111,33 @@ def place_stages(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Par
         note = f"{len(wished)} stages on {depth} processes: taken together, stages begin at {shown or 'the model'}"
     cut = pieces(model, begins, x)
     crossings(cut, model, x)  # refuses what cannot cross
-    _refuse_reread(config, cut)
+    _refuse(config, cut)
     return partition(model, x, begins if begins else 1), Layout(dist.get_rank(), depth, width).stage, note
 
 
-def _refuse_reread(config: Config, cut: Sequence[Piece]) -> None:
-    """A weight that is handed on with the activations is what the forward read; its backward cannot read it anew."""
-    names = [name for piece in cut for name in piece.weights_handed_on()]
+def place_blocks(config: Config, structure: Structure) -> Tuple[int, int, Structure]:
+    """How many blocks there must be, that of this process, and the structure, as many chunks as processes where it names none.
+    Raises BadInput."""
+    world, width = dist.get_world_size(), config.replicas
+    if world % width:
+        raise BadInput(f"replicas: {width}: {world} processes cannot be so many replicas of a pipeline")
+    if structure.overlap > 1:
+        raise BadInput(
+            f"method_args.overlap: {structure.overlap}: a process holds one layer of its neighbour's: must be 1"
+        )
+    if structure.blocks is not None and config.method_args.blocks is None:
+        structure = replace(structure, blocks=world // width)
+    return world // width, Layout(dist.get_rank(), world // width, width).stage, structure
+
+
+def _refuse(config: Config, cut: Sequence[Piece]) -> None:
+    """Delays come from the pipeline itself. A weight that is handed on with the activations is what the forward read; its
+    backward cannot read it anew."""
     method = resolve_method(config.method, config.method_settings())
+    if method.delay is not None:
+        key = "hogwild" if method.delay.drawn else "constant_delay"
+        raise BadInput(f"method_args.{key}: delays that are not the pipeline's own: use backend: {{name: emulator}}")
+    names = [name for piece in cut for name in piece.weights_handed_on()]
     if names and method.reads_old(len(cut)) and method.backward_reads == "newest":
         raise BadInput(
             f"model: {', '.join(names)}: weights of the model itself that a later stage uses: with {method.name} its backward"
@@ -109,10 +153,16 @@ class ProcessEngine(Engine):
         config, depth = job.config, len(job.part)
         self.layout = Layout(dist.get_rank(), depth, config.replicas)
         self.is_main = self.layout.rank == 0
+        self._first_update = first_update
         self._groups = self._replica_groups()
-        cut = pieces(job.model, job.part.begin_names(), job.example[0])
-        across = crossings(cut, job.model, job.example[0])
-        s = self.layout.stage
+        s, blocks = self.layout.stage, blocks_of(job.model)
+        if blocks is not None:
+            cut, across = blocks.pieces, blocks.crossings
+        else:
+            cut = pieces(job.model, job.part.begin_names(), job.example[0])
+            across = crossings(cut, job.model, job.example[0])
+        self._blocks, self._head = blocks, blocks.head(s) if blocks is not None else None
+        behind = cut[s - 1] if blocks is not None and blocks.overlap and s else None
         keyed = KeyedRandomness(job.model, random_modules(job.model, job.example[0]), config.seed, job.device)
         self.piece = cut[s]
         self._across = across
@@ -121,11 +171,16 @@ class ProcessEngine(Engine):
             self.layout, self.piece, across, job.loss, job.method, job.table, job.rules, self._microbatch, job.device, keyed,
             clip=(config.clip.norm, config.clip.scope) if config.clip else None, allow_nonfinite=config.allow_nonfinite,
             microbatch=first_update * config.gradient_accumulation, deadline=config.backend.deadline,
-            trace_microbatches=config.log.trace_microbatches,
+            trace_microbatches=first_update * config.gradient_accumulation + config.log.trace_microbatches,
             replicas=self._groups[s] if config.replicas > 1 else None, channels=self._channels(),
+            head=self._head, behind=behind,
         )  # fmt: skip
-        _forget([p for s, piece in enumerate(cut) if piece is not self.piece for p in piece.tensors()])
-        self._clock_offset = self._align_clocks()
+        own = {id(t) for piece in (self.piece, behind) if piece is not None for t in piece.tensors()}
+        _forget([t for piece in cut for t in piece.tensors() if id(t) not in own])
+        self._own_losses: Dict[int, torch.Tensor] = {}  # of the first stage, by update
+        self._expected = first_update
+        with self._named_faults():
+            self._clock_offset = self._align_clocks()
 
     def _replica_groups(self) -> List[Any]:
         """A group for each stage: its ranks in all replicas."""
@@ -141,7 +196,8 @@ class ProcessEngine(Engine):
         made: Dict[Tuple[int, int, str], Any] = {}
         for replica in range(self.layout.width):
             for s in range(self.layout.depth - 1):
-                for source, target, kind in ((s, s + 1, FORWARD), (s, s + 1, RECOMPUTE), (s + 1, s, BACKWARD)):
+                back = ((s + 1, s, BACKWARD), (s + 1, s, SHARED), (s, s + 1, SHARED))
+                for source, target, kind in ((s, s + 1, FORWARD), (s, s + 1, RECOMPUTE), *back):
                     group = dist.new_group([replica * self.layout.depth + s, replica * self.layout.depth + s + 1])
                     if replica == self.layout.replica:
                         made[source, target, kind] = group
@@ -155,7 +211,7 @@ class ProcessEngine(Engine):
         """What goes wrong here is told with rank, stage and action, once for all processes."""
         try:
             yield
-        except (BadInput, KeyboardInterrupt):
+        except BadInput:
             raise
         except Exception as error:
             fault = error
@@ -165,38 +221,60 @@ class ProcessEngine(Engine):
                 waited = self._engine.mail.waiting_for
                 if any(word in text for word in ("onnection", "imed out", "imeout")):
                     who = "another rank" if waited is None else f"rank {waited}"
-                    text = f"{who} is lost, or made no progress within {self.job.config.backend.deadline:g} s"
+                    text = f"{who} is lost, or made no progress within {self._engine.mail.limit.total_seconds():g} s"
                 else:
                     text = f"{type(error).__name__}: {text[:300]}"
                 fault = RunFault(f"{where}: {text}")
-            fault.is_told = not _is_first_to_tell()  # type: ignore[attr-defined]
             raise fault from error
 
     def step(self, k: int) -> StepResult:
         with self._named_faults():
-            result = self._engine.step(k)
-            samples = self.job.batch
-            found = torch.tensor([float("nan"), float("nan")], dtype=torch.float64)
-            if result is not None:
-                loss, right = result
-                found = torch.tensor([loss, float("nan") if right is None else right], dtype=torch.float64)
-            found = self._to_first(found)
-            accuracy = float(found[1])
-            return StepResult(float(found[0]), None if accuracy != accuracy else accuracy, samples)
+            # where nothing comes back to the first stage, it must not stand still for the last one's loss
+            ahead = self.layout.depth if self._blocks is not None and self._engine.is_first else 0
+            until = min(k + ahead + 1, self.job.schedule.stretch(k)[1])
+            if self._engine.is_first:
+                self._expect_losses(until)
+            while self._engine.update < until:
+                self._report_losses(self._engine.update, self._engine.step(self._engine.update))
+            return self._result(k)
 
-    def _to_first(self, value: torch.Tensor) -> torch.Tensor:
-        """The last stage's value on the first one; with replicas their mean."""
-        layout = self.layout
-        if layout.depth > 1:
-            first, last = layout.rank_of(0), layout.rank_of(layout.depth - 1)
-            if self._engine.is_last:
-                self._wait(dist.isend(value, first, tag=RESULT_TAG), first)
-            elif self._engine.is_first:
-                self._wait(dist.irecv(value, last, tag=RESULT_TAG), last)
-        if layout.width > 1 and self._engine.is_first:
-            self._wait(dist.all_reduce(value, group=self._groups[0], async_op=True))
-            value /= layout.width
-        return value
+    @property
+    def _reporting(self) -> List[int]:
+        """The stages that have a loss."""
+        if self._blocks is None:
+            return [self.layout.depth - 1]
+        return [s for s in range(self.layout.depth) if s == self.layout.depth - 1 or self._blocks.head(s) is not None]
+
+    def _expect_losses(self, until: int) -> None:
+        shape = (Shape((2,), torch.float64, False),)
+        for source in self._reporting:
+            if source:
+                self._engine.mail.expect(source, [(Message(RESULT, k), shape) for k in range(self._expected, until)])
+        self._expected = max(self._expected, until)
+
+    def _report_losses(self, k: int, found: Optional[Tuple[float, Optional[float]]]) -> None:
+        """Send a stage's loss of update k to the first one; it keeps its own."""
+        if found is None:
+            return
+        value = torch.tensor([found[0], float("nan") if found[1] is None else found[1]], dtype=torch.float64)
+        if self._engine.is_first:
+            self._own_losses[k] = value
+        else:
+            self._engine.mail.send(0, Message(RESULT, k), [value])
+
+    def _result(self, k: int) -> StepResult:
+        if not self._engine.is_first:
+            return StepResult(float("nan"), None, self.job.batch)
+        rows = [
+            self._own_losses.pop(k) if s == 0 else self._engine.mail.receive(s, Message(RESULT, k))[0]
+            for s in self._reporting
+        ]
+        found = torch.stack(rows)
+        if self.layout.width > 1:
+            self._wait(dist.all_reduce(found, group=self._groups[0], async_op=True))
+            found /= self.layout.width
+        blocks = tuple((loss, None if share != share else share) for loss, share in found.tolist())
+        return StepResult(*blocks[-1], self.job.batch, blocks if len(blocks) > 1 else ())
 
     def _wait(self, work: Any, rank: Optional[int] = None) -> None:
         self._engine.mail.wait(work, rank)
@@ -207,23 +285,26 @@ class ProcessEngine(Engine):
 
     # --- evaluation
 
-    def evaluate(self) -> Measured:
+    def evaluate(self) -> List[Measured]:
         """The test set through the pipeline of the first replica, forwards only."""
         self._engine.doing = "evaluation"
         with self._named_faults():
             self._engine.weights.rest()
-            modes = [(module, module.training) for module in self.piece.modules()]
-            self.piece.eval()
+            modules = [*self.piece.modules(), *(self._head.modules() if self._head is not None else ())]
+            modes = [(module, module.training) for module in modules]
+            for module in modules:
+                module.training = False
+            sums = torch.zeros(self.layout.depth, 5, dtype=torch.float64)
             try:
                 with torch.no_grad():
-                    sums = self._evaluate() if self.layout.replica == 0 else torch.zeros(5, dtype=torch.float64)
+                    if self.layout.replica == 0:
+                        sums[self.layout.stage] = self._evaluate()
             finally:
                 for module, mode in modes:
                     module.training = mode
-            self._wait(dist.broadcast(sums, src=self.layout.depth - 1, async_op=True))
-            whole = Tally(self.job.loss)
-            whole.sums = sums
-            return whole.measured
+            # other replicas have nothing to do meanwhile: those that evaluate keep the deadline among themselves
+            dist.all_reduce(sums, async_op=True).wait(datetime.timedelta(days=1))
+            return [Tally(self.job.loss, row).measured for row in sums[self._reporting]]
 
     def _evaluate(self) -> torch.Tensor:
         tally = Tally(self.job.loss)
@@ -235,11 +316,13 @@ class ProcessEngine(Engine):
                     [self._take(shape.dtype) for shape in self._across[s - 1].tensors]
                 )
             output = self.piece(value)
-            if self._engine.is_last:
-                tally.add(output, y, len(x))
-            else:
+            if not self._engine.is_last:
                 for tensor in self._across[s].flatten(output):
                     self._give(tensor)
+            if self._head is not None:
+                output = self._head(one_activation(output))
+            if s in self._reporting:
+                tally.add(output, y, len(x))
         return tally.sums
 
     def _give(self, tensor: torch.Tensor) -> None:
@@ -261,7 +344,7 @@ class ProcessEngine(Engine):
     # --- state
 
     def _own_names(self) -> Dict[Any, str]:
-        own = {id(p) for p in self.piece.tensors()}
+        own = {id(p) for p in [*self.piece.tensors(), *(self._head.parameters() if self._head is not None else ())]}
         return {p: name for p, name in self.names.items() if id(p) in own}
 
     def state(self) -> Optional[State]:
@@ -270,6 +353,9 @@ class ProcessEngine(Engine):
             self._engine.weights.rest()
             tensors, plain = update.export_state(self.optimizer, self._own_names())
             model = {key: value.detach().cpu() for key, value in self.piece.state().items()}
+            if self._head is not None:
+                head = f"{HEADS}.{self.layout.stage}"
+                model.update({f"{head}.{key}": value.detach().cpu() for key, value in self._head.state_dict().items()})
             gathered = self._gather((model, {k: v.cpu() for k, v in tensors.items()}, plain))
         if gathered is None:
             return None
@@ -278,8 +364,8 @@ class ProcessEngine(Engine):
             model.update(stage[0])
             tensors.update(stage[1])
             plain.update(stage[2])
-        order = list(self.job.model.state_dict())
-        return State({name: model[name] for name in order}, tensors, plain)
+        whole = self.job.model.state_dict()  # what no piece uses is here as it was
+        return State({name: model.get(name, value) for name, value in whole.items()}, tensors, plain)
 
     def _gather(self, value: Any) -> Optional[List[Any]]:
         self._meet()
@@ -288,6 +374,11 @@ class ProcessEngine(Engine):
         return gathered
 
     def report(self) -> Optional[Report]:
+        self._engine.doing = "report"
+        with self._named_faults():
+            return self._report()
+
+    def _report(self) -> Optional[Report]:
         s = self.layout.stage
         held = update.optimizer_bytes(self.optimizer, self.layout.depth)[s]
         timeline = self._engine.timeline
@@ -295,13 +386,15 @@ class ProcessEngine(Engine):
             event._replace(start_ns=event.start_ns + self._clock_offset, end_ns=event.end_ns + self._clock_offset)
             for event in timeline.events
         ]
-        gathered = self._gather((held, self._engine.weights.peak_bytes, timeline.sent, events))
+        gathered = self._gather((held, self._engine.weights.peak_bytes, timeline.sent, events, timeline.shared))
         if gathered is None:
             return None
         own = gathered[: self.layout.depth]
-        links = {(src, dst): count for src, (_, _, sent, _) in enumerate(own) for dst, count in sent.items()}
-        everything = [event for _, _, _, events in gathered for event in events]
-        return Report([held for held, *_ in own], [peak for _, peak, *_ in own], links, everything)
+        links = {(src, dst): count for src, (_, _, sent, *_) in enumerate(own) for dst, count in sent.items()}
+        shared = {(src, dst): count for src, (*_, sent) in enumerate(own) for dst, count in sent.items()}
+        everything = [event for _, _, _, events, _ in gathered for event in events]
+        done = (self._engine.update - self._first_update) * self.job.config.gradient_accumulation
+        return Report([held for held, *_ in own], [peak for _, peak, *_ in own], links, everything, done, shared)
 
     def _align_clocks(self) -> int:
         """What to add to this rank's clock to get rank 0's: from the round trip that took least (Cristian's algorithm)."""
@@ -311,32 +404,35 @@ class ProcessEngine(Engine):
             best: Optional[int] = None
             for _ in range(CLOCK_ROUNDS):
                 if self.is_main:
-                    dist.recv(mine, src=rank, tag=RESULT_TAG)
-                    dist.send(torch.tensor([time.perf_counter_ns()]), dst=rank, tag=RESULT_TAG)
+                    dist.recv(mine, src=rank, tag=CLOCK_TAG)
+                    dist.send(torch.tensor([time.perf_counter_ns()]), dst=rank, tag=CLOCK_TAG)
                 elif self.layout.rank == rank:
                     begun = time.perf_counter_ns()
-                    dist.send(mine, dst=0, tag=RESULT_TAG)
+                    dist.send(mine, dst=0, tag=CLOCK_TAG)
                     theirs = torch.zeros(1, dtype=torch.int64)
-                    dist.recv(theirs, src=0, tag=RESULT_TAG)
+                    dist.recv(theirs, src=0, tag=CLOCK_TAG)
                     ended = time.perf_counter_ns()
                     if best is None or ended - begun < best:
                         best, offset = ended - begun, int(theirs) - (begun + ended) // 2
         return offset
 
     def close(self) -> None:
-        self._engine.close()
+        self._engine.doing = "end"
+        with self._named_faults():
+            self._engine.close()
 
     def abort(self) -> None:
         self._engine.release()
 
 
 def _forget(tensors: Iterable[torch.Tensor]) -> None:
-    """Free what other processes hold; shapes and sizes stay to be read."""
+    """Free what other processes hold; shapes and sizes stay to be read, of the values nothing (not a number)."""
     for tensor in tensors:
-        tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        nothing = float("nan") if tensor.is_floating_point() else 0
+        tensor.data = torch.full((), nothing, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
-def _is_first_to_tell() -> bool:
+def is_first_to_tell() -> bool:
     """Whether no other process has told a fault yet. Where the store is gone with its process, every one tells."""
     try:
         return bool(dist.distributed_c10d._get_default_store().add("ipu_pipe/faults", 1) == 1)
@@ -352,7 +448,8 @@ def on_all_ranks(work: Callable[[], Result]) -> Result:
             held = [(work(), None)]
         except BadInput as error:
             held = [(None, error.faults)]
-    dist.broadcast_object_list(held, src=0)
+    with _told_as_lost():
+        dist.broadcast_object_list(held, src=0)
     result, faults = held[0]
     if faults:
         raise BadInput(faults)

@@ -1,0 +1,370 @@
+"""Blocks with losses of their own: their plain definition, what is refused, heads, rates and accumulation by block."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import pytest
+import torch
+from torch import nn
+
+import ipu_pipe
+from ipu_pipe.backends.emulator import Emulator
+from ipu_pipe.config import load_config
+from ipu_pipe.errors import BadInput
+from ipu_pipe.local import BlockedModel, SumOfLosses, TokenHead, blocks_of, make_blocks, make_head
+from ipu_pipe.methods import Structure, resolve_method
+from ipu_pipe.rules import UpdateRules
+from ipu_pipe.timelines import make_schedule
+from ipu_pipe.training import train
+from ipu_pipe.update import parameter_groups
+from ipu_pipe.versions import VersionTable
+from models.resnet import preact_resnet20, resnet18
+from models.transformer import transformer_lm, transformer_translation
+from models.vgg import vgg11
+from tests.staged_models import batches, whole
+
+ROOT = Path(__file__).resolve().parents[1]
+UPDATES = 4
+cross_entropy = nn.functional.cross_entropy
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.02, weight_decay=1e-2),
+}
+
+
+def layers(name: str) -> List[nn.Module]:
+    """Four blocks in a row, one activation between them."""
+    torch.manual_seed(1)
+    image = nn.Unflatten(1, (3, 2, 2))
+    made = {
+        "mlp": [
+            nn.Linear(12, 9), nn.Sequential(nn.ReLU(), nn.Linear(9, 8)), nn.Sequential(nn.Tanh(), nn.Linear(8, 7)),
+            nn.Linear(7, 4),
+        ],
+        "batch_norm": [
+            nn.Sequential(image, nn.Conv2d(3, 4, 3, padding=1)),
+            nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3, padding=1)),
+            nn.Sequential(nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3, padding=1)),
+            nn.Sequential(nn.Flatten(), nn.Linear(24, 4)),
+        ],
+        "group_norm": [
+            nn.Sequential(image, nn.Conv2d(3, 4, 3, padding=1)),
+            nn.Sequential(nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 6, 3, padding=1)),
+            nn.Sequential(nn.GroupNorm(2, 6), nn.ReLU(), nn.Conv2d(6, 6, 3, padding=1)),
+            nn.Sequential(nn.Flatten(), nn.Linear(24, 4)),
+        ],
+    }[name]  # fmt: skip
+    return [layer.double() for layer in made]
+
+
+MODELS = ("mlp", "batch_norm", "group_norm")
+
+
+def blocked(stages: Sequence[nn.Module], structure: Structure) -> Tuple[BlockedModel, Any]:
+    return make_blocks(whole(list(stages)), batches(1)[0][0], structure, None)
+
+
+def emulate(
+    made: BlockedModel, part: Any, method_name: str, accumulate: int, optimizer: str, args: Dict[str, Any] = {}
+) -> Emulator:
+    method, data = resolve_method(method_name), batches(UPDATES * accumulate)
+    table = VersionTable(make_schedule(method, len(part), len(data), accumulate), method)
+    make = OPTIMIZERS[optimizer]
+    chosen = make(parameter_groups(made, part))
+    rules = UpdateRules(args, method, table.rule_lag(), accumulate, chosen, lambda k: make.keywords["lr"])
+    emulator = Emulator(made, SumOfLosses(cross_entropy), part, method, table, chosen, rules, data[0])
+    for k in range(UPDATES):
+        emulator.step(data[k * accumulate : (k + 1) * accumulate])
+    emulator.close()
+    return emulator
+
+
+# ---- the plain definition, written out
+
+
+def plain(
+    blocks: List[List[nn.Module]],
+    heads: List[Optional[nn.Module]],
+    accumulate: int,
+    optimizer: str,
+    every: Sequence[int] = (),
+) -> None:
+    """Each block by itself, one after another: forward of what the one before gave, its own loss, backward, its own optimizer.
+    A module in two blocks is there twice, as copies whose gradients are averaged before they step."""
+    owners = [[p for layer in block for p in layer.parameters()] for block in blocks]
+    optimizers = [
+        OPTIMIZERS[optimizer]([*own, *(head.parameters() if head else [])]) for own, head in zip(owners, heads)
+    ]
+    data = batches(UPDATES * accumulate)
+    for k in range(UPDATES):
+        for x, y in data[k * accumulate : (k + 1) * accumulate]:
+            entering = [x]
+            for layer in [block[-1] for block in blocks]:  # what enters each layer, of the copies that own them
+                was = {name: b.clone() for name, b in layer.named_buffers()}
+                with torch.no_grad():
+                    entering.append(layer(entering[-1]))
+                for name, b in layer.named_buffers():
+                    b.copy_(was[name])
+            for j, (block, head) in enumerate(zip(blocks, heads)):
+                value = entering[j + 1 - len(block)].detach()
+                for layer in block:
+                    value = layer(value)
+                loss = cross_entropy(head(value) if head else value, y)
+                (loss / accumulate).backward()
+        for j, block in enumerate(blocks):
+            if len(block) > 1:  # its first layer is the last one of the block before
+                for mine, theirs in zip(block[0].parameters(), blocks[j - 1][-1].parameters()):
+                    assert torch.equal(mine, theirs), "duplicates stay equal"
+                    assert mine.grad is not None and theirs.grad is not None
+                    mean = (theirs.grad + mine.grad) / 2
+                    mine.grad, theirs.grad = mean, mean.clone()
+        for j, chosen in enumerate(optimizers):
+            times = every[j] if every else 1
+            if (k + 1) % times == 0:
+                for group in chosen.param_groups:
+                    for p in group["params"]:
+                        if p.grad is not None and times > 1:
+                            p.grad /= times
+                chosen.step()
+                chosen.zero_grad()
+
+
+def copies(made: BlockedModel) -> List[Optional[nn.Module]]:
+    blocks = blocks_of(made)
+    assert blocks is not None
+    return [copy.deepcopy(blocks.head(j)) for j in range(len(blocks.pieces))]
+
+
+def assert_equal(made: BlockedModel, expected: nn.Module, heads: Sequence[Optional[nn.Module]]) -> None:
+    state = made.state_dict()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(value, state.pop(name)), name
+    for j, head in enumerate(heads):
+        for name, value in head.state_dict().items() if head else ():
+            assert torch.equal(value, state.pop(f"local_heads.{j}.{name}")), (j, name)
+    assert not state
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_is_its_plain_definition(name: str, accumulate: int, optimizer: str) -> None:
+    stages = layers(name)
+    made, part = blocked(stages, Structure())
+    expected, heads = copy.deepcopy(stages), copies(made)
+    emulate(made, part, "local_greedy", accumulate, optimizer)
+    plain([[layer] for layer in expected], heads, accumulate, optimizer)
+    assert_equal(made, whole(expected), heads)
+
+
+@pytest.mark.parametrize("cut", [(), ("2",), ("1", "3")])
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_are_their_plain_definition_and_one_is_plain_training(name: str, cut: Tuple[str, ...]) -> None:
+    stages = layers(name)
+    made, part = blocked(stages, Structure(blocks=cut or 1))
+    expected, heads = copy.deepcopy(stages), copies(made)
+    edges = [0, *map(int, cut), 4]
+    emulate(made, part, "local_chunked", 2, "sgd")
+    plain([[nn.Sequential(*expected[a:b])] for a, b in zip(edges, edges[1:])], heads, 2, "sgd")
+    assert_equal(made, whole(expected), heads)
+    assert len(part) == len(cut) + 1 and heads[-1] is None
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_overlapping_is_its_duplicated_definition(name: str, accumulate: int, optimizer: str) -> None:
+    stages = layers(name)
+    made, part = blocked(stages, Structure(overlap=1))
+    expected, heads = copy.deepcopy(stages), copies(made)
+    emulate(made, part, "local_overlapping", accumulate, optimizer)
+    blocks = [[expected[0]], *[[copy.deepcopy(expected[j - 1]), expected[j]] for j in range(1, 4)]]
+    plain(blocks, heads, accumulate, optimizer)
+    assert_equal(made, whole(expected), heads)
+
+
+def test_the_last_layers_train_and_the_others_stay() -> None:
+    stages = layers("batch_norm")
+    made, part = blocked(stages, Structure(layers=2))
+    expected = copy.deepcopy(stages)
+    emulate(made, part, "last_layers", 2, "sgd")
+    front = nn.Sequential(*expected[:2]).train()
+    optimizer = OPTIMIZERS["sgd"]([p for layer in expected[2:] for p in layer.parameters()])
+    data = batches(2 * UPDATES)
+    for k in range(UPDATES):
+        for x, y in data[2 * k : 2 * k + 2]:
+            with torch.no_grad():
+                value = front(x)
+            (cross_entropy(expected[3](expected[2](value)), y) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal(made, whole(expected), [None, None])
+    blocks = blocks_of(made)
+    assert blocks is not None and not any(p.requires_grad for p in stages[0].parameters())
+    blocks.release()
+    assert all(p.requires_grad for p in stages[0].parameters())
+
+
+def test_blocks_have_rates_and_accumulation_of_their_own() -> None:
+    stages = layers("mlp")
+    made, part = blocked(stages, Structure())
+    expected, heads = copy.deepcopy(stages), copies(made)
+    emulate(made, part, "local_greedy", 1, "sgd", {"block_accumulation": [1, 2, 4, 1]})
+    plain([[layer] for layer in expected], heads, 1, "sgd", every=[1, 2, 4, 1])
+    assert_equal(made, whole(expected), heads)
+    made, part = blocked(layers("mlp"), Structure())
+    before = copy.deepcopy(made.state_dict())
+    emulate(made, part, "local_greedy", 1, "sgd", {"block_rates": [0.0, 1.0, 0.0, 1.0]})
+    moved = {name.split(".")[0] for name, value in made.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {"1", "3", "local_heads"}
+
+
+# ---- heads and boundaries
+
+
+def test_heads_are_built_by_model_family() -> None:
+    images = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6))
+    out = torch.randn(2, 10)
+    head = make_head(images, torch.randn(2, 6, 4, 4), out)
+    assert [type(m) for m in head.children()] == [nn.BatchNorm2d, nn.ReLU, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Linear]
+    head = make_head(nn.Sequential(nn.GroupNorm(2, 6)), torch.randn(1, 6, 4, 4), out)
+    first = next(head.children())
+    assert isinstance(first, nn.GroupNorm) and first.num_groups == 6
+    head = make_head(nn.Identity(), torch.randn(2, 5, 8), torch.randn(2, 30, 5))
+    assert isinstance(head, TokenHead) and head(torch.randn(2, 5, 8)).shape == (2, 30, 5)
+    assert make_head(nn.Identity(), torch.randn(2, 5, 8), out)(torch.randn(2, 5, 8)).shape == (2, 10)
+    assert isinstance(make_head(nn.Identity(), torch.randn(2, 5), out), nn.Linear)
+    with pytest.raises(BadInput, match=r"no auxiliary head is known for activations \(2, 3, 4, 5, 6\)"):
+        make_head(nn.Identity(), torch.randn(2, 3, 4, 5, 6), out)
+
+
+@pytest.mark.parametrize(
+    "model, x",
+    [
+        (resnet18(classes=10, small_images=True), torch.randn(2, 3, 16, 16)),
+        (preact_resnet20(), torch.randn(2, 3, 16, 16)),
+        (vgg11(), torch.randn(2, 3, 32, 32)),
+        (transformer_lm(vocabulary=11, width=8, heads=2, blocks=3, context=5), torch.randint(0, 11, (2, 5))),
+    ],
+    ids=["resnet", "preact", "vgg", "transformer"],
+)
+def test_the_projects_models_can_be_chunked(model: nn.Module, x: torch.Tensor) -> None:
+    made, part = make_blocks(model, x, Structure(blocks=3), None)
+    outputs = made.train()(x)
+    assert len(outputs) == 3 and len({tuple(o.shape) for o in outputs}) == 1 and len(part) == 3
+    assert torch.equal(made.eval()(x), model.eval()(x))
+    assert set(model.state_dict()) < set(made.state_dict())
+
+
+def test_boundaries_that_a_skip_connection_crosses_are_refused() -> None:
+    with pytest.raises(BadInput, match=r"layer1.0.conv2: lies inside layer1.0.*skip connection"):
+        make_blocks(preact_resnet20(), torch.randn(2, 3, 16, 16), Structure(blocks=("layer1.0.conv2",)), None)
+    model = transformer_translation(20, 20, width=8, heads=2, layers=2, feedforward=8)
+    with pytest.raises(BadInput, match=r"decoder2: 2 activations cross this boundary .*one beside a skip connection"):
+        make_blocks(model, torch.randint(1, 20, (2, 2, 5)), Structure(blocks=("decoder2",)), None)
+
+
+def bias_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
+    """A user's head."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(activation[0].numel(), output.shape[1], bias=False))
+
+
+def wrong_head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
+    return nn.Linear(activation.shape[1], 3)
+
+
+def digits(*sets: str) -> Any:
+    short = ["steps=6", "log.tensorboard=false", "log.every=2", "evaluate.subset=100", "stages=4", "backend.threads=1"]
+    return load_config(str(ROOT / "configs" / "mlp_digits.yaml"), [*short, *sets])
+
+
+def test_a_run_reports_every_head_and_resumes(tmp_path: Path) -> None:
+    how = ["method=local_greedy", "method_args.head=tests.test_local:bias_head", "checkpoint.every=3"]
+    report = train(digits(*how), tmp_path / "a", quiet=True)
+    assert [block["index"] for block in report["blocks"]] == [0, 1, 2, 3]
+    assert report["blocks"][-1]["test_accuracy"] == report["final"]["test_accuracy"]
+    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert all(len(line["block_train_loss"]) == 4 for line in lines if "train_loss" in line)
+    assert all(len(line["block_test_accuracy"]) == 4 for line in lines if "test_loss" in line)
+    assert [(link["src"], link["dst"]) for link in report["links"]] == [(0, 1), (1, 2), (2, 3)]
+    for file in (tmp_path / "a" / "checkpoints" / "step-6").iterdir():
+        file.unlink()
+    (tmp_path / "a" / "checkpoints" / "step-6").rmdir()
+    (tmp_path / "a" / "summary.json").unlink()
+    again = train(digits(*how), tmp_path / "a", resume=True, quiet=True)
+    assert again["final"] == report["final"] and again["blocks"] == report["blocks"]
+    # the weights serve other methods: the heads are left out
+    weights = str(tmp_path / "a" / "checkpoints" / "step-6" / "model.safetensors")
+    other = train(digits("method=gpipe", f"init_from={weights}"), tmp_path / "b", quiet=True)
+    assert other["initial"]["test_accuracy"] == report["final"]["test_accuracy"]
+
+
+@pytest.mark.parametrize(
+    "how, told",
+    [
+        (["method=local_greedy", "method_args.t2={}"], "method_args.t2: with local_greedy no gradient is stale"),
+        (["method=gpipe", "method_args.blocks=2"], "method_args.blocks: 2: gpipe has no blocks"),
+        (["method=local_greedy", "method_args.layers=2"], "method_args.layers: 2: local_greedy takes none of these"),
+        (["method=local_chunked", "method_args.blocks=0"], "method_args.blocks: 0: must be a whole number >= 1 or a list"),
+        (["method=local_chunked", "method_args.blocks=[nothing]"], "nothing: the model has no module of that name"),
+        (["method=local_chunked", "method_args.blocks=40"], "40 are asked for"),
+        (["method=last_layers", "method_args.layers=9"], "method_args.layers: 9: the model has 4 stages"),
+        (["method=local_greedy", "method_args.block_rates=[1.0]"], "must be one for each of 4 blocks"),
+        (["method=gpipe", "method_args.block_rates=[1.0]"], "gpipe has no blocks"),
+        (["method=local_chunked", "method_args.block_accumulation=[1, 4]"], "it must come after a multiple of 4"),
+        (["method=local_greedy", "clip={norm: 1.0, scope: global}"], "clip.scope: global: a block knows no gradient but its own"),
+        (["method=local_overlapping", "clip={norm: 1.0, scope: stage}"], "clip: local_overlapping"),
+        (["method=local_overlapping", "replicas=2"], "replicas: 2: not with local_overlapping"),
+        (["method=local_greedy", "method_args.head=tests.test_local:wrong_head"], "must give (8, 10)"),
+        (["method=local_greedy", "method_args.head=tests.test_local:nothing"], "method_args.head"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(how: List[str], told: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as raised:
+        train(digits("micro_batch_size=8", *how), tmp_path / "run", quiet=True)
+    assert told in str(raised.value) and not (tmp_path / "run").exists()
+
+
+def test_clipping_by_block_and_replicas_train(tmp_path: Path) -> None:
+    how = ["method=local_chunked", "replicas=2", "clip={norm: 0.5, scope: stage}"]
+    assert ipu_pipe.train(digits(*how), tmp_path / "run", quiet=True)["steps"] == 6
+
+
+# ---- processes
+
+
+needs_processes = pytest.mark.skipif(
+    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
+    reason="needs torch 2.4",
+)
+
+
+@needs_processes
+def test_processes_give_the_emulators_weights_and_half_the_traffic() -> None:
+    cases = ["pipedream", "local_greedy", "local_chunked", "local_overlapping", "last_layers"]
+    command = [
+        sys.executable,
+        "tools/equality.py",
+        "--ranks",
+        "2",
+        "4",
+        "--models",
+        "mlp",
+        "resnet20-batchnorm",
+        "--json",
+    ]
+    done = subprocess.run([*command, "--cases", *cases], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = {(r["case"], r["model"], r["ranks"]): r for r in json.loads(done.stdout)["rows"]}
+    assert len(rows) == 2 * (4 * 2 + 1) and all(r["difference"] == 0 for r in rows.values())
+    for model in ("mlp", "resnet20-batchnorm"):
+        for ranks in (2, 4):
+            whole_way, half_way = (rows[case, model, ranks]["bytes"] for case in ("pipedream", "local_greedy"))
+            assert whole_way == 2 * half_way > 0
