@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
@@ -237,7 +237,7 @@ def build(
     return Job(
         config, model, chosen_loss, data, device, part, method, schedule, table, groups, made,
         _rules(config, args, table, made, base, updates, per_epoch, switch),
-        base, per_epoch, updates, example, footprint(model, part, chosen_loss, *example), note,
+        base, per_epoch, updates, example, _footprint(model, part, chosen_loss, example), note,
     )  # fmt: skip
 
 
@@ -291,6 +291,14 @@ def _check_blocks(config: Config, args: Dict[str, Any], blocks: int, updates: in
             )
     if faults:
         raise BadInput(faults)
+
+
+def _footprint(model: nn.Module, part: Partition, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]) -> Footprint:
+    """As seen in one microbatch. Blocks with losses of their own take these where they are: only activations are handed on."""
+    found, blocks = footprint(model, part, loss, *example), blocks_of(model)
+    if blocks is None:
+        return found
+    return replace(found, boundary_bytes=tuple(sum(t.bytes for t in crossing.tensors) for crossing in blocks.crossings))
 
 
 def _own_buffers(model: nn.Module, x: torch.Tensor) -> List[str]:

@@ -137,6 +137,16 @@ def profile(model: nn.Module, part: Partition, example: torch.Tensor, names: Seq
     return found
 
 
+def stage_flops(model: nn.Module, part: Partition, example: torch.Tensor) -> List[float]:
+    """Forward FLOPs of each stage for the microbatch `example`, as for `by: flops`."""
+    calls, _ = _execution(model, example)
+    at_call = _stage_at_call(calls, part.begins)
+    total = [0.0] * len(part)
+    for call in calls:
+        total[at_call[call.name]] += call.flops
+    return total
+
+
 # ---- the order of execution
 
 

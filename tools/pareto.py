@@ -1,0 +1,214 @@
+"""Total against sequential cost of reaching a training loss, by local-parallel method: sweeps a perceptron on CIFAR-10."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ipu_pipe.errors import BadInput, Parser, run_command  # noqa: E402
+
+LAYERS = 8
+# label -> (method of the run, its arguments, cost law, its k)
+KINDS: Dict[str, Tuple[str, Dict[str, Any], str, int]] = {
+    "backpropagation": ("gpipe", {}, "backpropagation", 1),
+    "greedy": ("local_greedy", {}, "local_greedy", 1),
+    "overlapping": ("local_overlapping", {}, "local_overlapping", 1),
+    "2 chunks": ("local_chunked", {"blocks": 2}, "local_chunked", 2),
+    "3 chunks": ("local_chunked", {"blocks": 3}, "local_chunked", 3),
+    "last layer": ("last_layers", {"layers": 1}, "last_layers", 1),
+    "last 2 layers": ("last_layers", {"layers": 2}, "last_layers", 2),
+}
+EPILOG = """
+The figure's shape, not its size: the paper (Laskin et al. 2020, Figure 3) trains 8 x 4096 units on 32x32 images for three
+million examples; --width 4096 --size 32 --examples 3000000 takes that, for a large machine (not run).
+"""
+
+
+def parser() -> Parser:
+    """The command line."""
+    p = Parser(prog="tools/pareto.py", description=__doc__, epilog=EPILOG)
+    p.add_argument("--kinds", nargs="+", default=list(KINDS), metavar="KIND", help=f"of {', '.join(KINDS)}")
+    p.add_argument("--batches", nargs="+", type=int, default=[64, 256, 1024, 4096], metavar="B", help="(%(default)s)")
+    p.add_argument(
+        "--rates", nargs="+", type=float, default=[3e-4, 1e-3, 3e-3], metavar="LR", help="of Adam (%(default)s)"
+    )
+    p.add_argument("--examples", type=int, default=200_000, help="examples that each run sees (%(default)s)")
+    p.add_argument("--width", type=int, default=256, help="units of a layer, of which there are 8 (%(default)s)")
+    p.add_argument("--size", type=int, default=16, help="side of the images (%(default)s)")
+    p.add_argument("--subset", type=int, default=10_000, help="training images (%(default)s)")
+    p.add_argument("--cutoffs", nargs="+", type=float, default=[1.7, 1.5, 1.2], metavar="LOSS", help="(%(default)s)")
+    p.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (cores, %(default)s)")
+    p.add_argument(
+        "--runs", type=Path, default=Path("runs/pareto"), metavar="DIR", help="where runs are kept (%(default)s)"
+    )
+    p.add_argument("--out", type=Path, metavar="DIR", help="where the table, JSON and plot go (default: with the runs)")
+    p.add_argument("--json", action="store_true", help="print the results as JSON")
+    return p
+
+
+def main() -> None:
+    """Run the command line."""
+    args = parser().parse_args()
+    for kind in args.kinds:
+        if kind not in KINDS:
+            raise BadInput(f"--kinds: {kind}: must be of {', '.join(KINDS)}")
+    for key in ("batches", "rates", "cutoffs"):
+        if min(getattr(args, key)) <= 0:
+            raise BadInput(f"--{key}: {min(getattr(args, key))}: must be above 0")
+    if args.examples < 2 * max(args.batches):
+        raise BadInput(
+            f"--examples: {args.examples}: must be at least two of the greatest --batches, {max(args.batches)}"
+        )
+    from ipu_pipe.experiments import run_experiment
+
+    experiment = _experiment(args)
+    say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    say(f"{len(experiment.rows)} runs of {args.examples} examples, {args.jobs} at a time, into {args.runs}")
+    run_experiment(experiment, args.runs, [0], args.jobs, say=say)
+    found = _results(args)
+    out = args.out or args.runs
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "pareto.json").write_text(json.dumps(found, indent=1) + "\n")
+    (out / "table.md").write_text(_table(found, args))
+    _plot(found, out / "pareto.png")
+    print(json.dumps(found, indent=1) if args.json else _table(found, args))
+    say(f"where to look: {out / 'pareto.png'}, {out / 'pareto.json'}, {out / 'table.md'}")
+
+
+def _label(kind: str, batch: int, rate: float) -> str:
+    return f"{kind.replace(' ', '-')}-b{batch}-lr{rate:g}"
+
+
+def _experiment(args: Any) -> Any:
+    from ipu_pipe.experiments import Experiment
+
+    base = {
+        "model": {"entry": "models.mlp:mlp", "args": {"inputs": 3 * args.size**2, "width": args.width, "layers": LAYERS}},
+        "data": {"name": "cifar10", "size": args.size, "augment": False, "subset": args.subset, "test_subset": 500},
+        "stages": [f"fc{layer}" for layer in range(2, LAYERS + 1)],
+        "optimizer": {"name": "adam"}, "evaluate": {"every": 0}, "backend": {"threads": 1}, "allow_nonfinite": True,
+    }  # fmt: skip
+    rows: Dict[str, Dict[str, Any]] = {}
+    for kind in args.kinds:
+        method, settings, _, _ = KINDS[kind]
+        for batch in args.batches:
+            steps = args.examples // batch
+            for rate in args.rates:
+                rows[_label(kind, batch, rate)] = {
+                    "method": method, "method_args": settings, "micro_batch_size": batch, "optimizer": {"lr": rate},
+                    "steps": steps, "log": {"every": max(1, steps // 200)},
+                }  # fmt: skip
+    return Experiment("pareto", "Pareto fronts", "Laskin et al. 2020, Figure 3", base, {}, [0], rows, [])
+
+
+def _costs(args: Any) -> Any:
+    import torch
+
+    from ipu_pipe import costs
+    from ipu_pipe.local import blocks_of, make_blocks
+    from ipu_pipe.methods import Structure
+    from models.mlp import mlp
+
+    x = torch.zeros(2, 3, args.size, args.size)
+    model = mlp(3 * args.size**2, args.width, LAYERS)
+    made, _ = make_blocks(model, x, Structure(), [f"fc{layer}" for layer in range(2, LAYERS + 1)])
+    blocks = blocks_of(made)
+    assert blocks is not None
+    return costs.counted_by_paper(blocks, x, 10)
+
+
+def _steps_to(folder: Path, cutoff: float) -> Optional[int]:
+    """The first update at which the training loss, a mean of five lines of the log, is at most `cutoff`."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [(line["step"], line["train_loss"]) for line in lines if line.get("train_loss") is not None]
+    for i in range(4, len(losses)):
+        if sum(loss for _, loss in losses[i - 4 : i + 1]) / 5 <= cutoff:
+            return int(losses[i][0])
+    return None
+
+
+def _results(args: Any) -> Dict[str, Any]:
+    from ipu_pipe import costs
+
+    counted = _costs(args)
+    found: Dict[str, Any] = {"costs": vars(counted), "cutoffs": []}
+    for cutoff in args.cutoffs:
+        rows = {}
+        for kind in args.kinds:
+            _, _, law, k = KINDS[kind]
+            points: List[Tuple[float, float]] = []
+            for batch in args.batches:
+                for rate in args.rates:
+                    steps = _steps_to(args.runs / _label(kind, batch, rate) / "seed-0", cutoff)
+                    if steps is not None:
+                        spent = (counted, steps, batch, k)
+                        points.append((costs.sequential(law, *spent), costs.total(law, *spent)))
+            rows[kind] = {"points": points, "front": costs.front(points)}
+        found["cutoffs"].append({"loss": cutoff, "kinds": rows})
+    return found
+
+
+def _table(found: Dict[str, Any], args: Any) -> str:
+    c = found["costs"]
+    lines = [
+        "# Cost of reaching a training loss, by local-parallel method",
+        "",
+        f"Made by `python tools/pareto.py`: {LAYERS} x {args.width} perceptron, {args.subset} CIFAR-10 images of "
+        f"{args.size}x{args.size}, {args.examples} examples a run, batches {', '.join(map(str, args.batches))}, Adam at "
+        f"{', '.join(f'{r:g}' for r in args.rates)}; one seed. By the paper's counting f = {c['forward']:,.0f}, "
+        f"x = {c['auxiliary']:,.0f}, r = {c['backward']:g}.",
+        "",
+        "Least sequential FLOPs (the paper's time) and least total FLOPs of any run that reached the loss; in brackets against"
+        " backpropagation's.",
+        "",
+        "| training loss | method | runs that reached it | least sequential | least total |",
+        "| --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for entry in found["cutoffs"]:
+        base = entry["kinds"].get("backpropagation", {"points": []})["points"]
+        for kind, row in entry["kinds"].items():
+            points = row["points"]
+            cells = [_least(points, base, place) for place in (0, 1)]
+            lines.append(f"| {entry['loss']:g} | {kind} | {len(points)} | {cells[0]} | {cells[1]} |")
+    return "\n".join(lines) + "\n"
+
+
+def _least(points: Sequence[Sequence[float]], base: Sequence[Sequence[float]], place: int) -> str:
+    if not points:
+        return "-"
+    least = min(point[place] for point in points)
+    ratio = f" ({least / min(point[place] for point in base):.2f})" if base else ""
+    return f"{least:.2e}{ratio}"
+
+
+def _plot(found: Dict[str, Any], file: Path) -> None:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise BadInput("plots need matplotlib, which is not installed: pip install matplotlib") from None
+    entries = found["cutoffs"]
+    figure = Figure(figsize=(4.6 * len(entries), 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for column, entry in enumerate(entries):
+        axes = figure.add_subplot(1, len(entries), column + 1)
+        for number, (kind, row) in enumerate(entry["kinds"].items()):
+            color = f"C{number}"
+            if row["points"]:
+                axes.plot(*zip(*row["points"]), "x", color=color, markersize=4, alpha=0.6)
+                axes.plot(*zip(*row["front"]), "-", color=color, label=kind)
+        axes.set(xscale="log", yscale="log", xlabel="sequential FLOPs", title=f"training loss {entry['loss']:g}")
+        axes.grid(True, which="major", alpha=0.3)
+        if column == 0:
+            axes.set_ylabel("total FLOPs")
+            axes.legend(fontsize=8)
+    figure.savefig(str(file), dpi=110)
+
+
+if __name__ == "__main__":
+    run_command(main)
