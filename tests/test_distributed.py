@@ -16,7 +16,7 @@ from ipu_pipe.stages import partition
 from ipu_pipe.timelines import make_schedule
 from ipu_pipe.update import parameter_groups
 from ipu_pipe.versions import VersionTable
-from tests.distributed_worker import ADAMW, BATCHES, SGD, Case, begins, clip_of, fresh, main
+from tests.distributed_worker import ADAMW, SGD, Case, begins, clip_of, drains_of, fresh, main, updates_of
 from tests.staged_models import batches
 from tests.test_rules import ROWS
 
@@ -35,6 +35,7 @@ def cases() -> List[Case]:
         rereads = METHODS[method].backward_reads == "newest" and not METHODS[method].flushes
         skipping = "skipping-frozen" if rereads else "skipping"
         made += [(f"{way}-{method}-{n}", method, {}, n, skipping, 0) for way in ("plain", "channels") for n in (1, 4)]
+        made.append((f"short-{method}", method, {}, 1, "residual", 0))
     again = {"recompute": {"segments": 2}}
     made += [
         (f"channels-recompute-{n}", "pipemare", again, n, model, 0)
@@ -73,9 +74,9 @@ def _counts_versions(case: Case) -> bool:
 
 def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
     name, method_name, args, accumulate, model_name, switch = case
-    method, model, data = resolve_method(method_name, args), fresh(model_name), batches(accumulate * BATCHES)
+    method, model, data = resolve_method(method_name, args), fresh(model_name), batches(accumulate * updates_of(case))
     part = partition(model, data[0][0], begins(model, ranks))
-    schedule = make_schedule(method, ranks, len(data), accumulate, [accumulate * 5], switch * accumulate)
+    schedule = make_schedule(method, ranks, len(data), accumulate, drains_of(case), switch * accumulate)
     table = VersionTable(schedule, method)
     make = ADAMW if "adamw" in name else SGD
     optimizer = make(parameter_groups(model, part))
@@ -84,7 +85,7 @@ def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
     emulator = Emulator(
         model, torch.nn.functional.cross_entropy, part, method, table, optimizer, rules, data[0], clip=clip_of(case)
     )
-    losses = [emulator.step(data[k * accumulate : (k + 1) * accumulate]).loss for k in range(BATCHES)]
+    losses = [emulator.step(data[k * accumulate : (k + 1) * accumulate]).loss for k in range(updates_of(case))]
     emulator.close()
     copies = table.weight_copies()
     held = {
