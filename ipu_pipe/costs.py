@@ -128,8 +128,9 @@ def _run(blocks: Blocks, x: torch.Tensor, count: Any, counts: List[float]) -> Li
         where, index = places[id(module)]
         where[index] += count(module, inputs, output)
 
-    for piece in [*blocks.pieces, *blocks.heads.values()]:
-        for module in piece.modules():
+    counted: List[nn.Module] = [*blocks.pieces, *blocks.heads.values()]
+    for part in counted:
+        for module in part.modules():
             if not any(True for _ in module.children()):
                 handles.append(module.register_forward_hook(add))
     try:

@@ -31,7 +31,7 @@ class Footprint:
 
 
 @contextlib.contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Put back weights, buffers, gradients, modes and random states at the end."""
     parameters = list(model.parameters())
     values = [p.detach().clone() for p in parameters]
@@ -111,7 +111,7 @@ def footprint(model: nn.Module, part: Partition, loss: Loss, x: torch.Tensor, y:
     """Measure what one microbatch `x`, `y` leaves on each stage and sends over each boundary (bytes)."""
     weights = {_storage(t) for t in [*model.parameters(), *model.buffers()]}
     kept: List[Dict[Tuple[int, str], Tuple[int, torch.Tensor]]] = [{} for _ in part.stages]
-    with _undisturbed(model):
+    with undisturbed(model):
         with StageClock(model, part) as clock, _Crossings(clock, len(part) - 1) as crossings, torch.no_grad():
             loss(model(x), y)
         with StageClock(model, part) as clock:
@@ -154,7 +154,7 @@ def random_modules(model: nn.Module, x: torch.Tensor) -> List[str]:
             else:
                 torch.set_rng_state(start)
 
-    with _undisturbed(model), torch.no_grad():
+    with undisturbed(model), torch.no_grad():
         model.train()
         handles = [m.register_forward_pre_hook(before) for m in model.modules()]
         handles += [m.register_forward_hook(after) for m in model.modules()]
@@ -172,7 +172,7 @@ def changing_buffers(model: nn.Module, x: torch.Tensor) -> List[str]:
     before = {name: t.clone() for name, t in model.named_buffers() if name.rpartition(".")[0] not in norms}
     if not before:
         return []
-    with _undisturbed(model), torch.no_grad():
+    with undisturbed(model), torch.no_grad():
         model.train()
         model(x)
         return [name for name, t in model.named_buffers() if name in before and not torch.equal(t, before[name])]
@@ -189,7 +189,7 @@ def derived_weights(model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tens
     values, and so the method would silently become another one. Such a saved tensor is known by three properties: it lies
     in no parameter's storage, it stays when the input changes, and it changes when the weights change.
     """
-    with _undisturbed(model):
+    with undisturbed(model):
         model.train()
         other = _shuffled(x)
         _nudge(list(model.parameters()))  # away from special points, such as scales that start at zero

@@ -10,6 +10,9 @@ translation    translation/: english.txt and spanish.txt, 31,077 verses of the B
 digits         8x8 images with scikit-learn (BSD-3), 1437 training and 360 test samples drawn once; no download
 image_folder   ImageNet-style folders train/CLASS/*.jpg and val/CLASS/*.jpg
 synthetic      random numbers of a stated shape
+
+cifar10, mnist, fashion_mnist and digits can have labels drawn at random in place of their own (`random_labels: true`, Zhang et
+al. 2017): how many of them a model can learn says how much it can memorize.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from ipu_pipe.data.batches import DataSource, Pair, SyntheticData, TensorData, c
 from ipu_pipe.data.text import TextData, TranslationData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hashes import file_hash
+from ipu_pipe.randomness import derived_seed
 
 # MD5 and size in bytes of the official files
 CIFAR10 = {
@@ -187,12 +191,24 @@ def _limited(
     std: Sequence[float],
     subset: Optional[int] = None,
     test_subset: Optional[int] = None,
+    random_labels: bool = False,
 ) -> DataSource:
     """The first `subset` training and `test_subset` test samples, all if None."""
     check_limit("subset", subset, len(train[0]))
     check_limit("test_subset", test_subset, len(test[0]))
+    if random_labels:  # drawn for the whole set, so that a subset's are the first of them
+        train, test = _relabelled(train, seed, "train"), _relabelled(test, seed, "test")
     train, test = (train[0][:subset], train[1][:subset]), (test[0][:test_subset], test[1][:test_subset])
     return TensorData(train, test, seed, augment, mean, std)
+
+
+CLASSES = 10  # of each set whose labels can be random
+
+
+def _relabelled(pair: Pair, seed: int, part: str) -> Pair:
+    """The same samples with labels drawn by (seed, part, place), whatever the sample."""
+    generator = torch.Generator().manual_seed(derived_seed(seed, "random labels", part))
+    return pair[0], torch.randint(0, CLASSES, (len(pair[1]),), generator=generator)
 
 
 def _synthetic(
@@ -237,7 +253,7 @@ SETS: Dict[str, Callable[..., DataSource]] = {
     "synthetic": _synthetic,
 }
 _OPTIONS: Dict[str, List[str]] = {
-    "cifar10": ["augment", "size", "subset", "test_subset"],
+    "cifar10": ["augment", "size", "subset", "test_subset", "random_labels"],
     "synthetic": ["shape", "classes", "subset", "test_subset"],
     "image_folder": ["size", "subset", "test_subset", "threads"],
     "shakespeare": ["context", "characters", "subset", "test_subset"],
@@ -248,14 +264,15 @@ _OPTIONS: Dict[str, List[str]] = {
 def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **options: Any) -> DataSource:
     """The set called `name`, from the folder `root` (default: `default_root()`), in the order of `seed`.
 
-    Options of all sets: `subset` and `test_subset`, the first so many samples; of the others see SETS. Raises BadInput for
-    unknown names and options and for data that is missing or damaged.
+    Options of all sets: `subset` and `test_subset`, the first so many samples; of the others see SETS. `random_labels`: labels
+    of both parts drawn by `seed` in place of the samples' own. Raises BadInput for unknown names and options and for data that
+    is missing or damaged.
     """
     if name not in SETS:
         near = difflib.get_close_matches(str(name), SETS, 1)
         hint = f", nearest is {near[0]}" if near else ""
         raise BadInput(f"data.name: {name}: must be one of {', '.join(SETS)} or an import string module:name{hint}")
-    allowed = _OPTIONS.get(name, ["augment", "subset", "test_subset"])
+    allowed = _OPTIONS.get(name, ["augment", "subset", "test_subset", "random_labels"])
     faults = []
     for key, value in options.items():
         if key not in allowed:
@@ -264,8 +281,8 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
             faults.append(
                 f"data.{key}: {value}: unknown key for {name}, allowed are {', '.join(['root', *allowed])}{hint}"
             )
-        elif key == "augment" and not isinstance(value, bool):
-            faults.append(f"data.augment: {value}: must be true or false")
+        elif key in ("augment", "random_labels") and not isinstance(value, bool):
+            faults.append(f"data.{key}: {value}: must be true or false")
     if faults:
         raise BadInput(faults)
     assert inspect.isfunction(SETS[name])
