@@ -8,11 +8,11 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/py38-torch2.0.1.txt" if sys.version_info < (3, 9) else "constraints/py311-torch2.13.txt")')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 5 --timeout 60
 
-.PHONY: help install train test lint bench equality reproduce clean
+.PHONY: help install train test test-ipu-floor lint bench equality reproduce clean
 
 help:
 	@sed -n 's/^# //p' Makefile
-	@echo "targets: install train test lint bench equality reproduce clean"
+	@echo "targets: install train test test-ipu-floor lint bench equality reproduce clean"
 
 install: $(VENV)/.installed
 
@@ -29,6 +29,21 @@ train: install
 
 test: install
 	$(BIN)/python -m pytest
+
+# the IPU backend against the double of PopTorch, on the Python and torch that PopTorch 3.4 runs on; FLOOR chooses the interpreter
+FLOOR ?= python3.8
+FLOOR_VENV := .venv-ipu-floor
+IPU_TESTS := tests/test_ipu_options.py tests/test_poptorch_backend.py tests/test_poptorch_double.py
+
+test-ipu-floor: $(FLOOR_VENV)/.installed
+	$(FLOOR_VENV)/bin/python -m pytest $(IPU_TESTS)
+
+$(FLOOR_VENV)/.installed: pyproject.toml constraints/py38-torch2.0.1.txt
+	@$(FLOOR) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 8))' || { echo "error: FLOOR=$(FLOOR) is no Python 3.8" >&2; exit 2; }
+	$(FLOOR) -m venv --clear $(FLOOR_VENV)
+	$(FLOOR_VENV)/bin/python -m pip --disable-pip-version-check --retries 5 --timeout 60 install --quiet \
+	    --constraint constraints/py38-torch2.0.1.txt --editable '.[dev]'
+	@touch $@
 
 lint: install
 	$(BIN)/ruff check .
@@ -52,4 +67,4 @@ reproduce: install
 	$(BIN)/python tools/reproduce.py all --out docs/results
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FLOOR_VENV) build *.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -25,6 +25,8 @@ from safetensors.torch import load_file, save_file
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.hashes import file_hash
 
+HEADS = "local_heads"  # the name of auxiliary heads in a model (ipu_pipe.local)
+
 SCHEMA = 1
 _NAME = re.compile(r"step-(\d+)$")
 
@@ -87,9 +89,6 @@ def steps(folder: Path) -> List[int]:
     return sorted(int(match.group(1)) for match in found if match)
 
 
-HEADS = "local_heads."
-
-
 def prune(folder: Path, keep: int, best: Optional[int]) -> None:
     """Delete all but the newest `keep` checkpoints and the one of step `best`."""
     for step in steps(folder)[:-keep]:
@@ -140,9 +139,20 @@ def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
     return loaded
 
 
-def load_weights(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], place: str) -> None:
-    """Copy a state dict into `model`; all names and shapes must agree. `place` names the source in the error."""
+def load_weights(
+    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], place: str, heads_too: bool = True
+) -> None:
+    """Copy a state dict into `model`; all names and shapes must agree. `place` names the source in the error. `heads_too` false:
+    auxiliary heads are taken where they are there and fit, and stay as they are otherwise."""
     own = model.state_dict()
+    if not heads_too:
+        heads = {name: value for name, value in own.items() if name.startswith(HEADS)}
+        fits = {n: v for n, v in heads.items() if n in tensors and tensors[n].shape == v.shape}
+        tensors = {
+            **{n: v for n, v in tensors.items() if not n.startswith(HEADS)},
+            **heads,
+            **{n: tensors[n] for n in fits},
+        }
     if not any(name.startswith(HEADS) for name in own):  # auxiliary heads only train
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(HEADS)}
     faults = [f"{place}: {name}: missing, the model needs it" for name in own if name not in tensors]

@@ -39,11 +39,14 @@ def collect(
             raise BadInput(f"--methods: {name}: must be of {', '.join(METHODS)}")
     if len(set(methods)) != len(methods):
         raise BadInput(f"--methods: {','.join(methods)}: a method is named twice")
-    wished = {name: of_method(config, name, steps) for name in methods}
+    if config.backend.name != "emulator":
+        raise BadInput(f"backend.name: {config.backend.name}: methods are compared on the emulator, in one process")
+    boundaries = build(of_method(config, methods[0], steps)).part.begin_names() if len(methods) > 1 else []
+    wished = {name: of_method(config, name, steps, boundaries) for name in methods}
     found: Dict[str, Dict[str, Any]] = {"throughput": {}, "memory": {}, "communication": {}}
     for name in wished:
         check_folder(out / name, False, overwrite)
-    rates: Dict[str, float] = {}
+    rates: Dict[str, Optional[float]] = {}
     for name, chosen in wished.items():
         size = chosen.micro_batch_size * chosen.gradient_accumulation * chosen.replicas
         say(f"{name}: {chosen.steps} updates of {size} samples")
@@ -64,15 +67,16 @@ def collect(
             "gradient_accumulation": chosen.gradient_accumulation,
             "utilization": busy,
             "utilization_steady": timelines.utilization(job.method, len(job.part), chosen.gradient_accumulation),
-            "modelled_speedup": rates[name] / rates[methods[0]],
+            "modelled_speedup": _quotient(rates[name], rates[methods[0]]),
         }
         found["memory"][name] = {**memory, "devices": _device_memory(memory["stages"])}
         found["communication"][name] = _communication(report, len(job.part))
     return found
 
 
-def of_method(config: Config, name: str, steps: Optional[int]) -> Config:
-    """The config with another method, doing the same work: as many samples in `steps` of the config's own updates."""
+def of_method(config: Config, name: str, steps: Optional[int], boundaries: Sequence[str] = ()) -> Config:
+    """The config with another method, doing the same work: as many samples in `steps` of the config's own updates, chunks that
+    begin at `boundaries`."""
     steps = config.steps if steps is None else steps
     if steps is None:
         raise BadInput("steps: null: must be given, in the config or by --steps: how many updates each method makes")
@@ -84,17 +88,25 @@ def of_method(config: Config, name: str, steps: Optional[int]) -> Config:
         if structure is not None:
             changes["steps"] *= config.gradient_accumulation
             changes["gradient_accumulation"] = 1
-            if structure.blocks is not None and isinstance(config.stages, list):
-                own["blocks"] = config.stages
-            elif structure.blocks is not None and isinstance(config.stages, int):
-                own["blocks"] = config.stages
+            warm = config.lr_schedule.warmup_steps * config.gradient_accumulation
+            changes["lr_schedule"] = config.lr_schedule.model_copy(update={"warmup_steps": warm})
+            if structure.blocks is not None and boundaries:
+                own["blocks"] = list(boundaries)
         changes["method"], changes["method_args"] = name, empty.model_copy(update=own)
     return config.model_copy(update=changes)
 
 
-def modelled_rate(job: Job) -> float:
+def _quotient(a: Optional[float], b: Optional[float]) -> Optional[float]:
+    return None if a is None or b is None else a / b
+
+
+def modelled_rate(job: Job) -> Optional[float]:
     """Microbatches in a unit of time in the steady state, by the schedule and each stage's FLOPs, auxiliary heads included; a
-    backward counts twice its forward, messages and updates nothing."""
+    backward counts twice its forward, messages and updates nothing. None where layers are shared or frozen: the FLOPs of a stage
+    do not say its time then."""
+    structure = job.method.structure
+    if structure is not None and (structure.overlap or structure.layers is not None):
+        return None
     flops = stage_flops(job.model, job.part, job.example[0])
     stages, accumulate = len(job.part), job.schedule.accumulate
     length = accumulate * -(-4 * stages // accumulate)
@@ -134,7 +146,10 @@ def _communication(report: Mapping[str, Any], devices: int) -> Dict[str, Any]:
 
 def write(found: Mapping[str, Mapping[str, Any]], out: Path) -> List[Path]:
     """Write throughput.json, memory.json and communication.json into `out`."""
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--out: {out}: cannot be made: {error.strerror or error}") from error
     files = []
     for name, methods in found.items():
         file = out / f"{name}.json"
@@ -152,9 +167,9 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
         rate = "-" if speed["samples_per_second"] is None else f"{speed['samples_per_second']:.1f}"
         most = max(device["bytes"] for device in found["memory"][name]["devices"]) / MIB
         crossing = sum(device["transmitted_bytes"] for device in found["communication"][name]["devices"]) / MIB
+        gain = "-" if speed["modelled_speedup"] is None else f"{speed['modelled_speedup']:.2f}"
         lines.append(
-            f"{name:22s} {rate:>10s} {speed['utilization_steady']:>15.1%} {speed['modelled_speedup']:>18.2f} {most:>23.1f}"
-            f" {crossing:>29.3f}"
+            f"{name:22s} {rate:>10s} {speed['utilization_steady']:>15.1%} {gain:>18s} {most:>23.1f} {crossing:>29.3f}"
         )
     lines += ["", "a microbatch, MiB             " + "  ".join(f"device {d:<9d}" for d in range(_count(found)))]
     for name, traffic in found["communication"].items():

@@ -10,75 +10,21 @@ import inspect
 import math
 import re
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, Union
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    StrictBool,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError, field_validator, model_validator
 from typing_extensions import Annotated, Literal
 
+from ipu_pipe.backends import ipu_options
+from ipu_pipe.backends.ipu_options import IpuConfig
 from ipu_pipe.errors import BadInput
 from ipu_pipe.methods import METHODS, resolve_method
-
-
-def _whole(low: int, high: Optional[int] = None) -> BeforeValidator:
-    """A whole number from `low` to `high`; a true is no 1, a 2.0 no 2."""
-    allowed = f">= {low}" if high is None else f"from {low} to {high}"
-
-    def check(value: Any) -> int:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or value < low or (high is not None and value > high):
-            raise ValueError(f"must be a whole number {allowed}")
-        return int(value)
-
-    return BeforeValidator(check)
-
-
-def _number(value: Any) -> Optional[float]:
-    """A finite number, also one written as text, such as "1e-3"; a true is no 1."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _real(allowed: str, fits: Callable[[float], bool]) -> BeforeValidator:
-    """A number that `fits`."""
-
-    def check(value: Any) -> float:
-        number = _number(value)
-        if number is None or not fits(number):
-            raise ValueError(f"must be a number {allowed}")
-        return number
-
-    return BeforeValidator(check)
-
-
-def _fault_at(key: str, value: Any, why: str) -> PydanticCustomError:
-    """The fault of one key in a section whose keys do not fit together."""
-    return PydanticCustomError("setting", "{why}", {"key": key, "value": value, "why": why})
-
-
-Count = Annotated[int, _whole(1)]
-Whole = Annotated[int, _whole(0)]
-Seed = Annotated[int, _whole(0, 2**63 - 1)]  # what torch.Generator and a tensor of int64 hold
-Positive = Annotated[float, _real("> 0", lambda number: number > 0)]
-NotNegative = Annotated[float, _real(">= 0", lambda number: number >= 0)]
-Fraction = Annotated[float, _real("> 0 and <= 1", lambda number: 0 < number <= 1)]
-Share = Annotated[float, _real(">= 0 and < 1", lambda number: 0 <= number < 1)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+from ipu_pipe.values import Count, Fraction, NotNegative, Positive, Seed, Share, Whole
+from ipu_pipe.values import Section as _Section
+from ipu_pipe.values import fault_at as _fault_at
+from ipu_pipe.values import number as _number
+from ipu_pipe.values import whole as _whole
 
 
 class ModelConfig(_Section):
@@ -214,20 +160,28 @@ class MethodArgs(_Section):
 
 
 class BackendConfig(_Section):
-    """Where it runs. `threads`: of PyTorch on the CPU, its own default if null. `deadline`: seconds that a process of the
-    distributed backend waits for another before it gives up."""
+    """Where it runs. `threads`: of PyTorch on the CPU, its own default if null. `deadline`: seconds that a process of several
+    waits for another before it gives up. `ipu`: of poptorch alone, see ipu_pipe.backends.ipu_options."""
 
-    name: Literal["emulator", "distributed"] = "emulator"
+    name: Literal["emulator", "distributed", "poptorch"] = "emulator"
     device: Literal["cpu", "cuda"] = "cpu"
     threads: Optional[Count] = None
     deadline: Positive = 300.0
+    ipu: Optional[IpuConfig] = None
 
-    @field_validator("name", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _name(cls, value: Any) -> Any:
-        if value == "poptorch":
-            raise ValueError("not in this version: must be emulator or distributed")
+    def _filled(cls, value: Any) -> Any:
+        """poptorch has its section in full, also where nothing is said."""
+        if isinstance(value, Mapping) and value.get("name") == "poptorch" and value.get("ipu") is None:
+            return {**value, "ipu": {}}
         return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> "BackendConfig":
+        if self.ipu is not None and self.name != "poptorch":
+            raise _fault_at("ipu", "given", f"belongs to backend.name poptorch, not {self.name}: set backend.ipu=null")
+        return self
 
 
 class OptimizerConfig(_Section):
@@ -355,11 +309,17 @@ class Config(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     seed: Seed = 0
-    precision: Literal["float32", "float64", "bfloat16"] = "float32"
+    precision: Literal["float32", "float64", "bfloat16", "16.16", "16.32", "32.32"] = "float32"
     recompute: StrictBool = False
     hardware: Optional[Dict[str, Any]] = None
     init_from: Optional[str] = None
     allow_nonfinite: StrictBool = False
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _precision(cls, value: Any) -> Any:
+        """16.16 without quotes is a number to YAML."""
+        return f"{value:.2f}" if isinstance(value, float) else value
 
     @field_validator("stages")
     @classmethod
@@ -557,6 +517,8 @@ def _validate(raw: Dict[str, Any], origins: Mapping[str, str], place: str, fault
         faults = faults + _method_faults(raw.get("method", "gpipe"), args, origins, place)
     if config is not None and not faults:
         faults = _rule_faults(config, origins, place)
+        found = ipu_options.config_faults(config)
+        faults += [f"{_origin(fault.partition(':')[0], origins, place)}: {fault}" for fault in found]
     if faults or config is None:
         raise BadInput(faults)
     return config

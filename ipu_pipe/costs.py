@@ -167,7 +167,8 @@ def counted(blocks: Blocks, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> Cos
             activation = one_activation(value)
             heads.append(flops(lambda: head(activation))[0])
     result = loss(value, y)
-    backward, _ = flops(lambda: torch.autograd.grad(result, [p for p in blocks.model.parameters() if p.requires_grad]))
+    trained = [p for p in blocks.model.parameters() if p.requires_grad]
+    backward, _ = flops(lambda: torch.autograd.grad(result, trained, allow_unused=True))
     auxiliary = sum(heads) / len(heads) if heads else 0.0
     layers = len(blocks.pieces)
     return Costs((forward - auxiliary) / layers, auxiliary, backward / forward, layers, _parameters(blocks))

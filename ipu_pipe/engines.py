@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, TypeVar
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 import torch
 
 from ipu_pipe import update
 from ipu_pipe.backends.emulator import Emulator, StepResult
+from ipu_pipe.backends.ipu_model import refuse_foreign
 from ipu_pipe.config import BackendConfig
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.evaluation import evaluate
@@ -34,7 +35,8 @@ class State(NamedTuple):
 class Report(NamedTuple):
     """What the devices measured: by stage, bytes of optimizer state and greatest bytes of weight versions besides the newest;
     messages sent, (source, target) -> (bytes, messages); events of all ranks; microbatches that these two are of; messages with
-    the gradients of shared layers. None where a backend cannot know."""
+    the gradients of shared layers; counters of the trace; busy share of the devices' own schedule, where it is not the job's;
+    JSON files of the backend's own, by name. None where a backend cannot know."""
 
     optimizer_bytes: List[int]
     version_bytes: List[int]
@@ -42,6 +44,9 @@ class Report(NamedTuple):
     events: Optional[List[Any]]
     microbatches: int = 0
     shared: Optional[Dict[Tuple[int, int], Tuple[int, int]]] = None
+    counters: Sequence[Any] = ()
+    utilization: Optional[float] = None
+    files: Optional[Dict[str, Any]] = None
 
 
 class Engine:
@@ -134,6 +139,10 @@ def check_launch(backend: BackendConfig) -> None:
             "backend.name: distributed: each stage runs in a process of its own: start it with"
             " torchrun --nproc_per_node STAGES tools/train.py CONFIG --set backend.name=distributed"
         )
+    if backend.name == "poptorch":
+        from ipu_pipe.backends import poptorch
+
+        poptorch.check_launch(backend, is_distributed())
     if backend.name == "emulator" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise BadInput(
             "backend.name: emulator: runs in one process: start it without torchrun, or set backend.name=distributed"
@@ -147,6 +156,10 @@ def launch(backend: BackendConfig) -> None:
         from ipu_pipe.backends import processes
 
         processes.start(backend)
+    if backend.name == "poptorch":
+        from ipu_pipe.backends import poptorch
+
+        poptorch.start(backend)
 
 
 def leave() -> None:
@@ -181,6 +194,11 @@ def told_once() -> Iterator[None]:
 
 def make_engine(job: Job, first_update: int) -> Engine:
     """The engine of this process, to go on with update `first_update`."""
+    if job.config.backend.name == "poptorch":
+        from ipu_pipe.backends import poptorch
+
+        return poptorch.make(job, first_update)
+    refuse_foreign(job.optimizer)
     if job.config.backend.name == "distributed":
         from ipu_pipe.backends.processes import ProcessEngine
 

@@ -31,6 +31,7 @@ from ipu_pipe.versions import VersionTable, segment_ends
 
 BLOCK_KEYS = ("block_rates", "block_accumulation", "head")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+DTYPES.update(dict.fromkeys(("16.16", "16.32", "32.32"), torch.float32))  # on the host; IPUs get what it says
 
 
 @dataclass
@@ -42,6 +43,11 @@ class Setup:
     loss: Loss
     data: DataSource
     device: torch.device
+
+    @property
+    def device_kind(self) -> str:
+        """What trains: `ipu`, or the type of the device."""
+        return "ipu" if self.config.backend.name == "poptorch" else self.device.type
 
     def to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
         """A microbatch on the run's device, inputs in its precision."""
@@ -198,6 +204,11 @@ def build(
     method = resolve_method(config.method, args)
     if method.structure is not None:
         model, part, own, note = _blocks(config, method, model, example[0])
+        if config.init_from:  # again, now with the heads that it may hold
+            load_weights(model, read_tensors(Path(config.init_from)), f"init_from: {config.init_from}", heads_too=False)
+        if method.structure.blocks is not None and config.method_args.blocks is None:  # as many as processes
+            args_of = config.method_args.model_copy(update={"blocks": len(part)})
+            config = config.model_copy(update={"method_args": args_of})
         chosen_loss = SumOfLosses(chosen_loss)
     else:
         part, own, note = _partition(config, model, example[0])
@@ -212,7 +223,7 @@ def build(
         reasons.append(
             "clip.scope: delayed_global: not together with method_args.warmup, whose norms are not delayed: use stage"
         )
-    if config.replicas > 1:
+    if config.replicas > 1 or (method.structure is not None and method.structure.overlap):
         reasons += _own_buffers(model, example[0])
     if reasons:
         raise BadInput(reasons)
@@ -233,6 +244,8 @@ def build(
     if optimizer is not None:
         _check_groups(made)
         _check_rules(args, method, made)
+    if config.backend.name == "poptorch":
+        note = _on_ipus(config, model, part, example[0], made, updates, per_epoch)
     base = float(made.param_groups[0]["lr"])
     return Job(
         config, model, chosen_loss, data, device, part, method, schedule, table, groups, made,
@@ -241,11 +254,29 @@ def build(
     )  # fmt: skip
 
 
+def _on_ipus(
+    config: Config, model: nn.Module, part: Partition, x: torch.Tensor, optimizer: torch.optim.Optimizer, updates: int,
+    per_epoch: int,
+) -> str:  # fmt: skip
+    """How IPUs will run the stages. Raises BadInput where they cannot."""
+    from ipu_pipe.backends import ipu_model, poptorch
+
+    facts = ipu_model.facts(model, part, x, optimizer, updates, per_epoch)
+    faults = poptorch.refuses(config, facts)
+    if faults:
+        raise BadInput(faults)
+    return poptorch.note(config, facts)
+
+
 def _blocks(
     config: Config, method: Method, model: nn.Module, x: torch.Tensor
 ) -> Tuple[nn.Module, Partition, Optional[int], str]:
     """As `_partition`, of a method whose blocks have losses of their own: with the model that they make."""
     assert method.structure is not None
+    if isinstance(config.stages, dict) and config.stages.get("by") == "time":
+        raise BadInput(
+            "stages.by: time: times differ from run to run, and blocks are what is trained: must be flops or parameters"
+        )
     structure, count, own = method.structure, None, None
     if config.backend.name == "distributed":
         from ipu_pipe.backends.processes import place_blocks
@@ -281,6 +312,10 @@ def _check_blocks(config: Config, args: Dict[str, Any], blocks: int, updates: in
             faults.append(
                 "clip: local_overlapping: a layer's gradient is the mean of two blocks', which are not clipped"
             )
+        if method.structure.overlap and args.get("block_accumulation"):
+            faults.append(
+                "method_args.block_accumulation: not with local_overlapping, whose blocks share gradients at each update"
+            )
         if method.structure.overlap and config.replicas > 1:
             faults.append(
                 f"replicas: {config.replicas}: not with local_overlapping, whose layers have duplicates already"
@@ -295,9 +330,18 @@ def _check_blocks(config: Config, args: Dict[str, Any], blocks: int, updates: in
 
 def _footprint(model: nn.Module, part: Partition, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]) -> Footprint:
     """As seen in one microbatch. Blocks with losses of their own take these where they are: only activations are handed on."""
-    found, blocks = footprint(model, part, loss, *example), blocks_of(model)
+    blocks = blocks_of(model)
+    overlap, alone = (blocks.overlap, blocks) if blocks is not None else (0, None)
+    if alone is not None:
+        alone.overlap = 0
+    found = footprint(model, part, loss, *example)
+    if alone is not None:
+        alone.overlap = overlap
     if blocks is None:
         return found
+    if blocks.overlap:  # the layer behind is on each block's device, too
+        saved = found.saved_bytes
+        found = replace(found, saved_bytes=tuple(own + (saved[s - 1] if s else 0) for s, own in enumerate(saved)))
     return replace(found, boundary_bytes=tuple(sum(t.bytes for t in crossing.tensors) for crossing in blocks.crossings))
 
 
@@ -309,7 +353,8 @@ def _own_buffers(model: nn.Module, x: torch.Tensor) -> List[str]:
         return []
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return [
-        f"replicas: model: {shown}: buffers that training changes differ between replicas, checkpoints hold one's: use 1"
+        f"model: {shown}: buffers that training changes and reads: with replicas, or layers that two blocks hold, each copy "
+        "would need its own: leave them out"
     ]
 
 

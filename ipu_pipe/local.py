@@ -21,14 +21,14 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ipu_pipe.buffers import buffers_restored
+from ipu_pipe.checkpoint import HEADS
 from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.methods import Structure
 from ipu_pipe.probe import Loss
 from ipu_pipe.randomness import derived_seed
-from ipu_pipe.slices import crossings, links_of, merge_stages, pieces
+from ipu_pipe.slices import crossings, links_of, merge_stages, pieces, writes_over
 from ipu_pipe.stages import Partition, partition
 
-HEADS = "local_heads"  # the name of the auxiliary heads in the model, and so in checkpoints
 GROUPS = 8  # of a head's GroupNorm
 
 # (an example of the activations at the end of a block, one of the model's outputs) -> head
@@ -145,6 +145,8 @@ class Blocks:
                     raise BadInput(f"method_args.head: before {begin}: {first_line(error)}") from error
                 if found != tuple(output.shape):
                     raise BadInput(f"method_args.head: before {begin}: gives {found}, must give {tuple(output.shape)}")
+                if writes_over(built, activation):
+                    built.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),))
                 made[str(index)] = built.train()
         return made
 
@@ -199,9 +201,10 @@ class Blocks:
     def share(self, overlap: int) -> None:
         """From now on so many blocks before its own are in each block, as duplicates: the same weights, gradients apart."""
         self.overlap = overlap
+        self.pieces[0].begins_in_place = True  # the input is taken twice
         for index in range(len(self.pieces)):
             for again in range(max(0, index - overlap), index):
-                if self.pieces[again].weights_handed_on():
+                if self.pieces[again].own_weights():
                     raise BadInput(
                         "model: local_overlapping: weights of the model itself cannot be duplicated: put them into modules"
                     )
@@ -237,6 +240,10 @@ class Blocks:
                         tensor.grad = None
                 parameter.grad = mean_gradient(held)
 
+    def forget_duplicates(self) -> None:
+        """Where each block is in a process of its own, its duplicates are the layers of this process's model."""
+        self._duplicates = []
+
     def release(self) -> None:
         """The model trains as a whole again."""
         for parameter in self._frozen:
@@ -252,6 +259,8 @@ class BlockedModel(nn.Module):
     def __init__(self, blocks: Blocks) -> None:
         super().__init__()
         model = blocks.model
+        if hasattr(model, HEADS):
+            raise BadInput(f"model: {HEADS}: is the name of the auxiliary heads: must be called otherwise")
         self._modules.update(model._modules)  # whatever their names: add_module refuses those of attributes
         self._parameters.update(model._parameters)
         self._buffers.update(model._buffers)
@@ -325,7 +334,11 @@ def _begins(model: nn.Module, x: torch.Tensor, structure: Structure, stages: Any
         return _links_at(model, x, list(structure.blocks), names, "method_args.blocks")
     part = partition(model, x, stages)
     if structure.blocks is not None:
-        return merge_stages(model, part, structure.blocks, x)
+        try:
+            return merge_stages(model, part, structure.blocks, x)
+        except BadInput as error:
+            key = f"method_args.blocks: {structure.blocks}:"
+            raise BadInput([fault.replace(f"stages: {len(part)}:", key) for fault in error.faults]) from None
     begins = _links_at(model, x, part.begin_names(), names, "stages")
     if structure.layers is None:
         return begins

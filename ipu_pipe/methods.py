@@ -232,6 +232,8 @@ def _value_faults(given: Mapping[str, Any]) -> List[str]:
         if not (names and value) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             words = "a whole number >= 1" + (" or a list of module names" if key == "blocks" else "")
             faults.append(f"method_args: {key}: {value}: must be {words}")
+        elif key == "overlap" and value != 1:
+            faults.append(f"method_args: overlap: {value}: must be 1: a block holds one layer of the block behind")
     if given.get("schedule", "1f1b") not in ("1f1b", "dataflow"):
         faults.append(f"method_args: schedule: {given['schedule']}: must be 1f1b or dataflow")
     turn = given.get("turn", 0)

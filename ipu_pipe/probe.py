@@ -121,8 +121,8 @@ def footprint(model: nn.Module, part: Partition, loss: Loss, x: torch.Tensor, y:
                 if place not in weights:  # two views of one storage are kept once, the longer counts
                     size = tensor.numel() * tensor.element_size()
                     held = kept[clock.stage].get(place, (0, tensor))
-                    kept[clock.stage][place] = (max(size, held[0]), tensor)
-                return tensor
+                    kept[clock.stage][place] = (max(size, held[0]), tensor.detach())
+                return tensor.detach()  # the tensor itself would be a cycle that is never freed
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 loss(model(x), y)

@@ -15,7 +15,9 @@ from ipu_pipe import checkpoint
 from ipu_pipe.errors import BadInput, RunFault
 
 # what a run writes, and so what `--overwrite` may delete: nothing else in the folder is touched
-OUTPUTS = ("config.yaml", "metrics.jsonl", "summary.json", "trace.json.gz", "memory.json", "tensorboard", "checkpoints")
+OUTPUTS = (
+    "config.yaml", "metrics.jsonl", "summary.json", "trace.json.gz", "memory.json", "ipu.json", "tensorboard", "checkpoints",
+)  # fmt: skip
 
 
 Measured = Tuple[Optional[float], Optional[float]]  # test loss and accuracy

@@ -222,6 +222,12 @@ class Piece(nn.Module):
         whole = self._whole[0].state_dict() if self._own else {}
         return {**held, **{name: whole[name] for name in self._own if name in whole}}
 
+    def own_weights(self) -> List[str]:
+        """Weights of the model itself, of no module of it, that are used here and train."""
+        own = {id(p) for p in self._whole[0].parameters(recurse=False) if p.requires_grad}
+        gotten = {name: operator.attrgetter(name)(self._whole[0]) for name in self._own}
+        return [name for name, p in gotten.items() if id(p) in own]
+
     def weights_handed_on(self) -> List[str]:
         """Weights of the model itself that a later piece uses."""
         own = {id(p): name for name, p in self._whole[0].named_parameters() if p.requires_grad}
@@ -247,7 +253,8 @@ def _last_uses(nodes: Sequence[fx.Node], leaves: Any) -> Dict[fx.Node, List[fx.N
     return last
 
 
-def _writes_over(part: Piece, value: Any) -> bool:
+def writes_over(part: nn.Module, value: Any) -> bool:
+    """Whether the first thing that a module does is to overwrite what it is given."""
     leaves = tree_map(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), value)
     try:
         part(leaves)
@@ -296,7 +303,7 @@ def crossings(parts: Sequence[Piece], model: nn.Module, x: torch.Tensor) -> List
         try:
             model.eval()
             for part in parts:
-                part.begins_in_place = part is not parts[0] and _writes_over(part, value)
+                part.begins_in_place = part is not parts[0] and writes_over(part, value)
                 with torch.no_grad():
                     value = part(value)
                 if part is parts[-1]:

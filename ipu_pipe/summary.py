@@ -31,7 +31,7 @@ def opening(job: Job, done: int = 0) -> str:
     lines = [job.note] if job.note else []
     lines += [
         f"{config.model.entry}: {parameters:,} parameters on {len(job.part)} stages; method {job.method.name}, "
-        f"backend {config.backend.name} on {job.device.type}",
+        f"backend {config.backend.name} on {job.device_kind}",
         f"global batch size {job.batch} = micro_batch_size {config.micro_batch_size} x "
         f"gradient_accumulation {config.gradient_accumulation} x replicas {config.replicas}; "
         f"{job.updates - done} updates, {job.updates_per_epoch} an epoch",
@@ -99,13 +99,18 @@ def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[st
     lags, backward_lags = job.table.greatest_lag(), job.table.greatest_backward_lag()
     copies, in_flight = job.table.weight_copies(), job.schedule.max_in_flight()
     activations = _activation_bytes(job, in_flight.tolist())
+    trained = [0] * len(job.part)
+    for group in job.groups:
+        trained[group["stage"]] += sum(p.numel() * p.element_size() for p in group["params"])
+    behind = _behind_bytes(job)
     for stage in job.part.stages:
-        s, weights = stage.index, sum(sizes[name] for name in stage.parameters)
+        s = stage.index
+        weights = sum(sizes[name] for name in stage.parameters) + behind[s]
         rows.append({
             "parameters": sum(job.model.get_parameter(name).numel() for name in stage.parameters),
             "weight_copies": int(copies[s]),
             "weight_bytes": weights * int(copies[s]),
-            "gradient_bytes": weights,
+            "gradient_bytes": trained[s] + behind[s],
             "optimizer_bytes": planned[s],
             "activation_bytes": activations[s],
             "forward_delay": int(lags[s]),
@@ -113,6 +118,15 @@ def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[st
             "in_flight": int(in_flight[s]),
         })  # fmt: skip
     return rows
+
+
+def _behind_bytes(job: Job) -> List[int]:
+    """Weights of the layer behind that each stage's device holds too, where blocks share layers."""
+    blocks = blocks_of(job.model)
+    if blocks is None or not blocks.overlap:
+        return [0] * len(job.part)
+    own = [sum(p.numel() * p.element_size() for p in piece.parameters()) for piece in blocks.pieces]
+    return [0, *own[:-1]]
 
 
 def _input_bytes(job: Job) -> List[int]:
@@ -176,7 +190,7 @@ def _planned_optimizer_bytes(job: Job) -> List[int]:
         stage = group["stage"]
         copies = moments + sum(rule.measures(stage) for rule in job.rules.rules)
         planned[stage] += copies * sum(p.numel() * p.element_size() for p in group["params"])
-    return planned
+    return [own + moments * size for own, size in zip(planned, _behind_bytes(job))]
 
 
 # ---- after
@@ -191,13 +205,13 @@ def summarise(
 ) -> Dict[str, Any]:
     """The contents of `summary.json`."""
     config = job.config
-    busy = job.utilization()
+    busy = job.utilization() if measured.utilization is None else measured.utilization
     rate = position.timed_updates * job.batch / position.seconds if position.seconds else None
     return {
         "schema": 1,
         "method": job.method.name,
         "backend": config.backend.name,
-        "device": job.device.type,
+        "device": job.device_kind,
         "model": {
             "entry": config.model.entry,
             "parameters": sum(p.numel() for p in job.model.parameters()),
@@ -302,7 +316,8 @@ def memory(job: Job, measured: Report) -> Dict[str, Any]:
     besides the newest that were held: by each stage's process, or by the emulator for all."""
     stages = [{"index": s, **row} for s, row in enumerate(memory_table(job, measured.optimizer_bytes))]
     if measured.links is None:
-        return {"stages": stages, "emulator_bytes": sum(measured.version_bytes)}
+        held = sum(measured.version_bytes) if job.config.backend.name == "emulator" else None
+        return {"stages": stages, "emulator_bytes": held}
     return {"stages": [{**row, "version_bytes": held} for row, held in zip(stages, measured.version_bytes)]}
 
 
@@ -320,7 +335,13 @@ def _measured_links(sent: Mapping[Tuple[int, int], Tuple[int, int]], microbatche
     ]
 
 
-def write_trace(job: Job, path: Path, slot_ns: float, measured: Optional[Sequence[trace.Event]] = None) -> None:
+def write_trace(
+    job: Job,
+    path: Path,
+    slot_ns: float,
+    measured: Optional[Sequence[trace.Event]] = None,
+    measured_counters: Sequence[trace.Counter] = (),
+) -> None:
     """Write what the devices did, or, where they have no clocks of their own, the schedule as executed; of long runs the first
     microbatches (the metadata say which)."""
     schedule, table = job.schedule, job.table
@@ -339,7 +360,8 @@ def write_trace(job: Job, path: Path, slot_ns: float, measured: Optional[Sequenc
     if measured is not None:
         begin = min((event.start_ns for event in measured), default=0)
         events = [e._replace(start_ns=e.start_ns - begin, end_ns=e.end_ns - begin) for e in measured]
-        trace.write_chrome(path, sorted(events, key=lambda e: e.start_ns), [], {**metadata, "modelled": False})
+        values = [c._replace(time_ns=c.time_ns - begin) for c in measured_counters]
+        trace.write_chrome(path, sorted(events, key=lambda e: e.start_ns), values, {**metadata, "modelled": False})
         return
     events, counters = trace.modelled_events(
         forward_slots=schedule.slots(Kind.FORWARD, 0, count),

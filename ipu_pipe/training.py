@@ -18,6 +18,7 @@ from ipu_pipe.engines import Engine, Report, check_launch, is_main, launch, make
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.evaluation import evaluate
 from ipu_pipe.job import Job, build, has_tensorboard, set_up
+from ipu_pipe.methods import METHODS
 from ipu_pipe.probe import Loss
 from ipu_pipe.progress import Progress
 from ipu_pipe.rundir import Measured, Position, RunDir, check_folder
@@ -78,7 +79,11 @@ def _checked(
         raise BadInput(f"--resume: {out}: holds no run to resume")
     recorded = load_config(saved)
     config = as_recorded(recorded, config)
-    free = [change for change in differences(recorded, config) if change.startswith(FREE_TO_CHANGE)]
+    if METHODS[config.method].structure is not None:  # its blocks are what is trained
+        config = _with_recorded_blocks(recorded, config)
+    kept = ("stages",) if METHODS[config.method].structure is not None else ()
+    allowed = tuple(key for key in FREE_TO_CHANGE if key not in kept)
+    free = [change for change in differences(recorded, config) if change.startswith(allowed)]
     changes = [change for change in differences(recorded, config) if change not in free]
     if changes:
         raise BadInput([f"--resume: {saved}: {change}: the config of a run cannot change" for change in changes])
@@ -89,6 +94,13 @@ def _checked(
     for change in free if ended is None else ():
         say(f"the run goes on with another {change}")
     return config, ended
+
+
+def _with_recorded_blocks(old: Config, new: Config) -> Config:
+    """`new` with the number of blocks that a run of `old` chose where `new` leaves it open."""
+    if new.method != old.method or new.method_args.blocks is not None:
+        return new
+    return new.model_copy(update={"method_args": new.method_args.model_copy(update={"blocks": old.method_args.blocks})})
 
 
 class _Run:
@@ -251,7 +263,10 @@ class _Run:
         job, run, position = self.job, self.run, self.position
         assert run is not None and measured is not None
         report = summary.summarise(job, position, final, measured, self.tested)
-        summary.write_trace(job, run.path / "trace.json.gz", summary.slot_nanoseconds(job, position), measured.events)
+        slot_ns = summary.slot_nanoseconds(job, position)
+        summary.write_trace(job, run.path / "trace.json.gz", slot_ns, measured.events, measured.counters)
+        for name, value in (measured.files or {}).items():
+            run.write_json(name, value)
         run.write_json("memory.json", summary.memory(job, measured))
         run.write_json("summary.json", report)  # last: a run with a summary is finished
         self.progress.say(summary.closing(report, run.path))

@@ -83,6 +83,10 @@ def test_methods_do_the_same_work_and_leave_their_traces(tmp_path: Path) -> None
         ([DIGITS, "--out", "x", "--methods", "gpip"], "--methods: gpip: must be of"),
         ([DIGITS, "--out", "x", "--methods", "gpipe,gpipe"], "named twice"),
         ([DIGITS, "--out", "x", "--steps", "-1"], "--steps: -1"),
+        (
+            [DIGITS, "--out", "x", "--steps", "0", "--set", "backend.name=distributed"],
+            "backend.name: distributed: methods are",
+        ),
         ([DIGITS, "--out", "x"], "steps: null: must be given"),
         (["nothing.yaml", "--out", "x"], "no such config file"),
     ],
@@ -95,8 +99,8 @@ def test_bad_input_is_one_line(args: Any, told: str) -> None:
 
 def test_methods_with_losses_of_their_own_update_after_each_microbatch() -> None:
     config = load_config(str(ROOT / "configs" / "resnet34_ipu4.yaml"))
-    local = of_method(config, "local_chunked", 3)
-    assert local.steps == 24 and local.gradient_accumulation == 1 and local.method_args.blocks == config.stages
+    local = of_method(config, "local_chunked", 3, ["layer2"])
+    assert local.steps == 24 and local.gradient_accumulation == 1 and local.method_args.blocks == ["layer2"]
     assert of_method(config, config.method, 3) == config.model_copy(update={"steps": 3})
     assert balanced_speedup(4, 8) == pytest.approx(1.375)  # the bounds beside the paper's Table 1: 37.5, 44, 22 %
     assert balanced_speedup(8, 16) == pytest.approx(1.4375) and balanced_speedup(8, 32) == pytest.approx(1.21875)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -20,7 +22,9 @@ from ipu_pipe.config import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local import BlockedModel, SumOfLosses, TokenHead, blocks_of, make_blocks, make_head
 from ipu_pipe.methods import Structure, resolve_method
+from ipu_pipe.probe import footprint
 from ipu_pipe.rules import UpdateRules
+from ipu_pipe.stages import partition
 from ipu_pipe.timelines import make_schedule
 from ipu_pipe.training import train
 from ipu_pipe.update import parameter_groups
@@ -314,13 +318,16 @@ def test_a_run_reports_every_head_and_resumes(tmp_path: Path) -> None:
         (["method=local_greedy", "method_args.layers=2"], "method_args.layers: 2: local_greedy takes none of these"),
         (["method=local_chunked", "method_args.blocks=0"], "method_args.blocks: 0: must be a whole number >= 1 or a list"),
         (["method=local_chunked", "method_args.blocks=[nothing]"], "nothing: the model has no module of that name"),
-        (["method=local_chunked", "method_args.blocks=40"], "40 are asked for"),
+        (["method=local_chunked", "method_args.blocks=40"], "method_args.blocks: 40: the model can be cut into at most"),
         (["method=last_layers", "method_args.layers=9"], "method_args.layers: 9: the model has 4 stages"),
         (["method=local_greedy", "method_args.block_rates=[1.0]"], "must be one for each of 4 blocks"),
         (["method=gpipe", "method_args.block_rates=[1.0]"], "gpipe has no blocks"),
         (["method=local_chunked", "method_args.block_accumulation=[1, 4]"], "it must come after a multiple of 4"),
         (["method=local_greedy", "clip={norm: 1.0, scope: global}"], "clip.scope: global: a block knows no gradient but its own"),
         (["method=local_overlapping", "clip={norm: 1.0, scope: stage}"], "clip: local_overlapping"),
+        (["method=local_overlapping", "method_args.block_accumulation=[1, 1, 1, 1]"], "not with local_overlapping"),
+        (["method=local_overlapping", "method_args.overlap=2"], "overlap: 2: must be 1"),
+        (["method=local_greedy", "stages={count: 4, by: time}"], "blocks are what is trained: must be flops or parameters"),
         (["method=local_overlapping", "replicas=2"], "replicas: 2: not with local_overlapping"),
         (["method=local_greedy", "method_args.head=tests.test_local:wrong_head"], "must give (8, 10)"),
         (["method=local_greedy", "method_args.head=tests.test_local:nothing"], "method_args.head"),
@@ -330,6 +337,71 @@ def test_what_makes_no_sense_is_refused(how: List[str], told: str, tmp_path: Pat
     with pytest.raises(BadInput) as raised:
         train(digits("micro_batch_size=8", *how), tmp_path / "run", quiet=True)
     assert told in str(raised.value) and not (tmp_path / "run").exists()
+
+
+class Placed(nn.Sequential):
+    """A model with a weight of its own, used in the first block."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(12, 12), nn.Linear(12, 8), nn.Linear(8, 4))
+        self.place = nn.Parameter(torch.zeros(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self[2](self[1](self[0](x + self.place)))
+
+
+def test_weights_of_the_model_itself_have_no_duplicate() -> None:
+    with pytest.raises(BadInput, match="cannot be duplicated"):
+        make_blocks(Placed(), torch.randn(2, 12), Structure(overlap=1), ["1", "2"])
+    make_blocks(Placed(), torch.randn(2, 12), Structure(), ["1", "2"])
+
+
+def test_a_head_may_begin_in_place() -> None:
+    def head(activation: torch.Tensor, output: torch.Tensor) -> nn.Module:
+        return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(activation.shape[1], output.shape[1]))
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(12, 9), nn.Linear(9, 4)), torch.randn(3, 12)
+    made, _ = make_blocks(model, x, Structure(), ["1"], head=head)
+    assert torch.equal(made.train()(x)[-1], model(x)) and torch.equal(made.eval()(x), model(x))
+
+
+def test_a_run_goes_on_with_its_own_blocks_only(tmp_path: Path) -> None:
+    how = ["method=local_greedy", "stages=[fc2, fc4]", "checkpoint.every=3"]
+    train(digits(*how), tmp_path / "run", quiet=True)
+    (tmp_path / "run" / "summary.json").unlink()
+    with pytest.raises(BadInput, match="stages.*the config of a run cannot change"):
+        train(
+            digits("method=local_greedy", "stages=[fc3, fc4]", "checkpoint.every=3"),
+            tmp_path / "run",
+            resume=True,
+            quiet=True,
+        )
+    # a new run from its weights takes the heads along
+    weights = str(tmp_path / "run" / "checkpoints" / "step-6" / "model.safetensors")
+    train(digits(*how, f"init_from={weights}"), tmp_path / "again", quiet=True)
+    first, last = (json.loads(line) for line in _tested(tmp_path))
+    assert first["block_test_accuracy"] == last["block_test_accuracy"]
+
+
+def _tested(folder: Path) -> Tuple[str, str]:
+    """The last evaluation of the first run, the first one of the second."""
+    lines = [
+        [line for line in (folder / name / "metrics.jsonl").read_text().splitlines() if "test_loss" in line]
+        for name in ("run", "again")
+    ]
+    return lines[0][-1], lines[1][0]
+
+
+def test_a_look_at_a_model_keeps_none_of_its_activations() -> None:
+    """Story: each look kept a graph with its activations, and so the weights that processes mean to free."""
+    part = partition(model := nn.Sequential(nn.Linear(12, 500), nn.ReLU(), nn.Linear(500, 4)), torch.randn(64, 12))
+    for _ in range(3):
+        footprint(model, part, cross_entropy, torch.randn(64, 12), torch.randint(0, 4, (64,)))
+    weight = weakref.ref(model[0].weight)
+    del model, part
+    gc.collect()
+    assert weight() is None
 
 
 def test_clipping_by_block_and_replicas_train(tmp_path: Path) -> None:

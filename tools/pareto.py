@@ -60,6 +60,8 @@ def main() -> None:
     for key in ("batches", "rates", "cutoffs"):
         if min(getattr(args, key)) <= 0:
             raise BadInput(f"--{key}: {min(getattr(args, key))}: must be above 0")
+    if args.jobs < 1:
+        raise BadInput(f"--jobs: {args.jobs}: must be at least 1")
     if args.examples < 2 * max(args.batches):
         raise BadInput(
             f"--examples: {args.examples}: must be at least two of the greatest --batches, {max(args.batches)}"
@@ -69,7 +71,12 @@ def main() -> None:
     experiment = _experiment(args)
     say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     say(f"{len(experiment.rows)} runs of {args.examples} examples, {args.jobs} at a time, into {args.runs}")
-    run_experiment(experiment, args.runs, [0], args.jobs, say=say)
+    try:
+        run_experiment(experiment, args.runs, [0], args.jobs, say=say)
+    except BadInput as error:
+        raise BadInput(
+            [fault.replace("--resume:", f"--runs: {args.runs}: holds other runs:") for fault in error.faults]
+        ) from None
     found = _results(args)
     out = args.out or args.runs
     out.mkdir(parents=True, exist_ok=True)

@@ -109,7 +109,7 @@ class StageEngine:
         self._replicas, self._head, self._behind = replicas, head, behind
         self._is_local = method.structure is not None
         self._has_loss = head is not None or layout.stage == layout.depth - 1
-        self.update = microbatch // self._accumulate
+        self.update = self._first = microbatch // self._accumulate
         s = layout.stage
         self._reach = 2 * layout.depth + 2 * self._accumulate + 2
         self._plan = ReadPlan(table, rules, self._reach)
@@ -259,7 +259,11 @@ class StageEngine:
             self.timeline.add(KINDS[kind], index, start, version, microbatch=microbatch)
             if kind == UPDATE:
                 assert index == k
-                self.mail.is_warm = True
+                # where nothing comes back, an update is done before the stages behind have begun: not so once the first one,
+                # which runs no further ahead, is this far
+                self.mail.is_warm = self.mail.is_warm or k - self._first >= (
+                    self.layout.depth + 1 if self._is_local else 0
+                )
                 return result
         raise AssertionError(f"the schedule ends before update {k}")
 
@@ -405,7 +409,8 @@ class StageEngine:
         for neighbour, shared in pairs:
             if shared:
                 for p, theirs in zip(shared, self.mail.receive(neighbour, Message(SHARED, k))):
-                    p.grad = mean_gradient([p.grad, theirs])
+                    if p.grad is not None or bool(theirs.any()):  # else no block reaches it
+                        p.grad = mean_gradient([p.grad, theirs])
 
     def _clip_by_delayed_norm(self, delayed: update.DelayedGlobalNorm) -> None:
         own, k, s = update.own_norm(self._parameters), self.update, self.layout.stage

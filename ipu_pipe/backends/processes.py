@@ -121,10 +121,6 @@ def place_blocks(config: Config, structure: Structure) -> Tuple[int, int, Struct
     world, width = dist.get_world_size(), config.replicas
     if world % width:
         raise BadInput(f"replicas: {width}: {world} processes cannot be so many replicas of a pipeline")
-    if structure.overlap > 1:
-        raise BadInput(
-            f"method_args.overlap: {structure.overlap}: a process holds one layer of its neighbour's: must be 1"
-        )
     if structure.blocks is not None and config.method_args.blocks is None:
         structure = replace(structure, blocks=world // width)
     return world // width, Layout(dist.get_rank(), world // width, width).stage, structure
@@ -176,7 +172,12 @@ class ProcessEngine(Engine):
             head=self._head, behind=behind,
         )  # fmt: skip
         own = {id(t) for piece in (self.piece, behind) if piece is not None for t in piece.tensors()}
-        _forget([t for piece in cut for t in piece.tensors() if id(t) not in own])
+        others = [t for piece in cut for t in piece.tensors()]
+        if blocks is not None:
+            blocks.forget_duplicates()
+            for index, head in blocks.heads.items():
+                others += [*head.parameters(), *head.buffers()] if index != str(s) else []
+        _forget([t for t in others if id(t) not in own])
         self._own_losses: Dict[int, torch.Tensor] = {}  # of the first stage, by update
         self._expected = first_update
         with self._named_faults():
@@ -379,8 +380,9 @@ class ProcessEngine(Engine):
             return self._report()
 
     def _report(self) -> Optional[Report]:
-        s = self.layout.stage
-        held = update.optimizer_bytes(self.optimizer, self.layout.depth)[s]
+        held = sum(
+            update.optimizer_bytes(self.optimizer, self.layout.depth)
+        )  # of the layer behind, too, where it is shared
         timeline = self._engine.timeline
         events = [
             event._replace(start_ns=event.start_ns + self._clock_offset, end_ns=event.end_ns + self._clock_offset)
@@ -420,9 +422,12 @@ class ProcessEngine(Engine):
         self._engine.doing = "end"
         with self._named_faults():
             self._engine.close()
+        self.abort()
 
     def abort(self) -> None:
         self._engine.release()
+        if self._blocks is not None:
+            self._blocks.release()
 
 
 def _forget(tensors: Iterable[torch.Tensor]) -> None:

@@ -1,0 +1,576 @@
+"""Training on the double of PopTorch gives the emulator's weights, bit for bit where the accumulation is a power of two; and
+what goes wrong on a device is retried or told in one line. Nothing here ran on an IPU."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from ipu_pipe.backends import poptorch as backend
+from ipu_pipe.config import configure
+from ipu_pipe.data.batches import TensorData
+from ipu_pipe.errors import BadInput, RunFault, run_command
+from ipu_pipe.job import build
+from ipu_pipe.training import check, train
+from tests.staged_models import MODELS, Odd, Skipping, whole
+from tools import train as tool
+
+pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
+ROOT = Path(__file__).resolve().parents[1]
+DOUBLE = str(ROOT / "tests" / "poptorch_double" / "path")
+DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")
+Weights = Dict[str, torch.Tensor]
+
+
+# ---- small runs
+
+
+def data(seed: int = 5) -> TensorData:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(700, 12, generator=generator), torch.randint(0, 4, (700,), generator=generator)
+    return TensorData((x[:650], y[:650]), (x[650:], y[650:]), seed)
+
+
+def model(name: str) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Skipping() if name == "skipping" else whole(MODELS[name]())
+
+
+def config(method: str = "gpipe", on: str = "emulator", ipu: Any = None, **keys: Any) -> Any:
+    """Six updates of 16 microbatches of 2 samples."""
+    section: Dict[str, Any] = {"name": on}
+    if on == "poptorch":
+        section["ipu"] = ipu or {}
+    base = {
+        "micro_batch_size": 2, "gradient_accumulation": 16, "steps": 6, "optimizer": SGD,
+        "log": {"every": 1, "tensorboard": False}, "checkpoint": {"every": 2, "keep": 9},
+    }  # fmt: skip
+    return configure(method=method, backend=section, **{**base, **keys})
+
+
+EVALUATION = 7  # calls: 50 test samples, 8 a call on 4 stages
+SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+PLAIN = {"name": "sgd", "lr": 0.05}
+
+
+def run(settings: Any, out: Path, name: str = "residual", **keys: Any) -> Dict[str, Any]:
+    keys = {"model": model(name), "data": data(), "overwrite": not keys.get("resume"), "quiet": True, **keys}
+    return train(settings, out, **keys)
+
+
+def weights(out: Path, step: Optional[int] = None) -> Weights:
+    newest = max((out / "checkpoints").iterdir(), key=lambda p: int(p.name.split("-")[1]))
+    return load_file((newest if step is None else out / "checkpoints" / f"step-{step}") / "model.safetensors")
+
+
+def losses(out: Path) -> List[float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["train_loss"] for line in lines if "train_loss" in line]
+
+
+def assert_same(a: Weights, b: Weights) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+
+
+def both(tmp_path: Path, method: str = "gpipe", name: str = "residual", ipu: Any = None, **keys: Any) -> Any:
+    """The same run by the emulator and on the double: equal in weights, close in what is measured of them."""
+    ours = run(config(method, "poptorch", ipu, **keys), tmp_path / "ipu", name)
+    theirs = run(config(method, **{**keys, "precision": "float32"}), tmp_path / "emulator", name)
+    assert_same(weights(tmp_path / "ipu"), weights(tmp_path / "emulator"))
+    assert losses(tmp_path / "ipu") == pytest.approx(losses(tmp_path / "emulator"), rel=1e-6)
+    for when in ("initial", "final"):
+        assert ours[when] == pytest.approx(theirs[when], rel=1e-5)
+    return ours, theirs
+
+
+# ---- the emulator's weights
+
+ADAM = {"name": "adam", "lr": 0.01, "betas": [0.8, 0.95], "weight_decay": 0.02}
+ADAMW = {"name": "adamw", "lr": 0.01, "no_decay": "norms_and_biases", "weight_decay": 0.1}
+COSINE = {"name": "cosine", "warmup_steps": 2}
+SAME: Dict[str, Dict[str, Any]] = {
+    "pipeline with BatchNorm": {},
+    "1F1B": {"method": "pipedream_flush", "name": "convolution", "optimizer": ADAMW, "lr_schedule": COSINE},
+    "sharded": {"method": "naive", "name": "mlp", "optimizer": ADAM, "gradient_accumulation": 2},
+    "skip connections": {"name": "skipping", "lr_schedule": {"name": "step", "milestones": [0.1], "gamma": 0.5}},
+    "one IPU": {"stages": 1, "gradient_accumulation": 1},
+    "stages sharing IPUs": {"ipu": {"ipus": [0, 0, 1, 1, 1]}, "stages": ["1", "2", "3", "4"], "gradient_accumulation": 4},
+    "clipped": {"clip": {"norm": 0.1}},
+    "replicas": {"replicas": 2, "ipu": {"broadcast_buffers": False, "auto_round_num_ipus": True}},
+    "device iterations": {"ipu": {"device_iterations": 2}},
+    "asynchronous loading": {"ipu": {"data_loading": {"mode": "async"}, "device_iterations": 2}, "replicas": 2, "name": "mlp"},
+    "detached heads": {"method": "local_greedy", "name": "mlp"},
+    "two chunks, BatchNorm": {"method": "local_chunked", "stages": ["1", "4"]},
+    "the last layers alone": {"method": "last_layers", "name": "convolution", "optimizer": ADAM},
+    "rates by block": {"method": "local_greedy", "name": "mlp", "method_args": {"block_rates": [1, 0.5, 2, 1]}},
+    "32.32, all said": {
+        "precision": "32.32", "recompute": True,
+        "ipu": {"mean_reduction_strategy": "post_and_loss", "loss_scaling": 128, "stochastic_rounding": True,
+                "output_mode": "every_n", "output_return_period": 1, "inference_device_iterations": 7},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_weights_are_the_emulators_to_the_bit(poptorch: Any, tmp_path: Path, case: str) -> None:
+    keys = dict(SAME[case])
+    if keys.get("name", "residual") == "residual" and "ipus" not in keys.get("ipu", {}) and "stages" not in keys:
+        keys["stages"] = ["1", "2", "4"]  # 4 stages: a sum alone is no stage worth an IPU
+    if keys.get("name") == "convolution":
+        keys.setdefault("stages", ["1", "2", "3"])
+    ours, _ = both(tmp_path, **keys)
+    assert ours["backend"] == "poptorch" and ours["device"] == "ipu"
+
+
+def test_an_accumulation_that_is_no_power_of_two_is_close(poptorch: Any, tmp_path: Path) -> None:
+    """PopTorch divides the sum, the emulator every loss."""
+    for on in ("emulator", "poptorch"):
+        run(config(on=on, gradient_accumulation=7), tmp_path / on, "mlp")
+    a, b = (weights(tmp_path / on) for on in ("emulator", "poptorch"))
+    assert not all(torch.equal(a[name], b[name]) for name in a)
+    for name in a:
+        assert torch.allclose(a[name], b[name], atol=1e-6)
+
+
+def test_output_modes_report_the_same_losses_but_for_final(poptorch: Any, tmp_path: Path) -> None:
+    found = {}
+    for mode in ("all", "sum", "final"):
+        run(config(on="poptorch", ipu={"output_mode": mode}), tmp_path / mode, "mlp")
+        found[mode] = losses(tmp_path / mode)
+    assert found["sum"] == pytest.approx(found["all"], rel=1e-6)
+    assert found["final"] != pytest.approx(found["all"], rel=1e-3)
+    assert_same(weights(tmp_path / "all"), weights(tmp_path / "final"))
+
+
+@pytest.mark.parametrize("precision", ["16.16", "16.32"])
+def test_half_precision_ends_in_a_float32_model(poptorch: Any, tmp_path: Path, precision: str) -> None:
+    run(config(), tmp_path / "float32", "mlp")
+    run(config(on="poptorch", precision=precision, ipu={"loss_scaling": 128.0}), tmp_path / "half", "mlp")
+    held = weights(tmp_path / "half")["0.0.weight"]
+    assert held.dtype == torch.float32
+    assert losses(tmp_path / "half") == pytest.approx(losses(tmp_path / "float32"), rel=2e-3)
+    assert torch.equal(held, held.half().float()) == (precision == "16.16")
+    compiled = next(c for c in poptorch.recorded.compilations if c.training)
+    assert compiled.optimizer["variables"]["loss_scaling"][0] == 128.0
+    called = poptorch.recorded.of("PoplarExecutor.__call__")
+    assert called and all("float16" in str(call["args"]) and "float32" not in str(call["args"]) for call in called)
+
+
+# ---- what PopTorch was asked
+
+
+def compilation(poptorch: Any, training: bool = True) -> Any:
+    return next(c for c in poptorch.recorded.compilations if c.training == training)
+
+
+def test_stages_blocks_and_the_loss_are_laid_out_as_the_model_says(poptorch: Any, tmp_path: Path) -> None:
+    run(config(on="poptorch"), tmp_path, "mlp")
+    made = compilation(poptorch)
+    assert made.strategy == "PipelinedExecution" and made.forward_stages == 4 and made.ipus == 4
+    assert made.stages == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert made.parameters["body.model.2.0.weight"] == 2 and made.losses[-1].stage == 3
+    assert made.losses[-1].function == "identity_loss" and made.losses[-1].final
+    constants = {name for group in made.optimizer["groups"] for name, (_, constant) in group.items() if constant}
+    assert constants == {"momentum", "dampening", "weight_decay"}  # the rate alone may change
+    evaluated = compilation(poptorch, training=False)
+    assert evaluated.options["device_iterations"] == 4 and evaluated.strategy == "PipelinedExecution"
+
+
+def test_local_losses_are_computed_where_their_blocks_are(poptorch: Any, tmp_path: Path) -> None:
+    run(config("local_greedy", on="poptorch"), tmp_path, "mlp")
+    made = compilation(poptorch)
+    assert [(loss.function, loss.ipu) for loss in made.losses] == [
+        *[("cross_entropy", ipu) for ipu in range(4)], ("identity_loss", 3),
+    ]  # fmt: skip
+    heads = {name: ipu for name, ipu in made.parameters.items() if "heads" in name}
+    assert heads == {f"body.heads.{i}.{kind}": i for i in range(3) for kind in ("weight", "bias")}
+    assert json.loads((tmp_path / "summary.json").read_text())["blocks"][0]["test_loss"] is not None
+
+
+def test_rates_reach_the_ipu_when_they_change(poptorch: Any, tmp_path: Path) -> None:
+    run(config(on="poptorch"), tmp_path, "mlp")
+    assert "PoplarExecutor.setOptimizer" not in poptorch.recorded.names()
+    run(config(on="poptorch", lr_schedule={"name": "linear"}), tmp_path, "mlp")
+    assert poptorch.recorded.names().count("PoplarExecutor.setOptimizer") == 5
+
+
+def test_a_small_pod_is_shared_by_training_and_evaluation(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "4")
+    run(config(on="poptorch"), tmp_path / "shared", "mlp")
+    with pytest.raises(RunFault, match=r"poptorch_cpp_error: Failed to acquire 4 IPU\(s\).*gc-info"):
+        run(config(on="poptorch", ipu={"detach_for_evaluation": False}), tmp_path / "both", "mlp")
+    monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "8")
+    run(config(on="poptorch", ipu={"detach_for_evaluation": False}), tmp_path / "both", "mlp")
+    assert_same(weights(tmp_path / "shared"), weights(tmp_path / "both"))
+    one, other = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("shared", "both"))
+    assert one["final"] == other["final"]
+
+
+def test_times_cycles_and_profiles_are_told(poptorch: Any, tmp_path: Path) -> None:
+    profile = {"directory": str(tmp_path / "profile"), "blocks": "stage.*"}
+    ipu = {"log_cycle_count": True, "profile": profile, "engine_options": {"debug.instrument": "true"}}
+    summary = run(config(on="poptorch", ipu=ipu), tmp_path / "run", "mlp")
+    told = json.loads((tmp_path / "run" / "ipu.json").read_text())
+    assert told["pipeline_cycles_an_update"] == 16 + 2 * 4 - 2 and told["cycles_of_the_last_call"] == 22000
+    assert summary["utilization"] == told["full_cycles_share"] == 16 / 22
+    assert told["latency_seconds"]["round_trip"] > told["latency_seconds"]["compute"] > 0
+    device = told["profiles"]["training"]["devices"][1]
+    assert device["memory_bytes"] == 4 * 3000 and device["cycles"] == 1000 and device["exchange_in_bytes"] == 2000
+    assert told["profiles"]["training"]["ipus"] == 4 and "inference" in told["profiles"]
+    engine = compilation(poptorch).options["engineOptions"]
+    assert (
+        engine["debug.instrument"] == engine["autoReport.all"] == "true"
+        and engine["profiler.blocks.filter"] == "stage.*"
+    )
+    trace = json.loads(gzip.decompress((tmp_path / "run" / "trace.json.gz").read_bytes()))
+    kinds = [e["cat"] for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert kinds.count("update") == kinds.count("send") == kinds.count("recv") == 6 and kinds.count("evaluate") == 2
+    counters = {e["name"]: e["args"]["value"] for e in trace["traceEvents"] if e["ph"] == "C"}
+    assert (
+        counters["IPU cycles an update"] == 22000 and counters["samples/s"] > 0 and not trace["otherData"]["modelled"]
+    )
+
+
+# ---- resuming
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM, PLAIN])
+def test_a_resumed_run_ends_with_the_same_weights(poptorch: Any, tmp_path: Path, optimizer: Any) -> None:
+    straight = config(on="poptorch", optimizer=optimizer)
+    run(straight, tmp_path / "straight", "mlp")
+    poptorch.recorded.fail(
+        "execute", EVALUATION + 5, poptorch.UnrecoverableError("broken", "poplar_unrecoverable_error")
+    )
+    with pytest.raises(RunFault, match="update 4: poplar_unrecoverable_error: broken"):
+        run(straight, tmp_path / "resumed", "mlp")
+    other = config(on="poptorch", optimizer=optimizer, stages=2)  # on other IPUs
+    run(other, tmp_path / "resumed", "mlp", resume=True)
+    assert_same(weights(tmp_path / "straight"), weights(tmp_path / "resumed"))
+
+
+def interrupted(tmp_path: Path, settings: Any, at: int) -> None:
+    """A run that is stopped before update `at`."""
+
+    class Stop(TensorData):
+        def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
+            if index >= at * 16:
+                raise KeyboardInterrupt
+            return super().train_batch(epoch, index, batch_size)
+
+    source = data()
+    with pytest.raises(KeyboardInterrupt):
+        run(settings, tmp_path, "mlp", data=Stop(source.train, source.test, 5))
+
+
+def test_weights_change_the_backend_and_optimizer_state_does_not(poptorch: Any, tmp_path: Path) -> None:
+    for first, second in (("emulator", "poptorch"), ("poptorch", "emulator")):
+        interrupted(tmp_path / first, config(on=first, optimizer=PLAIN), 4)
+        run(config(on=second, optimizer=PLAIN), tmp_path / first, "mlp", resume=True)
+    assert_same(weights(tmp_path / "emulator"), weights(tmp_path / "poptorch"))
+    interrupted(tmp_path / "ours", config(on="poptorch"), 4)
+    with pytest.raises(BadInput, match="PopTorch's, which backend.name poptorch alone"):
+        run(config(), tmp_path / "ours", "mlp", resume=True)
+    interrupted(tmp_path / "torch", config(), 4)
+    with pytest.raises(BadInput, match="torch.optim's, of which PopTorch can load none"):
+        run(config(on="poptorch"), tmp_path / "torch", "mlp", resume=True)
+    initial = tmp_path / "torch" / "checkpoints" / "step-4" / "model.safetensors"
+    run(config(on="poptorch", init_from=str(initial)), tmp_path / "anew", "mlp")
+
+
+# ---- faults
+
+
+def test_a_recoverable_error_is_retried_once_from_the_last_checkpoint(
+    poptorch: Any, tmp_path: Path, capsys: Any
+) -> None:
+    settings = config(on="poptorch", ipu={"data_loading": {"mode": "async"}})
+    run(settings, tmp_path / "plain", "mlp")
+    for call in (1, 4, 5):  # before any checkpoint, in the middle, at once after one
+        poptorch.recorded.fail("execute", EVALUATION + call)
+        run(settings, tmp_path / "retried", "mlp")
+        assert_same(weights(tmp_path / "plain"), weights(tmp_path / "retried"))
+        done = (call - 1) % 2
+        assert f"{done} updates are done again" in capsys.readouterr().err
+    assert losses(tmp_path / "plain") == losses(tmp_path / "retried")
+    poptorch.recorded.fail("copyWeightsToHost", 1)
+    run(settings, tmp_path / "retried", "mlp")
+    assert_same(weights(tmp_path / "plain"), weights(tmp_path / "retried"))
+
+
+def test_a_second_error_before_the_next_checkpoint_ends_the_run(poptorch: Any, tmp_path: Path) -> None:
+    settings = config(on="poptorch", checkpoint={"every": None})
+    for call in (3, 5):
+        poptorch.recorded.fail("execute", EVALUATION + call)
+    with pytest.raises(
+        RunFault, match=r"device error \(IPU_RESET\) for the second time since the last checkpoint.*--resume"
+    ):
+        run(settings, tmp_path, "mlp")
+    assert poptorch._device.held == {}
+
+
+@pytest.mark.parametrize(
+    ("event", "error", "said"),
+    [
+        (
+            "compile",
+            lambda p: p.Error("Out of memory on tile 0", "poplar_graph_memory_allocation_error"),
+            "take more stages",
+        ),
+        (
+            "execute",
+            lambda p: p.UnrecoverableError("dead", "poplar_unrecoverable_error"),
+            "poplar_unrecoverable_error: dead",
+        ),
+        ("attach", lambda p: p.Error("Failed to acquire 4 IPU(s)", "poptorch_cpp_error"), "wait_for_ipu=true"),
+        ("execute", lambda p: AssertionError("Invalid batch\n dimension"), "AssertionError: Invalid batch dimension"),
+    ],
+)
+def test_both_families_of_errors_are_told_in_one_line(
+    poptorch: Any, tmp_path: Path, event: str, error: Callable[[Any], BaseException], said: str
+) -> None:
+    poptorch.recorded.fail(event, 1, error(poptorch))
+    with pytest.raises(RunFault) as caught:
+        run(config(on="poptorch"), tmp_path, "mlp")
+    assert said in str(caught.value) and "\n" not in str(caught.value) and str(caught.value).startswith("poptorch: ")
+
+
+def test_ctrl_c_leaves_the_users_model_and_the_ipus_as_they_were(poptorch: Any, tmp_path: Path) -> None:
+    own = model("residual")
+    before = {name: value.clone() for name, value in own.state_dict().items()}
+    kinds = [type(part) for part in [*own.modules(), *own.parameters(), *own.buffers()]]
+    hooks = [len(part._forward_pre_hooks) for part in own.modules()]
+    poptorch.recorded.fail("execute", 12, KeyboardInterrupt())
+    settings = config(on="poptorch", stages=["1", "2", "4"])
+    with pytest.raises(KeyboardInterrupt):
+        run(settings, tmp_path, model=own)
+    assert [type(part) for part in [*own.modules(), *own.parameters(), *own.buffers()]] == kinds
+    assert [len(part._forward_pre_hooks) for part in own.modules()] == hooks
+    assert_same(dict(own.state_dict()), before)
+    assert poptorch._device.held == {}
+    run(settings, tmp_path, model=own)
+    assert_same(dict(own.state_dict()), weights(tmp_path))
+    assert [type(part) for part in [*own.modules(), *own.parameters(), *own.buffers()]] == kinds
+    assert poptorch._device.held == {}
+
+
+def test_a_loss_that_is_no_number_ends_the_run(poptorch: Any, tmp_path: Path) -> None:
+    with pytest.raises(RunFault, match="update 0 of method gpipe: the training loss is nan"):
+        run(
+            config(on="poptorch"),
+            tmp_path,
+            "mlp",
+            loss=lambda output, y: nn.functional.cross_entropy(output * float("nan"), y),
+        )
+
+
+# ---- before anything compiles
+
+
+def faults(settings: Any, name: str = "mlp", **keys: Any) -> List[str]:
+    with pytest.raises(BadInput) as caught:
+        build(settings, model=keys.pop("model", None) or model(name), data=data(), **keys)
+    return caught.value.faults
+
+
+def test_models_that_no_pipeline_of_ipus_has_are_refused(poptorch: Any) -> None:
+    assert "gradient_accumulation: 6: a PopTorch pipeline of 4 stages needs at least 2 x 4 - 1 = 7" in "".join(
+        faults(config(on="poptorch", gradient_accumulation=6))
+    )
+    (said,) = faults(config(on="poptorch"), "convolution")
+    assert "5 IPUs: IPUs are reserved by powers of 2, here 8" in said and "auto_round_num_ipus" in said
+    (said,) = faults(config(on="poptorch", replicas=2, stages=["1", "2", "4"]), "residual")
+    assert "backend.ipu.broadcast_buffers: true" in said and "1.inner.0.running_mean" in said and "GroupNorm" in said
+    odd = nn.Sequential(nn.Linear(12, 64), Odd())
+    (said,) = faults(config(on="poptorch", stages=["1.2", "1.4", "1.6"]), model=odd)
+    assert said.startswith("model: 1.2.table.values: used by stages 1, 2 on IPUs 1, 2") and "backend.ipu.ipus" in said
+    build(config("naive", "poptorch", stages=["1.2", "1.4", "1.6"]), model=odd, data=data())
+    build(config(on="poptorch", stages=["1.2", "1.4", "1.6"], ipu={"ipus": [0, 1, 1, 1]}), model=odd, data=data())
+    (said,) = faults(config(on="poptorch"), optimizer=lambda groups: torch.optim.Adagrad(groups, lr=0.1))
+    assert said == "optimizer: Adagrad: PopTorch has none such: must be torch.optim's SGD, Adam, AdamW, RMSprop"
+    (said,) = faults(config(on="poptorch"), optimizer=lambda groups: torch.optim.AdamW(groups, amsgrad=True))
+    assert said.startswith("optimizer.amsgrad: true")
+    (said,) = faults(config(on="poptorch", stages={"finest": 16}, gradient_accumulation=32))
+    assert "nothing begins there" in said
+    (said,) = faults(config(on="poptorch", ipu={"device_iterations": 3}, steps=None, checkpoint={}))
+    assert "must divide the run's 20" in said
+
+
+def test_an_optimizer_of_the_users_own_is_translated(poptorch: Any, tmp_path: Path) -> None:
+    def rmsprop(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(groups, lr=0.01, momentum=0.5, centered=True)
+
+    for on in ("emulator", "poptorch"):
+        run(config(on=on), tmp_path / on, "mlp", optimizer=rmsprop)
+    assert_same(weights(tmp_path / "emulator"), weights(tmp_path / "poptorch"))
+
+
+def test_a_machine_with_too_few_ipus_is_told_before_compiling(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "2")
+    with pytest.raises(BadInput, match="this machine has no device of 4 IPUs.*compile_only=true"):
+        run(config(on="poptorch"), tmp_path, "mlp")
+    assert poptorch.recorded.compilations == []
+    run(config(on="poptorch", ipu={"use_ipu_model": True}), tmp_path, "mlp")
+
+
+def test_compiling_alone_needs_no_ipu_and_trains_nothing(
+    poptorch: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "0")
+    ipu = {
+        "compile_only": True,
+        "offline_target": 2,
+        "executable_cache": "cache",
+        "export": str(tmp_path / "m.poptorch"),
+    }
+    with pytest.raises(SystemExit) as left:
+        run(config(on="poptorch", ipu=ipu), tmp_path / "run", "mlp")
+    assert left.value.code == 0 and "compiled for 4 IPUs x replicas 1" in capsys.readouterr().out
+    assert [c.training for c in poptorch.recorded.compilations] == [True, False] and poptorch.recorded.runs == []
+    assert (tmp_path / "m.poptorch").exists()
+
+
+def test_data_that_cannot_go_to_another_process_is_refused(poptorch: Any, tmp_path: Path) -> None:
+    source = data()
+    source.odd = lambda: None  # type: ignore[attr-defined]
+    with pytest.raises(BadInput, match="data_loading.mode: async: the data cannot go to another process"):
+        run(config(on="poptorch", ipu={"data_loading": {"mode": "async"}}), tmp_path, "mlp", data=source)
+
+
+# ---- launchers
+
+
+def test_poprun_sets_replicas_and_nothing_it_forbids_is_called(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    settings = {"replicas": 2, "stages": 2}
+    run(config(**settings), tmp_path / "emulator", "mlp")
+    for name, value in {"NUM_INSTANCES": 1, "INSTANCE_INDEX": 0, "NUM_LOCAL_REPLICAS": 2}.items():
+        monkeypatch.setenv(f"POPDIST_{name}", str(value))
+    for name in ("RANK", "WORLD_SIZE"):  # which joining sets
+        monkeypatch.setenv(name, "0" if name == "RANK" else "1")
+    run(config(on="poptorch", **settings), tmp_path / "poprun", "mlp")
+    assert_same(weights(tmp_path / "poprun"), weights(tmp_path / "emulator"))
+    assert compilation(poptorch).options["replication_factor"] == 2 and compilation(poptorch).ipus == 4
+    with pytest.raises(BadInput, match=r"replicas: 4: poprun started 2 \(--num-replicas\)"):
+        run(config(on="poptorch", replicas=4, stages=2), tmp_path / "four", "mlp")
+    with pytest.raises(BadInput, match="not under poprun"):
+        check(config("local_greedy", "poptorch", {"local": "decoupled"}), tmp_path / "none")
+
+
+def test_launchers_that_do_not_fit_are_refused(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    with pytest.raises(BadInput, match="decoupled: each block runs in a process of its own: start it with torchrun"):
+        check(config("local_greedy", "poptorch", {"local": "decoupled"}), tmp_path / "none")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(BadInput, match="one process drives all IPUs: start it without torchrun"):
+        check(config(on="poptorch"), tmp_path / "none")
+
+
+def test_an_sdk_that_is_not_switched_on_is_told(poptorch: Any, monkeypatch: Any) -> None:
+    import builtins
+
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **keys: Any) -> Any:
+        if name == "poptorch":
+            raise ImportError("Unable to import PopTorch, activate your Poplar SDK")
+        return real(name, *rest, **keys)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(BadInput, match="cannot be imported: Unable to import PopTorch.*enable scripts"):
+        backend.start(config(on="poptorch").backend)
+
+
+SHORT = ["steps=4", "log.tensorboard=false", "gradient_accumulation=8", "micro_batch_size=4", "backend.name=poptorch"]
+
+
+def test_without_poptorch_the_command_says_so_in_one_line(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    out = str(tmp_path / "run")
+    monkeypatch.setattr(sys, "argv", ["tools/train.py", DIGITS, "--set", *SHORT, "method=gpipe", "--out", out])
+    with pytest.raises(SystemExit) as left:
+        run_command(tool.main)
+    said = capsys.readouterr().err
+    assert (
+        left.value.code == 2
+        and len(said.splitlines()) == 1
+        and said.startswith("error: backend.name: poptorch: PopTorch is not")
+    )
+    for part in ("Poplar SDK 3.4", "wheel", "Python 3.8", "torch 2.0.1", "backend.name=emulator"):
+        assert part in said
+    assert not Path(out).exists()
+
+
+def start(arguments: List[str], launcher: Optional[List[str]] = None, **environment: str) -> Any:
+    """tools/train.py in processes of their own, with the double."""
+    command = [sys.executable, *(launcher or []), "tools/train.py", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": DOUBLE, **environment}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def end(process: Any) -> Any:
+    out, error = process.communicate(timeout=120)
+    return process.returncode, out, error
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
+
+
+def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    arguments = [DIGITS, "--set", *SHORT, "method=pipedream_flush", "stages=2", "--out", str(tmp_path / "run")]
+    faulty = {"POPTORCH_DOUBLE_FAIL": "execute:24:RecoverableError:LINK_RESET", "POPTORCH_DOUBLE_RECORD": str(record)}
+    code, out, error = end(start(arguments, **faulty))
+    assert code == 0 and out.splitlines()[-1].startswith("throughput: "), error
+    assert (
+        "2 stages on 2 IPUs of each replica (PipelinedExecution): 10 pipeline cycles an update, 80.0% of them full"
+        in out
+    )
+    asked = json.loads(record.read_text())
+    assert sum(name == "destroy" for name, _ in asked["events"]) >= 2
+
+
+def test_blocks_on_ipus_of_their_own_give_the_emulators_weights(tmp_path: Path) -> None:
+    """Decoupled, by torchrun: one block gathers two updates' gradients; then with a device error in one process."""
+    keys = [
+        *SHORT[:-1],
+        "method=local_greedy",
+        "stages=2",
+        "method_args.block_accumulation=[1,2]",
+        "optimizer.momentum=0.9",
+    ]
+    decoupled = ["backend.name=poptorch", "backend.ipu.local=decoupled"]
+    port = str(29600 + os.getpid() % 300)
+    arguments = [DIGITS, "--set", *keys, *decoupled, "--out", str(tmp_path / "blocks")]
+    code, out, error = end(start(arguments, [*TORCHRUN, port]))
+    assert code == 0 and "each in a process of its own" in out, error
+    train(tool_config(keys), tmp_path / "emulator", quiet=True)
+    assert_same(weights(tmp_path / "blocks"), weights(tmp_path / "emulator"))
+    assert losses(tmp_path / "blocks") == pytest.approx(losses(tmp_path / "emulator"), rel=1e-6)
+    one, other = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("blocks", "emulator"))
+    for a, b in zip(one["blocks"], other["blocks"]):
+        assert a == pytest.approx(b, rel=1e-5)
+    assert one["links"][0]["bytes_per_microbatch"] == other["links"][0]["bytes_per_microbatch"]
+    broken = {"POPTORCH_DOUBLE_FAIL": "execute:92:RecoverableError:PARTITION_RESET"}
+    code, out, error = end(start([*arguments, "--overwrite"], [*TORCHRUN, str(int(port) + 1)], **broken))
+    told = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert code != 0 and len(told) == 1 and "device error (PARTITION_RESET)" in told[0] and "--resume" in told[0], error
+
+
+def tool_config(sets: List[str]) -> Any:
+    from ipu_pipe.config import load_config
+
+    return load_config(DIGITS, sets)
