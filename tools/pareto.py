@@ -33,7 +33,7 @@ def parser() -> Parser:
     """The command line."""
     p = Parser(prog="tools/pareto.py", description=__doc__, epilog=EPILOG)
     p.add_argument("--kinds", nargs="+", default=list(KINDS), metavar="KIND", help=f"of {', '.join(KINDS)}")
-    p.add_argument("--batches", nargs="+", type=int, default=[64, 256, 1024, 4096], metavar="B", help="(%(default)s)")
+    p.add_argument("--batches", nargs="+", type=int, default=[256, 1024, 4096], metavar="B", help="(%(default)s)")
     p.add_argument(
         "--rates", nargs="+", type=float, default=[3e-4, 1e-3, 3e-3], metavar="LR", help="of Adam (%(default)s)"
     )
@@ -197,6 +197,7 @@ def _plot(found: Dict[str, Any], file: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import NullFormatter
     except ImportError:
         raise BadInput("plots need matplotlib, which is not installed: pip install matplotlib") from None
     entries = found["cutoffs"]
@@ -210,7 +211,9 @@ def _plot(found: Dict[str, Any], file: Path) -> None:
                 axes.plot(*zip(*row["points"]), "x", color=color, markersize=4, alpha=0.6)
                 axes.plot(*zip(*row["front"]), "-", color=color, label=kind)
         axes.set(xscale="log", yscale="log", xlabel="sequential FLOPs", title=f"training loss {entry['loss']:g}")
-        axes.grid(True, which="major", alpha=0.3)
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.grid(True, which="both", alpha=0.2)
         if column == 0:
             axes.set_ylabel("total FLOPs")
             axes.legend(fontsize=8)
