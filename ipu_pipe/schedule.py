@@ -264,11 +264,11 @@ class Schedule:
         return all(part.pieces[Kind.BACKWARD].ascends() for part in self.parts)
 
     def stretch(self, k: int) -> Tuple[int, int]:
-        """First update and end of the stretch between drains that holds update k."""
+        """First update and end of the stretch between drains that holds update k; alone where the pipeline empties within it."""
         batch = self.accumulate
         for part in self.parts:
             if part.first_microbatch <= k * batch < part.end_microbatch:
-                length, begin = part.microbatches // batch, part.first_microbatch // batch
+                length, begin = max(part.microbatches // batch, 1), part.first_microbatch // batch
                 begin += (k - begin) // length * length
                 return begin, begin + length
         raise AssertionError(f"no update {k}")

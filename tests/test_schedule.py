@@ -176,6 +176,13 @@ def test_drains_that_split_a_batch_or_lie_outside_are_refused(drain: int) -> Non
 # --- what an action needs, and the proof
 
 
+def test_stretches_lie_between_drains() -> None:
+    drained = make_schedule(METHODS["pipedream"], 3, 40, 4, drains=[8, 24])
+    assert [drained.stretch(k) for k in (0, 1, 2, 5, 6, 9)] == [(0, 2), (0, 2), (2, 6), (2, 6), (6, 10), (6, 10)]
+    for name in ("naive", "gpipe", "pipedream_flush"):  # empty after every update, or within it
+        assert [make_schedule(METHODS[name], 3, 40, 4).stretch(k) for k in (0, 3, 9)] == [(0, 1), (3, 4), (9, 10)]
+
+
 def test_predecessors() -> None:
     schedule = make_schedule(METHODS["gpipe"], 3, 4, 2)
 
