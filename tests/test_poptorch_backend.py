@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from ipu_pipe.backends import ipu_model
 from ipu_pipe.backends import poptorch as backend
 from ipu_pipe.config import configure
 from ipu_pipe.data.batches import TensorData
@@ -122,6 +124,38 @@ SAME: Dict[str, Dict[str, Any]] = {
                 "output_mode": "every_n", "output_return_period": 1, "inference_device_iterations": 7},
     },
 }  # fmt: skip
+
+
+def test_a_rate_that_changes_at_an_evaluation_reaches_the_device(tmp_path: Path, poptorch: Any) -> None:
+    """Story: evaluations detach, attaching writes back what was read at the detachment, and the new rate was set before."""
+    step = {"name": "step", "milestones": [1], "gamma": 0.1}
+    how: Dict[str, Any] = {
+        "lr_schedule": step,
+        "steps": None,
+        "epochs": 2,
+        "checkpoint": {},
+        "gradient_accumulation": 64,
+    }
+    both(tmp_path, name="mlp", **how)
+    for folder in ("ipu", "emulator"):  # and a run that is resumed there
+        newest = max((tmp_path / folder / "checkpoints").iterdir(), key=lambda p: int(p.name.split("-")[1]))
+        shutil.rmtree(newest)
+        (tmp_path / folder / "summary.json").unlink()
+        on = "poptorch" if folder == "ipu" else "emulator"
+        run(config(on=on, **how), tmp_path / folder, "mlp", resume=True)
+    assert_same(weights(tmp_path / "ipu"), weights(tmp_path / "emulator"))
+
+
+def test_a_loss_with_a_tensor_of_its_own_is_on_every_block(tmp_path: Path, poptorch: Any) -> None:
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 1.0]))
+    for folder, on in (("ipu", "poptorch"), ("emulator", "emulator")):
+        run(config("local_greedy", on, steps=2), tmp_path / folder, "mlp", loss=weighted)
+    assert_same(weights(tmp_path / "ipu"), weights(tmp_path / "emulator"))
+
+
+def test_labels_stay_in_float32() -> None:
+    y = torch.tensor([1e5, 0.1])
+    assert torch.equal(ipu_model.as_label(y), y) and ipu_model.as_input(y, "16.32").dtype == torch.float16
 
 
 @pytest.mark.parametrize("case", SAME)

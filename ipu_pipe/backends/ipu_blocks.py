@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from ipu_pipe.backends import ipu_model, ipu_options, ipu_profile
 from ipu_pipe.backends.emulator import StepResult
-from ipu_pipe.backends.poptorch import check_finite, in_calls, told
+from ipu_pipe.backends.poptorch import check_finite, check_hardware, in_calls, told
 from ipu_pipe.config import BackendConfig
 from ipu_pipe.engines import Engine, Report, State
 from ipu_pipe.errors import BadInput, RunFault
@@ -69,6 +69,7 @@ class BlockEngine(Engine):
                 "must be one, or"
                 " set fused"
             )
+        check_hardware(job.config.backend.ipu, 1)
         self._config = self._own_config()
         self._ipu = self._config.backend.ipu
         every = job.config.method_settings().get("block_accumulation") or [1] * self.depth
@@ -89,7 +90,7 @@ class BlockEngine(Engine):
             self.optimizer = ipu_model.translate(job.optimizer, names, own, self._ipu)  # type: ignore[arg-type]
             if held is not None:
                 mine = {section: _of(own, values) for section, values in held.items()}
-                self.optimizer.load_state_dict({**self.optimizer.get_state_dict(), **mine})
+                self.optimizer.load_state_dict({**self.optimizer.get_state_dict(), **mine, "ipu_param": {}})
             self._set_rates(first_update)
             self.training = poptorch.trainingModel(self.wrapped, self._options(True), self.optimizer)
         self.inference: Optional[Any] = None
@@ -155,22 +156,22 @@ class BlockEngine(Engine):
         """The updates of which this block makes one, in one call."""
         job, accumulate = self.job, self.job.config.gradient_accumulation
         updates = range(first, first + self._every)
-        if self._set_rates(updates[-1]):
-            with told("setting the learning rate"):
-                self.training.setOptimizer(self.optimizer)
         pairs = [job.microbatch(m) for m in range(first * accumulate, updates.stop * accumulate)]
         y = torch.cat([pair[1] for pair in pairs])
         if self.rank:
             x = torch.cat([self._receive(self._shape(accumulate), k + 1) for k in updates])
         else:
             x = torch.cat([pair[0] for pair in pairs])
-        x, y = (ipu_model.as_input(t, job.config.precision) for t in (x, y))
+        x, y = ipu_model.as_input(x, job.config.precision), ipu_model.as_label(y)
         if not self.training.isCompiled():
             with told("compiling the training model"):
                 self.training.compile(x, y)
         if not self.training.isAttachedToDevice():
             with told("attaching to the IPU"):
                 self.training.attachToDevice()
+        if self._set_rates(updates[-1]):  # when attached, as in poptorch.Session
+            with told("setting the learning rate"):
+                self.training.setOptimizer(self.optimizer)
         begun = time.perf_counter_ns()
         with told(f"update {first}"):
             found = list(self.training(x, y))

@@ -55,6 +55,8 @@ class LocalBlocks(nn.Module):
         self.model, self.heads = model, heads
         self._pieces = tuple(recut(piece, model) for piece in cut)  # no children: their modules are the model's
         self._first = first
+        last = len(cut) - 1
+        self.losses = sum(i == last or str(first + i) in heads for i in range(len(cut)))
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> "LocalBlocks":
         model, heads = copy.deepcopy(self.model, memo), copy.deepcopy(self.heads, memo)
@@ -120,7 +122,11 @@ class Wrapped(nn.Module):
         super().__init__()
         each = loss.each if isinstance(loss, SumOfLosses) else loss
         self.body = body
-        self.loss = copy.deepcopy(each) if isinstance(each, nn.Module) else each
+        # one for each block: a tensor of the loss's own cannot be on two IPUs
+        copies = getattr(body, "losses", 1)
+        self.loss: Any = [each] * copies
+        if isinstance(each, nn.Module):
+            self.loss = nn.ModuleList([copy.deepcopy(each) for _ in range(copies)])
         self._narrow, self._overlap, self._hands_on = narrow, overlap, hands_on
 
     def forward(self, x: torch.Tensor, y: Optional[torch.Tensor] = None) -> Any:
@@ -131,8 +137,8 @@ class Wrapped(nn.Module):
         if self._overlap is not None:
             x = poptorch.set_overlap_for_input(x, getattr(poptorch.OverlapMode, self._overlap))
         found, handed = [], ()
-        for output, onward in self.body.walk(x):  # type: ignore[operator]
-            found.append(output if y is None else self._judge(output, y))
+        for loss, (output, onward) in zip(self.loss, self.body.walk(x)):  # type: ignore[operator]
+            found.append(output if y is None else self._judge(loss, output, y))
             handed = (onward,) if self._hands_on else ()  # type: ignore[assignment]
         return (*found, *handed) if y is None else (*self._together(found), *handed)
 
@@ -148,11 +154,11 @@ class Wrapped(nn.Module):
         answers = [right for _, right in found if right is not None]
         return (*given, torch.stack(answers)) if len(answers) == len(found) else given
 
-    def _judge(self, output: Any, y: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+    def _judge(self, each: Loss, output: Any, y: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """Loss and right answers of one block's outputs."""
         if self._narrow:
             output = tree_map(lambda t: t.float() if t.is_floating_point() else t, output)
-        return self.loss(output, y), right_answers(output, y)
+        return each(output, y), right_answers(output, y)
 
 
 _PREFIXES = (("body.model.", ""), ("body.heads.", f"{HEADS}."))
@@ -204,6 +210,11 @@ def as_input(value: torch.Tensor, precision: str) -> torch.Tensor:
     return value.half() if precision.startswith("16") else value.float()
 
 
+def as_label(value: torch.Tensor) -> torch.Tensor:
+    """Labels of a microbatch: losses are taken in float32 whatever the inputs' precision."""
+    return value.float() if value.is_floating_point() else value
+
+
 # ---- its inputs
 
 
@@ -234,8 +245,7 @@ class Calls(Dataset):  # type: ignore[type-arg]
             for m in range(begin, begin + self._iterations * accumulate)
             for replica in self._replicas
         ]
-        x, y = (torch.cat([as_input(pair[i], config.precision) for pair in found]) for i in range(2))
-        return x, y
+        return torch.cat([as_input(x, config.precision) for x, _ in found]), torch.cat([as_label(y) for _, y in found])
 
     def _microbatch(self, m: int, replica: int) -> Tuple[torch.Tensor, torch.Tensor]:
         config = self._config

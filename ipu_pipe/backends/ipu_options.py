@@ -10,6 +10,7 @@ run on hardware.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from pydantic import BeforeValidator, StrictBool, field_validator
@@ -372,6 +373,11 @@ def _local_faults(config: Any, ipu: IpuConfig, method: Method, args: Mapping[str
             "together: leave it"
             " out, or set backend.ipu.local=decoupled"
         )
+    if ipu.local == "decoupled" and ipu.profile != Profile():
+        why = "its processes would write one profile over the other: leave backend.ipu.profile out"
+        faults.append(f"{_key('local', ipu.local)}: {why}")
+    if ipu.ipu_ids is not None and under_poprun():
+        faults.append(f"{_key('ipu_ids', ipu.ipu_ids)}: not under poprun, which chooses the devices: leave it out")
     if ipu.local == "fused" and ipu.ipu_ids is not None and len(ipu.ipu_ids) != 1:
         faults.append(f"{_key('ipu_ids', ipu.ipu_ids)}: must be one id of gc-info, that of a device with all the IPUs")
     if method.structure is not None and config.clip is not None:
@@ -452,6 +458,15 @@ def placement_faults(config: Any, ipu: IpuConfig, method: Method, stages: int) -
     return faults + _count_faults(config, ipu, place)
 
 
+def under_poprun() -> bool:
+    """Whether Graphcore's launcher started several processes: each then counts its own replicas, once it has asked."""
+    if importlib.util.find_spec("popdist") is None:
+        return False
+    import popdist
+
+    return bool(popdist.isPopdistEnvSet())
+
+
 def _count_faults(config: Any, ipu: IpuConfig, place: Placement) -> List[str]:
     replicas = config.replicas
     total = place.ipus * replicas
@@ -466,7 +481,7 @@ def _count_faults(config: Any, ipu: IpuConfig, place: Placement) -> List[str]:
             "put two stages on one with backend.ipu.ipus, or auto_round_num_ipus: true, which leaves "
             f"{reserved(total) - total} idle"
         ]
-    if reserved(total) > MOST_IPUS:
+    if reserved(total) > MOST_IPUS and not under_poprun():
         return [
             f"replicas: {replicas}: {said}: a process drives at most {MOST_IPUS}: take fewer, or start several "
             "processes with"

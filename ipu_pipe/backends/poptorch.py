@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import json
 import os
 import pickle
 import sys
@@ -102,7 +103,7 @@ def start(backend: BackendConfig) -> None:
     ipu = backend.ipu
     assert ipu is not None
     if ipu.profile.pvti is not None:
-        text = '{"enable":"true","directory":"%s"}' % ipu.profile.pvti
+        text = json.dumps({"enable": "true", "directory": ipu.profile.pvti})
         os.environ.setdefault("PVTI_OPTIONS", text)  # libpvti looks at it when it is imported
     if ipu.wait_for_ipu:
         os.environ.setdefault("POPTORCH_WAIT_FOR_IPU", "1")
@@ -245,7 +246,7 @@ class Session:
         with told("making the optimizer"):
             self.optimizer = ipu_model.translate(job.optimizer, names, own, self.ipu, clip)  # type: ignore[arg-type]
             if held.optimizer is not None:
-                self.optimizer.load_state_dict({**self.optimizer.get_state_dict(), **held.optimizer})
+                self.optimizer.load_state_dict({**self.optimizer.get_state_dict(), **held.optimizer, "ipu_param": {}})
         self._set_rates(held.update)
         with told("making the training model"):
             options = self._options(True, held.update)
@@ -322,9 +323,6 @@ class Session:
     def call(self, k: int) -> List[StepResult]:
         """Updates k to k + D of one call."""
         iterations = self.ipu.device_iterations
-        if self._set_rates(k):
-            with told("setting the learning rate"):
-                self.training.setOptimizer(self.optimizer)
         place = (k - self._first) // iterations
         x, y = self.calls[place] if self._feed is None else next(self._feed)
         if not self.training.isCompiled():
@@ -333,6 +331,9 @@ class Session:
         if not self.training.isAttachedToDevice():
             with told("attaching to the IPUs"):
                 self.training.attachToDevice()
+        if self._set_rates(k):  # when attached: attaching writes back the rate that was read at the last detachment
+            with told("setting the learning rate"):
+                self.training.setOptimizer(self.optimizer)
         start_ns = time.perf_counter_ns()
         with told(f"update {k}"):
             found = self.training(x, y)
@@ -505,6 +506,20 @@ def _filled(x: torch.Tensor, rows: int) -> torch.Tensor:
 # ---- the engine
 
 
+def check_hardware(ipu: IpuConfig, count: int) -> None:
+    """Refuse (BadInput) where so many IPUs are not there, before a compilation that may take an hour."""
+    import poptorch
+
+    simulated = ipu.use_ipu_model or ipu.offline_target is not None
+    if simulated or ipu.wait_for_ipu or os.environ.get("POPTORCH_IPU_MODEL", "0") not in ("", "0"):
+        return
+    if not poptorch.ipuHardwareIsAvailable(count):
+        raise BadInput(
+            f"backend.name: poptorch: this machine has no device of {count} IPUs: take fewer stages or replicas, or compile "
+            "without one: backend.ipu.compile_only=true backend.ipu.offline_target=2"
+        )
+
+
 class PoptorchEngine(Engine):
     """A session at a time, and what to start the next one from."""
 
@@ -536,19 +551,7 @@ class PoptorchEngine(Engine):
             self._compile_only()
 
     def _check_hardware(self) -> None:
-        """Before a compilation that may take an hour."""
-        import poptorch
-
-        count = ipu_options.reserved(self._place.ipus * self._share.replicas)
-        simulated = self.ipu.use_ipu_model or self.ipu.offline_target is not None
-        if simulated or self.ipu.wait_for_ipu or os.environ.get("POPTORCH_IPU_MODEL", "0") not in ("", "0"):
-            return
-        if not poptorch.ipuHardwareIsAvailable(count):
-            raise BadInput(
-                f"backend.name: poptorch: this machine has no device of {count} IPUs: take fewer stages or replicas, "
-                "or compile without "
-                "one: backend.ipu.compile_only=true backend.ipu.offline_target=2"
-            )
+        check_hardware(self.ipu, ipu_options.reserved(self._place.ipus * self._share.replicas))
 
     def _new_session(self) -> Session:
         session = Session(self.job, self._last, self._share, self._place)
@@ -580,7 +583,7 @@ class PoptorchEngine(Engine):
         try:
             return work(self._session)
         except poptorch.RecoverableError as error:
-            if not self._may_retry:
+            if not self._may_retry or self._others:
                 raise self._given_up(error) from error
             first = error
         try:
@@ -589,7 +592,17 @@ class PoptorchEngine(Engine):
         except poptorch.RecoverableError as error:
             raise self._given_up(error) from error
 
+    @property
+    def _others(self) -> bool:
+        """Whether poprun's other instances take part, which cannot go back."""
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
     def _given_up(self, error: Any) -> RunFault:
+        if self._others:
+            return RunFault(
+                f"poptorch: after update {self._done}: device error ({error.recovery_action}): {_said(error)}: the other "
+                "instances cannot go back: do what it asks for, then go on with --resume"
+            )
         return RunFault(
             f"poptorch: after update {self._done}: device error ({error.recovery_action}) for the second time since "
             "the last checkpoint: "

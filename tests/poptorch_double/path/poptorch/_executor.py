@@ -247,6 +247,7 @@ class PoplarExecutor:
             assert self._program is not None and self._program.twin is not None
             if optimizer.has_state():
                 self._program.twin.write(optimizer._state_dict["ipu_state"])
+                self._program.twin.write_parameters(optimizer._state_dict["ipu_param"])
             optimizer.ipu_state_is_dirty = False
 
     # ---- compiling

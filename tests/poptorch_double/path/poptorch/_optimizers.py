@@ -164,6 +164,11 @@ class Twin:
         groups = [{name: value for name, (value, _) in group.items()} for group in self._description.groups]
         return {"ipu_state": state, "ipu_param": {f"{i}.{k}": v for i, g in enumerate(groups) for k, v in g.items()}}
 
+    def write_parameters(self, values: Mapping[str, Any]) -> None:
+        """Rates and the like, which PopTorch writes back with the state when it attaches (`writeOptimizerState`)."""
+        for index, group in enumerate(self._optimizer.param_groups):
+            group.update({name: values[f"{index}.{name}"] for name in list(group) if f"{index}.{name}" in values})
+
     def write(self, state: Optional[Mapping[str, Any]]) -> None:
         for p in [p for group in self._optimizer.param_groups for p in group["params"]]:
             self._optimizer.state.pop(p, None)
