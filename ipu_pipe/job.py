@@ -187,6 +187,17 @@ def build(
     `functools.partial(torch.optim.SGD, lr=0.1)`. Raises BadInput where anything does not fit.
     """
     setup = set_up(config, model, data, loss)
+    trained = [p for p in setup.model.parameters() if p.requires_grad]
+    try:
+        return _assemble(setup, optimizer)
+    except BaseException:
+        for parameter in trained:  # a method may have frozen some
+            parameter.requires_grad_(True)
+        raise
+
+
+def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory]) -> Job:
+    config = setup.config
     model, chosen_loss, data, device = setup.model, setup.loss, setup.data, setup.device
     per_batch = config.gradient_accumulation * config.replicas
     per_epoch = data.train_batches_per_epoch(config.micro_batch_size) // per_batch

@@ -187,6 +187,12 @@ def test_replicas_of_one_process_count_for_its_ipus() -> None:
     assert refuses(settings, FACTS) == []
     many = settings.model_copy(update={"replicas": 64})
     assert "at most 64" in refuses(many, FACTS)[0] and refuses(many, FACTS, local_replicas=16) == []
+    sharded = many.model_copy(deep=True)
+    object.__setattr__(sharded.backend.ipu.tensor_locations.optimizer, "replicated_tensor_sharding", True)
+    assert "of which there is one" in refuses(sharded, FACTS, local_replicas=1)[0]
+    clipped = many.model_copy(update={"clip": object()})
+    rms = FACTS._replace(optimizer=("RMSprop", []))
+    assert any("not with RMSprop" in fault for fault in refuses(clipped, rms, local_replicas=16))
 
 
 # ---- poptorch.Options

@@ -404,6 +404,14 @@ def test_a_look_at_a_model_keeps_none_of_its_activations() -> None:
     assert weight() is None
 
 
+def test_a_refused_job_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 10))
+    how = digits("method=last_layers", 'stages=["3"]', "clip={norm: 1.0, scope: global}")
+    with pytest.raises(BadInput, match="clip.scope: global"):
+        train(how, tmp_path / "run", model=model, quiet=True)
+    assert all(p.requires_grad for p in model.parameters())
+
+
 def test_clipping_by_block_and_replicas_train(tmp_path: Path) -> None:
     how = ["method=local_chunked", "replicas=2", "clip={norm: 0.5, scope: stage}"]
     assert ipu_pipe.train(digits(*how), tmp_path / "run", quiet=True)["steps"] == 6

@@ -535,7 +535,16 @@ def refuses(config: Any, facts: ModelFacts, local_replicas: Optional[int] = None
             "replicas apart, which "
             "PopTorch does not broadcast: set it to false (the first replica's are kept), or use GroupNorm"
         )
+    if local_replicas is not None:
+        faults += _location_faults(config, ipu)  # weights are sharded over a process's own replicas
+        if reserved(place.ipus * local_replicas) > MOST_IPUS:
+            faults.append(
+                f"replicas: {local_replicas} of each process on {place.ipus} IPUs: a process drives at most {MOST_IPUS}: start"
+                " more with poprun --num-instances"
+            )
     faults += _kind_faults(facts.optimizer)
+    if config.clip is not None and facts.optimizer[0] == "RMSprop":
+        faults.append("clip: PopTorch clips with SGD, Adam and AdamW alone, not with RMSprop: must be null")
     if ipu.device_iterations > 1:
         faults += _alignment_faults(config, ipu.device_iterations, facts)
     return faults
