@@ -1,0 +1,400 @@
+"""Two commits side by side: what must not change when the code is moved about. No stored results: both run now, here.
+
+    python tests/compare_commits.py COMMIT [--only TEXT] [--jobs 2]
+
+runs every scene below by the command lines of COMMIT and of this checkout, in one environment with one thread, and prints each
+difference: weights and optimizer state by tensor, configs, metrics and summaries without times, traces without times,
+schedules, printed plans, fault lines and exit codes; and whether this checkout goes on from COMMIT's checkpoints to the same end.
+Exit code 1 if anything differs. The command lines are a contract; modules and functions are not, so nothing else is called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import gzip
+import hashlib
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+
+ROOT = Path(__file__).resolve().parents[1]
+DOUBLE = ROOT / "tests" / "poptorch_double" / "path"
+TIMES = re.compile(r"second|throughput|_ns$|^seconds$|^timed|time$|bench|^command$|^commit$|^version")
+LIMIT = 300  # seconds of one scene
+
+
+class Scene(NamedTuple):
+    """`argv` of tools/`tool`.py; {run} stands for a folder of its own. `before`: scenes that run first in the same folder."""
+
+    name: str
+    tool: str
+    argv: List[str]
+    before: Tuple[List[str], ...] = ()
+    double: bool = False
+    processes: int = 0
+    files: Tuple[Tuple[str, str], ...] = ()  # (name in {run}, text), written before
+
+
+DIGITS = "configs/mlp_digits.yaml"
+SMALL = ["steps=6", "evaluate={every: 1}", "checkpoint={every: 3}", "log={every: 1, tensorboard: false}"]
+RESNET = [
+    "model={entry: 'models.resnet:preact_resnet20', args: {classes: 10, norm: batch}}",
+    "data={name: synthetic, shape: [3, 8, 8], classes: 10, samples: 96}", "micro_batch_size=4",
+]  # fmt: skip
+METHODS = [
+    "naive", "gpipe", "pipedream_flush", "pipedream", "pipedream_2bw", "pipemare", "pipelined_backprop", "spectrain",
+    "local_greedy", "local_chunked", "local_overlapping", "last_layers",
+]  # fmt: skip
+RULES = {
+    "t1": ("pipemare", "{t1: {anneal_updates: 4}}"),
+    "t2": ("pipemare", "{t2: {}}"),
+    "t1_t2_warmup": ("pipemare", "{t1: {anneal_updates: 4}, t2: {decay: optimal}, warmup: {epochs: 0.1}}"),
+    "recompute": ("pipemare", "{recompute: {segments: 2}, t2: {}}"),
+    "stash": ("pipelined_backprop", "{stash: true}"),
+    "dataflow": ("pipedream", "{schedule: dataflow, turn: 1}"),
+    "one_f_one_b": ("pipemare", "{schedule: 1f1b}"),
+    "hogwild": ("pipemare", "{hogwild: {max: 6, mean: 2}}"),
+    "constant_delay": ("pipedream", "{constant_delay: {updates: 3}}"),
+    "spike": ("pipelined_backprop", "{spike_compensation: {scale: 1}}"),
+    "spike_ab": ("pipelined_backprop", "{spike_compensation: {a: 0.5, b: 2}}"),
+    "prediction": ("pipelined_backprop", "{weight_prediction: {form: velocity, scale: 2}}"),
+    "difference": ("pipelined_backprop", "{weight_prediction: {form: difference}}"),
+    "both": ("pipelined_backprop", "{weight_prediction: {}, spike_compensation: {}}"),
+    "shrinking": ("pipedream", "{gradient_shrinking: {factor: 0.9}}"),
+}
+BAD = [
+    ["--set", "stages=99"], ["--set", "stages=[nowhere]"], ["--set", "method=pipdream"], ["--set", "optimizer.lr=fast"],
+    ["--set", "optimzer.lr=1"], ["--set", "method_args={t2: {decay: 3}}"], ["--set", "method=gpipe", "method_args={t2: {}}"],
+    ["--set", "clip={norm: 1}"], ["--set", "clip={norm: 1, scope: delayed_global}", "method=gpipe"], ["--set", "steps=0"],
+    ["--set", "method=pipedream_2bw", "gradient_accumulation=2"], ["--set", "model.entry=models.mlp:mpl"],
+    ["--set", "model.args={inputs: 63, width: 4, layers: 4, classes: 10}"], ["--set", "data={name: digit}"],
+    ["--set", "loss=torch:nothing"], ["--set", "backend.name=distributed"], ["--set", "backend.name=poptorch"],
+    ["--set", "backend={device: cuda}"], ["--set", "replicas=0"], ["--set", "method_args={blocks: 2}"],
+    ["--set", "method=local_chunked", "method_args={blocks: 9}"], ["--set", "method=local_overlapping", "clip={norm: 1, scope: stage}"],
+    ["--set", "method=last_layers", "method_args={layers: 9}"], ["--set", "method=pipemare", "recompute=true"],
+    ["--set", "method=pipemare", "method_args={hogwild: {max: 1, mean: 3}}"], ["--set", "optimizer={name: adamw, lr: 0.1}",
+    "method_args={spike_compensation: {}}"], ["--set", "micro_batch_size=2000"], ["--set", "lr_schedule={name: step}"],
+    ["--set", "init_from=nowhere.pt"], ["--set", "nokey"], ["--resume"], ["--nothing"], ["--set", "optimizer.no_decay=['*.nothing']"],
+    ["--set", "method=spectrain", "optimizer={name: adam, lr: 0.1}"], ["--set", "precision=float16"],
+    ["--set", "method=local_greedy", "stages={count: 2, by: time}"],
+]  # fmt: skip
+
+
+def scenes() -> Iterator[Scene]:
+    """All scenes."""
+    for method in METHODS:
+        for P, M, N in ((1, 6, 2), (3, 8, 1), (4, 24, 4), (7, 21, 7)):
+            argv = [method, "--stages", str(P), "--microbatches", str(M), "--accumulate", str(N)]
+            yield Scene(f"schedule/{method}/{P}-{M}-{N}", "schedule", [*argv, "--format", "json"])
+        yield Scene(f"schedule/{method}/text", "schedule", [method, "--stages", "4", "--microbatches", "9"])
+        yield Scene(f"dry-run/{method}", "train", [DIGITS, "--set", f"method={method}", "--dry-run"])
+    yield Scene("schedule/csv", "schedule", ["gpipe", "--stages", "3", "--microbatches", "4", "--format", "csv"])
+    yield Scene("schedule/csv-refused", "schedule", ["pipemare", "--stages", "3", "--microbatches", "4", "--format", "csv"])
+    yield from _training()
+    yield from _refusals()
+    yield from _processes()
+    yield from _ipus()
+    for tool in ("train", "schedule", "collect", "reproduce", "fetch_data"):
+        yield Scene(f"help/{tool}", tool, ["--help"])
+    yield Scene("reproduce/list", "reproduce", [])
+    yield Scene("collect", "collect", [DIGITS, "--methods", "gpipe,pipedream,local_greedy", "--steps", "4", "--out", "{run}"])
+
+
+def _train(name: str, *settings: str, **more: Any) -> Scene:
+    return Scene(f"train/{name}", "train", [DIGITS, "--out", "{run}/out", "--set", *SMALL, *settings], **more)
+
+
+ADAMW = "optimizer={name: adamw, lr: 0.003, momentum: null}"
+
+
+def _training() -> Iterator[Scene]:
+    for method in METHODS:
+        yield _train(method, f"method={method}")
+        yield _train(f"{method}-adamw", f"method={method}", ADAMW, "gradient_accumulation=5", "steps=4")
+        if method != "local_overlapping":
+            yield _train(f"{method}-resnet", f"method={method}", *RESNET)
+    for name, (method, args) in RULES.items():
+        yield _train(f"rule-{name}", f"method={method}", f"method_args={args}", "optimizer.lr=0.02", "gradient_accumulation=1")
+    yield _train("resnet-finest", *RESNET, "stages=finest", "method=pipemare", "method_args={t2: {}}")
+    yield _train("resnet-named", *RESNET, "stages={count: 3, by: parameters}", "replicas=2")
+    yield _train("clip-stage", "clip={norm: 0.1, scope: stage}")
+    yield _train("clip-delayed", "clip={norm: 0.1, scope: delayed_global}")
+    yield _train("clip-global", "method=gpipe", "clip={norm: 0.1}")
+    yield _train("schedule-of-rates", "lr_schedule={name: cosine, warmup_steps: 2}", "precision=float64")
+    yield _train("blocks", "method=local_chunked", "method_args={blocks: 3, block_rates: [1, 2, 3], block_accumulation: [1, 3, 1]}")
+    yield _train("reference", "optimizer={name: sgd, lr: 0.1, momentum: 0.9, reference_batch_size: 32, no_decay: norms_and_biases}")
+    for method in ("pipedream", "pipemare", "gpipe", "local_greedy"):
+        half = [DIGITS, "--out", "{run}/out", "--set", *SMALL, f"method={method}", "checkpoint={every: 3, keep: 9}"]
+        yield Scene(f"resume/{method}", "train", [*half, "--resume"], before=([*half, "CUT"],))
+
+
+def _refusals() -> Iterator[Scene]:
+    for argv in BAD:
+        yield Scene("bad/" + " ".join(argv), "train", [DIGITS, "--dry-run", *argv])
+    texts = {"tag": "model: !!int abc", "list": "- 1", "syntax": "model: [", "empty": "", "nothing": "a: 1\nb: 2", "loop": "extends: c.yaml"}
+    for name, text in texts.items():
+        yield Scene(f"bad/file-{name}", "train", ["{run}/c.yaml", "--dry-run"], files=(("c.yaml", text),))
+    for argv in (["gpip", "--stages", "2", "--microbatches", "2"], ["gpipe", "--stages", "0", "--microbatches", "2"], ["gpipe"]):
+        yield Scene("bad/schedule " + " ".join(argv), "schedule", argv)
+
+
+def _processes() -> Iterator[Scene]:
+    two = ["backend.name=distributed", "stages=2"]
+    for method in ("pipedream_flush", "pipedream", "pipedream_2bw", "pipemare", "local_chunked"):
+        yield _train(f"processes-{method}", f"method={method}", *two, processes=2)
+    yield _train("processes-t2", "method=pipemare", "method_args={t2: {}}", "clip={norm: 0.1, scope: delayed_global}", *two, processes=2)
+    yield _train("processes-replicas", "method=gpipe", "backend.name=distributed", "stages=1", "replicas=2", processes=2)
+    yield _train("processes-refused", "method_args={constant_delay: {updates: 1}}", *two, processes=2)
+
+
+def _ipus() -> Iterator[Scene]:
+    on = ["backend={name: poptorch}", "stages=4", "gradient_accumulation=8", "micro_batch_size=4", "checkpoint={every: 2}"]
+    for method in ("naive", "gpipe", "pipedream_flush", "local_greedy", "local_chunked"):
+        yield _train(f"ipu-{method}", f"method={method}", *on, double=True)
+    yield _train("ipu-decoupled", "method=local_greedy", *on, "backend.ipu={local: decoupled}", double=True)
+    yield _train("ipu-refused", "method=pipedream", *on, double=True)
+    yield _train("ipu-options", "method=gpipe", *on, "backend.ipu={device_iterations: 2, stochastic_rounding: true}", double=True)
+
+
+# ---- running a scene
+
+
+def _tensors(path: Path) -> Dict[str, str]:
+    from safetensors.numpy import load_file
+
+    return {name: f"{a.dtype} {a.shape} {hashlib.sha256(a.tobytes()).hexdigest()[:16]}" for name, a in load_file(path).items()}
+
+
+def _timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _timeless(v) for k, v in value.items() if not TIMES.search(str(k))}
+    return [_timeless(item) for item in value] if isinstance(value, list) else value
+
+
+def _trace(path: Path) -> List[Any]:
+    """The events of a trace without their times."""
+    with gzip.open(path, "rt") as file:
+        records = json.load(file)["traceEvents"]
+    kept = [[r["ph"], r["pid"], r.get("tid"), r["name"], r.get("cat"), _timeless(r.get("args", {}))] for r in records if r["ph"] == "X"]
+    return sorted(kept, key=json.dumps)
+
+
+def _found(run: Path, text: Any) -> Dict[str, Any]:
+    """What a run left in its folder."""
+    held: Dict[str, Any] = {}
+    for path in sorted(p for p in run.rglob("*") if p.is_file() and "tensorboard" not in p.parts):
+        name = str(path.relative_to(run))
+        if path.suffix == ".safetensors":
+            held[name] = _tensors(path)
+        elif path.name.endswith(".json.gz"):
+            held[name] = _trace(path)
+        elif path.name in ("throughput.json",):
+            held[name] = "there"
+        elif path.suffix == ".json":
+            held[name] = _timeless(json.loads(text(path.read_text())))
+        elif path.suffix == ".jsonl":
+            held[name] = [_timeless(json.loads(line)) for line in path.read_text().splitlines()]
+        else:
+            held[name] = text(path.read_text(errors="replace")).splitlines()
+    return held
+
+
+def _said(text: str) -> List[str]:
+    """Printed lines without times, progress and the launcher's own."""
+    lines = [line.rstrip() for line in text.splitlines()]
+    return [
+        re.sub(r"[0-9.]+ (samples/sec|s\b|ms\b|seconds)", r"# \1", line)
+        for line in lines
+        if line and not re.match(r"^(W|E|\[W|Root Cause|Failures|=+|-+|throughput)", line) and "elastic" not in line and "%|" not in line
+    ]
+
+
+def run_scene(tree: Path, scene: Scene, folder: Path, checkpoints: Optional[Path] = None) -> Dict[str, Any]:
+    """Exit code, what was said and what was left. `checkpoints`: run folder that takes the place of the scenes before."""
+    folder.mkdir(parents=True)
+    for name, text in scene.files:
+        (folder / name).write_text(text)
+    env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "140"}
+    if scene.double:
+        env["PYTHONPATH"] = f"{DOUBLE}{os.pathsep}{tree}"
+
+    def fill(argv: List[str]) -> List[str]:
+        return [part.replace("{run}", str(folder)) for part in argv]
+
+    if checkpoints is not None:
+        shutil.copytree(checkpoints, folder / "out")
+    for argv in scene.before if checkpoints is None else ():
+        _call(tree, scene, [part for part in fill(argv) if part != "CUT"], env)
+        for late in ("step-6", "step-3/none"):
+            shutil.rmtree(folder / "out" / "checkpoints" / late, ignore_errors=True)
+        (folder / "out" / "summary.json").unlink()
+    if scene.before:
+        (folder.parent / f"{folder.name}.cut").mkdir(exist_ok=True)
+        shutil.copytree(folder / "out", folder.parent / f"{folder.name}.cut" / "out")
+    done = _call(tree, scene, fill(scene.argv), env)
+
+    def neutral(text: str) -> str:
+        return text.replace(str(folder), "RUN").replace(str(tree), "TREE").replace(str(ROOT), "TREE")
+
+    return {
+        "exit code": done.returncode,
+        "standard output": _said(neutral(done.stdout)),
+        "errors": [line for line in neutral(done.stderr).splitlines() if line.startswith("error: ")] or [],
+        "traceback": "Traceback" in done.stderr and scene.processes == 0,
+        "files": _found(folder, neutral),
+    }
+
+
+def _call(tree: Path, scene: Scene, argv: List[str], env: Dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    tool = str(Path("tools") / f"{scene.tool}.py")
+    command = [sys.executable, tool, *argv]
+    if scene.processes:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={scene.processes}", tool, *argv]
+    elif not scene.double:
+        return _forked(tree, tool, argv)
+    return subprocess.run(command, cwd=tree, env=env, text=True, capture_output=True, timeout=LIMIT)
+
+
+# ---- a server a tree: it has imported torch and ipu_pipe once and forks for each scene
+
+
+class _Server:
+    """A process that imports torch and the tree's package, then forks a child for each command line."""
+
+    def __init__(self, tree: Path) -> None:
+        env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "140"}
+        command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
+        self._process = subprocess.Popen(command, cwd=tree, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def call(self, tool: str, argv: List[str]) -> "subprocess.CompletedProcess[str]":
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps([tool, argv]) + "\n")
+        self._process.stdin.flush()
+        code, out, err = json.loads(self._process.stdout.readline())
+        return subprocess.CompletedProcess([tool, *argv], code, out, err)
+
+
+_servers: Dict[Tuple[str, int], _Server] = {}
+
+
+def _forked(tree: Path, tool: str, argv: List[str]) -> "subprocess.CompletedProcess[str]":
+    import threading
+
+    key = (str(tree), threading.get_ident())
+    if key not in _servers:
+        _servers[key] = _Server(tree)
+    return _servers[key].call(tool, argv)
+
+
+def serve() -> None:
+    """Read command lines as JSON, answer each with [exit code, standard output, standard error]."""
+    sys.path.insert(0, os.getcwd())
+    import torch
+
+    torch.set_num_threads(1)
+    import ipu_pipe
+
+    ipu_pipe.train  # noqa: B018  - the package imports its parts when they are asked for
+    for line in sys.stdin:
+        tool, argv = json.loads(line)
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            child = os.fork()
+            if child == 0:
+                os.dup2(out.fileno(), 1)
+                os.dup2(err.fileno(), 2)
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                sys.argv = [tool, *argv]
+                try:
+                    runpy.run_path(tool, run_name="__main__")
+                    code = 0
+                except SystemExit as error:
+                    code = error.code if isinstance(error.code, int) else int(error.code is not None)
+                except BaseException:
+                    import traceback
+
+                    traceback.print_exc()
+                    code = 1
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+            _, status = os.waitpid(child, 0)
+            out.seek(0)
+            err.seek(0)
+            print(json.dumps([os.waitstatus_to_exitcode(status), out.read(), err.read()]), flush=True)
+
+
+# ---- comparing
+
+
+def differences(old: Any, new: Any, place: str = "") -> Iterator[str]:
+    """Places at which two results differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted({*old, *new}, key=str):
+            if key not in old or key not in new:
+                yield f"{place}/{key}: {'only now' if key not in old else 'no longer there'}"
+            else:
+                yield from differences(old[key], new[key], f"{place}/{key}")
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for i, (a, b) in enumerate(zip(old, new)):
+            yield from differences(a, b, f"{place}[{i}]")
+    elif old != new:
+        yield f"{place}: {str(old)[:300]} -> {str(new)[:300]}"
+
+
+def compare(base: Path, scene: Scene, work: Path) -> Tuple[int, List[str]]:
+    """Exit code of a scene, and what differs between the two trees in it."""
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "_", scene.name)[:120]
+    old = run_scene(base, scene, work / "old" / name)
+    new = run_scene(ROOT, scene, work / "new" / name)
+    found = list(differences(old, new))
+    if scene.before:
+        kept = work / "old" / f"{name}.cut" / "out"
+        resumed = run_scene(ROOT, scene, work / "from_old" / name, checkpoints=kept)
+        found += [f"resumed from the old commit's checkpoint: {d}" for d in differences(old["files"], resumed["files"])]
+    return old["exit code"], found
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit", nargs="?")
+    parser.add_argument("--only", default="", help="scenes whose names hold this text")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--codes", action="store_true", help="print every scene's exit code, that of COMMIT")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve()
+        return
+    chosen = [scene for scene in scenes() if args.only in scene.name]
+    with tempfile.TemporaryDirectory() as folder:
+        work, base = Path(folder), Path(folder) / "base"
+        subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "--detach", "-q", str(base), args.commit], check=True)
+        try:
+            differing, codes = 0, collections.Counter()  # type: ignore[var-annotated]
+            with ThreadPoolExecutor(args.jobs) as pool:
+                for scene, (code, found) in zip(chosen, pool.map(lambda scene: compare(base, scene, work), chosen)):
+                    differing += bool(found)
+                    codes[scene.name.partition("/")[0], code] += 1
+                    if args.codes:
+                        print(scene.name, code, flush=True)
+                    if found:
+                        print(f"{scene.name}: {len(found)} differences", *found[:12], sep="\n    ", flush=True)
+            print("scenes by exit code:", ", ".join(f"{kind} {code}: {n}" for (kind, code), n in sorted(codes.items())))
+            print(f"{len(chosen)} scenes, {differing} differ from {args.commit}")
+        finally:
+            subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(base)], check=True)
+    sys.exit(1 if differing else 0)
+
+
+if __name__ == "__main__":
+    main()
