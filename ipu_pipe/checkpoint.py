@@ -124,7 +124,7 @@ def tidy(folder: Path) -> None:
         if whole:
             os.replace(whole[1], folder / f"step-{whole[0]}")
         for _, path in _leftovers(folder):
-            shutil.rmtree(path)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     except OSError as error:
         raise RunFault(f"{folder}: cannot clear away unfinished checkpoints: {error}") from error
 

@@ -53,6 +53,15 @@ def mismatches(saved: Mapping[str, Any], own: Mapping[str, Any]) -> List[Tuple[s
     ]
 
 
+def follows_length(config: Config) -> List[str]:
+    """Keys by which a rate depends on how long the run is."""
+    schedule, t1 = config.lr_schedule, config.method_args.t1
+    found = ["lr_schedule"] if schedule.name in ("cosine", "linear") else []
+    if t1 is not None and t1.anneal_updates is None and not schedule.milestones and not schedule.warmup_steps:
+        found.append("method_args.t1")
+    return found
+
+
 class Changes(NamedTuple):
     """`key: old -> new` of the keys in which a run would go on otherwise: those that may not change, each with the reason, and
     those that may; `longer`: the run is asked for more updates."""

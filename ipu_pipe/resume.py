@@ -31,7 +31,10 @@ def origin(job: Job, resolved: Mapping[str, Any]) -> Origin:
 
 def choose(folder: Path, step: Optional[int]) -> int:
     """The step of the checkpoint to go on from: the newest or the one of `step`; 0 if there is none. Raises BadInput."""
-    found = checkpoint.available(folder)
+    try:
+        found = checkpoint.available(folder)
+    except OSError as error:
+        raise BadInput(f"--resume: {folder}: {error.strerror or error}") from None
     if step is None:
         return found[-1] if found else 0
     if step not in found:
@@ -88,7 +91,8 @@ def _is_whole(value: Any, low: int, high: int) -> bool:
 
 
 def _is_real(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    fits = isinstance(value, int) and abs(value) < 2**63  # what floats can be added to
+    return isinstance(value, float) or (fits and not isinstance(value, bool))
 
 
 def _position_faults(job: Job, held: Checkpoint, step: int) -> List[str]:

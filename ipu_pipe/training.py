@@ -15,7 +15,7 @@ from ipu_pipe.data import DataSource
 from ipu_pipe.engines import Engine, Report, check_launch, is_main, launch, make_engine, on_main
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.evaluation import evaluate
-from ipu_pipe.identity import changes
+from ipu_pipe.identity import changes, follows_length
 from ipu_pipe.job import Job, build, has_tensorboard, set_up
 from ipu_pipe.manifest import Origin
 from ipu_pipe.methods import METHODS
@@ -102,8 +102,8 @@ def _checked(
     ended = finished_summary(out) if step is None and not found.longer else None
     for change in found.free if ended is None else ():
         say(f"the run goes on with another {change}")
-    if ended is None and found.longer and config.lr_schedule.name in ("cosine", "linear"):
-        say(f"its rates are from here on those of the longer run (lr_schedule.name: {config.lr_schedule.name})")
+    if ended is None and found.longer and follows_length(config):
+        say(f"its rates are from here on those of the longer run ({', '.join(follows_length(config))})")
     return _Start(config, done, ended)
 
 

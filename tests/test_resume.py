@@ -244,6 +244,15 @@ def test_a_longer_run_killed_before_its_first_checkpoint_is_not_finished(
     assert resumed(out, "steps=16")["steps"] == 16
 
 
+def test_rates_that_follow_the_length_of_a_run_are_told(cut: Path, capsys: Any) -> None:
+    chosen = ["lr_schedule.name=linear", "method_args={t1: {}}", "steps=4"]
+    out = cut.parent / "linear"
+    train(config(*keys(*chosen)), out, quiet=True)
+    capsys.readouterr()
+    train(config(*keys(*chosen, "steps=6")), out, resume=True)
+    assert "its rates are from here on those of the longer run (lr_schedule, method_args.t1)" in capsys.readouterr().out
+
+
 def test_every_key_of_the_config_has_a_role() -> None:
     assert set(Config.model_fields) <= set(ROLES)
     assert {key for key, role in ROLES.items() if role in (Role.FREE, Role.GROWS)} == {
@@ -257,7 +266,7 @@ def test_every_key_of_the_config_has_a_role() -> None:
 POSITIONS = {
     "update": [0, True, 7.5, "8", 13, 4, None, -8],
     "epoch_updates": [7, None, 9.0, "8"],
-    "epoch_loss": [None, "1", True],
+    "epoch_loss": [None, "1", True, 10**400],
     "seconds": [-1.0, None, float("nan"), float("inf")],
     "timed_updates": [9, -1, None],
     "best_step": [9, 0, 2.5],
@@ -431,6 +440,7 @@ def test_a_run_goes_on_from_an_earlier_checkpoint(trained: Path, tmp_path: Path,
 def test_leftovers_are_cleared_away(cut: Path) -> None:
     folder = cut / "checkpoints"
     shutil.copytree(folder / "step-4", folder / ".step-12.old")  # a pruned one: it must not come back
+    (folder / ".step-7.part").write_text("a file")
     (folder / ".step-9.part").mkdir()
     (folder / ".step-9.part" / "model.safetensors").write_text("half")
     resumed(cut)
