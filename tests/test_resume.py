@@ -19,6 +19,7 @@ from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.identity import ROLES, Role
 from ipu_pipe.job import build
 from ipu_pipe.resume import origin, refuse_foreign_run
+from ipu_pipe.rundir import RunDir
 from ipu_pipe.training import evaluate_checkpoint, train
 from tests.test_train import DIGITS, config, run_tool, same, sets, weights  # noqa: F401
 
@@ -435,6 +436,14 @@ def test_a_run_goes_on_from_an_earlier_checkpoint(trained: Path, tmp_path: Path,
     ):
         code, _, complaint = run_tool(*arguments, *wrong)
         assert code == 2 and "--resume" in complaint and complaint.count("\n") == 1
+
+
+def test_what_came_after_an_earlier_checkpoint_is_deleted_at_once(trained: Path, tmp_path: Path) -> None:
+    out, said = tmp_path / "run", []  # type: ignore[var-annotated]
+    shutil.copytree(trained, out)
+    RunDir(out, resume=True).forget_after(4, said.append)
+    assert said == ["deleted, to be made again: step-8, step-12"]
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-4"] and not (out / "summary.json").exists()
 
 
 def test_leftovers_are_cleared_away(cut: Path) -> None:
