@@ -2,42 +2,53 @@
 
     step-120/model.safetensors       weights and buffers under the unsplit model's names
              optimizer.safetensors   optimizer state, `parameter/entry`
-             state.json              position, plain optimizer values, best result so far, SHA-256 of the two files
+             state.json              position, plain optimizer values, best result so far
+             manifest.json           SHA-256 of these three and of itself, the keys that decide the run's numbers
 
 They are taken where the schedule drains, so no weight version but the newest exists then. A folder is written under
-another name and renamed when all of it is on disk; a checkpoint that exists is complete.
+another name and renamed when all of it is on disk; a checkpoint that exists is complete. The earlier layout has no manifest:
+its state.json holds the SHA-256 of the two other files (schema 1).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from ipu_pipe import manifest
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.hashes import file_hash
+from ipu_pipe.manifest import NOBODY, Manifest, Origin
 
 HEADS = "local_heads"  # the name of auxiliary heads in a model (ipu_pipe.local)
 
-SCHEMA = 1
+TENSORS = ("model", "optimizer")
+STATE = "state.json"
+FILES = (*(f"{name}.safetensors" for name in TENSORS), STATE)
+EARLIER_KEYS = {"position", "optimizer", "schema", "step", "sha256"}  # of state.json of schema 1
+SAFE_TORCH = (2, 6)  # before it torch.load could run a file's code in spite of weights_only (CVE-2025-32434)
 _NAME = re.compile(r"step-(\d+)$")
+_LEFTOVER = re.compile(r"\.step-(\d+)\.(part|old)$")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds. `state`: position and plain values; tensors are on the CPU."""
+    """What a checkpoint holds. `state`: position and plain values; tensors are on the CPU; `manifest`: None in the earlier
+    layout, which does not say whose it is."""
 
     model: Dict[str, torch.Tensor]
     optimizer: Dict[str, torch.Tensor]
     state: Dict[str, Any]
+    manifest: Optional[Manifest]
 
 
 def save(
@@ -46,31 +57,36 @@ def save(
     model: Mapping[str, torch.Tensor],
     optimizer: Mapping[str, torch.Tensor],
     state: Dict[str, Any],
+    origin: Origin = NOBODY,
 ) -> Path:
     """Write `folder/step-K` and return it. `state` must be JSON. Raises RunFault if the disk refuses."""
-    final, temporary = folder / f"step-{step}", folder / f".step-{step}.part"
+    final, temporary, old = folder / f"step-{step}", folder / f".step-{step}.part", folder / f".step-{step}.old"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _delete(temporary)
         temporary.mkdir(parents=True)
-        for name, tensors in (("model", model), ("optimizer", optimizer)):
+        for name, tensors in zip(TENSORS, (model, optimizer)):
             # clones, since two names may share one storage (tied weights), which the format refuses
             save_file(
                 {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()},
                 temporary / f"{name}.safetensors",
             )
-        hashes = {
-            f"{n}.safetensors": file_hash(temporary / f"{n}.safetensors", "sha256") for n in ("model", "optimizer")
-        }
-        text = json.dumps({**state, "schema": SCHEMA, "step": step, "sha256": hashes}, indent=1)
-        (temporary / "state.json").write_text(text)
-        for file in temporary.iterdir():
+        text = json.dumps({**state, "schema": manifest.SCHEMA, "step": step}, indent=1)
+        (temporary / STATE).write_text(text)
+        manifest.write(temporary, step, FILES, origin)
+        for file in (*temporary.iterdir(), temporary):
             _flush(file)
-        if final.exists():  # the same position reached again, after a resume: both hold the same
-            shutil.rmtree(final)
+        if final.exists():  # the same position reached again; killed between the two renames, `tidy` finds both
+            _delete(old)
+            os.replace(final, old)
         os.replace(temporary, final)
-        _flush(folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for path in (folder, folder.parent):
+            _flush(path)
+        _delete(old)
+    except (OSError, SafetensorError, TypeError, ValueError) as error:
+        _delete(temporary)
+        if old.exists() and not final.exists():
+            with contextlib.suppress(OSError):  # else `tidy` does
+                os.replace(old, final)
         raise RunFault(f"{final}: cannot write the checkpoint: {error}; earlier checkpoints are whole") from error
     return final
 
@@ -83,50 +99,139 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
+def _delete(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def steps(folder: Path) -> List[int]:
     """Steps of the complete checkpoints in `folder`, ascending."""
     found = (_NAME.match(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
     return sorted(int(match.group(1)) for match in found if match)
 
 
+def available(folder: Path) -> List[int]:
+    """Steps of the checkpoints that a run can go on from, ascending: the complete ones, or, where there are none, the one that
+    `tidy` would bring back."""
+    whole = _whole_leftover(folder) if not steps(folder) else None
+    return [whole[0]] if whole else steps(folder)
+
+
+def tidy(folder: Path) -> None:
+    """Clear away what a killed run left: half-written and half-deleted checkpoints. Where no other checkpoint is there, one of
+    them that is whole is brought back: a kill between the two renames of `save` loses nothing. Raises RunFault."""
+    try:
+        whole = _whole_leftover(folder) if not steps(folder) else None
+        if whole:
+            os.replace(whole[1], folder / f"step-{whole[0]}")
+        for _, path in _leftovers(folder):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    except OSError as error:
+        raise RunFault(f"{folder}: cannot clear away unfinished checkpoints: {error}") from error
+
+
+def _leftovers(folder: Path) -> List[Tuple[int, Path]]:
+    """Unfinished checkpoints, the newest first."""
+    found = [(_LEFTOVER.match(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(((int(match.group(1)), path) for match, path in found if match), reverse=True)
+
+
+def _whole_leftover(folder: Path) -> Optional[Tuple[int, Path]]:
+    for step, path in _leftovers(folder):
+        try:
+            _verified(path)
+        except BadInput:
+            continue
+        return step, path
+    return None
+
+
 def prune(folder: Path, keep: int, best: Optional[int]) -> None:
     """Delete all but the newest `keep` checkpoints and the one of step `best`."""
-    for step in steps(folder)[:-keep]:
-        if step != best:
-            doomed = folder / f".step-{step}.old"  # renamed first: a half-deleted folder must not look complete
-            os.replace(folder / f"step-{step}", doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+    drop(folder, [step for step in steps(folder)[:-keep] if step != best])
+
+
+def drop(folder: Path, doomed: List[int]) -> None:
+    """Delete the checkpoints of these steps. Raises RunFault."""
+    try:
+        for step in doomed:
+            old = folder / f".step-{step}.old"  # renamed first: a half-deleted folder must not look complete
+            _delete(old)
+            os.replace(folder / f"step-{step}", old)
+            _delete(old)
+    except OSError as error:
+        raise RunFault(f"{folder / f'step-{step}'}: cannot be deleted: {error.strerror or error}") from error
 
 
 def load(path: Path) -> Checkpoint:
     """Read the checkpoint folder `path`. Raises BadInput, naming the file, where something is missing or corrupt."""
-    state_file = path / "state.json"
+    found, state = _verified(path)
+    model, optimizer = (read_tensors(path / f"{name}.safetensors") for name in TENSORS)
+    return Checkpoint(model, optimizer, state, found)
+
+
+def read_weights(path: Path) -> Dict[str, torch.Tensor]:
+    """The weights of a checkpoint folder or of a file, as `read_tensors`. Files of a checkpoint must be what was saved."""
+    if os.path.isdir(path):
+        _verified(path)
+        path = path / f"{TENSORS[0]}.safetensors"
+    elif path.name in FILES and os.path.isfile(path.parent / manifest.NAME):
+        _verified(path.parent)
+    return read_tensors(path)
+
+
+def _verified(path: Path) -> Tuple[Optional[Manifest], Dict[str, Any]]:
+    """The manifest and state of the checkpoint folder `path`, all of whose files are what was saved. Raises BadInput."""
+    if not os.path.isfile(path / manifest.NAME):
+        return None, _earlier(path)
+    found = manifest.read(path / manifest.NAME)
+    if set(found.files) != set(FILES):
+        raise BadInput(f"{path / manifest.NAME}: files: {', '.join(found.files)}: must be {', '.join(FILES)}")
+    manifest.check_files(path, {name: (record.bytes, record.sha256) for name, record in found.files.items()})
+    state = _read_state(path)
+    if state.get("step") != found.step:
+        raise BadInput(f"{path / STATE}: step: {state.get('step')}: manifest.json says {found.step}")
+    return found, state
+
+
+def _earlier(path: Path) -> Dict[str, Any]:
+    """The state of a checkpoint of the earlier layout, whose state.json nothing protects."""
+    file = path / STATE
+    if not os.path.isfile(file):
+        raise BadInput(f"{path}: not a checkpoint: it has no {manifest.NAME} and no {STATE}")
+    state = _read_state(path)
+    schema, hashes = state.get("schema"), state.get("sha256")
+    if schema == manifest.SCHEMA:
+        raise BadInput(f"{path / manifest.NAME}: corrupt checkpoint: the file is missing")
+    if schema != 1:
+        raise BadInput(f"{file}: schema: {schema}: this version reads schema 1 and {manifest.SCHEMA}")
+    names = {f"{name}.safetensors" for name in TENSORS}
+    if set(state) != EARLIER_KEYS or not isinstance(hashes, dict) or set(hashes) != names:
+        raise BadInput(f"{file}: corrupt checkpoint: its keys must be {', '.join(sorted(EARLIER_KEYS))}")
+    manifest.check_files(path, {name: (-1, str(digest)) for name, digest in hashes.items()})
+    return state
+
+
+def _read_state(path: Path) -> Dict[str, Any]:
     try:
-        state = json.loads(state_file.read_text())
-        hashes = dict(state["sha256"])
-    except FileNotFoundError:
-        raise BadInput(f"{path}: not a checkpoint: it has no state.json") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"{state_file}: corrupt checkpoint: {error}") from None
-    if state.get("schema") != SCHEMA:
-        raise BadInput(f"{state_file}: schema: {state.get('schema')}: this version reads schema {SCHEMA}")
-    tensors = {}
-    for name in ("model", "optimizer"):
-        file = path / f"{name}.safetensors"
-        if not file.is_file():
-            raise BadInput(f"{file}: corrupt checkpoint: the file is missing")
-        if file_hash(file, "sha256") != hashes.get(file.name):
-            raise BadInput(
-                f"{file}: corrupt checkpoint: its SHA-256 is not the one in state.json; use an earlier checkpoint"
-            )
-        tensors[name] = read_tensors(file)
-    return Checkpoint(tensors["model"], tensors["optimizer"], state)
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        if not isinstance(state, dict):
+            raise ValueError("must be a mapping")
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path / STATE}: corrupt checkpoint: {error}") from None
+    return state
 
 
 def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
-    """Tensors of a plain state dict: a .safetensors file, or one by torch.save (read without running its pickle's code)."""
+    """Tensors of a plain state dict: a .safetensors file, or one by torch.save (read without running its pickle's code, and
+    so by a torch alone that is safe against it)."""
     if not os.path.isfile(path):  # pathlib raises where the folder cannot be read
         raise BadInput(f"{path}: no such file")
+    if path.suffix != ".safetensors" and torch_version() < SAFE_TORCH:
+        raise BadInput(
+            f"{path}: this torch ({torch.__version__}) could run code in such a file, torch 2.6 and later do not: give a "
+            ".safetensors file, made there by safetensors.torch.save_file({name: tensor.clone() for name, tensor in "
+            "torch.load(FILE, map_location='cpu', weights_only=True).items()}, NEW_FILE)"
+        )
     try:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
@@ -137,6 +242,11 @@ def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
     if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
         raise BadInput(f"{path}: holds no plain state dict (names to tensors)")
     return loaded
+
+
+def torch_version() -> Tuple[int, ...]:
+    """(major, minor) of the torch that is running."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def load_weights(

@@ -627,16 +627,22 @@ def as_recorded(old: Config, new: Config) -> Config:
     return new
 
 
+def changed(old: Config, new: Config) -> List[Tuple[str, Any, Any]]:
+    """(key, old value, new value) for every value in which the two differ; a key that one lacks counts as null."""
+    a, b = flat(old.to_dict()), flat(new.to_dict())
+    return [(key, a.get(key), b.get(key)) for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
+
+
 def differences(old: Config, new: Config) -> List[str]:
     """`key: old -> new` for every value in which the two differ."""
-    a, b = _flat(old.to_dict()), _flat(new.to_dict())
-    return [f"{key}: {a.get(key)} -> {b.get(key)}" for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
+    return [f"{key}: {before} -> {after}" for key, before, after in changed(old, new)]
 
 
-def _flat(value: Any, key: str = "") -> Dict[str, Any]:
+def flat(value: Any, key: str = "") -> Dict[str, Any]:
+    """Nested mappings as one, the keys parted by dots."""
     if not isinstance(value, dict) or not value:
         return {key: value}
-    flat: Dict[str, Any] = {}
+    found: Dict[str, Any] = {}
     for name, item in value.items():
-        flat.update(_flat(item, f"{key}.{name}" if key else str(name)))
-    return flat
+        found.update(flat(item, f"{key}.{name}" if key else str(name)))
+    return found

@@ -15,7 +15,7 @@ from ipu_pipe import lr, rules, update
 from ipu_pipe.accounting import amortized_utilization, gpipe_utilization
 from ipu_pipe.backends import emulator
 from ipu_pipe.buffers import buffers_restored
-from ipu_pipe.checkpoint import load_weights, read_tensors
+from ipu_pipe.checkpoint import load_weights, read_weights
 from ipu_pipe.config import Config
 from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.entries import call_entry, resolve_entry
@@ -75,6 +75,7 @@ class Job(Setup):
     example: Tuple[torch.Tensor, torch.Tensor]
     footprint: Footprint
     note: str = ""  # what the user should know of the stages
+    done: int = 0  # updates of the run that this one goes on with: the pipeline is empty there
 
     @property
     def batch(self) -> int:
@@ -105,7 +106,7 @@ class Job(Setup):
             stages, accumulate = len(self.part), schedule.accumulate
             busy = gpipe_utilization(stages, accumulate)
             found.append({"method": "gpipe", "updates": min(warm, self.updates), "utilization": busy})
-            drains = [k for k in _drains(self.config, self.updates, self.updates_per_epoch) if k > warm]
+            drains = [k for k in _drains(self.config, self.updates, self.updates_per_epoch, self.done) if k > warm]
             marks = [(k - warm) * accumulate for k in drains]
             left = (self.updates - warm) * accumulate
             if left <= 0:
@@ -146,7 +147,7 @@ def set_up(
     model = model if model is not None else make_model(config)
     _refuse_tensors(model)
     if config.init_from:
-        load_weights(model, read_tensors(Path(config.init_from)), f"init_from: {config.init_from}")
+        load_weights(model, read_weights(Path(config.init_from)), f"init_from: {config.init_from}")
     model = model.to(device, DTYPES[config.precision]).train()
     data = data if data is not None else make_data(config)
     chosen_loss = loss if loss is not None else make_loss(config)
@@ -180,8 +181,10 @@ def build(
     data: Optional[DataSource] = None,
     loss: Optional[Loss] = None,
     optimizer: Optional[update.OptimizerFactory] = None,
+    done: int = 0,
 ) -> Job:
-    """Build the job that `config` describes. What is given as an object takes the place of the config's entry.
+    """Build the job that `config` describes. What is given as an object takes the place of the config's entry; `done`: updates
+    of the run that are done already, in a checkpoint that it goes on from.
 
     `optimizer`: a function from parameter groups to a torch.optim optimizer, such as
     `functools.partial(torch.optim.SGD, lr=0.1)`. Raises BadInput where anything does not fit.
@@ -189,14 +192,14 @@ def build(
     setup = set_up(config, model, data, loss)
     trained = [p for p in setup.model.parameters() if p.requires_grad]
     try:
-        return _assemble(setup, optimizer)
+        return _assemble(setup, optimizer, done)
     except BaseException:
         for parameter in trained:  # a method may have frozen some
             parameter.requires_grad_(True)
         raise
 
 
-def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory]) -> Job:
+def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: int) -> Job:
     config = setup.config
     model, chosen_loss, data, device = setup.model, setup.loss, setup.data, setup.device
     per_batch = config.gradient_accumulation * config.replicas
@@ -216,7 +219,7 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory]) -> Job
     if method.structure is not None:
         model, part, own, note = _blocks(config, method, model, example[0])
         if config.init_from:  # again, now with the heads that it may hold
-            load_weights(model, read_tensors(Path(config.init_from)), f"init_from: {config.init_from}", heads_too=False)
+            load_weights(model, read_weights(Path(config.init_from)), f"init_from: {config.init_from}", heads_too=False)
         if method.structure.blocks is not None and config.method_args.blocks is None:  # as many as processes
             args_of = config.method_args.model_copy(update={"blocks": len(part)})
             config = config.model_copy(update={"method_args": args_of})
@@ -238,9 +241,9 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory]) -> Job
         reasons += _own_buffers(model, example[0])
     if reasons:
         raise BadInput(reasons)
-    _check_blocks(config, args, len(part), updates, per_epoch)
+    _check_blocks(config, args, len(part), updates, per_epoch, done)
     switch = round(args["warmup"]["epochs"] * per_epoch) if "warmup" in args else 0
-    drains = [k * accumulate for k in _drains(config, updates, per_epoch)]
+    drains = [k * accumulate for k in _drains(config, updates, per_epoch, done)]
     schedule = make_schedule(method, len(part), updates * accumulate, accumulate, drains, switch * accumulate)
     table = VersionTable(schedule, method, config.seed)
     if method.segments is not None:
@@ -261,7 +264,7 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory]) -> Job
     return Job(
         config, model, chosen_loss, data, device, part, method, schedule, table, groups, made,
         _rules(config, args, table, made, base, updates, per_epoch, switch),
-        base, per_epoch, updates, example, _footprint(model, part, chosen_loss, example), note,
+        base, per_epoch, updates, example, _footprint(model, part, chosen_loss, example), note, done,
     )  # fmt: skip
 
 
@@ -299,14 +302,14 @@ def _blocks(
     return made, part, own, ""
 
 
-def _check_blocks(config: Config, args: Dict[str, Any], blocks: int, updates: int, per_epoch: int) -> None:
+def _check_blocks(config: Config, args: Dict[str, Any], blocks: int, updates: int, per_epoch: int, done: int) -> None:
     """Whether rates and accumulation by block fit the blocks and the run, and clipping and replicas the method."""
     faults = []
     for key in ("block_rates", "block_accumulation"):
         if key in args and len(args[key]) != blocks:
             faults.append(f"method_args.{key}: {args[key]}: must be one for each of {blocks} blocks")
     for every in args.get("block_accumulation", ()):
-        wrong = [k for k in [*_drains(config, updates, per_epoch), updates] if k % every]
+        wrong = [k for k in [*_drains(config, updates, per_epoch, done), updates] if k % every]
         if wrong:
             faults.append(
                 f"method_args.block_accumulation: {every}: an evaluation or checkpoint comes after {wrong[0]} updates, it must"
@@ -491,9 +494,10 @@ def _try_model(model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.
         raise BadInput("loss: depends on no parameter of the model that needs a gradient: nothing to train")
 
 
-def _drains(config: Config, updates: int, per_epoch: int) -> List[int]:
-    """Updates after which the pipeline empties: evaluations and checkpoints before the end."""
-    marks: Set[int] = set()
+def _drains(config: Config, updates: int, per_epoch: int, done: int) -> List[int]:
+    """Updates after which the pipeline empties: evaluations and checkpoints before the end, and where the run goes on, which may
+    be none of these any more."""
+    marks: Set[int] = {done} if 0 < done < updates else set()
     for every in (config.evaluate.every * per_epoch, config.checkpoint.every or 0):
         if every:
             marks.update(range(every, updates, every))

@@ -317,12 +317,10 @@ def in_processes(
 def read_weights(path: Path) -> Tuple[Path, Dict[str, torch.Tensor]]:
     """The file or checkpoint folder read, and its weights: `path` is a state dict's file, a checkpoint folder, or the folder of a
     run, of which the newest checkpoint counts. Raises BadInput."""
-    if not path.is_dir():
-        return path, checkpoint.read_tensors(path)
     steps = checkpoint.steps(path / "checkpoints")
     if steps:
         path = path / "checkpoints" / f"step-{steps[-1]}"
-    return path, checkpoint.load(path).model
+    return path, checkpoint.read_weights(path)
 
 
 def first_layer(

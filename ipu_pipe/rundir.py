@@ -9,7 +9,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, TextIO, Tuple
+from typing import Any, Callable, Dict, List, Optional, TextIO, Tuple
 
 from ipu_pipe import checkpoint
 from ipu_pipe.errors import BadInput, RunFault
@@ -56,6 +56,14 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
     return held
 
 
+def finished_summary(path: Path) -> Optional[Dict[str, Any]]:
+    """The summary of the run in the folder `path` if it has ended, or None."""
+    try:
+        return dict(json.loads((path / "summary.json").read_text()))
+    except (OSError, ValueError):
+        return None
+
+
 class RunDir:
     """The folder of one run, made or emptied as `check_folder` allows."""
 
@@ -69,20 +77,19 @@ class RunDir:
             if overwrite:
                 for name in held:
                     _remove(path / name)
+            if resume:
+                checkpoint.tidy(self.checkpoints)
         except OSError as error:
             raise BadInput(f"--out: {path}: {error.strerror or error}") from None
 
-    def finished_summary(self) -> Optional[Dict[str, Any]]:
-        """The summary of a run that has ended, or None."""
-        try:
-            return dict(json.loads((self.path / "summary.json").read_text()))
-        except (OSError, ValueError):
-            return None
-
-    def newest_checkpoint(self) -> Optional[Path]:
-        """The checkpoint to go on from, or None if the run ended before its first."""
-        found = checkpoint.steps(self.checkpoints)
-        return self.checkpoints / f"step-{found[-1]}" if found else None
+    def forget_after(self, update: int, say: Callable[[str], None]) -> None:
+        """What a finished run says of itself, and checkpoints after `update`, from which the run goes on: deleted, and told."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.path / "summary.json").unlink()
+        later = [step for step in checkpoint.steps(self.checkpoints) if step > update]
+        checkpoint.drop(self.checkpoints, later[::-1])  # a run killed here goes on from what is left
+        if later:
+            say(f"deleted, to be made again: step-{', step-'.join(map(str, later))}")
 
     def open_metrics(self, last_step: int) -> None:
         """Open metrics.jsonl for more lines, dropping those after update `last_step` (they will be made again)."""

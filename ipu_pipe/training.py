@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Union
 
 from torch import nn
 
 from ipu_pipe import checkpoint, summary, update
-from ipu_pipe.config import Config, as_recorded, differences, dump, load_config
+from ipu_pipe.config import Config, as_recorded, dump, load_config
 from ipu_pipe.data import DataSource
 from ipu_pipe.engines import Engine, Report, check_launch, is_main, launch, make_engine, on_main
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.evaluation import evaluate
+from ipu_pipe.identity import changes, follows_length
 from ipu_pipe.job import Job, build, has_tensorboard, set_up
+from ipu_pipe.manifest import Origin
 from ipu_pipe.methods import METHODS
 from ipu_pipe.probe import Loss
 from ipu_pipe.progress import Progress
-from ipu_pipe.rundir import Measured, Position, RunDir, check_folder
+from ipu_pipe.resume import choose, origin, position_of, refuse_foreign_run, saved_state
+from ipu_pipe.rundir import Measured, Position, RunDir, check_folder, finished_summary
 
-# what a resumed run may do otherwise: where it runs, and on how many stages (checkpoints know of none)
-FREE_TO_CHANGE = ("backend.", "stages")
+
+class _Start(NamedTuple):
+    """How a run begins. `config`: to train by; `done`: updates that its checkpoint has, 0 without one; `ended`: the summary of
+    a run that is finished."""
+
+    config: Config
+    done: int
+    ended: Optional[Dict[str, Any]]
 
 
 def train(
@@ -36,13 +43,15 @@ def train(
     loss: Optional[Loss] = None,
     optimizer: Optional[update.OptimizerFactory] = None,
     resume: bool = False,
+    resume_from: Optional[int] = None,
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Dict[str, Any]:
     """Train by `config` and write the run into the folder `out`; returns the summary (as in `summary.json`).
 
     A model, data source, loss or optimizer factory given here takes the place of the config's entry. `resume` goes on
-    from the newest checkpoint, with the same numbers as if never interrupted. Raises BadInput before anything is written
+    from the newest checkpoint, with the same numbers as if never interrupted; `resume_from` from that of this step, and what
+    came after it is deleted. Raises BadInput before anything is written
     where the job is not possible, RunFault where the loss is not finite. On the distributed backend every process calls
     this alike; the first one writes, all return the summary. A process's model then holds the weights of its own stage and
     not-a-number elsewhere: the whole is in the newest checkpoint.
@@ -50,11 +59,16 @@ def train(
     out = Path(out)
     launch(config.backend)
     say = Progress(quiet or not is_main()).say
-    config, ended = on_main(lambda: _checked(config, out, resume, overwrite, say))
-    if ended is not None:
+    resume = resume or resume_from is not None
+    start = on_main(lambda: _checked(config, out, resume, resume_from, overwrite, say))
+    if start.ended is not None:
         say(f"{out}: this run is finished: nothing to resume")
-        return ended
-    job = build(config, model, data, loss, optimizer)
+        return start.ended
+    began = start.config.init_from
+    if start.done:  # the checkpoint takes the place of the weights that the run began with
+        start = start._replace(config=start.config.model_copy(update={"init_from": None}))
+    job = build(start.config, model, data, loss, optimizer, start.done)
+    job.config = job.config.model_copy(update={"init_from": began})
     return _Run(job, out, resume, overwrite, quiet).go()
 
 
@@ -62,18 +76,18 @@ def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwr
     """Raise BadInput where `train` would, without training or writing anything."""
     check_launch(config.backend)
     launch(config.backend)
-    config, ended = on_main(lambda: _checked(config, Path(out), resume, overwrite, lambda text: None))
-    if ended is None:
-        build(config)
+    start = on_main(lambda: _checked(config, Path(out), resume, None, overwrite, lambda text: None))
+    if start.ended is None:
+        build(start.config.model_copy(update={"init_from": None}) if start.done else start.config, done=start.done)
 
 
 def _checked(
-    config: Config, out: Path, resume: bool, overwrite: bool, say: Callable[[str], None]
-) -> Tuple[Config, Optional[Dict[str, Any]]]:
-    """The config to go on with, and the summary of a run to resume that is finished. What may change is told."""
+    config: Config, out: Path, resume: bool, step: Optional[int], overwrite: bool, say: Callable[[str], None]
+) -> _Start:
+    """How to begin. `step`: that of the checkpoint asked for. What goes on otherwise is told. Raises BadInput."""
     check_folder(out, resume, overwrite)
     if not resume:
-        return config, None
+        return _Start(config, 0, None)
     saved = out / "config.yaml"
     if not saved.is_file():
         raise BadInput(f"--resume: {out}: holds no run to resume")
@@ -81,19 +95,16 @@ def _checked(
     config = as_recorded(recorded, config)
     if METHODS[config.method].structure is not None:  # its blocks are what is trained
         config = _with_recorded_blocks(recorded, config)
-    kept = ("stages",) if METHODS[config.method].structure is not None else ()
-    allowed = tuple(key for key in FREE_TO_CHANGE if key not in kept)
-    free = [change for change in differences(recorded, config) if change.startswith(allowed)]
-    changes = [change for change in differences(recorded, config) if change not in free]
-    if changes:
-        raise BadInput([f"--resume: {saved}: {change}: the config of a run cannot change" for change in changes])
-    run = RunDir(out, resume=True)
-    if run.newest_checkpoint() is not None:  # which takes the place of the weights that the run began with
-        config = config.model_copy(update={"init_from": None})
-    ended = run.finished_summary()
-    for change in free if ended is None else ():
+    found = changes(recorded, config)
+    if found.refused:
+        raise BadInput([f"--resume: {saved}: {change}" for change in found.refused])
+    done = choose(out / "checkpoints", step)
+    ended = finished_summary(out) if step is None and not found.longer else None
+    for change in found.free if ended is None else ():
         say(f"the run goes on with another {change}")
-    return config, ended
+    if ended is None and found.longer and follows_length(config):
+        say(f"its rates are from here on those of the longer run ({', '.join(follows_length(config))})")
+    return _Start(config, done, ended)
 
 
 def _with_recorded_blocks(old: Config, new: Config) -> Config:
@@ -125,6 +136,8 @@ class _Run:
         if self.resume:
             self._restore()
         if self.run:
+            if self.resume:
+                self.run.forget_after(self.position.update, self.progress.say)
             self.run.write_text("config.yaml", dump(job.config))
         position = self.position
         if self.run:
@@ -239,21 +252,26 @@ class _Run:
         if self.run is None or held is None:
             return
         position, config = self.position, self.job.config
-        state = {"position": asdict(position), "optimizer": held.plain}
-        checkpoint.save(self.run.checkpoints, position.update, held.model, held.optimizer, state)
+        state = saved_state(position, held.plain)
+        checkpoint.save(self.run.checkpoints, position.update, held.model, held.optimizer, state, self._origin())
         checkpoint.prune(self.run.checkpoints, config.checkpoint.keep, position.best_step)
 
+    def _origin(self) -> Origin:
+        return origin(self.job, self.job.config.to_dict())
+
     def _restore(self) -> None:
-        newest = on_main(lambda: self.run.newest_checkpoint() if self.run else None)
-        if newest is None:
+        job, path = self.job, self.out / "checkpoints" / f"step-{self.job.done}"
+        if not job.done:
             self.progress.say("the run ended before its first checkpoint: it starts from the beginning")
             return
-        held = checkpoint.load(newest)
-        checkpoint.load_weights(self.job.model, held.model, str(newest))
-        update.import_state(self.job.optimizer, self.names, held.optimizer, held.state["optimizer"])
-        saved = held.state["position"]
-        self.position = Position(**{**saved, "initial": tuple(saved["initial"])})
-        self.progress.say(f"resuming after update {self.position.update} from {newest}")
+        held = checkpoint.load(path)
+        on_main(lambda: refuse_foreign_run(job, held, self._origin(), path))
+        if held.manifest is None:
+            self.progress.say(f"{path}: of the earlier layout, which does not say whose run it is: that is not checked")
+        checkpoint.load_weights(job.model, held.model, str(path))
+        update.import_state(job.optimizer, self.names, held.optimizer, held.state["optimizer"])
+        self.position = position_of(held)
+        self.progress.say(f"resuming after update {self.position.update} from {path}")
 
     def _finish(self, engine: Engine, final: Measured) -> Dict[str, Any]:
         measured = engine.report()
@@ -277,8 +295,7 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     """Test loss and accuracy of the weights in a checkpoint folder or a plain state dict, without training."""
     path = Path(path)
     setup = set_up(config.model_copy(update={"init_from": None}))
-    held = checkpoint.load(path).model if os.path.isdir(path) else checkpoint.read_tensors(path)
-    checkpoint.load_weights(setup.model, held, str(path))
+    checkpoint.load_weights(setup.model, checkpoint.read_weights(path), str(path))
     test_loss, accuracy = evaluate(setup)[-1]
     return {"weights": str(path), "test_loss": test_loss, "test_accuracy": accuracy}
 

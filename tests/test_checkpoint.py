@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ipu_pipe import checkpoint, update
+from ipu_pipe import checkpoint, manifest, update
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.stages import begin_stage, partition
 
@@ -58,7 +58,8 @@ def _flip(path: Path) -> None:
     (_flip, "optimizer.safetensors", "corrupt checkpoint: its SHA-256"),
     (os.remove, "optimizer.safetensors", "corrupt checkpoint: the file is missing"),
     (_truncate, "state.json", "corrupt checkpoint"),
-    (os.remove, "state.json", "not a checkpoint: it has no state.json"),
+    (os.remove, "state.json", "corrupt checkpoint: the file is missing"),
+    (os.remove, "manifest.json", "manifest.json: corrupt checkpoint: the file is missing"),
 ])  # fmt: skip
 def test_a_corrupt_checkpoint_is_named(tmp_path: Path, harm: Any, file: str, said: str) -> None:
     path = make(tmp_path, 3)
@@ -70,9 +71,10 @@ def test_a_corrupt_checkpoint_is_named(tmp_path: Path, harm: Any, file: str, sai
 
 def test_another_schema_is_refused(tmp_path: Path) -> None:
     path = make(tmp_path, 3)
-    state = json.loads((path / "state.json").read_text())
-    (path / "state.json").write_text(json.dumps({**state, "schema": 99}))
-    with pytest.raises(BadInput, match="schema: 99: this version reads schema 1"):
+    body = json.loads((path / "manifest.json").read_text())
+    del body["sha256"]
+    (path / "manifest.json").write_text(manifest.sealed({**body, "schema": 99}))
+    with pytest.raises(BadInput, match="schema: 99: this version reads schema 1 and 2"):
         checkpoint.load(path)
 
 
@@ -98,6 +100,7 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-30", "step-40", "step-9"]
 
 
+@pytest.mark.skipif(checkpoint.torch_version() < checkpoint.SAFE_TORCH, reason="such a torch reads safetensors alone")
 def test_plain_state_dicts_load_and_other_files_do_not(tmp_path: Path) -> None:
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     torch.save(model.state_dict(), tmp_path / "plain.pt")

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from ipu_pipe.backends.mail import Layout, Mail, Message, Timeline
 from ipu_pipe.backends.processes import _forget
+from ipu_pipe.checkpoint import FILES
 from ipu_pipe.config import load_config
 from ipu_pipe.errors import end_process
 from ipu_pipe.slices import Shape
@@ -165,7 +166,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     told = [line for line in error.splitlines() if line.startswith("error: ")]
     assert len(told) == 1 and "rank 0, stage 0, action" in told[0] and "is lost" in told[0], error
     for step in (tmp_path / "run" / "checkpoints").glob("step-*"):
-        assert {"model.safetensors", "optimizer.safetensors", "state.json"} == {file.name for file in step.iterdir()}
+        assert set(FILES) | {"manifest.json"} == {file.name for file in step.iterdir()}
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes in /proc")

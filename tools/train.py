@@ -18,6 +18,7 @@ examples:
   python tools/train.py configs/mlp_digits.yaml --set method=pipedream --set optimizer.lr=0.05 --out runs/digits
   python tools/train.py configs/mlp_digits.yaml --dry-run
   python tools/train.py configs/mlp_digits.yaml --out runs/digits --resume
+  python tools/train.py configs/mlp_digits.yaml --out runs/digits --resume-from 100
   python tools/train.py configs/mlp_digits.yaml --evaluate runs/digits/checkpoints/step-100
 
 Data that the config names is looked for in its data.root, in the folder $IPU_PIPE_DATA, or in the cache that
@@ -40,6 +41,12 @@ def parser() -> Parser:
     p.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a dated folder under runs/)")
     how = p.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in DIR")
+    how.add_argument(
+        "--resume-from",
+        type=int,
+        metavar="STEP",
+        help="go on from the checkpoint of this step in DIR; later checkpoints and lines of metrics are deleted",
+    )
     how.add_argument("--overwrite", action="store_true", help="delete the run that DIR holds")
     p.add_argument(
         "--dry-run", action="store_true", help="print stages, schedule, delays, memory; train nothing, write nothing"
@@ -62,8 +69,11 @@ def main() -> None:
         args.config = args.set.pop()  # --set a=1 CONFIG
     if args.config is None:
         raise BadInput("CONFIG: missing: must be a YAML file, such as configs/mlp_digits.yaml")
-    if args.resume and args.out is None:
-        raise BadInput("--resume: needs --out DIR, the folder of the run to resume")
+    option = "--resume" if args.resume else "--resume-from"
+    if (args.resume or args.resume_from is not None) and args.out is None:
+        raise BadInput(f"{option}: needs --out DIR, the folder of the run to resume")
+    if args.resume_from is not None and args.against:
+        raise BadInput(f"--resume-from: {args.resume_from}: not together with --against, which has two runs")
     from ipu_pipe.config import as_recorded, load_config  # after the arguments are read: --help must not wait for torch
 
     config = load_config(args.config, args.set)
@@ -93,7 +103,7 @@ def main() -> None:
         if other is not None:  # a fault of the second run is told before the first has taken its time
             again = args.resume and (out / other.method / "config.yaml").exists()
             check(other, out / other.method, resume=again, overwrite=args.overwrite)
-        report = train(config, out, resume=args.resume, overwrite=args.overwrite)
+        report = train(config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite)
         if other is None:
             leave()
             return

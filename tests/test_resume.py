@@ -1,0 +1,536 @@
+"""A run goes on from a checkpoint that is its own, whole and sane, and from no other: each refusal is one line that says why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import resource
+import shutil
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+
+import pytest
+import torch
+
+from ipu_pipe import checkpoint, manifest
+from ipu_pipe.config import Config, dump, load_config
+from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.identity import ROLES, Role
+from ipu_pipe.job import build
+from ipu_pipe.resume import origin, refuse_foreign_run
+from ipu_pipe.rundir import RunDir
+from ipu_pipe.training import evaluate_checkpoint, train
+from tests.test_train import DIGITS, config, run_tool, same, sets, weights  # noqa: F401
+
+BASE = [
+    "method=pipemare", "method_args.t2={}", "optimizer.momentum=0.9", "checkpoint.every=4", "checkpoint.keep=9", "log.every=1",
+    "model.args.width=8", "evaluate.every=0", "evaluate.subset=64", "stages=3",
+]  # fmt: skip
+ADAM = "optimizer={name: adam, lr: 0.003, momentum: null}"
+
+
+def keys(*over: str) -> List[str]:
+    return [*BASE, *over]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has ended, with checkpoints after 4, 8 and 12 updates; not to be changed."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    train(config(*keys()), out, quiet=True)
+    return out
+
+
+@pytest.fixture
+def cut(trained: Path, tmp_path: Path) -> Path:
+    """The same run, killed after 8 updates."""
+    out = tmp_path / "cut"
+    shutil.copytree(trained, out)
+    shutil.rmtree(out / "checkpoints" / "step-12")
+    (out / "summary.json").unlink()
+    return out
+
+
+def resumed(out: Path, *over: str, **how: Any) -> Dict[str, Any]:
+    return train(config(*keys(*over)), out, resume=True, quiet=True, **how)
+
+
+def refused(out: Path, *over: str, **how: Any) -> List[str]:
+    with pytest.raises(BadInput) as error:
+        resumed(out, *over, **how)
+    return error.value.faults
+
+
+@pytest.fixture(scope="module")
+def job(trained: Path) -> Any:
+    """The same run, about to go on."""
+    return build(config(*keys()), done=8)
+
+
+def told_by(
+    job: Any, path: Path, layout: str, change: Callable[[Dict[str, torch.Tensor], Dict[str, Any]], Any]
+) -> List[str]:
+    """What the job has against the checkpoint `path` with its optimizer state and position changed."""
+    held = checkpoint.load(path)
+    change(held.optimizer, held.state)
+    if layout:
+        held = dataclasses.replace(held, manifest=None)
+    own = origin(job, job.config.to_dict())
+    try:
+        refuse_foreign_run(job, held, own, path)
+    except BadInput as error:
+        return error.faults
+    return []
+
+
+def rewrite(
+    path: Path, change: Callable[[Dict[str, torch.Tensor], Dict[str, Any]], None], to: Optional[int] = None
+) -> None:
+    """Save the checkpoint again as this library does, its optimizer state and position changed."""
+    held = checkpoint.load(path)
+    assert held.manifest is not None
+    change(held.optimizer, held.state)
+    own = manifest.Origin(held.manifest.keys, held.manifest.updates, held.manifest.stages)
+    checkpoint.save(path.parent, to or held.manifest.step, held.model, held.optimizer, held.state, own)
+
+
+def as_earlier(path: Path) -> None:
+    """The layout before manifests: hashes of the two tensor files in state.json."""
+    state = json.loads((path / "state.json").read_text())
+    names = ("model.safetensors", "optimizer.safetensors")
+    hashes = {name: manifest.file_hash(path / name, "sha256") for name in names}
+    (path / "state.json").write_text(json.dumps({**state, "schema": 1, "sha256": hashes}, indent=1))
+    (path / "manifest.json").unlink()
+
+
+# ---- whole
+
+
+def damaged(data: bytes, count: int, seed: int) -> Any:
+    """(what, bytes): one bit flipped at each end, in the middle and at `count` other places, and the file cut or made longer."""
+    draw = random.Random(seed)
+    for place in [0, 7, 8, 9, len(data) // 2, len(data) - 1, *draw.sample(range(len(data)), count)]:
+        bit = draw.randrange(8)
+        yield f"bit {bit} of byte {place}", data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
+    for length in (0, 1, len(data) // 2, len(data) - 1):
+        yield f"{length} bytes", data[:length]
+    yield "a byte more", data + b" "
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors", "optimizer.safetensors"])
+def test_every_flipped_bit_and_every_cut_is_told(name: str, cut: Path) -> None:
+    """Story: a flipped bit in state.json resumed from update 0 with exit code 0."""
+    folder = cut / "checkpoints" / "step-8"
+    file, whole = folder / name, (folder / name).read_bytes()
+    for what, data in damaged(whole, 120 if name == "manifest.json" else 20, seed=len(name)):
+        file.write_bytes(data)
+        with pytest.raises(BadInput, match="corrupt checkpoint") as error:
+            checkpoint.load(folder)
+        (fault,) = error.value.faults
+        assert fault.startswith(f"{file}: ") and "--resume-from 4" in fault and "\n" not in fault, (what, fault)
+    file.write_bytes(whole)
+    checkpoint.load(folder)
+
+
+def test_a_damaged_checkpoint_is_one_line_of_the_command(cut: Path, run_tool: Any) -> None:  # noqa: F811
+    path = cut / "checkpoints" / "step-8"
+    file = path / "state.json"
+    file.write_text(file.read_text().replace('"update": 8', '"update": 0'))
+    for arguments in (["--out", str(cut), "--resume"], ["--evaluate", str(path)]):
+        code, _, complaint = run_tool(DIGITS, *sets(*keys()), *arguments)
+        assert code == 2 and complaint.count("\n") == 1 and f"{file}: corrupt checkpoint" in complaint
+    code, _, complaint = run_tool(DIGITS, *sets(*keys()), "--out", str(cut), "--resume-from", "4")
+    assert code == 0, complaint
+
+
+@pytest.mark.parametrize("how", ["folder", "file"])
+def test_weights_to_begin_with_must_be_what_was_saved(how: str, cut: Path, tmp_path: Path) -> None:
+    folder = cut / "checkpoints" / "step-8"
+    path = folder if how == "folder" else folder / "model.safetensors"
+    other = ["seed=3", "method=gpipe", "method_args={}", ADAM, "steps=1", f"init_from={path}"]  # another run altogether
+    found = evaluate_checkpoint(config(*keys(*other)), path)
+    report = train(config(*keys(*other)), tmp_path / "new", quiet=True)
+    assert report["initial"]["test_loss"] == found["test_loss"]
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-3] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(BadInput, match="corrupt checkpoint"):
+        evaluate_checkpoint(config(*keys(*other)), path)
+    with pytest.raises(BadInput, match="corrupt checkpoint"):
+        train(config(*keys(*other)), tmp_path / "again", quiet=True)
+
+
+# ---- whose
+
+
+DECIDING = {
+    "seed": ["seed=7"],
+    "method": ["method=pipelined_backprop"],
+    "method_args.t2.decay": ["method_args.t2.decay=0.3"],
+    "method_args.t1.anneal_updates": ["method_args.t1={anneal_updates: 5}"],
+    "optimizer.name": [ADAM],
+    "optimizer.lr": ["optimizer.lr=0.25"],
+    "optimizer.momentum": ["optimizer.momentum=0.8"],
+    "optimizer.no_decay": ["optimizer.no_decay=['*.bias']"],
+    "lr_schedule.name": ["lr_schedule.name=cosine"],
+    "clip.norm": ["clip={norm: 1, scope: stage}"],
+    "micro_batch_size": ["micro_batch_size=4"],
+    "gradient_accumulation": ["gradient_accumulation=2"],
+    "replicas": ["replicas=2"],
+    "precision": ["precision=float64"],
+    "model.args.classes": ["model.args.classes=11"],
+    "data.subset": ["data.subset=640"],
+    "loss": ["loss=torch.nn.functional:cross_entropy"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", list(DECIDING))
+def test_a_checkpoint_of_another_run_is_refused_by_key(key: str, cut: Path) -> None:
+    """Story: a checkpoint of another seed, method, rate or optimizer was accepted."""
+    told = refused(cut, *DECIDING[key])
+    assert any(f": {key}: " in fault and "the config of a run cannot change" in fault for fault in told), told
+    (cut / "config.yaml").write_text(dump(config(*keys(*DECIDING[key]))))  # that run's own folder, with this checkpoint
+    told = refused(cut, *DECIDING[key])
+    place = f"{cut / 'checkpoints' / 'step-8'}: {key}: saved with "
+    assert any(fault.startswith(place) and "this run has" in fault for fault in told), told
+    assert not (cut / "checkpoints" / "step-12").exists()
+
+
+FREE = {
+    "log": ["log.every=5"],
+    "where a checkpoint was": ["checkpoint.every=7"],  # the pipeline is empty after update 8 all the same
+    "evaluation": ["evaluate.every=0", "evaluate.subset=32"],
+    "backend": ["backend.threads=1", "backend.deadline=100"],
+    "stages": ["stages=2"],
+    "more steps": ["steps=14"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(FREE))
+def test_what_is_free_to_change_may(name: str, cut: Path) -> None:
+    report = resumed(cut, *FREE[name])
+    steps = 14 if name == "more steps" else 12
+    assert report["steps"] == steps and (cut / "checkpoints" / f"step-{steps}").is_dir()
+
+
+def test_a_run_may_only_grow(trained: Path, cut: Path, capsys: Any) -> None:
+    assert refused(cut, "steps=10") == [f"--resume: {cut / 'config.yaml'}: steps: 12 -> 10: may only grow"]
+    ended = cut.parent / "ended"
+    shutil.copytree(trained, ended)
+    assert train(config(*keys("lr_schedule.name=constant")), ended, resume=True)["steps"] == 12
+    assert "nothing to resume" in capsys.readouterr().out
+    again = train(config(*keys("steps=16")), ended, resume=True)
+    said = capsys.readouterr().out
+    assert "the run goes on with another steps: 12 -> 16" in said and "resuming after update 12" in said
+    assert again["steps"] == 16
+    lines = [json.loads(line)["step"] for line in (ended / "metrics.jsonl").read_text().splitlines() if "lr" in line]
+    assert lines == list(range(1, 17))
+
+
+def test_a_longer_run_killed_before_its_first_checkpoint_is_not_finished(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ipu_pipe.backends.emulator import Emulator
+
+    out = tmp_path / "run"
+    shutil.copytree(trained, out)
+
+    def killed(*given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Emulator, "step", killed)
+        resumed(out, "steps=16")
+    assert resumed(out, "steps=16")["steps"] == 16
+
+
+def test_rates_that_follow_the_length_of_a_run_are_told(cut: Path, capsys: Any) -> None:
+    chosen = ["lr_schedule.name=linear", "method_args={t1: {}}", "steps=4"]
+    out = cut.parent / "linear"
+    train(config(*keys(*chosen)), out, quiet=True)
+    capsys.readouterr()
+    train(config(*keys(*chosen, "steps=6")), out, resume=True)
+    assert "its rates are from here on those of the longer run (lr_schedule, method_args.t1)" in capsys.readouterr().out
+
+
+def test_every_key_of_the_config_has_a_role() -> None:
+    assert set(Config.model_fields) <= set(ROLES)
+    assert {key for key, role in ROLES.items() if role in (Role.FREE, Role.GROWS)} == {
+        "steps", "epochs", "log", "checkpoint", "evaluate", "backend", "stages",
+    }  # fmt: skip
+
+
+# ---- how far
+
+
+POSITIONS = {
+    "update": [0, True, 7.5, "8", 13, 4, None, -8],
+    "epoch_updates": [7, None, 9.0, "8"],
+    "epoch_loss": [None, "1", True, 10**400],
+    "seconds": [-1.0, None, float("nan"), float("inf")],
+    "timed_updates": [9, -1, None],
+    "best_step": [9, 0, 2.5],
+    "initial": [None, [1.0], [1.0, "x"], 3],
+}
+
+
+@pytest.mark.parametrize("key", list(POSITIONS))
+def test_a_position_that_cannot_be_is_refused(key: str, job: Any, trained: Path) -> None:
+    path = trained / "checkpoints" / "step-8"
+    for value in POSITIONS[key]:
+        (told,) = told_by(job, path, "", lambda optimizer, state: state["position"].update({key: value}))  # noqa: B023
+        assert told.startswith(f"{path}: state.json: position.{key}: {value}: "), told
+    assert told_by(job, path, "", lambda optimizer, state: None) == []
+
+
+def test_a_position_without_a_key_or_in_another_folder_is_refused(cut: Path) -> None:
+    folder = cut / "checkpoints" / "step-8"
+    rewrite(folder, lambda optimizer, state: state["position"].pop("seconds"))
+    (told,) = refused(cut)
+    assert "position: its keys must be" in told
+    shutil.rmtree(folder)
+    (cut / "checkpoints" / "step-4").rename(folder)
+    (told,) = refused(cut)
+    assert "position.update: 4: the checkpoint is of step" in told or "manifest.json says" in told, told
+
+
+# ---- the optimizer's
+
+
+def gone(*names: str) -> Any:
+    return lambda optimizer, state: [optimizer.pop(name) for name in names]
+
+
+def put(name: str, value: torch.Tensor) -> Any:
+    return lambda optimizer, state: optimizer.update({name: value})
+
+
+ENTRIES = {
+    "one is missing": (gone("fc2.weight/momentum_buffer"), "fc2.weight/momentum_buffer: missing"),
+    "all of a parameter": (
+        gone("head.bias/momentum_buffer"), "head.bias/momentum_buffer: missing, this run keeps one"
+    ),
+    "a rule's is missing": (gone("fc1.weight/t2_delta"), "fc1.weight/t2_delta: missing"),
+    "another shape": (
+        put("fc2.weight/momentum_buffer", torch.zeros(8, 9)), "is float32 (8, 9), this run has float32 (8, 8)"
+    ),
+    "one number": (put("fc2.bias/momentum_buffer", torch.zeros(())), "is float32 (), this run has float32 (8,)"),
+    "another precision": (
+        put("fc2.weight/momentum_buffer", torch.zeros(8, 8).double()), "is float64 (8, 8), this run has float32"
+    ),
+    "a rule's shape": (put("fc1.bias/t2_delta", torch.zeros(9)), "fc1.bias/t2_delta: is float32 (9,)"),
+    "an entry of Adam": (put("fc2.weight/exp_avg", torch.zeros(8, 8)), "fc2.weight/exp_avg: this run's optimizer and"),
+    "no tensor": (
+        lambda optimizer, state: state["optimizer"].update({"fc2.weight/momentum_buffer": 3.0}),
+        "fc2.weight/momentum_buffer: is float, this run has",
+    ),
+    "no such parameter": (put("fc9.weight/momentum_buffer", torch.zeros(8)), "fc9.weight: the model has no parameter"),
+    "none at all": (lambda optimizer, state: optimizer.clear(), "missing, this run keeps one"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["", "earlier"])
+@pytest.mark.parametrize("name", list(ENTRIES))
+def test_optimizer_state_that_this_run_cannot_have_is_refused(name: str, layout: str, job: Any, trained: Path) -> None:
+    """Story: missing and misshapen entries were accepted, or raised in the middle of training."""
+    if layout and "rule's is missing" in name:
+        pytest.skip("the earlier layout does not say which stages had it")
+    change, said = ENTRIES[name]
+    path = trained / "checkpoints" / "step-8"
+    told = told_by(job, path, layout, change)
+    place = f"{path}: optimizer: "
+    assert all(fault.startswith(place) or "more such faults" in fault for fault in told) and len(told) <= 6
+    assert any(said in fault for fault in told), told
+
+
+def test_such_state_is_refused_before_anything_is_written(cut: Path) -> None:
+    for change, said in (
+        ENTRIES["one is missing"],
+        (lambda optimizer, state: state["position"].update(seconds=-1), "seconds"),
+    ):
+        rewrite(cut / "checkpoints" / "step-8", change)
+        before = {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()}
+        (told,) = refused(cut)
+        assert said in told
+        assert {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("layout", ["", "earlier"])
+def test_weights_of_another_precision_are_refused(layout: str, cut: Path) -> None:
+    path = cut / "checkpoints" / "step-8"
+    held = checkpoint.load(path)
+    assert held.manifest is not None
+    own = manifest.Origin(held.manifest.keys, held.manifest.updates, held.manifest.stages)
+    wide = {name: value.double() for name, value in held.model.items()}
+    checkpoint.save(path.parent, 8, wide, held.optimizer, held.state, own)
+    if layout:
+        as_earlier(path)
+    assert "model: fc1.bias: is float64 (8,), this run has float32 (8,)" in str(refused(cut))
+
+
+def test_a_parameter_that_never_had_a_gradient_has_no_entries(tmp_path: Path) -> None:
+    class Spare(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.used, self.spare = torch.nn.Linear(64, 10), torch.nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x.flatten(1))
+
+    how = ["method=gpipe", "method_args={}", "stages=1", "model.args={}"]
+    for optimizer in ("optimizer.momentum=0.9", ADAM):
+        out = tmp_path / optimizer[:12]
+        train(config(*keys(*how, optimizer)), out, model=Spare(), quiet=True)
+        resumed(out, *how, optimizer, resume_from=4, model=Spare())
+
+
+# ---- the earlier layout
+
+
+def test_a_checkpoint_of_the_earlier_layout_goes_on(trained: Path, cut: Path, capsys: Any) -> None:
+    as_earlier(cut / "checkpoints" / "step-8")
+    train(config(*keys()), cut, resume=True)
+    assert "of the earlier layout" in capsys.readouterr().out
+    assert same(weights(cut), weights(trained))
+    assert checkpoint.load(cut / "checkpoints" / "step-12").manifest is not None
+
+
+@pytest.mark.parametrize("key, value, said", [
+    ("schema", 3, "this version reads schema 1 and 2"), ("schema", None, "this version reads schema 1 and 2"),
+    ("sha256", {}, "its keys must be"), ("sha256", 3, "its keys must be"), ("other", 3, "its keys must be"),
+    ("step", 4, "the checkpoint is of step"), ("position", {}, "position: its keys must be"), ("position", 3, "its keys must be"),
+    ("optimizer", 3, "optimizer: must be a mapping"),
+])  # fmt: skip
+def test_what_can_be_checked_of_the_earlier_layout_is(key: str, value: Any, said: str, cut: Path) -> None:
+    folder = cut / "checkpoints" / "step-8"
+    as_earlier(folder)
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**state, key: value}))
+    (told,) = refused(cut)
+    assert said in told and "step-8" in told, told
+
+
+# ---- an earlier one, and what a kill leaves
+
+
+def test_a_run_goes_on_from_an_earlier_checkpoint(trained: Path, tmp_path: Path, run_tool: Any) -> None:  # noqa: F811
+    out = tmp_path / "run"
+    shutil.copytree(trained, out)
+    before = [line for line in (out / "metrics.jsonl").read_text().splitlines() if "lr" in line]
+    arguments = [DIGITS, *sets(*keys()), "--out", str(out)]
+    code, _, complaint = run_tool(*arguments, "--resume-from", "5")
+    assert code == 2 and "--resume-from: 5: " in complaint and "there are 4, 8, 12" in complaint
+    assert checkpoint.steps(out / "checkpoints") == [4, 8, 12]
+    code, printed, complaint = run_tool(*arguments, "--resume-from", "4")
+    assert code == 0 and "deleted, to be made again: step-8, step-12" in printed, complaint
+    assert same(weights(out), weights(trained))
+    after = [line for line in (out / "metrics.jsonl").read_text().splitlines() if "lr" in line]
+    strip = lambda line: {k: v for k, v in json.loads(line).items() if k != "samples_per_second"}  # noqa: E731
+    assert list(map(strip, after)) == list(map(strip, before))
+    for wrong in (
+        ["--resume-from", "4", "--resume"],
+        ["--resume-from", "x"],
+        ["--resume-from", "4", "--against", "gpipe"],
+    ):
+        code, _, complaint = run_tool(*arguments, *wrong)
+        assert code == 2 and "--resume" in complaint and complaint.count("\n") == 1
+
+
+def test_what_came_after_an_earlier_checkpoint_is_deleted_at_once(trained: Path, tmp_path: Path) -> None:
+    out, said = tmp_path / "run", []  # type: ignore[var-annotated]
+    shutil.copytree(trained, out)
+    RunDir(out, resume=True).forget_after(4, said.append)
+    assert said == ["deleted, to be made again: step-8, step-12"]
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-4"] and not (out / "summary.json").exists()
+
+
+def test_leftovers_are_cleared_away(cut: Path) -> None:
+    folder = cut / "checkpoints"
+    shutil.copytree(folder / "step-4", folder / ".step-12.old")  # a pruned one: it must not come back
+    (folder / ".step-7.part").write_text("a file")
+    (folder / ".step-9.part").mkdir()
+    (folder / ".step-9.part" / "model.safetensors").write_text("half")
+    resumed(cut)
+    assert {path.name for path in folder.iterdir()} == {"step-4", "step-8", "step-12"}
+
+
+@pytest.mark.parametrize("left", ["old", "part"])
+def test_a_kill_between_two_renames_loses_nothing(left: str, cut: Path, trained: Path) -> None:
+    folder = cut / "checkpoints"
+    shutil.rmtree(folder / "step-4")
+    (folder / "step-8").rename(folder / f".step-8.{left}")
+    half = folder / (".step-12.part" if left == "old" else ".step-8.old")
+    half.mkdir()
+    (half / "state.json").write_text("{")
+    resumed(cut)
+    assert same(weights(cut), weights(trained))
+    assert {path.name for path in folder.iterdir()} == {"step-8", "step-12"}
+
+
+@pytest.mark.parametrize("call", [0, 1])
+def test_a_checkpoint_replaced_when_the_disk_refuses_stays(
+    call: int, cut: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    folder, calls, replace = cut / "checkpoints", [], os.replace
+
+    def refusing(source: Any, target: Any) -> None:
+        calls.append(source)
+        if len(calls) == call + 1:
+            raise OSError(5, "Input/output error")
+        replace(source, target)
+
+    with monkeypatch.context() as patched, pytest.raises(RunFault, match="earlier checkpoints are whole"):
+        patched.setattr(os, "replace", refusing)
+        rewrite(folder / "step-8", lambda optimizer, state: None)
+    assert {path.name for path in folder.iterdir()} == {"step-4", "step-8"}
+    checkpoint.load(folder / "step-8")
+
+
+@pytest.mark.parametrize("limit", [100, 1000, 2500])
+def test_a_full_disk_is_a_fault_and_earlier_checkpoints_stay(limit: int, cut: Path) -> None:
+    """By a limit on the size of files, which refuses as a full disk does; 2,500 bytes end in another file than 1,000."""
+    folder = cut / "checkpoints"
+    held = checkpoint.load(folder / "step-8")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(RunFault) as error:
+            checkpoint.save(folder, 12, held.model, held.optimizer, held.state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "step-12: cannot write the checkpoint" in str(error.value)
+    assert {path.name for path in folder.iterdir()} == {"step-4", "step-8"}
+    assert checkpoint.load(folder / "step-8").manifest is not None
+
+
+def test_a_run_with_weights_to_begin_with_is_resumed_twice(cut: Path, tmp_path: Path, trained: Path) -> None:
+    """Story: the first resume wrote init_from: null into config.yaml, and the second was refused."""
+    first = tmp_path / "first.safetensors"
+    shutil.copy(trained / "checkpoints" / "step-4" / "model.safetensors", first)
+    chosen = [f"init_from={first}", "steps=8"]
+    train(config(*keys(*chosen)), tmp_path / "run", quiet=True)
+    first.unlink()
+    for _ in range(2):
+        resumed(tmp_path / "run", *chosen, resume_from=4)
+    assert load_config(tmp_path / "run" / "config.yaml").init_from == str(first)
+
+
+# ---- foreign files
+
+
+def test_an_older_torch_reads_safetensors_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path) -> None:
+    """Before 2.6 torch.load(weights_only=True) could be made to run code (CVE-2025-32434)."""
+    file = tmp_path / "plain.pt"
+    torch.save({"weight": torch.ones(2)}, file)
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cpu")
+    with pytest.raises(BadInput) as error:
+        checkpoint.read_tensors(file)
+    (told,) = error.value.faults
+    assert told.startswith(f"{file}: ") and "safetensors.torch.save_file" in told and "torch 2.6" in told
+    assert checkpoint.read_weights(trained / "checkpoints" / "step-4")
+    monkeypatch.setattr(torch, "__version__", "2.6.0")
+    assert set(checkpoint.read_tensors(file)) == {"weight"}
