@@ -445,16 +445,8 @@ class StageEngine:
         if not self._clip or self._delayed is not None:
             return
         norm, scope = self._clip
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norms = [torch.linalg.vector_norm(g) for g in gradients]
-        if scope == "global":
-            norms = self._norms_of_all_stages()
-        if not gradients:
-            return
-        total = torch.linalg.vector_norm(torch.stack(norms))
-        scale = torch.clamp(norm / (total + 1e-6), max=1.0)
-        for g in gradients:
-            g.mul_(scale)
+        known = self._norms_of_all_stages() if scope == "global" else update.gradient_norms(self._parameters)
+        update.scale_to(norm, self._parameters, known)
 
     def _summed(self) -> Tuple[float, Optional[float]]:
         batch = [self._results.popleft() for _ in range(self._accumulate)]
