@@ -55,7 +55,8 @@ class Setup:
     def to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
         """A microbatch on the run's device, inputs in its precision."""
         dtype = DTYPES[self.config.precision]
-        if self.label_range is not None and self.device.type == "cuda":  # the CPU's loss looks itself, a GPU's kernel aborts
+        # the CPU's loss looks itself, a GPU's kernel aborts
+        if self.label_range is not None and self.device.type == "cuda":
             self.label_range.check_on_host(y)
         # what is pinned goes without waiting; where messages wait for kernels of others, memory is not pinned meanwhile
         pins = self.config.backend.name == "emulator"
@@ -191,8 +192,8 @@ def _refuse_unkeyed(model: nn.Module, device: torch.device) -> None:
     if names:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise BadInput(
-            f"model: {', '.join(names[:4])}{more}: on a GPU cuDNN draws a recurrent layer's dropout from a state of its own, which"
-            " no seed reaches: use dropout=0 with nn.Dropout between layers of num_layers=1, or backend.device: cpu"
+            f"model: {', '.join(names[:4])}{more}: on a GPU cuDNN draws a recurrent layer's dropout from a state of its own, "
+            "which no seed reaches: use dropout=0 with nn.Dropout between layers of num_layers=1, or backend.device: cpu"
         )
 
 
@@ -499,9 +500,7 @@ def _factory(config: Config) -> update.OptimizerFactory:
     return update.optimizer_factory(config.optimizer.name, **settings)
 
 
-def _try_model(
-    model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]
-) -> Optional[LabelRange]:
+def _try_model(model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]) -> Optional[LabelRange]:
     """One forward with the loss, so that a model that does not fit the data, or cannot learn, is told in one line. Returns what
     labels the loss allows, where it is known."""
     x, y = example

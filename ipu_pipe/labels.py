@@ -1,4 +1,4 @@
-"""Which labels a loss allows. A GPU's kernel that meets another one aborts, far from where it came from: so the host looks first."""
+"""Which labels a loss allows. A GPU's kernel that meets another one aborts, far from where it came from: the host looks first."""
 
 from __future__ import annotations
 

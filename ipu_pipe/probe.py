@@ -151,7 +151,9 @@ def random_modules(model: nn.Module, x: torch.Tensor) -> List[str]:
         start = stack.pop()
         if not all(torch.equal(a, b) for a, b in zip(start, states())):
             drawn.add(names[id(module)])
-            for generator, state in zip(drawing, start):  # so that the module around is seen to draw only if it does itself
+            for generator, state in zip(
+                drawing, start
+            ):  # so that the module around is seen to draw only if it does itself
                 generator.set_state(state)
 
     with undisturbed(model), torch.no_grad():

@@ -1,8 +1,8 @@
 """Groups of gloo that hold up what groups of nccl hold up.
 
-    first message     waits until the other rank uses the same group for the first time
-    posted receive    occupies the GPU: nothing may be used for the first time meanwhile, since loading a kernel waits for an idle one
-    wait()            takes no limit, which would hold the host up
+first message     waits until the other rank uses the same group for the first time
+posted receive    occupies the GPU: nothing may be used for the first time meanwhile, as loading waits for an idle GPU
+wait()            takes no limit, which would hold the host up
 """
 
 from __future__ import annotations

@@ -20,7 +20,11 @@ DIGITS = Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml"
 def settings_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The process's own at the end."""
     monkeypatch.setenv(CUBLAS, "")
-    matmul, cudnn, deterministic = torch.backends.cuda.matmul, torch.backends.cudnn, torch.are_deterministic_algorithms_enabled()
+    matmul, cudnn, deterministic = (
+        torch.backends.cuda.matmul,
+        torch.backends.cudnn,
+        torch.are_deterministic_algorithms_enabled(),
+    )
     before = cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32
     yield
     cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before

@@ -39,7 +39,10 @@ def source(wrong: int, at: int) -> TensorData:
 
 def settings() -> Any:
     return configure(
-        model={"entry": "tests.test_labels:unused"}, data={"name": "tests.test_labels:unused"}, micro_batch_size=8, steps=1
+        model={"entry": "tests.test_labels:unused"},
+        data={"name": "tests.test_labels:unused"},
+        micro_batch_size=8,
+        steps=1,
     )
 
 

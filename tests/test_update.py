@@ -59,7 +59,7 @@ def test_clipping_bounds_the_norm_of_its_scope(scope: str) -> None:
 
 @pytest.mark.parametrize("scope", ["global", "stage"])
 def test_clipping_takes_the_kernels_that_a_process_takes(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage's process knows the norms of its own gradients alone: torch's clipping, all tensors at once on a GPU, gives others."""
+    """A stage's process knows the norms of its own gradients alone: torch's clipping takes all at once on a GPU."""
     model, part = staged()
     optimizer = torch.optim.SGD(update.parameter_groups(model, part), lr=0.1)
     stages = update.parameters_by_stage(optimizer)
