@@ -161,12 +161,15 @@ class MethodArgs(_Section):
 
 class BackendConfig(_Section):
     """Where it runs. `threads`: of PyTorch on the CPU, its own default if null. `deadline`: seconds that a process of several
-    waits for another before it gives up. `ipu`: of poptorch alone, see ipu_pipe.backends.ipu_options."""
+    waits for another before it gives up. `deterministic`, `tf32`: of GPUs alone, see ipu_pipe.determinism. `ipu`: of poptorch
+    alone, see ipu_pipe.backends.ipu_options."""
 
     name: Literal["emulator", "distributed", "poptorch"] = "emulator"
     device: Literal["cpu", "cuda"] = "cpu"
     threads: Optional[Count] = None
     deadline: Positive = 300.0
+    deterministic: StrictBool = True
+    tf32: StrictBool = False
     ipu: Optional[IpuConfig] = None
 
     @model_validator(mode="before")
@@ -181,6 +184,10 @@ class BackendConfig(_Section):
     def _fits(self) -> "BackendConfig":
         if self.ipu is not None and self.name != "poptorch":
             raise _fault_at("ipu", "given", f"belongs to backend.name poptorch, not {self.name}: set backend.ipu=null")
+        for key, usual in (("deterministic", True), ("tf32", False)):
+            if self.device != "cuda" and getattr(self, key) != usual:
+                value = str(not usual).lower()
+                raise _fault_at(key, value, f"belongs to backend.device cuda, not {self.device}: leave it out")
         return self
 
 

@@ -62,6 +62,10 @@ class Engine:
         """Update k. The result is meant for the main process; others may get zeros."""
         raise NotImplementedError
 
+    def advance(self, k: int, read: bool) -> List[StepResult]:
+        """Update k, and what was measured since this last told it: where reading would hold a GPU up nothing unless `read`."""
+        return [self.step(k)]
+
     def evaluate(self) -> List[Measured]:
         """Test loss and accuracy with the pipeline drained, of each block that has a loss of its own, the model's own last; the
         same on every process."""
@@ -100,6 +104,13 @@ class LocalEngine(Engine):
         accumulate = self.job.config.gradient_accumulation
         return self._emulator.step(self._microbatches(k * accumulate, (k + 1) * accumulate))
 
+    def advance(self, k: int, read: bool) -> List[StepResult]:
+        if not reading_waits(self.job.device):
+            return [self.step(k)]
+        accumulate = self.job.config.gradient_accumulation
+        self._emulator.advance(self._microbatches(k * accumulate, (k + 1) * accumulate))
+        return self._emulator.read() if read else []
+
     def _microbatches(self, first: int, last: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
         for m in range(first, last):
             for replica in range(self.job.config.replicas):
@@ -120,6 +131,11 @@ class LocalEngine(Engine):
         blocks = blocks_of(self.job.model)
         if blocks is not None:
             blocks.release()
+
+
+def reading_waits(device: torch.device) -> bool:
+    """Whether to read a tensor is to wait for all that the device was asked before."""
+    return device.type == "cuda"
 
 
 def is_distributed() -> bool:

@@ -41,14 +41,15 @@ class Tally:
     def add(self, output: Any, y: Any, samples: int) -> None:
         """A batch's outputs and labels."""
         answers = right_answers(output, y)
-        weight = samples if answers is None or not _counts_labels(self._loss) else int(answers[1])
-        if weight:
-            self.sums[0] += float(self._loss(output, y)) * weight
-            self.sums[1] += weight
-        if answers is None:
-            self.sums[4] += 1
-        else:
-            self.sums[2:4] += answers.cpu().double()
+        loss = self._loss(output, y).detach().double().reshape(())
+        weight = torch.full_like(loss, samples)
+        if answers is not None and _counts_labels(self._loss):
+            weight = answers[1].double()
+        known = torch.zeros(2).to(loss) if answers is None else answers.to(loss)
+        without = torch.full_like(loss, answers is None)
+        # all stays on its device: to read a batch's numbers would hold a GPU up
+        weighed = torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
+        self.sums = self.sums.to(loss.device) + torch.stack([weighed, weight, known[0], known[1], without])
 
     @property
     def measured(self) -> Measured:

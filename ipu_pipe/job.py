@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
@@ -18,11 +18,13 @@ from ipu_pipe.buffers import buffers_restored
 from ipu_pipe.checkpoint import load_weights, read_weights
 from ipu_pipe.config import Config
 from ipu_pipe.data import DataSource, load_data
+from ipu_pipe.determinism import set_numerics
 from ipu_pipe.entries import call_entry, resolve_entry
 from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.labels import LabelRange, label_range
 from ipu_pipe.local import SumOfLosses, blocks_of, make_blocks
 from ipu_pipe.methods import Method, check, resolve_method
-from ipu_pipe.probe import Footprint, Loss, changing_buffers, footprint
+from ipu_pipe.probe import Footprint, Loss, changing_buffers, drawn_unkeyed, footprint
 from ipu_pipe.randomness import derived_seed
 from ipu_pipe.schedule import Schedule
 from ipu_pipe.stages import Partition, partition
@@ -43,6 +45,7 @@ class Setup:
     loss: Loss
     data: DataSource
     device: torch.device
+    label_range: Optional[LabelRange] = field(default=None, init=False)  # where the loss asks for one
 
     @property
     def device_kind(self) -> str:
@@ -52,7 +55,12 @@ class Setup:
     def to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
         """A microbatch on the run's device, inputs in its precision."""
         dtype = DTYPES[self.config.precision]
-        return _move(x, self.device, dtype), _move(y, self.device, dtype)
+        # the CPU's loss looks itself, a GPU's kernel aborts
+        if self.label_range is not None and self.device.type == "cuda":
+            self.label_range.check_on_host(y)
+        # what is pinned goes without waiting; where messages wait for kernels of others, memory is not pinned meanwhile
+        pins = self.config.backend.name == "emulator"
+        return _move(x, self.device, dtype, pins), _move(y, self.device, dtype, pins)
 
 
 @dataclass
@@ -132,9 +140,12 @@ class Job(Setup):
         return self.evaluates_after(done) or (every is not None and done % every == 0)
 
 
-def _move(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+def _move(value: Any, device: torch.device, dtype: torch.dtype, pins: bool = False) -> Any:
     if not isinstance(value, torch.Tensor):
         raise BadInput(f"data: a microbatch holds {type(value).__name__}, must be tensors (x, y)")
+    if pins and device.type == "cuda" and value.device.type == "cpu":
+        value = value.to(dtype) if value.is_floating_point() else value
+        return value.pin_memory().to(device, non_blocking=True)
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
 
@@ -146,6 +157,7 @@ def set_up(
     torch.manual_seed(derived_seed(config.seed, "model"))
     model = model if model is not None else make_model(config)
     _refuse_tensors(model)
+    _refuse_unkeyed(model, device)
     if config.init_from:
         load_weights(model, read_weights(Path(config.init_from)), f"init_from: {config.init_from}")
     model = model.to(device, DTYPES[config.precision]).train()
@@ -173,6 +185,17 @@ def _refuse_tensors(model: nn.Module) -> None:
         faults += [f"model: {', '.join(names[:4])}{more}: {fault}"] if names else []
     if faults:
         raise BadInput(faults)
+
+
+def _refuse_unkeyed(model: nn.Module, device: torch.device) -> None:
+    """Refuse modules whose draws cannot be repeated on the device."""
+    names = drawn_unkeyed(model, device)
+    if names:
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        raise BadInput(
+            f"model: {', '.join(names[:4])}{more}: on a GPU cuDNN draws a recurrent layer's dropout from a state of its own, "
+            "which no seed reaches: use dropout=0 with nn.Dropout between layers of num_layers=1, or backend.device: cpu"
+        )
 
 
 def build(
@@ -213,7 +236,7 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     updates = config.steps if config.steps is not None else config.epochs * per_epoch
     x, y = setup.to_device(*data.train_batch(0, 0, config.micro_batch_size))
     example = x.clone(), y.clone()  # a model that works in place must not change the data
-    _try_model(model, chosen_loss, example)
+    setup.label_range = _try_model(model, chosen_loss, example)
     args = config.method_settings()
     method = resolve_method(config.method, args)
     if method.structure is not None:
@@ -261,11 +284,13 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     if config.backend.name == "poptorch":
         note = _on_ipus(config, model, part, example[0], made, updates, per_epoch)
     base = float(made.param_groups[0]["lr"])
-    return Job(
+    job = Job(
         config, model, chosen_loss, data, device, part, method, schedule, table, groups, made,
         _rules(config, args, table, made, base, updates, per_epoch, switch),
         base, per_epoch, updates, example, _footprint(model, part, chosen_loss, example), note, done,
     )  # fmt: skip
+    job.label_range = setup.label_range
+    return job
 
 
 def _on_ipus(
@@ -430,6 +455,7 @@ def _check_rules(args: Dict[str, Any], method: Method, optimizer: torch.optim.Op
 def _device(config: Config) -> torch.device:
     if config.backend.device == "cuda" and not torch.cuda.is_available():
         raise BadInput("backend.device: cuda: this machine has no usable CUDA device: use cpu")
+    set_numerics(config.backend)
     if config.backend.threads:
         torch.set_num_threads(config.backend.threads)
     return torch.device(config.backend.device)
@@ -477,13 +503,22 @@ def _factory(config: Config) -> update.OptimizerFactory:
     return update.optimizer_factory(config.optimizer.name, **settings)
 
 
-def _try_model(model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]) -> None:
-    """One forward with the loss, so that a model that does not fit the data, or cannot learn, is told in one line."""
+def _try_model(model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]) -> Optional[LabelRange]:
+    """One forward with the loss, so that a model that does not fit the data, or cannot learn, is told in one line. Returns what
+    labels the loss allows, where it is known."""
     x, y = example
     devices = [x.device] if x.is_cuda else []
     try:
         with torch.random.fork_rng(devices=devices), buffers_restored(model):
-            value = loss(model(x), y)
+            output = model(x)
+            allowed = label_range(loss, output, y)
+            if allowed is not None:
+                allowed.check(y)
+            value = loss(output, y)
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value.item()  # what a GPU's kernels find wrong is told here, not wherever the run waits for them next
+    except BadInput:
+        raise
     except Exception as error:  # whatever the user's model raises
         raise BadInput(
             f"model: it fails on a microbatch of shape {tuple(x.shape)}, {x.dtype}: {first_line(error)}"
@@ -492,6 +527,7 @@ def _try_model(model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.
         raise BadInput("loss: must give one number, the mean over the microbatch")
     if not value.requires_grad:
         raise BadInput("loss: depends on no parameter of the model that needs a gradient: nothing to train")
+    return allowed
 
 
 def _drains(config: Config, updates: int, per_epoch: int, done: int) -> List[int]:

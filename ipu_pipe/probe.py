@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from ipu_pipe.buffers import buffers_restored
+from ipu_pipe.randomness import generators
 from ipu_pipe.stages import Partition
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -137,22 +138,23 @@ def random_modules(model: nn.Module, x: torch.Tensor) -> List[str]:
     """Names of the modules whose own forward draws random numbers (dropout and the like), in training mode."""
     names = {id(module): name for name, module in model.named_modules()}
     drawn: Set[str] = set()
-    stack: List[torch.Tensor] = []
+    drawing = generators(x.device)
+    stack: List[List[torch.Tensor]] = []
 
-    def state() -> torch.Tensor:
-        return torch.cuda.get_rng_state(x.device) if x.is_cuda else torch.get_rng_state()
+    def states() -> List[torch.Tensor]:
+        return [generator.get_state() for generator in drawing]
 
     def before(module: nn.Module, inputs: Any) -> None:
-        stack.append(state())
+        stack.append(states())
 
     def after(module: nn.Module, inputs: Any, output: Any) -> None:
         start = stack.pop()
-        if not torch.equal(start, state()):
+        if not all(torch.equal(a, b) for a, b in zip(start, states())):
             drawn.add(names[id(module)])
-            if x.is_cuda:  # put back, so that the module around is seen to draw only if it does so itself
-                torch.cuda.set_rng_state(start, x.device)
-            else:
-                torch.set_rng_state(start)
+            for generator, state in zip(
+                drawing, start
+            ):  # so that the module around is seen to draw only if it does itself
+                generator.set_state(state)
 
     with undisturbed(model), torch.no_grad():
         model.train()
@@ -164,6 +166,15 @@ def random_modules(model: nn.Module, x: torch.Tensor) -> List[str]:
             for handle in handles:
                 handle.remove()
     return sorted(drawn)
+
+
+def drawn_unkeyed(model: nn.Module, device: torch.device) -> List[str]:
+    """Names of the modules that draw from a state of their own, which no seed of a microbatch reaches: cuDNN's recurrent layers
+    keep one for the dropout between their layers."""
+    if device.type != "cuda":
+        return []
+    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.RNNBase)]
+    return [name for name, m in modules if m.dropout > 0 and m.num_layers > 1]
 
 
 def changing_buffers(model: nn.Module, x: torch.Tensor) -> List[str]:

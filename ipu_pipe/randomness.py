@@ -18,6 +18,14 @@ def derived_seed(*key: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def generators(device: torch.device) -> List[torch.Generator]:
+    """Those that a module on `device` may draw from: the CPU's, which stochastic depth asks on any device, and the GPU's own."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
 class KeyedRandomness:
     """Seeds the named modules' draws in training, and leaves the random state around them as it was.
 
@@ -26,8 +34,9 @@ class KeyedRandomness:
 
     def __init__(self, model: nn.Module, names: Sequence[str], seed: int, device: torch.device) -> None:
         self.microbatch = 0
-        self._seed, self._cuda = seed, device if device.type == "cuda" else None
-        self._kept: List[Any] = []
+        self._seed = seed
+        self._generators = generators(device) if names else []
+        self._kept: List[List[torch.Tensor]] = []
         self._handles: List[Any] = []
         for name in names:
             module = model.get_submodule(name)
@@ -37,18 +46,17 @@ class KeyedRandomness:
     def _seeding(self, name: str) -> Any:
         def before(module: nn.Module, inputs: Any) -> None:
             if module.training:
-                cuda = torch.cuda.get_rng_state(self._cuda) if self._cuda is not None else None
-                self._kept.append((torch.get_rng_state(), cuda))
-                torch.manual_seed(derived_seed(self._seed, self.microbatch, name))
+                self._kept.append([generator.get_state() for generator in self._generators])
+                seed = derived_seed(self._seed, self.microbatch, name)
+                for generator in self._generators:  # torch.manual_seed asks every kind of device: 100 times as long
+                    generator.manual_seed(seed)
 
         return before
 
     def _restore(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if module.training:
-            cpu, cuda = self._kept.pop()
-            torch.set_rng_state(cpu)
-            if self._cuda is not None and cuda is not None:
-                torch.cuda.set_rng_state(cuda, self._cuda)
+            for generator, state in zip(self._generators, self._kept.pop()):
+                generator.set_state(state)
 
     def remove(self) -> None:
         """Take the hooks off the model."""

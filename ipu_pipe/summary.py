@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ipu_pipe import accounting, trace
+from ipu_pipe.determinism import numerics
 from ipu_pipe.drawing import format_text
 from ipu_pipe.engines import Report
 from ipu_pipe.job import Job
@@ -212,6 +213,7 @@ def summarise(
         "method": job.method.name,
         "backend": config.backend.name,
         "device": job.device_kind,
+        "numerics": numerics(config.backend),
         "model": {
             "entry": config.model.entry,
             "parameters": sum(p.numel() for p in job.model.parameters()),

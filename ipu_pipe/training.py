@@ -124,6 +124,7 @@ class _Run:
         assert made
         self.out, self.resume, self.progress = out, resume, Progress(quiet or not is_main())
         self.position = Position()
+        self.unread_seconds = 0.0  # of training since a loss was last read
         self.tested: List[Measured] = []  # at the last evaluation, by block
         self.names = {parameter: name for name, parameter in job.model.named_parameters()}
 
@@ -172,18 +173,22 @@ class _Run:
     def _step(self, engine: Engine, bar: Any, scalars: Any) -> None:
         job, position = self.job, self.position
         k = position.update
-        if k % job.updates_per_epoch == 0:
-            position.epoch_loss, position.epoch_updates = 0.0, 0
         start = time.perf_counter()
-        result = engine.step(k)
+        results = engine.advance(k, self._reads_after(k + 1))
         seconds = time.perf_counter() - start
         position.update += 1
-        position.epoch_loss, position.epoch_updates = position.epoch_loss + result.loss, position.epoch_updates + 1
         if self.progress.steps:  # the first step of a process warms up
             position.seconds, position.timed_updates = position.seconds + seconds, position.timed_updates + 1
         self.progress.steps += 1
-        rate = result.samples / seconds
-        bar.advance(result.loss, result.accuracy, rate)
+        self.unread_seconds += seconds
+        if not results:
+            return
+        rate, self.unread_seconds = sum(result.samples for result in results) / self.unread_seconds, 0.0
+        for update_index, result in enumerate(results, position.update - len(results)):
+            if update_index % job.updates_per_epoch == 0:
+                position.epoch_loss, position.epoch_updates = 0.0, 0
+            position.epoch_loss, position.epoch_updates = position.epoch_loss + result.loss, position.epoch_updates + 1
+            bar.advance(result.loss, result.accuracy, rate)
         if position.update % job.config.log.every == 0 or position.update == job.updates:
             epoch = position.update / job.updates_per_epoch
             self._log(
@@ -195,6 +200,13 @@ class _Run:
                 samples_per_second=rate,
                 **({"block_train_loss": [loss for loss, _ in result.blocks]} if result.blocks else {}),
             )
+
+    def _reads_after(self, done: int) -> bool:
+        """Whether what was measured must be known when `done` updates are done: for a line, an evaluation or a checkpoint; after
+        the first, whose time does not count."""
+        job = self.job
+        due = done % job.config.log.every == 0 or job.evaluates_after(done) or job.saves_after(done)
+        return due or not self.progress.steps
 
     def _evaluate(self, engine: Engine, scalars: Any, bar: Any = None, record: bool = True) -> Measured:
         found = engine.evaluate()

@@ -88,12 +88,29 @@ def clip(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:
     stages: Mapping[Any, List[torch.Tensor]] = parameters_by_stage(optimizer)
     chosen = stages.values() if scope == "stage" else [[p for ps in stages.values() for p in ps]]
     for parameters in chosen:
-        torch.nn.utils.clip_grad_norm_(parameters, norm)
+        scale_to(norm, parameters, gradient_norms(parameters))
+
+
+def gradient_norms(parameters: Iterable[torch.Tensor]) -> List[torch.Tensor]:
+    """Euclidean norms of the gradients that there are, one tensor a kernel: where a stage has a process of its own and where it
+    has none, the same kernels must give them (torch's own clipping takes all tensors of a GPU at once)."""
+    return [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
+
+
+def scale_to(norm: float, parameters: Iterable[torch.Tensor], norms: Sequence[torch.Tensor]) -> None:
+    """Scale gradients so that the norm of all of which `norms` are known, these and maybe others, is at most `norm`."""
+    if not norms:
+        return
+    total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    scale = torch.clamp(norm / (total + 1e-6), max=1.0)
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.mul_(scale.to(p.grad.device))
 
 
 def own_norm(parameters: Iterable[torch.Tensor]) -> Optional[float]:
     """Euclidean norm of the gradients of these parameters; None where there is none."""
-    norms = [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
+    norms = gradient_norms(parameters)
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else None
 
 
@@ -191,7 +208,7 @@ def import_state(
     plain: Mapping[str, Any],
 ) -> None:
     """Put back what `export_state` gave, whatever the number of stages was; of parameters that the optimizer holds."""
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     by_name = {name: parameter for parameter, name in names.items()}
     entries: Dict[str, Dict[str, Any]] = {}
     for key, value in [*tensors.items(), *plain.items()]:
@@ -203,7 +220,11 @@ def import_state(
         parameter = by_name[name]
         if id(parameter) not in own:
             continue
+        group = own[id(parameter)]
+        counts_there = bool(
+            group.get("fused") or group.get("capturable")
+        )  # other optimizers keep step counts on the CPU
         for entry, value in state.items():
-            if isinstance(value, torch.Tensor) and entry != "step":  # torch keeps step counts on the CPU
-                state[entry] = value.to(parameter.device)
+            if isinstance(value, torch.Tensor):
+                state[entry] = value.to(parameter.device if entry != "step" or counts_there else "cpu")
         optimizer.state[parameter] = state

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ipu_pipe.backends.channels import links
+from ipu_pipe.backends.mail import THROUGH_CHANNELS
 from ipu_pipe.errors import end_process
 from ipu_pipe.methods import resolve_method
 from ipu_pipe.probe import random_modules
@@ -21,6 +23,7 @@ from ipu_pipe.stages import partition
 from ipu_pipe.timelines import make_schedule
 from ipu_pipe.update import parameter_groups, stage_groups
 from ipu_pipe.versions import VersionTable
+from tests.nccl_double import NcclDouble
 from tests.staged_models import MODELS, Skipping, batches, whole
 
 Case = Tuple[str, str, Dict[str, Any], int, str, int]  # name, method, args, microbatches an update, model, switch
@@ -61,11 +64,11 @@ def clip_of(case: Case) -> Any:
 
 
 def channels_of(case: Case, ranks: int) -> Any:
-    """Groups in the place of tags, as nccl wants them, where the case's name asks for it."""
+    """Groups in the place of tags, which behave as those of nccl, where the case's name asks for it."""
     if not case[0].startswith("channels"):
         return None
-    links = [pair for s in range(ranks - 1) for pair in ((s, s + 1, "F"), (s, s + 1, "R"), (s + 1, s, "B"))]
-    return {link: dist.new_group(sorted(link[:2])) for link in links}
+    order = links(ranks, resolve_method(case[1], case[2]), THROUGH_CHANNELS)
+    return {link: dist.new_group(sorted(link[:2])) for link in order}
 
 
 def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
@@ -87,12 +90,16 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     rate = make.keywords["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch)
     keyed = KeyedRandomness(model, random_modules(model, data[0][0]), 0, torch.device("cpu"))
+    channels = channels_of(case, ranks)
+    double = NcclDouble(list((channels or {}).values()))
+    double.watch(cut[rank], optimizer)
     engine = StageEngine(
         layout, cut[rank], across, nn.functional.cross_entropy, method, table, rules, lambda m: data[m],
-        torch.device("cpu"), keyed, clip=clip_of(case), channels=channels_of(case, ranks),
+        torch.device("cpu"), keyed, clip=clip_of(case), channels=channels,
     )  # fmt: skip
-    losses = [engine.step(k) for k in range(updates_of(case))]
-    engine.close()
+    with double:
+        losses = [engine.step(k) for k in range(updates_of(case))]
+        engine.close()
     state = cut[rank].state()
     own = sum(state[name].numel() * state[name].element_size() for name in part.stages[rank].parameters)
     if own:  # weight versions besides the newest, at most

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ipu_pipe.probe import derived_weights, footprint, random_modules
+from ipu_pipe.probe import derived_weights, drawn_unkeyed, footprint, random_modules
 from ipu_pipe.stages import begin_stage, partition
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -115,6 +115,14 @@ def test_ordinary_layers_are_not_accused_and_are_left_as_found() -> None:
 def test_random_modules_are_those_that_draw() -> None:
     assert random_modules(_plain(), IMAGES) == ["3"]
     assert random_modules(Text(), torch.randint(0, 9, (2, 5))) == ["attend"]
+
+
+def test_recurrent_layers_with_dropout_of_their_own_draw_unkeyed_on_a_gpu() -> None:
+    model = nn.ModuleDict({
+        "plain": nn.GRU(2, 2, num_layers=2), "one": nn.ModuleList([nn.LSTM(2, 2, num_layers=2, dropout=0.1)]),
+    })  # fmt: skip
+    assert drawn_unkeyed(model, torch.device("cuda", 0)) == ["one.0"]
+    assert drawn_unkeyed(model, torch.device("cpu")) == []
 
 
 def test_footprint_counts_saved_and_sent_bytes() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict
-from typing import Any
+from typing import Any, List
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ipu_pipe import stages
 from ipu_pipe.errors import BadInput
 from ipu_pipe.stages import balance, begin_stage, partition
 
@@ -239,3 +240,17 @@ def test_modules_called_by_keyword_or_working_in_place_can_be_counted(by: str) -
     """Story: `by: time` called the module again without its keywords, and in place on a leaf of the graph."""
     part = partition(Keywords(), torch.randn(2, 4, 4), {"count": 2, "by": by})
     assert sorted(n for s in part.stages for n in s.parameters) == ["a.bias", "a.weight", "b.bias", "b.weight"]
+
+
+def test_times_of_modules_begin_and_end_with_an_idle_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: List[str] = []
+
+    def clock() -> float:
+        log.append("clock")
+        return float(len(log))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("idle"))
+    monkeypatch.setattr(stages.time, "perf_counter", clock)
+    stages._seconds(stages._Call("layer", nn.Linear(4, 3), True, inputs=((torch.zeros(1, 4),), {})), repeats=2)
+    assert log == ["idle", "clock", "idle", "clock"] * 2

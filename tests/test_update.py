@@ -57,6 +57,38 @@ def test_clipping_bounds_the_norm_of_its_scope(scope: str) -> None:
         assert sum(n * n for n in norms) ** 0.5 == pytest.approx(2.0, rel=1e-4) and norms[1] < 0.5
 
 
+@pytest.mark.parametrize("scope", ["global", "stage"])
+def test_clipping_takes_the_kernels_that_a_process_takes(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage's process knows the norms of its own gradients alone: torch's clipping takes all at once on a GPU."""
+    model, part = staged()
+    optimizer = torch.optim.SGD(update.parameter_groups(model, part), lr=0.1)
+    stages = update.parameters_by_stage(optimizer)
+    model(torch.randn(2, 4)).square().sum().backward()
+    given = {p: p.grad.clone() for p in model.parameters()}
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", None)
+    update.clip(optimizer, 0.5, scope)
+    clipped = {p: p.grad.clone() for p in model.parameters()}
+    for p, gradient in given.items():
+        p.grad = gradient
+    known = {s: update.gradient_norms(parameters) for s, parameters in stages.items()}
+    every = [norm for norms in known.values() for norm in norms]
+    for s, parameters in stages.items():
+        update.scale_to(0.5, parameters, known[s] if scope == "stage" else every)
+    assert all(torch.equal(p.grad, clipped[p]) for p in model.parameters())
+
+
+@pytest.mark.parametrize("how, place", [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")])
+def test_step_counts_resume_where_the_optimizer_keeps_them(how: Any, place: str) -> None:
+    """Fused and capturable optimizers count on the parameters' device, for which the one without data stands here."""
+    weight = nn.Parameter(torch.zeros(2, device="meta"))
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+    optimizer.param_groups[0].update(how)
+    held = {"w/step": torch.tensor(3.0), "w/exp_avg": torch.zeros(2)}
+    update.import_state(optimizer, {weight: "w"}, held, {})
+    state = optimizer.state[weight]
+    assert state["step"].device.type == place and state["exp_avg"].device.type == "meta"
+
+
 def test_optimizer_bytes_are_counted_by_stage() -> None:
     model, part = staged()
     optimizer = torch.optim.SGD(update.parameter_groups(model, part), lr=0.1, momentum=0.9)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ipu_pipe import update
+from ipu_pipe.backends.channels import Channels, links, rehearsal
 from ipu_pipe.backends.emulator import right_answers
 from ipu_pipe.backends.history import Overwriting, Read, ReadPlan, Swapping, Unversioned
 from ipu_pipe.backends.mail import (
@@ -33,8 +34,8 @@ from ipu_pipe.backends.mail import (
     ORDER,
     RECOMPUTE,
     SHARED,
+    THROUGH_CHANNELS,
     UPDATE,
-    Channels,
     Layout,
     Mail,
     Message,
@@ -134,6 +135,7 @@ class StageEngine:
         self._forwarded = microbatch - 1
         self._results: Deque[Tuple[torch.Tensor, Optional[torch.Tensor]]] = deque()  # by microbatch, on the last stage
         self.mail = Mail(layout, device, self.timeline, deadline, group, channels)
+        self._device, self._has_channels, self._is_ready = device, channels is not None, channels is None
         self._row = self._actions(microbatch)
         self.doing = "start"
 
@@ -239,6 +241,8 @@ class StageEngine:
     def step(self, k: int) -> Optional[Tuple[float, Optional[float]]]:
         """Carry out the row up to update k. Where there is a loss: (its mean, share of right answers or None) over the batch."""
         assert k == self.update, f"update {self.update} is next, not {k}"
+        if self._has_channels:
+            self._open_channels(k)
         result = None
         for kind, index in self._row:
             Stopping.check()
@@ -266,6 +270,36 @@ class StageEngine:
                 )
                 return result
         raise AssertionError(f"the schedule ends before update {k}")
+
+    def _open_channels(self, k: int) -> None:
+        """Receives up to where the pipeline empties may be posted; first of all, channels and kernels are used once."""
+        if not self._is_ready:
+            self.mail.touch(links(self.layout.depth, self._method, THROUGH_CHANNELS))
+            self._rehearse()
+            self._is_ready = True
+        end = self._schedule.stretch(k)[1]
+        self.mail.open(end * self._accumulate, end)
+
+    def _rehearse(self) -> None:
+        """Forward, backward and update of the first microbatch, or of zeros where it comes from another stage."""
+        m = self._forwarded + 1
+        with rehearsal([self.piece, self._head, self._behind], self._rules):
+            inputs = [self._source(m)[0]] if self._enter is None else []
+            for shape in self._enter.tensors if self._enter is not None else ():
+                zeros = torch.zeros(shape.shape, dtype=shape.dtype, device=self._device)
+                inputs.append(zeros.requires_grad_(shape.differentiable and not self._is_local))
+            outputs, loss, _ = self._run(m, inputs)
+            ends = [t for t in (outputs if loss is None else [loss / self._accumulate]) if t.requires_grad]
+            if ends:
+                torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+            bound = self._clip[0] if self._clip else float("inf")
+            with _counters_kept(self._parameters):
+                self._rules.step(
+                    max(self.update, self._rules.switch),
+                    lambda: update.scale_to(bound, self._parameters, update.gradient_norms(self._parameters)),
+                )
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()
 
     def _own(self, read: Read) -> Read:
         s = self.layout.stage
@@ -389,14 +423,19 @@ class StageEngine:
         self.weights.release(np.array([min(oldest, default=np.iinfo(np.int64).max)]))
 
     def _average(self) -> None:
-        """Mean gradient over the replicas of the pipeline; one that a replica did not reach is zero there."""
+        """Mean gradient over the replicas of the pipeline; one that a replica did not reach is zero there. By way of the host,
+        since replicas may share a GPU; in one message a dtype; summed in the order of the replicas, as the emulator does."""
         reached = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int32)
         self.mail.wait(dist.all_reduce(reached, group=self._replicas, async_op=True))
-        for p, somewhere in zip(self._parameters, reached.tolist()):
-            if somewhere:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                self.mail.wait(dist.all_reduce(p.grad, group=self._replicas, async_op=True))
-                p.grad /= self.layout.width
+        chosen = [p for p, somewhere in zip(self._parameters, reached.tolist()) if somewhere]
+        for dtype in dict.fromkeys(p.dtype for p in chosen):
+            alike = [p for p in chosen if p.dtype == dtype]
+            own = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in alike]).cpu()
+            every = [torch.empty_like(own) for _ in range(self.layout.width)]
+            self.mail.wait(dist.all_gather(every, own, group=self._replicas, async_op=True))
+            mean = (functools.reduce(torch.add, every) / self.layout.width).to(alike[0].device)
+            for p, part in zip(alike, mean.split([p.numel() for p in alike])):
+                p.grad = part.view_as(p)
 
     def _average_shared(self) -> None:
         """The mean gradient of the layers that this stage and a neighbour hold."""
@@ -445,16 +484,8 @@ class StageEngine:
         if not self._clip or self._delayed is not None:
             return
         norm, scope = self._clip
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norms = [torch.linalg.vector_norm(g) for g in gradients]
-        if scope == "global":
-            norms = self._norms_of_all_stages()
-        if not gradients:
-            return
-        total = torch.linalg.vector_norm(torch.stack(norms))
-        scale = torch.clamp(norm / (total + 1e-6), max=1.0)
-        for g in gradients:
-            g.mul_(scale)
+        known = self._norms_of_all_stages() if scope == "global" else update.gradient_norms(self._parameters)
+        update.scale_to(norm, self._parameters, known)
 
     def _summed(self) -> Tuple[float, Optional[float]]:
         batch = [self._results.popleft() for _ in range(self._accumulate)]

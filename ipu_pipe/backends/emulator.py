@@ -17,7 +17,7 @@ of the microbatches and never versioned: a stage of the pipeline does its forwar
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Iterable, List, Optional, Tuple
+from typing import Any, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -33,6 +33,17 @@ from ipu_pipe.randomness import KeyedRandomness
 from ipu_pipe.rules import UpdateRules
 from ipu_pipe.stages import Partition
 from ipu_pipe.versions import VersionTable, segment_ends
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """What an update measured, still on its device: sums of the losses of `count` microbatches, shares of right answers."""
+
+    update: int
+    losses: List[torch.Tensor]
+    shares: List[Optional[torch.Tensor]]
+    samples: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -112,6 +123,7 @@ class Emulator:
             self._delayed = update.DelayedGlobalNorm(clip[0], table.schedule)
         self._allow_nonfinite = allow_nonfinite
         self._microbatch = microbatch
+        self._unread: List[_Unread] = []
         self._accumulate = table.schedule.accumulate
         # a read reaches back over the microbatches in flight, the batches being gathered, and a delay of so many updates
         reach = 2 * len(part) + 2 * self._accumulate + 2
@@ -135,6 +147,17 @@ class Emulator:
     def step(self, microbatches: Iterable[Tuple[torch.Tensor, torch.Tensor]]) -> StepResult:
         """Forward and backward of one batch's microbatches (x, y), in order, then the update of every stage. With replicas:
         each one's first microbatch, then each one's second, and so on."""
+        self._batch(microbatches)
+        result = self.read()[-1]
+        self._update()
+        return result
+
+    def advance(self, microbatches: Iterable[Tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """`step`, of which `read` tells what it measured: a GPU goes on meanwhile. A loss that is not finite is told as late."""
+        self._batch(microbatches)
+        self._update()
+
+    def _batch(self, microbatches: Iterable[Tuple[torch.Tensor, torch.Tensor]]) -> None:
         total: List[Any] = []
         right: List[Any] = []
         samples = count = 0
@@ -147,17 +170,27 @@ class Emulator:
             )
             samples, count = samples + len(x), count + 1
         assert count == self._accumulate * width, f"{count} microbatches given, a batch has {self._accumulate * width}"
-        means = [float(loss) / count for loss in total]
-        wrong = [mean for mean in means if not _is_finite(mean)]
-        if not self._allow_nonfinite and wrong:
-            raise RunFault(
-                f"update {self.update} of method {self._method.name}: the training loss is {wrong[0]}; a smaller optimizer.lr or "
-                "lr_schedule.warmup_steps may help (allow_nonfinite: true goes on regardless)"
-            )
-        self._update()
-        shares = [None if answers is None else float(answers[0] / answers[1].clamp(min=1)) for answers in right]
-        blocks = tuple(zip(means, shares)) if len(means) > 1 else ()
-        return StepResult(means[-1], shares[-1], samples, blocks)
+        shares = [None if answers is None else answers[0] / answers[1].clamp(min=1) for answers in right]
+        self._unread.append(_Unread(self.update, total, shares, samples, count))
+
+    def read(self) -> List[StepResult]:
+        """What was measured since the last reading, by update. Raises RunFault where a loss is not finite."""
+        unread, self._unread = self._unread, []
+        losses = _values([loss for batch in unread for loss in batch.losses])
+        shares = _values([share for batch in unread for share in batch.shares if share is not None])
+        results = []
+        for batch in unread:
+            means = [next(losses) / batch.count for _ in batch.losses]
+            wrong = [mean for mean in means if not _is_finite(mean)]
+            if not self._allow_nonfinite and wrong:
+                raise RunFault(
+                    f"update {batch.update} of method {self._method.name}: the training loss is {wrong[0]}; a smaller "
+                    "optimizer.lr or lr_schedule.warmup_steps may help (allow_nonfinite: true goes on regardless)"
+                )
+            own = [None if share is None else next(shares) for share in batch.shares]
+            blocks = tuple(zip(means, own)) if len(means) > 1 else ()
+            results.append(StepResult(means[-1], own[-1], batch.samples, blocks))
+        return results
 
     def _pass(
         self, x: torch.Tensor, y: torch.Tensor, replica: int
@@ -263,6 +296,11 @@ def right_answers(output: Any, y: Any) -> Optional[torch.Tensor]:
     if output.dim() != y.dim() + 1 or output.shape[0] != y.shape[0] or output.shape[2:] != y.shape[1:]:
         return None
     return torch.stack([(output.detach().argmax(dim=1) == y).sum(), (y != -100).sum()])
+
+
+def _values(scalars: Sequence[torch.Tensor]) -> Iterator[float]:
+    """Their values, for which a GPU is waited for once."""
+    return iter(torch.stack([scalar.reshape(()) for scalar in scalars]).tolist() if scalars else [])
 
 
 def _is_finite(value: float) -> bool:

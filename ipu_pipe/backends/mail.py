@@ -4,7 +4,8 @@ A message is what an action needs from another rank, told by kind and microbatch
 until they are through; compute waits for one only when so many later ones are on their way that its action is long past.
 
     gloo     all messages in one group, told apart by tags; a GPU's tensors go through the host's memory
-    nccl     has no tags: a group for each link, direction and kind, in which both sides go by the order of microbatches
+    nccl     has no tags: a group for each link, direction and kind (`channels`), in which both sides go by the order of
+             microbatches
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Deque, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Deque, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
 
+from ipu_pipe.backends.channels import Channels, Kinds, Link, finish, touch
 from ipu_pipe.slices import Shape
 from ipu_pipe.trace import Event
 
@@ -30,7 +32,7 @@ TERMINATED = 143  # exit code of a process that was asked to end
 AHEAD = 3  # receives posted on each link before they are needed
 FIRST_STEP = 600.0  # seconds that a wait of the first step may take at least, in which ranks load and warm up
 
-Channels = Mapping[Tuple[int, int, str], Any]  # (source stage, target stage, kind) -> process group
+THROUGH_CHANNELS = Kinds(FORWARD, RECOMPUTE, BACKWARD, SHARED)
 
 
 class Stopping:
@@ -135,7 +137,8 @@ class Mail:
         self._wanted: Dict[Tuple[int, str], Deque[Tuple[Message, Tuple[Shape, ...]]]] = {}  # by source and kind
         self._posted: Dict[Tuple[int, Message], List[Tuple[Any, torch.Tensor]]] = {}
         self._in_post: Dict[Tuple[int, str], int] = {}
-        self._out: Dict[int, Deque[Tuple[Any, torch.Tensor]]] = {}
+        self._out: Dict[int, Deque[Tuple[Any, torch.Tensor, str]]] = {}  # with the kind of message
+        self._open: Dict[str, int] = {}  # by kind, the first microbatch or update whose receive may not be posted yet
         self._kept = 8 * (layout.depth + 1)  # tensors on their way to one stage
         self.waiting_for: Optional[int] = None  # the rank, while waiting
         self.is_warm = False  # the first step is done
@@ -145,9 +148,28 @@ class Mail:
         """How long a wait may take now."""
         return timedelta(seconds=self._deadline if self.is_warm else max(self._deadline, FIRST_STEP))
 
+    def touch(self, order: Sequence[Link]) -> None:
+        """Before anything else where there are channels: use each of this rank's once, in the order that all ranks share."""
+        assert self._channels is not None
+        touch(self._channels, order, self._layout.stage, self._layout.rank_of, self._device, self._wait_for_channel)
+
+    def open(self, microbatch: int, update: int) -> None:
+        """From now on receives may be posted of messages before this microbatch, or update, where they go through channels."""
+        if self._open.get(FORWARD) == microbatch:
+            return
+        self._open = {**dict.fromkeys(ORDER, microbatch), SHARED: update}
+        for source, kind in list(self._wanted):
+            self._post(source, kind)
+
+    def _may_post(self, message: Message) -> bool:
+        return not self._by_channel(message.kind) or message.microbatch < self._open.get(message.kind, 0)
+
+    def _by_channel(self, kind: str) -> bool:
+        return self._channels is not None and kind not in ON_HOST
+
     def _way(self, source: int, target: int, message: Message, index: int) -> Tuple[Any, int]:
         """Group and tag of tensor number `index` of a message."""
-        if self._channels is None or message.kind in ON_HOST:
+        if self._channels is None or not self._by_channel(message.kind):
             return self._group, message.tag(index)
         return self._channels[source, target, message.kind], 0
 
@@ -155,12 +177,12 @@ class Mail:
         """Messages that stage `source` will send, those of a kind in the order in which they are needed."""
         for message, shapes in wanted:
             self._wanted.setdefault((source, message.kind), deque()).append((message, shapes))
-        for kind in {message.kind for message, _ in wanted}:
+        for kind in dict.fromkeys(message.kind for message, _ in wanted):  # a set's order differs from rank to rank
             self._post(source, kind)
 
     def _post(self, source: int, kind: str) -> None:
         queue = self._wanted[source, kind]
-        while queue and self._in_post.get((source, kind), 0) < AHEAD:
+        while queue and self._in_post.get((source, kind), 0) < AHEAD and self._may_post(queue[0][0]):
             message, shapes = queue.popleft()
             place = "cpu" if self._through_host or kind in ON_HOST else self._device
             received = []
@@ -175,8 +197,9 @@ class Mail:
         """Wait for a message."""
         start = time.perf_counter_ns()
         received = self._posted.pop((source, message))
+        wait = self._wait_for_channel if self._by_channel(message.kind) else self.wait
         for work, _ in received:
-            self.wait(work, self._layout.rank_of(source))
+            wait(work, self._layout.rank_of(source))
         self._in_post[source, message.kind] -= 1
         self._post(source, message.kind)
         size = sum(buffer.numel() * buffer.element_size() for _, buffer in received)
@@ -190,6 +213,11 @@ class Mail:
         work.wait(self.limit)
         self.waiting_for = None
 
+    def _wait_for_channel(self, work: Any, rank: int) -> None:
+        self.waiting_for = rank
+        finish(work, self.limit.total_seconds())
+        self.waiting_for = None
+
     def send(self, target: int, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """Send without waiting."""
         start = time.perf_counter_ns()
@@ -199,16 +227,21 @@ class Mail:
             value = value.cpu() if self._through_host or message.kind in ON_HOST else value
             group, tag = self._way(self._layout.stage, target, message, index)
             out = self._out.setdefault(target, deque())
-            out.append((dist.isend(value, self._layout.rank_of(target), group, tag), value))
+            out.append((dist.isend(value, self._layout.rank_of(target), group, tag), value, message.kind))
             if len(out) > self._kept:  # the oldest was for an action of a slot long past: it is through, or soon
-                self.wait(out.popleft()[0], self._layout.rank_of(target))
+                self._let_go(target)
             size += value.numel() * value.element_size()
         self._timeline.count(target, message.kind, size)
         if message.kind not in ON_HOST:
             self._timeline.add("send", message.microbatch, start, size=size)
 
+    def _let_go(self, target: int) -> None:
+        work, _, kind = self._out[target].popleft()
+        wait = self._wait_for_channel if self._by_channel(kind) else self.wait
+        wait(work, self._layout.rank_of(target))
+
     def flush(self) -> None:
         """Wait until all that was sent is through."""
         for target, out in self._out.items():
             while out:
-                self.wait(out.popleft()[0], self._layout.rank_of(target))
+                self._let_go(target)

@@ -20,21 +20,19 @@ import torch.distributed as dist
 from torch import nn
 
 from ipu_pipe import update
+from ipu_pipe.backends.channels import Channels, Link, links
 from ipu_pipe.backends.distributed import StageEngine
 from ipu_pipe.backends.emulator import StepResult
 from ipu_pipe.backends.mail import (
-    BACKWARD,
     FIRST_STEP,
-    FORWARD,
-    RECOMPUTE,
     RESULT,
-    SHARED,
-    Channels,
+    THROUGH_CHANNELS,
     Layout,
     Message,
     Stopping,
 )
 from ipu_pipe.config import BackendConfig, Config
+from ipu_pipe.determinism import set_numerics
 from ipu_pipe.engines import Engine, Report, State
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.evaluation import Tally, test_batches
@@ -53,7 +51,8 @@ CLOCK_ROUNDS = 8
 
 
 def start(backend: BackendConfig) -> None:
-    """Join the group of processes that the launcher started: gloo, and nccl beside it where GPUs talk to each other."""
+    """Join the group of processes that the launcher started, by gloo; where GPUs talk to each other, each channel is a group of
+    nccl (`_channels`)."""
     if not dist.is_available():
         raise BadInput("backend.name: distributed: this PyTorch was built without torch.distributed")
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 4):
@@ -61,11 +60,13 @@ def start(backend: BackendConfig) -> None:
     if not dist.is_initialized():
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, Stopping.ask)
-        cuda = backend.device == "cuda"
-        patience = datetime.timedelta(seconds=max(backend.deadline, FIRST_STEP))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda and dist.is_nccl_available() else "gloo", timeout=patience)
-        if cuda:
+        if backend.device == "cuda":
+            # a kernel that is loaded when first used waits for an idle GPU, which one with a receive posted is not
+            os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+            set_numerics(backend)
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % max(torch.cuda.device_count(), 1))
+        patience = datetime.timedelta(seconds=max(backend.deadline, FIRST_STEP))
+        dist.init_process_group("gloo", timeout=patience)
 
 
 def _gpus_talk() -> bool:
@@ -191,17 +192,17 @@ class ProcessEngine(Engine):
         return [dist.new_group([replica * depth + s for replica in range(width)]) for s in range(depth)]
 
     def _channels(self) -> Optional[Channels]:
-        """A group for each neighbour, direction and kind where GPUs talk to each other (not run: no machine had two)."""
+        """A group for each neighbour, direction and kind where GPUs talk to each other (not run: no machine had two). Not their
+        timeout but the mail's deadline ends a wait: a receive may be posted long before its message."""
         if self.job.device.type != "cuda" or not _gpus_talk():
             return None
-        made: Dict[Tuple[int, int, str], Any] = {}
+        made: Dict[Link, Any] = {}
         for replica in range(self.layout.width):
-            for s in range(self.layout.depth - 1):
-                back = ((s + 1, s, BACKWARD), (s + 1, s, SHARED), (s, s + 1, SHARED))
-                for source, target, kind in ((s, s + 1, FORWARD), (s, s + 1, RECOMPUTE), *back):
-                    group = dist.new_group([replica * self.layout.depth + s, replica * self.layout.depth + s + 1])
-                    if replica == self.layout.replica:
-                        made[source, target, kind] = group
+            for link in links(self.layout.depth, self.job.method, THROUGH_CHANNELS):
+                pair = sorted(replica * self.layout.depth + stage for stage in link[:2])
+                group = dist.new_group(pair, timeout=datetime.timedelta(days=1), backend="nccl")
+                if replica == self.layout.replica:
+                    made[link] = group
         return made
 
     def _microbatch(self, m: int) -> Tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,88 @@
+"""Groups of gloo that hold up what groups of nccl hold up.
+
+first message     waits until the other rank uses the same group for the first time
+posted receive    occupies the GPU: nothing may be used for the first time meanwhile, as loading waits for an idle GPU
+wait()            takes no limit, which would hold the host up
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any, Dict, List, Optional, Sequence, Set
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+PATIENCE = timedelta(seconds=20)
+
+
+class Transfer:
+    """A message on its way, of which one can ask whether it is through."""
+
+    def __init__(self, work: Any) -> None:
+        self._failed: Optional[BaseException] = None
+        self._thread = threading.Thread(target=self._carry, args=(work,), daemon=True)
+        self._thread.start()
+
+    def _carry(self, work: Any) -> None:
+        try:
+            work.wait()
+        except BaseException as error:
+            self._failed = error
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: Any = None) -> None:
+        assert timeout is None, "nccl's wait with a limit holds the host up, and ends the group after it"
+        self._thread.join()
+        if self._failed is not None:
+            raise self._failed
+
+
+class NcclDouble:
+    """In a `with`: messages of `groups` are nccl's, all others gloo's own."""
+
+    def __init__(self, groups: Sequence[Any]) -> None:
+        self._groups = list(groups)
+        self._touched: Set[int] = set()
+        self._posted: List[Transfer] = []
+        self._loaded: Set[str] = set()
+        self._real: Dict[str, Any] = {}
+
+    def watch(self, piece: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Look out for kernels that are used for the first time."""
+        if not self._groups:
+            return
+        piece.register_forward_pre_hook(lambda *_: self._loads("forward"))
+        for p in [p for p in piece.parameters() if p.requires_grad][:1]:
+            p.register_hook(lambda *_: self._loads("backward"))
+        optimizer.register_step_pre_hook(lambda *_: self._loads("update"))
+
+    def _loads(self, what: str) -> None:
+        if what not in self._loaded:
+            pending = [transfer for transfer in self._posted if not transfer.is_completed()]
+            assert not pending, f"first {what} while {len(pending)} receives are posted: it would wait for an idle GPU"
+            self._loaded.add(what)
+
+    def _message(self, kind: str, tensor: torch.Tensor, other: int, group: Any = None, tag: int = 0) -> Any:
+        if not any(group is own for own in self._groups):
+            return self._real[kind](tensor, other, group, tag)
+        if id(group) not in self._touched:
+            dist.barrier(group=group, async_op=True).wait(PATIENCE)
+            self._touched.add(id(group))
+        transfer = Transfer(self._real[kind](tensor, other, group, tag))
+        if kind == "irecv":
+            self._posted = [before for before in self._posted if not before.is_completed()] + [transfer]
+        return transfer
+
+    def __enter__(self) -> None:
+        for kind in ("isend", "irecv"):
+            self._real[kind] = getattr(dist, kind)
+            setattr(dist, kind, lambda *args, kind=kind: self._message(kind, *args))
+
+    def __exit__(self, *_: Any) -> None:
+        for kind, real in self._real.items():
+            setattr(dist, kind, real)

@@ -1,0 +1,66 @@
+"""What runs on a GPU compute with is set and recorded; where there is none, nothing is touched."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Iterator
+
+import pytest
+import torch
+
+from ipu_pipe.config import BackendConfig, load_config
+from ipu_pipe.determinism import CUBLAS, numerics, set_numerics
+from ipu_pipe.errors import BadInput
+
+DIGITS = Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml"
+
+
+@pytest.fixture(autouse=True)
+def settings_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The process's own at the end."""
+    monkeypatch.setenv(CUBLAS, "")
+    matmul, cudnn, deterministic = (
+        torch.backends.cuda.matmul,
+        torch.backends.cudnn,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    before = cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32
+    yield
+    cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before
+    torch.use_deterministic_algorithms(deterministic)
+    if hasattr(torch.utils, "deterministic"):
+        torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def backend(**settings: Any) -> BackendConfig:
+    return BackendConfig(**settings)
+
+
+def test_a_gpu_computes_the_same_each_time_and_float32_in_full_unless_asked_otherwise() -> None:
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = True, True, True
+    set_numerics(backend(device="cuda"))
+    assert os.environ[CUBLAS] == ":4096:8" and torch.are_deterministic_algorithms_enabled()
+    assert numerics(backend(device="cuda")) == {
+        "deterministic_algorithms": True, "cudnn_deterministic": True, "cudnn_benchmark": False, "cublas_workspace": ":4096:8",
+        "tf32_convolutions": False, "tf32_matrix_products": False,
+    }  # fmt: skip
+    os.environ[CUBLAS] = ":16:8"
+    set_numerics(backend(device="cuda"))
+    assert os.environ[CUBLAS] == ":16:8"  # as good, and the user's own
+    set_numerics(backend(device="cuda", deterministic=False, tf32=True))
+    assert not torch.are_deterministic_algorithms_enabled() and not cudnn.deterministic
+    assert cudnn.allow_tf32 and matmul.allow_tf32
+
+
+def test_where_no_gpu_trains_nothing_is_set() -> None:
+    set_numerics(backend())
+    assert not os.environ[CUBLAS] and not torch.are_deterministic_algorithms_enabled()
+    assert numerics(backend()) is None
+
+
+@pytest.mark.parametrize("change", ["backend.tf32=true", "backend.deterministic=false"])
+def test_settings_of_gpus_are_refused_elsewhere(change: str) -> None:
+    with pytest.raises(BadInput, match=rf"{change.split('=')[0]}: .*belongs to backend.device cuda, not cpu"):
+        load_config(DIGITS, [change])

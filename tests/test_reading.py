@@ -1,0 +1,99 @@
+"""A GPU is asked for losses when someone wants to see them, and all numbers stay as they are. The CPU stands in for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ipu_pipe import engines
+from ipu_pipe.backends.emulator import Emulator
+from ipu_pipe.config import load_config
+from ipu_pipe.engines import LocalEngine
+from ipu_pipe.errors import RunFault
+from ipu_pipe.evaluation import Tally
+from ipu_pipe.job import build
+from ipu_pipe.training import train
+
+DIGITS = Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml"
+SHORT = [
+    "steps=23", "optimizer.lr=0.02", "log.tensorboard=false", "gradient_accumulation=4", "micro_batch_size=8", "stages=2",
+    "evaluate.subset=64", "backend.threads=1", "log.every=5", "checkpoint.every=8", "data.subset=320",
+]  # fmt: skip
+
+
+class Reads(TorchDispatchMode):
+    """Counts the tensors that are read, each of which waits for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def lines(run: Path) -> List[Dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in found]
+
+
+@pytest.mark.parametrize("how", [["method=pipemare"], ["method=local_greedy"], ["replicas=2", "method=gpipe"]])
+def test_losses_read_now_and_then_give_the_same_numbers(
+    how: List[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, reads = load_config(DIGITS, [*SHORT, *how]), []
+    at_once = train(config, tmp_path / "a", quiet=True)
+    monkeypatch.setattr(engines, "reading_waits", lambda device: True)
+    read = Emulator.read
+    monkeypatch.setattr(Emulator, "read", lambda self: reads.append(self.update) or read(self))
+    later = train(config, tmp_path / "b", quiet=True)
+    assert later["final"] == at_once["final"] and lines(tmp_path / "a") == lines(tmp_path / "b")
+    epochs = range(config_updates(config), 23, config_updates(config))
+    assert reads == sorted({1, 5, 10, 15, 20, 8, 16, 23, *epochs})  # the first, lines, checkpoints, evaluations
+    states = [(tmp_path / run / "checkpoints" / "step-16" / "state.json").read_text() for run in "ab"]
+    kept = [json.loads(state)["position"] for state in states]
+    assert all(position.pop("seconds") > 0 for position in kept) and kept[0] == kept[1]
+
+
+def config_updates(config: Any) -> int:
+    """Of an epoch."""
+    return int(320 // (8 * 4 * config.replicas))
+
+
+def test_a_loss_that_is_not_finite_is_told_of_its_own_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, told = load_config(DIGITS, [*SHORT, "optimizer.lr=1e30"]), []
+    for run, waits in (("a", False), ("b", True)):
+        monkeypatch.setattr(engines, "reading_waits", lambda device, waits=waits: waits)
+        with pytest.raises(RunFault, match="the training loss is") as fault:
+            train(config, tmp_path / run, quiet=True)
+        told.append(str(fault.value))
+        assert not list((tmp_path / run / "checkpoints").glob("step-*"))
+    assert told[0] == told[1] and "update 0" not in told[0]
+
+
+def test_updates_read_nothing_until_they_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "reading_waits", lambda device: True)
+    engine = LocalEngine(build(load_config(DIGITS, [*SHORT, "clip={norm: 1.0, scope: stage}"])), 0)
+    engine.advance(0, read=True)
+    with Reads() as reads:
+        assert [engine.advance(k, read=False) for k in (1, 2, 3)] == [[], [], []]
+    assert reads.count == 0
+    assert len(engine.advance(4, read=True)) == 4
+
+
+def test_an_evaluation_reads_nothing_until_its_end() -> None:
+    tally, y = Tally(nn.functional.cross_entropy), torch.tensor([0, 2, -100])
+    none = torch.full((3,), -100)
+    output = torch.randn(3, 4)
+    with Reads() as reads:
+        for labels in (y, y, none):
+            tally.add(output, labels, 3)
+    assert reads.count == 0
+    loss, accuracy = tally.measured
+    assert loss == float(nn.functional.cross_entropy(output, y))
+    assert accuracy == float((output.argmax(1)[:2] == y[:2]).double().mean())
