@@ -195,6 +195,8 @@ WRONG_VALUES = [
     (lambda p: p.Options().TensorLocations.setWeightLocation({"onChip": 0}), AssertionError, "TensorLocationSettings"),
     (lambda p: p.TensorLocationSettings().useOnChipStorage(1), AssertionError, "bool"),
     (lambda p: p.Options().Distributed.configureProcessId(2, 2), AssertionError, "no process 2 among 2"),
+    (lambda p: p.Options().inputReplicaGrouping(2, p.CommGroupType.Consecutive), ValueError, "larger than replication_factor"),
+    (lambda p: p.Options().inputReplicaGrouping(1, p.CommGroupType.All), ValueError, "cannot be All"),
     (lambda p: p.Options().loadFromFile(__file__), RuntimeError, ""),
     (lambda p: p.Options()._Popart.set("autoRecompute", 3), RuntimeError, "Unknown uint64 option autoRecompute"),
     (lambda p: p.Options()._Popart.set("autoRecomputation", True), RuntimeError, "Unknown bool option autoRecomputation"),
@@ -529,6 +531,9 @@ FORWARDS = [
     (lambda m, x, y: torch.autograd.grad(F.cross_entropy(m.a(x), y), m.a.weight)[0].sum(), "Error", "gradients and hooks"),
     (lambda m, x, y: F.cross_entropy(m.a(x), y).backward(), "Error", "gradients and hooks"),
     (_count_up, "DoubleRefuses", "the forward changes steps"),
+    (lambda m, x, y: F.cross_entropy(m.a(x).tril(), y), "Error", "Unsupported ops found in compiled model: [aten::tril]"),
+    (lambda m, x, y: F.cross_entropy(m.a(x), y, torch.ones(3)), "Error", 'Parameter "weight" is unsupported'),
+    (lambda m, x, y: F.nll_loss(m.a(x), y, weight=torch.ones(3)), "Error", 'Parameter "weight" is unsupported'),
     (_reassign, "Error", "Buffer seen is reassigned within the model when calling the forward method."),
     (lambda m, x, y: F.cross_entropy(Double.apply(m.a(x)), y), "DoubleRefuses", "torch.autograd.Function"),
 ]  # fmt: skip
@@ -859,6 +864,26 @@ def test_a_changed_rate_has_no_effect_before_set_optimizer(poptorch: Any) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
+def test_an_optimizer_set_while_detached_waits_for_the_next_attachment(poptorch: Any) -> None:
+    """And the state read when it was detached, written back after it, brings the old rate again."""
+    whole = model(poptorch)
+    optimizer = poptorch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    executor = poptorch.trainingModel(whole, None, optimizer)
+    executor(*data(2))
+    executor.detachFromDevice()
+    optimizer.param_groups[0]["lr"] = 0.0
+    executor.setOptimizer(optimizer)
+    twin = executor._program.twin._optimizer.param_groups[0]
+    assert twin["lr"] == 0.1
+    executor.attachToDevice()
+    assert twin["lr"] == 0.1
+    executor.setOptimizer(optimizer)  # nothing new to the front end, so that nothing is sent
+    assert twin["lr"] == 0.1
+    optimizer.param_groups[0]["lr"] = 0.05
+    executor.setOptimizer(optimizer)
+    assert twin["lr"] == 0.05
+
+
 def test_schedulers_work_on_the_optimizers(poptorch: Any) -> None:
     whole = model(poptorch)
     optimizer = poptorch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)

@@ -65,7 +65,8 @@ def test_a_pods_job_starts_with_exactly_its_ipus(path: Path, poptorch: Any, monk
     pod = int(path.stem.split("_")[0][3:])
     job = on_a_small_scale(path)
     if stated.backend.ipu.local == "decoupled":
-        return start_blocks(job, poptorch, monkeypatch, pod)
+        start_blocks(job, poptorch, monkeypatch, pod)
+        return
     engine = make_engine(job, 0)
     session = engine._session  # type: ignore[attr-defined]
     x, y = session._feed.take()

@@ -30,7 +30,7 @@ STRATEGIES = {
 
 
 class Reporting(Dataset):  # type: ignore[type-arg]
-    """Calls in the worker: what goes wrong is written into the file `path`, since PopTorch tells of a worker only that it ended."""
+    """Calls in the worker: what goes wrong is written into the file `path`, since PopTorch tells no more than that it ended."""
 
     def __init__(self, calls: Calls, path: str) -> None:
         self._calls, self._path = calls, path

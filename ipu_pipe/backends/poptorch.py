@@ -556,9 +556,7 @@ class PoptorchEngine(Engine):
             self.abort()
         if self.is_main:
             cache = f", cached in {self.ipu.executable_cache}" if self.ipu.executable_cache else ""
-            print(
-                f"compiled for {self._place.ipus} IPUs x replicas {self._share.replicas}{cache}; nothing was run"
-            )
+            print(f"compiled for {self._place.ipus} IPUs x replicas {self._share.replicas}{cache}; nothing was run")
         if self._others:
             end_process(0)
         sys.exit(0)
