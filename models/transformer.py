@@ -42,8 +42,10 @@ def _check(model: str, heads: int, width: int, dropout: float, **sizes: int) -> 
 
 
 def _causal(x: torch.Tensor) -> torch.Tensor:
-    """x: (B, T, W) -> (T, T), true where the row's place may read the column's."""
-    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+    """x: (B, T, W) -> (T, T), true where the row's place may read the column's. Places are compared: PopTorch has no tril, and
+    a mask that is kept would need a longest T."""
+    places = torch.arange(x.shape[1], device=x.device)
+    return places[:, None] >= places
 
 
 class Projection(nn.Linear):

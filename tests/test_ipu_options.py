@@ -63,10 +63,6 @@ REFUSED: List[Tuple[Case, str]] = [
     (({"tensor_locations": {"weight": {"io_tiles_to_load": True}}}, {}), "weight.io_tiles_to_load: true: needs"),
     (({"tensor_locations": SHARDS}, {}), "optimizer.replicated_tensor_sharding: true: .*must be false, or replicas 2 or more"),
     (({"use_combined_accum": True, "tensor_locations": {"optimizer": {"on_chip": False}}}, {}), "leaves no optimizer state"),
-    (({"use_combined_accum": True}, {"optimizer": {"name": "adam"}}), "use_combined_accum: true: adam has none: it is of sgd"),
-    (({"velocity_accum_type": "float16"}, {"optimizer": {"name": "adamw"}}), "velocity_accum_type: float16: adamw has none"),
-    (({"first_order_momentum_accum_type": "float16"}, {}), "sgd has none: it is of adam and adamw"),
-    (({}, {"optimizer": {"momentum": 0.9, "nesterov": True}}), "optimizer.nesterov: true: PopTorch has no Nesterov"),
     (({}, {"clip": {"norm": 1, "scope": "stage"}}), "clip.scope: stage: .*must be global"),
     (({}, {"precision": "float64"}), "precision: float64: no IPU computes in it: must be 16.16, 16.32, 32.32 or float32"),
     (({}, {"precision": "bfloat16"}), "precision: bfloat16: no IPU"),
@@ -91,7 +87,6 @@ REFUSED: List[Tuple[Case, str]] = [
     (({"offline_target": 2}, {}), "offline_target: 2: nothing can run on it: needs compile_only: true"),
     (({"offline_target": 3}, {}), "offline_target: 3: must be 1, 2 or 21"),
     (({"offline_target": 2, "compile_only": True, "use_ipu_model": True}, {}), "not together with offline_target"),
-    (({"export": "m.poptorch"}, {}), "export: m.poptorch: needs compile_only: true"),
     (({"log_cycle_count": True, "use_ipu_model": True}, {}), "log_cycle_count: true: cycles are counted by hardware alone"),
     (({"popart_options": {"x": None}}, {}), "popart_options: .*x: must be a number, text"),
     (({"recomputaton": "none"}, {}), "recomputaton: none: unknown key, nearest is recomputation"),
@@ -164,6 +159,9 @@ OF_MODELS: List[Tuple[Dict[str, Any], Dict[str, Any], Dict[str, Any], str]] = [
     ({}, {"replicas": 2}, {"moving": ["n.running_mean"]}, "broadcast_buffers: true: training writes n.running_mean .*GroupNorm"),
     ({}, {}, {"optimizer": ("Adagrad", [])}, "optimizer: Adagrad: PopTorch has none such"),
     ({}, {}, {"optimizer": ("Adam", [{"amsgrad": True}])}, "optimizer.amsgrad: true"),
+    ({}, {}, {"optimizer": ("SGD", [{"nesterov": True}])}, "optimizer.nesterov: true: PopTorch does not have it"),
+    ({"use_combined_accum": True}, {}, {"optimizer": ("Adam", [])}, "use_combined_accum: true: Adam has none: it is of SGD"),
+    ({"velocity_accum_type": "float16"}, {}, {"optimizer": ("AdamW", [])}, "float16: AdamW has none: it is of SGD"),
     ({"device_iterations": 3}, {}, {}, "must divide the run's 100"),
     ({"device_iterations": 4}, {}, {}, "must divide the 50 updates between evaluations"),
     ({"device_iterations": 10}, {"lr_schedule": {"name": "step", "milestones": [0.1]}}, {}, "lr_schedule.milestones in updates"),
@@ -241,7 +239,8 @@ def test_every_key_becomes_the_option_of_its_name(poptorch: Any) -> None:
     inference = make_options(settings, place, False, 5).toDict()
     assert inference["device_iterations"] == 3 and inference["gradient_accumulation"] == 1
     assert inference["output_mode"] == poptorch.OutputMode.All and "location_optimizer" not in inference
-    assert inference["replication_factor"] == 1 and "autoRecomputation" not in inference
+    assert inference["replication_factor"] == 4 and "autoRecomputation" not in inference
+    assert inference["enableStochasticRounding"] is False
 
 
 def test_defaults_leave_poptorchs_own(poptorch: Any) -> None:

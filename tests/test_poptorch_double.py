@@ -23,6 +23,12 @@ HERE = Path(__file__).parent
 DATA = json.loads((HERE / "poptorch_double" / "api.json").read_text())
 
 
+@pytest.fixture
+def many_ipus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for several models at once, where a machine has room for the largest alone."""
+    monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "64")
+
+
 # ---- the models
 
 
@@ -189,6 +195,8 @@ WRONG_VALUES = [
     (lambda p: p.Options().TensorLocations.setWeightLocation({"onChip": 0}), AssertionError, "TensorLocationSettings"),
     (lambda p: p.TensorLocationSettings().useOnChipStorage(1), AssertionError, "bool"),
     (lambda p: p.Options().Distributed.configureProcessId(2, 2), AssertionError, "no process 2 among 2"),
+    (lambda p: p.Options().inputReplicaGrouping(2, p.CommGroupType.Consecutive), ValueError, "larger than replication_factor"),
+    (lambda p: p.Options().inputReplicaGrouping(1, p.CommGroupType.All), ValueError, "cannot be All"),
     (lambda p: p.Options().loadFromFile(__file__), RuntimeError, ""),
     (lambda p: p.Options()._Popart.set("autoRecompute", 3), RuntimeError, "Unknown uint64 option autoRecompute"),
     (lambda p: p.Options()._Popart.set("autoRecomputation", True), RuntimeError, "Unknown bool option autoRecomputation"),
@@ -523,6 +531,9 @@ FORWARDS = [
     (lambda m, x, y: torch.autograd.grad(F.cross_entropy(m.a(x), y), m.a.weight)[0].sum(), "Error", "gradients and hooks"),
     (lambda m, x, y: F.cross_entropy(m.a(x), y).backward(), "Error", "gradients and hooks"),
     (_count_up, "DoubleRefuses", "the forward changes steps"),
+    (lambda m, x, y: F.cross_entropy(m.a(x).tril(), y), "Error", "Unsupported ops found in compiled model: [aten::tril]"),
+    (lambda m, x, y: F.cross_entropy(m.a(x), y, torch.ones(3)), "Error", 'Parameter "weight" is unsupported'),
+    (lambda m, x, y: F.nll_loss(m.a(x), y, weight=torch.ones(3)), "Error", 'Parameter "weight" is unsupported'),
     (_reassign, "Error", "Buffer seen is reassigned within the model when calling the forward method."),
     (lambda m, x, y: F.cross_entropy(Double.apply(m.a(x)), y), "DoubleRefuses", "torch.autograd.Function"),
 ]  # fmt: skip
@@ -853,6 +864,26 @@ def test_a_changed_rate_has_no_effect_before_set_optimizer(poptorch: Any) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
+def test_an_optimizer_set_while_detached_waits_for_the_next_attachment(poptorch: Any) -> None:
+    """And the state read when it was detached, written back after it, brings the old rate again."""
+    whole = model(poptorch)
+    optimizer = poptorch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    executor = poptorch.trainingModel(whole, None, optimizer)
+    executor(*data(2))
+    executor.detachFromDevice()
+    optimizer.param_groups[0]["lr"] = 0.0
+    executor.setOptimizer(optimizer)
+    twin = executor._program.twin._optimizer.param_groups[0]
+    assert twin["lr"] == 0.1
+    executor.attachToDevice()
+    assert twin["lr"] == 0.1
+    executor.setOptimizer(optimizer)  # nothing new to the front end, so that nothing is sent
+    assert twin["lr"] == 0.1
+    optimizer.param_groups[0]["lr"] = 0.05
+    executor.setOptimizer(optimizer)
+    assert twin["lr"] == 0.05
+
+
 def test_schedulers_work_on_the_optimizers(poptorch: Any) -> None:
     whole = model(poptorch)
     optimizer = poptorch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
@@ -898,6 +929,7 @@ def test_optimizers_that_no_ipu_has_are_refused(poptorch: Any, made: str, error:
     refused(error, said, lambda: poptorch.trainingModel(whole, None, optimizer))
 
 
+@pytest.mark.usefixtures("many_ipus")
 def test_optimizer_state_moves_between_executors_but_not_from_torch(poptorch: Any) -> None:
     """Four updates are two and two with weights and state carried over, also through a pickle."""
     first = model(poptorch)
@@ -973,6 +1005,7 @@ def test_copying_to_the_device_loses_what_it_trained(poptorch: Any) -> None:
     assert out.abs().sum() == 0
 
 
+@pytest.mark.usefixtures("many_ipus")
 def test_an_inference_model_follows_training_if_it_was_wrapped_after(poptorch: Any) -> None:
     x, y = data(2)
     whole = model(poptorch)
@@ -1062,7 +1095,8 @@ def test_an_offline_target_compiles_and_does_not_run(poptorch: Any, tmp_path: Pa
     options.setExecutionStrategy(poptorch.PipelinedExecution("A", "B", "C"))
     executor = poptorch.trainingModel(whole, options)
     refused(AssertionError, "Trying to run a model on an offline device", lambda: executor(*data(14)))
-    executor.compileAndExport(str(tmp_path / "new" / "m.poptorch"), *data(14))
+    with pytest.raises(AttributeError, match="local object"):  # which explicit stages put into the options
+        executor.compileAndExport(str(tmp_path / "new" / "m.poptorch"), *data(14))
     assert executor.isCompiled() and not executor.isAttachedToDevice()
     assert poptorch.recorded.compilations[0].ipus == 3  # no power of two needed, no device taken
     refused(AssertionError, "Trying to attach to an offline device", executor.attachToDevice)
@@ -1071,6 +1105,7 @@ def test_an_offline_target_compiles_and_does_not_run(poptorch: Any, tmp_path: Pa
     refused(poptorch.Error, said, lambda: poptorch.inferenceModel(model(poptorch), simulated).compile(data(2)[0]))
 
 
+@pytest.mark.usefixtures("many_ipus")
 def test_saving_and_loading(poptorch: Any, tmp_path: Path) -> None:
     whole = model(poptorch)
     executor = poptorch.trainingModel(whole, None, poptorch.optim.Adam(whole.parameters(), lr=0.1))
@@ -1089,6 +1124,7 @@ def test_saving_and_loading(poptorch: Any, tmp_path: Path) -> None:
     assert again.isCompiled()
 
 
+@pytest.mark.usefixtures("many_ipus")
 def test_faults_of_the_device_can_be_ordered_and_a_retry_starts_anew(poptorch: Any) -> None:
     whole = model(poptorch)
     executor = poptorch.trainingModel(whole)
@@ -1108,6 +1144,7 @@ def test_faults_of_the_device_can_be_ordered_and_a_retry_starts_anew(poptorch: A
     assert poptorch.recorded.calls == []
 
 
+@pytest.mark.usefixtures("many_ipus")
 def test_timings(poptorch: Any) -> None:
     options = pipeline(poptorch).deviceIterations(2).logCycleCount(True)
     executor = poptorch.trainingModel(model(poptorch, [(0, "A"), (2, "B")]), options)
@@ -1142,6 +1179,7 @@ def test_options_that_contradict_the_model_are_refused(poptorch: Any) -> None:
     run()
 
 
+@pytest.mark.usefixtures("many_ipus")
 def test_named_buffers_hooks_and_what_is_not_modelled(poptorch: Any) -> None:
     whole, called = model(poptorch).eval(), []
     handle = poptorch.registerPreCompileHook(lambda: called.append("before"))
@@ -1176,7 +1214,9 @@ def test_the_loaders_batch_is_the_calls_and_what_is_left_over_is_dropped(poptorc
     assert list(poptorch.DataLoader(options, set_, batch_size=3)) == []  # the whole set is less than a batch
     kept = poptorch.DataLoader(options, set_, drop_last=False)
     assert [len(batch) for (batch,) in kept] == [12, 12, 6] and "not divisible" in poptorch.recorded.warnings[-1]
-    assert poptorch.DataLoader(options, set_, batch_size=None).combinedBatchSize is None
+    with pytest.raises(ValueError, match="batch_size=None option disables auto-batching"):  # drop_last=True is the default
+        poptorch.DataLoader(options, set_, batch_size=None)
+    assert poptorch.DataLoader(options, set_, batch_size=None, drop_last=False).combinedBatchSize is None
     executor = poptorch.inferenceModel(Numbers(), poptorch.Options().deviceIterations(4))
     with pytest.raises(poptorch.Error, match="Shape mismatch for x"):
         for (batch,) in poptorch.DataLoader(executor.options, set_, drop_last=False):
@@ -1199,9 +1239,37 @@ def test_asynchronous_batches_are_overwritten(poptorch: Any) -> None:
     refused(
         poptorch.Error, "already uses an AsynchronousDataAccessor", lambda: poptorch.AsynchronousDataAccessor(again)
     )
+    again.terminate()
     unpicklable = [lambda: 0]
     with pytest.raises((pickle.PicklingError, AttributeError)):
         poptorch.AsynchronousDataAccessor(unpicklable)
+
+
+class Broken(torch.utils.data.Dataset):
+    """Batches before item `at`, with the process that made them, which ends there."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.at:
+            raise SystemExit(3)
+        return torch.full((2,), float(index)), torch.tensor([os.getpid()])
+
+
+def test_a_worker_is_a_process_of_its_own_and_all_that_is_told_is_its_end(poptorch: Any) -> None:
+    how = {"batch_size": None, "drop_last": False, "mode": poptorch.DataLoaderMode.Async}
+    options = pipeline(poptorch)
+    source = iter(poptorch.DataLoader(options, Broken(1), **how))
+    batch, process = next(source)
+    assert batch.tolist() == [0, 0] and int(process) != os.getpid()
+    refused(AssertionError, "An error occurred in the data fetcher", lambda: next(source))
+    refused(poptorch.Error, "worker thread failed to start", lambda: poptorch.DataLoader(options, Broken(0), **how))
+    with pytest.raises(AttributeError, match="local object"):  # with a batch size the options go to the worker, too
+        poptorch.DataLoader(options, Broken(0), mode=poptorch.DataLoaderMode.Async)
 
 
 def test_loaders_of_several_processes_take_parts(poptorch: Any) -> None:
@@ -1213,8 +1281,8 @@ def test_loaders_of_several_processes_take_parts(poptorch: Any) -> None:
         parts.append([float(x) for (batch,) in poptorch.DataLoader(options, set_, batch_size=2) for x in batch])
         said = "you must set poptorch.Options.randomSeed()"
         refused(AssertionError, said, lambda o=options: poptorch.DataLoader(o, set_, shuffle=True))
-        said = "batch_sampler option is mutually exclusive"
-        refused(ValueError, said, lambda o=options: poptorch.DataLoader(o, set_, batch_sampler=[[0]]))
+        said = "`batch_sampler` option is mutually exclusive"
+        refused(poptorch.Error, said, lambda o=options: poptorch.DataLoader(o, set_, batch_sampler=[[0]]))
     assert parts == [[0, 1, 2, 3], [4, 5, 6, 7]]
     shuffled = []
     for rank in range(2):
@@ -1251,6 +1319,7 @@ def test_popdist_fills_the_options_in_and_keeps_them(poptorch: Any, monkeypatch:
     assert {n for n in vars(popdist) if not n.startswith("_") and n not in ("os", "poptorch")} == known - {"Options"}
 
 
+@pytest.mark.usefixtures("many_ipus")
 def test_mpirun_alone_makes_options_distributed(poptorch: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")

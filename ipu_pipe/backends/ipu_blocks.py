@@ -178,8 +178,7 @@ class BlockEngine(Engine):
         ended = time.perf_counter_ns()
         sent = sum(t.numel() * t.element_size() for t in (x, y))
         received = sum(t.numel() * t.element_size() for t in found)
-        with told("reading the times"):
-            self._timeline.add_call(self.training, first, self._every, begun, ended, len(x), sent, received)
+        self._timeline.add_call(self.training, first, self._every, begun, ended, len(x), sent, received)
         if self.rank < self.depth - 1:
             for k, part in zip(updates, found.pop().chunk(self._every)):
                 self._sent = [self._sent[0] + part.numel() * part.element_size(), self._sent[1] + 1]

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import Dataset
 
 from ipu_pipe.backends.emulator import right_answers
-from ipu_pipe.backends.ipu_options import OVERLAP, IpuConfig, ModelFacts, stage_name
+from ipu_pipe.backends.ipu_options import ACCUMULATORS, OVERLAP, IpuConfig, ModelFacts, stage_name
 from ipu_pipe.buffers import buffers_restored
 from ipu_pipe.config import Config
 from ipu_pipe.data import DataSource
@@ -261,11 +261,6 @@ _SETTINGS = {
     "AdamW": ("lr", "betas", "eps", "weight_decay"),
     "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum"),
 }
-_TYPES = {
-    "SGD": ("accum_type", "velocity_accum_type"),
-    "Adam": ("accum_type", "first_order_momentum_accum_type", "second_order_momentum_accum_type"),
-}
-_TYPES["AdamW"] = _TYPES["RMSprop"] = _TYPES["Adam"]
 
 
 def translate(
@@ -295,7 +290,9 @@ def translate(
         given["loss_scaling"] = ipu.loss_scaling
     if ipu.use_combined_accum:
         given["use_combined_accum"] = True
-    for key in _TYPES[kind]:
+        if ipu.loss_scaling != 1.0:
+            given["velocity_scaling"] = ipu.loss_scaling  # PopTorch copies it for the separate variant alone
+    for key in ACCUMULATORS[kind]:
         if getattr(ipu, key) == "float16":
             given[key] = torch.float16
     if clip_norm is not None:

@@ -118,7 +118,6 @@ class IpuConfig(Section):
 
     executable_cache: Optional[str] = None
     compile_only: StrictBool = False
-    export: Optional[str] = None
     use_ipu_model: StrictBool = False
     offline_target: Optional[Literal[1, 2, 21]] = None
     connection_type: Literal["always", "on_demand"] = "always"
@@ -253,7 +252,7 @@ def config_faults(config: Any) -> List[str]:
         )
     if backend.device != "cpu":
         faults.append(f"backend.device: {backend.device}: poptorch's host is the CPU: must be cpu")
-    faults += _optimizer_faults(config, ipu)
+    faults += _clip_faults(config, ipu)
     faults += _execution_faults(config, ipu, method)
     faults += _local_faults(config, ipu, method, args)
     faults += _location_faults(config, ipu)
@@ -268,23 +267,12 @@ def _key(name: str, value: Any) -> str:
     return f"backend.ipu.{name}: {shown}"
 
 
-def _optimizer_faults(config: Any, ipu: IpuConfig) -> List[str]:
-    faults, optimizer = [], config.optimizer
-    if optimizer.nesterov:
-        faults.append("optimizer.nesterov: true: PopTorch has no Nesterov momentum: must be false")
+def _clip_faults(config: Any, ipu: IpuConfig) -> List[str]:
+    faults = []
     if config.clip is not None and config.clip.scope != "global":
         faults.append(
             f"clip.scope: {config.clip.scope}: PopTorch clips by the global norm alone (max_grad_norm): must be global"
         )
-    own = {
-        "use_combined_accum": (ipu.use_combined_accum, ("sgd",)),
-        "velocity_accum_type": (ipu.velocity_accum_type != "float32", ("sgd",)),
-        "first_order_momentum_accum_type": (ipu.first_order_momentum_accum_type != "float32", ("adam", "adamw")),
-        "second_order_momentum_accum_type": (ipu.second_order_momentum_accum_type != "float32", ("adam", "adamw")),
-    }
-    for key, (given, kinds) in own.items():
-        if given and optimizer.name not in kinds:
-            faults.append(f"{_key(key, getattr(ipu, key))}: {optimizer.name} has none: it is of {' and '.join(kinds)}")
     if ipu.use_combined_accum and ipu.tensor_locations.optimizer != TensorLocation():
         faults.append(
             _key("use_combined_accum", True)
@@ -410,8 +398,6 @@ def _target_faults(ipu: IpuConfig) -> List[str]:
         faults.append(f"{_key('offline_target', ipu.offline_target)}: nothing can run on it: needs compile_only: true")
     if ipu.offline_target is not None and ipu.use_ipu_model:
         faults.append(f"{_key('use_ipu_model', True)}: not together with offline_target: set one of them")
-    if ipu.export is not None and not ipu.compile_only:
-        faults.append(f"{_key('export', ipu.export)}: needs compile_only: true")
     if ipu.log_cycle_count and ipu.use_ipu_model:
         faults.append(f"{_key('log_cycle_count', True)}: cycles are counted by hardware alone: must be false")
     return faults
@@ -542,9 +528,7 @@ def refuses(config: Any, facts: ModelFacts, local_replicas: Optional[int] = None
                 f"replicas: {local_replicas} of each process on {place.ipus} IPUs: a process drives at most {MOST_IPUS}: start"
                 " more with poprun --num-instances"
             )
-    faults += _kind_faults(facts.optimizer)
-    if config.clip is not None and facts.optimizer[0] == "RMSprop":
-        faults.append("clip: PopTorch clips with SGD, Adam and AdamW alone, not with RMSprop: must be null")
+    faults += _kind_faults(facts.optimizer, ipu, config.clip is not None)
     if ipu.device_iterations > 1:
         faults += _alignment_faults(config, ipu.device_iterations, facts)
     return faults
@@ -573,16 +557,31 @@ def _layout_faults(facts: ModelFacts, place: Placement, method: Method) -> List[
     return faults
 
 
-SUPPORTED = ("SGD", "Adam", "AdamW", "RMSprop")
+# PopTorch's optimizers, and which of their tensors may be float16
+ACCUMULATORS = {
+    "SGD": ("accum_type", "velocity_accum_type"),
+    "Adam": ("accum_type", "first_order_momentum_accum_type", "second_order_momentum_accum_type"),
+}
+ACCUMULATORS["AdamW"] = ACCUMULATORS["RMSprop"] = ACCUMULATORS["Adam"]
 _UNREAD = ("maximize", "differentiable", "capturable", "amsgrad", "nesterov")
 
 
-def _kind_faults(optimizer: Tuple[str, Sequence[Mapping[str, Any]]]) -> List[str]:
+def _kind_faults(optimizer: Tuple[str, Sequence[Mapping[str, Any]]], ipu: IpuConfig, clips: bool) -> List[str]:
+    """What PopTorch has not of the optimizer that trains, whatever the config's own says."""
     kind, groups = optimizer
-    if kind not in SUPPORTED:
-        return [f"optimizer: {kind}: PopTorch has none such: must be torch.optim's {', '.join(SUPPORTED)}"]
+    if kind not in ACCUMULATORS:
+        return [f"optimizer: {kind}: PopTorch has none such: must be torch.optim's {', '.join(ACCUMULATORS)}"]
     set_ = [key for key in _UNREAD if any(group.get(key) for group in groups)]
-    return [f"optimizer.{key}: true: PopTorch does not have it: must be false" for key in set_]
+    faults = [f"optimizer.{key}: true: PopTorch does not have it: must be false" for key in set_]
+    for key in sorted({key for keys in ACCUMULATORS.values() for key in keys}):
+        if getattr(ipu, key) != "float32" and key not in ACCUMULATORS[kind]:
+            owners = [name for name, keys in ACCUMULATORS.items() if key in keys]
+            faults.append(f"{_key(key, getattr(ipu, key))}: {kind} has none: it is of {', '.join(owners)}")
+    if ipu.use_combined_accum and kind != "SGD":
+        faults.append(f"{_key('use_combined_accum', True)}: {kind} has none: it is of SGD")
+    if clips and kind == "RMSprop":
+        faults.append("clip: PopTorch clips with SGD, Adam and AdamW alone, not with RMSprop: must be null")
+    return faults
 
 
 def _alignment_faults(config: Any, iterations: int, facts: ModelFacts) -> List[str]:
@@ -621,12 +620,11 @@ def make_options(
     options = poptorch.Options() if base is None else base
     if base is None:
         options.Distributed.disable()  # mpirun alone would make it one of several
-        if training:
-            options.replicationFactor(config.replicas)
+        options.replicationFactor(config.replicas)
         if ipu_id is not None:
             options.useIpuId(ipu_id)
     _set_execution(options, config, place, training, is_pipelined(method), accumulation)
-    _set_numbers(options, ipu, place)
+    _set_numbers(options, ipu, place, training)
     _set_memory(options, ipu, place, training, config.recompute, is_pipelined(method) and place.ipus > 1)
     _set_target(options, ipu)
     _set_profile(options, ipu, training)
@@ -678,11 +676,11 @@ def inference_iterations(ipu: IpuConfig, place: Placement, pipelined: bool) -> i
     return ipu.inference_device_iterations or (place.forward_stages if pipelined else 1)
 
 
-def _set_numbers(options: Any, ipu: IpuConfig, place: Placement) -> None:
+def _set_numbers(options: Any, ipu: IpuConfig, place: Placement, training: bool) -> None:
     import torch
 
     options.Precision.setPartialsType({"float": torch.float, "half": torch.half}[ipu.partials])
-    options.Precision.enableStochasticRounding(ipu.stochastic_rounding)
+    options.Precision.enableStochasticRounding(ipu.stochastic_rounding and training)  # PopTorch advises against it elsewhere
     if ipu.floating_point_exceptions:
         options.Precision.enableFloatingPointExceptions(True)
     if ipu.stable_norm:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 from ipu_pipe.backends.ipu_options import IpuConfig, model_name
 from ipu_pipe.trace import Counter, Event
@@ -24,7 +24,7 @@ class Timeline:
         self.events: List[Event] = []
         self.counters: List[Counter] = []
         self.cycles: Optional[int] = None  # of the last call, of the first replica
-        self.latency: Dict[str, float] = {}  # seconds, means over the last call's device iterations
+        self.latency: Dict[str, float] = {}  # seconds, means over the last call's device iterations; what PopTorch told
         self._updates = range(first, last)
         self._stage, self._device = stage, device
 
@@ -32,17 +32,14 @@ class Timeline:
         self, executor: Any, k: int, iterations: int, start_ns: int, end_ns: int, samples: int, sent: int, received: int
     ) -> None:
         """Updates k and on, `iterations` of them, in one call of so many samples, `sent` and `received` bytes."""
-        into, compute, out, whole = (
-            executor.getHostIpuLatency(), executor.getComputeLatency(), executor.getIpuHostLatency(), executor.getLatency(),
-        )  # fmt: skip
-        self.latency = {"host_to_ipu": into[2], "compute": compute[2], "ipu_to_host": out[2], "round_trip": whole[2]}
+        self.latency = _latencies(executor)
         if executor.options._Popart.options.get("instrumentWithHardwareCycleCounter"):
-            self.cycles = executor.cycleCount()
+            self.cycles = _asked(executor.cycleCount)
         if k not in self._updates:
             return
         add = self.events.append
-        begin = min(start_ns + round(into[2] * 1e9), end_ns)
-        end = max(end_ns - round(out[2] * 1e9), begin)
+        begin = min(start_ns + round(self.latency.get("host_to_ipu", 0.0) * 1e9), end_ns)
+        end = max(end_ns - round(self.latency.get("ipu_to_host", 0.0) * 1e9), begin)
         add(Event(self._stage, self._device, "send", -1, start_ns, begin, k, sent))
         for i in range(iterations):
             edges = [begin + (end - begin) * j // iterations for j in (i, i + 1)]
@@ -57,6 +54,26 @@ class Timeline:
     def add(self, kind: str, k: int, start_ns: int, end_ns: int) -> None:
         """An evaluation or checkpoint after k updates."""
         self.events.append(Event(self._stage, self._device, kind, -1, start_ns, end_ns, k, None))
+
+
+def _asked(figure: Callable[[], Any]) -> Any:
+    """A figure of PopTorch's; None where it has none to give: it asserts that its host's time stamps fit, and a run does not
+    end for want of a time. A lost device is told by the next call."""
+    try:
+        return figure()
+    except Exception:
+        return None
+
+
+def _latencies(executor: Any) -> Dict[str, float]:
+    asked = {
+        "host_to_ipu": executor.getHostIpuLatency,
+        "compute": executor.getComputeLatency,
+        "ipu_to_host": executor.getIpuHostLatency,
+        "round_trip": executor.getLatency,
+    }
+    found = {name: _asked(getter) for name, getter in asked.items()}
+    return {name: times[2] for name, times in found.items() if times is not None}
 
 
 def tracepoints() -> Any:

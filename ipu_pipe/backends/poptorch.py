@@ -15,9 +15,9 @@ import gc
 import importlib.util
 import json
 import os
-import pickle
 import sys
 import time
+import traceback
 from collections import deque
 from typing import Any, Callable, Deque, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
@@ -27,10 +27,11 @@ from torch.utils._pytree import tree_map
 
 from ipu_pipe.backends import ipu_model, ipu_options, ipu_profile
 from ipu_pipe.backends.emulator import StepResult
-from ipu_pipe.backends.ipu_options import IpuConfig, ModelFacts, Placement
+from ipu_pipe.backends.ipu_feed import Feed
+from ipu_pipe.backends.ipu_options import DataLoading, IpuConfig, ModelFacts, Placement
 from ipu_pipe.config import BackendConfig, Config
 from ipu_pipe.engines import Engine, Report, State
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.errors import BadInput, RunFault, end_process
 from ipu_pipe.evaluation import Tally, test_batches
 from ipu_pipe.job import Job
 from ipu_pipe.local import blocks_of
@@ -108,7 +109,8 @@ def start(backend: BackendConfig) -> None:
     if ipu.wait_for_ipu:
         os.environ.setdefault("POPTORCH_WAIT_FOR_IPU", "1")
     try:
-        import poptorch  # noqa: F401
+        with _stderr_is_a_file():
+            import poptorch  # noqa: F401
     except (ImportError, AssertionError, OSError) as error:
         said = " ".join(str(error).split())[:200]
         raise BadInput(
@@ -122,6 +124,20 @@ def start(backend: BackendConfig) -> None:
         from ipu_pipe.backends import ipu_blocks
 
         ipu_blocks.start(backend)
+
+
+@contextlib.contextmanager
+def _stderr_is_a_file() -> Iterator[None]:
+    """PopTorch, when imported, has crashes told on sys.stderr, which must be a file then; a notebook's is none."""
+    held = sys.stderr
+    try:
+        held.fileno()
+    except (AttributeError, OSError, ValueError):
+        sys.stderr = sys.__stderr__ or open(os.devnull, "w")  # kept open: a crash is written to it
+    try:
+        yield
+    finally:
+        sys.stderr = held
 
 
 def _join_poprun(deadline: float) -> None:
@@ -196,6 +212,14 @@ def note(config: Config, facts: ModelFacts) -> str:
 # ---- faults
 
 
+def forget_frames(error: Optional[BaseException]) -> None:
+    """Clear the local variables of the calls that an exception, and what it came from, has passed: one of them is what holds the
+    IPUs. Where it was raised stays known."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 @contextlib.contextmanager
 def told(doing: str) -> Iterator[None]:
     """What PopTorch raises, of either family, becomes one line; errors that it calls recoverable pass."""
@@ -206,8 +230,10 @@ def told(doing: str) -> Iterator[None]:
     except (BadInput, RunFault, poptorch.RecoverableError):
         raise
     except poptorch.Error as error:
+        forget_frames(error)
         raise RunFault(f"poptorch: {doing}: {_said(error)}") from error
     except FRONT_END as error:
+        forget_frames(error)
         raise RunFault(f"poptorch: {doing}: {type(error).__name__}: {' '.join(str(error).split())[:400]}") from error
 
 
@@ -256,11 +282,9 @@ class Session:
             job.data, config, job.updates_per_epoch, held.update, job.updates, share.first, share.replicas
         )
         self._first = held.update
-        self._feed: Optional[Iterator[Any]] = None
-        self._loader: Optional[Any] = None
-        if self.ipu.data_loading.mode == "async":
-            self._loader = self._make_loader(options)
-            self._feed = iter(self._loader)
+        with told("starting the data loader"):
+            loading = DataLoading() if self.ipu.compile_only else self.ipu.data_loading
+            self._feed = Feed(self.calls, job.data, loading, options)
 
     def _load(self, tensors: Dict[str, torch.Tensor]) -> None:
         own = {ipu_model.unsplit(name): t for name, t in self.wrapped.state_dict(keep_vars=True).items()}
@@ -278,53 +302,20 @@ class Session:
             ipu_id = self.ipu.ipu_ids[0] if self.ipu.ipu_ids else None
             return ipu_options.make_options(self.job.config, self.place, training, seed, base, ipu_id)
 
-    def _make_loader(self, options: Any) -> Any:
-        import poptorch
-
-        loading = self.ipu.data_loading
-        try:
-            pickle.dumps(self.job.data)
-        except Exception as error:
-            raise BadInput(
-                "backend.ipu.data_loading.mode: async: the data cannot go to another process "
-                f"({type(error).__name__}): must be sync"
-            ) from error
-        names = {
-            "shared_memory": "SharedMemory",
-            "file_system": "FileSystem",
-            "fork": "Fork",
-            "forkserver": "ForkServer",
-        }
-        with told("starting the data loader"):
-            return poptorch.DataLoader(
-                options, self.calls, batch_size=None, shuffle=False, auto_distributed_partitioning=False,
-                mode=poptorch.DataLoaderMode.Async,
-                async_options={
-                    "buffer_size": loading.buffer_size,
-                    "miss_sleep_time_in_ms": float(loading.miss_sleep_time_in_ms),
-                    "early_preload": loading.early_preload,
-                    "load_indefinitely": False,
-                    "sharing_strategy": getattr(poptorch.SharingStrategy, names[loading.sharing_strategy]),
-                },
-            )  # fmt: skip
-
     # --- training
 
     def compile(self) -> None:
-        """Compile both models, run none."""
+        """Compile both models, run none. Compiling attaches, and the second model needs the first one's IPUs."""
         with told("compiling the training model"):
-            if not self.training.isCompiled():
-                if self.ipu.export is not None:
-                    self.training.compileAndExport(self.ipu.export, *self.calls[0], export_model=False)
-                else:
-                    self.training.compile(*self.calls[0])
+            self.training.compile(*self.calls[0])
+            if self.training.isAttachedToDevice():
+                self.training.detachFromDevice()
         self._make_inference()
 
     def call(self, k: int) -> List[StepResult]:
         """Updates k to k + D of one call."""
         iterations = self.ipu.device_iterations
-        place = (k - self._first) // iterations
-        x, y = self.calls[place] if self._feed is None else next(self._feed)
+        x, y = self._feed.take()
         if not self.training.isCompiled():
             with told("compiling the training model"):
                 self.training.compile(x, y)
@@ -338,9 +329,8 @@ class Session:
         with told(f"update {k}"):
             found = self.training(x, y)
         end_ns = time.perf_counter_ns()
-        with told("reading the times"):
-            sent, received = (sum(t.numel() * t.element_size() for t in tensors) for tensors in ((x, y), found))
-            self.timeline.add_call(self.training, k, iterations, start_ns, end_ns, len(x), sent, received)
+        sent, received = (sum(t.numel() * t.element_size() for t in tensors) for tensors in ((x, y), found))
+        self.timeline.add_call(self.training, k, iterations, start_ns, end_ns, len(x), sent, received)
         return self._results(k, found)
 
     def _set_rates(self, k: int) -> bool:
@@ -449,15 +439,14 @@ class Session:
         return Held(update, {name: value.to(like[name].dtype) for name, value in model.items()}, optimizer)
 
     def drop(self) -> None:
-        """Give the IPUs back, without a word where they are lost already."""
+        """Give the IPUs back, without a word where they are lost already. `destroy` first reads what a lost device no longer
+        tells and so frees nothing: then what holds the IPUs goes with the last reference to it."""
         for executor in (self.inference, self.training):
             if executor is not None:
                 with contextlib.suppress(Exception):
                     executor.destroy()
-        if self._loader is not None:
-            with contextlib.suppress(Exception):
-                self._loader.terminate()
-        self._loader = self._feed = self.inference = None
+        self._feed.close()
+        self.training = self.inference = self.optimizer = None
 
 
 def check_finite(config: Config, update: int, losses: Sequence[float]) -> None:
@@ -566,11 +555,10 @@ class PoptorchEngine(Engine):
         finally:
             self.abort()
         if self.is_main:
-            where = f" into {self.ipu.export}" if self.ipu.export else ""
             cache = f", cached in {self.ipu.executable_cache}" if self.ipu.executable_cache else ""
-            print(
-                f"compiled for {self._place.ipus} IPUs x replicas {self._share.replicas}{where}{cache}; nothing was run"
-            )
+            print(f"compiled for {self._place.ipus} IPUs x replicas {self._share.replicas}{cache}; nothing was run")
+        if self._others:
+            end_process(0)
         sys.exit(0)
 
     # --- faults of the device
@@ -585,9 +573,10 @@ class PoptorchEngine(Engine):
         except poptorch.RecoverableError as error:
             if not self._may_retry or self._others:
                 raise self._given_up(error) from error
-            first = error
+            said = f"device error ({error.recovery_action}): {_said(error)}"
+            forget_frames(error)
         try:
-            self._recover(first)
+            self._recover(said)
             return work(self._session)
         except poptorch.RecoverableError as error:
             raise self._given_up(error) from error
@@ -598,6 +587,7 @@ class PoptorchEngine(Engine):
         return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
     def _given_up(self, error: Any) -> RunFault:
+        forget_frames(error)
         if self._others:
             return RunFault(
                 f"poptorch: after update {self._done}: device error ({error.recovery_action}): {_said(error)}: the other "
@@ -609,16 +599,14 @@ class PoptorchEngine(Engine):
             f"{_said(error)}: do what it asks for (vipu reset partition, gc-reset), then go on with --resume"
         )
 
-    def _recover(self, error: Any) -> None:
-        """A new session, brought to where the lost one was."""
+    def _recover(self, said: str) -> None:
+        """A new session, brought to where the lost one was. `said`: of the error."""
         assert self._session is not None
         self._may_retry = False
         if self.is_main:
             again = self._done - self._last.update
             print(
-                f"poptorch: device error ({error.recovery_action}): {_said(error)}: starting anew from update "
-                f"{self._last.update}; {again} "
-                "updates are done again",
+                f"poptorch: {said}: starting anew from update {self._last.update}; {again} updates are done again",
                 file=sys.stderr,
                 flush=True,
             )

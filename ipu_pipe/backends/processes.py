@@ -82,9 +82,17 @@ def stop() -> None:
     if dist.is_initialized():
         with _told_as_lost():
             dist.barrier()
-        dist.destroy_process_group()
+        if _group_can_go():
+            dist.destroy_process_group()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _group_can_go() -> bool:
+    """Whether the group can be taken down in a process that goes on. Before torch 2.4 (PopTorch's is 2.0.1) gloo's destructor
+    joins a worker while it holds the interpreter's lock, for which that worker may wait: there the process ends with it, at once
+    (errors.end_process)."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 4)
 
 
 @contextlib.contextmanager

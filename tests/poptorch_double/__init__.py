@@ -10,7 +10,7 @@ Where a fact is not confirmed, marked [U] in the comments, the double does the s
 
 Environment variables of the double, for a process of its own:
 
-    POPTORCH_DOUBLE_IPUS         IPUs of the machine (64; 0: no hardware)
+    POPTORCH_DOUBLE_IPUS         IPUs of the machine (as many as the largest model alone needs; 0: no hardware)
     POPTORCH_DOUBLE_IPU_VERSION  their version (2)
     POPTORCH_DOUBLE_FAIL         faults: EVENT:CALL:ERROR[:ACTION],...   execute:3:RecoverableError:LINK_RESET
     POPTORCH_DOUBLE_RECORD       JSON file that gets what was recorded when the process ends
@@ -20,6 +20,7 @@ Environment variables of the double, for a process of its own:
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from pathlib import Path
@@ -50,8 +51,9 @@ def install(monkeypatch: Optional[Any] = None) -> Any:
         monkeypatch.setenv("RDMAV_FORK_SAFE", "1")  # importing sets it, as PopTorch does
         monkeypatch.syspath_prepend(PATH)
     if not _loaded:
-        for name in ("poptorch", "popdist.poptorch", "pva"):
-            importlib.import_module(name)
+        with contextlib.redirect_stderr(sys.__stderr__):  # a test's capture may be no file
+            for name in ("poptorch", "popdist.poptorch", "pva"):
+                importlib.import_module(name)
         _loaded.update(_ours())
         _remove_modules()
     for name, module in _loaded.items():
@@ -69,6 +71,7 @@ def _forget() -> None:
     poptorch.recorded.__init__()
     for kept in (device.held, device.held_ids, *_loaded["poptorch._executor"].HOOKS):
         kept.clear()
+    device.largest[:] = [0]
     _loaded["popdist"]._initialised = False
 
 

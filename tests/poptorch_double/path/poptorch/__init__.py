@@ -1,7 +1,9 @@
 """A test double of PopTorch 3.4; see the package around it. It does not check the version of torch, which PopTorch does."""
 
 import os as _os
+import sys as _sys
 
+_sys.stderr.fileno()  # PopTorch hands it to faulthandler
 _os.environ.setdefault("RDMAV_FORK_SAFE", "1")
 
 from poptorch import _record, enums, ops, optim, options, profiling  # noqa: E402

@@ -1,8 +1,8 @@
-"""DataLoader and AsynchronousDataAccessor, in one process."""
+"""DataLoader and AsynchronousDataAccessor; what the latter's process does is in _worker."""
 
 from __future__ import annotations
 
-import pickle
+import atexit
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Union
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from poptorch._errors import py_error
 from poptorch._record import recorded
 from poptorch._signatures import typed
+from poptorch._worker import Worker
 from poptorch.enums import DataLoaderMode, SharingStrategy
 from poptorch.options import Options
 
@@ -66,33 +67,36 @@ class DataLoader(torch.utils.data.DataLoader):
         batch_sampler: Optional[Union[Sampler[Sequence], Iterable[Sequence]]] = None,
         **kwargs,
     ) -> None:
+        self._accessor: Optional[AsynchronousDataAccessor] = None
+        self._sampled = batch_sampler is not None
+        processes = options.Distributed.numProcesses
+        partitioned = auto_distributed_partitioning and processes > 1
+        if self._sampled:
+            if batch_size != 1 or shuffle:
+                raise py_error("`batch_sampler` option is mutually exclusive with batch_size, shuffle.")
+            if partitioned:
+                raise py_error("`batch_sampler` option is mutually exclusive with auto_distributed_partitioning=True.")
+            batch_size = getattr(batch_sampler, "batch_size", batch_size)
         assert batch_size is None or (isinstance(batch_size, int) and batch_size >= 1), (
             f"Unexpected type {type(batch_size)} for option batch_size. Expected {int}, at least 1"
         )
         options._freeze()
-        self._accessor: Optional[AsynchronousDataAccessor] = None
         self._rebatched_drop_last = drop_last
         self._shuffles_parts = False
         replicas = options.replication_factor // options.input_group_size
         per_call = options.device_iterations * replicas * options.Training.gradient_accumulation
+        self._combines = 1 if batch_size is None else per_call
         self._combined = None if batch_size is None else batch_size * per_call
-        self._poptorch_options = options
-        processes = options.Distributed.numProcesses
-        partitioned = auto_distributed_partitioning and processes > 1
-        if batch_sampler is not None:
-            if batch_size != 1 or shuffle or partitioned:
-                raise ValueError(
-                    "batch_sampler option is mutually exclusive with batch_size, shuffle and auto_distributed_partitioning"
-                )
-            self._combined = None
-        elif isinstance(dataset, IterableDataset):
+        if batch_size is not None:
+            self._poptorch_options = options  # without a batch size PopTorch's has none, and a worker is sent none
+        if isinstance(dataset, IterableDataset):
             assert not partitioned, "auto_distributed_partitioning not supported for IterableDataset"
             if num_workers > 1 and "worker_init_fn" not in kwargs:
                 recorded.warn(
                     f"IterableDataset used with num_workers={num_workers} but no worker_init_fn specified: as a result the "
                     f"DataLoader will return {num_workers} times each element in the dataset"
                 )
-        else:
+        elif not self._sampled:
             self._warn_of_leftovers(len(dataset), processes, drop_last)
             if partitioned:
                 assert not shuffle or options.exists("random_seed"), (
@@ -106,8 +110,8 @@ class DataLoader(torch.utils.data.DataLoader):
                 self._shuffles_parts, shuffle = bool(shuffle), False
         rebatched = None
         size = self._combined
-        asynchronous = mode != DataLoaderMode.Sync
-        if mode == DataLoaderMode.AsyncRebatched or (asynchronous and not drop_last):
+        has_rest = mode == DataLoaderMode.Async and not drop_last and self._combined is not None and self._combined > 1
+        if mode == DataLoaderMode.AsyncRebatched or has_rest:
             rebatched, drop_last = self._combined, False
             if rebatched_worker_size is not None:
                 assert self._combined is not None and rebatched_worker_size <= self._combined, (
@@ -117,18 +121,16 @@ class DataLoader(torch.utils.data.DataLoader):
                 size = rebatched_worker_size
         persistent = num_workers > 0 if persistent_workers is None else persistent_workers
         arguments: Dict[str, Any] = {"num_workers": num_workers, "persistent_workers": persistent, **kwargs}
-        if batch_sampler is not None:
+        if self._sampled:
             super().__init__(dataset, batch_sampler=batch_sampler, **arguments)
-        else:
-            drop = bool(drop_last and size is not None)
-            super().__init__(dataset, batch_size=size, shuffle=shuffle, drop_last=drop, **arguments)
-        if asynchronous:
+        else:  # torch refuses drop_last, which is PopTorch's default, beside batch_size=None
+            super().__init__(dataset, batch_size=size, shuffle=bool(shuffle), drop_last=drop_last, **arguments)
+        if mode != DataLoaderMode.Sync:
             given = async_options or {}
             assert "rebatched_size" not in given, (
                 "You cannot use DataLoaderMode.AsyncRebatched and manually specify the rebatched_size in async_options"
             )
-            accessor = AsynchronousDataAccessor(self, **given, rebatched_size=rebatched)
-            self._accessor = accessor
+            self._accessor = AsynchronousDataAccessor(self, **given, rebatched_size=rebatched)
 
     def _warn_of_leftovers(self, count: int, processes: int, drop_last: bool) -> None:
         if drop_last or self._combined is None or count % (self._combined * processes) == 0:
@@ -159,20 +161,33 @@ class DataLoader(torch.utils.data.DataLoader):
         if self._accessor is not None:
             self._accessor.terminate()
 
-    def _plain(self) -> Iterator[Any]:
-        return super().__iter__()
+    def __del__(self) -> None:
+        if getattr(self, "_accessor", None) is not None:
+            self.terminate()
 
     def __iter__(self) -> Any:
         if self._shuffles_parts:
             self.dataset.shuffle()
-        return self._plain() if self._accessor is None else iter(self._accessor)
+        if self._accessor is not None:
+            return iter(self._accessor)
+        batches = super().__iter__()
+        return self._joined(batches) if self._sampled and self._combines > 1 else batches
+
+    def _joined(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """So many of a sampler's batches as a call has micro-batches."""
+        held: List[Any] = []
+        for batch in batches:
+            held.append(batch)
+            if len(held) == self._combines:
+                yield [torch.cat(parts) for parts in zip(*held)]
+                held = []
+        if held and not self._rebatched_drop_last:
+            yield [torch.cat(parts) for parts in zip(*held)]
 
 
 class AsynchronousDataAccessor:
-    """A ring buffer of batches: the tensors of a batch are overwritten once the next is asked for.
-
-    PopTorch's worker overwrites them sooner or later; the double at once, with values that show (NaN, or -1).
-    """
+    """A ring buffer of batches, filled by a process of its own: the tensors of a batch are overwritten once the next is asked
+    for, in the double at once, with values that show (NaN, or -1)."""
 
     @typed("AsynchronousDataAccessor", unchecked=["dataset"])
     def __init__(
@@ -185,6 +200,7 @@ class AsynchronousDataAccessor:
         sharing_strategy: "SharingStrategy" = SharingStrategy.ForkServer,
         rebatched_size: Optional[int] = None,
     ) -> None:
+        self._worker: Optional[Worker] = None
         assert buffer_size >= 1, "the ring buffer needs a place"
         self.rebatched_size = rebatched_size
         loader = dataset if isinstance(dataset, DataLoader) else None
@@ -193,63 +209,39 @@ class AsynchronousDataAccessor:
                 "The DataLoader already uses an AsynchronousDataAccessor internally. Either use the existing one or set "
                 "mode='poptorch.DataLoaderMode.Sync' in the DataLoader."
             )
-        if loader is not None and not loader.drop_last and rebatched_size is None:
+        if loader is not None and not loader._sampled and not loader.drop_last and rebatched_size is None:
             assert loader.combinedBatchSize in (None, 1), (
                 "The 'drop_last=False' option from the DataLoader only works if 'rebatched_size' is specified too."
             )
         assert rebatched_size is None or rebatched_size > 1, "rebatched_size must be None or greater than 1"
-        if sharing_strategy != SharingStrategy.Fork:
-            pickle.dumps(loader.dataset if loader is not None else dataset)  # it goes to another process
         self._dataset = dataset
-        self._source: Optional[Iterator[Any]] = None
-        self._last: List[torch.Tensor] = []
-        self._terminated = False
         self._ended = False
         self._load_indefinitely = load_indefinitely
+        self._worker = Worker(dataset, rebatched_size, buffer_size, sharing_strategy)
+        atexit.register(self.terminate)
 
     @typed("AsynchronousDataAccessor.terminate")
     def terminate(self) -> None:
-        self._terminated = True
+        if self._worker is not None:
+            self._worker.stop()
+        self._worker = None
+
+    def __del__(self) -> None:
+        self.terminate()
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __iter__(self) -> "AsynchronousDataAccessor":
-        assert not self._terminated, "the worker has been terminated"
+        assert self._worker is not None, "the worker has been terminated"
         assert self._load_indefinitely or not self._ended, "the worker has ended: load_indefinitely is off"
-        source = self._dataset._plain() if isinstance(self._dataset, DataLoader) else iter(self._dataset)
-        self._source = self._rebatched(source) if self.rebatched_size else source
+        self._worker.begin()
         return self
 
-    def _rebatched(self, source: Iterator[Any]) -> Iterator[Any]:
-        held: List[List[torch.Tensor]] = []
-        size = self.rebatched_size or 1
-        drop = getattr(self._dataset, "_rebatched_drop_last", True)
-        for batch in source:
-            tensors = [batch] if isinstance(batch, torch.Tensor) else list(batch)
-            held += [[t[i : i + 1] for t in tensors] for i in range(len(tensors[0]))]
-            while len(held) >= size:
-                yield [torch.cat(parts) for parts in zip(*held[:size])]
-                held = held[size:]
-        if held and not drop:
-            yield [torch.cat(parts) for parts in zip(*held)]
-
     def __next__(self) -> Any:
-        assert not self._terminated and self._source is not None, "iterate over it first"
-        for tensor in self._last:
-            tensor.fill_(float("nan") if tensor.is_floating_point() else -1 if tensor.dtype != torch.bool else True)
-        self._last = []
-        try:
-            batch = next(self._source)
-        except StopIteration:
+        assert self._worker is not None, "the worker has been terminated"
+        batch = self._worker.take()
+        if batch is None:
             self._ended = True
-            raise
-        single = isinstance(batch, torch.Tensor)
-        tensors = [batch] if single else list(batch)
-        for place, tensor in enumerate(tensors):
-            assert isinstance(tensor, torch.Tensor), (
-                f"Tensor at index {place} is not a torch tensor. AsynchronousDataAccessor expects data to be organised as a "
-                "flat 1D container of tensors."
-            )
-        self._last = [tensor.clone() for tensor in tensors]
-        return self._last[0] if single else self._last
+            raise StopIteration
+        return batch

@@ -1,11 +1,11 @@
 """The IPUs of the simulated machine: how many there are and who holds them.
 
-POPTORCH_DOUBLE_IPUS says how many (64 unless it is set; 0: no hardware), POPTORCH_DOUBLE_IPU_VERSION which (2).
+POPTORCH_DOUBLE_IPUS says how many (0: no hardware), POPTORCH_DOUBLE_IPU_VERSION which (2). Unless the number is set the
+machine has exactly as many as the largest model that was alone on it: a second model finds no IPU left.
 """
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 from typing import Dict, Optional
@@ -19,8 +19,11 @@ held: Dict[int, int] = {}  # holder -> IPUs
 held_ids: Dict[int, int] = {}  # device id -> holder
 
 
+largest = [0]  # IPUs of the largest model that was alone
+
+
 def total() -> int:
-    return int(os.environ.get("POPTORCH_DOUBLE_IPUS", "64"))
+    return int(os.environ.get("POPTORCH_DOUBLE_IPUS", str(MOST_PER_PROCESS)))
 
 
 def version() -> int:
@@ -62,11 +65,12 @@ def acquire(holder: int, ipus: int, ipu_id: Optional[int]) -> None:
         )
     if ipus > total():
         raise cpp_error(f"Failed to acquire {ipus} IPU(s): No device found on the system with {ipus} IPUs")
-    if sum(held.values()) + ipus > total() or ipu_id in held_ids:
-        gc.collect()  # executors that nobody has any more hold no device
     if ipu_id is not None and held_ids.get(ipu_id, holder) != holder:
         raise cpp_error(f"Failed to acquire device id {ipu_id}: it is in use")
-    if sum(held.values()) + ipus > total():
+    if not held:
+        largest[0] = max(largest[0], ipus)
+    room = total() if "POPTORCH_DOUBLE_IPUS" in os.environ else largest[0]
+    if sum(held.values()) + ipus > room:
         raise cpp_error(f"Failed to acquire {ipus} IPU(s)")
     held[holder] = ipus
     if ipu_id is not None:

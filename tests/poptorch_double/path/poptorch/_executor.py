@@ -49,7 +49,7 @@ class PoplarExecutor:
         self._compiled_inputs: Any = None
         self._reserved = 0
         self._is_attached = False
-        self._lost: Optional[BaseException] = None
+        self._lost: Optional[Error] = None
         self._dirty_host_weights = False
         self._host_weights_version = 0
         self._random: Optional[List[int]] = None
@@ -60,6 +60,7 @@ class PoplarExecutor:
         self._signature = inspect.signature(model.forward)
         self._optimizer: Any = None
         self._description: Optional[_optimizers.Description] = None
+        self._waiting = False  # an optimizer that was set and has not reached the device
         if training:
             self._names = {id(p): name for name, p in user_model.named_parameters()}
             self._take_optimizer(optimizer or optim.SGD(user_model.parameters(), lr=0.01))
@@ -160,12 +161,12 @@ class PoplarExecutor:
     @typed("PoplarExecutor.copyWeightsToHost")
     def copyWeightsToHost(self) -> None:
         program = self._executable()
+        self._dirty_host_weights = False  # before anything touches the parameters, and whatever comes of it
         self._alive()
         if not self._is_attached:  # [U]
             raise cpp_error("Device is not attached")
         with self._faults():
             recorded.event("copyWeightsToHost", self._index)
-        self._dirty_host_weights = False  # before anything touches the parameters
         program.download(self._host())
         self._host_weights_version += 1
 
@@ -203,8 +204,6 @@ class PoplarExecutor:
     def _take_optimizer(self, optimizer: Any) -> None:
         """Describe it, and let a PopTorch optimizer's state_dict() fetch the state from the device."""
         description = _optimizers.describe(optimizer, self._names, self._options)
-        if self._program is not None and self._description is not None:
-            _optimizers.check_replacement(self._description, description)
         previous = self._optimizer
         if self._program is not None and optimizer is not previous:
             self._read_optimizer_state()
@@ -222,6 +221,7 @@ class PoplarExecutor:
                 return optimizer.get_state_dict()
 
             optimizer.state_dict = state_dict
+        self._waiting = self._waiting or description != self._description
         self._optimizer, self._description = optimizer, description
 
     @typed("PoplarExecutor.setOptimizer")
@@ -229,13 +229,23 @@ class PoplarExecutor:
         if not self._training:  # [U]
             raise DoubleRefuses("an inference model has no optimizer")
         self._take_optimizer(optimizer)
-        if self._program is not None and self._program.twin is not None:
-            self._program.twin.update(self._description)
+        if self._attached():
+            self._update_optimizer()
             self._write_optimizer_state()
+
+    def _update_optimizer(self) -> None:
+        """What was set reaches the device; while detached it waits for the next attachment."""
+        program = self._executable()
+        if self._waiting and program.twin is not None:
+            assert self._description is not None
+            _optimizers.check_replacement(program.twin.compiled, self._description)
+            program.twin.update(self._description)
+        self._waiting = False
 
     def _read_optimizer_state(self) -> None:
         optimizer = self._optimizer
         if isinstance(optimizer, optim.Optimizer) and optimizer.host_state_is_dirty and self._program is not None:
+            assert not self._waiting, "Both host and ipu states cannot be dirty at the same time."
             self._alive()
             assert self._program.twin is not None
             optimizer.set_state_dict(self._program.twin.read())
@@ -245,6 +255,7 @@ class PoplarExecutor:
         optimizer = self._optimizer
         if isinstance(optimizer, optim.Optimizer) and optimizer.ipu_state_is_dirty:
             assert self._program is not None and self._program.twin is not None
+            assert not optimizer.host_state_is_dirty, "Both host and ipu states cannot be dirty at the same time."
             if optimizer.has_state():
                 self._program.twin.write(optimizer._state_dict["ipu_state"])
                 self._program.twin.write_parameters(optimizer._state_dict["ipu_param"])
@@ -575,7 +586,9 @@ class PoplarExecutor:
     def _alive(self) -> None:
         """After a device fault nothing can be asked of this executor; what was not copied to the host is lost. [U]"""
         if self._lost is not None:
-            raise self._lost
+            again = type(self._lost)(self._lost.message, self._lost.type)
+            again.__dict__.update(self._lost.__dict__)
+            raise again
 
     def _attached(self) -> bool:
         return self._program is not None and self._is_attached
@@ -596,6 +609,8 @@ class PoplarExecutor:
         self._is_attached = True
         with outermost():
             self.copyWeightsToDevice()
+        if self._training:
+            self._update_optimizer()
         if isinstance(self._optimizer, optim.Optimizer):
             if self._optimizer.has_state():
                 self._optimizer.ipu_state_is_dirty = True
@@ -668,7 +683,7 @@ class PoplarExecutor:
 
 
 class _Faults:
-    """A device error within it loses the device."""
+    """A device error within it loses the device. Its IPUs stay held until the executable is gone."""
 
     def __init__(self, executor: PoplarExecutor) -> None:
         self._executor = executor
@@ -679,8 +694,6 @@ class _Faults:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if isinstance(error, Error):
             self._executor._lost = error
-            self._executor._is_attached = False
-            _device.release(self._executor._holder)
 
 
 def _is_pipeline(strategy: Any) -> bool:

@@ -137,7 +137,7 @@ class Twin:
     """
 
     def __init__(self, description: Description, weights: Mapping[str, torch.Tensor]) -> None:
-        self._description = description
+        self._description = self.compiled = description
         groups = [{"params": [weights[name] for name in names]} for names in description.parameters]
         self._names = {id(weights[name]): name for names in description.parameters for name in names}
         self._optimizer = _TWINS[description.kind](groups, description)

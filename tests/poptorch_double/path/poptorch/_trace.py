@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from poptorch._errors import DoubleRefuses, cpp_error, popart_error
 from poptorch._record import Loss, Placed, recorded
+from poptorch._signatures import DATA
 from poptorch.strategies import ParallelPhasedExecution, PipelinedExecution, ShardedExecution, _IPhasedExecution
 
 current: Optional["Trace"] = None  # the trace in progress
@@ -28,6 +29,7 @@ LOSSES = frozenset(
 )
 ON_THE_HOST = frozenset("item tolist numpy __bool__ __int__ __float__ __index__ __array__".split())
 AUTOGRAD = frozenset("backward grad register_hook register_post_accumulate_grad_hook".split())
+WITHOUT_HANDLER = frozenset(DATA["ops_without_handler"])  # neither PopTorch's own nor made of others that it has
 SHAPES_FROM_VALUES = frozenset("nonzero unique unique_consecutive masked_select argwhere".split())
 FACTORIES = frozenset(
     "arange empty full full_like linspace logspace ones rand randint randn randperm range tensor zeros zeros_like".split()
@@ -129,7 +131,9 @@ class Trace(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Optional[Dict[str, Any]] = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        self._refuse(func, name)
+        self._refuse(name)
+        if name in ("cross_entropy", "nll_loss") and (kwargs.get("weight") is not None or args[2:3] not in ((), (None,))):
+            raise cpp_error(f'Parameter "weight" is unsupported for aten::{name}')
         result = func(*args, **kwargs)
         made = tensors(result)
         if name == "__setitem__":
@@ -138,7 +142,9 @@ class Trace(TorchFunctionMode):
             self._note(name, tensors([args, kwargs]), made)
         return result
 
-    def _refuse(self, func: Any, name: str) -> None:
+    def _refuse(self, name: str) -> None:
+        if name in WITHOUT_HANDLER:
+            raise cpp_error(f"Unsupported ops found in compiled model: [aten::{name}].")
         if name in AUTOGRAD:
             raise cpp_error(f"{name}: gradients and hooks do not exist inside the forward of an IPU model")
         if name in ON_THE_HOST:

@@ -517,7 +517,15 @@ class Options(OptionsDict):
     @typed("Options.inputReplicaGrouping")
     def inputReplicaGrouping(self, input_group_size: int, input_group_type: "enums.CommGroupType") -> "Options":
         self.checkIsFrozen()
+        if input_group_type == enums.CommGroupType.NoGrouping:
+            input_group_size, input_group_type = 1, enums.CommGroupType.Consecutive
+        if input_group_type == enums.CommGroupType.All:
+            raise ValueError("input_group_type cannot be All")
+        if self.replication_factor < input_group_size:
+            raise ValueError("input_group_size cannot be larger than replication_factor")
         assert input_group_size >= 1, f"inputReplicaGrouping: a group has at least one replica, not {input_group_size}"
+        if self.replication_factor % input_group_size:
+            raise ValueError("input_group_size must be a factor of replication_factor")
         self.set(input_group_size=input_group_size, input_cgt=int(input_group_type))
         return self
 

@@ -135,6 +135,12 @@ class PipelinedExecution(_IExecutionStrategy):
                 arg = Stage(*arg)
             arg._stage_id = index
             _map(self._block_map, arg)
+        if self._block_map:
+
+            class Local:
+                """PopTorch keeps an object of a class that is local to this call, so that pickle refuses the options."""
+
+            self._local = Local()
 
     def _manager(self) -> Any:
         return _Listed(self._block_map) if self._block_map else _Automatic(self._auto_stage)

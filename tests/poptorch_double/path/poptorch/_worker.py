@@ -1,0 +1,146 @@
+"""The process that fills an AsynchronousDataAccessor's ring of shared memory, and this process's end of it.
+
+    here      begin 1 | slot 0, 1, 2 |                 | slot 0 (read, given back)
+    worker                           | ready 0, 1, 2   |           | ready 0 ... end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import tempfile
+from multiprocessing import connection
+from typing import Any, Iterator, List, Optional
+
+import torch
+from torch import multiprocessing
+
+from poptorch._errors import py_error
+from poptorch.enums import SharingStrategy
+
+STARTS = {SharingStrategy.Fork: "fork", SharingStrategy.ForkServer: "forkserver"}
+PRELOADED = ["torch", "ipu_pipe.backends.ipu_feed", "pytest"]  # by the server, for the time that every fork of it saves
+
+
+def _rebatched(source: Iterator[Any], size: int, drop: bool) -> Iterator[Any]:
+    held: List[List[torch.Tensor]] = []
+    for batch in source:
+        tensors = [batch] if isinstance(batch, torch.Tensor) else list(batch)
+        held += [[t[i : i + 1] for t in tensors] for i in range(len(tensors[0]))]
+        while len(held) >= size:
+            yield [torch.cat(parts) for parts in zip(*held[:size])]
+            held = held[size:]
+    if held and not drop:
+        yield [torch.cat(parts) for parts in zip(*held)]
+
+
+def _source(dataset: Any, size: Optional[int]) -> Iterator[Any]:
+    source = iter(dataset)
+    return source if size is None else _rebatched(source, size, getattr(dataset, "_rebatched_drop_last", True))
+
+
+def _flat(batch: Any) -> List[torch.Tensor]:
+    tensors = [batch] if isinstance(batch, torch.Tensor) else list(batch)
+    for place, tensor in enumerate(tensors):
+        assert isinstance(tensor, torch.Tensor), (
+            f"Tensor at index {place} is not a torch tensor. AsynchronousDataAccessor expects data to be organised as a "
+            "flat 1D container of tensors."
+        )
+    return tensors
+
+
+def work(end: Any, dataset: Any, size: Optional[int], slots: int) -> None:
+    """The worker. The first batch gives the ring its shapes, so it is loaded before anything is asked for."""
+    with contextlib.suppress(KeyboardInterrupt, EOFError):
+        if isinstance(dataset, str):
+            with open(dataset, "rb") as file:
+                dataset = pickle.load(file)
+        source = _source(dataset, size)
+        first: Any = next(source, None)
+        if first is None:
+            raise py_error("The Dataset is empty")
+        shapes = _flat(first)
+        ring = [[torch.empty_like(tensor).share_memory_() for tensor in shapes] for _ in range(slots)]
+        end.send((isinstance(first, torch.Tensor), ring))
+        turn = 0
+        while True:
+            order, number = end.recv()
+            if order == "stop":
+                return
+            if order == "begin":
+                turn = number
+                if turn > 1:
+                    source, first = _source(dataset, size), None
+                continue
+            batch, first = (next(source, None) if first is None else first), None
+            if batch is None:
+                end.send((turn, None, 0))
+                continue
+            tensors = _flat(batch)
+            for place, tensor in zip(ring[number], tensors):
+                assert len(tensor) <= len(place), "a batch larger than the first has no room in the ring"
+                place[: len(tensor)].copy_(tensor)
+            end.send((turn, number, len(tensors[0])))
+
+
+class Worker:
+    """The process, its ring of `slots` batches, and the batch that is being read."""
+
+    def __init__(self, dataset: Any, size: Optional[int], slots: int, strategy: Any) -> None:
+        context = multiprocessing.get_context(STARTS.get(strategy, "spawn"))
+        if strategy == SharingStrategy.ForkServer:
+            context.set_forkserver_preload(PRELOADED)
+        self._here, there = context.Pipe()
+        with contextlib.ExitStack() as stack:
+            if strategy == SharingStrategy.FileSystem:
+                path = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), "dataset")
+                with open(path, "wb") as file:
+                    pickle.dump(dataset, file, protocol=4)
+                dataset = path
+            self._process = context.Process(target=work, args=(there, dataset, size, slots), daemon=True)
+            self._process.start()
+            there.close()
+            try:
+                self._is_single, self._ring = self._here.recv()
+            except (EOFError, OSError):
+                self._ring = None
+        if self._ring is None:
+            raise py_error("AsynchronousDataAccessor worker thread failed to start (Check above for details)")
+        self._turn, self._held = 0, None  # type: int, Optional[int]
+
+    def begin(self) -> None:
+        """From the first batch on."""
+        self._turn, self._held = self._turn + 1, None
+        self._here.send(("begin", self._turn))
+        for slot in range(len(self._ring)):
+            self._here.send(("slot", slot))
+
+    def take(self) -> Any:
+        """The next batch, which lies in the ring until the one after is asked for; None at the end."""
+        if self._held is not None:
+            for tensor in self._ring[self._held]:  # PopTorch overwrites it sooner or later; the double at once
+                tensor.fill_(float("nan") if tensor.is_floating_point() else -1 if tensor.dtype != torch.bool else True)
+            self._here.send(("slot", self._held))
+            self._held = None
+        turn = None
+        while turn != self._turn:
+            connection.wait([self._here, self._process.sentinel])
+            assert self._here.poll(), "An error occurred in the data fetcher"
+            try:
+                turn, slot, count = self._here.recv()
+            except (EOFError, OSError):
+                raise AssertionError("An error occurred in the data fetcher") from None
+        self._held = slot
+        if slot is None:
+            return None
+        batch = [tensor[:count] if tensor.dim() else tensor for tensor in self._ring[slot]]
+        return batch[0] if self._is_single else batch
+
+    def stop(self) -> None:
+        with contextlib.suppress(OSError):
+            self._here.send(("stop", 0))
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join()

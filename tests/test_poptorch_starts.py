@@ -1,0 +1,319 @@
+"""Jobs start on the double with exactly the IPUs that they need, by PopTorch's loader and its process; and go on, or end in one
+line, where a device, the data or a figure fails. Nothing here ran on an IPU."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Dict, List
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ipu_pipe.backends import ipu_blocks, ipu_model, ipu_profile, processes
+from ipu_pipe.backends import poptorch as backend
+from ipu_pipe.backends.ipu_feed import Feed, Reporting
+from ipu_pipe.backends.ipu_options import DataLoading
+from ipu_pipe.config import configure, load_config, read_yaml
+from ipu_pipe.data.batches import TensorData
+from ipu_pipe.engines import make_engine
+from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.job import build
+from ipu_pipe.training import train
+from models.transformer import transformer_lm, transformer_translation
+
+pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
+PODS = sorted((Path(__file__).resolve().parents[1] / "configs" / "pod").glob("pod*.yaml"))
+ASYNC = {"data_loading": {"mode": "async"}}
+
+
+# ---- the configs for pods
+
+
+@functools.lru_cache(maxsize=None)
+def built(raw: str) -> Any:
+    """The job of a config in JSON, built once for those that differ in batch and replicas alone."""
+    return build(configure(**json.loads(raw)))
+
+
+def on_a_small_scale(path: Path) -> Any:
+    """The job of a pod's config: its own options, loader, method, stages, batch and optimizer; ResNet-18 on images of 8 x 8."""
+    raw = read_yaml(path)
+    raw["model"]["entry"] = "models.resnet:resnet18"
+    kept = {key: value for key, value in raw["data"].items() if key == "bytes"}
+    raw["data"] = {
+        "name": "synthetic", "shape": [3, 8, 8], "classes": 1000, "subset": 65536, "test_subset": 8, **kept,
+    }  # fmt: skip
+    raw["steps"] = 1
+    del raw["lr_schedule"], raw["optimizer"]["lr"]
+    local = raw["backend"]["ipu"].get("local", "fused")
+    same = {**raw, "micro_batch_size": 1, "replicas": 1, "gradient_accumulation": 16}
+    same["backend"] = {"name": "poptorch", "ipu": {"local": local}}
+    return replace(built(json.dumps(same, sort_keys=True)), config=configure(**raw))
+
+
+@pytest.mark.parametrize("path", PODS, ids=lambda path: str(path.stem))
+def test_a_pods_job_starts_with_exactly_its_ipus(path: Path, poptorch: Any, monkeypatch: Any) -> None:
+    stated = load_config(path)
+    pod = int(path.stem.split("_")[0][3:])
+    job = on_a_small_scale(path)
+    if stated.backend.ipu.local == "decoupled":
+        start_blocks(job, poptorch, monkeypatch, pod)
+        return
+    engine = make_engine(job, 0)
+    session = engine._session  # type: ignore[attr-defined]
+    x, y = session._feed.take()
+    assert len(x) == job.batch and x.dtype == ipu_model.as_input(job.example[0], "16.16").dtype
+    session.training.compile(x, y)
+    assert poptorch._device.held and sum(poptorch._device.held.values()) == poptorch._device.largest[0] == pod
+    session.training.detachFromDevice()
+    session._make_inference()
+    assert sum(poptorch._device.held.values()) == poptorch._device.largest[0] == pod  # by all replicas
+    assert [made.ipus for made in poptorch.recorded.compilations] == [pod, pod]
+    loader = poptorch.recorded.of("DataLoader")
+    assert len(loader) == 1 and loader[0]["mode"] == poptorch.DataLoaderMode.Async and loader[0]["drop_last"] is False
+    engine.abort()
+    assert poptorch._device.held == {}
+
+
+def start_blocks(job: Any, poptorch: Any, monkeypatch: Any, pod: int) -> None:
+    """Every rank's block, one after the other in this process."""
+    monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", str(pod))
+    engines = []
+    for rank in range(pod):
+        group = SimpleNamespace(get_rank=lambda rank=rank: rank, get_world_size=lambda: pod)
+        monkeypatch.setattr(ipu_blocks, "dist", group)
+        engine = ipu_blocks.BlockEngine(job, 0)
+        x, y = job.example
+        shape = x.shape if not rank else engine._crossings[rank - 1].tensors[0].shape
+        count = job.config.gradient_accumulation
+        one = x if not rank else torch.zeros(shape)
+        engine.training.compile(ipu_model.as_input(torch.cat([one] * count), "16.16"), torch.cat([y] * count))
+        engines.append(engine)
+    assert sorted(poptorch._device.held_ids) == list(range(pod))
+    for engine in engines:
+        engine.abort()
+
+
+# ---- small runs
+
+
+class Source(TensorData):
+    """Samples; those of microbatch `at` are not to be had."""
+
+    def __init__(self, at: int = -1, error: Any = None) -> None:
+        generator = torch.Generator().manual_seed(5)
+        x, y = torch.randn(700, 12, generator=generator), torch.randint(0, 4, (700,), generator=generator)
+        super().__init__((x[:650], y[:650]), (x[650:], y[650:]), 5)
+        self.at, self.error = at, error
+
+    def train_batch(self, epoch: int, index: int, size: int) -> Any:
+        if index == self.at:
+            raise self.error
+        return super().train_batch(epoch, index, size)
+
+
+def config(ipu: Any = None, **keys: Any) -> Any:
+    base: Dict[str, Any] = {"method": "gpipe", "micro_batch_size": 2, "gradient_accumulation": 4, "steps": 4, "stages": 2,
+                            "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9}, "checkpoint": {"every": 2},
+                            "log": {"every": 1, "tensorboard": False}}  # fmt: skip
+    return configure(backend={"name": "poptorch", "ipu": ipu or {}}, **{**base, **keys})
+
+
+def mlp() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def run(settings: Any, out: Path, **keys: Any) -> nn.Module:
+    """The trained model."""
+    model = keys.pop("model", None) or mlp()
+    train(settings, out, **{"model": model, "data": Source(), "quiet": True, "overwrite": True, **keys})
+    return model
+
+
+def losses(out: Path) -> List[float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["train_loss"] for line in lines if "train_loss" in line]
+
+
+# ---- loading
+
+
+def test_a_fault_of_the_loading_process_is_told_with_its_cause(poptorch: Any, tmp_path: Path, capfd: Any) -> None:
+    cases = [
+        (9, ValueError("no such\npicture"), RunFault, "poptorch: loading data: ValueError: no such"),
+        (9, BadInput("data.root: x.jpg: is no picture"), BadInput, "data.root: x.jpg: is no picture"),
+        (1, OSError("disk"), RunFault, "poptorch: loading data: OSError: disk"),  # while the process starts
+    ]
+    for at, error, kind, said in cases:
+        with pytest.raises(kind) as caught:
+            run(config(ASYNC), tmp_path, data=Source(at, error))
+        assert str(caught.value) == said
+    with pytest.raises(RunFault, match="the worker process ended without a word .*: is there room .*/dev/shm"):
+        run(config(ASYNC), tmp_path, data=Source(9, SystemExit(1)))
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_what_is_loaded_ahead_is_what_is_loaded_when_asked_for(poptorch: Any, tmp_path: Path) -> None:
+    for mode in ("sync", "async"):
+        run(config({"data_loading": {"mode": mode}}), tmp_path / mode)
+    assert losses(tmp_path / "sync") == losses(tmp_path / "async")
+
+
+def test_a_report_is_removed_when_the_feed_is_closed(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    options = poptorch.Options()
+    calls: Any = [(torch.zeros(1), torch.zeros(1))]
+    feed = Feed(calls, calls, DataLoading(mode="async", sharing_strategy="fork"), options)
+    assert [path.suffix for path in tmp_path.glob("ipu_pipe-*")] == [".json"] and len(feed.take()) == 2
+    feed.close()
+    assert list(tmp_path.glob("ipu_pipe-*")) == []
+    assert len(Reporting(calls, "")) == 1
+
+
+# ---- devices
+
+
+def test_a_lost_device_that_cannot_be_read_gives_its_ipus_back(poptorch: Any, tmp_path: Path, capsys: Any) -> None:
+    """destroy() raises before it frees anything, and the error's calls hold the session: with as many IPUs as the job needs the
+    next session finds them only once all that is gone."""
+    plain = run(config(), tmp_path / "plain")
+    for optimizer in ({"name": "sgd", "lr": 0.05, "momentum": 0.9}, {"name": "adam", "lr": 0.01}):
+        poptorch.recorded.fail("execute", 14)  # 13 calls evaluate
+        lost = run(config(optimizer=optimizer), tmp_path / "lost")
+        assert "starting anew from update 0; 0 updates are done again" in capsys.readouterr().err
+        if optimizer["name"] == "sgd":
+            assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), lost.parameters()))
+    assert poptorch._device.largest == [2] and poptorch._device.held == {}
+
+
+def test_a_fault_that_is_kept_holds_no_ipu(poptorch: Any, tmp_path: Path) -> None:
+    poptorch.recorded.fail("execute", 15, poptorch.UnrecoverableError("dead", "poplar_unrecoverable_error"))
+    with pytest.raises(RunFault, match="poplar_unrecoverable_error: dead") as caught:
+        run(config(), tmp_path)
+    assert poptorch._device.held == {} and caught.value.__cause__ is not None
+
+
+def test_compiling_alone_takes_the_ipus_of_one_model(poptorch: Any, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as left:
+        run(config({"compile_only": True, **ASYNC}), tmp_path)
+    assert left.value.code == 0 and "compiled for 2 IPUs x replicas 1; nothing was run" in capsys.readouterr().out
+    assert [event for event, _ in poptorch.recorded.events if event in ("compile", "attach", "detach")] == [
+        "compile", "attach", "detach", "compile", "attach",
+    ]  # fmt: skip
+    assert poptorch._device.held == {} and poptorch.recorded.of("DataLoader") == []
+
+
+def test_all_replicas_evaluate_and_round_to_nearest(poptorch: Any, tmp_path: Path) -> None:
+    run(config({"stochastic_rounding": True}, replicas=2), tmp_path)
+    training, inference = (
+        next(c.options for c in poptorch.recorded.compilations if c.training == kind) for kind in (True, False)
+    )
+    assert training["enableStochasticRounding"] is True and inference["enableStochasticRounding"] is False
+    assert inference["replication_factor"] == 2
+    evaluated = [one.shapes[0][0] for one in poptorch.recorded.runs if not one.updates]
+    assert set(evaluated) == {2 * 2 * 2} and len(evaluated) == 2 * 7  # microbatch x stages x replicas, of 50 samples
+
+
+# ---- optimizers
+
+
+def test_the_optimizer_that_is_given_counts_not_the_configs(poptorch: Any) -> None:
+    def job(ipu: Any, given: Any, **keys: Any) -> Any:
+        return build(config(ipu, **keys), mlp(), Source(), optimizer=given)
+
+    adam = functools.partial(torch.optim.Adam, lr=0.1)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    job({"velocity_accum_type": "float16"}, sgd, optimizer={"name": "adam"})
+    job({}, sgd, optimizer={"name": "sgd", "momentum": 0.9, "nesterov": True})
+    with pytest.raises(BadInput, match="use_combined_accum: true: Adam has none: it is of SGD"):
+        job({"use_combined_accum": True}, adam)
+    with pytest.raises(BadInput, match="optimizer.nesterov: true: PopTorch does not have it"):
+        job({}, functools.partial(sgd, momentum=0.9, nesterov=True))
+    with pytest.raises(BadInput, match="clip: .*not with RMSprop"):
+        job({}, functools.partial(torch.optim.RMSprop, lr=0.1), clip={"norm": 1.0})
+
+
+def test_combined_velocities_are_scaled_as_the_loss_is(poptorch: Any, tmp_path: Path) -> None:
+    run(config({"use_combined_accum": True, "loss_scaling": 64.0}, steps=2), tmp_path)
+    groups = next(c.optimizer["groups"] for c in poptorch.recorded.compilations if c.training)
+    assert {group["velocity_scaling"][0] for group in groups} == {64.0}
+
+
+# ---- around it
+
+
+def test_a_run_does_not_end_for_want_of_a_time(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    def none(self: Any) -> Any:
+        raise AssertionError("Internal PopTorch error: mismatching number of start timestamps")
+
+    for name in ("getLatency", "getHostIpuLatency", "cycleCount"):
+        monkeypatch.setattr(poptorch.PoplarExecutor, name, none)
+    run(config({"log_cycle_count": True}), tmp_path)
+    told = json.loads((tmp_path / "ipu.json").read_text())
+    assert set(told["latency_seconds"]) == {"compute", "ipu_to_host"} and told["cycles_of_the_last_call"] is None
+    assert ipu_profile.Timeline(0, 1).latency == {}
+
+
+def test_importing_needs_a_stderr_that_is_a_file(poptorch: Any, monkeypatch: Any) -> None:
+    import builtins
+
+    real, seen = builtins.__import__, []
+
+    def importing(name: str, *rest: Any, **keys: Any) -> Any:
+        if name == "poptorch":
+            seen.append(sys.stderr.fileno())
+        return real(name, *rest, **keys)
+
+    notebook = io.StringIO()
+    monkeypatch.setattr(builtins, "__import__", importing)
+    monkeypatch.setattr(sys, "stderr", notebook)
+    backend.start(config().backend)
+    assert len(seen) == 1 and sys.stderr is notebook
+
+
+@pytest.mark.parametrize(("version", "taken_down"), [("2.0.1+cpu", 0), ("2.4.0", 1)])
+def test_a_group_that_could_hang_when_taken_down_stays(version: str, taken_down: int, monkeypatch: Any) -> None:
+    called: List[int] = []
+    group = SimpleNamespace(
+        is_initialized=lambda: True, barrier=lambda: None, destroy_process_group=lambda: called.append(1)
+    )
+    monkeypatch.setattr(processes, "dist", group)
+    monkeypatch.setattr(torch, "__version__", version)
+    processes.stop()
+    assert len(called) == taken_down
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: List[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_transformers_ask_for_no_operation_that_poptorch_has_not() -> None:
+    sizes = {"width": 16, "heads": 2, "dropout": 0.0}
+    tokens = torch.randint(1, 9, (2, 7), generator=torch.Generator().manual_seed(0))
+    translation = transformer_translation(9, 9, layers=1, feedforward=8, **sizes)  # type: ignore[arg-type]
+    for model, x in ((transformer_lm(9, blocks=1, context=8, **sizes), tokens),  # type: ignore[arg-type]
+                     (translation, torch.stack((tokens, tokens), 1))):  # fmt: skip
+        with Operations() as asked, torch.no_grad():
+            whole = model(x)
+        assert asked.seen and not any("tril" in name or "triu" in name for name in asked.seen)
+        assert whole.shape[-1] == 7
+    lm = transformer_lm(9, blocks=1, context=8, **sizes)  # type: ignore[arg-type]
+    with torch.no_grad():
+        assert torch.allclose(lm(tokens)[..., :4], lm(tokens[:, :4]), atol=1e-6)  # no place reads what comes after
+    assert not any("mask" in name for name in lm.state_dict())
