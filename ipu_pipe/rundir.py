@@ -108,7 +108,7 @@ class RunDir:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if overwrite:
-                for name in held:
+                for name in reversed(held):  # config.yaml last: what is half deleted is still known for a run
                     _remove(path / name)
                     _remove(path / f".{name}.part")
         except OSError as error:

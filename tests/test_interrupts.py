@@ -94,7 +94,7 @@ def test_ctrl_c_at_any_moment_ends_a_run(tmp_path: Path, load: None, capsys: pyt
             slow = sorted(run.seconds for run in ended)
             codes = {code: sum(run.code == code for run in ended) for code in {run.code for run in ended}}
             print(f"\n{REPEATS} times: exit codes {codes}, seconds: median {slow[len(slow) // 2]:.2f}, most {slow[-1]:.2f}")
-            print(*[run for run in wrong], sep="\n")
+            print(*wrong, sep="\n")
     assert not wrong
     assert any(run.code == 130 and "interrupted" in run.error for run in ended)
 

@@ -1,4 +1,4 @@
-"""A process of several ends when the launcher that started it is gone: no one would end it any more, and it would go on writing."""
+"""A process of several ends when the launcher that started it is gone: nothing else would, and it would go on writing."""
 
 from __future__ import annotations
 
