@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 from ipu_pipe import accounting, timelines
 from ipu_pipe.config import Config
 from ipu_pipe.errors import BadInput
+from ipu_pipe.folder_lock import refuse_used
 from ipu_pipe.job import Job, build
 from ipu_pipe.methods import METHODS, resolve_method
 from ipu_pipe.rundir import check_folder
@@ -46,6 +47,7 @@ def collect(
     found: Dict[str, Dict[str, Any]] = {"throughput": {}, "memory": {}, "communication": {}}
     for name in wished:
         check_folder(out / name, False, overwrite)
+        refuse_used(out / name)
     rates: Dict[str, Optional[float]] = {}
     for name, chosen in wished.items():
         size = chosen.micro_batch_size * chosen.gradient_accumulation * chosen.replicas

@@ -14,6 +14,7 @@ import torch
 from ipu_pipe import update
 from ipu_pipe.backends.emulator import Emulator, StepResult
 from ipu_pipe.backends.ipu_model import refuse_foreign
+from ipu_pipe.backends.orphans import end_without_launcher
 from ipu_pipe.config import BackendConfig
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.evaluation import evaluate
@@ -168,6 +169,8 @@ def check_launch(backend: BackendConfig) -> None:
 def launch(backend: BackendConfig) -> None:
     """Join the other processes of the run, where there are any. Raises BadInput."""
     check_launch(backend)
+    if is_distributed():  # before it joins: then a launcher that is gone by now has taken the meeting place with it
+        end_without_launcher()
     if backend.name == "distributed":
         from ipu_pipe.backends import processes
 
@@ -176,6 +179,8 @@ def launch(backend: BackendConfig) -> None:
         from ipu_pipe.backends import poptorch
 
         poptorch.start(backend)
+        if is_distributed():  # under poprun it knows only now that it is one of several
+            end_without_launcher()
 
 
 def leave() -> None:

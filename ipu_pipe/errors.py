@@ -7,6 +7,8 @@ import os
 import sys
 from typing import Any, Callable, NoReturn, Optional, Sequence, Union
 
+from ipu_pipe import interrupts
+
 
 class BadInput(ValueError):
     """What the user gave cannot be used. `faults`: one line each (file, key, value, what is allowed). Exit code 2."""
@@ -49,8 +51,16 @@ class Parser(argparse.ArgumentParser):
 def run_command(main: Callable[[], None]) -> NoReturn:
     """Run a command line's `main` and leave with its exit code: 0 done, 2 bad input, 1 fault, 130 Ctrl-C."""
     try:
-        main()
-        sys.stdout.flush()
+        try:
+            interrupts.raise_first()
+            main()
+            sys.stdout.flush()
+        except BaseException as error:
+            if interrupts.came():  # it may have become another exception on its way here
+                raise KeyboardInterrupt from error
+            raise
+        finally:
+            interrupts.leave()
     except BadInput as error:
         told = os.environ.get("RANK", "0") != "0" if error.is_told is None else error.is_told
         for fault in () if told else error.faults:
@@ -61,8 +71,9 @@ def run_command(main: Callable[[], None]) -> NoReturn:
             print("error: " + " ".join(str(error).split()), file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = 130
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted", file=sys.stderr)
+        code = interrupts.INTERRUPTED
     except BrokenPipeError:  # the reader of our output (head, less) has left: not our fault, nothing to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0

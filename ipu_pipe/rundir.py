@@ -6,18 +6,26 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, TextIO, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, TextIO, Tuple, Union
 
-from ipu_pipe import checkpoint
+from ipu_pipe import checkpoint, folder_lock
+from ipu_pipe.config import read_yaml
 from ipu_pipe.errors import BadInput, RunFault
 
 # what a run writes, and so what `--overwrite` may delete: nothing else in the folder is touched
+FOLDERS = {  # and what of these is a run's own
+    "tensorboard": re.compile(r"events\.out\.tfevents\..*"),
+    "checkpoints": re.compile(r"step-\d+|\.step-\d+\.(part|old)"),
+}
 OUTPUTS = (
-    "config.yaml", "metrics.jsonl", "summary.json", "trace.json.gz", "memory.json", "ipu.json", "tensorboard", "checkpoints",
+    "config.yaml", "metrics.jsonl", "summary.json", "trace.json.gz", "memory.json", "ipu.json", "diverged.json", *FOLDERS,
 )  # fmt: skip
+# keys that a run's config.yaml always spells out, as hardly a config written by hand does
+SPELT_OUT = {"model", "data", "method", "method_args", "optimizer", "lr_schedule", "init_from", "seed", "log", "checkpoint"}
 
 
 Measured = Tuple[Optional[float], Optional[float]]  # test loss and accuracy
@@ -37,9 +45,16 @@ class Position:
     initial: Measured = (None, None)
 
 
+def as_folder(out: Union[str, Path]) -> Path:
+    """The folder that `out` names. Raises BadInput where it names none: an empty text would be the current folder."""
+    if not str(out).strip():
+        raise BadInput("--out: '': must name a folder")
+    return Path(out)
+
+
 def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> List[str]:
     """What the folder holds of a run. Raises BadInput if that is another run and neither resuming nor overwriting was asked
-    for, or if nothing can be written there. Changes nothing."""
+    for, if what is to be overwritten is no run, or if nothing can be written there. Changes nothing."""
     try:
         above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not above.is_dir():
@@ -47,12 +62,15 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
         if not os.access(above, os.W_OK | os.X_OK):
             raise BadInput(f"--out: {above}: no permission to write")
         held = [name for name in OUTPUTS if (path / name).exists()]
+        foreign = _foreign(path, held) if overwrite else None
     except OSError as error:
         raise BadInput(f"--out: {path}: {error.strerror or error}") from None
     if held and not (resume or overwrite):
         raise BadInput(f"--out: {path}: holds another run ({held[0]}): give --resume, --overwrite or another folder")
     if resume and not held:
         raise BadInput(f"--resume: {path}: holds no run to resume")
+    if foreign is not None:
+        raise BadInput(f"--overwrite: {path}: {foreign}: what is there is no run to replace: give another folder, or empty it")
     return held
 
 
@@ -62,6 +80,27 @@ def finished_summary(path: Path) -> Optional[Dict[str, Any]]:
         return dict(json.loads((path / "summary.json").read_text()))
     except (OSError, ValueError):
         return None
+def _foreign(path: Path, held: Sequence[str]) -> Optional[str]:
+    """Why the folder, which holds something, is not a run's (or several runs'); None where it is, or is empty."""
+    if held:
+        return None if _is_run(path) else f"{held[0]} is there, but no config.yaml of a run"
+    others = [entry for entry in _entries(path) if _entries(entry) or not entry.is_dir()]  # what is empty is no one's
+    others = [entry for entry in others if not _is_run(entry)]
+    return f"it holds {others[0].name}" if others else None
+
+
+def _entries(path: Path) -> List[Path]:
+    """What is in the folder, but for the lock."""
+    return sorted(entry for entry in path.iterdir() if entry.name != folder_lock.NAME) if path.is_dir() else []
+
+
+def _is_run(path: Path) -> bool:
+    """Whether `path` is the folder of a run: whether its config.yaml is one that a run wrote."""
+    file = path / "config.yaml"
+    try:
+        return file.is_file() and SPELT_OUT <= read_yaml(file).keys()
+    except BadInput:
+        return False
 
 
 class RunDir:
@@ -75,8 +114,9 @@ class RunDir:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if overwrite:
-                for name in held:
+                for name in reversed(held):  # config.yaml last: what is half deleted is still known for a run
                     _remove(path / name)
+                    _remove(path / f".{name}.part")
             if resume:
                 checkpoint.tidy(self.checkpoints)
         except OSError as error:
@@ -138,7 +178,16 @@ class RunDir:
 
 
 def _remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    """Delete an output of a run. Of a folder of outputs what a run wrote there; the folder itself if nothing is left in it."""
+    if path.is_dir():
+        own = FOLDERS[path.name]
+        for entry in path.iterdir():
+            if own.fullmatch(entry.name):
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        with contextlib.suppress(OSError):  # not empty, or a link to a folder elsewhere
+            path.rmdir()
+    elif path.exists() or path.is_symlink():
+        path.unlink()
 
 
 def finite(value: Any) -> Any:

@@ -13,8 +13,9 @@ from ipu_pipe import checkpoint, summary, update
 from ipu_pipe.config import Config, as_recorded, dump, load_config
 from ipu_pipe.data import DataSource
 from ipu_pipe.engines import Engine, Report, check_launch, is_main, launch, make_engine, on_main
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.errors import BadInput
 from ipu_pipe.evaluation import evaluate
+from ipu_pipe.folder_lock import FolderLock, refuse_used
 from ipu_pipe.identity import changes, follows_length
 from ipu_pipe.job import Job, build, has_tensorboard, set_up
 from ipu_pipe.manifest import Origin
@@ -22,7 +23,8 @@ from ipu_pipe.methods import METHODS
 from ipu_pipe.probe import Loss
 from ipu_pipe.progress import Progress
 from ipu_pipe.resume import choose, origin, position_of, refuse_foreign_run, saved_state
-from ipu_pipe.rundir import Measured, Position, RunDir, check_folder, finished_summary
+from ipu_pipe.rundir import Measured, Position, RunDir, as_folder, check_folder, finished_summary
+from ipu_pipe.scalars import ScalarFile
 
 
 class _Start(NamedTuple):
@@ -56,27 +58,53 @@ def train(
     this alike; the first one writes, all return the summary. A process's model then holds the weights of its own stage and
     not-a-number elsewhere: the whole is in the newest checkpoint.
     """
-    out = Path(out)
+    out = as_folder(out)
     launch(config.backend)
     say = Progress(quiet or not is_main()).say
     resume = resume or resume_from is not None
-    start = on_main(lambda: _checked(config, out, resume, resume_from, overwrite, say))
-    if start.ended is not None:
-        say(f"{out}: this run is finished: nothing to resume")
-        return start.ended
-    began = start.config.init_from
-    if start.done:  # the checkpoint takes the place of the weights that the run began with
-        start = start._replace(config=start.config.model_copy(update={"init_from": None}))
-    job = build(start.config, model, data, loss, optimizer, start.done)
-    job.config = job.config.model_copy(update={"init_from": began})
-    return _Run(job, out, resume, overwrite, quiet).go()
+    with reserved(out, resume=resume, overwrite=overwrite, say=say):
+        start = on_main(lambda: _checked(config, out, resume, resume_from, overwrite, say))
+        if start.ended is not None:
+            say(f"{out}: this run is finished: nothing to resume")
+            return start.ended
+        began = start.config.init_from
+        if start.done:  # the checkpoint takes the place of the weights that the run began with
+            start = start._replace(config=start.config.model_copy(update={"init_from": None}))
+        job = build(start.config, model, data, loss, optimizer, start.done)
+        job.config = job.config.model_copy(update={"init_from": began})
+        return _Run(job, out, resume, overwrite, quiet).go()
+
+
+@contextlib.contextmanager
+def reserved(
+    out: Path, *, resume: bool = False, overwrite: bool = False, say: Callable[[str], None] = print
+) -> Iterator[None]:
+    """Keep other runs out of the folder `out`. Raises BadInput, on all processes of this one, where one is on there, or where
+    the folder cannot be used. The main process holds the lock."""
+    lock = FolderLock(out, say)
+
+    def take() -> None:
+        check_folder(out, resume, overwrite)
+        lock.take()
+
+    try:
+        on_main(take)
+        yield
+    finally:
+        lock.release()
 
 
 def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwrite: bool = False) -> None:
     """Raise BadInput where `train` would, without training or writing anything."""
+    out = as_folder(out)
     check_launch(config.backend)
     launch(config.backend)
-    start = on_main(lambda: _checked(config, Path(out), resume, None, overwrite, lambda text: None))
+
+    def checked() -> _Start:
+        refuse_used(out)
+        return _checked(config, out, resume, None, overwrite, lambda text: None)
+
+    start = on_main(checked)
     if start.ended is None:
         build(start.config.model_copy(update={"init_from": None}) if start.done else start.config, done=start.done)
 
@@ -235,29 +263,23 @@ class _Run:
             values = {f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
             for key, number in values.items():
                 if scalars and name not in ("step", "epoch") and number is not None:
-                    scalars.add_scalar(key, number, record["step"])
+                    scalars.add(key, number, record["step"])
 
     @contextlib.contextmanager
     def _scalars(self) -> Iterator[Any]:
-        """TensorBoard's writer, or None where it is switched off or not installed."""
+        """The file of TensorBoard's scalars, or None where it is switched off or not installed."""
         if self.run is None or not self.job.config.log.tensorboard:
             yield None
         elif not has_tensorboard():
             self.progress.say("TensorBoard is not installed (extra `board`): no scalars are written")
             yield None
         else:
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge = self.position.update + 1 if self.position.update else None
-            folder = self.run.path / "tensorboard"
+            again = self.position.update + 1 if self.position.update else None
+            scalars = ScalarFile(self.run.path / "tensorboard", again)
             try:
-                writer = SummaryWriter(str(folder), purge_step=purge)  # type: ignore[no-untyped-call]
-            except OSError as error:
-                raise RunFault(f"{folder}: cannot be written: {error.strerror or error}") from error
-            try:
-                yield writer
+                yield scalars
             finally:
-                writer.close()  # type: ignore[no-untyped-call]
+                scalars.close()
 
     def _save(self, engine: Engine) -> None:
         held = engine.state()

@@ -24,6 +24,7 @@ from ipu_pipe.backends.processes import _forget
 from ipu_pipe.checkpoint import FILES
 from ipu_pipe.config import load_config
 from ipu_pipe.errors import end_process
+from ipu_pipe.folder_lock import FolderLock
 from ipu_pipe.slices import Shape
 from ipu_pipe.training import train
 
@@ -53,8 +54,13 @@ def launch(ranks: int, out: Path, *args: str) -> "subprocess.Popen[str]":
     ]
     return subprocess.Popen(
         [*command, *sets, *[a for a in args if "=" not in a]], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=hears_interrupts,
     )  # fmt: skip
+
+
+def hears_interrupts() -> None:
+    """A shell that runs the tests in the background has them ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run(ranks: int, out: Path, *args: str) -> Tuple[int, str, str]:
@@ -195,6 +201,72 @@ def test_a_rank_without_progress_ends_the_job_at_the_deadline(tmp_path: Path) ->
         process.kill()
     assert process.returncode != 0
     assert "rank 0, stage 0, action" in told and "made no progress within 3 s" in told
+
+
+def _is_on(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def _ended(pids: List[int], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while any(map(_is_on, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not any(map(_is_on, pids))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes in /proc")
+def test_ranks_end_with_their_launcher_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Story: the ranks of a killed launcher went on, and a resumed run wrote into the same folder beside them."""
+    out, how = tmp_path / "run", ["stages=2", "evaluate.every=0", "checkpoint.keep=1"]
+    process = launch(2, out, "steps=30000", *how)
+    ranks: List[int] = []
+    try:
+        deadline = time.monotonic() + 120
+        while not list((out / "checkpoints").glob("step-*")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        ranks = _children(process.pid)
+        assert len(ranks) == 2
+        process.send_signal(signal.SIGKILL)
+        assert _ended(ranks, 30)
+    finally:
+        process.kill()
+        for rank in filter(_is_on, ranks):
+            os.kill(rank, signal.SIGKILL)
+        process.communicate()
+    newest = max(int(path.name[5:]) for path in (out / "checkpoints").glob("step-*"))
+    recorded = (out / "config.yaml").read_text()  # as if fewer updates had been asked for
+    (out / "config.yaml").write_text(recorded.replace("steps: 30000", f"steps: {newest + 4}"))
+    code, printed, error = run(2, out, f"steps={newest + 4}", *how, "--resume")
+    assert code == 0 and f"resuming after update {newest}" in printed, error
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes in /proc")
+def test_a_folder_in_use_is_told_once_and_ctrl_c_to_the_launcher_ends_all(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with FolderLock(out):
+        code, _, error = run(2, out, "stages=2")
+    told = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert code != 0 and len(told) == 1 and f"process {os.getpid()} writes a run there" in told[0]
+    process = launch(2, out, "steps=30000", "stages=2", "log.tensorboard=true")
+    ranks: List[int] = []
+    try:
+        deadline = time.monotonic() + 120
+        while not (out / "checkpoints").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        ranks = _children(process.pid)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+        assert process.returncode != 0 and _ended(ranks, 30)
+    finally:
+        process.kill()
+        for rank in filter(_is_on, ranks):
+            os.kill(rank, signal.SIGKILL)
+    assert not [line for line in error.splitlines() if "tools/train.py" in line and "File" in line], error
 
 
 def test_two_nodes_run_unchanged(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ipu_pipe
-from ipu_pipe import checkpoint
+from ipu_pipe import checkpoint, scalars
 from ipu_pipe.config import load_config
 from ipu_pipe.errors import BadInput, RunFault, run_command
 from ipu_pipe.job import build, set_up
@@ -774,11 +774,11 @@ def test_a_folder_that_may_not_be_read_is_one_line(tmp_path: Path, monkeypatch: 
 
 
 def test_scalars_that_cannot_be_written_are_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    pytest.importorskip("tensorboard")
 
     def full(*args: Any, **keys: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensorboard, "SummaryWriter", full)
+    monkeypatch.setattr(scalars, "_new_file", full)
     with pytest.raises(RunFault, match="tensorboard: cannot be written: No space left on device"):
         train(config("log.tensorboard=true"), tmp_path / "run", quiet=True)

@@ -15,6 +15,11 @@ from typing import Any, Callable, Dict, List
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ipu_pipe import interrupts  # noqa: E402
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # before the imports that take time
+
 from ipu_pipe.errors import BadInput, Parser, RunFault, end_process, run_command  # noqa: E402
 
 SIZE = 8  # samples a microbatch

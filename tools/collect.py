@@ -7,6 +7,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ipu_pipe import interrupts  # noqa: E402
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # before the imports that take time
+
+from ipu_pipe.arguments import folder  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, run_command  # noqa: E402
 
 EPILOG = """
@@ -35,7 +41,7 @@ def parser() -> Parser:
         metavar="K",
         help="updates (default the config's; at least 2 to time; 0: plan only)",
     )
-    p.add_argument("--out", type=Path, metavar="DIR", help="the folder to write into")
+    p.add_argument("--out", type=folder, metavar="DIR", help="the folder to write into")
     p.add_argument("--overwrite", action="store_true", help="replace runs that DIR holds")
     return p
 

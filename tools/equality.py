@@ -13,6 +13,11 @@ from typing import Any, Dict, List, Tuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ipu_pipe import interrupts  # noqa: E402
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # before the imports that take time
+
 from ipu_pipe.errors import BadInput, Parser, RunFault, end_process, run_command  # noqa: E402
 
 IMAGES = {"name": "synthetic", "shape": [3, 16, 16], "subset": 96, "test_subset": 32}

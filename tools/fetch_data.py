@@ -7,6 +7,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ipu_pipe import interrupts  # noqa: E402
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # before the imports that take time
+
 from ipu_pipe.errors import Parser, run_command  # noqa: E402
 
 

@@ -13,6 +13,12 @@ from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from ipu_pipe import interrupts  # noqa: E402
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # before the imports that take time
+
+from ipu_pipe.arguments import folder  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, run_command  # noqa: E402
 
 CONFIG = ROOT / "configs" / "resnet20_cifar10.yaml"
@@ -66,7 +72,7 @@ def parser() -> Parser:
     def add(name: str, says: str, *, trains: bool = True) -> argparse.ArgumentParser:
         own = probes.add_parser(name, help=says, description=says[0].upper() + says[1:] + ".")
         out = Path("docs/results/local_probes")
-        own.add_argument("--out", type=Path, default=out, metavar="DIR", help="where results go (%(default)s)")
+        own.add_argument("--out", type=folder, default=out, metavar="DIR", help="where results go (%(default)s)")
         own.add_argument("--json", action="store_true", help="print the results as JSON")
         if trains:
             own.add_argument("--config", type=Path, metavar="FILE", help=f"default: {CONFIG.relative_to(ROOT)}, small")

@@ -10,6 +10,12 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ipu_pipe import interrupts  # noqa: E402
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # before the imports that take time
+
+from ipu_pipe.arguments import folder  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, run_command  # noqa: E402
 
 LAYERS = 8
@@ -44,9 +50,9 @@ def parser() -> Parser:
     p.add_argument("--cutoffs", nargs="+", type=float, default=[1.7, 1.5, 1.2], metavar="LOSS", help="(%(default)s)")
     p.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (cores, %(default)s)")
     p.add_argument(
-        "--runs", type=Path, default=Path("runs/pareto"), metavar="DIR", help="where runs are kept (%(default)s)"
+        "--runs", type=folder, default=Path("runs/pareto"), metavar="DIR", help="where runs are kept (%(default)s)"
     )
-    p.add_argument("--out", type=Path, metavar="DIR", help="where the table, JSON and plot go (default: with the runs)")
+    p.add_argument("--out", type=folder, metavar="DIR", help="where the table, JSON and plot go (default: with the runs)")
     p.add_argument("--json", action="store_true", help="print the results as JSON")
     return p
 

@@ -10,6 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from ipu_pipe import interrupts  # noqa: E402
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # before the imports that take time
+
+from ipu_pipe.arguments import folder  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, run_command  # noqa: E402
 
 FOLDER = ROOT / "configs" / "experiments"
@@ -31,10 +37,10 @@ def parser() -> Parser:
     p.add_argument("experiment", metavar="EXPERIMENT", nargs="*", help="names, files, or all; none lists them")
     p.add_argument("--json", action="store_true", help="print the results as JSON")
     p.add_argument(
-        "--out", type=Path, metavar="DIR", help="tables and plots go to DIR/EXPERIMENT (default: with the runs)"
+        "--out", type=folder, metavar="DIR", help="tables and plots go to DIR/EXPERIMENT (default: with the runs)"
     )
     p.add_argument(
-        "--runs", type=Path, default=Path("runs/experiments"), metavar="DIR", help="where runs are kept (%(default)s)"
+        "--runs", type=folder, default=Path("runs/experiments"), metavar="DIR", help="where runs are kept (%(default)s)"
     )
     p.add_argument("--seeds", type=int, nargs="+", metavar="S", help="instead of the experiment's own")
     p.add_argument("--rows", nargs="+", metavar="LABEL", help="only these rows")

@@ -15,6 +15,11 @@ from typing import Any, Callable, List, Optional, TextIO, Tuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ipu_pipe import interrupts  # noqa: E402
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # before the imports that take time
+
 from ipu_pipe.drawing import format_csv, format_text
 from ipu_pipe.errors import BadInput, Parser, run_command
 from ipu_pipe.methods import METHODS, Method, resolve_method

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import sys
@@ -10,6 +11,12 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ipu_pipe import interrupts  # noqa: E402
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # before the imports that take time
+
+from ipu_pipe.arguments import folder  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, run_command  # noqa: E402
 
 EPILOG = """\
@@ -38,7 +45,7 @@ def parser() -> Parser:
         metavar="KEY=VALUE",
         help="change keys of the config; VALUE is YAML",
     )
-    p.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a dated folder under runs/)")
+    p.add_argument("--out", type=folder, metavar="DIR", help="folder of the run (default: a dated folder under runs/)")
     how = p.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in DIR")
     how.add_argument(
@@ -82,7 +89,7 @@ def main() -> None:
     from ipu_pipe.engines import is_main, launch, leave, on_main, told_once
     from ipu_pipe.job import build
     from ipu_pipe.summary import plan
-    from ipu_pipe.training import check, evaluate_checkpoint, train
+    from ipu_pipe.training import check, evaluate_checkpoint, reserved, train
 
     with told_once():
         launch(config.backend)
@@ -100,10 +107,12 @@ def main() -> None:
             return
         out = args.out or on_main(lambda: _dated(Path(args.config).stem))  # the same on all processes
         again = False
-        if other is not None:  # a fault of the second run is told before the first has taken its time
-            again = args.resume and (out / other.method / "config.yaml").exists()
-            check(other, out / other.method, resume=again, overwrite=args.overwrite)
-        report = train(config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite)
+        with contextlib.ExitStack() as second:
+            if other is not None:  # a fault of the second run is told before the first has taken its time
+                again = args.resume and (out / other.method / "config.yaml").exists()
+                check(other, out / other.method, resume=again, overwrite=args.overwrite)
+                second.enter_context(reserved(out / other.method, resume=again, overwrite=args.overwrite))
+            report = train(config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite)
         if other is None:
             leave()
             return
