@@ -629,14 +629,15 @@ def as_recorded(old: Config, new: Config) -> Config:
 
 def differences(old: Config, new: Config) -> List[str]:
     """`key: old -> new` for every value in which the two differ."""
-    a, b = _flat(old.to_dict()), _flat(new.to_dict())
+    a, b = flat(old.to_dict()), flat(new.to_dict())
     return [f"{key}: {a.get(key)} -> {b.get(key)}" for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
 
 
-def _flat(value: Any, key: str = "") -> Dict[str, Any]:
+def flat(value: Any, key: str = "") -> Dict[str, Any]:
+    """Nested mappings as one, by `outer.inner` keys."""
     if not isinstance(value, dict) or not value:
         return {key: value}
-    flat: Dict[str, Any] = {}
+    found: Dict[str, Any] = {}
     for name, item in value.items():
-        flat.update(_flat(item, f"{key}.{name}" if key else str(name)))
-    return flat
+        found.update(flat(item, f"{key}.{name}" if key else str(name)))
+    return found

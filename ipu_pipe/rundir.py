@@ -17,6 +17,7 @@ from ipu_pipe.errors import BadInput, RunFault
 # what a run writes, and so what `--overwrite` may delete: nothing else in the folder is touched
 OUTPUTS = (
     "config.yaml", "metrics.jsonl", "summary.json", "trace.json.gz", "memory.json", "ipu.json", "tensorboard", "checkpoints",
+    "traceback.txt",
 )  # fmt: skip
 
 

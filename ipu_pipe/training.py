@@ -12,9 +12,10 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 from torch import nn
 
 from ipu_pipe import checkpoint, summary, update
+from ipu_pipe.blame import attributed, keep_traceback
 from ipu_pipe.config import Config, as_recorded, differences, dump, load_config
 from ipu_pipe.data import DataSource
-from ipu_pipe.engines import Engine, Report, check_launch, is_main, launch, make_engine, on_main
+from ipu_pipe.engines import Engine, Report, is_main, launch, make_engine, on_main
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.evaluation import evaluate
 from ipu_pipe.job import Job, build, has_tensorboard, set_up
@@ -43,12 +44,13 @@ def train(
 
     A model, data source, loss or optimizer factory given here takes the place of the config's entry. `resume` goes on
     from the newest checkpoint, with the same numbers as if never interrupted. Raises BadInput before anything is written
-    where the job is not possible, RunFault where the loss is not finite. On the distributed backend every process calls
+    where the job is not possible, RunFault where the loss is not finite, and what the model, loss, data source or optimizer
+    raise as it is, with the place (a UserFault) at the end of its chain of causes. On the distributed backend every process calls
     this alike; the first one writes, all return the summary. A process's model then holds the weights of its own stage and
     not-a-number elsewhere: the whole is in the newest checkpoint.
     """
     out = Path(out)
-    launch(config.backend)
+    launch(config, {"out": out, "resume": resume, "overwrite": overwrite})
     say = Progress(quiet or not is_main()).say
     config, ended = on_main(lambda: _checked(config, out, resume, overwrite, say))
     if ended is not None:
@@ -60,8 +62,7 @@ def train(
 
 def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwrite: bool = False) -> None:
     """Raise BadInput where `train` would, without training or writing anything."""
-    check_launch(config.backend)
-    launch(config.backend)
+    launch(config, {"out": out, "resume": resume, "overwrite": overwrite})
     config, ended = on_main(lambda: _checked(config, Path(out), resume, overwrite, lambda text: None))
     if ended is None:
         build(config)
@@ -145,7 +146,8 @@ class _Run:
                             self._save(engine)
                 if final is None:  # resumed after the last update, from a run killed before its summary was written
                     final = self._evaluate(engine, None, record=False)
-        except BaseException:
+        except BaseException as error:
+            keep_traceback(error, self.out)
             with contextlib.suppress(Exception):  # what ended the run is what must be told
                 engine.abort()
             raise
@@ -279,7 +281,8 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     setup = set_up(config.model_copy(update={"init_from": None}))
     held = checkpoint.load(path).model if os.path.isdir(path) else checkpoint.read_tensors(path)
     checkpoint.load_weights(setup.model, held, str(path))
-    test_loss, accuracy = evaluate(setup)[-1]
+    with attributed(lambda: "evaluation"):
+        test_loss, accuracy = evaluate(setup)[-1]
     return {"weights": str(path), "test_loss": test_loss, "test_accuracy": accuracy}
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ipu_pipe.errors import BadInput, Parser, run_command  # noqa: E402
+from ipu_pipe.errors import BadInput, Parser, run_command, traceback_shown  # noqa: E402
 
 EPILOG = """
 DIR gets throughput.json, memory.json, communication.json and a run for each method with its trace.
@@ -37,6 +38,7 @@ def parser() -> Parser:
     )
     p.add_argument("--out", type=Path, metavar="DIR", help="the folder to write into")
     p.add_argument("--overwrite", action="store_true", help="replace runs that DIR holds")
+    p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
     return p
 
 
@@ -51,6 +53,11 @@ def main() -> None:
         raise BadInput("--out: missing: must be the folder to write into")
     if args.steps is not None and args.steps < 0:
         raise BadInput(f"--steps: {args.steps}: must be at least 0")
+    with traceback_shown(args.traceback):
+        _run(args)
+
+
+def _run(args: argparse.Namespace) -> None:
     from ipu_pipe import collection
     from ipu_pipe.config import load_config
 
