@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import traceback
-from typing import Any, Callable, Iterator, NoReturn, Optional, Sequence, Union
+from typing import Any, Callable, Iterator, NoReturn, Optional, Sequence, Tuple, Union
 
 from ipu_pipe import launched
 
@@ -40,7 +40,12 @@ class UserFault(RunFault):
 
     def __init__(self, line: str, whole: str) -> None:
         super().__init__(line)
-        self.traceback, self.kept = whole, None  # type: str, Optional[str]
+        self.traceback = whole
+        self.kept: Optional[str] = None
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        """For the way out of a process of its own."""
+        return type(self), (str(self), self.traceback), {"kept": self.kept, "is_told": self.is_told}
 
 
 def user_fault(error: Optional[BaseException]) -> Optional[UserFault]:

@@ -76,7 +76,8 @@ class RunDir:
     def finished_summary(self) -> Optional[Dict[str, Any]]:
         """The summary of a run that has ended, or None."""
         try:
-            return dict(json.loads((self.path / "summary.json").read_text()))
+            file = self.path / "summary.json"
+            return dict(json.loads(file.read_text())) if file.is_file() else None
         except (OSError, ValueError):
             return None
 
@@ -90,6 +91,8 @@ class RunDir:
         path = self.path / "metrics.jsonl"
         kept: List[str] = []
         try:
+            if path.exists() and not path.is_file():  # reading a pipe or a device might never end
+                raise RunFault(f"{path}: is no file")
             lines = path.read_text(errors="replace").splitlines() if last_step and path.exists() else []
             for line in lines:
                 try:

@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ipu_pipe.errors import BadInput, Parser, run_command  # noqa: E402
+from ipu_pipe.errors import BadInput, Parser, run_command, writing  # noqa: E402
 
 LAYERS = 8
 # label -> (method of the run, its arguments, cost law, its k)
@@ -79,10 +79,11 @@ def main() -> None:
         ) from None
     found = _results(args)
     out = args.out or args.runs
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "pareto.json").write_text(json.dumps(found, indent=1) + "\n")
-    (out / "table.md").write_text(_table(found, args))
-    _plot(found, out / "pareto.png")
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "pareto.json").write_text(json.dumps(found, indent=1) + "\n")
+        (out / "table.md").write_text(_table(found, args))
+        _plot(found, out / "pareto.png")
     print(json.dumps(found, indent=1) if args.json else _table(found, args))
     say(f"where to look: {out / 'pareto.png'}, {out / 'pareto.json'}, {out / 'table.md'}")
 
