@@ -70,6 +70,8 @@ class RunDir:
             if overwrite:
                 for name in held:
                     _remove(path / name)
+            elif "traceback.txt" in held:  # of the fault that ended what is resumed now
+                _remove(path / "traceback.txt")
         except OSError as error:
             raise BadInput(f"--out: {path}: {error.strerror or error}") from None
 

@@ -27,6 +27,7 @@ POLL = 0.05  # seconds between looks at the store
 LINGER = 2.0  # seconds at most that the store stays for the others to read why it ends
 OWN_TO_A_MACHINE = ("data.root", "backend.threads")  # what ranks may have of their own
 LONGEST = 1e7  # seconds, of a wait: torch counts them in milliseconds
+WARM_UP = 8.0  # seconds that a wait may take besides the deadline until the first step is done, in which ranks load
 
 Asked = Dict[str, Any]
 
@@ -52,20 +53,20 @@ def _shown(asked: Asked, key: str) -> str:
     return json.dumps(asked[key])[:80] if key in asked else "nothing"
 
 
-def wait_limit(deadline: float) -> timedelta:
-    """A deadline as torch takes it."""
-    return timedelta(seconds=min(deadline, LONGEST))
+def wait_limit(deadline: float, is_warm: bool = False) -> timedelta:
+    """How long a wait may take, as torch takes it."""
+    return timedelta(seconds=min(deadline + (0.0 if is_warm else WARM_UP), LONGEST))
 
 
-def meet(where: Launched, deadline: float, asked: Asked) -> Any:
+def meet(where: Launched, limit: float, asked: Asked) -> Any:
     """The store of a run whose ranks are all there, asked for the same. Raises BadInput where they were not, RunFault where one
-    is missing after `deadline` seconds."""
-    end = time.monotonic() + min(deadline, LONGEST)
-    store = _store(where, deadline)
+    is missing after `limit` seconds."""
+    end = time.monotonic() + limit
+    store = _store(where, limit)
     try:
         if store.add(f"came/{where.rank}", 1) > 1:
             raise BadInput(f"RANK: {where.rank}: two processes have it: each of {where.world} must have its own")
-        _wait_for_all(store, where, end, deadline, {**asked, "WORLD_SIZE": where.world})
+        _wait_for_all(store, where, end, limit, {**asked, "WORLD_SIZE": where.world})
     except (BadInput, RunFault) as error:
         _end_for_all(store, where, error)
     except RuntimeError as error:  # what torch's store raises
@@ -73,7 +74,7 @@ def meet(where: Launched, deadline: float, asked: Asked) -> Any:
     return store
 
 
-def _wait_for_all(store: Any, where: Launched, end: float, deadline: float, asked: Asked) -> None:
+def _wait_for_all(store: Any, where: Launched, end: float, limit: float, asked: Asked) -> None:
     store.set(f"asked/{where.rank}", json.dumps(asked))
     missing = [rank for rank in range(where.world) if rank != where.rank]
     while missing:
@@ -88,8 +89,8 @@ def _wait_for_all(store: Any, where: Launched, end: float, deadline: float, aske
             raise BadInput(told["faults"]) if told["is_input"] else RunFault(told["faults"][0])
         if missing and time.monotonic() > end:
             raise RunFault(
-                f"rank {where.rank}: {_named(missing)} of {where.world} did not come to {_place(where)} within {deadline:g} s "
-                "(backend.deadline): is it started, with the same MASTER_ADDR and MASTER_PORT?"
+                f"rank {where.rank}: {_named(missing)} of {where.world} did not come to {_place(where)} within {limit:g} s "
+                f"(backend.deadline and {WARM_UP:g} more): is it started, with the same MASTER_ADDR and MASTER_PORT?"
             )
         if missing:
             time.sleep(POLL)
@@ -119,16 +120,16 @@ def _place(where: Launched) -> str:
     return f"{where.address}:{where.port} (MASTER_ADDR:MASTER_PORT)"
 
 
-def _store(where: Launched, deadline: float) -> Any:
+def _store(where: Launched, limit: float) -> Any:
     assert where.address is not None and where.port is not None
     keeps = where.rank == 0 and not where.has_agent
     if keeps:
         _refuse_used_port(where)
     else:
-        _wait_for_keeper(where, deadline)
+        _wait_for_keeper(where, limit)
     try:
         store = dist.TCPStore(
-            where.address, where.port, where.world, keeps, wait_limit(deadline), wait_for_workers=False
+            where.address, where.port, where.world, keeps, timedelta(seconds=limit), wait_for_workers=False
         )
     except (RuntimeError, ValueError) as error:
         raise RunFault(f"{_place(where)}: cannot be joined: {' '.join(str(error).split())[:200]}") from error
@@ -149,9 +150,9 @@ def _refuse_used_port(where: Launched) -> None:
             ) from error
 
 
-def _wait_for_keeper(where: Launched, deadline: float) -> None:
+def _wait_for_keeper(where: Launched, limit: float) -> None:
     """Until somebody listens where the store will be."""
-    end = time.monotonic() + min(deadline, LONGEST)
+    end = time.monotonic() + limit
     while True:
         try:
             left = max(end - time.monotonic(), POLL)
@@ -161,6 +162,7 @@ def _wait_for_keeper(where: Launched, deadline: float) -> None:
             if time.monotonic() > end:
                 said = (error.strerror if isinstance(error, OSError) else None) or str(error)
                 raise RunFault(
-                    f"rank {where.rank}: rank 0 did not come to {_place(where)} within {deadline:g} s (backend.deadline): {said}"
+                    f"rank {where.rank}: rank 0 did not come to {_place(where)} within {limit:g} s (backend.deadline and "
+                    f"{WARM_UP:g} more): {said}"
                 ) from error
         time.sleep(4 * POLL)

@@ -27,7 +27,6 @@ ORDER = (FORWARD, RECOMPUTE, BACKWARD, UPDATE)  # within a slot
 KINDS = (*ORDER, NORM, SHARED, RESULT)  # of messages: with an update the norm, gradients of a shared layer, losses
 ON_HOST = (NORM, RESULT)  # small tensors, on the host whatever the device
 AHEAD = 3  # receives posted on each link before they are needed
-WARM_UP = 5.0  # seconds that a wait may take besides the deadline until the first step is done, in which ranks load
 
 Channels = Mapping[Tuple[int, int, str], Any]  # (source stage, target stage, kind) -> process group
 
@@ -97,7 +96,7 @@ class Mail:
     """Messages with the other stages over torch.distributed.
 
     `group`: of all messages (all processes if None), which no one else may use meanwhile. `channels`: groups that take its place
-    where messages have no tags. `deadline`: seconds after which a wait is a fault, `WARM_UP` more in the first step.
+    where messages have no tags. `deadline`: seconds after which a wait is a fault, some more (`wait_limit`) in the first step.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Mail:
     @property
     def limit(self) -> timedelta:
         """How long a wait may take now."""
-        return wait_limit(self._deadline if self.is_warm else self._deadline + WARM_UP)
+        return wait_limit(self._deadline, self.is_warm)
 
     def _way(self, source: int, target: int, message: Message, index: int) -> Tuple[Any, int]:
         """Group and tag of tensor number `index` of a message."""

@@ -25,7 +25,6 @@ from ipu_pipe.backends.mail import (
     RECOMPUTE,
     RESULT,
     SHARED,
-    WARM_UP,
     Channels,
     Layout,
     Message,
@@ -65,12 +64,13 @@ def start(config: Config, options: Mapping[str, object]) -> None:
     missing = [key for key, value in (("MASTER_ADDR", where.address), ("MASTER_PORT", where.port)) if value is None]
     if missing:
         raise BadInput([f"{key}: missing: must be set, as a launcher such as torchrun does" for key in missing])
-    store = meet(where, backend.deadline, asked)
+    limit = wait_limit(backend.deadline)
+    store = meet(where, limit.total_seconds(), asked)
     cuda = backend.device == "cuda"
     with _told_as_lost(where.rank):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda and dist.is_nccl_available() else "gloo", store=dist.PrefixStore("group", store),
-            rank=where.rank, world_size=where.world, timeout=wait_limit(backend.deadline + WARM_UP),
+            rank=where.rank, world_size=where.world, timeout=limit,
         )  # fmt: skip
     Stopping.watch()
     if cuda:
