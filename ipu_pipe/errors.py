@@ -144,7 +144,7 @@ def _line(error: Exception) -> Optional[str]:
     """A fault in one line; empty where another process has told it. None of what is no fault of a run, but of this library."""
     fault = user_fault(error)
     if fault is not None:
-        rest = f"the traceback is in {fault.kept}" if fault.kept else "--traceback shows all of it"
+        rest = f"the traceback is in {fault.kept}" if fault.kept else "tools/train.py --traceback shows all of it"
         return "" if fault.is_told else f"{fault}; {rest}"
     if isinstance(error, RunFault):
         return "" if error.is_told else str(error)

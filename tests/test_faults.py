@@ -294,11 +294,11 @@ def free_port() -> int:
 
 def join(asked: Dict[int, Dict[str, Any]], world: int, limit: float) -> Dict[int, BaseException]:
     """The ranks of `asked` meet, each in a thread; what each was refused with."""
-    port, faults = free_port(), {}
+    port, faults, stores = free_port(), {}, []  # a store ends when nothing holds it
 
     def one(rank: int) -> None:
         try:
-            meet(launched.Launched(rank, world, address="127.0.0.1", port=port), limit, asked[rank])
+            stores.append(meet(launched.Launched(rank, world, address="127.0.0.1", port=port), limit, asked[rank]))
         except (BadInput, RunFault) as error:
             faults[rank] = error
 
@@ -368,6 +368,19 @@ def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_told(monkeypatc
     for thread in threads:
         thread.join(20)
     assert any("RANK: 1: two processes have it: each of 3 must have its own" in text for text in second)
+
+
+def test_a_first_rank_that_is_stopped_is_told_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens, but does not answer: torch would wait without end."""
+    monkeypatch.setattr(joining, "ANSWER", 0.5)
+    with socket.socket() as stopped:
+        stopped.bind(("localhost", 0))
+        stopped.listen(8)
+        port = stopped.getsockname()[1]
+        where = launched.Launched(1, 2, address="127.0.0.1", port=port)
+        with pytest.raises(RunFault, match=f"127.0.0.1:{port}"):
+            meet(where, 0.5, {})
+    assert not joining.keeper_is_there(where)
 
 
 def test_replicas_wait_for_an_evaluation_as_long_as_it_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import threading
 import time
 from datetime import timedelta
-from typing import Any, Dict, List, Mapping, NoReturn, Sequence, Union
+from typing import Any, Callable, Dict, List, Mapping, NoReturn, Sequence, TypeVar, Union
 
 import torch
 import torch.distributed as dist
@@ -26,10 +27,12 @@ from ipu_pipe.launched import Launched
 POLL = 0.05  # seconds between looks at the store
 LINGER = 2.0  # seconds at most that the store stays for the others to read why it ends
 OWN_TO_A_MACHINE = ("data.root", "backend.threads")  # what ranks may have of their own
+ANSWER = LINGER + 1.0  # seconds in which a store that is there answers
 LONGEST = 1e7  # seconds, of a wait: torch counts them in milliseconds
-WARM_UP = 8.0  # seconds that a wait may take besides the deadline until the first step is done, in which ranks load
+WARM_UP = 6.0  # seconds that a wait may take besides the deadline until the first step is done, in which ranks load
 
 Asked = Dict[str, Any]
+Result = TypeVar("Result")
 
 
 def what_is_asked(config: Config, options: Mapping[str, object]) -> Asked:
@@ -58,9 +61,46 @@ def wait_limit(deadline: float, is_warm: bool = False) -> timedelta:
     return timedelta(seconds=min(deadline + (0.0 if is_warm else WARM_UP), LONGEST))
 
 
+def answer_within(seconds: float, ask: Callable[[], Result]) -> Result:
+    """`ask()`, which may wait for a store without end (torch waits so for one whose process is stopped). Raises TimeoutError."""
+    found: List[Result] = []
+    raised: List[Exception] = []
+
+    def asking() -> None:
+        try:
+            found.append(ask())
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=asking, name="ipu_pipe asking", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if raised:
+        raise raised[0]
+    if not found:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return found[0]
+
+
 def meet(where: Launched, limit: float, asked: Asked) -> Any:
     """The store of a run whose ranks are all there, asked for the same. Raises BadInput where they were not, RunFault where one
     is missing after `limit` seconds."""
+    try:
+        return answer_within(limit + ANSWER, lambda: _meet(where, limit, asked))
+    except TimeoutError as error:
+        raise RunFault(f"rank {where.rank}: rank 0 is at {_place(where)} but does not answer within {limit:g} s") from error
+
+
+def keeper_is_there(where: Launched) -> bool:
+    """Whether somebody listens where the store is. Asking a store that is gone makes torch print its own stack."""
+    try:
+        with socket.create_connection((str(where.address), int(where.port or 0)), timeout=ANSWER):
+            return True
+    except OSError:
+        return False
+
+
+def _meet(where: Launched, limit: float, asked: Asked) -> Any:
     end = time.monotonic() + limit
     store = _store(where, limit)
     try:

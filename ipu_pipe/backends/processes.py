@@ -18,7 +18,16 @@ from torch import nn
 from ipu_pipe import launched, update
 from ipu_pipe.backends.distributed import StageEngine
 from ipu_pipe.backends.emulator import StepResult
-from ipu_pipe.backends.joining import Asked, differing, meet, wait_limit, what_is_asked
+from ipu_pipe.backends.joining import (
+    ANSWER,
+    Asked,
+    answer_within,
+    differing,
+    keeper_is_there,
+    meet,
+    wait_limit,
+    what_is_asked,
+)
 from ipu_pipe.backends.mail import (
     BACKWARD,
     FORWARD,
@@ -335,15 +344,18 @@ class ProcessEngine(Engine):
             store.add(f"{key}/done", 1)
             return
         seen, since, limit = -1, time.monotonic(), self._engine.mail.limit.total_seconds()
-        while store.add(f"{key}/done", 0) < self.layout.depth:
-            batches = store.add("ipu_pipe/evaluated", 0)
-            if batches != seen:
-                seen, since = batches, time.monotonic()
-            elif time.monotonic() - since > limit:
-                where = f"rank {self.layout.rank}, stage {self.layout.stage}, action {self._engine.doing}"
-                raise RunFault(f"{where}: the first replica is lost, or made no progress within {limit:g} s")
-            Stopping.check()
-            time.sleep(0.01)
+        where = f"rank {self.layout.rank}, stage {self.layout.stage}, action {self._engine.doing}"
+        try:
+            while answer_within(limit, lambda: store.add(f"{key}/done", 0)) < self.layout.depth:
+                batches = answer_within(limit, lambda: store.add("ipu_pipe/evaluated", 0))
+                if batches != seen:
+                    seen, since = batches, time.monotonic()
+                elif time.monotonic() - since > limit:
+                    raise TimeoutError
+                Stopping.check()
+                time.sleep(0.01)
+        except TimeoutError as error:
+            raise RunFault(f"{where}: the first replica is lost, or made no progress within {limit:g} s") from error
 
     def _evaluate(self) -> torch.Tensor:
         tally = Tally(self.job.loss)
@@ -478,9 +490,14 @@ def _forget(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def is_first_to_tell() -> bool:
-    """Whether no other process has told a fault yet. Where the store is gone with its process, every one tells."""
+    """Whether no other process has told a fault yet. Where the store is gone with its process, or does not answer, every one
+    tells."""
+    where = launched.read()
+    if where.address is not None and not keeper_is_there(where):
+        return True
     try:
-        return bool(dist.distributed_c10d._get_default_store().add("ipu_pipe/faults", 1) == 1)
+        store = dist.distributed_c10d._get_default_store()
+        return bool(answer_within(ANSWER, lambda: store.add("ipu_pipe/faults", 1)) == 1)
     except Exception:
         return True
 
