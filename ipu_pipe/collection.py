@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 from ipu_pipe import accounting, timelines
 from ipu_pipe.config import Config
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, writing
 from ipu_pipe.folder_lock import refuse_used
 from ipu_pipe.job import Job, build
 from ipu_pipe.methods import METHODS, resolve_method
@@ -155,7 +155,8 @@ def write(found: Mapping[str, Mapping[str, Any]], out: Path) -> List[Path]:
     files = []
     for name, methods in found.items():
         file = out / f"{name}.json"
-        file.write_text(json.dumps({"methods": methods}, indent=1) + "\n")
+        with writing(file):
+            file.write_text(json.dumps({"methods": methods}, indent=1) + "\n")
         files.append(file)
     return files
 

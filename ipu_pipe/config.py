@@ -646,7 +646,7 @@ def differences(old: Config, new: Config) -> List[str]:
 
 
 def flat(value: Any, key: str = "") -> Dict[str, Any]:
-    """Nested mappings as one, the keys parted by dots."""
+    """Nested mappings as one, by `outer.inner` keys."""
     if not isinstance(value, dict) or not value:
         return {key: value}
     found: Dict[str, Any] = {}

@@ -6,17 +6,17 @@ Every process of a run has an engine and calls the same methods in the same orde
 from __future__ import annotations
 
 import contextlib
-import os
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 import torch
 
-from ipu_pipe import update
+from ipu_pipe import launched, update
 from ipu_pipe.backends.emulator import Emulator, StepResult
 from ipu_pipe.backends.ipu_model import refuse_foreign
 from ipu_pipe.backends.orphans import end_without_launcher
-from ipu_pipe.config import BackendConfig
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.blame import attributed
+from ipu_pipe.config import BackendConfig, Config
+from ipu_pipe.errors import BadInput, RunFault, user_fault
 from ipu_pipe.evaluation import evaluate
 from ipu_pipe.job import Job
 from ipu_pipe.local import blocks_of
@@ -103,7 +103,8 @@ class LocalEngine(Engine):
 
     def step(self, k: int) -> StepResult:
         accumulate = self.job.config.gradient_accumulation
-        return self._emulator.step(self._microbatches(k * accumulate, (k + 1) * accumulate))
+        with attributed(lambda: self._emulator.whereabouts):
+            return self._emulator.step(self._microbatches(k * accumulate, (k + 1) * accumulate))
 
     def advance(self, k: int, read: bool) -> List[StepResult]:
         if not reading_waits(self.job.device):
@@ -118,7 +119,8 @@ class LocalEngine(Engine):
                 yield self.job.microbatch(m, replica)
 
     def evaluate(self) -> List[Measured]:
-        return evaluate(self.job)
+        with attributed(lambda: f"evaluation before update {self._emulator.update}"):
+            return evaluate(self.job)
 
     def state(self) -> Optional[State]:
         return State(self.job.model.state_dict(), *update.export_state(self.job.optimizer, self.names))
@@ -141,16 +143,19 @@ def reading_waits(device: torch.device) -> bool:
 
 def is_distributed() -> bool:
     """Whether a launcher such as torchrun started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return launched.read().is_one_of_several
 
 
 def is_main() -> bool:
     """Whether this process prints and writes."""
-    return os.environ.get("RANK", "0") == "0"
+    return launched.read().rank == 0
 
 
 def check_launch(backend: BackendConfig) -> None:
     """Refuse (BadInput) a backend that the way the process was started does not fit."""
+    where = launched.read()
+    if where.faults:
+        raise BadInput(where.faults)
     if backend.name == "distributed" and not is_distributed():
         raise BadInput(
             "backend.name: distributed: each stage runs in a process of its own: start it with"
@@ -160,21 +165,23 @@ def check_launch(backend: BackendConfig) -> None:
         from ipu_pipe.backends import poptorch
 
         poptorch.check_launch(backend, is_distributed())
-    if backend.name == "emulator" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if backend.name == "emulator" and where.world > 1:
         raise BadInput(
             "backend.name: emulator: runs in one process: start it without torchrun, or set backend.name=distributed"
         )
 
 
-def launch(backend: BackendConfig) -> None:
-    """Join the other processes of the run, where there are any. Raises BadInput."""
+def launch(config: Config, asked: Optional[Mapping[str, object]] = None) -> None:
+    """Join the other processes of the run, where there are any. Raises BadInput, on each of them, where another one was `asked`
+    (option -> value) for something else or has another config."""
+    backend = config.backend
     check_launch(backend)
     if is_distributed():  # before it joins: then a launcher that is gone by now has taken the meeting place with it
         end_without_launcher()
     if backend.name == "distributed":
         from ipu_pipe.backends import processes
 
-        processes.start(backend)
+        processes.start(config, asked or {})
     if backend.name == "poptorch":
         from ipu_pipe.backends import poptorch
 
@@ -205,11 +212,12 @@ def told_once() -> Iterator[None]:
     """Of the processes of a run the first that comes here with a fault or bad input tells it."""
     try:
         yield
-    except (BadInput, RunFault) as error:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+    except Exception as error:
+        told = error if isinstance(error, (BadInput, RunFault)) else user_fault(error)
+        if told is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
             from ipu_pipe.backends import processes
 
-            error.is_told = not processes.is_first_to_tell()
+            told.is_told = not processes.is_first_to_tell()
         raise
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from typing import Any, Callable, NoReturn, Optional, Sequence, Union
+import traceback
+from typing import Any, Callable, Iterator, NoReturn, Optional, Sequence, Tuple, Union
 
-from ipu_pipe import interrupts
+from ipu_pipe import interrupts, launched
 
 
 class BadInput(ValueError):
@@ -29,6 +31,59 @@ class RunFault(RuntimeError):
     """
 
     is_told: Optional[bool] = None
+
+
+class UserFault(RunFault):
+    """What code of the user's own (a model, loss, data source, optimizer) raised, and where: `traceback` is the whole of it,
+    `kept` the file that holds it. Code that calls `train` gets the user's own exception, with this one at the end of its
+    chain of causes."""
+
+    def __init__(self, line: str, whole: str) -> None:
+        super().__init__(line)
+        self.traceback = whole
+        self.kept: Optional[str] = None
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        """For the way out of a process of its own."""
+        return type(self), (str(self), self.traceback), {"kept": self.kept, "is_told": self.is_told}
+
+
+def user_fault(error: Optional[BaseException]) -> Optional[UserFault]:
+    """The UserFault in an exception's chain, or None."""
+    for link in chain(error):
+        if isinstance(link, UserFault):
+            return link
+    return None
+
+
+def chain(error: Optional[BaseException]) -> Iterator[BaseException]:
+    """An exception, what caused it, what caused that, and so on."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ if error.__cause__ is not None or error.__suppress_context__ else error.__context__
+
+
+@contextlib.contextmanager
+def writing(place: Any) -> Iterator[None]:
+    """A disk that refuses `place`, a file or stream outside a run's folder, is a fault in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFault(f"{place}: cannot be written: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def traceback_shown(wanted: bool) -> Iterator[None]:
+    """Where it is wanted, the traceback of what ends a command goes to standard error, before its line."""
+    try:
+        yield
+    except Exception as error:
+        fault = user_fault(error)
+        if wanted and not getattr(fault or error, "is_told", None):
+            sys.stderr.write(fault.traceback if fault is not None else traceback.format_exc())
+        raise
 
 
 def first_line(error: BaseException) -> str:
@@ -53,40 +108,89 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     try:
         try:
             interrupts.raise_first()
+            _check_streams()
             main()
-            sys.stdout.flush()
+            with writing("standard output"):
+                sys.stdout.flush()
         except BaseException as error:
             if interrupts.came():  # it may have become another exception on its way here
                 raise KeyboardInterrupt from error
             raise
         finally:
             interrupts.leave()
+        code = 0
     except BadInput as error:
-        told = os.environ.get("RANK", "0") != "0" if error.is_told is None else error.is_told
+        told = launched.read().rank != 0 if error.is_told is None else error.is_told
         for fault in () if told else error.faults:
-            print("error: " + " ".join(fault.split()), file=sys.stderr)
+            _tell(fault)
         code = 2
-    except RunFault as error:
-        if not error.is_told:
-            print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        code = 1
+    except BrokenPipeError:  # the reader of our output (head, less) has left: not our fault, nothing to say
+        _drop_output()
+        code = 0
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
+        if launched.read().rank == 0:
             print("interrupted", file=sys.stderr)
         code = interrupts.INTERRUPTED
-    except BrokenPipeError:  # the reader of our output (head, less) has left: not our fault, nothing to say
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    else:
-        code = 0
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    except Exception as error:
+        if isinstance(error.__cause__, BrokenPipeError):
+            _drop_output()
+            code = 0
+        else:
+            line = _line(error)
+            if line is None:
+                raise
+            if line:
+                _tell(line)
+            if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
+                _drop_output()
+            code = 1
+    if launched.read().world > 1:
         end_process(code)
     sys.exit(code)
+
+
+def _line(error: Exception) -> Optional[str]:
+    """A fault in one line; empty where another process has told it. None of what is no fault of a run, but of this library."""
+    fault = user_fault(error)
+    if fault is not None:
+        rest = f"the traceback is in {fault.kept}" if fault.kept else "tools/train.py --traceback shows all of it"
+        return "" if fault.is_told else f"{fault}; {rest}"
+    if isinstance(error, RunFault):
+        return "" if error.is_told else str(error)
+    if isinstance(error, OSError):  # without a file it is a stream: whoever writes files names them
+        named = "standard output" if error.filename is None else error.filename
+        return f"{named}: {error.strerror or error}"
+    return None
+
+
+def _tell(line: str) -> None:
+    with contextlib.suppress(OSError):  # there is nowhere else to tell it
+        print("error: " + " ".join(line.split()), file=sys.stderr, flush=True)
+
+
+def _check_streams() -> None:
+    """Standard streams that are closed: the number of one would go to the next file opened, which would get what is printed."""
+    if sys.stdin is None or sys.stderr is None:
+        handle = os.open(os.devnull, os.O_RDWR)
+        while handle < 3 and handle != 1:
+            handle = os.open(os.devnull, os.O_RDWR)
+        if handle == 1 or handle > 2:
+            os.close(handle)
+        sys.stderr = sys.stderr or open(2, "w", closefd=False)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")
+        raise RunFault("standard output: is closed: nothing can be printed (give /dev/null where nothing is wanted)")
+
+
+def _drop_output() -> None:
+    """What is still to be printed goes nowhere, so that nothing fails on it when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def end_process(code: int) -> NoReturn:
     """End a process of several at once: taking down the interpreter around the process group's threads aborted about one run
     in five ("terminate called without an active exception")."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # it has been told, where that is possible
+            stream.flush()
     os._exit(code)

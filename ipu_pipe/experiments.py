@@ -14,18 +14,18 @@ Runs that are finished are not run again, so that an interrupted experiment goes
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
 import time
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipu_pipe.config import configure, differences, load_config, merge, read_yaml
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.errors import BadInput, RunFault, writing
+from ipu_pipe.worker_pool import in_workers
 
 KEYS = ("title", "source", "base", "full", "seeds", "rows", "expect")
 
@@ -138,29 +138,20 @@ def run_experiment(
 
     A run whose loss is not finite is a result: it diverged. Any other fault ends all.
     """
-    wanted = [(label, seed) for seed in seeds for label in experiment.rows]
+    wanted = {
+        (label, seed): (experiment.config(label, seed, full), str(out / _folder(label) / f"seed-{seed}"))
+        for seed in seeds
+        for label in experiment.rows
+    }
     done: Dict[Tuple[str, int], Run] = {}
     start = time.monotonic()
-    with ProcessPoolExecutor(min(jobs, len(wanted)), mp_context=get_context("spawn")) as pool:
-        waiting: Dict["Future[Dict[str, Any]]", Tuple[str, int]] = {}
-        for label, seed in wanted:
-            folder = out / _folder(label) / f"seed-{seed}"
-            waiting[pool.submit(_work, experiment.config(label, seed, full), str(folder))] = (label, seed)
-        try:
-            while waiting:
-                for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                    label, seed = waiting.pop(future)
-                    run = Run(label, seed, **future.result())
-                    done[label, seed] = run
-                    left = (time.monotonic() - start) / len(done) * len(waiting)
-                    place = f"[{len(done)}/{len(wanted)}] {label}, seed {seed}"
-                    say(f"{place}: {_shown(run)} ({run.seconds:.0f} s; {left / 60:.0f} min left)")
-        except BaseException:
-            for future in waiting:
-                future.cancel()
-            for process in list((pool._processes or {}).values()):  # a run in progress is resumed next time
-                process.terminate()
-            raise
+    with contextlib.closing(in_workers(_work, wanted, jobs)) as finished:
+        for (label, seed), result in finished:
+            run = Run(label, seed, **result)
+            done[label, seed] = run
+            left = (time.monotonic() - start) / len(done) * (len(wanted) - len(done))
+            place = f"[{len(done)}/{len(wanted)}] {label}, seed {seed}"
+            say(f"{place}: {_shown(run)} ({run.seconds:.0f} s; {left / 60:.0f} min left)")
     return [done[label, seed] for label in experiment.rows for seed in seeds]
 
 
@@ -200,7 +191,8 @@ def _work(config: Dict[str, Any], folder: str) -> Dict[str, Any]:
         job = build(settings)
         result = _result(out, job.phases(), job.updates_per_epoch)
         result.update(diverged=str(error).split(";")[0], seconds=time.monotonic() - start)
-        marker.write_text(json.dumps(result))
+        with writing(marker):
+            marker.write_text(json.dumps(result))
         return result
     per_epoch = summary["updates_per_epoch"]
     rate = summary["throughput_samples_per_second"]
@@ -343,7 +335,8 @@ def plot(runs: Sequence[Run], labels: Sequence[str], title: str, folder: Path) -
         if axes.lines:
             axes.legend(fontsize="small")
         files.append(folder / f"{name}.png")
-        figure.savefig(files[-1], dpi=100)
+        with writing(files[-1]):
+            figure.savefig(files[-1], dpi=100)
     return files
 
 
@@ -351,14 +344,16 @@ def write_results(
     found: Dict[str, Any], runs: Sequence[Run], labels: Sequence[str], command: str, folder: Path
 ) -> List[Path]:
     """results.json, table.md and the plots, in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     files = [folder / "results.json", folder / "table.md"]
     curves = [{"label": r.label, "seed": r.seed, "diverged": r.diverged, "curve": r.curve} for r in runs]
     for file, text in (
         (files[0], json.dumps({**found, "curves": curves}, indent=1)),
         (files[1], table(found, command)),
     ):
-        temporary = file.with_suffix(".part")
-        temporary.write_text(text)
-        os.replace(temporary, file)
+        with writing(file):
+            temporary = file.with_suffix(".part")
+            temporary.write_text(text)
+            os.replace(temporary, file)
     return files + plot(runs, labels, found["title"], folder)

@@ -14,6 +14,7 @@ from torch import nn
 from ipu_pipe import lr, rules, update
 from ipu_pipe.accounting import amortized_utilization, gpipe_utilization
 from ipu_pipe.backends import emulator
+from ipu_pipe.blame import attributed
 from ipu_pipe.buffers import buffers_restored
 from ipu_pipe.checkpoint import load_weights, read_weights
 from ipu_pipe.config import Config
@@ -210,12 +211,15 @@ def build(
     of the run that are done already, in a checkpoint that it goes on from.
 
     `optimizer`: a function from parameter groups to a torch.optim optimizer, such as
-    `functools.partial(torch.optim.SGD, lr=0.1)`. Raises BadInput where anything does not fit.
+    `functools.partial(torch.optim.SGD, lr=0.1)`. Raises BadInput where anything does not fit, what the user's own code raises
+    as it is.
     """
-    setup = set_up(config, model, data, loss)
+    with attributed(lambda: "before training"):
+        setup = set_up(config, model, data, loss)
     trained = [p for p in setup.model.parameters() if p.requires_grad]
     try:
-        return _assemble(setup, optimizer, done)
+        with attributed(lambda: "before training"):
+            return _assemble(setup, optimizer, done)
     except BaseException:
         for parameter in trained:  # a method may have frozen some
             parameter.requires_grad_(True)

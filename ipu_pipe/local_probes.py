@@ -19,9 +19,7 @@ import math
 import os
 import statistics
 import time
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from importlib import util
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
@@ -37,7 +35,7 @@ from ipu_pipe.data import DataSource, TensorData
 from ipu_pipe.data.batches import Pair
 from ipu_pipe.data.images import ImageFolder
 from ipu_pipe.engines import make_engine
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, writing
 from ipu_pipe.evaluation import TEST_BATCH, Tally
 from ipu_pipe.job import Job, build
 from ipu_pipe.local import blocks_of, losses_of
@@ -45,6 +43,7 @@ from ipu_pipe.methods import METHODS
 from ipu_pipe.probe import Loss, random_modules, undisturbed
 from ipu_pipe.randomness import KeyedRandomness
 from ipu_pipe.rundir import Measured
+from ipu_pipe.worker_pool import in_workers
 
 Say = Callable[[str], None]
 LOCAL = tuple(name for name, method in METHODS.items() if method.structure is not None)
@@ -294,20 +293,9 @@ def in_processes(
         for label, arguments in runs.items():
             finished(label, work(*arguments))
         return list(done.values())
-    with ProcessPoolExecutor(min(jobs, len(runs)), mp_context=get_context("spawn")) as pool:
-        waiting: Dict["Future[Dict[str, Any]]", str] = {
-            pool.submit(work, *arguments): label for label, arguments in runs.items()
-        }
-        try:
-            while waiting:
-                for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                    finished(waiting.pop(future), future.result())
-        except BaseException:
-            for future in waiting:
-                future.cancel()
-            for process in list((pool._processes or {}).values()):
-                process.terminate()
-            raise
+    with contextlib.closing(in_workers(work, runs, jobs)) as results:
+        for label, result in results:
+            finished(label, result)
     return [done[label] for label in runs]
 
 
@@ -401,7 +389,8 @@ def _figure(file: Path, size: Tuple[float, float], panels: int = 1) -> Iterator[
     yield axes
     for each in axes:
         each.grid(alpha=0.3)
-    figure.savefig(file, dpi=100)
+    with writing(file):
+        figure.savefig(file, dpi=100)
 
 
 def plot_angles(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
@@ -468,7 +457,8 @@ def draw_filters(panels: Sequence[Tuple[str, np.ndarray]], file: Path) -> None:
         figure.figimage(image, left, height - title - image.shape[0], origin="upper")  # counted from below
         figure.text(left / width, 1 - title / 2 / height, text, fontsize=9, va="center")
         left += own + between
-    figure.savefig(file, dpi=dots)
+    with writing(file):
+        figure.savefig(file, dpi=dots)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -539,9 +529,10 @@ def labels_table(runs: Sequence[Mapping[str, Any]]) -> str:
 
 def write(file: Path, text: str) -> Path:
     """Write a file whole or not at all."""
-    temporary = file.with_name(f".{file.name}.part")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, file)
+    with writing(file):
+        temporary = file.with_name(f".{file.name}.part")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, file)
     return file
 
 

@@ -22,7 +22,8 @@ FOLDERS = {  # and what of these is a run's own
     "checkpoints": re.compile(r"step-\d+|\.step-\d+\.(part|old)"),
 }
 OUTPUTS = (
-    "config.yaml", "metrics.jsonl", "summary.json", "trace.json.gz", "memory.json", "ipu.json", "diverged.json", *FOLDERS,
+    "config.yaml", "metrics.jsonl", "summary.json", "trace.json.gz", "memory.json", "ipu.json", "diverged.json", "traceback.txt",
+    *FOLDERS,
 )  # fmt: skip
 # keys that a run's config.yaml always spells out, as hardly a config written by hand does
 SPELT_OUT = {"model", "data", "method", "method_args", "optimizer", "lr_schedule", "init_from", "seed", "log", "checkpoint"}
@@ -119,6 +120,7 @@ class RunDir:
                     _remove(path / f".{name}.part")
             if resume:
                 checkpoint.tidy(self.checkpoints)
+                _remove(path / "traceback.txt")  # of the fault that ended what is resumed now
         except OSError as error:
             raise BadInput(f"--out: {path}: {error.strerror or error}") from None
 
@@ -136,6 +138,8 @@ class RunDir:
         path = self.path / "metrics.jsonl"
         kept: List[str] = []
         try:
+            if path.exists() and not path.is_file():  # reading a pipe or a device might never end
+                raise RunFault(f"{path}: is no file")
             lines = path.read_text(errors="replace").splitlines() if last_step and path.exists() else []
             for line in lines:
                 try:

@@ -10,9 +10,10 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Un
 from torch import nn
 
 from ipu_pipe import checkpoint, summary, update
+from ipu_pipe.blame import attributed, keep_traceback
 from ipu_pipe.config import Config, as_recorded, dump, load_config
 from ipu_pipe.data import DataSource
-from ipu_pipe.engines import Engine, Report, check_launch, is_main, launch, make_engine, on_main
+from ipu_pipe.engines import Engine, Report, is_main, launch, make_engine, on_main
 from ipu_pipe.errors import BadInput
 from ipu_pipe.evaluation import evaluate
 from ipu_pipe.folder_lock import FolderLock, refuse_used
@@ -53,13 +54,13 @@ def train(
 
     A model, data source, loss or optimizer factory given here takes the place of the config's entry. `resume` goes on
     from the newest checkpoint, with the same numbers as if never interrupted; `resume_from` from that of this step, and what
-    came after it is deleted. Raises BadInput before anything is written
-    where the job is not possible, RunFault where the loss is not finite. On the distributed backend every process calls
-    this alike; the first one writes, all return the summary. A process's model then holds the weights of its own stage and
-    not-a-number elsewhere: the whole is in the newest checkpoint.
+    came after it is deleted. Raises BadInput before anything is written where the job is not possible, RunFault where the loss
+    is not finite, and what the model, loss, data source or optimizer raise as it is, with the place (a UserFault) at the end of
+    its chain of causes. On the distributed backend every process calls this alike; the first one writes, all return the summary.
+    A process's model then holds the weights of its own stage and not-a-number elsewhere: the whole is in the newest checkpoint.
     """
     out = as_folder(out)
-    launch(config.backend)
+    launch(config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite})
     say = Progress(quiet or not is_main()).say
     resume = resume or resume_from is not None
     with reserved(out, resume=resume, overwrite=overwrite, say=say):
@@ -97,8 +98,7 @@ def reserved(
 def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwrite: bool = False) -> None:
     """Raise BadInput where `train` would, without training or writing anything."""
     out = as_folder(out)
-    check_launch(config.backend)
-    launch(config.backend)
+    launch(config, {"out": out, "resume": resume, "overwrite": overwrite})
 
     def checked() -> _Start:
         refuse_used(out)
@@ -187,7 +187,8 @@ class _Run:
                             self._save(engine)
                 if final is None:  # resumed after the last update, from a run killed before its summary was written
                     final = self._evaluate(engine, None, record=False)
-        except BaseException:
+        except BaseException as error:
+            keep_traceback(error, self.out)
             with contextlib.suppress(Exception):  # what ended the run is what must be told
                 engine.abort()
             raise
@@ -330,7 +331,8 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     path = Path(path)
     setup = set_up(config.model_copy(update={"init_from": None}))
     checkpoint.load_weights(setup.model, checkpoint.read_weights(path), str(path))
-    test_loss, accuracy = evaluate(setup)[-1]
+    with attributed(lambda: "evaluation"):
+        test_loss, accuracy = evaluate(setup)[-1]
     return {"weights": str(path), "test_loss": test_loss, "test_accuracy": accuracy}
 
 

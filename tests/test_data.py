@@ -687,6 +687,42 @@ def test_image_folder_corrupt_image_is_named(folder: Path, cut: bool) -> None:
     one_line(refused, str(folder / "val" / "green" / "1.JPEG"), "cannot be read as an image")
 
 
+def test_the_middle_of_an_image_is_that_of_the_scaled_whole(folder: Path) -> None:
+    """Within a step of 255, cut out before it is scaled: a strip of 1 x 20000 pixels, scaled whole, took 6 GB."""
+    image = pytest.importorskip("PIL.Image")
+    rng, made, asked = np.random.default_rng(0), folder / "val" / "blue" / "0.png", []
+    data: Any = load_data("image_folder", folder, size=32)
+    for width, height in ((300, 500), (37, 51), (64, 64), (10, 9), (257, 36)):
+        image.fromarray(rng.integers(0, 256, (height, width, 3)).astype(np.uint8)).save(made)
+        scale = 37 / min(width, height)  # 8/7 of 32
+        whole = image.open(made).resize((round(width * scale), round(height * scale)), image.Resampling.BILINEAR)
+        left, top = (whole.width - 32) // 2, (whole.height - 32) // 2
+        wanted = np.asarray(whole.crop((left, top, left + 32, top + 32))).astype(int)
+        assert abs(data._middle((made, 0))[0].astype(int) - wanted).max() <= 1
+    resize = image.Image.resize
+    image.new("L", (1, 20000), 200).save(made)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image.Image, "resize", lambda self, size, *how: asked.append(size) or resize(self, size, *how))
+        assert (data._middle((made, 0))[0] == 200).all() and asked == [(32, 32)]
+
+
+@pytest.mark.parametrize("size, told", [((10_000, 9_000), "10000 x 9000 pixels: must be at most"), ((20_000, 9_000), "bomb")])
+def test_an_image_that_unpacks_to_gigabytes_is_refused_unread(
+    folder: Path, size: Tuple[int, int], told: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    pytest.importorskip("PIL.Image").new("1", size).save(folder / "val" / "blue" / "0.png")
+    with pytest.raises(BadInput) as refused:
+        next(iter(load_data("image_folder", folder, size=8).test_batches(3)))
+    one_line(refused, str(folder / "val" / "blue" / "0.png"), told)
+    assert not recwarn.list
+
+
+def test_a_pipe_among_images_is_refused(folder: Path) -> None:
+    os.mkfifo(folder / "val" / "blue" / "0.png")
+    with pytest.raises(BadInput, match="0.png: is no file: must be an image"):
+        next(iter(load_data("image_folder", folder, size=8).test_batches(3)))
+
+
 def test_test_batches_are_not_the_samples_themselves() -> None:
     """Story: a model whose first operation works in place changed the test set."""
     x = torch.randn(6, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ if __name__ == "__main__":
     interrupts.end_at_once()  # before the imports that take time
 
 from ipu_pipe.arguments import folder  # noqa: E402
-from ipu_pipe.errors import BadInput, Parser, run_command  # noqa: E402
+from ipu_pipe.errors import BadInput, Parser, run_command, traceback_shown  # noqa: E402
 
 EPILOG = """
 DIR gets throughput.json, memory.json, communication.json and a run for each method with its trace.
@@ -43,6 +44,7 @@ def parser() -> Parser:
     )
     p.add_argument("--out", type=folder, metavar="DIR", help="the folder to write into")
     p.add_argument("--overwrite", action="store_true", help="replace runs that DIR holds")
+    p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
     return p
 
 
@@ -57,6 +59,11 @@ def main() -> None:
         raise BadInput("--out: missing: must be the folder to write into")
     if args.steps is not None and args.steps < 0:
         raise BadInput(f"--steps: {args.steps}: must be at least 0")
+    with traceback_shown(args.traceback):
+        _run(args)
+
+
+def _run(args: argparse.Namespace) -> None:
     from ipu_pipe import collection
     from ipu_pipe.config import load_config
 

@@ -16,7 +16,7 @@ if __name__ == "__main__":
     interrupts.end_at_once()  # before the imports that take time
 
 from ipu_pipe.arguments import folder  # noqa: E402
-from ipu_pipe.errors import BadInput, Parser, run_command  # noqa: E402
+from ipu_pipe.errors import BadInput, Parser, run_command, writing  # noqa: E402
 
 LAYERS = 8
 # label -> (method of the run, its arguments, cost law, its k)
@@ -85,10 +85,11 @@ def main() -> None:
         ) from None
     found = _results(args)
     out = args.out or args.runs
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "pareto.json").write_text(json.dumps(found, indent=1) + "\n")
-    (out / "table.md").write_text(_table(found, args))
-    _plot(found, out / "pareto.png")
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "pareto.json").write_text(json.dumps(found, indent=1) + "\n")
+        (out / "table.md").write_text(_table(found, args))
+        _plot(found, out / "pareto.png")
     print(json.dumps(found, indent=1) if args.json else _table(found, args))
     say(f"where to look: {out / 'pareto.png'}, {out / 'pareto.json'}, {out / 'table.md'}")
 

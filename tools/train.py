@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import json
 import sys
 from pathlib import Path
-from typing import Optional
+from typing import Dict, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -17,7 +18,7 @@ if __name__ == "__main__":
     interrupts.end_at_once()  # before the imports that take time
 
 from ipu_pipe.arguments import folder  # noqa: E402
-from ipu_pipe.errors import BadInput, Parser, run_command  # noqa: E402
+from ipu_pipe.errors import BadInput, Parser, run_command, traceback_shown  # noqa: E402
 
 EPILOG = """\
 examples:
@@ -66,6 +67,7 @@ def parser() -> Parser:
         metavar="METHOD",
         help="then train the same by METHOD in DIR/METHOD and print how far apart they end",
     )
+    p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
     return p
 
 
@@ -81,6 +83,12 @@ def main() -> None:
         raise BadInput(f"{option}: needs --out DIR, the folder of the run to resume")
     if args.resume_from is not None and args.against:
         raise BadInput(f"--resume-from: {args.resume_from}: not together with --against, which has two runs")
+    with traceback_shown(args.traceback):
+        _run(args)
+
+
+def _run(args: argparse.Namespace) -> None:
+    """The command, its arguments read."""
     from ipu_pipe.config import as_recorded, load_config  # after the arguments are read: --help must not wait for torch
 
     config = load_config(args.config, args.set)
@@ -92,7 +100,7 @@ def main() -> None:
     from ipu_pipe.training import check, evaluate_checkpoint, reserved, train
 
     with told_once():
-        launch(config.backend)
+        launch(config, _asked(args))
         if args.dry_run:
             text = plan(build(config))
             if is_main():
@@ -123,6 +131,12 @@ def main() -> None:
         leave()
         if is_main():
             print(_comparison(report, against))
+
+
+def _asked(args: argparse.Namespace) -> Dict[str, object]:
+    """What all processes of a run must be asked for alike, besides the config."""
+    options = ("out", "resume", "resume_from", "overwrite", "dry_run", "evaluate", "against")
+    return {f"--{name.replace('_', '-')}": getattr(args, name) for name in options}
 
 
 def _dated(name: str) -> Path:

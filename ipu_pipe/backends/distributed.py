@@ -39,9 +39,9 @@ from ipu_pipe.backends.mail import (
     Layout,
     Mail,
     Message,
-    Stopping,
     Timeline,
 )
+from ipu_pipe.backends.stopping import Stopping
 from ipu_pipe.buffers import buffers_restored
 from ipu_pipe.errors import RunFault
 from ipu_pipe.local import losses_of, mean_gradient, one_activation
@@ -143,6 +143,16 @@ class StageEngine:
     def is_first(self) -> bool:
         """Whether this rank holds the first stage."""
         return self.layout.stage == 0
+
+    @property
+    def whereabouts(self) -> str:
+        """What it is doing, in words for a fault."""
+        kind, index = self.doing[:1], self.doing[1:]
+        if not index.isdigit():
+            return f"{self.doing} before update {self.update}"
+        if kind == UPDATE:
+            return f"update {index}"
+        return f"update {int(index) // self._accumulate}, microbatch {index}, action {self.doing}"
 
     @property
     def is_last(self) -> bool:

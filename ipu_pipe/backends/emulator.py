@@ -25,6 +25,7 @@ from torch import nn
 from ipu_pipe import update
 from ipu_pipe.backends.history import Overwriting, ReadPlan, Swapping, Unversioned
 from ipu_pipe.backends.recompute import Recomputation
+from ipu_pipe.blame import StageWatch
 from ipu_pipe.errors import RunFault
 from ipu_pipe.local import Outputs, blocks_of, losses_of
 from ipu_pipe.methods import Method
@@ -133,6 +134,8 @@ class Emulator:
         self.weights = self._history(part)
         self._random = KeyedRandomness(model, random_modules(model, example[0]), seed, example[0].device)
         self._replicas = _Replicas(model, replicas) if replicas > 1 else None
+        self._watch, self._last_stage = StageWatch(model, part), len(part) - 1
+        self._doing = "data"
         self._recomputation: Optional[Recomputation] = None
         if method.segments is not None and method.reads_old(len(part)):
             self._recomputation = Recomputation(model, part, segment_ends(len(part), method.segments).tolist())
@@ -169,6 +172,7 @@ class Emulator:
                 [a if b is None else b if a is None else a + b for a, b in zip(right, answers)] if right else answers
             )
             samples, count = samples + len(x), count + 1
+            self._doing = "data"  # of the next one, if there is any
         assert count == self._accumulate * width, f"{count} microbatches given, a batch has {self._accumulate * width}"
         shares = [None if answers is None else answers[0] / answers[1].clamp(min=1) for answers in right]
         self._unread.append(_Unread(self.update, total, shares, samples, count))
@@ -202,18 +206,23 @@ class Emulator:
             self._replicas.enter(replica)
 
         def forward() -> Tuple[Any, List[torch.Tensor]]:
+            self._watch.stage = 0
             output = self.model(x)
+            self._watch.stage = self._last_stage
             return output, losses_of(self._loss, output, y)
 
         self.weights.load(self._plan.read("forward", m))
+        self._doing = "forward"
         if self._recomputation is None:
             output, losses = forward()
             to_backward = losses
         else:
             output, losses = self._recomputation.record(forward)
             self.weights.load(self._plan.read("recompute", m))
+            self._doing = "recomputation"
             _, to_backward = self._recomputation.repeat(forward)
         self.weights.load(self._plan.read("backward", m))
+        self._doing = "backward"
         torch.autograd.backward([loss / self._accumulate for loss in to_backward])
         if self._replicas:
             self._replicas.leave(replica)
@@ -224,6 +233,7 @@ class Emulator:
         return [loss.detach() for loss in losses], [right_answers(own, y) for own in outputs]
 
     def _update(self) -> None:
+        self._doing = "update"
         self.weights.before_update(self._plan.read_later(self.update, self._microbatch - 1))
         if self._replicas:
             self._replicas.average()
@@ -232,6 +242,7 @@ class Emulator:
         self._rules.step(self.update, self._clipping)
         self.update += 1
         self.weights.release(self._plan.oldest(self._microbatch))
+        self._doing = "data"
 
     def _clipping(self) -> None:
         if self._delayed is not None:
@@ -243,10 +254,19 @@ class Emulator:
         elif self._clip:
             update.clip(self.optimizer, *self._clip)
 
+    @property
+    def whereabouts(self) -> str:
+        """What it is doing, in words for a fault. The backward of the whole model does not tell its stages apart."""
+        if self._doing == "update":
+            return f"update {self.update}"
+        stage = f", stage {self._watch.stage}" if self._doing in ("forward", "recomputation") else ""
+        return f"update {self.update}, microbatch {self._microbatch}{stage}, {self._doing}"
+
     def close(self) -> None:
         """Leave the model as an ordinary one: newest weights in its parameters, no hooks."""
         self.weights.rest()
         self._random.remove()
+        self._watch.remove()
 
 
 class _Replicas:

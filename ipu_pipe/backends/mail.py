@@ -10,7 +10,6 @@ until they are through; compute waits for one only when so many later ones are o
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ipu_pipe.backends.channels import Channels, Kinds, Link, finish, touch
+from ipu_pipe.backends.joining import wait_limit
 from ipu_pipe.slices import Shape
 from ipu_pipe.trace import Event
 
@@ -28,30 +28,9 @@ FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM, SHARED, RESULT = "F", "R", "B", "U",
 ORDER = (FORWARD, RECOMPUTE, BACKWARD, UPDATE)  # within a slot
 KINDS = (*ORDER, NORM, SHARED, RESULT)  # of messages: with an update the norm, gradients of a shared layer, losses
 ON_HOST = (NORM, RESULT)  # small tensors, on the host whatever the device
-TERMINATED = 143  # exit code of a process that was asked to end
 AHEAD = 3  # receives posted on each link before they are needed
-FIRST_STEP = 600.0  # seconds that a wait of the first step may take at least, in which ranks load and warm up
 
 THROUGH_CHANNELS = Kinds(FORWARD, RECOMPUTE, BACKWARD, SHARED)
-
-
-class Stopping:
-    """The launcher asks this process to end, because another one has failed. A neighbour of that one notices it at its next
-    wait and can say for whom it waited: so a process goes on for a moment before it ends."""
-
-    GRACE = 3.0  # seconds
-    asked: Optional[float] = None
-
-    @classmethod
-    def ask(cls, *_: Any) -> None:
-        """For signal.signal."""
-        cls.asked = cls.asked or time.monotonic()
-
-    @classmethod
-    def check(cls) -> None:
-        """End the process if it was asked to a while ago."""
-        if cls.asked is not None and time.monotonic() - cls.asked > cls.GRACE:
-            sys.exit(TERMINATED)
 
 
 class Message(NamedTuple):
@@ -119,7 +98,7 @@ class Mail:
     """Messages with the other stages over torch.distributed.
 
     `group`: of all messages (all processes if None), which no one else may use meanwhile. `channels`: groups that take its place
-    where messages have no tags. `deadline`: seconds after which a wait is a fault, from the second step on.
+    where messages have no tags. `deadline`: seconds after which a wait is a fault, some more (`wait_limit`) in the first step.
     """
 
     def __init__(
@@ -146,7 +125,7 @@ class Mail:
     @property
     def limit(self) -> timedelta:
         """How long a wait may take now."""
-        return timedelta(seconds=self._deadline if self.is_warm else max(self._deadline, FIRST_STEP))
+        return wait_limit(self._deadline, self.is_warm)
 
     def touch(self, order: Sequence[Link]) -> None:
         """Before anything else where there are channels: use each of this rank's once, in the order that all ranks share."""

@@ -7,31 +7,37 @@ stage  0    1    2    0    1    2          rank 0 prints and writes; gradients a
 from __future__ import annotations
 
 import contextlib
-import datetime
-import os
-import signal
-import threading
 import time
 from dataclasses import replace
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ipu_pipe import update
+from ipu_pipe import launched, update
 from ipu_pipe.backends.channels import Channels, Link, links
 from ipu_pipe.backends.distributed import StageEngine
 from ipu_pipe.backends.emulator import StepResult
+from ipu_pipe.backends.joining import (
+    ANSWER,
+    Asked,
+    answer_within,
+    differing,
+    keeper_is_there,
+    meet,
+    wait_limit,
+    what_is_asked,
+)
 from ipu_pipe.backends.mail import (
-    FIRST_STEP,
     RESULT,
     THROUGH_CHANNELS,
     Layout,
     Message,
-    Stopping,
 )
-from ipu_pipe.config import BackendConfig, Config
+from ipu_pipe.backends.stopping import Stopping
+from ipu_pipe.blame import attribute, users_frame
+from ipu_pipe.config import Config
 from ipu_pipe.determinism import set_numerics
 from ipu_pipe.engines import Engine, Report, State
 from ipu_pipe.errors import BadInput, RunFault
@@ -50,28 +56,49 @@ CLOCK_TAG, EVALUATION_TAG = (1 << 30) + 1, (1 << 30) + 2  # beyond all messages 
 CLOCK_ROUNDS = 8
 
 
-def start(backend: BackendConfig) -> None:
+def start(config: Config, options: Mapping[str, object]) -> None:
     """Join the group of processes that the launcher started, by gloo; where GPUs talk to each other, each channel is a group of
-    nccl (`_channels`)."""
+    nccl (`_channels`). Raises BadInput where another process has another config or other `options`, RunFault where one does not
+    come."""
+    backend, where = config.backend, launched.read()
     if not dist.is_available():
         raise BadInput("backend.name: distributed: this PyTorch was built without torch.distributed")
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 4):
         raise BadInput(f"backend.name: distributed: needs torch 2.4 or later, this is {torch.__version__}")
-    if not dist.is_initialized():
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, Stopping.ask)
-        if backend.device == "cuda":
-            # a kernel that is loaded when first used waits for an idle GPU, which one with a receive posted is not
-            os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-            set_numerics(backend)
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % max(torch.cuda.device_count(), 1))
-        patience = datetime.timedelta(seconds=max(backend.deadline, FIRST_STEP))
-        dist.init_process_group("gloo", timeout=patience)
+    asked = what_is_asked(config, options)
+    if dist.is_initialized():
+        _agree(asked)
+        return
+    missing = [key for key, value in (("MASTER_ADDR", where.address), ("MASTER_PORT", where.port)) if value is None]
+    if missing:
+        raise BadInput([f"{key}: missing: must be set, as a launcher such as torchrun does" for key in missing])
+    limit = wait_limit(backend.deadline)
+    store = meet(where, limit.total_seconds(), asked)
+    if backend.device == "cuda":
+        # a kernel that is loaded when first used waits for an idle GPU, which one with a receive posted is not
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        set_numerics(backend)
+        torch.cuda.set_device(where.local_rank % max(torch.cuda.device_count(), 1))
+    with _told_as_lost(where.rank):
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("group", store), rank=where.rank, world_size=where.world, timeout=limit
+        )
+    Stopping.watch()
+
+
+def _agree(asked: Asked) -> None:
+    """Refuse (BadInput, on all ranks) where those of a group that is there already are not asked for the same."""
+    held: List[Any] = [None] * dist.get_world_size()
+    with _told_as_lost():
+        dist.all_gather_object(held, asked)
+    faults = next((found for rank, other in enumerate(held) for found in [differing(held[0], other, 0, rank)] if found), [])
+    if faults:
+        raise BadInput(faults)
 
 
 def _gpus_talk() -> bool:
     """Whether every process has a GPU of its own and nccl is there; else a GPU's tensors go through the host's memory."""
-    own = dist.is_nccl_available() and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+    own = dist.is_nccl_available() and launched.read().local_world <= torch.cuda.device_count()
     found = [own] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return all(found)
@@ -84,8 +111,7 @@ def stop() -> None:
             dist.barrier()
         if _group_can_go():
             dist.destroy_process_group()
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        Stopping.rest()
 
 
 def _group_can_go() -> bool:
@@ -96,12 +122,13 @@ def _group_can_go() -> bool:
 
 
 @contextlib.contextmanager
-def _told_as_lost() -> Iterator[None]:
-    """What torch.distributed raises when another process has gone."""
+def _told_as_lost(rank: Optional[int] = None) -> Iterator[None]:
+    """What torch.distributed raises when another process has gone. `rank`: this one's, before the group is made."""
     try:
         yield
     except RuntimeError as error:
-        raise RunFault(f"rank {dist.get_rank()}: another rank is lost") from error
+        own = dist.get_rank() if rank is None else rank
+        raise RunFault(f"rank {own}: another rank is lost, or did not answer within the deadline") from error
 
 
 def place_stages(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Partition, int, str]:
@@ -189,6 +216,7 @@ class ProcessEngine(Engine):
         _forget([t for t in others if id(t) not in own])
         self._own_losses: Dict[int, torch.Tensor] = {}  # of the first stage, by update
         self._expected = first_update
+        self._evaluations = 0
         with self._named_faults():
             self._clock_offset = self._align_clocks()
 
@@ -218,24 +246,23 @@ class ProcessEngine(Engine):
 
     @contextlib.contextmanager
     def _named_faults(self) -> Iterator[None]:
-        """What goes wrong here is told with rank, stage and action, once for all processes."""
+        """What goes wrong here is told with rank, stage and action, once for all processes: another rank's end as a RunFault,
+        what code of the user's own raises as itself."""
         try:
             yield
-        except BadInput:
+        except (BadInput, RunFault):
             raise
         except Exception as error:
-            fault = error
-            if not isinstance(error, RunFault):
-                text = " ".join(str(error).split())
-                where = f"rank {self.layout.rank}, stage {self.layout.stage}, action {self._engine.doing}"
-                waited = self._engine.mail.waiting_for
-                if any(word in text for word in ("onnection", "imed out", "imeout")):
-                    who = "another rank" if waited is None else f"rank {waited}"
-                    text = f"{who} is lost, or made no progress within {self._engine.mail.limit.total_seconds():g} s"
-                else:
-                    text = f"{type(error).__name__}: {text[:300]}"
-                fault = RunFault(f"{where}: {text}")
-            raise fault from error
+            text = " ".join(str(error).split())
+            engine, where = self._engine, f"rank {self.layout.rank}, stage {self.layout.stage}"
+            waited = engine.mail.waiting_for
+            is_lost = any(word in text for word in ("onnection", "imed out", "imeout"))
+            if is_lost and (waited is not None or users_frame(error) is None):
+                who = "another rank" if waited is None else f"rank {waited}"
+                text = f"{who} is lost, or made no progress within {engine.mail.limit.total_seconds():g} s"
+                raise RunFault(f"{where}, action {engine.doing}: {text}") from error
+            attribute(error, f"{where}, {engine.whereabouts}")
+            raise
 
     def step(self, k: int) -> StepResult:
         with self._named_faults():
@@ -312,9 +339,31 @@ class ProcessEngine(Engine):
             finally:
                 for module, mode in modes:
                     module.training = mode
-            # other replicas have nothing to do meanwhile: those that evaluate keep the deadline among themselves
-            dist.all_reduce(sums, async_op=True).wait(datetime.timedelta(days=1))
+            if self.layout.width > 1:
+                self._wait_for_evaluation()
+            self._wait(dist.all_reduce(sums, async_op=True))
             return [Tally(self.job.loss, row).measured for row in sums[self._reporting]]
+
+    def _wait_for_evaluation(self) -> None:
+        """Of other replicas, which have nothing to do meanwhile: as long as the first one gets on."""
+        self._evaluations += 1
+        store, key = dist.distributed_c10d._get_default_store(), f"ipu_pipe/evaluation-{self._evaluations}"
+        if self.layout.replica == 0:
+            store.add(f"{key}/done", 1)
+            return
+        seen, since, limit = -1, time.monotonic(), self._engine.mail.limit.total_seconds()
+        where = f"rank {self.layout.rank}, stage {self.layout.stage}, action {self._engine.doing}"
+        try:
+            while answer_within(limit, lambda: store.add(f"{key}/done", 0)) < self.layout.depth:
+                batches = answer_within(limit, lambda: store.add("ipu_pipe/evaluated", 0))
+                if batches != seen:
+                    seen, since = batches, time.monotonic()
+                elif time.monotonic() - since > limit:
+                    raise TimeoutError
+                Stopping.check()
+                time.sleep(0.01)
+        except TimeoutError as error:
+            raise RunFault(f"{where}: the first replica is lost, or made no progress within {limit:g} s") from error
 
     def _evaluate(self) -> torch.Tensor:
         tally = Tally(self.job.loss)
@@ -333,6 +382,8 @@ class ProcessEngine(Engine):
                 output = self._head(one_activation(output))
             if s in self._reporting:
                 tally.add(output, y, len(x))
+            if self.layout.width > 1:
+                dist.distributed_c10d._get_default_store().add("ipu_pipe/evaluated", 1)
         return tally.sums
 
     def _give(self, tensor: torch.Tensor) -> None:
@@ -447,9 +498,14 @@ def _forget(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def is_first_to_tell() -> bool:
-    """Whether no other process has told a fault yet. Where the store is gone with its process, every one tells."""
+    """Whether no other process has told a fault yet. Where the store is gone with its process, or does not answer, every one
+    tells."""
+    where = launched.read()
+    if where.address is not None and not keeper_is_there(where):
+        return True
     try:
-        return bool(dist.distributed_c10d._get_default_store().add("ipu_pipe/faults", 1) == 1)
+        store = dist.distributed_c10d._get_default_store()
+        return bool(answer_within(ANSWER, lambda: store.add("ipu_pipe/faults", 1)) == 1)
     except Exception:
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Iterator, List, Optional, Tuple
@@ -15,6 +16,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.randomness import derived_seed
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+MOST_PIXELS = 89_478_485  # of an image: a quarter of a GiB in memory; from here on Pillow warns of decompression bombs
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training images, by channel
 
 
@@ -41,6 +43,8 @@ class ImageFolder:
         for key, count in (("size", size), ("threads", threads)):
             check_limit(key, -1 if count is None else count)
         self._image, self._size, self._seed = Image, size, seed
+        # which it says while an image is opened that is refused here in a line
+        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         if root is None:
             raise BadInput("data.root: must be given for image_folder: the folder that holds train/ and val/")
         classes = _classes(Path(root) / "train")
@@ -85,11 +89,16 @@ class ImageFolder:
         return x.contiguous(), torch.tensor([label for _, label in samples])
 
     def _open(self, path: Path) -> Any:
+        if not path.is_file():
+            raise BadInput(f"data: {path}: is no file: must be an image")
         try:
             with self._image.open(path) as image:
-                return image.convert("RGB")
+                width, height = image.size  # from the file's head: nothing is decoded yet
+                if width * height <= MOST_PIXELS:
+                    return image.convert("RGB")
         except Exception as error:
             raise BadInput(f"data: {path}: cannot be read as an image: {error}") from None
+        raise BadInput(f"data: {path}: {width} x {height} pixels: must be at most {MOST_PIXELS} in all")
 
     def _random(self, sample: Tuple[Path, int], seed: int) -> Tuple[np.ndarray, int]:
         path, label = sample
@@ -113,12 +122,12 @@ class ImageFolder:
         image = self._open(path)
         short = round(self._size * 8 / 7)
         scale = short / min(image.size)
-        image = image.resize(
-            (max(short, round(image.width * scale)), max(short, round(image.height * scale))),
-            self._image.Resampling.BILINEAR,
-        )
-        left, top = (image.width - self._size) // 2, (image.height - self._size) // 2
-        return np.asarray(image.crop((left, top, left + self._size, top + self._size))), label
+        scaled = [max(short, round(side * scale)) for side in image.size]
+        # the middle of the scaled image in the pixels of the file: scaled whole, a strip of 1 x 20000 would take 6 GB
+        begins = [(side - self._size) // 2 * (own / side) for side, own in zip(scaled, image.size)]
+        ends = [begin + self._size * (own / side) for begin, side, own in zip(begins, scaled, image.size)]
+        box = (begins[0], begins[1], min(ends[0], image.width), min(ends[1], image.height))
+        return np.asarray(image.resize((self._size, self._size), self._image.Resampling.BILINEAR, box)), label
 
 
 def _classes(folder: Path) -> List[str]:

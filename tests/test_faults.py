@@ -1,0 +1,533 @@
+"""What fails outside the library's own code: the user's code, other processes, the environment, disks and streams."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Callable, Dict, List
+
+import pytest
+import torch
+from torch import nn
+
+from ipu_pipe import experiments, launched
+from ipu_pipe.backends import joining, processes
+from ipu_pipe.backends.joining import differing, meet, what_is_asked
+from ipu_pipe.collection import write as write_collected
+from ipu_pipe.config import configure, load_config
+from ipu_pipe.data import DataSource
+from ipu_pipe.errors import BadInput, RunFault, UserFault, run_command, user_fault
+from ipu_pipe.rundir import RunDir
+from ipu_pipe.stages import begin_stage
+from ipu_pipe.training import train
+from ipu_pipe.worker_pool import _told
+from tools import train as tool
+
+ROOT = Path(__file__).resolve().parents[1]
+DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")
+
+
+# ---- code of the user's own
+
+
+class Burnt(Exception):
+    """The user's own kind of exception, which cannot leave its process."""
+
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(f"{why} {number}\nand more")
+
+
+class Data(DataSource):
+    """Six microbatches an epoch. It knows which one was taken last: whatever is to fail asks `is_now`."""
+
+    def __init__(self, at: int = -1) -> None:
+        self.at, self.index = at, -1
+
+    @property
+    def is_now(self) -> bool:
+        return self.index == 4
+
+    def train_batches_per_epoch(self, batch_size: int) -> int:
+        return 6
+
+    def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
+        self.index = index
+        if index == self.at:
+            raise Burnt(index, "data")
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(batch_size, 4, generator=generator), torch.arange(batch_size) % 3
+
+    def test_batches(self, batch_size: int) -> Any:
+        self.index = -1
+        if self.at == -2:
+            raise Burnt(0, "test")
+        yield torch.ones(2, 4), torch.zeros(2, dtype=torch.long)
+
+
+class Bad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise Burnt(4, "backward")
+
+
+class Fuse(nn.Module):
+    def __init__(self, data: Data, where: str) -> None:
+        super().__init__()
+        self.data, self.where = data, where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.data.is_now and self.where == "forward":
+            try:
+                raise KeyError("deeper")
+            except KeyError as error:
+                raise Burnt(4, "fuse") from error
+        return Bad.apply(x) if self.data.is_now and self.where == "backward" else x  # type: ignore
+
+
+def staged(data: Data, where: str = "") -> nn.Module:
+    """Three stages, a fuse in the second."""
+    return nn.Sequential(
+        nn.Linear(4, 4), begin_stage(nn.Linear(4, 4)), Fuse(data, where), begin_stage(nn.Linear(4, 3))
+    )
+
+
+def failing_loss(data: Data, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if data.is_now:
+        raise Burnt(4, "loss")
+    return nn.functional.cross_entropy(output, y)
+
+
+class FailingSGD(torch.optim.SGD):
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        if self.calls == 2:
+            raise Burnt(2, "step")
+        return super().step(closure)
+
+
+def run(out: Path, data: Data, model: nn.Module, method: str = "gpipe", **given: Any) -> None:
+    config = configure(
+        method=method, micro_batch_size=2, gradient_accumulation=2, steps=3, log={"tensorboard": False},
+        optimizer={"name": "sgd", "lr": 0.01},
+    )  # fmt: skip
+    train(config, out, data=data, model=model, quiet=True, **given)
+
+
+def sgd(groups: Any) -> Any:
+    return FailingSGD(groups, lr=0.1)
+
+
+CASES: Dict[str, Any] = {
+    "forward": (
+        lambda data: {"model": staged(data, "forward")},
+        "update 2, microbatch 4, stage 1, forward: Burnt: fuse 4 (",
+    ),
+    "backward": (lambda data: {"model": staged(data, "backward")}, "update 2, microbatch 4, backward: Burnt: backward 4 ("),
+    "loss": (
+        lambda data: {"loss": functools.partial(failing_loss, data)},
+        "update 2, microbatch 4, stage 2, forward: Burnt: loss 4 (",
+    ),
+    "data": (lambda data: {"data": Data(3)}, "update 1, microbatch 3, data: Burnt: data 3 ("),
+    "test data": (lambda data: {"data": Data(-2)}, "evaluation before update 0: Burnt: test 0 ("),
+    "optimizer": (lambda data: {"optimizer": sgd}, "update 1: Burnt: step 2 ("),
+    "planning": (lambda data: {"data": Data(0)}, "before training: Burnt: data 0 ("),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_users_code_raises_is_itself_with_its_place_in_a_line(name: str, tmp_path: Path) -> None:
+    data = Data()
+    given = {"data": data, "model": staged(data), **CASES[name][0](data)}
+    with pytest.raises(Burnt) as raised:
+        run(tmp_path / "run", **given)
+    fault = user_fault(raised.value)
+    assert fault is not None and str(fault).startswith(CASES[name][1])
+    code = next(number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1) if _raises(text, str(fault)))
+    assert f"({__file__}:{code}, in " in str(fault) and "\n" not in str(fault)
+    assert fault.traceback.endswith("and more\n") and "engines.py" in fault.traceback + "engines.py" * (name == "planning")
+    if name == "forward":  # what the user chained stays where it was
+        assert isinstance(raised.value.__cause__, KeyError) and "deeper" in fault.traceback
+    if name != "planning":  # before which no folder is made
+        assert fault.kept == str(tmp_path / "run" / "traceback.txt")
+        assert fault.traceback in Path(fault.kept).read_text()
+    modules = list(given["model"].modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in modules)
+
+
+def _raises(line: str, told: str) -> bool:
+    return "raise Burnt(" in line and f'"{told.split("Burnt: ")[1].split()[0]}")' in line
+
+
+@pytest.mark.parametrize("method", ["pipedream", "pipemare", "local_chunked"])
+def test_every_method_tells_the_stage(method: str, tmp_path: Path) -> None:
+    data = Data()
+    with pytest.raises(Burnt) as raised:
+        run(tmp_path, data, staged(data, "forward"), method)
+    assert str(user_fault(raised.value)).startswith("update 2, microbatch 4, stage 1, forward: Burnt: fuse 4 (")
+
+
+def test_a_resumed_run_no_longer_holds_the_traceback_of_its_fault(tmp_path: Path) -> None:
+    data = Data()
+    with pytest.raises(Burnt):
+        run(tmp_path, data, staged(data, "forward"))
+    assert (tmp_path / "traceback.txt").is_file()
+    RunDir(tmp_path, resume=True)
+    assert (tmp_path / "config.yaml").is_file() and not (tmp_path / "traceback.txt").exists()
+
+
+def model_of_a_config() -> nn.Module:
+    data = Data()
+    data.index = 0
+
+    class Counting(Fuse):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.data.index += self.training and torch.is_grad_enabled()
+            if self.data.index > 20:
+                raise Burnt(20, "counted")
+            return x
+
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), Counting(data, ""))
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_command_line_tells_one_line_or_all(
+    shown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    out = tmp_path / "run"
+    sets = ["model.entry=tests.test_faults:model_of_a_config", "model.args={}", "stages=1", "log.tensorboard=false"]
+    args = [DIGITS, "--out", str(out), "--set", *sets, *["--traceback"][: int(shown)]]
+    code, error = command(tool.main, args, monkeypatch, capsys)
+    lines = error.splitlines()
+    assert code == 1 and lines[-1].startswith("error: update ") and "stage 0, forward: Burnt: counted 20" in lines[-1]
+    assert f"{__file__}:" in lines[-1] and lines[-1].endswith(f"the traceback is in {out / 'traceback.txt'}")
+    assert (len(lines) == 1) == (not shown) and error.count("Traceback (most recent call last)") == int(shown)
+
+
+def command(main: Callable[[], None], args: List[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+    """Exit code and standard error."""
+    monkeypatch.setattr(sys, "argv", ["tool", *args])
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as left:
+        run_command(main)
+    return left.value.code, capsys.readouterr().err
+
+
+def test_a_fault_leaves_its_process_whole() -> None:
+    """A worker's exception may be of a kind that cannot be rebuilt elsewhere; its line can."""
+
+    def work() -> Any:
+        error = Burnt(1, "x")
+        raise error from UserFault("update 1: it failed", "all of it")
+
+    with pytest.raises(UserFault) as raised:
+        _told(work, ())
+    raised.value.kept = "a/file"
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert (str(again), again.traceback, again.kept) == ("update 1: it failed", "all of it", "a/file")
+
+
+# ---- what launchers say
+
+
+@pytest.mark.parametrize(
+    "variables, told",
+    [
+        ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK: abc: must be a whole number from 0 to 1"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: 2: must be a whole number from 0 to 1"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK: -1: must be"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE: 0: must be a whole number of processes"),
+        ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE: 9999"),
+        ({"RANK": "1"}, "RANK: 1: set without WORLD_SIZE"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE: 4: set without RANK"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK: x: must be"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT: 99999: must be a port from 1 to 65535"),
+        ({"MASTER_PORT": "0x10"}, "MASTER_PORT: 0x10: must be a port"),
+    ],
+)
+def test_what_a_launcher_says_is_checked(variables: Dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = launched.read(variables)
+    assert len(found.faults) == 1 and found.faults[0].startswith(told) and len(found.faults[0]) < 200
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(BadInput) as raised:  # on the emulator, too
+        train(load_config(DIGITS), "nowhere")
+    assert list(found.faults) == raised.value.faults
+
+
+def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(key, " ")
+    assert launched.read() == launched.Launched()
+    assert command(tool.main, [DIGITS, "--dry-run"], monkeypatch, capsys) == (0, "")
+
+
+def test_a_launcher_without_a_meeting_place_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(key, value)
+    with pytest.raises(BadInput, match="MASTER_ADDR: missing.*MASTER_PORT: missing"):
+        train(load_config(DIGITS, ["backend.name=distributed"]), "nowhere")
+
+
+# ---- joining
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
+def join(asked: Dict[int, Dict[str, Any]], world: int, limit: float) -> Dict[int, BaseException]:
+    """The ranks of `asked` meet, each in a thread; what each was refused with."""
+    port, faults, stores = free_port(), {}, []  # a store ends when nothing holds it
+
+    def one(rank: int) -> None:
+        try:
+            stores.append(meet(launched.Launched(rank, world, address="127.0.0.1", port=port), limit, asked[rank]))
+        except (BadInput, RunFault) as error:
+            faults[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in asked]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(limit + 10)
+        assert not thread.is_alive()
+    return faults
+
+
+def test_ranks_that_are_asked_for_the_same_meet() -> None:
+    assert join({rank: {"a": 1} for rank in range(3)}, 3, 20) == {}
+
+
+def test_a_missing_rank_is_named_once_within_the_limit() -> None:
+    start = time.monotonic()
+    faults = join({0: {}, 2: {}}, 4, 1.5)
+    assert set(faults) == {0, 2} and all(isinstance(error, RunFault) for error in faults.values())
+    assert all("ranks 1, 3 of 4 did not come to 127.0.0.1:" in str(error) for error in faults.values())
+    assert [error.is_told for error in faults.values()].count(False) == 1  # type: ignore[attr-defined]
+    assert time.monotonic() - start < 10
+
+
+def test_ranks_that_are_asked_for_something_else_are_refused_with_both_values() -> None:
+    one, other = (load_config(DIGITS, [f"seed={seed}", f"data.root=/node{seed}"]) for seed in (1, 2))
+    asked = {0: what_is_asked(one, {"--out": Path("a")}), 1: what_is_asked(other, {"--out": Path("b")})}
+    faults = join(asked, 3, 20)
+    assert set(faults) == {0, 1} and [error.is_told for error in faults.values()].count(False) == 1  # type: ignore
+    assert isinstance(faults[0], BadInput) and sorted(faults[0].faults) == [
+        '--out: rank 0 has "a", rank 1 has "b": all must be asked for the same',
+        "seed: rank 0 has 1, rank 1 has 2: all must be asked for the same",
+    ]
+    assert differing({"version of torch": "2"}, {}, 0, 1) == [
+        'version of torch: rank 0 has "2", rank 1 has nothing: all must be asked for the same'
+    ]
+
+
+def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as used:
+        used.bind(("", 0))
+        used.listen(1)
+        port = used.getsockname()[1]
+        with pytest.raises(RunFault, match=f"MASTER_PORT: {port}: cannot be used on this machine: Address already in use"):
+            meet(launched.Launched(0, 2, address="127.0.0.1", port=port), 2, {})
+    with pytest.raises(RunFault, match="rank 1: rank 0 did not come to 127.0.0.1.* within 0.5 s .*refused"):
+        meet(launched.Launched(1, 2, address="127.0.0.1", port=free_port()), 0.5, {})
+    with pytest.raises(RunFault, match="rank 0 did not come to no.such.host.invalid"):
+        meet(launched.Launched(1, 2, address="no.such.host.invalid", port=29500), 0.1, {})
+    monkeypatch.setattr(joining, "LINGER", 0.1)
+    port, second = free_port(), []
+
+    def again() -> None:
+        for _ in range(2):
+            try:
+                meet(launched.Launched(1, 3, address="127.0.0.1", port=port), 3, {})
+            except (BadInput, RunFault) as error:
+                second.append(str(error))
+
+    threads = [threading.Thread(target=again, daemon=True) for _ in range(1)]
+    threads += [threading.Thread(target=again, daemon=True)]
+    for thread in threads:
+        thread.start()
+    with pytest.raises((BadInput, RunFault)):
+        meet(launched.Launched(0, 3, address="127.0.0.1", port=port), 6, {})
+    for thread in threads:
+        thread.join(20)
+    assert any("RANK: 1: two processes have it: each of 3 must have its own" in text for text in second)
+
+
+def test_a_first_rank_that_is_stopped_is_told_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens, but does not answer: torch would wait without end."""
+    monkeypatch.setattr(joining, "ANSWER", 0.5)
+    with socket.socket() as stopped:
+        stopped.bind(("localhost", 0))
+        stopped.listen(8)
+        port = stopped.getsockname()[1]
+        where = launched.Launched(1, 2, address="127.0.0.1", port=port)
+        with pytest.raises(RunFault, match=f"127.0.0.1:{port}"):
+            meet(where, 0.5, {})
+    assert not joining.keeper_is_there(where)
+
+
+def test_replicas_wait_for_an_evaluation_as_long_as_it_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    limit = SimpleNamespace(total_seconds=lambda: 0.3)
+    engine = SimpleNamespace(mail=SimpleNamespace(limit=limit), doing="evaluation")
+
+    def wait(replica: int) -> None:
+        layout = SimpleNamespace(rank=replica, stage=0, replica=replica, depth=1)
+        own: Any = SimpleNamespace(layout=layout, _engine=engine, _evaluations=0)
+        processes.ProcessEngine._wait_for_evaluation(own)
+
+    with pytest.raises(RunFault, match="the first replica is lost, or made no progress within 0.3 s"):
+        wait(1)
+    waiting = threading.Thread(target=wait, args=(1,), daemon=True)
+    waiting.start()
+    for _ in range(8):  # longer than the limit in all
+        time.sleep(0.1)
+        store.add("ipu_pipe/evaluated", 1)
+    assert waiting.is_alive()
+    wait(0)
+    waiting.join(5)
+    assert not waiting.is_alive()
+
+
+def test_sigterm_ends_a_process_that_waits_where_python_does_not_run() -> None:
+    script = """
+import ctypes
+from ipu_pipe.backends.stopping import Stopping
+Stopping.PATIENCE = 0.5
+Stopping.watch()
+mutex, libc = ctypes.create_string_buffer(128), ctypes.CDLL(None)  # all zeros: PTHREAD_MUTEX_INITIALIZER
+libc.pthread_mutex_lock(mutex)
+print("waits", flush=True)
+libc.pthread_mutex_lock(mutex)  # for ever, and no signal interrupts it
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "waits\n"
+    process.send_signal(signal.SIGTERM)
+    try:
+        assert process.wait(20) == 143
+    finally:
+        process.kill()
+
+
+@pytest.mark.skipif(
+    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="needs torch 2.4"
+)
+def test_a_fault_of_the_users_on_one_rank_is_told_by_it_alone(tmp_path: Path) -> None:
+    out, port = tmp_path / "run", free_port()
+    sets = [
+        "model.entry=tests.test_faults:model_of_a_config", "model.args={}", 'stages=["1"]', "log.tensorboard=false",
+        "backend.name=distributed", "backend.deadline=60", "backend.threads=1", "method=pipedream",
+    ]  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "tools/train.py", DIGITS, "--out", str(out), "--set", *sets], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={
+                **os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            },
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        told = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [1, 1] and told[0] == "", told
+    (line,) = told[1].splitlines()
+    assert line.startswith("error: rank 1, stage 1, update ") and "Burnt: counted 20 (" in line and f"{__file__}:" in line
+    assert line.endswith(f"the traceback is in {out / 'traceback.txt'}")
+    assert "Burnt: counted 20\nand more" in (out / "traceback.txt").read_text()
+
+
+# ---- workers
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
+def test_workers_end_with_the_process_that_started_them() -> None:
+    script = """
+import multiprocessing, os, threading, time
+from ipu_pipe.worker_pool import in_workers
+if __name__ == "__main__":
+    def tell():
+        while not multiprocessing.active_children():
+            time.sleep(0.02)
+        print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+    threading.Thread(target=tell, daemon=True).start()
+    list(in_workers(time.sleep, {"a": (60,)}, 1))
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    workers = [int(pid) for pid in parent.stdout.readline().split()]
+    assert workers
+    parent.kill()
+    parent.wait(10)
+    end = time.monotonic() + 20
+    while any(_is_alive(pid) for pid in workers) and time.monotonic() < end:
+        time.sleep(0.05)
+    left = [pid for pid in workers if _is_alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+# ---- disks and streams
+
+
+def test_closed_and_full_outputs_are_told_in_a_line() -> None:
+    tool = f"{sys.executable} tools/schedule.py pipedream --stages 2 --microbatches 4 --format json"
+    for redirected, code, told in (
+        (">&-", 1, "error: standard output: is closed"),
+        ("2>&- </dev/null >/dev/null", 0, ""),
+        ("<&- >/dev/null", 0, ""),
+        *([(">/dev/full", 1, "error: standard output: No space left on device")] if Path("/dev/full").exists() else []),
+    ):
+        done = subprocess.run(["sh", "-c", f"{tool} {redirected}"], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)
+        assert done.returncode == code and done.stderr.startswith(told) and len(done.stderr.splitlines()) == bool(told)
+
+
+def test_results_that_cannot_be_written_are_told_with_their_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "throughput.json").mkdir()
+    with pytest.raises(RunFault, match="throughput.json: cannot be written: Is a directory"):
+        write_collected({"throughput": {}}, tmp_path)
+    (tmp_path / "results.json").mkdir()
+    monkeypatch.setattr(experiments, "table", lambda found, command: "")
+    with pytest.raises(RunFault, match="results.json: cannot be written: Is a directory"):
+        experiments.write_results({}, [], [], "command", tmp_path)
+
+
+def test_a_pipe_in_a_runs_folder_does_not_hang_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    os.mkfifo(tmp_path / "summary.json")
+    folder = RunDir(tmp_path, resume=True)
+    assert folder.finished_summary() is None
+    with pytest.raises(RunFault, match="metrics.jsonl: is no file"):
+        folder.open_metrics(3)
