@@ -7,6 +7,8 @@ stage  0    1    2    0    1    2          rank 0 prints and writes; gradients a
 from __future__ import annotations
 
 import contextlib
+import datetime
+import os
 import time
 from dataclasses import replace
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
