@@ -50,13 +50,15 @@ class Parser(argparse.ArgumentParser):
 
 def run_command(main: Callable[[], None]) -> NoReturn:
     """Run a command line's `main` and leave with its exit code: 0 done, 2 bad input, 1 fault, 130 Ctrl-C."""
+    ended_by_ctrl_c = False
     try:
         try:
             interrupts.raise_first()
             main()
             sys.stdout.flush()
         except BaseException as error:
-            if interrupts.came():  # it may have become another exception on its way here
+            ended_by_ctrl_c = interrupts.came()
+            if ended_by_ctrl_c:  # it may have become another exception on its way here
                 raise KeyboardInterrupt from error
             raise
         finally:
@@ -79,7 +81,8 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         code = 0
     else:
         code = 0
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    # taking down the interpreter restores the system's own handling of Ctrl-C: a second one would end it without an exit code
+    if ended_by_ctrl_c or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         end_process(code)
     sys.exit(code)
 
