@@ -105,6 +105,7 @@ class Parser(argparse.ArgumentParser):
 
 def run_command(main: Callable[[], None]) -> NoReturn:
     """Run a command line's `main` and leave with its exit code: 0 done, 2 bad input, 1 fault, 130 Ctrl-C."""
+    ended_by_ctrl_c = False
     try:
         try:
             interrupts.raise_first()
@@ -113,7 +114,8 @@ def run_command(main: Callable[[], None]) -> NoReturn:
             with writing("standard output"):
                 sys.stdout.flush()
         except BaseException as error:
-            if interrupts.came():  # it may have become another exception on its way here
+            ended_by_ctrl_c = interrupts.came()
+            if ended_by_ctrl_c:  # it may have become another exception on its way here
                 raise KeyboardInterrupt from error
             raise
         finally:
@@ -144,7 +146,8 @@ def run_command(main: Callable[[], None]) -> NoReturn:
             if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
                 _drop_output()
             code = 1
-    if launched.read().world > 1:
+    # taking down the interpreter restores the system's own handling of Ctrl-C: a second one would end it without an exit code
+    if ended_by_ctrl_c or launched.read().world > 1:
         end_process(code)
     sys.exit(code)
 

@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 REPEATS = int(os.environ.get("IPU_PIPE_INTERRUPTS", "4"))
 JOBS = int(os.environ.get("IPU_PIPE_INTERRUPT_JOBS", "2"))
 PATIENCE = 30.0  # seconds from Ctrl-C to the end on a machine as busy as may be; what hung took up to 120
-STARTUP = 0.2  # seconds in which Python itself starts: not ours
+STARTUP = 0.2  # seconds until the tool's first lines have run
+# Python's own start, in which it answers Ctrl-C by itself, is not the tool's: the scene begins when that is over
+STARTED = "import runpy, sys; sys.argv.pop(0); print('up', flush=True); runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 def hears_interrupts() -> None:
@@ -56,11 +58,12 @@ def interrupted(seed: int, out: Path) -> Ended:
     """A run of the digits, TensorBoard on, that gets Ctrl-C at a moment drawn from `seed`; every third gets a second one."""
     drawn = random.Random(seed)
     process = subprocess.Popen(
-        [sys.executable, "tools/train.py", "configs/mlp_digits.yaml", "--out", str(out)],
-        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=hears_interrupts,
+        [sys.executable, "-c", STARTED, "tools/train.py", "configs/mlp_digits.yaml", "--out", str(out)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hears_interrupts,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
         moment = "while it starts" if seed % 2 else "while it trains"
         wait = drawn.uniform(STARTUP, 5.0)
         if seed % 2 == 0:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import datetime
-import json
+import os
 import sys
-from pathlib import Path
-from typing import Dict, Optional
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from ipu_pipe import interrupts  # noqa: E402
 
 if __name__ == "__main__":
     interrupts.end_at_once()  # before the imports that take time
+
+import argparse  # noqa: E402
+import contextlib  # noqa: E402
+import datetime  # noqa: E402
+import json  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Dict, Optional  # noqa: E402
 
 from ipu_pipe.arguments import folder  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, run_command, traceback_shown  # noqa: E402
