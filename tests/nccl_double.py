@@ -63,9 +63,14 @@ class NcclDouble:
 
     def _loads(self, what: str) -> None:
         if what not in self._loaded:
-            pending = [transfer for transfer in self._posted if not transfer.is_completed()]
-            assert not pending, f"first {what} while {len(pending)} receives are posted: it would wait for an idle GPU"
+            assert not self.pending(), (
+                f"first {what} while {self.pending()} receives are posted: it would wait for an idle GPU"
+            )
             self._loaded.add(what)
+
+    def pending(self) -> int:
+        """Receives that occupy the GPU."""
+        return sum(not transfer.is_completed() for transfer in self._posted)
 
     def _message(self, kind: str, tensor: torch.Tensor, other: int, group: Any = None, tag: int = 0) -> Any:
         if not any(group is own for own in self._groups):

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any, List
 
 import pytest
 import torch
 
+from ipu_pipe.backends.emulator import Emulator
+from ipu_pipe.config import BackendConfig, load_config
+from ipu_pipe.determinism import set_numerics
 from ipu_pipe.methods import METHODS, resolve_method
+from ipu_pipe.probe import random_modules
+from ipu_pipe.randomness import KeyedRandomness
+from ipu_pipe.training import train
 from tests.staged_models import MODELS, batches, whole
 from tests.test_emulator_exact import OPTIMIZERS, assert_equal, emulate, fresh, literal
 from tests.test_rules import ROWS
@@ -20,9 +30,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Any:
-    torch.backends.cudnn.deterministic = True
+    set_numerics(BackendConfig(device="cuda"))  # what a run sets
     yield
-    torch.backends.cudnn.deterministic = False
+    set_numerics(BackendConfig(device="cuda", deterministic=False))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -49,3 +59,59 @@ def test_rules_equal_those_of_the_literal_replay(name: str) -> None:
     expected = whole(twin).state_dict()
     for key, value in unsplit.state_dict().items():
         assert torch.allclose(value, expected[key], rtol=1e-8, atol=1e-10), key
+
+
+DIGITS = Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml"
+SHORT = [
+    "backend.device=cuda",
+    "steps=12",
+    "log.tensorboard=false",
+    "checkpoint.every=4",
+    "checkpoint.keep=9",
+    "stages=2",
+]
+
+
+@pytest.mark.parametrize("how", [["method=pipemare"], ["optimizer.name=adam", "optimizer.lr=0.001"]])
+def test_a_resumed_run_gives_the_same_numbers_and_tells_its_numerics(how: List[str], tmp_path: Path) -> None:
+    config = load_config(DIGITS, [*SHORT, *how])
+    whole = train(config, tmp_path / "run", quiet=True)
+    assert whole["numerics"]["deterministic_algorithms"] and not whole["numerics"]["tf32_convolutions"]
+    for step in (8, 12):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step}")
+    (tmp_path / "run" / "summary.json").unlink()
+    again = train(config, tmp_path / "run", resume=True, quiet=True)
+    assert again["final"] == whole["final"]
+
+
+@pytest.mark.parametrize("how", [{"fused": True}, {"capturable": True}])
+def test_fused_and_capturable_adam_resume(how: Any, tmp_path: Path) -> None:
+    config = load_config(DIGITS, SHORT)
+    make = functools.partial(torch.optim.Adam, lr=1e-3, **how)
+    whole = train(config, tmp_path / "run", optimizer=make, quiet=True)
+    for step in (8, 12):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step}")
+    (tmp_path / "run" / "summary.json").unlink()
+    assert train(config, tmp_path / "run", optimizer=make, resume=True, quiet=True)["final"] == whole["final"]
+
+
+def test_losses_are_read_for_lines_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: List[int] = []
+    read = Emulator.read
+    monkeypatch.setattr(Emulator, "read", lambda self: reads.append(self.update) or read(self))  # type: ignore[func-returns-value]
+    train(load_config(DIGITS, [*SHORT, "log.every=6", "evaluate.every=0"]), tmp_path / "run", quiet=True)
+    assert reads == [1, 4, 6, 8, 12]  # the first, checkpoints, lines
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train_loss" in line] == [6, 12]
+
+
+def test_draws_of_the_cpu_and_of_the_gpu_are_keyed() -> None:
+    class Depth(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * float(torch.rand(()))
+
+    model, x = torch.nn.Sequential(Depth(), torch.nn.Dropout(0.5)).cuda(), torch.ones(64, device="cuda")
+    assert random_modules(model, x) == ["0", "1"]
+    keyed = KeyedRandomness(model, ["0", "1"], seed=4, device=x.device)
+    assert torch.equal(model(x), model(x))
+    keyed.remove()

@@ -13,12 +13,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Dict, List, Tuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from ipu_pipe.backends.distributed import StageEngine
 from ipu_pipe.backends.mail import Layout, Mail, Message, Timeline
 from ipu_pipe.backends.processes import _forget
 from ipu_pipe.checkpoint import FILES
@@ -343,6 +345,46 @@ def _send_many(rank: int, folder: str) -> None:
         shapes = (Shape((3,), torch.float32, True),)
         mail.expect(0, [(Message("F", m), shapes) for m in range(count)])
         assert all(float(mail.receive(0, Message("F", m))[0][0]) == m for m in range(count))
+    torch.distributed.barrier()
+    end_process(0)
+
+
+def test_the_mean_over_replicas_is_the_emulators_whatever_their_number(tmp_path: Path) -> None:
+    """Three replicas: the order of the sum shows."""
+    context = multiprocessing.get_context("spawn")
+    ends = [context.Process(target=_average, args=(rank, str(tmp_path))) for rank in range(3)]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join(120)
+    assert [end.exitcode for end in ends] == [0, 0, 0]
+
+
+def _average(rank: int, folder: str) -> None:
+    """One message a dtype, of tensors on the host; a gradient that a replica lacks is zero, one that all lack stays away."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
+    generator, sent = torch.Generator().manual_seed(3), []
+    kinds = [((50, 3), torch.float32), ((7,), torch.bfloat16), ((), torch.float32), ((4,), torch.float32)]
+    given = [[torch.randn(shape, generator=generator).to(dtype) for shape, dtype in kinds] for _ in range(3)]
+    parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in kinds]
+    for p, gradient in zip(parameters[:3], given[rank]):
+        p.grad = gradient.clone() if p.dim() or rank != 1 else None
+    given[1][2].zero_()
+    real = torch.distributed.all_gather
+    torch.distributed.all_gather = lambda every, own, **how: sent.append(own) or real(every, own, **how)  # type: ignore[func-returns-value]
+    layout = Layout(rank, 1, 3)
+    engine = SimpleNamespace(
+        _parameters=parameters,
+        _replicas=None,
+        layout=layout,
+        mail=Mail(layout, torch.device("cpu"), Timeline(layout, 0), 60.0),
+    )
+    StageEngine._average(engine)  # type: ignore[arg-type]
+    for i, p in enumerate(parameters[:3]):
+        expected = (given[0][i] + given[1][i] + given[2][i]) / 3
+        assert p.grad is not None and p.grad.shape == p.shape and torch.equal(p.grad, expected)
+    assert parameters[3].grad is None and [own.dtype for own in sent] == [torch.float32, torch.bfloat16]
     torch.distributed.barrier()
     end_process(0)
 
