@@ -252,6 +252,11 @@ def test_combined_velocities_are_scaled_as_the_loss_is(poptorch: Any, tmp_path: 
 # ---- around it
 
 
+def test_class_weights_are_refused_with_what_to_do_instead(poptorch: Any, tmp_path: Path) -> None:
+    with pytest.raises(RunFault, match=r"Parameter .weight. is unsupported .*: multiply what reduction='none' gives"):
+        run(config(), tmp_path, loss=nn.CrossEntropyLoss(weight=torch.ones(4)))
+
+
 def test_a_run_does_not_end_for_want_of_a_time(poptorch: Any, tmp_path: Path, monkeypatch: Any) -> None:
     def none(self: Any) -> Any:
         raise AssertionError("Internal PopTorch error: mismatching number of start timestamps")

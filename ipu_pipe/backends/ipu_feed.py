@@ -88,6 +88,9 @@ class Feed:
             self._source = iter(self._loader)
         except (poptorch.Error, AssertionError, OSError) as error:
             self._tell(error)
+        except BaseException:
+            self.close()
+            raise
 
     def take(self) -> Tuple[torch.Tensor, torch.Tensor]:
         """(x, y) of the next call. Raises BadInput or RunFault with the worker's fault."""

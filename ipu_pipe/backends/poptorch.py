@@ -59,6 +59,10 @@ HINTS = (
         ("Failed to acquire", "No IPU detected", "No device found"),
         "see gc-info -l; backend.ipu.wait_for_ipu=true waits for others to end",
     ),
+    (
+        ('Parameter "weight" is unsupported',),
+        "no class weights in PopTorch's losses: multiply what reduction='none' gives by the labels' weights",
+    ),
 )
 
 
