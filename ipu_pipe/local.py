@@ -332,7 +332,7 @@ def _begins(model: nn.Module, x: torch.Tensor, structure: Structure, stages: Any
     names = [name for name, _ in links_of(model, x)]
     if isinstance(structure.blocks, tuple):
         return _links_at(model, x, list(structure.blocks), names, "method_args.blocks")
-    part = partition(model, x, stages)
+    part = partition(model, x, stages, between_top=True)
     if structure.blocks is not None:
         try:
             return merge_stages(model, part, structure.blocks, x)

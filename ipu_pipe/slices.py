@@ -26,9 +26,10 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from ipu_pipe.balance import balance
 from ipu_pipe.buffers import buffers_restored
 from ipu_pipe.errors import BadInput, first_line
-from ipu_pipe.stages import Partition, Profile, balance, profile
+from ipu_pipe.stages import Partition, Profile, profile
 
 
 @dataclass(frozen=True)

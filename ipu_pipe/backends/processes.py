@@ -103,7 +103,7 @@ def place_stages(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Par
         raise BadInput(f"replicas: {width}: {world} processes cannot be so many replicas of a pipeline")
     depth = world // width
     stages = config.stages
-    wished = on_all_ranks(lambda: partition(model, x, stages))  # measured times differ from process to process
+    wished = on_all_ranks(lambda: partition(model, x, stages, between_top=True))  # measured times differ from process to process
     begins = merge_stages(model, wished, depth, x)
     note = ""
     if len(wished) != depth:
