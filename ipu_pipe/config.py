@@ -321,6 +321,13 @@ class Config(_Section):
         """16.16 without quotes is a number to YAML."""
         return f"{value:.2f}" if isinstance(value, float) else value
 
+    @field_validator("hardware", mode="before")
+    @classmethod
+    def _hardware(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError("nothing reads it yet: must be null")
+        return value
+
     @field_validator("stages")
     @classmethod
     def _stages(cls, value: Any) -> Any:
