@@ -26,6 +26,7 @@ from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.methods import Structure
 from ipu_pipe.probe import Loss
 from ipu_pipe.randomness import derived_seed
+from ipu_pipe.rehearsal import refuse_other_pieces
 from ipu_pipe.slices import crossings, links_of, merge_stages, pieces, writes_over
 from ipu_pipe.stages import Partition, partition
 
@@ -116,6 +117,7 @@ class Blocks:
         self.model = model
         self.pieces = pieces(model, begins, x)
         self.crossings = crossings(self.pieces, model, x)
+        refuse_other_pieces(model, self.pieces, x)
         self.overlap = 0  # so many blocks before its own are in each
         self._duplicates: List[Dict[str, torch.Tensor]] = []
         before = self.pieces[:-1] if trains_last else []

@@ -12,11 +12,12 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 from torch import nn
 
 from ipu_pipe import checkpoint, summary, update
-from ipu_pipe.config import Config, as_recorded, differences, dump, load_config
+from ipu_pipe.config import GIVEN, Config, as_recorded, differences, dump, load_config
 from ipu_pipe.data import DataSource
 from ipu_pipe.engines import Engine, Report, check_launch, is_main, launch, make_engine, on_main
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.evaluation import evaluate
+from ipu_pipe.given import refuse_missing, with_given
 from ipu_pipe.job import Job, build, has_tensorboard, set_up
 from ipu_pipe.methods import METHODS
 from ipu_pipe.probe import Loss
@@ -25,6 +26,7 @@ from ipu_pipe.rundir import Measured, Position, RunDir, check_folder
 
 # what a resumed run may do otherwise: where it runs, and on how many stages (checkpoints know of none)
 FREE_TO_CHANGE = ("backend.", "stages")
+MADE_LATER = "given.optimizer"  # compared when it is made
 
 
 def train(
@@ -45,17 +47,26 @@ def train(
     from the newest checkpoint, with the same numbers as if never interrupted. Raises BadInput before anything is written
     where the job is not possible, RunFault where the loss is not finite. On the distributed backend every process calls
     this alike; the first one writes, all return the summary. A process's model then holds the weights of its own stage and
-    not-a-number elsewhere: the whole is in the newest checkpoint.
+    not-a-number elsewhere: the whole is in the newest checkpoint. A model given here is trained in place, in the config's
+    precision, and has its own dtypes again at the end, whatever way that comes.
     """
     out = Path(out)
     launch(config.backend)
+    refuse_missing(config, model=model, data=data, loss=loss, optimizer=optimizer)
+    config = with_given(config, model, data, loss, optimizer)
     say = Progress(quiet or not is_main()).say
     config, ended = on_main(lambda: _checked(config, out, resume, overwrite, say))
     if ended is not None:
         say(f"{out}: this run is finished: nothing to resume")
         return ended
     job = build(config, model, data, loss, optimizer)
-    return _Run(job, out, resume, overwrite, quiet).go()
+    try:
+        if resume:
+            on_main(lambda: _same_optimizer(job.config, out))
+        return _Run(job, out, resume, overwrite, quiet).go()
+    finally:
+        if job.own_types is not None:
+            job.own_types.give_back()
 
 
 def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwrite: bool = False) -> None:
@@ -83,8 +94,12 @@ def _checked(
         config = _with_recorded_blocks(recorded, config)
     kept = ("stages",) if METHODS[config.method].structure is not None else ()
     allowed = tuple(key for key in FREE_TO_CHANGE if key not in kept)
-    free = [change for change in differences(recorded, config) if change.startswith(allowed)]
-    changes = [change for change in differences(recorded, config) if change not in free]
+    if recorded.given is not None:
+        now = {"model": config.model.entry, "data": config.data.name, "loss": config.loss, "optimizer": config.optimizer.name}
+        refuse_missing(recorded, **{key: value if value == GIVEN else None for key, value in now.items()})
+    changed = [change for change in differences(recorded, config) if not change.startswith(MADE_LATER)]
+    free = [change for change in changed if change.startswith(allowed)]
+    changes = [change for change in changed if change not in free]
     if changes:
         raise BadInput([f"--resume: {saved}: {change}: the config of a run cannot change" for change in changes])
     run = RunDir(out, resume=True)
@@ -94,6 +109,14 @@ def _checked(
     for change in free if ended is None else ():
         say(f"the run goes on with another {change}")
     return config, ended
+
+
+def _same_optimizer(config: Config, out: Path) -> None:
+    """Refuse (BadInput) to go on with another optimizer than was given to the run."""
+    saved = out / "config.yaml"
+    changes = [change for change in differences(load_config(saved), config) if change.startswith(MADE_LATER)]
+    if changes:
+        raise BadInput([f"--resume: {saved}: {change}: the optimizer of a run cannot change" for change in changes])
 
 
 def _with_recorded_blocks(old: Config, new: Config) -> Config:
