@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 from ipu_pipe import accounting, timelines
 from ipu_pipe.config import Config
 from ipu_pipe.errors import BadInput, writing
+from ipu_pipe.flops import HOW
 from ipu_pipe.folder_lock import refuse_used
 from ipu_pipe.job import Job, build
 from ipu_pipe.methods import METHODS, resolve_method
@@ -42,7 +43,11 @@ def collect(
         raise BadInput(f"--methods: {','.join(methods)}: a method is named twice")
     if config.backend.name != "emulator":
         raise BadInput(f"backend.name: {config.backend.name}: methods are compared on the emulator, in one process")
-    boundaries = build(of_method(config, methods[0], steps)).part.begin_names() if len(methods) > 1 else []
+    if list(methods) != [config.method]:  # one cut for all, the config's own, whatever their order
+        part = build(of_method(config, config.method, steps)).part
+        if not part.spread:
+            config = config.model_copy(update={"stages": part.begin_names() or 1})
+    boundaries = config.stages if isinstance(config.stages, list) else []
     wished = {name: of_method(config, name, steps, boundaries) for name in methods}
     found: Dict[str, Dict[str, Any]] = {"throughput": {}, "memory": {}, "communication": {}}
     for name in wished:
@@ -182,7 +187,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
     lines += [
         "",
         "samples/s: of this machine, which does all devices' work in turn on the emulator. busy: of the schedule's slots.",
-        "speedup by FLOPs: the schedule with each stage's FLOPs as times, against the first method.",
+        f"speedup by FLOPs: the schedule with each stage's FLOPs as times ({HOW}), against the first method.",
     ]
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, Union
 
 import yaml
-from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, PrivateAttr, StrictBool, ValidationError, field_validator, model_validator
 from typing_extensions import Annotated, Literal
 
 from ipu_pipe.backends import ipu_options
@@ -25,6 +25,8 @@ from ipu_pipe.values import Section as _Section
 from ipu_pipe.values import fault_at as _fault_at
 from ipu_pipe.values import number as _number
 from ipu_pipe.values import whole as _whole
+
+GIVEN = "(given in Python)"
 
 
 class ModelConfig(_Section):
@@ -195,8 +197,8 @@ class OptimizerConfig(_Section):
     """A torch.optim optimizer. Settings that are null stay PyTorch's own. `reference_batch_size`: lr and momentum are those
     for updates of so many samples, and are scaled to this run's (see ipu_pipe.rules.scaled_for_update_size)."""
 
-    name: Literal["sgd", "adam", "adamw"] = "sgd"
-    lr: NotNegative = 0.05
+    name: str = "sgd"
+    lr: Optional[NotNegative] = 0.05
     momentum: Optional[Share] = None
     nesterov: Optional[StrictBool] = None
     weight_decay: Optional[NotNegative] = None
@@ -204,6 +206,13 @@ class OptimizerConfig(_Section):
     eps: Optional[Positive] = None
     no_decay: Union[str, List[str]] = []
     reference_batch_size: Optional[Count] = None
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _name(cls, value: Any) -> Any:
+        if isinstance(value, str) and value in ("sgd", "adam", "adamw", GIVEN):
+            return value
+        raise ValueError("must be sgd, adam or adamw")
 
     @field_validator("no_decay", mode="before")
     @classmethod
@@ -214,6 +223,8 @@ class OptimizerConfig(_Section):
 
     @model_validator(mode="after")
     def _fits(self) -> "OptimizerConfig":
+        if self.lr is None and self.name != GIVEN:
+            raise _fault_at("lr", None, "must be a number >= 0")
         own = ("momentum", "nesterov") if self.name == "sgd" else ("betas", "eps")
         for key in ("momentum", "nesterov", "betas", "eps"):
             if getattr(self, key) is not None and key not in own:
@@ -294,6 +305,24 @@ class StageFinest(_Section):
     finest: Count
 
 
+class Description(_Section):
+    """An object that took the place of a key: its qualified name and settings; of an optimizer also those of parameter groups
+    that have others."""
+
+    name: str
+    settings: Dict[str, Any] = {}
+    groups: List[Dict[str, Any]] = []
+
+
+class Given(_Section):
+    """What Python gave in the place of the config's own; written by a run, and of no use on the command line."""
+
+    model: Optional[Description] = None
+    data: Optional[Description] = None
+    loss: Optional[Description] = None
+    optimizer: Optional[Description] = None
+
+
 class Config(_Section):
     """A run. README and the classes above say what the keys mean."""
 
@@ -321,12 +350,22 @@ class Config(_Section):
     hardware: Optional[Dict[str, Any]] = None
     init_from: Optional[str] = None
     allow_nonfinite: StrictBool = False
+    given: Optional[Given] = None
+    # what the update rules have against the config's own optimizer, with places: told if no other one is given
+    _optimizer_faults: Tuple[str, ...] = PrivateAttr(default=())
 
     @field_validator("precision", mode="before")
     @classmethod
     def _precision(cls, value: Any) -> Any:
         """16.16 without quotes is a number to YAML."""
         return f"{value:.2f}" if isinstance(value, float) else value
+
+    @field_validator("hardware", mode="before")
+    @classmethod
+    def _hardware(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError("nothing reads it yet: must be null")
+        return value
 
     @field_validator("stages")
     @classmethod
@@ -344,6 +383,12 @@ class Config(_Section):
         )
 
     @model_validator(mode="after")
+    def _no_optimizer_is_lost(self) -> "Config":
+        if self.optimizer.name == GIVEN and (self.given is None or self.given.optimizer is None):
+            raise _fault_at("optimizer.name", GIVEN, "without given.optimizer: must be sgd, adam or adamw")
+        return self
+
+    @model_validator(mode="after")
     def _recompute_is_said_once(self) -> "Config":
         method = METHODS.get(self.method)
         if not self.recompute or method is None or self.method_args.recompute:
@@ -357,6 +402,10 @@ class Config(_Section):
     def to_dict(self) -> Dict[str, Any]:
         """Every key with its value, as plain data that YAML and JSON can hold."""
         return self.model_dump(mode="json")
+
+    def optimizer_faults(self) -> Tuple[str, ...]:
+        """What the update rules have against the config's own optimizer, each with the place it comes from."""
+        return self._optimizer_faults
 
     def method_settings(self) -> Dict[str, Any]:
         """`method_args` that are given."""
@@ -442,7 +491,7 @@ def read_yaml(path: Path) -> Dict[str, Any]:
 
 def configure(**keys: Any) -> Config:
     """A config from Python: the keys of a config file as arguments. `model` and `data` may be left to `train`."""
-    raw = {"model": {"entry": "(given in Python)"}, "data": {"name": "(given in Python)"}, **keys}
+    raw = {"model": {"entry": GIVEN}, "data": {"name": GIVEN}, **keys}
     return _validate(raw, {}, "configure", [])
 
 
@@ -523,7 +572,8 @@ def _validate(raw: Dict[str, Any], origins: Mapping[str, str], place: str, fault
         args = raw.get("method_args", {}) if "method_args" not in wrong else {}
         faults = faults + _method_faults(raw.get("method", "gpipe"), args, origins, place)
     if config is not None and not faults:
-        faults = _rule_faults(config, origins, place)
+        faults, own = _rule_faults(config, origins, place)
+        config._optimizer_faults = tuple(own)
         found = ipu_options.config_faults(config)
         faults += [f"{_origin(fault.partition(':')[0], origins, place)}: {fault}" for fault in found]
     if faults or config is None:
@@ -541,14 +591,16 @@ def _method_faults(name: str, args: Mapping[str, Any], origins: Mapping[str, str
     return []
 
 
-def _rule_faults(config: Config, origins: Mapping[str, str], place: str) -> List[str]:
-    """What the update rules have against the method and the optimizer."""
+def _rule_faults(config: Config, origins: Mapping[str, str], place: str) -> Tuple[List[str], List[str]]:
+    """What the update rules have against the method, and against the config's optimizer, in whose place another may be given."""
     from ipu_pipe import rules  # holds torch, which reading a config otherwise does not need
 
     optimizer, args = config.optimizer, config.method_settings()
     method = resolve_method(config.method, args)
-    found = rules.faults(args, method, optimizer.name, optimizer.settings())
-    return [f"{_origin(fault.partition(':')[0], origins, place)}: {fault}" for fault in found]
+    always = rules.faults(args, method, "sgd", {"momentum": 0.9})  # an optimizer that none of them minds
+    own = [f for f in rules.faults(args, method, optimizer.name, optimizer.settings()) if f not in always]
+    placed = [[f"{_origin(fault.partition(':')[0], origins, place)}: {fault}" for fault in f] for f in (always, own)]
+    return placed[0], placed[1]
 
 
 def _fault(detail: Any, origins: Mapping[str, str], place: str) -> str:

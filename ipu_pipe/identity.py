@@ -10,6 +10,9 @@ from ipu_pipe.config import Config, changed, flat
 from ipu_pipe.methods import METHODS
 
 
+MADE_LATER = "given.optimizer"  # described when it is made: compared then
+
+
 class Role(Enum):
     """What a key of the config is to a run that goes on."""
 
@@ -75,6 +78,8 @@ def changes(old: Config, new: Config) -> Changes:
     """What is different in `new` for a run of `old` that goes on."""
     refused, free, longer = [], [], False
     for key, before, after in changed(old, new):
+        if key.startswith(MADE_LATER):
+            continue
         told, kind = f"{key}: {before} -> {after}", role(key, old.method)
         shrinks = isinstance(before, int) and isinstance(after, int) and after < before
         if kind is Role.GROWS and not shrinks:

@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
@@ -17,14 +17,16 @@ from ipu_pipe.backends import emulator
 from ipu_pipe.blame import attributed
 from ipu_pipe.buffers import buffers_restored
 from ipu_pipe.checkpoint import load_weights, read_weights
-from ipu_pipe.config import Config
+from ipu_pipe.config import Config, Given
 from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.determinism import set_numerics
 from ipu_pipe.entries import call_entry, resolve_entry
 from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.given import describe, describe_optimizer, refuse_missing, with_given, with_optimizer
 from ipu_pipe.labels import LabelRange, label_range
 from ipu_pipe.local import SumOfLosses, blocks_of, make_blocks
 from ipu_pipe.methods import Method, check, resolve_method
+from ipu_pipe.precision import OwnTypes
 from ipu_pipe.probe import Footprint, Loss, changing_buffers, drawn_unkeyed, footprint
 from ipu_pipe.randomness import derived_seed
 from ipu_pipe.schedule import Schedule
@@ -46,6 +48,7 @@ class Setup:
     loss: Loss
     data: DataSource
     device: torch.device
+    own_types: Optional[OwnTypes]  # of a model that the caller gave
     label_range: Optional[LabelRange] = field(default=None, init=False)  # where the loss asks for one
 
     @property
@@ -85,6 +88,7 @@ class Job(Setup):
     footprint: Footprint
     note: str = ""  # what the user should know of the stages
     done: int = 0  # updates of the run that this one goes on with: the pipeline is empty there
+    used: Given = Given()  # the optimizer and the loss, whoever gave them
 
     @property
     def batch(self) -> int:
@@ -154,19 +158,22 @@ def set_up(
     config: Config, model: Optional[nn.Module] = None, data: Optional[DataSource] = None, loss: Optional[Loss] = None
 ) -> Setup:
     """The model, loss and data that `config` describes, ready to run. What is given takes the place of the config's entry."""
+    refuse_missing(config, model=model, data=data, loss=loss)
     device = _device(config)
     torch.manual_seed(derived_seed(config.seed, "model"))
+    given = model is not None
     model = model if model is not None else make_model(config)
     _refuse_tensors(model)
     _refuse_unkeyed(model, device)
     if config.init_from:
         load_weights(model, read_weights(Path(config.init_from)), f"init_from: {config.init_from}")
+    own_types = OwnTypes(model) if given else None
     model = model.to(device, DTYPES[config.precision]).train()
     data = data if data is not None else make_data(config)
     chosen_loss = loss if loss is not None else make_loss(config)
     if isinstance(chosen_loss, nn.Module):  # class weights and the like
         chosen_loss = chosen_loss.to(device)
-    return Setup(config, model, chosen_loss, data, device)
+    return Setup(config, model, chosen_loss, data, device, own_types)
 
 
 def _refuse_tensors(model: nn.Module) -> None:
@@ -215,7 +222,8 @@ def build(
     as it is.
     """
     with attributed(lambda: "before training"):
-        setup = set_up(config, model, data, loss)
+        refuse_missing(config, model=model, data=data, loss=loss, optimizer=optimizer)
+        setup = set_up(with_given(config, model, data, loss, optimizer), model, data, loss)
     trained = [p for p in setup.model.parameters() if p.requires_grad]
     try:
         with attributed(lambda: "before training"):
@@ -223,6 +231,8 @@ def build(
     except BaseException:
         for parameter in trained:  # a method may have frozen some
             parameter.requires_grad_(True)
+        if setup.own_types is not None:
+            setup.own_types.give_back()
         raise
 
 
@@ -281,17 +291,22 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     if own and blocks is not None and blocks.overlap:  # this process's duplicate of the stage before
         shared = {id(p) for p in blocks.pieces[own - 1].parameters()}
         held = [*held, *update.only(update.stage_groups(groups, own - 1), shared)]
-    made = (optimizer or _factory(config))(held)
+    factory = optimizer or _factory(config)
+    made = factory(held)
     if optimizer is not None:
         _check_groups(made)
-        _check_rules(args, method, made)
+    _check_rules(args, method, made, config.optimizer_faults() if optimizer is None else ())
+    whole = made if held is groups else factory(groups)  # a process holds its own stage's alone
+    if optimizer is not None:
+        config = with_optimizer(config, whole)
+    used = Given(optimizer=describe_optimizer(whole), loss=describe(setup.loss))
     if config.backend.name == "poptorch":
         note = _on_ipus(config, model, part, example[0], made, updates, per_epoch)
     base = float(made.param_groups[0]["lr"])
     job = Job(
-        config, model, chosen_loss, data, device, part, method, schedule, table, groups, made,
+        config, model, chosen_loss, data, device, setup.own_types, part, method, schedule, table, groups, made,
         _rules(config, args, table, made, base, updates, per_epoch, switch),
-        base, per_epoch, updates, example, _footprint(model, part, chosen_loss, example), note, done,
+        base, per_epoch, updates, example, _footprint(model, part, chosen_loss, example), note, done, used,
     )  # fmt: skip
     job.label_range = setup.label_range
     return job
@@ -447,13 +462,15 @@ def _check_groups(optimizer: Any) -> None:
         )
 
 
-def _check_rules(args: Dict[str, Any], method: Method, optimizer: torch.optim.Optimizer) -> None:
-    """Whether the rules are defined on an optimizer that the user made."""
-    kinds = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw"}
-    kind = kinds.get(type(optimizer), type(optimizer).__name__)
-    found = rules.faults(args, method, kind, optimizer.param_groups[0])
+def _check_rules(
+    args: Dict[str, Any], method: Method, optimizer: torch.optim.Optimizer, placed: Sequence[str]
+) -> None:
+    """Whether the rules are defined on the optimizer that trains, in all its groups. `placed`: faults of a config's own, with
+    the places that they come from."""
+    kind = update.kind(optimizer)
+    found = [fault for group in optimizer.param_groups for fault in rules.faults(args, method, kind, group)]
     if found:
-        raise BadInput(found)
+        raise BadInput([next((line for line in placed if line.endswith(f)), f) for f in dict.fromkeys(found)])
 
 
 def _device(config: Config) -> torch.device:

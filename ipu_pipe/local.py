@@ -26,6 +26,7 @@ from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.methods import Structure
 from ipu_pipe.probe import Loss
 from ipu_pipe.randomness import derived_seed
+from ipu_pipe.rehearsal import refuse_other_pieces
 from ipu_pipe.slices import crossings, links_of, merge_stages, pieces, writes_over
 from ipu_pipe.stages import Partition, partition
 
@@ -116,6 +117,7 @@ class Blocks:
         self.model = model
         self.pieces = pieces(model, begins, x)
         self.crossings = crossings(self.pieces, model, x)
+        refuse_other_pieces(model, self.pieces, x)
         self.overlap = 0  # so many blocks before its own are in each
         self._duplicates: List[Dict[str, torch.Tensor]] = []
         before = self.pieces[:-1] if trains_last else []
@@ -332,7 +334,7 @@ def _begins(model: nn.Module, x: torch.Tensor, structure: Structure, stages: Any
     names = [name for name, _ in links_of(model, x)]
     if isinstance(structure.blocks, tuple):
         return _links_at(model, x, list(structure.blocks), names, "method_args.blocks")
-    part = partition(model, x, stages)
+    part = partition(model, x, stages, between_top=True)
     if structure.blocks is not None:
         try:
             return merge_stages(model, part, structure.blocks, x)

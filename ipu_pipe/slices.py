@@ -16,6 +16,7 @@ so a piece takes and gives one value: a tensor, or a nest of tensors. Modules ke
 from __future__ import annotations
 
 import bisect
+import contextlib
 import inspect
 import operator
 from dataclasses import dataclass
@@ -26,9 +27,10 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from ipu_pipe.balance import balance
 from ipu_pipe.buffers import buffers_restored
 from ipu_pipe.errors import BadInput, first_line
-from ipu_pipe.stages import Partition, Profile, balance, profile
+from ipu_pipe.stages import Partition, Profile, profile
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class _Tracer(fx.Tracer):
         if node not in self._values:
             for needed in node.all_input_nodes:
                 self._value(needed)
-            self._values[node] = _run_node(self._model, node, self._values)
+            with _as_usual():
+                self._values[node] = _run_node(self._model, node, self._values)
         return self._values[node]
 
     def to_bool(self, obj: fx.Proxy) -> bool:
@@ -101,6 +104,18 @@ class _Tracer(fx.Tracer):
 
 
 _INPUT = "input"
+_CALL, _GET = nn.Module.__call__, nn.Module.__getattr__
+
+
+@contextlib.contextmanager
+def _as_usual() -> Iterator[None]:
+    """Modules run, inside of a recording that has every call of one recorded instead."""
+    held = nn.Module.__call__, nn.Module.__getattr__
+    nn.Module.__call__, nn.Module.__getattr__ = _CALL, _GET  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__, nn.Module.__getattr__ = held  # type: ignore[method-assign]
 
 
 def _run_node(model: nn.Module, node: fx.Node, values: Mapping[Any, Any]) -> Any:
@@ -112,11 +127,30 @@ def _run_node(model: nn.Module, node: fx.Node, values: Mapping[Any, Any]) -> Any
         return node.target(*args, **keywords)  # type: ignore[operator]
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **keywords)
+    if CONSTANT in node.meta:
+        return node.meta[CONSTANT]
     if node.op == "get_attr":
         owner, _, name = str(node.target).rpartition(".")
         return getattr(model.get_submodule(owner), name)
     assert node.op == "placeholder", node.op
     return args[0] if args else values[_INPUT]  # an argument that is left out has its default
+
+
+CONSTANT = "ipu_pipe_constant"  # a tensor made in the forward, of nothing that it is given
+
+
+def _recorded(model: nn.Module, x: torch.Tensor, left_out: Dict[str, Any]) -> fx.Graph:
+    """One recording. Constants, which it puts on the model as attributes, go with their nodes."""
+    before = set(vars(model))
+    try:
+        graph = _Tracer(model, x).trace(model, left_out)
+        for node in graph.nodes:
+            if node.op == "get_attr" and node.target in vars(model) and node.target not in before:
+                node.meta[CONSTANT] = vars(model)[str(node.target)]
+        return graph
+    finally:
+        for name in set(vars(model)) - before:
+            delattr(model, name)
 
 
 def _trace(model: nn.Module, x: torch.Tensor) -> fx.Graph:
@@ -127,7 +161,7 @@ def _trace(model: nn.Module, x: torch.Tensor) -> fx.Graph:
     devices = [x.device] if x.is_cuda else []
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=devices), buffers_restored(model):
-            found = [_Tracer(model, x).trace(model.train(mode), dict(left_out)) for mode in (True, False)]
+            found = [_recorded(model.train(mode), x, dict(left_out)) for mode in (True, False)]
             if str(found[0]) != str(found[1]):
                 raise BadInput(
                     "it differs between training and evaluation outside its modules (use nn.Dropout and the like)"
@@ -191,7 +225,7 @@ class Piece(nn.Module):
         super().__init__()
         self.names = list(dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module"))
         self.links = nn.ModuleList([model.get_submodule(name) for name in self.names])
-        self._own = [str(node.target) for node in nodes if node.op == "get_attr"]
+        self._own = [str(node.target) for node in nodes if node.op == "get_attr" and CONSTANT not in node.meta]
         self._whole = [model]  # in a list: not a child
         self.begins_in_place = (
             False  # its first module overwrites what it is given, which autograd allows of copies only

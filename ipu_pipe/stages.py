@@ -17,14 +17,16 @@ import copy
 import difflib
 import time
 from dataclasses import dataclass
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple, TypeVar, Union
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, TypeVar, Union
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ipu_pipe.balance import Cuts, greatest
 from ipu_pipe.buffers import buffers_restored
 from ipu_pipe.errors import BadInput
+from ipu_pipe.flops import by_formula, metered
 
 Module = TypeVar("Module", bound=nn.Module)
 StageChoice = Union[None, str, int, Sequence[str], Mapping[str, Any]]
@@ -84,12 +86,15 @@ class _Call:
 
     name: str
     module: nn.Module
-    works: bool  # computes something itself: has no children, or owns parameters
-    flops: float = 0.0
+    works: bool  # computes something itself: none of its children runs, or it owns parameters
+    alone: bool = True  # none of its children runs
+    flops: float = 0.0  # of all that runs from here to the next module's first run
     inputs: Any = ()  # (arguments, keyword arguments)
 
 
-def partition(model: nn.Module, example: torch.Tensor, stages: StageChoice = None) -> Partition:
+def partition(
+    model: nn.Module, example: torch.Tensor, stages: StageChoice = None, between_top: bool = False
+) -> Partition:
     """Assign every parameter of `model` to a stage.
 
     `example`: one microbatch of input, run in evaluation and in training mode without gradients to see the order of
@@ -98,6 +103,9 @@ def partition(model: nn.Module, example: torch.Tensor, stages: StageChoice = Non
     the model); a whole number, that many stages balanced by FLOPs, or `{"count": 4, "by": "flops" | "parameters" | "time"}`;
     "finest", one stage a weight tensor in the order of execution, weight and bias of one module together (107 for
     ResNet-50), or `{"finest": P}`, which puts weight j of n on stage `floor(j P / n)`, some stages then without weights.
+    A count gives exactly so many stages: between modules of the model's top-level sequence if no stage then costs over
+    half more than it must, else at any modules, nested ones too (see `ipu_pipe.balance`). `between_top`: always the
+    former where its modules are enough, for devices that hand activations on.
 
     Raises BadInput: unknown module names, impossible counts, a weight used in two stages.
     """
@@ -113,7 +121,7 @@ def partition(model: nn.Module, example: torch.Tensor, stages: StageChoice = Non
     groups = _weight_groups(model, calls)
     if finest or count > len(groups):
         return _spread(model, calls, stages_of_calls, groups, count or len(groups))
-    return _balanced(model, calls, stages_of_calls, groups, count, by)
+    return _balanced(model, calls, stages_of_calls, groups, count, by, between_top)
 
 
 @dataclass(frozen=True)
@@ -131,8 +139,8 @@ def profile(model: nn.Module, part: Partition, example: torch.Tensor, names: Seq
     at_call = _stage_at_call(calls, part.begins)
     found = []
     for name in names:
-        inside = [call for call in calls if call.works and f"{call.name}.".startswith(f"{name}.")]
-        stages = [at_call[call.name] for call in inside] or [at_call.get(name, 0)]
+        inside = [call for call in calls if f"{call.name}.".startswith(f"{name}.")]
+        stages = [at_call[call.name] for call in inside if call.works] or [at_call.get(name, 0)]
         found.append(Profile(stages[0], stages[-1], sum(call.flops for call in inside)))
     return found
 
@@ -169,33 +177,48 @@ def _observe(model: nn.Module, example: torch.Tensor, training: bool) -> Tuple[L
     def before(module: nn.Module, inputs: Any, keywords: Any) -> None:
         name = names[id(module)]
         runs.append(name)
+        if meter is not None and calls:
+            calls[-1].flops += meter.read()
         if name not in seen:
             own = any(True for _ in module.parameters(recurse=False))
-            seen[name] = _Call(name, module, own or not any(True for _ in module.children()))
-            seen[name].inputs = inputs, keywords
+            seen[name] = _Call(name, module, own, inputs=(inputs, keywords))
             calls.append(seen[name])
 
     def after(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
-        seen[names[id(module)]].flops += _flops(module, [*inputs, *keywords.values()], output)
+        if meter is None:
+            seen[names[id(module)]].flops += by_formula(module, [*inputs, *keywords.values()], output)
 
     handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in model.modules()]
     handles += [m.register_forward_hook(after, with_kwargs=True) for m in model.modules()]
     try:
-        _run_quietly(model, example, training)
+        with torch.no_grad(), metered() as meter:
+            _run_quietly(model, example, training)
+            if meter is not None and calls:
+                calls[-1].flops += meter.read()
     finally:
         for handle in handles:
             handle.remove()
+    around = {outer for name in seen for outer in _around(name)}
+    for call in calls:
+        call.alone = call.name not in around
+        call.works = call.works or call.alone
     return calls, runs
 
 
+def _around(name: str) -> List[str]:
+    """Names of the modules around a module, the model's own ("") and the outermost first."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:n]) for n in range(len(parts))]
+
+
 def _run_quietly(model: nn.Module, example: torch.Tensor, training: bool) -> None:
-    """One forward without gradients that leaves buffers, modes and random states as they were.
+    """One forward that leaves buffers, modes and random states as they were.
 
     BatchNorm stays in evaluation mode: in training it refuses an example of one value a channel.
     """
     modes = {module: module.training for module in model.modules()}
     devices = [example.device] if example.is_cuda else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices), buffers_restored(model):
+    with torch.random.fork_rng(devices=devices), buffers_restored(model):
         model.train(training)
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._NormBase):
@@ -205,20 +228,6 @@ def _run_quietly(model: nn.Module, example: torch.Tensor, training: bool) -> Non
         finally:
             for module, mode in modes.items():
                 module.training = mode
-
-
-def _flops(module: nn.Module, inputs: Any, output: Any) -> float:
-    """Forward floating-point operations of the module's own parameters (a multiplication and an addition are two)."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(output, torch.Tensor) or not isinstance(weight, torch.Tensor):
-        return 0.0
-    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        return 2.0 * output.numel() * weight[0].numel()
-    if isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
-        return 2.0 * inputs[0].numel() * weight[0].numel()
-    if isinstance(module, nn.Linear):
-        return 2.0 * output.numel() * weight.shape[1]
-    return 0.0 if isinstance(module, nn.Embedding) else 2.0 * output.numel()
 
 
 def _refuse_unused(calls: List[_Call]) -> None:
@@ -405,49 +414,120 @@ def _spread(
     return Partition(made.stages + empty, made.begins, spread=True)
 
 
+TOP_SLACK = 1.5  # how much more the greatest stage may cost for a cut that every backend can make
+MOST_PLACES = 2000  # among which the best cut is searched, in time and memory of their square
+
+
+class _Place(NamedTuple):
+    """Where a stage may begin: at call `at`, of the module `name`, which cuts `through` so many modules that are no
+    sequences."""
+
+    at: int
+    name: str
+    through: int
+
+
 def _balanced(
-    model: nn.Module, calls: List[_Call], runs: List[str], groups: List[Tuple[_Call, List[str]]], count: int, by: str
+    model: nn.Module,
+    calls: List[_Call],
+    runs: List[str],
+    groups: List[Tuple[_Call, List[str]]],
+    count: int,
+    by: str,
+    between_top: bool,
 ) -> Partition:
-    """Exactly `count` stages with the least greatest cost, cut between the children of the model's top-level sequence
-    where there are enough of them (so that every backend can cut there), else between modules with weights."""
-    units = _spine(model, calls)
-    if count > len(units):
-        units = list(dict.fromkeys(call.name for call, _ in groups))
-    if count > len(units):
+    """Exactly `count` stages: between modules of the top-level sequence, where every backend can cut, unless a stage of that
+    costs over TOP_SLACK times what it must; then at any modules, nested ones too."""
+    costs = _costs(model, calls, groups, by)
+    places = _places(calls, _held_together(model, calls, runs))
+    if len(places) < count:  # what is shared cannot be divided: its refusal names it
+        places = _places(calls, set())
+    top = [place for place in places if place.through == 0]
+    starts: Optional[List[int]] = None
+    chosen, units = top, _sums(costs, top)
+    if count <= len(top):
+        starts = Cuts(units, [1] * len(top), [0] * len(top)).best(count)
+    if starts is None or not between_top:
+        while len(places) > max(MOST_PLACES, len(top)):
+            deepest = max(place.through for place in places)
+            places = [place for place in places if place.through < deepest]
+        order = {call.name: i for i, call in enumerate(calls)}
+        own = [0] * len(calls)
+        for call, _ in groups:
+            own[order[call.name]] += 1
+        weights = [int(total) for total in _sums(own, places)]
+        cuts = Cuts(_sums(costs, places), weights, [place.through for place in places])
+        if starts is None or greatest(units, starts) > TOP_SLACK * cuts.least(count):
+            chosen, starts = places, cuts.best(count)
+    if starts is None:  # several weights in one module
         return _spread(model, calls, runs, groups, count)
-    costs = _unit_costs(model, calls, units, by)
-    starts = balance(costs, count)
-    begins = _begins_at(calls, {units[start] for start in starts})
+    begins = _begins_at(calls, {chosen[start].name for start in starts[1:]})
     return _from_begins(model, calls, runs, begins)
 
 
-def _spine(model: nn.Module, calls: List[_Call]) -> List[str]:
-    """Names of the top-level children in the order of execution, nn.Sequential children unfolded into theirs."""
-    ran = [call.name for call in calls]
+def _places(calls: List[_Call], together: Set[int]) -> List[_Place]:
+    """Where stages may begin, the model's beginning first: each holds a module that has no others running inside."""
+    found: List[_Place] = []
+    begun: Dict[str, int] = {}
+    since = 0  # the first call after the last module that works alone
+    for i, call in enumerate(calls):
+        begun[call.name] = i
+        if not call.alone:
+            continue
+        outer = next(k for k in range(since, i + 1) if k == i or not _is_sequence(calls[k].module))
+        name = calls[outer].name
+        through = [
+            around
+            for around in _around(name)
+            if around and begun.get(around, outer) < since and not _is_sequence(calls[begun[around]].module)
+        ]
+        if not found:
+            found.append(_Place(0, name, 0))
+        elif not together.intersection(range(since, outer + 1)):
+            found.append(_Place(outer, name, len(through)))
+        since = i + 1
+    return found
 
-    def unfold(name: str, module: nn.Module) -> List[str]:
-        if name and not isinstance(module, nn.Sequential):
-            return [name]
-        return [leaf for child, sub in module.named_children() for leaf in unfold(_join(name, child), sub)]
 
-    units = [name for name in unfold("", model) if name in ran]
-    return sorted(units, key=ran.index)
+def _is_sequence(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential)
 
 
-def _unit_costs(model: nn.Module, calls: List[_Call], units: List[str], by: str) -> List[float]:
-    """Cost of each unit, from where it begins to where the next one does."""
-    index = {name: i for i, name in enumerate(units)}
-    costs = [0.0] * len(units)
-    current = 0
-    for call in calls:
-        current = index.get(call.name, current)
-        if by == "flops":
-            costs[current] += call.flops
-        elif by == "parameters":
-            costs[current] += sum(p.numel() for p in call.module.parameters(recurse=False))
-        elif call.works:
-            costs[current] += _seconds(call)
-    return costs
+def _held_together(model: nn.Module, calls: List[_Call], runs: List[str]) -> Set[int]:
+    """Calls at which no stage can begin: between two uses of one weight."""
+    order = {call.name: i for i, call in enumerate(calls)}
+    uses: Dict[int, List[int]] = {}
+    reached = 0
+    users = {name: _answering(name, order) for name, _ in model.named_modules()}
+    owned: Dict[str, List[int]] = {}
+    for module, _, parameter in _parameters_by_module(model):
+        owned.setdefault(users[module], []).append(id(parameter))
+    for name in runs:
+        reached = max(reached, order[name])
+        for weight in owned.get(name, ()):
+            uses.setdefault(weight, []).append(reached)
+    return {i for seen in uses.values() for i in range(min(seen) + 1, max(seen) + 1)}
+
+
+def _sums(values: Sequence[float], places: Sequence[_Place]) -> List[float]:
+    """Sums of the calls' values from each place to the next."""
+    edges = [*[place.at for place in places], len(values)]
+    return [float(sum(values[a:b])) for a, b in zip(edges, edges[1:])]
+
+
+def _costs(model: nn.Module, calls: List[_Call], groups: List[Tuple[_Call, List[str]]], by: str) -> List[float]:
+    """Cost of each call: of what runs from there to the next one."""
+    if by == "flops":
+        return [call.flops for call in calls]
+    if by == "time":
+        return [_seconds(call) if call.alone else 0.0 for call in calls]
+    owned: Dict[str, float] = {}
+    seen: Set[int] = set()
+    for call, names in groups:
+        for parameter in (model.get_parameter(name) for name in names):
+            owned[call.name] = owned.get(call.name, 0.0) + (parameter.numel() if id(parameter) not in seen else 0)
+            seen.add(id(parameter))
+    return [owned.get(call.name, 0.0) for call in calls]
 
 
 def _seconds(call: _Call, repeats: int = 3) -> float:
@@ -473,41 +553,6 @@ def _seconds(call: _Call, repeats: int = 3) -> float:
 def _finish_on_gpu() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def balance(costs: Sequence[float], count: int) -> List[int]:
-    """First units of `count` consecutive non-empty parts of `costs` whose greatest sum is least (bisection, greedy fill)."""
-    assert 1 <= count <= len(costs)
-    low, high = max(costs), float(sum(costs))
-    starts = _fill(costs, high)
-    for _ in range(60):
-        middle = (low + high) / 2
-        attempt = _fill(costs, middle)
-        if len(attempt) <= count:
-            high, starts = middle, attempt
-        else:
-            low = middle
-    exact = _fill(costs, low)
-    starts = exact if len(exact) <= count else starts
-    while len(starts) < count:  # parts left over: split the costliest part that has more than one unit
-        edges = [*starts, len(costs)]
-        parts = [(sum(costs[a:b]), a, b) for a, b in zip(edges, edges[1:]) if b - a > 1]
-        _, a, b = max(parts)
-        starts = sorted([*starts, _halving(costs, a, b)])
-    return starts
-
-
-def _fill(costs: Sequence[float], limit: float) -> List[int]:
-    starts, total = [0], 0.0
-    for i, cost in enumerate(costs):
-        if total + cost > limit and i > starts[-1]:
-            starts, total = [*starts, i], 0.0
-        total += cost
-    return starts
-
-
-def _halving(costs: Sequence[float], a: int, b: int) -> int:
-    return min(range(a + 1, b), key=lambda cut: max(sum(costs[a:cut]), sum(costs[cut:b])))
 
 
 def describe(part: Partition, model: nn.Module, limit: Optional[int] = None) -> List[Tuple[int, str, int]]:

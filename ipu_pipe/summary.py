@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from ipu_pipe import accounting, trace
+from ipu_pipe.config import Config
 from ipu_pipe.determinism import numerics
 from ipu_pipe.drawing import format_text
 from ipu_pipe.engines import Report
-from ipu_pipe.job import Job
+from ipu_pipe.job import DTYPES, Job
 from ipu_pipe.local import blocks_of
 from ipu_pipe.rundir import Position
 from ipu_pipe.schedule import Kind
@@ -30,8 +31,13 @@ def opening(job: Job, done: int = 0) -> str:
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
     lines = [job.note] if job.note else []
+    others = job.own_types.others(DTYPES[config.precision]) if job.own_types is not None else []
+    if others:
+        lines.append(
+            f"precision: the model given in {' and '.join(others)} is trained in {config.precision}, and cast back at the end"
+        )
     lines += [
-        f"{config.model.entry}: {parameters:,} parameters on {len(job.part)} stages; method {job.method.name}, "
+        f"{_model_name(config)}: {parameters:,} parameters on {len(job.part)} stages; method {job.method.name}, "
         f"backend {config.backend.name} on {job.device_kind}",
         f"global batch size {job.batch} = micro_batch_size {config.micro_batch_size} x "
         f"gradient_accumulation {config.gradient_accumulation} x replicas {config.replicas}; "
@@ -215,7 +221,7 @@ def summarise(
         "device": job.device_kind,
         "numerics": numerics(config.backend),
         "model": {
-            "entry": config.model.entry,
+            "entry": _model_name(config),
             "parameters": sum(p.numel() for p in job.model.parameters()),
             "stages": len(job.part),
         },
@@ -225,6 +231,8 @@ def summarise(
             "replicas": config.replicas,
             "global_batch_size": job.batch,
         },
+        "optimizer": job.used.optimizer.model_dump() if job.used.optimizer else None,
+        "loss": job.used.loss.model_dump(exclude={"groups"}) if job.used.loss else None,
         "steps": position.update,
         "samples": position.update * job.batch,
         "updates_per_epoch": job.updates_per_epoch,
@@ -244,6 +252,12 @@ def summarise(
         **_block_records(job, measured, tested),
         "memory": memory_figures(job),
     }
+
+
+def _model_name(config: Config) -> str:
+    """The config's entry, or the class of the model that Python gave."""
+    given = config.given.model if config.given is not None else None
+    return config.model.entry if given is None else given.name
 
 
 def _block_records(

@@ -11,13 +11,14 @@ from torch import nn
 
 from ipu_pipe import checkpoint, summary, update
 from ipu_pipe.blame import attributed, keep_traceback
-from ipu_pipe.config import Config, as_recorded, dump, load_config
+from ipu_pipe.config import GIVEN, Config, as_recorded, differences, dump, load_config
 from ipu_pipe.data import DataSource
 from ipu_pipe.engines import Engine, Report, is_main, launch, make_engine, on_main
 from ipu_pipe.errors import BadInput
 from ipu_pipe.evaluation import evaluate
 from ipu_pipe.folder_lock import FolderLock, refuse_used
-from ipu_pipe.identity import changes, follows_length
+from ipu_pipe.given import refuse_missing, with_given
+from ipu_pipe.identity import MADE_LATER, changes, follows_length
 from ipu_pipe.job import Job, build, has_tensorboard, set_up
 from ipu_pipe.manifest import Origin
 from ipu_pipe.methods import METHODS
@@ -58,9 +59,13 @@ def train(
     is not finite, and what the model, loss, data source or optimizer raise as it is, with the place (a UserFault) at the end of
     its chain of causes. On the distributed backend every process calls this alike; the first one writes, all return the summary.
     A process's model then holds the weights of its own stage and not-a-number elsewhere: the whole is in the newest checkpoint.
+    A model given here is trained in place, in the config's precision, and has its own dtypes again at the end, whatever way that
+    comes.
     """
     out = as_folder(out)
     launch(config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite})
+    refuse_missing(config, model=model, data=data, loss=loss, optimizer=optimizer)
+    config = with_given(config, model, data, loss, optimizer)
     say = Progress(quiet or not is_main()).say
     resume = resume or resume_from is not None
     with reserved(out, resume=resume, overwrite=overwrite, say=say):
@@ -73,7 +78,13 @@ def train(
             start = start._replace(config=start.config.model_copy(update={"init_from": None}))
         job = build(start.config, model, data, loss, optimizer, start.done)
         job.config = job.config.model_copy(update={"init_from": began})
-        return _Run(job, out, resume, overwrite, quiet).go()
+        try:
+            if resume:
+                on_main(lambda: _same_optimizer(job.config, out))
+            return _Run(job, out, resume, overwrite, quiet).go()
+        finally:
+            if job.own_types is not None:
+                job.own_types.give_back()
 
 
 @contextlib.contextmanager
@@ -123,6 +134,9 @@ def _checked(
     config = as_recorded(recorded, config)
     if METHODS[config.method].structure is not None:  # its blocks are what is trained
         config = _with_recorded_blocks(recorded, config)
+    if recorded.given is not None:
+        now = {"model": config.model.entry, "data": config.data.name, "loss": config.loss, "optimizer": config.optimizer.name}
+        refuse_missing(recorded, **{key: value if value == GIVEN else None for key, value in now.items()})
     found = changes(recorded, config)
     if found.refused:
         raise BadInput([f"--resume: {saved}: {change}" for change in found.refused])
@@ -133,6 +147,14 @@ def _checked(
     if ended is None and found.longer and follows_length(config):
         say(f"its rates are from here on those of the longer run ({', '.join(follows_length(config))})")
     return _Start(config, done, ended)
+
+
+def _same_optimizer(config: Config, out: Path) -> None:
+    """Refuse (BadInput) to go on with another optimizer than was given to the run."""
+    saved = out / "config.yaml"
+    changes = [change for change in differences(load_config(saved), config) if change.startswith(MADE_LATER)]
+    if changes:
+        raise BadInput([f"--resume: {saved}: {change}: the optimizer of a run cannot change" for change in changes])
 
 
 def _with_recorded_blocks(old: Config, new: Config) -> Config:

@@ -228,3 +228,9 @@ def import_state(
             if isinstance(value, torch.Tensor):
                 state[entry] = value.to(parameter.device if entry != "step" or counts_there else "cpu")
         optimizer.state[parameter] = state
+
+
+def kind(optimizer: torch.optim.Optimizer) -> str:
+    """sgd, adam or adamw for PyTorch's own classes, else the class's name: a subclass may step otherwise."""
+    kinds = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw"}
+    return kinds.get(type(optimizer), type(optimizer).__name__)

@@ -11,6 +11,7 @@ from typing import Any, Dict, Tuple
 import pytest
 
 from ipu_pipe.collection import balanced_speedup, of_method
+from ipu_pipe.collection import collect as run_methods
 from ipu_pipe.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,6 +74,22 @@ def test_methods_do_the_same_work_and_leave_their_traces(tmp_path: Path) -> None
     assert code == 2 and "holds another run" in error
     code, _, error = collect(DIGITS, "--methods", "gpipe", "--steps", "2", "--out", str(out), "--overwrite")
     assert code == 0, error
+
+
+@pytest.mark.parametrize("own", ["gpipe", "local_chunked"])
+def test_the_order_of_the_methods_does_not_change_their_work(own: str, tmp_path: Path) -> None:
+    """Story: the first method named chose the cut of the others: local_chunked's own two blocks, or the four stages."""
+    args = {"blocks": 2} if own == "local_chunked" else {}
+    config = load_config(str(ROOT / DIGITS), ["backend.threads=1"]).model_copy(update={"method": own})
+    config = config.model_copy(update={"method_args": config.method_args.model_copy(update=args)})
+    names = ["gpipe", "local_chunked", "pipedream"]
+    found = []
+    for order in (names, names[::-1], ["local_chunked", "gpipe", "pipedream"]):
+        found.append(run_methods(config, order, tmp_path, steps=0, say=lambda text: None))
+    for name in names:
+        for kind in ("memory", "communication"):
+            assert found[0][kind][name] == found[1][kind][name] == found[2][kind][name]
+        assert len(found[0]["memory"][name]["devices"]) == (2 if args else 4)
 
 
 @pytest.mark.parametrize(

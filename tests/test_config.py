@@ -115,7 +115,8 @@ WRONG = {
     "stages: {finest: 4, count: 2}": "stages.count: 2: unknown key",
     "log: {tensorboard: no}": "log.tensorboard: no: must be true or false",
     "checkpoint: {every: 0}": "checkpoint.every: 0: must be a whole number >= 1",
-    "hardware: IPU": "hardware: IPU: must be a mapping of keys to values",
+    "hardware: IPU": "hardware: IPU: nothing reads it yet: must be null",
+    "hardware: {link: 1}": "hardware: {'link': 1}: nothing reads it yet: must be null",
     "method: 3": "method: 3: must be text",
     "method: pipdream": f"method: pipdream: is none of {METHOD_NAMES}; did you mean pipedream?",
     "method_args: {turn: 2}": "method_args.turn: 2: must be a whole number from 0 to 1",
@@ -217,7 +218,9 @@ def test_overrides_are_read_as_yaml_and_the_last_wins(here: Path) -> None:
     ],
 )  # fmt: skip
 def test_yaml_as_people_mean_it(text: str, value: Any, here: Path) -> None:
-    read_as = read(f"hardware: {{a: {text}}}\n").hardware
+    Path("args.yaml").write_text(f"model: {{args: {{a: {text}}}}}\nextends: smallest.yaml\n")
+    Path("smallest.yaml").write_text(SMALLEST)
+    read_as = load_config("args.yaml").model.args
     assert read_as == {"a": value} and type(read_as["a"]) is type(value)
 
 
@@ -226,8 +229,9 @@ def test_numbers_written_as_text_are_numbers(here: Path) -> None:
 
 
 def test_merge_keys_and_anchors_work(here: Path) -> None:
-    config = read("hardware:\n  a: &a {x: 1, y: 2}\n  b: {<<: *a, y: 3}\n")
-    assert config.hardware == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}
+    Path("args.yaml").write_text("model: {entry: m:f, args: {a: &a {x: 1, y: 2}, b: {<<: *a, y: 3}}}\ndata: {name: digits}\n")
+    config = load_config("args.yaml")
+    assert config.model.args == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}
 
 
 def test_a_config_is_frozen() -> None:
@@ -258,7 +262,7 @@ def test_a_circle_names_the_file_that_closes_it(here: Path) -> None:
 # ---- writing, comparing
 
 EVERY_KEY: Dict[str, Any] = {
-    "model": {"entry": "m:f", "args": {"norm": "no", "power": "1e-3", "shape": [1, 2.5, None, True]}},
+    "model": {"entry": "m:f", "args": {"norm": "no", "power": "1e-3", "shape": [1, 2.5, None, True], "x": {}, "y": "0o17"}},
     "data": {"name": "cifar10", "root": "d", "subset": 100, "augment": False, "date": "2026-01-01"},
     "method": "pipemare",
     "method_args": {"turn": 0, "stash": True},
@@ -266,7 +270,6 @@ EVERY_KEY: Dict[str, Any] = {
     "optimizer": {"name": "adamw", "lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-20, "no_decay": ["*.bias"]},
     "lr_schedule": {"name": "step", "milestones": [2, 3.5], "gamma": 0.3, "warmup_steps": 4},
     "clip": {"norm": 1, "scope": "stage"},
-    "hardware": {"x": {}, "y": "0o17"},
     "steps": 5,
 }
 
@@ -288,15 +291,15 @@ LIKE_NUMBERS = st.text("0123456789eE+-._xo:~<=", max_size=6)
 @examples(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.text(min_size=1), st.one_of(SCALARS, LIKE_NUMBERS, st.lists(SCALARS)), max_size=4))
 def test_any_value_survives_being_written_and_read(tmp_path: Path, values: Dict[str, Any]) -> None:
-    config = configure(hardware=values)
+    config = configure(model={"entry": "m:f", "args": values})
     (tmp_path / "x.yaml").write_bytes(dump(config).encode("utf-8"))
-    again = load_config(tmp_path / "x.yaml").hardware
+    again = load_config(tmp_path / "x.yaml").model.args
     assert again == values and repr(again) == repr(values)  # repr: 1 and 1.0 and True are not the same
 
 
 def test_a_dumped_config_means_the_same_to_a_reader_of_yaml_1_1() -> None:
-    text = dump(configure(hardware={"a": "no", "b": "1:30", "c": "2026-01-01", "d": "1_0", "e": "1e-3"}))
-    assert yaml.safe_load(text)["hardware"] == {"a": "no", "b": "1:30", "c": "2026-01-01", "d": "1_0", "e": "1e-3"}
+    values = {"a": "no", "b": "1:30", "c": "2026-01-01", "d": "1_0", "e": "1e-3"}
+    assert yaml.safe_load(dump(configure(model={"entry": "m:f", "args": values})))["model"]["args"] == values
 
 
 def test_differences_name_key_old_and_new() -> None:

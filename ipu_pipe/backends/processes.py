@@ -49,6 +49,7 @@ from ipu_pipe.local import HEADS, blocks_of, one_activation
 from ipu_pipe.methods import Structure, resolve_method
 from ipu_pipe.probe import random_modules
 from ipu_pipe.randomness import KeyedRandomness
+from ipu_pipe.rehearsal import refuse_other_pieces
 from ipu_pipe.rundir import Measured
 from ipu_pipe.slices import Piece, Shape, crossings, merge_stages, pieces
 from ipu_pipe.stages import Partition, partition
@@ -141,7 +142,7 @@ def place_stages(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Par
         raise BadInput(f"replicas: {width}: {world} processes cannot be so many replicas of a pipeline")
     depth = world // width
     stages = config.stages
-    wished = on_all_ranks(lambda: partition(model, x, stages))  # measured times differ from process to process
+    wished = on_all_ranks(lambda: partition(model, x, stages, between_top=True))  # measured times differ from process to process
     begins = merge_stages(model, wished, depth, x)
     note = ""
     if len(wished) != depth:
@@ -149,6 +150,7 @@ def place_stages(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Par
         note = f"{len(wished)} stages on {depth} processes: taken together, stages begin at {shown or 'the model'}"
     cut = pieces(model, begins, x)
     crossings(cut, model, x)  # refuses what cannot cross
+    refuse_other_pieces(model, cut, x)  # on every rank alike, before any waits for another
     _refuse(config, cut)
     return partition(model, x, begins if begins else 1), Layout(dist.get_rank(), depth, width).stage, note
 

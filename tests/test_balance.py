@@ -1,0 +1,216 @@
+"""Counts of stages: exactly as many, the best cut of all places, and FLOPs as PyTorch counts them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from typing import Any, List
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ipu_pipe import flops
+from ipu_pipe.balance import SLACK, Cuts, greatest
+from ipu_pipe.errors import BadInput
+from ipu_pipe.stages import Partition, partition, stage_flops
+
+IMAGES = torch.randn(2, 3, 8, 8)
+counted = pytest.mark.skipif(flops.FlopCounterMode is None, reason="torch 2.0 has no counter")
+
+
+class Block(nn.Module):
+    """Attention and two linear layers, each beside a skip connection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.ln_1(x)
+        x = x + self.attention(h, h, h, need_weights=False)[0]
+        return x + self.mlp(self.ln_2(x))
+
+
+class Encoder(nn.Module):
+    """A module around the layers, with a weight of its own."""
+
+    def __init__(self, layers: int, tokens: int, width: int) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(1, tokens, width))
+        self.dropout = nn.Dropout(0.0)
+        self.layers = nn.Sequential(OrderedDict((f"layer_{i}", Block(width)) for i in range(layers)))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layers(self.dropout(x + self.position)))
+
+
+class Vision(nn.Module):
+    """A vision transformer: the model itself owns a weight, all its layers lie inside one child."""
+
+    def __init__(self, layers: int = 6, width: int = 8) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, 4)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.encoder = Encoder(layers, 5, width)
+        self.heads = nn.Sequential(OrderedDict(head=nn.Linear(width, 4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)  # (b, 4, width)
+        x = self.encoder(torch.cat([self.token.expand(len(x), -1, -1), x], dim=1))
+        return self.heads(x[:, 0])  # type: ignore[no-any-return]
+
+
+def sizes(part: Partition, model: nn.Module) -> List[int]:
+    return [sum(model.get_parameter(name).numel() for name in stage.parameters) for stage in part.stages]
+
+
+@pytest.mark.parametrize("by", ["flops", "parameters"])
+def test_a_model_with_a_weight_of_its_own_gets_as_many_stages_as_asked_for(by: str) -> None:
+    """Story: its weight made a stage of nothing else before the first one, so that four became five."""
+    model = Vision()
+    for count in range(1, 16):
+        part = partition(model, IMAGES, {"count": count, "by": by})
+        assert len(part) == count
+        assert all(stage.parameters != ("token",) for stage in part.stages)
+        assert sorted(n for s in part.stages for n in s.parameters) == sorted(n for n, _ in model.named_parameters())
+
+
+def test_a_small_count_goes_into_the_child_that_holds_everything() -> None:
+    """Story: two stages had 1 % and 99 % of the weights, since a small count cut between the model's children alone."""
+    model = Vision()
+    for count, begins in ((2, [3]), (3, [2, 4])):
+        part = partition(model, IMAGES, count)
+        assert part.begin_names() == [f"encoder.layers.layer_{i}" for i in begins]
+        assert max(sizes(part, model)) < 1.25 * sum(sizes(part, model)) / count
+    best = [max(sizes(partition(model, IMAGES, {"count": n, "by": "parameters"}), model)) for n in range(1, 12)]
+    assert best == sorted(best, reverse=True)  # more stages never make the greatest greater
+    assert partition(model, IMAGES, 5) == partition(model, IMAGES, 5)
+
+
+class Uneven(nn.Module):
+    """Two children of which the second is three times the first, and can be divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Linear(16, 16)
+        self.large = Block(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.large(self.small(x))  # type: ignore[no-any-return]
+
+
+def test_devices_that_hand_on_are_cut_between_children_where_these_are_enough() -> None:
+    model, x, two = Uneven(), torch.randn(1, 3, 16), {"count": 2, "by": "parameters"}
+    assert partition(model, x, two).begin_names() == ["large.mlp.0"]
+    assert partition(model, x, two, between_top=True).begin_names() == ["large"]
+    assert partition(model, x, 3, between_top=True) == partition(model, x, 3)
+
+
+def test_a_cut_that_every_backend_can_make_is_preferred_unless_it_is_far_worse() -> None:
+    """Three blocks on two stages: 2 to 1 instead of 1.5 to 1.5."""
+    model = nn.Sequential(Block(8), Block(8), Block(8))
+    assert partition(model, torch.randn(1, 3, 8), {"count": 2, "by": "parameters"}).begin_names() in (["1"], ["2"])
+
+
+class Tied(nn.Module):
+    """Layers of which the first and the third share a weight, and all lie inside one child."""
+
+    def __init__(self, last: int = 2) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(5)])
+        self.inner[last].weight = self.inner[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.inner:
+            x = layer(x)
+        return x
+
+
+def test_a_count_does_not_divide_a_shared_weight() -> None:
+    """Story: the balanced cut went between two uses of one weight, and was refused where another was possible."""
+    x = torch.randn(2, 8)
+    for count, begins in ((2, ["inner.3"]), (3, ["inner.3", "inner.4"])):
+        assert partition(Tied(), x, count).begin_names() == begins
+    with pytest.raises(BadInput, match="are one shared weight"):
+        partition(Tied(4), x, 2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=9), st.data())
+def test_the_search_is_exact(units: Any, data: Any) -> None:
+    count = data.draw(st.integers(1, len(units)))
+    costs, weights, through = ([float(unit[0]) for unit in units], [u[1] for u in units], [u[2] for u in units])
+    through[0] = 0
+    cuts = Cuts(costs, weights, through)
+    ways = [[0, *cut] for cut in itertools.combinations(range(1, len(units)), count - 1)]
+    allowed = [
+        way for way in ways if all(sum(weights[a:b]) for a, b in zip(way, [*way[1:], len(units)]))
+    ]  # every stage has a weight
+    found = cuts.best(count)
+    if not allowed:
+        assert found is None and cuts.least(count) == float("inf")
+        return
+    least = min(greatest(costs, way) for way in allowed)
+    near = [way for way in allowed if greatest(costs, way) <= SLACK * least]
+    assert cuts.least(count) == least
+    assert found in near and sum(through[i] for i in found) == min(sum(through[i] for i in way) for way in near)
+
+
+# ---- FLOPs
+
+
+class Functional(nn.Module):
+    """Computes by functions alone, as Hugging Face's Conv1D does in a part: weight (in, out), and attention between."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, 3 * width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x @ self.weight).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)  # each (b, 2, n, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@counted
+def test_functional_calls_and_fused_attention_are_counted() -> None:
+    """Story: 2 an output for a module with a weight, and nothing for attention."""
+    b, n, w = 2, 5, 8
+    model, x = nn.Sequential(Functional(), nn.Linear(w, w)), torch.randn(b, n, w)
+    projection, attention, linear = 2 * b * n * w * 3 * w, 2 * 2 * b * n * n * w, 2 * b * n * w * w
+    assert stage_flops(model, partition(model, x, 1), x) == [projection + attention + linear]
+    assert stage_flops(model, partition(model, x, ["1"]), x) == [projection + attention, linear]
+
+
+@counted
+def test_layers_with_fast_paths_in_evaluation_are_counted() -> None:
+    b, n, w = 2, 5, 8
+    layer = nn.TransformerEncoderLayer(w, 2, dim_feedforward=16, batch_first=True)
+    expected = 2 * b * n * w * 4 * w + 4 * b * n * n * w + 2 * 2 * b * n * w * 16
+    assert stage_flops(layer, partition(layer, torch.randn(b, n, w), 1), torch.randn(b, n, w)) == [expected]
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(w, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lstm(x)[0]  # type: ignore[no-any-return]
+
+    x = torch.randn(n, b, w)
+    assert stage_flops(Recurrent(), partition(Recurrent(), x, 1), x) == [2 * n * b * 4 * 4 * (w + 4)]
+
+
+def test_linear_and_convolution_layers_have_the_same_count_by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch 2.0 takes; it says that attention is left out."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5))
+    part = partition(model, IMAGES, ["2"])
+    expected = [2 * 2 * 4 * 36 * 27, 2 * 2 * 144 * 5]
+    assert stage_flops(model, part, IMAGES) == expected
+    monkeypatch.setattr(flops, "FlopCounterMode", None)
+    assert stage_flops(model, part, IMAGES) == expected
+    assert ("left out" in flops.HOW) == (torch.__version__.startswith("2.0"))

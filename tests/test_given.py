@@ -1,0 +1,128 @@
+"""Objects given from Python: a run's files say what was used, checks look at it, and the caller's model stays the caller's."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, Dict
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from ipu_pipe.config import GIVEN, load_config
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job import build
+from ipu_pipe.summary import opening
+from ipu_pipe.training import train
+
+ROOT = Path(__file__).resolve().parents[1]
+DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")
+SHORT = ["steps=2", "log.tensorboard=false", "evaluate.subset=32", "gradient_accumulation=4", "backend.threads=1"]
+SGD = functools.partial(torch.optim.SGD, lr=0.25, momentum=0.5)
+
+
+def small() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+
+
+def digits(*sets: str) -> Any:
+    return load_config(DIGITS, [*SHORT, "stages=2", *sets])
+
+
+def test_the_files_say_what_was_given_and_resuming_compares_it(tmp_path: Path) -> None:
+    """Story: config.yaml named an optimizer and a loss that were not used, and summary.json none."""
+    out = tmp_path / "run"
+    how: Dict[str, Any] = {"loss": nn.CrossEntropyLoss(label_smoothing=0.125), "quiet": True}
+    report = train(digits(), out, model=small(), optimizer=SGD, **how)
+    written = yaml.safe_load((out / "config.yaml").read_text())
+    assert written["model"] == {"entry": GIVEN, "args": {}} and written["loss"] == GIVEN
+    assert written["optimizer"]["name"] == GIVEN and written["optimizer"]["lr"] is None
+    given = written["given"]
+    assert given["optimizer"]["name"] == "torch.optim.sgd.SGD" and given["data"] is None
+    assert given["optimizer"]["settings"]["lr"] == 0.25 and given["optimizer"]["settings"]["momentum"] == 0.5
+    assert given["model"]["name"].endswith("Sequential")
+    assert given["loss"]["name"].endswith("CrossEntropyLoss") and given["loss"]["settings"]["label_smoothing"] == 0.125
+    assert json.loads((out / "summary.json").read_text()) == report
+    assert report["optimizer"] == given["optimizer"] and report["loss"]["name"] == given["loss"]["name"]
+    assert report["model"]["entry"] == given["model"]["name"]
+
+    (out / "summary.json").unlink()
+    again = train(digits(), out, model=small(), optimizer=SGD, resume=True, **how)
+    assert again["optimizer"] == report["optimizer"]
+    (out / "summary.json").unlink()
+    with pytest.raises(BadInput, match=r"given\.optimizer\.settings\.lr: 0\.25 -> 0\.5: the optimizer of a run cannot"):
+        other = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5)
+        train(digits(), out, model=small(), optimizer=other, resume=True, **how)
+    with pytest.raises(BadInput, match=r"given\.loss\.settings\.label_smoothing: 0\.125 -> 0\.0"):
+        train(digits(), out, model=small(), optimizer=SGD, loss=nn.CrossEntropyLoss(), resume=True, quiet=True)
+    with pytest.raises(BadInput) as refused:
+        train(digits(), out, resume=True, quiet=True)
+    assert len(refused.value.faults) == 1 and "given.model" in refused.value.faults[0]
+
+
+def test_a_config_of_such_a_run_is_refused_without_the_objects(tmp_path: Path) -> None:
+    train(digits(), tmp_path / "run", optimizer=SGD, quiet=True)
+    config = load_config(tmp_path / "run" / "config.yaml")
+    for attempt in (lambda: build(config), lambda: train(config, tmp_path / "b")):
+        with pytest.raises(BadInput) as refused:
+            attempt()
+        assert len(refused.value.faults) == 1 and refused.value.faults[0].startswith("given.optimizer: torch.optim.sgd")
+    assert not (tmp_path / "b").exists()
+    assert build(config, optimizer=SGD).config == build(digits(), optimizer=SGD).config
+    with pytest.raises(BadInput, match="optimizer.name.*without given.optimizer"):
+        load_config(tmp_path / "run" / "config.yaml", ["given=null"])
+    with pytest.raises(BadInput, match="optimizer.lr: null: must be a number"):
+        digits("optimizer.lr=null")
+
+
+def test_the_configs_own_optimizer_is_in_the_summary(tmp_path: Path) -> None:
+    report = train(digits("optimizer={name: adam, lr: 0.01, momentum: null}"), tmp_path / "run", quiet=True)
+    assert report["optimizer"]["name"] == "torch.optim.adam.Adam" and report["optimizer"]["settings"]["lr"] == 0.01
+    assert report["loss"] == {"name": "torch.nn.functional.cross_entropy", "settings": {}}
+    assert load_config(tmp_path / "run" / "config.yaml").given is None
+
+
+def test_rules_look_at_the_optimizer_that_is_given() -> None:
+    """Story: spectrain was refused for the config's SGD without momentum although SGD with it was given."""
+    sets = ["method=spectrain", "optimizer.momentum=0"]
+    with pytest.raises(BadInput) as refused:
+        build(digits(*sets))
+    fault = "method: optimizer.momentum: 0: must be above 0"
+    assert len(refused.value.faults) == 1 and refused.value.faults[0].endswith(f"--set method=spectrain: {fault}")
+    build(digits(*sets), optimizer=SGD)
+    with pytest.raises(BadInput, match="momentum: 0"):
+        build(digits(sets[0], "optimizer.momentum=0.9"), optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+
+    def halves(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([groups[0], {**groups[1], "nesterov": True}], lr=0.1, momentum=0.9)
+
+    compensated = digits("method=pipedream", "method_args={spike_compensation: {}}", "optimizer={name: adam, momentum: null}")
+    build(compensated, optimizer=SGD)
+    with pytest.raises(BadInput, match="optimizer.nesterov"):  # of the second stage alone
+        build(compensated, optimizer=halves)
+    with pytest.raises(BadInput, match="adam's step is no such thing"):
+        build(compensated)
+
+
+def test_a_callers_model_keeps_its_dtype(tmp_path: Path) -> None:
+    """Story: a float32 model given to a bfloat16 run was bfloat16 afterwards, without a word."""
+    model, config = small(), digits("precision=bfloat16")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    job = build(config, model=model)
+    assert "the model given in float32 is trained in bfloat16, and cast back at the end" in opening(job)
+    assert job.own_types is not None
+    job.own_types.give_back()
+    train(config, tmp_path / "run", model=model, quiet=True)
+    after = model.state_dict()
+    assert {name: value.dtype for name, value in after.items()} == {name: value.dtype for name, value in before.items()}
+    assert not torch.equal(after["1.weight"], before["1.weight"]) and not torch.equal(
+        after["2.running_mean"], before["2.running_mean"]
+    )
+    assert torch.equal(after["1.weight"], after["1.weight"].bfloat16().float())  # as trained
+    with pytest.raises(BadInput):
+        build(digits("precision=bfloat16", "method=spectrain", "optimizer.momentum=0"), model=model)
+    assert model[1].weight.dtype == torch.float32  # type: ignore[index,union-attr]
