@@ -36,6 +36,12 @@ ROOT = Path(__file__).resolve().parents[1]
 DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")
 
 
+on_processes = pytest.mark.skipif(
+    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
+    reason="the distributed backend needs torch 2.4",
+)
+
+
 # ---- code of the user's own
 
 
@@ -276,6 +282,7 @@ def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch, capsys: A
     assert command(tool.main, [DIGITS, "--dry-run"], monkeypatch, capsys) == (0, "")
 
 
+@on_processes
 def test_a_launcher_without_a_meeting_place_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(key, value)
@@ -311,10 +318,12 @@ def join(asked: Dict[int, Dict[str, Any]], world: int, limit: float) -> Dict[int
     return faults
 
 
+@on_processes
 def test_ranks_that_are_asked_for_the_same_meet() -> None:
     assert join({rank: {"a": 1} for rank in range(3)}, 3, 20) == {}
 
 
+@on_processes
 def test_a_missing_rank_is_named_once_within_the_limit() -> None:
     start = time.monotonic()
     faults = join({0: {}, 2: {}}, 4, 1.5)
@@ -324,6 +333,7 @@ def test_a_missing_rank_is_named_once_within_the_limit() -> None:
     assert time.monotonic() - start < 10
 
 
+@on_processes
 def test_ranks_that_are_asked_for_something_else_are_refused_with_both_values() -> None:
     one, other = (load_config(DIGITS, [f"seed={seed}", f"data.root=/node{seed}"]) for seed in (1, 2))
     asked = {0: what_is_asked(one, {"--out": Path("a")}), 1: what_is_asked(other, {"--out": Path("b")})}
@@ -338,6 +348,7 @@ def test_ranks_that_are_asked_for_something_else_are_refused_with_both_values() 
     ]
 
 
+@on_processes
 def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as used:
         used.bind(("", 0))
@@ -370,6 +381,7 @@ def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_told(monkeypatc
     assert any("RANK: 1: two processes have it: each of 3 must have its own" in text for text in second)
 
 
+@on_processes
 def test_a_first_rank_that_is_stopped_is_told_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """It listens, but does not answer: torch would wait without end."""
     monkeypatch.setattr(joining, "ANSWER", 0.5)
@@ -383,6 +395,7 @@ def test_a_first_rank_that_is_stopped_is_told_within_the_limit(monkeypatch: pyte
     assert not joining.keeper_is_there(where)
 
 
+@on_processes
 def test_replicas_wait_for_an_evaluation_as_long_as_it_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.HashStore()
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
@@ -427,9 +440,7 @@ libc.pthread_mutex_lock(mutex)  # for ever, and no signal interrupts it
         process.kill()
 
 
-@pytest.mark.skipif(
-    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="needs torch 2.4"
-)
+@on_processes
 def test_a_fault_of_the_users_on_one_rank_is_told_by_it_alone(tmp_path: Path) -> None:
     out, port = tmp_path / "run", free_port()
     sets = [
