@@ -105,9 +105,7 @@ class Fuse(nn.Module):
 
 def staged(data: Data, where: str = "") -> nn.Module:
     """Three stages, a fuse in the second."""
-    return nn.Sequential(
-        nn.Linear(4, 4), begin_stage(nn.Linear(4, 4)), Fuse(data, where), begin_stage(nn.Linear(4, 3))
-    )
+    return nn.Sequential(nn.Linear(4, 4), begin_stage(nn.Linear(4, 4)), Fuse(data, where), begin_stage(nn.Linear(4, 3)))
 
 
 def failing_loss(data: Data, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -143,7 +141,10 @@ CASES: Dict[str, Any] = {
         lambda data: {"model": staged(data, "forward")},
         "update 2, microbatch 4, stage 1, forward: Burnt: fuse 4 (",
     ),
-    "backward": (lambda data: {"model": staged(data, "backward")}, "update 2, microbatch 4, backward: Burnt: backward 4 ("),
+    "backward": (
+        lambda data: {"model": staged(data, "backward")},
+        "update 2, microbatch 4, backward: Burnt: backward 4 (",
+    ),
     "loss": (
         lambda data: {"loss": functools.partial(failing_loss, data)},
         "update 2, microbatch 4, stage 2, forward: Burnt: loss 4 (",
@@ -163,9 +164,13 @@ def test_what_the_users_code_raises_is_itself_with_its_place_in_a_line(name: str
         run(tmp_path / "run", **given)
     fault = user_fault(raised.value)
     assert fault is not None and str(fault).startswith(CASES[name][1])
-    code = next(number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1) if _raises(text, str(fault)))
+    code = next(
+        number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1) if _raises(text, str(fault))
+    )
     assert f"({__file__}:{code}, in " in str(fault) and "\n" not in str(fault)
-    assert fault.traceback.endswith("and more\n") and "engines.py" in fault.traceback + "engines.py" * (name == "planning")
+    assert fault.traceback.endswith("and more\n") and "engines.py" in fault.traceback + "engines.py" * (
+        name == "planning"
+    )
     if name == "forward":  # what the user chained stays where it was
         assert isinstance(raised.value.__cause__, KeyError) and "deeper" in fault.traceback
     if name != "planning":  # before which no folder is made
@@ -354,7 +359,9 @@ def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_told(monkeypatc
         used.bind(("", 0))
         used.listen(1)
         port = used.getsockname()[1]
-        with pytest.raises(RunFault, match=f"MASTER_PORT: {port}: cannot be used on this machine: Address already in use"):
+        with pytest.raises(
+            RunFault, match=f"MASTER_PORT: {port}: cannot be used on this machine: Address already in use"
+        ):
             meet(launched.Launched(0, 2, address="127.0.0.1", port=port), 2, {})
     with pytest.raises(RunFault, match="rank 1: rank 0 did not come to 127.0.0.1.* within 0.5 s .*refused"):
         meet(launched.Launched(1, 2, address="127.0.0.1", port=free_port()), 0.5, {})
@@ -465,7 +472,9 @@ def test_a_fault_of_the_users_on_one_rank_is_told_by_it_alone(tmp_path: Path) ->
             rank.kill()
     assert [rank.returncode for rank in ranks] == [1, 1] and told[0] == "", told
     (line,) = told[1].splitlines()
-    assert line.startswith("error: rank 1, stage 1, update ") and "Burnt: counted 20 (" in line and f"{__file__}:" in line
+    assert (
+        line.startswith("error: rank 1, stage 1, update ") and "Burnt: counted 20 (" in line and f"{__file__}:" in line
+    )
     assert line.endswith(f"the traceback is in {out / 'traceback.txt'}")
     assert "Burnt: counted 20\nand more" in (out / "traceback.txt").read_text()
 
@@ -519,7 +528,9 @@ def test_closed_and_full_outputs_are_told_in_a_line() -> None:
         ("<&- >/dev/null", 0, ""),
         *([(">/dev/full", 1, "error: standard output: No space left on device")] if Path("/dev/full").exists() else []),
     ):
-        done = subprocess.run(["sh", "-c", f"{tool} {redirected}"], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(
+            ["sh", "-c", f"{tool} {redirected}"], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60
+        )
         assert done.returncode == code and done.stderr.startswith(told) and len(done.stderr.splitlines()) == bool(told)
 
 
