@@ -36,6 +36,12 @@ ROOT = Path(__file__).resolve().parents[1]
 DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")
 
 
+on_processes = pytest.mark.skipif(
+    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
+    reason="the distributed backend needs torch 2.4",
+)
+
+
 # ---- code of the user's own
 
 
@@ -99,9 +105,7 @@ class Fuse(nn.Module):
 
 def staged(data: Data, where: str = "") -> nn.Module:
     """Three stages, a fuse in the second."""
-    return nn.Sequential(
-        nn.Linear(4, 4), begin_stage(nn.Linear(4, 4)), Fuse(data, where), begin_stage(nn.Linear(4, 3))
-    )
+    return nn.Sequential(nn.Linear(4, 4), begin_stage(nn.Linear(4, 4)), Fuse(data, where), begin_stage(nn.Linear(4, 3)))
 
 
 def failing_loss(data: Data, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -137,7 +141,10 @@ CASES: Dict[str, Any] = {
         lambda data: {"model": staged(data, "forward")},
         "update 2, microbatch 4, stage 1, forward: Burnt: fuse 4 (",
     ),
-    "backward": (lambda data: {"model": staged(data, "backward")}, "update 2, microbatch 4, backward: Burnt: backward 4 ("),
+    "backward": (
+        lambda data: {"model": staged(data, "backward")},
+        "update 2, microbatch 4, backward: Burnt: backward 4 (",
+    ),
     "loss": (
         lambda data: {"loss": functools.partial(failing_loss, data)},
         "update 2, microbatch 4, stage 2, forward: Burnt: loss 4 (",
@@ -157,9 +164,13 @@ def test_what_the_users_code_raises_is_itself_with_its_place_in_a_line(name: str
         run(tmp_path / "run", **given)
     fault = user_fault(raised.value)
     assert fault is not None and str(fault).startswith(CASES[name][1])
-    code = next(number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1) if _raises(text, str(fault)))
+    code = next(
+        number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1) if _raises(text, str(fault))
+    )
     assert f"({__file__}:{code}, in " in str(fault) and "\n" not in str(fault)
-    assert fault.traceback.endswith("and more\n") and "engines.py" in fault.traceback + "engines.py" * (name == "planning")
+    assert fault.traceback.endswith("and more\n") and "engines.py" in fault.traceback + "engines.py" * (
+        name == "planning"
+    )
     if name == "forward":  # what the user chained stays where it was
         assert isinstance(raised.value.__cause__, KeyError) and "deeper" in fault.traceback
     if name != "planning":  # before which no folder is made
@@ -276,6 +287,7 @@ def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch, capsys: A
     assert command(tool.main, [DIGITS, "--dry-run"], monkeypatch, capsys) == (0, "")
 
 
+@on_processes
 def test_a_launcher_without_a_meeting_place_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(key, value)
@@ -311,10 +323,12 @@ def join(asked: Dict[int, Dict[str, Any]], world: int, limit: float) -> Dict[int
     return faults
 
 
+@on_processes
 def test_ranks_that_are_asked_for_the_same_meet() -> None:
     assert join({rank: {"a": 1} for rank in range(3)}, 3, 20) == {}
 
 
+@on_processes
 def test_a_missing_rank_is_named_once_within_the_limit() -> None:
     start = time.monotonic()
     faults = join({0: {}, 2: {}}, 4, 1.5)
@@ -324,6 +338,7 @@ def test_a_missing_rank_is_named_once_within_the_limit() -> None:
     assert time.monotonic() - start < 10
 
 
+@on_processes
 def test_ranks_that_are_asked_for_something_else_are_refused_with_both_values() -> None:
     one, other = (load_config(DIGITS, [f"seed={seed}", f"data.root=/node{seed}"]) for seed in (1, 2))
     asked = {0: what_is_asked(one, {"--out": Path("a")}), 1: what_is_asked(other, {"--out": Path("b")})}
@@ -338,12 +353,15 @@ def test_ranks_that_are_asked_for_something_else_are_refused_with_both_values() 
     ]
 
 
+@on_processes
 def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as used:
         used.bind(("", 0))
         used.listen(1)
         port = used.getsockname()[1]
-        with pytest.raises(RunFault, match=f"MASTER_PORT: {port}: cannot be used on this machine: Address already in use"):
+        with pytest.raises(
+            RunFault, match=f"MASTER_PORT: {port}: cannot be used on this machine: Address already in use"
+        ):
             meet(launched.Launched(0, 2, address="127.0.0.1", port=port), 2, {})
     with pytest.raises(RunFault, match="rank 1: rank 0 did not come to 127.0.0.1.* within 0.5 s .*refused"):
         meet(launched.Launched(1, 2, address="127.0.0.1", port=free_port()), 0.5, {})
@@ -370,6 +388,7 @@ def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_told(monkeypatc
     assert any("RANK: 1: two processes have it: each of 3 must have its own" in text for text in second)
 
 
+@on_processes
 def test_a_first_rank_that_is_stopped_is_told_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """It listens, but does not answer: torch would wait without end."""
     monkeypatch.setattr(joining, "ANSWER", 0.5)
@@ -383,6 +402,7 @@ def test_a_first_rank_that_is_stopped_is_told_within_the_limit(monkeypatch: pyte
     assert not joining.keeper_is_there(where)
 
 
+@on_processes
 def test_replicas_wait_for_an_evaluation_as_long_as_it_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.HashStore()
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
@@ -427,9 +447,7 @@ libc.pthread_mutex_lock(mutex)  # for ever, and no signal interrupts it
         process.kill()
 
 
-@pytest.mark.skipif(
-    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="needs torch 2.4"
-)
+@on_processes
 def test_a_fault_of_the_users_on_one_rank_is_told_by_it_alone(tmp_path: Path) -> None:
     out, port = tmp_path / "run", free_port()
     sets = [
@@ -454,7 +472,9 @@ def test_a_fault_of_the_users_on_one_rank_is_told_by_it_alone(tmp_path: Path) ->
             rank.kill()
     assert [rank.returncode for rank in ranks] == [1, 1] and told[0] == "", told
     (line,) = told[1].splitlines()
-    assert line.startswith("error: rank 1, stage 1, update ") and "Burnt: counted 20 (" in line and f"{__file__}:" in line
+    assert (
+        line.startswith("error: rank 1, stage 1, update ") and "Burnt: counted 20 (" in line and f"{__file__}:" in line
+    )
     assert line.endswith(f"the traceback is in {out / 'traceback.txt'}")
     assert "Burnt: counted 20\nand more" in (out / "traceback.txt").read_text()
 
@@ -508,7 +528,9 @@ def test_closed_and_full_outputs_are_told_in_a_line() -> None:
         ("<&- >/dev/null", 0, ""),
         *([(">/dev/full", 1, "error: standard output: No space left on device")] if Path("/dev/full").exists() else []),
     ):
-        done = subprocess.run(["sh", "-c", f"{tool} {redirected}"], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(
+            ["sh", "-c", f"{tool} {redirected}"], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60
+        )
         assert done.returncode == code and done.stderr.startswith(told) and len(done.stderr.splitlines()) == bool(told)
 
 

@@ -94,7 +94,9 @@ def _agree(asked: Asked) -> None:
     held: List[Any] = [None] * dist.get_world_size()
     with _told_as_lost():
         dist.all_gather_object(held, asked)
-    faults = next((found for rank, other in enumerate(held) for found in [differing(held[0], other, 0, rank)] if found), [])
+    faults = next(
+        (found for rank, other in enumerate(held) for found in [differing(held[0], other, 0, rank)] if found), []
+    )
     if faults:
         raise BadInput(faults)
 

@@ -1,8 +1,8 @@
 """A launcher or a person asks one process of several to end (SIGTERM), wherever it is.
 
-    main thread       a step ...... waiting inside torch (C++), where Python's handlers do not run
-    SIGTERM           |  noted, and a byte goes through a pipe
-    this thread       |  reads it, waits, ends the process if it is still there (after Ctrl-C: at the very same place)
+main thread       a step ...... waiting inside torch (C++), where Python's handlers do not run
+SIGTERM           |  noted, and a byte goes through a pipe
+this thread       |  reads it, waits, ends the process if it is still there (after Ctrl-C: at the very same place)
 """
 
 from __future__ import annotations
