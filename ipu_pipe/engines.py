@@ -13,13 +13,13 @@ import torch
 from ipu_pipe import launched, update
 from ipu_pipe.backends.emulator import Emulator, StepResult
 from ipu_pipe.backends.ipu_model import refuse_foreign
-from ipu_pipe.backends.orphans import end_without_launcher
 from ipu_pipe.blame import attributed
 from ipu_pipe.config import BackendConfig, Config
 from ipu_pipe.errors import BadInput, RunFault, user_fault
 from ipu_pipe.evaluation import evaluate
 from ipu_pipe.job import Job
 from ipu_pipe.local import blocks_of
+from ipu_pipe.orphans import end_with_launcher
 from ipu_pipe.rundir import Measured
 
 Result = TypeVar("Result")
@@ -177,7 +177,7 @@ def launch(config: Config, asked: Optional[Mapping[str, object]] = None) -> None
     backend = config.backend
     check_launch(backend)
     if is_distributed():  # before it joins: then a launcher that is gone by now has taken the meeting place with it
-        end_without_launcher()
+        end_with_launcher()
     if backend.name == "distributed":
         from ipu_pipe.backends import processes
 
@@ -187,7 +187,7 @@ def launch(config: Config, asked: Optional[Mapping[str, object]] = None) -> None
 
         poptorch.start(backend)
         if is_distributed():  # under poprun it knows only now that it is one of several
-            end_without_launcher()
+            end_with_launcher()
 
 
 def leave() -> None:

@@ -9,7 +9,6 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Tuple
 from ipu_pipe.config import Config, changed, flat
 from ipu_pipe.methods import METHODS
 
-
 MADE_LATER = "given.optimizer"  # described when it is made: compared then
 
 

@@ -79,11 +79,13 @@ BAD = [
     ["--set", "model.args={inputs: 63, width: 4, layers: 4, classes: 10}"], ["--set", "data={name: digit}"],
     ["--set", "loss=torch:nothing"], ["--set", "backend.name=distributed"], ["--set", "backend.name=poptorch"],
     ["--set", "backend={device: cuda}"], ["--set", "replicas=0"], ["--set", "method_args={blocks: 2}"],
-    ["--set", "method=local_chunked", "method_args={blocks: 9}"], ["--set", "method=local_overlapping", "clip={norm: 1, scope: stage}"],
+    ["--set", "method=local_chunked", "method_args={blocks: 9}"],
+    ["--set", "method=local_overlapping", "clip={norm: 1, scope: stage}"],
     ["--set", "method=last_layers", "method_args={layers: 9}"], ["--set", "method=pipemare", "recompute=true"],
     ["--set", "method=pipemare", "method_args={hogwild: {max: 1, mean: 3}}"], ["--set", "optimizer={name: adamw, lr: 0.1}",
     "method_args={spike_compensation: {}}"], ["--set", "micro_batch_size=2000"], ["--set", "lr_schedule={name: step}"],
-    ["--set", "init_from=nowhere.pt"], ["--set", "nokey"], ["--resume"], ["--nothing"], ["--set", "optimizer.no_decay=['*.nothing']"],
+    ["--set", "init_from=nowhere.pt"], ["--set", "nokey"], ["--resume"], ["--nothing"],
+    ["--set", "optimizer.no_decay=['*.nothing']"],
     ["--set", "method=spectrain", "optimizer={name: adam, lr: 0.1}"], ["--set", "precision=float16"],
     ["--set", "method=local_greedy", "stages={count: 2, by: time}"],
 ]  # fmt: skip
@@ -130,8 +132,10 @@ def _training() -> Iterator[Scene]:
     yield _train("clip-delayed", "clip={norm: 0.1, scope: delayed_global}")
     yield _train("clip-global", "method=gpipe", "clip={norm: 0.1}")
     yield _train("schedule-of-rates", "lr_schedule={name: cosine, warmup_steps: 2}", "precision=float64")
-    yield _train("blocks", "method=local_chunked", "method_args={blocks: 3, block_rates: [1, 2, 3], block_accumulation: [1, 3, 1]}")
-    yield _train("reference", "optimizer={name: sgd, lr: 0.1, momentum: 0.9, reference_batch_size: 32, no_decay: norms_and_biases}")
+    own = "method_args={blocks: 3, block_rates: [1, 2, 3], block_accumulation: [1, 3, 1]}"
+    yield _train("blocks", "method=local_chunked", own)
+    scaled = "optimizer={name: sgd, lr: 0.1, momentum: 0.9, reference_batch_size: 32, no_decay: norms_and_biases}"
+    yield _train("reference", scaled)
     for method in ("pipedream", "pipemare", "gpipe", "local_greedy"):
         half = [DIGITS, "--out", "{run}/out", "--set", *SMALL, f"method={method}", "checkpoint={every: 3, keep: 9}"]
         yield Scene(f"resume/{method}", "train", [*half, "--resume"], before=([*half, "CUT"],))
@@ -140,7 +144,10 @@ def _training() -> Iterator[Scene]:
 def _refusals() -> Iterator[Scene]:
     for argv in BAD:
         yield Scene("bad/" + " ".join(argv), "train", [DIGITS, "--dry-run", *argv])
-    texts = {"tag": "model: !!int abc", "list": "- 1", "syntax": "model: [", "empty": "", "nothing": "a: 1\nb: 2", "loop": "extends: c.yaml"}
+    texts = {
+        "tag": "model: !!int abc", "list": "- 1", "syntax": "model: [", "empty": "", "nothing": "a: 1\nb: 2",
+        "loop": "extends: c.yaml",
+    }  # fmt: skip
     for name, text in texts.items():
         yield Scene(f"bad/file-{name}", "train", ["{run}/c.yaml", "--dry-run"], files=(("c.yaml", text),))
     for argv in (["gpip", "--stages", "2", "--microbatches", "2"], ["gpipe", "--stages", "0", "--microbatches", "2"], ["gpipe"]):
@@ -151,7 +158,8 @@ def _processes() -> Iterator[Scene]:
     two = ["backend.name=distributed", "stages=2"]
     for method in ("pipedream_flush", "pipedream", "pipedream_2bw", "pipemare", "local_chunked"):
         yield _train(f"processes-{method}", f"method={method}", *two, processes=2)
-    yield _train("processes-t2", "method=pipemare", "method_args={t2: {}}", "clip={norm: 0.1, scope: delayed_global}", *two, processes=2)
+    clip = "clip={norm: 0.1, scope: delayed_global}"
+    yield _train("processes-t2", "method=pipemare", "method_args={t2: {}}", clip, *two, processes=2)
     yield _train("processes-replicas", "method=gpipe", "backend.name=distributed", "stages=1", "replicas=2", processes=2)
     yield _train("processes-refused", "method_args={constant_delay: {updates: 1}}", *two, processes=2)
 
@@ -171,7 +179,8 @@ def _ipus() -> Iterator[Scene]:
 def _tensors(path: Path) -> Dict[str, str]:
     from safetensors.numpy import load_file
 
-    return {name: f"{a.dtype} {a.shape} {hashlib.sha256(a.tobytes()).hexdigest()[:16]}" for name, a in load_file(path).items()}
+    found = load_file(path)
+    return {name: f"{a.dtype} {a.shape} {hashlib.sha256(a.tobytes()).hexdigest()[:16]}" for name, a in found.items()}
 
 
 def _timeless(value: Any) -> Any:
@@ -184,8 +193,8 @@ def _trace(path: Path) -> List[Any]:
     """The events of a trace without their times."""
     with gzip.open(path, "rt") as file:
         records = json.load(file)["traceEvents"]
-    kept = [[r["ph"], r["pid"], r.get("tid"), r["name"], r.get("cat"), _timeless(r.get("args", {}))] for r in records if r["ph"] == "X"]
-    return sorted(kept, key=json.dumps)
+    work = [r for r in records if r["ph"] == "X"]
+    return sorted(([r["pid"], r["tid"], r["name"], r["cat"], _timeless(r["args"])] for r in work), key=json.dumps)
 
 
 def _found(run: Path, text: Any) -> Dict[str, Any]:
@@ -211,11 +220,9 @@ def _found(run: Path, text: Any) -> Dict[str, Any]:
 def _said(text: str) -> List[str]:
     """Printed lines without times, progress and the launcher's own."""
     lines = [line.rstrip() for line in text.splitlines()]
-    return [
-        re.sub(r"[0-9.]+ (samples/sec|s\b|ms\b|seconds)", r"# \1", line)
-        for line in lines
-        if line and not re.match(r"^(W|E|\[W|Root Cause|Failures|=+|-+|throughput)", line) and "elastic" not in line and "%|" not in line
-    ]
+    noise = re.compile(r"^(W|E|\[W|Root Cause|Failures|=+|-+|throughput)|elastic|%\|")
+    kept = [line for line in lines if line and not noise.search(line)]
+    return [re.sub(r"[0-9.]+ (samples/sec|s\b|ms\b|seconds)", r"# \1", line) for line in kept]
 
 
 def run_scene(tree: Path, scene: Scene, folder: Path, checkpoints: Optional[Path] = None) -> Dict[str, Any]:
@@ -258,7 +265,8 @@ def _call(tree: Path, scene: Scene, argv: List[str], env: Dict[str, str]) -> "su
     tool = str(Path("tools") / f"{scene.tool}.py")
     command = [sys.executable, tool, *argv]
     if scene.processes:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={scene.processes}", tool, *argv]
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={scene.processes}"]
+        command = [sys.executable, *launcher, tool, *argv]
     elif not scene.double:
         return _forked(tree, tool, argv)
     return subprocess.run(command, cwd=tree, env=env, text=True, capture_output=True, timeout=LIMIT)
