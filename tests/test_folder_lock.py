@@ -76,8 +76,8 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_loses_nothing(
     """Story: --resume beside a live run left 37 of 124 lines of its metrics with exit code 0; --overwrite deleted its files."""
     out, steps = tmp_path / "run", 40
     arguments = [DIGITS, *sets(f"steps={steps}"), "--out", str(out)]
-    go = tmp_path / "go"
-    waits = f"import time; from pathlib import Path\nwhile not Path({str(go)!r}).exists(): time.sleep(0.02)"
+    go, stands = tmp_path / "go", tmp_path / "stands"
+    waits = f"import time; from pathlib import Path\nPath({str(stands)!r}).touch()\nwhile not Path({str(go)!r}).exists(): time.sleep(0.02)"
     # a run that stands still in its second half until it is told to go on
     code = (
         "import sys\nfrom ipu_pipe.backends.emulator import Emulator\nstep = Emulator.step\n"
@@ -87,7 +87,7 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_loses_nothing(
     )
     live = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        wait_for(lambda: (out / "checkpoints" / f"step-{steps // 2}").is_dir() or live.poll() is not None)
+        wait_for(lambda: stands.exists() or live.poll() is not None)
         before = files(out)
         for option in ("--resume", "--overwrite"):
             code_, _, complaint = command(*arguments, option, monkeypatch=monkeypatch, capsys=capsys)
