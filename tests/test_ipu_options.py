@@ -323,7 +323,8 @@ def test_a_pods_config_passes_all_checks_that_need_no_hardware(
     batch = stated.micro_batch_size * stated.gradient_accumulation * stated.replicas
     assert stated.optimizer.lr == pytest.approx(0.1 * batch / 256)
     raw = read_yaml(path)
-    raw["data"] = {"name": "synthetic", "shape": [3, 32, 32], "classes": 1000, "subset": 65536, "test_subset": 8, "bytes": True}
+    raw["data"] = {"name": "synthetic", "shape": [3, 32, 32], "classes": 1000, "subset": 65536, "test_subset": 8}
+    raw["data"]["bytes"] = stated.data.bytes
     raw["steps"] = 1
     raw["backend"]["ipu"].update(data_loading={"mode": "sync"}, executable_cache=str(tmp_path))
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", str(pod))
