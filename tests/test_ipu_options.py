@@ -364,7 +364,7 @@ def test_the_papers_tables_start_on_ipus_in_their_precision(name: str, poptorch:
         load_config(path, settings[:1])
     stated = load_config(path, settings)
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", name[-1])
-    small = load_config(path, [*settings, "data.shape=[3, 32, 32]", "micro_batch_size=1"])
+    small = load_config(path, [*settings, "data.shape=[3, 32, 32]", "micro_batch_size=2"])
     engine = make_engine(build(small), 0)
     assert small.gradient_accumulation == stated.gradient_accumulation
     if name == "resnet34_ipu4":
