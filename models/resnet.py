@@ -23,6 +23,7 @@ from typing import Any, Callable, List, Sequence, Type, Union
 import torch
 from torch import nn
 
+from ipu_pipe.data.images import MEAN, STD
 from ipu_pipe.errors import BadInput
 from ipu_pipe.stages import begin_stage
 
@@ -60,6 +61,24 @@ class Add(nn.Module):
     def forward(self, x: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
         """x, shortcut: the same shape."""
         return x + shortcut
+
+
+class FromBytes(nn.Module):
+    """Images of bytes normalized by the mean and deviation of ImageNet's channels, in the precision that the model has."""
+
+    mean: torch.Tensor
+    std: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shares in (("mean", MEAN), ("std", STD)):
+            self.register_buffer(name, 255 * torch.tensor(shares).view(1, 3, 1, 1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, 3, H, W), uint8 -> the same shape."""
+        if x.dtype.is_floating_point:
+            raise ValueError("its images must be bytes (data.bytes: true)")
+        return (x.to(self.mean.dtype) - self.mean) / self.std
 
 
 # ---- post-activation
@@ -112,12 +131,14 @@ def _downsample(inputs: int, outputs: int, stride: int, norm: Norm) -> Any:
 
 
 def _resnet(
-    block: Union[Type[BasicBlock], Type[Bottleneck]], depths: Sequence[int], classes: int, small_images: bool, norm: str
-) -> nn.Sequential:
+    block: Union[Type[BasicBlock], Type[Bottleneck]], depths: Sequence[int], classes: int, small_images: bool, norm: str,
+    bytes: bool,
+) -> nn.Sequential:  # fmt: skip
     _check_classes(classes)
     make_norm = _norm(norm, groups=32)
     stem = _conv(3, 64, 3) if small_images else _conv(3, 64, 7, 2)
-    children: List[Any] = [("conv1", stem), ("bn1", make_norm(64)), ("relu", nn.ReLU())]
+    children: List[Any] = [("from_bytes", FromBytes())] if bytes else []
+    children += [("conv1", stem), ("bn1", make_norm(64)), ("relu", nn.ReLU())]
     if not small_images:
         children.append(("maxpool", nn.MaxPool2d(3, 2, 1)))
     inputs = 64
@@ -134,32 +155,43 @@ def _resnet(
     return model
 
 
-def resnet18(classes: int = 1000, small_images: bool = False, norm: str = "batch") -> nn.Sequential:
-    """ResNet-18. `small_images`: a 3x3 stem without stride and pooling, for 32x32; `norm`: batch or group (32 groups).
+def resnet18(
+    classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
+) -> nn.Sequential:
+    """ResNet-18. `small_images`: a 3x3 stem without stride and pooling, for 32x32; `norm`: batch or group (32 groups);
+    `bytes`: images come as 8-bit numbers (`data.bytes: true`) and are normalized where the model is.
 
     Input (B, 3, H, W), output (B, classes). 11,689,512 parameters with 1000 classes; 9 stages.
     """
-    return _resnet(BasicBlock, (2, 2, 2, 2), classes, small_images, norm)
+    return _resnet(BasicBlock, (2, 2, 2, 2), classes, small_images, norm, bytes)
 
 
-def resnet34(classes: int = 1000, small_images: bool = False, norm: str = "batch") -> nn.Sequential:
+def resnet34(
+    classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
+) -> nn.Sequential:
     """ResNet-34, arguments as of `resnet18`. 21,797,672 parameters; 17 stages."""
-    return _resnet(BasicBlock, (3, 4, 6, 3), classes, small_images, norm)
+    return _resnet(BasicBlock, (3, 4, 6, 3), classes, small_images, norm, bytes)
 
 
-def resnet50(classes: int = 1000, small_images: bool = False, norm: str = "batch") -> nn.Sequential:
+def resnet50(
+    classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
+) -> nn.Sequential:
     """ResNet-50, arguments as of `resnet18`. 25,557,032 parameters (23,520,842 for CIFAR-10); 17 stages, finest 107."""
-    return _resnet(Bottleneck, (3, 4, 6, 3), classes, small_images, norm)
+    return _resnet(Bottleneck, (3, 4, 6, 3), classes, small_images, norm, bytes)
 
 
-def resnet101(classes: int = 1000, small_images: bool = False, norm: str = "batch") -> nn.Sequential:
+def resnet101(
+    classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
+) -> nn.Sequential:
     """ResNet-101, arguments as of `resnet18`. 44,549,160 parameters; 34 stages."""
-    return _resnet(Bottleneck, (3, 4, 23, 3), classes, small_images, norm)
+    return _resnet(Bottleneck, (3, 4, 23, 3), classes, small_images, norm, bytes)
 
 
-def resnet152(classes: int = 1000, small_images: bool = False, norm: str = "batch") -> nn.Sequential:
+def resnet152(
+    classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
+) -> nn.Sequential:
     """ResNet-152, arguments as of `resnet18`. 60,192,808 parameters; 51 stages."""
-    return _resnet(Bottleneck, (3, 8, 36, 3), classes, small_images, norm)
+    return _resnet(Bottleneck, (3, 8, 36, 3), classes, small_images, norm, bytes)
 
 
 # ---- pre-activation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
@@ -23,6 +24,7 @@ from torch.utils.data import (
 from ipu_pipe.data import DataSource, TensorData, from_loader, load_data, sets
 from ipu_pipe.data.batches import BORDER, crop_and_mirror
 from ipu_pipe.errors import BadInput
+from models.resnet import FromBytes
 
 Table = Dict[str, Tuple[str, int]]
 CIFAR_ROWS, CIFAR_TEST_ROWS = 3, 4  # in each training file, in the test file
@@ -625,6 +627,31 @@ def test_image_folder_is_repeated(folder: Path) -> None:
         again = found(0, 1, size, threads)
         assert torch.equal(x, again[0]) and torch.equal(y, again[1])
     assert not torch.equal(x, found(1, 1, 4)[0]) and not torch.equal(x, found(0, 0, 4)[0])
+
+
+def test_image_folder_goes_to_another_process(folder: Path) -> None:
+    """PopTorch's asynchronous loader pickles it; threads and Pillow's module cannot be, so that no such job started."""
+    data = load_data("image_folder", folder, size=16)
+    before = data.train_batch(0, 1, 3)
+    for sent in (data, load_data("image_folder", folder, size=16)):
+        found = pickle.loads(pickle.dumps(sent)).train_batch(0, 1, 3)
+        assert all(torch.equal(a, b) for a, b in zip(before, found))
+
+
+def test_bytes_are_normalized_where_the_model_is(folder: Path) -> None:
+    here, there = (load_data("image_folder", folder, size=16, bytes=value) for value in (False, True))
+    pairs = [(here.train_batch(0, 0, 12), there.train_batch(0, 0, 12))]
+    pairs += list(zip(here.test_batches(4), there.test_batches(4)))
+    for (x, y), (raw, labels) in pairs:
+        assert raw.dtype == torch.uint8 and raw.is_contiguous() and torch.equal(y, labels)
+        torch.testing.assert_close(FromBytes()(raw), x)
+    drawn = load_data("synthetic", shape=[3, 4, 4], bytes=True)
+    raw = drawn.train_batch(0, 0, 64)[0]
+    assert raw.dtype == torch.uint8 and (int(raw.min()), int(raw.max())) == (0, 255)
+    assert torch.equal(raw[5:6], drawn.train_batch(0, 5, 1)[0])
+    with pytest.raises(BadInput) as refused:
+        load_data("image_folder", folder, bytes=1)
+    one_line(refused, "data.bytes: 1", "must be true or false")
 
 
 def test_image_folder_subsets(folder: Path) -> None:

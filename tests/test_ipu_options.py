@@ -324,6 +324,7 @@ def test_a_pods_config_passes_all_checks_that_need_no_hardware(
     assert stated.optimizer.lr == pytest.approx(0.1 * batch / 256)
     raw = read_yaml(path)
     raw["data"] = {"name": "synthetic", "shape": [3, 32, 32], "classes": 1000, "subset": 65536, "test_subset": 8}
+    raw["data"]["bytes"] = stated.data.bytes
     raw["steps"] = 1
     raw["backend"]["ipu"].update(data_loading={"mode": "sync"}, executable_cache=str(tmp_path))
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", str(pod))
@@ -350,6 +351,25 @@ def test_a_pods_config_passes_all_checks_that_need_no_hardware(
     )
     assert made.options["location_optimizer"]["onChip"] == 0 and made.options["cachePath"] == str(tmp_path)
     assert poptorch.recorded.runs == []
+    engine.abort()
+
+
+@pytest.mark.parametrize("name", ["resnet34_ipu4", "resnet34_ipu8", "resnet50_ipu4", "resnet50_ipu8", "resnet101_ipu8"])
+def test_the_papers_tables_start_on_ipus_in_their_precision(name: str, poptorch: Any, monkeypatch: Any) -> None:
+    """They are in bfloat16, which PopTorch does not take; their first lines say what to set."""
+    path = ROOT / "configs" / f"{name}.yaml"
+    said = next(line for line in path.read_text().splitlines() if "On IPUs: --set " in line)
+    settings = said.partition("--set ")[2].partition(";")[0].split()
+    with pytest.raises(BadInput, match="precision: bfloat16: no IPU"):
+        load_config(path, settings[:1])
+    stated = load_config(path, settings)
+    monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", name[-1])
+    small = load_config(path, [*settings, "data.shape=[3, 32, 32]", "micro_batch_size=2"])
+    engine = make_engine(build(small), 0)
+    assert small.gradient_accumulation == stated.gradient_accumulation
+    if name == "resnet34_ipu4":
+        engine._session.training.compile(*engine._session.calls[0])  # type: ignore[attr-defined]
+        assert poptorch.recorded.compilations[0].ipus == 4
     engine.abort()
 
 

@@ -13,6 +13,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.stages import partition
 from models import mlp as mlps
 from models import resnet as resnets
+from models.losses import smoothed_cross_entropy
 
 PREACT = {20: 34, 32: 52, 44: 70, 56: 88, 110: 169}  # depth: stages, Kosson et al. 2021, Table 1
 # torchvision's parameters with 1000 classes, residual blocks, convolutions (projections included)
@@ -178,6 +179,28 @@ def test_stem_and_head_lie_in_the_first_and_last_blocks_stages() -> None:
     assert held[0] == ["conv1", "bn1"]
     assert held[1] == [f"layer1.0.{name}" for name in ("conv1", "bn1", "conv2", "bn2")]
     assert held[-1] == [*(f"layer4.1.{name}" for name in ("conv1", "bn1", "conv2", "bn2")), "fc"]
+
+
+def test_a_resnet_of_bytes_holds_no_other_weights_and_refuses_normalized_images() -> None:
+    made = {flag: resnets.resnet18(classes=3, norm="group", bytes=flag) for flag in (False, True)}
+    made[True].load_state_dict(made[False].state_dict())
+    raw = torch.arange(2 * 3 * 32 * 32).view(2, 3, 32, 32).remainder(256).to(torch.uint8)
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    x = (raw / 255 - mean) / std
+    torch.testing.assert_close(made[True](raw), made[False](x))
+    assert resnets.FromBytes().half()(raw).dtype == torch.float16  # what an IPU computes in
+    assert partition(made[True], raw).begin_names() == partition(made[False], x).begin_names()
+    with pytest.raises(ValueError, match="data.bytes: true"):
+        made[True](raw.float())
+
+
+def test_smoothed_labels_are_nine_tenths_of_the_label_and_one_spread() -> None:
+    outputs = torch.tensor([[1.0, 2.0, 4.0, 0.0], [0.0, 3.0, 1.0, 1.0]])
+    wanted = torch.full((2, 4), 0.1 / 4)
+    wanted[0, 2] += 0.9
+    wanted[1, 0] += 0.9
+    found = smoothed_cross_entropy(outputs, torch.tensor([2, 0]))
+    torch.testing.assert_close(found, -(wanted * outputs.log_softmax(1)).sum(1).mean())
 
 
 # ---- pre-activation

@@ -126,17 +126,14 @@ def check_limit(key: str, wanted: Optional[int], held: Optional[int] = None) -> 
 class SyntheticData:
     """Random inputs and labels of a stated shape, drawn when asked for: for throughput, memory and traffic.
 
-    Each sample is drawn by (seed, epoch, place), so that it is the same in microbatches of any size.
+    Each sample is drawn by (seed, epoch, place), so that it is the same in microbatches of any size. `bytes`: inputs are 8-bit.
     """
 
-    def __init__(self, shape: Sequence[int], classes: int, samples: int, test_samples: int, seed: int) -> None:
-        self._shape, self._classes, self._samples, self._test, self._seed = (
-            list(shape),
-            classes,
-            samples,
-            test_samples,
-            seed,
-        )
+    def __init__(
+        self, shape: Sequence[int], classes: int, samples: int, test_samples: int, seed: int, bytes: bool = False
+    ) -> None:
+        self._shape, self._classes, self._samples, self._test = list(shape), classes, samples, test_samples
+        self._seed, self._type = seed, torch.uint8 if bytes else torch.float32
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
         """Full microbatches in an epoch."""
@@ -153,10 +150,14 @@ class SyntheticData:
 
     def _draw(self, part: Any, places: range) -> Pair:
         generator = torch.Generator()
-        x, y = torch.empty([len(places), *self._shape]), torch.empty(len(places), dtype=torch.int64)
+        x = torch.empty([len(places), *self._shape], dtype=self._type)
+        y = torch.empty(len(places), dtype=torch.int64)
         for row, place in enumerate(places):
             generator.manual_seed(derived_seed(self._seed, part, place))
-            x[row].normal_(generator=generator)
+            if x.is_floating_point():
+                x[row].normal_(generator=generator)
+            else:
+                x[row].random_(0, 256, generator=generator)
             y[row] = torch.randint(0, self._classes, (), generator=generator)
         return x, y
 

@@ -6,7 +6,7 @@ import random
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 import torch
@@ -24,7 +24,9 @@ class ImageFolder:
     """`root/train/CLASS/*` and `root/val/CLASS/*`; classes are the sorted folder names of `train`.
 
     Training images: a random part of 8 to 100 % of the area and an aspect from 3/4 to 4/3, scaled to `size`, mirrored at
-    random; test images: the shorter side scaled to 8/7 of `size`, the middle cut out. `threads` decode at a time.
+    random; test images: the shorter side scaled to 8/7 of `size`, the middle cut out. `threads` decode at a time. `bytes`: images
+    stay 8-bit numbers, for a model that normalizes them itself; else they are normalized here, in float32. It can go to another
+    process, which gets threads of its own.
     """
 
     def __init__(
@@ -35,16 +37,11 @@ class ImageFolder:
         subset: Optional[int] = None,
         test_subset: Optional[int] = None,
         threads: int = 2,
+        bytes: bool = False,
     ) -> None:
-        try:
-            from PIL import Image
-        except ImportError:
-            raise BadInput("data: image_folder: needs Pillow, which is not installed: pip install pillow") from None
         for key, count in (("size", size), ("threads", threads)):
             check_limit(key, -1 if count is None else count)
-        self._image, self._size, self._seed = Image, size, seed
-        # which it says while an image is opened that is refused here in a line
-        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+        self._image, self._size, self._seed, self._bytes = _pillow(), size, seed, bytes
         if root is None:
             raise BadInput("data.root: must be given for image_folder: the folder that holds train/ and val/")
         classes = _classes(Path(root) / "train")
@@ -62,8 +59,15 @@ class ImageFolder:
             self._test = [
                 self._test[i] for i in torch.randperm(len(self._test), generator=generator)[:test_subset].tolist()
             ]
-        self._pool = ThreadPoolExecutor(threads)
+        self._threads, self._pool = threads, ThreadPoolExecutor(threads)
         self._epoch, self._order = -1, torch.empty(0)
+
+    def __getstate__(self) -> Dict[str, Any]:
+        """What can be pickled: threads and the module that decodes are found anew where it goes."""
+        return {key: value for key, value in self.__dict__.items() if key not in ("_pool", "_image")}
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        self.__dict__.update(state, _image=_pillow(), _pool=ThreadPoolExecutor(state["_threads"]))
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
         """Full microbatches in an epoch."""
@@ -84,9 +88,12 @@ class ImageFolder:
             yield self._stack(list(self._pool.map(self._middle, self._test[start : start + batch_size])))
 
     def _stack(self, samples: List[Tuple[np.ndarray, int]]) -> Pair:
-        x = torch.from_numpy(np.stack([image for image, _ in samples])).permute(0, 3, 1, 2).float().div_(255)
-        x = (x - torch.tensor(MEAN).view(1, 3, 1, 1)) / torch.tensor(STD).view(1, 3, 1, 1)
-        return x.contiguous(), torch.tensor([label for _, label in samples])
+        x = torch.from_numpy(np.stack([image for image, _ in samples])).permute(0, 3, 1, 2)
+        labels = torch.tensor([label for _, label in samples])
+        if self._bytes:
+            return x.contiguous(), labels
+        x = (x.float().div_(255) - torch.tensor(MEAN).view(1, 3, 1, 1)) / torch.tensor(STD).view(1, 3, 1, 1)
+        return x.contiguous(), labels
 
     def _open(self, path: Path) -> Any:
         if not path.is_file():
@@ -128,6 +135,17 @@ class ImageFolder:
         ends = [begin + self._size * (own / side) for begin, side, own in zip(begins, scaled, image.size)]
         box = (begins[0], begins[1], min(ends[0], image.width), min(ends[1], image.height))
         return np.asarray(image.resize((self._size, self._size), self._image.Resampling.BILINEAR, box)), label
+
+
+def _pillow() -> Any:
+    """Pillow's module of images."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise BadInput("data: image_folder: needs Pillow, which is not installed: pip install pillow") from None
+    # which it says while an image is opened that is refused here in a line
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+    return Image
 
 
 def _classes(folder: Path) -> List[str]:

@@ -8,8 +8,8 @@ shakespeare    shakespeare/shakespeare.txt: 42 works (public domain), 5 million 
 translation    translation/: english.txt and spanish.txt, 31,077 verses of the Bible, one a line (public domain); 19,581 pairs
                have at most 32 tokens. In some ten chapters, about 1 %, the two texts count verses otherwise
 digits         8x8 images with scikit-learn (BSD-3), 1437 training and 360 test samples drawn once; no download
-image_folder   ImageNet-style folders train/CLASS/*.jpg and val/CLASS/*.jpg
-synthetic      random numbers of a stated shape
+image_folder   ImageNet-style folders train/CLASS/*.jpg and val/CLASS/*.jpg; `bytes: true` leaves normalizing to the model
+synthetic      random numbers of a stated shape, bytes where `bytes: true`
 
 cifar10, mnist, fashion_mnist and digits can have labels drawn at random in place of their own (`random_labels: true`, Zhang et
 al. 2017): how many of them a model can learn says how much it can memorize.
@@ -218,6 +218,7 @@ def _synthetic(
     classes: int = 10,
     subset: int = 1024,
     test_subset: int = 128,
+    bytes: bool = False,
 ) -> DataSource:
     sizes = [*shape] if isinstance(shape, (list, tuple)) else [0]
     if (
@@ -233,7 +234,7 @@ def _synthetic(
         if count is None:
             raise BadInput(f"data.{key}: {count}: must be a whole number >= 1")
         check_limit(key, count)
-    return SyntheticData(sizes, classes, subset, test_subset, seed)
+    return SyntheticData(sizes, classes, subset, test_subset, seed, bytes)
 
 
 def _image_folder(root: Optional[str], seed: int, **options: Any) -> DataSource:
@@ -254,8 +255,8 @@ SETS: Dict[str, Callable[..., DataSource]] = {
 }
 _OPTIONS: Dict[str, List[str]] = {
     "cifar10": ["augment", "size", "subset", "test_subset", "random_labels"],
-    "synthetic": ["shape", "classes", "subset", "test_subset"],
-    "image_folder": ["size", "subset", "test_subset", "threads"],
+    "synthetic": ["shape", "classes", "subset", "test_subset", "bytes"],
+    "image_folder": ["size", "subset", "test_subset", "threads", "bytes"],
     "shakespeare": ["context", "characters", "subset", "test_subset"],
     "translation": ["length", "vocabulary", "subset", "test_subset"],
 }
@@ -281,7 +282,7 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
             faults.append(
                 f"data.{key}: {value}: unknown key for {name}, allowed are {', '.join(['root', *allowed])}{hint}"
             )
-        elif key in ("augment", "random_labels") and not isinstance(value, bool):
+        elif key in ("augment", "random_labels", "bytes") and not isinstance(value, bool):
             faults.append(f"data.{key}: {value}: must be true or false")
     if faults:
         raise BadInput(faults)
