@@ -219,7 +219,8 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
         if method.backward_reads is not Reads.NEWEST or method.pipeline is not Pipeline.DATAFLOW:
             raise BadInput(
                 f"method_args: recompute: {shown(given['recompute'])}: its weights are a matter of the method only where"
-                " both passes read the newest weights on the dataflow schedule (pipemare, pipelined_backprop); elsewhere set recompute: true"
+                " both passes read the newest weights on the dataflow schedule (pipemare, pipelined_backprop);"
+                " elsewhere set recompute: true"
             )
     return method
 

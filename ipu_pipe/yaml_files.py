@@ -48,7 +48,9 @@ class _Loader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):  # type: ignore[no-untyped-call]
             node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
             if id(node) not in self._known:
-                raise _Refused(problem=f"*{shown(event.anchor)} stands within what it names", problem_mark=event.start_mark)
+                raise _Refused(
+                    problem=f"*{shown(event.anchor)} stands within what it names", problem_mark=event.start_mark
+                )
             values, below = self._known[id(node)]
             self._count(values, self._level + 1 + below, event)
             return node
@@ -264,7 +266,9 @@ def _content(path: Path) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise BadInput(f"{path}: line {line}: byte 0x{content[error.start]:02x} is no UTF-8: save the file as UTF-8") from None
+        raise BadInput(
+            f"{path}: line {line}: byte 0x{content[error.start]:02x} is no UTF-8: save the file as UTF-8"
+        ) from None
 
 
 def _reason(error: Exception) -> str:

@@ -50,7 +50,8 @@ class TextData:
         longest = min(cut // 2, len(numbers) - cut - 1)
         if context > longest:
             raise BadInput(
-                f"data.context: {shown(context)}: must be from 1 to {longest} for {len(numbers)} characters, a tenth of them for tests"
+                f"data.context: {shown(context)}: must be from 1 to {longest} for {len(numbers)} characters,"
+                " a tenth of them for tests"
             )
         self._text, self._test_text = torch.from_numpy(numbers[:cut]), torch.from_numpy(numbers[cut:])
         self._count, self._test_count = cut // context - 1, (len(numbers) - cut - 1) // context
@@ -125,7 +126,8 @@ class TranslationData(TensorData):
         self.left_out = len(read) - len(pairs)
         if len(pairs) <= TEST_PAIRS:
             raise BadInput(
-                f"data.length: {shown(length)}: {len(pairs)} pairs are no longer, must be more than {TEST_PAIRS}: take a greater length"
+                f"data.length: {shown(length)}: {len(pairs)} pairs are no longer, must be more than"
+                f" {TEST_PAIRS}: take a greater length"
             )
         places = torch.arange(len(pairs))
         (chosen, _), _ = split(places, places, TEST_PAIRS)
