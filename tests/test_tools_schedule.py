@@ -170,7 +170,8 @@ def test_bad_input_is_told_in_one_line_a_fault(run: Run, arguments: List[str], e
         (["gpipe", "--stages", 4, "--microbatches", 8, "--slots", f"0:{10**20}"], f"--slots: {10**20} slots: at most 100000"
          " can be shown"),
         (["local_overlapping", "--stages", 4, "--microbatches", 20002, "--accumulate", 2], "steps: 10001 updates of"
-         " local_overlapping without a drain: at most 5000 can be planned: evaluate or save more often (evaluate.every, checkpoint.every)"),
+         " local_overlapping without a drain: at most 5000 can be planned: evaluate or save more often (evaluate.every,"
+         " checkpoint.every)"),
     ],
 )  # fmt: skip
 def test_numbers_with_which_it_would_not_end_are_refused_with_the_reason(run: Run, arguments: List[object], said: str) -> None:
