@@ -8,11 +8,11 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/py38-torch2.0.1.txt" if sys.version_info < (3, 9) else "constraints/py311-torch2.13.txt")')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 5 --timeout 60
 
-.PHONY: help install train test test-ipu-floor lint bench equality reproduce clean
+.PHONY: help install train test test-ipu-floor lint hostile bench equality reproduce clean
 
 help:
 	@sed -n 's/^# //p' Makefile
-	@echo "targets: install train test test-ipu-floor lint bench equality reproduce clean"
+	@echo "targets: install train test test-ipu-floor lint hostile bench equality reproduce clean"
 
 install: $(VENV)/.installed
 
@@ -48,6 +48,13 @@ $(FLOOR_VENV)/.installed: pyproject.toml constraints/py38-torch2.0.1.txt
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# 2,000 hostile inputs, seeded: no traceback, no hang, no state accepted that is not what was saved
+CASES ?= 2000
+SEED ?= 0
+
+hostile: install
+	$(BIN)/python tools/hostile.py --cases $(CASES) --seed $(SEED)
 
 # the emulator against plain training; processes against PyTorch's own pipeline
 bench: install

@@ -5,26 +5,43 @@ Every fault is told at once, a line each: where the value came from, the key, th
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import math
 import re
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Type, Union
 
-import yaml
 from pydantic import BaseModel, ConfigDict, PrivateAttr, StrictBool, ValidationError, field_validator, model_validator
 from typing_extensions import Annotated, Literal
 
 from ipu_pipe.backends import ipu_options
 from ipu_pipe.backends.ipu_options import IpuConfig
+from ipu_pipe.config_faults import origin_of, told
 from ipu_pipe.errors import BadInput
 from ipu_pipe.methods import METHODS, resolve_method
-from ipu_pipe.values import Count, Fraction, NotNegative, Positive, Seed, Share, Whole
+from ipu_pipe.shown import shown
+from ipu_pipe.values import (
+    MOST_STAGES,
+    Count,
+    Delayed,
+    Epochs,
+    Fraction,
+    NotNegative,
+    PathText,
+    Positive,
+    Seconds,
+    Seed,
+    Share,
+    Stages,
+    Threads,
+    Traced,
+    Updates,
+    Whole,
+)
 from ipu_pipe.values import Section as _Section
 from ipu_pipe.values import fault_at as _fault_at
 from ipu_pipe.values import number as _number
 from ipu_pipe.values import whole as _whole
+from ipu_pipe.yaml_files import Origins, override, read_file, write
 
 GIVEN = "(given in Python)"
 
@@ -41,7 +58,7 @@ class DataConfig(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str
-    root: Optional[str] = None
+    root: Optional[PathText] = None
     subset: Optional[Count] = None
     test_subset: Optional[Count] = None
 
@@ -73,7 +90,7 @@ class T2(_Section):
 class Warmup(_Section):
     """Synchronous training in the first `epochs` (a fraction is rounded to updates)."""
 
-    epochs: Positive
+    epochs: Epochs
 
 
 class Recompute(_Section):
@@ -102,7 +119,7 @@ class Hogwild(_Section):
 class ConstantDelay(_Section):
     """Every forward reads weights `updates` older than those to which its gradient is applied."""
 
-    updates: Count
+    updates: Delayed
 
 
 class SpikeCompensation(_Section):
@@ -168,8 +185,8 @@ class BackendConfig(_Section):
 
     name: Literal["emulator", "distributed", "poptorch"] = "emulator"
     device: Literal["cpu", "cuda"] = "cpu"
-    threads: Optional[Count] = None
-    deadline: Positive = 300.0
+    threads: Optional[Threads] = None
+    deadline: Seconds = 300.0
     deterministic: StrictBool = True
     tf32: StrictBool = False
     ipu: Optional[IpuConfig] = None
@@ -249,7 +266,7 @@ class LrSchedule(_Section):
 
     name: Literal["constant", "step", "cosine", "linear"] = "constant"
     warmup_steps: Whole = 0
-    milestones: List[Positive] = []
+    milestones: List[Epochs] = []
     gamma: Positive = 0.1
 
     @model_validator(mode="after")
@@ -288,21 +305,21 @@ class LogConfig(_Section):
 
     every: Count = 10
     tensorboard: StrictBool = True
-    trace_microbatches: Count = 512
+    trace_microbatches: Traced = 512
 
 
 class StageCount(_Section):
     """A number of stages, balanced by a cost. Times differ from one measurement to the next: the folder of a run holds the
     names of the modules at which its stages begin instead, and a resumed run has those (see `as_recorded`)."""
 
-    count: Count
+    count: Stages
     by: Literal["flops", "parameters", "time"] = "flops"
 
 
 class StageFinest(_Section):
     """A number of stages over which the weights are spread."""
 
-    finest: Count
+    finest: Stages
 
 
 class Description(_Section):
@@ -339,8 +356,8 @@ class Config(_Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LrSchedule = LrSchedule()
     clip: Optional[ClipConfig] = None
-    epochs: Count = 1
-    steps: Optional[Count] = None
+    epochs: Updates = 1
+    steps: Optional[Updates] = None
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
@@ -348,7 +365,7 @@ class Config(_Section):
     precision: Literal["float32", "float64", "bfloat16", "16.16", "16.32", "32.32"] = "float32"
     recompute: StrictBool = False
     hardware: Optional[Dict[str, Any]] = None
-    init_from: Optional[str] = None
+    init_from: Optional[PathText] = None
     allow_nonfinite: StrictBool = False
     given: Optional[Given] = None
     # what the update rules have against the config's own optimizer, with places: told if no other one is given
@@ -373,6 +390,8 @@ class Config(_Section):
         """None, "finest", a count, names, {count, by} or {finest}."""
         whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         names = isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
+        if whole and value > MOST_STAGES:
+            raise ValueError(f"must be a whole number from 1 to {MOST_STAGES}: a schedule is planned before it starts")
         if value is None or value == "finest" or whole or names:
             return value
         if isinstance(value, Mapping) and ("count" in value or "finest" in value):
@@ -394,6 +413,9 @@ class Config(_Section):
         if not self.recompute or method is None or self.method_args.recompute:
             return self
         reads_newest = method.backward_reads == "newest" and method.is_stale and not self.method_args.stash
+        if reads_newest and self.method_args.constant_delay:
+            why = "not together with recompute: true, which recomputes with a forward's weights: its backward reads newer ones"
+            raise _fault_at("method_args.constant_delay", self.method_args.constant_delay.updates, why)
         if reads_newest and not self.method_args.hogwild:
             why = f"with {self.method} the weights of the recomputation matter: set method_args: {{recompute: {{segments: ...}}}}"
             raise _fault_at("recompute", True, why)
@@ -415,78 +437,17 @@ class Config(_Section):
 # ---- reading
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 as people mean it: 1e-3 is a number, no and 2026-01-01 are text, 010 is ten, a key stands once."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes all text that a reader of YAML 1.1 or 1.2 would take for something else."""
-
-
-_SCALARS = {
-    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
-    "float": (
-        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        "-+.0123456789",
-    ),
-    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    "merge": (r"<<", "<"),
-}
-_Loader.yaml_implicit_resolvers = {}
-for _tag, (_pattern, _first) in _SCALARS.items():
-    for _reader_or_writer in (_Loader, _Dumper):
-        _reader_or_writer.add_implicit_resolver(
-            f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first)
-        )
-
-
-def _int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    text = str(loader.construct_scalar(node))
-    return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-
-
-def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> Dict[Any, Any]:
-    own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-    keys = [loader.construct_object(key) for key in own]
-    for i, key in enumerate(keys):
-        if key in keys[:i]:
-            mark = own[i].start_mark
-            raise BadInput(f"{mark.name}: line {mark.line + 1}: {key}: the key stands twice")
-    return loader.construct_mapping(node)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _int)
-_Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
-
-
-def _parse(text: str, place: str) -> Any:
-    try:
-        loader = _Loader(text)
-        loader.name = place
-        return loader.get_single_data()
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}:" if mark else ""
-        raise BadInput(f"{place}:{line} is no valid YAML: {getattr(error, 'problem', None) or error}") from None
-
-
 def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config:
     """The config in the YAML file `path`, changed by KEY=VALUE `overrides`. Raises BadInput with every fault found."""
-    origins: Dict[str, str] = {}
-    raw = _read(Path(path), origins, ())
+    origins: Origins = {}
+    raw = read_file(Path(path), origins)
     faults: List[str] = []
     for text in overrides:
         try:
-            _override(raw, text, origins)
+            override(raw, text, origins)
         except BadInput as error:
             faults += error.faults
     return _validate(raw, origins, str(path), faults)
-
-
-def read_yaml(path: Path) -> Dict[str, Any]:
-    """A YAML file of keys, as `load_config` reads one (`extends` included), unchecked. Raises BadInput."""
-    return _read(path, {}, ())
 
 
 def configure(**keys: Any) -> Config:
@@ -495,67 +456,7 @@ def configure(**keys: Any) -> Config:
     return _validate(raw, {}, "configure", [])
 
 
-def _read(path: Path, origins: Dict[str, str], chain: Tuple[Path, ...]) -> Dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise BadInput(f"{path}: no such config file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path}: cannot be read: {error}") from None
-    raw = _parse(text, str(path))
-    if not isinstance(raw, dict):
-        raise BadInput(f"{path}: must be a mapping of keys to values, as in configs/mlp_digits.yaml")
-    base: Dict[str, Any] = {}
-    if "extends" in raw:
-        parent = raw.pop("extends")
-        if not isinstance(parent, str):
-            raise BadInput(f"{path}: extends: {parent}: must be a file name")
-        target, chain = path.parent / parent, (*chain, path.resolve())
-        if target.resolve() in chain:
-            raise BadInput(f"{path}: extends: {parent}: the files extend one another in a circle")
-        if not target.is_file():
-            raise BadInput(f"{path}: extends: {parent}: no such file beside {path.name}")
-        base = _read(target, origins, chain)
-    _note(raw, "", str(path), origins)
-    return merge(base, raw)
-
-
-def _note(value: Any, key: str, origin: str, origins: Dict[str, str]) -> None:
-    origins[key] = origin
-    if isinstance(value, dict):
-        for name, item in value.items():
-            _note(item, f"{key}.{name}" if key else str(name), origin, origins)
-
-
-def merge(base: Dict[str, Any], over: Dict[str, Any]) -> Dict[str, Any]:
-    """`over` on top of `base`: mappings are joined, all else is replaced."""
-    merged = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = merge(merged[key], value) if both else value
-    return merged
-
-
-def _override(raw: Dict[str, Any], text: str, origins: Dict[str, str]) -> None:
-    key, equals, value = text.partition("=")
-    if not equals or not all(key.split(".")):
-        raise BadInput(f"--set: {text}: must be KEY=VALUE, such as optimizer.lr=0.1")
-    parsed = _parse(value, f"--set {text}")
-    section, (*path, last) = raw, key.split(".")
-    for depth, name in enumerate(path, 1):
-        if not isinstance(section.get(name), dict):
-            section[name] = {}
-            origins[".".join(key.split(".")[:depth])] = f"--set {text}"
-        section = section[name]
-    replaces = isinstance(parsed, dict) and isinstance(section.get(last), dict) and parsed
-    section[last] = merge(section[last], parsed) if replaces else parsed
-    _note(parsed, key, f"--set {text}", origins)
-
-
-# ---- faults
-
-
-def _validate(raw: Dict[str, Any], origins: Mapping[str, str], place: str, faults: List[str]) -> Config:
+def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[str]) -> Config:
     raw = {
         key: value
         for key, value in raw.items()
@@ -566,32 +467,34 @@ def _validate(raw: Dict[str, Any], origins: Mapping[str, str], place: str, fault
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
-        faults = faults + [_fault(detail, origins, place) for detail in error.errors()]
-        wrong = {str((detail["loc"] or (detail["ctx"]["key"],))[0]) for detail in error.errors()}
+        found = error.errors()
+        # the forms of `stages` are checked one after another, so that its type says none of them
+        faults = faults + told(found, origins, place, Config, {"stages": StageCount})
+        wrong = {str((detail["loc"] or (detail["ctx"]["key"],))[0]) for detail in found}
     if "method" not in wrong:  # also where other keys are wrong: all faults are told at once
         args = raw.get("method_args", {}) if "method_args" not in wrong else {}
         faults = faults + _method_faults(raw.get("method", "gpipe"), args, origins, place)
     if config is not None and not faults:
         faults, own = _rule_faults(config, origins, place)
         config._optimizer_faults = tuple(own)
-        found = ipu_options.config_faults(config)
-        faults += [f"{_origin(fault.partition(':')[0], origins, place)}: {fault}" for fault in found]
+        against = ipu_options.config_faults(config)
+        faults += [f"{origin_of(fault.partition(':')[0], origins, place)}: {fault}" for fault in against]
     if faults or config is None:
         raise BadInput(faults)
     return config
 
 
-def _method_faults(name: str, args: Mapping[str, Any], origins: Mapping[str, str], place: str) -> List[str]:
+def _method_faults(name: str, args: Mapping[str, Any], origins: Origins, place: str) -> List[str]:
     """What ipu_pipe.methods has against the method's name or axes, with the place that each key came from."""
     try:
         resolve_method(name, args)
     except BadInput as error:
-        told = [re.sub(r"^method_args: ", "method_args.", fault) for fault in error.faults]
-        return [f"{_origin(fault.partition(':')[0], origins, place)}: {fault}" for fault in told]
+        found = [re.sub(r"^method_args: ", "method_args.", fault) for fault in error.faults]
+        return [f"{origin_of(fault.partition(':')[0], origins, place)}: {fault}" for fault in found]
     return []
 
 
-def _rule_faults(config: Config, origins: Mapping[str, str], place: str) -> Tuple[List[str], List[str]]:
+def _rule_faults(config: Config, origins: Origins, place: str) -> Tuple[List[str], List[str]]:
     """What the update rules have against the method, and against the config's optimizer, in whose place another may be given."""
     from ipu_pipe import rules  # holds torch, which reading a config otherwise does not need
 
@@ -599,75 +502,8 @@ def _rule_faults(config: Config, origins: Mapping[str, str], place: str) -> Tupl
     method = resolve_method(config.method, args)
     always = rules.faults(args, method, "sgd", {"momentum": 0.9})  # an optimizer that none of them minds
     own = [f for f in rules.faults(args, method, optimizer.name, optimizer.settings()) if f not in always]
-    placed = [[f"{_origin(fault.partition(':')[0], origins, place)}: {fault}" for fault in f] for f in (always, own)]
+    placed = [[f"{origin_of(fault.partition(':')[0], origins, place)}: {fault}" for fault in f] for f in (always, own)]
     return placed[0], placed[1]
-
-
-def _fault(detail: Any, origins: Mapping[str, str], place: str) -> str:
-    parts = [str(part) for part in detail["loc"] if part != "[key]"]
-    kind, value, message = detail["type"], detail.get("input"), detail["msg"]
-    if kind == "setting":
-        parts, value = [*parts, detail["ctx"]["key"]], detail["ctx"]["value"]
-    elif kind == "value_error":
-        message = message[len("Value error, ") :]
-    elif kind == "extra_forbidden":
-        message = f"unknown key{_nearest(parts)}"
-    elif kind != "missing":
-        message = _allowed(kind, detail.get("ctx", {}), message)
-    key = ".".join(parts)
-    shown = "missing" if kind == "missing" else _shown(value)
-    return f"{_origin(key, origins, place)}: {key}: {shown}: {'must be given' if kind == 'missing' else message}"
-
-
-def _shown(value: Any) -> str:
-    """A value as the file says it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
-
-
-def _origin(key: str, origins: Mapping[str, str], place: str) -> str:
-    while key and key not in origins:
-        key = key.rpartition(".")[0]
-    return origins.get(key, place) or place
-
-
-def _allowed(kind: str, context: Mapping[str, Any], message: str) -> str:
-    if kind == "literal_error":
-        return "must be " + str(context["expected"]).replace("'", "")
-    words = {
-        "bool_type": "must be true or false",
-        "string_type": "must be text",
-        "invalid_key": "must be text",
-        "dict_type": "must be a mapping of keys to values",
-        "model_type": "must be a mapping of keys to values",
-        "list_type": "must be a list",
-        "tuple_type": "must be a list",
-    }
-    return words.get(kind, message[0].lower() + message[1:])
-
-
-def _nearest(parts: List[str]) -> str:
-    section: Any = Config
-    for name in parts[:-1]:
-        field = section.model_fields.get(name)
-        section = _section_of(field.annotation) if field else None
-        if name == "stages":  # its forms are checked one after another, so its type says none of them
-            section = StageCount
-        if section is None:
-            return ""
-    known = list(section.model_fields)
-    if parts[-1] in known:  # of another form of `stages`
-        return ""
-    near = difflib.get_close_matches(parts[-1], known, 1, 0.5)
-    return f", nearest is {near[0]}" if near else f", allowed are {', '.join(known)}"
-
-
-def _section_of(annotation: Any) -> Any:
-    for candidate in (annotation, *getattr(annotation, "__args__", ())):
-        if inspect.isclass(candidate) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
 
 
 # ---- writing and comparing
@@ -675,7 +511,7 @@ def _section_of(annotation: Any) -> Any:
 
 def dump(config: Config) -> str:
     """The resolved config as YAML that loads to the same config."""
-    return yaml.dump(config.to_dict(), Dumper=_Dumper, sort_keys=False)
+    return write(config.to_dict())
 
 
 def as_recorded(old: Config, new: Config) -> Config:
@@ -694,7 +530,7 @@ def changed(old: Config, new: Config) -> List[Tuple[str, Any, Any]]:
 
 def differences(old: Config, new: Config) -> List[str]:
     """`key: old -> new` for every value in which the two differ."""
-    return [f"{key}: {before} -> {after}" for key, before, after in changed(old, new)]
+    return [f"{shown(key)}: {shown(before)} -> {shown(after)}" for key, before, after in changed(old, new)]
 
 
 def flat(value: Any, key: str = "") -> Dict[str, Any]:

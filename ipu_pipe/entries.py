@@ -10,33 +10,34 @@ from pathlib import Path
 from typing import Any, Callable, Mapping
 
 from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.shown import shown
 
 
 def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
     """What an import string `module:attribute` names, looked for in the current folder too. `key` is for the error."""
     module_name, colon, attribute = entry.partition(":")
     if not colon or not module_name or not attribute:
-        raise BadInput(f"{key}: {entry}: must be an import string module:name, such as models.resnet:resnet50")
+        raise BadInput(f"{key}: {shown(entry)}: must be an import string module:name, such as models.resnet:resnet50")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise BadInput(f"{key}: {entry}: no module {error.name} in the current folder or installed") from None
-        raise BadInput(f"{key}: {entry}: importing {module_name} fails: {error}") from error
+            raise BadInput(f"{key}: {shown(entry)}: no module {error.name} in the current folder or installed") from None
+        raise BadInput(f"{key}: {shown(entry)}: importing {module_name} fails: {error}") from error
     except Exception as error:  # whatever the user's module raises
-        raise BadInput(f"{key}: {entry}: importing {module_name} fails: {type(error).__name__}: {error}") from error
+        raise BadInput(f"{key}: {shown(entry)}: importing {module_name} fails: {type(error).__name__}: {error}") from error
     found: Any = module
     for name in attribute.split("."):
         if not hasattr(found, name):
             near = difflib.get_close_matches(name, [n for n in dir(found) if not n.startswith("_")], 3)
             raise BadInput(
-                f"{key}: {entry}: {module_name} has no {name}" + (f", nearest are {', '.join(near)}" if near else "")
+                f"{key}: {shown(entry)}: {module_name} has no {name}" + (f", nearest are {', '.join(near)}" if near else "")
             )
         found = getattr(found, name)
     if not callable(found):
-        raise BadInput(f"{key}: {entry}: is a {type(found).__name__}, must be callable")
+        raise BadInput(f"{key}: {shown(entry)}: is a {type(found).__name__}, must be callable")
     called: Callable[..., Any] = found
     return called
 
@@ -50,7 +51,7 @@ def accepts(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> 
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     faults = [
-        f"{key}.{name}: {value}: unknown argument, allowed are {', '.join(named)}"
+        f"{key}.{shown(name)}: {shown(value)}: unknown argument, allowed are {', '.join(named)}"
         for name, value in args.items()
         if name not in named and not open_ended
     ]
@@ -71,6 +72,6 @@ def call_entry(function: Callable[..., Any], args: Mapping[str, Any], key: str) 
     except BadInput as error:
         raise BadInput([f"{key}: {fault}" for fault in error.faults]) from None
     except (TypeError, ValueError) as error:
-        raise BadInput(f"{key}: {dict(args)}: {error}") from error
+        raise BadInput(f"{key}: {shown(dict(args))}: {error}") from error
     except Exception as error:  # whatever the user's function raises
-        raise BadInput(f"{key}: {dict(args)}: {first_line(error)}") from error
+        raise BadInput(f"{key}: {shown(dict(args))}: {first_line(error)}") from error

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 import traceback
 from typing import Any, Callable, Iterator, NoReturn, Optional, Sequence, Tuple, Union
 
 from ipu_pipe import interrupts, launched
+from ipu_pipe.shown import one_line
 
 
 class BadInput(ValueError):
@@ -18,7 +20,7 @@ class BadInput(ValueError):
     is_told: Optional[bool] = None
 
     def __init__(self, faults: Union[str, Sequence[str]]) -> None:
-        self.faults = [faults] if isinstance(faults, str) else list(faults)
+        self.faults = [one_line(fault) for fault in ([faults] if isinstance(faults, str) else faults)]
         assert self.faults, "BadInput needs at least one fault"
         super().__init__("; ".join(self.faults))
 
@@ -106,6 +108,8 @@ class Parser(argparse.ArgumentParser):
 def run_command(main: Callable[[], None]) -> NoReturn:
     """Run a command line's `main` and leave with its exit code: 0 done, 2 bad input, 1 fault, 130 Ctrl-C."""
     ended_by_ctrl_c = False
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names need not be text; standard error is so by default
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             interrupts.raise_first()
@@ -168,7 +172,7 @@ def _line(error: Exception) -> Optional[str]:
 
 def _tell(line: str) -> None:
     with contextlib.suppress(OSError):  # there is nowhere else to tell it
-        print("error: " + " ".join(line.split()), file=sys.stderr, flush=True)
+        print(f"error: {one_line(line)}", file=sys.stderr, flush=True)
 
 
 def _check_streams() -> None:

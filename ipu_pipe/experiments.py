@@ -23,9 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ipu_pipe.config import configure, differences, load_config, merge, read_yaml
+from ipu_pipe.config import configure, differences, load_config
 from ipu_pipe.errors import BadInput, RunFault, writing
+from ipu_pipe.shown import shown
 from ipu_pipe.worker_pool import in_workers
+from ipu_pipe.yaml_files import merge, read_yaml
 
 KEYS = ("title", "source", "base", "full", "seeds", "rows", "expect")
 
@@ -72,13 +74,13 @@ class Run:
 def load_experiment(path: Path) -> Experiment:
     """Read and check an experiment's file, all its configs included. Raises BadInput."""
     raw = read_yaml(path)
-    faults = [f"{path}: {key}: unknown key, allowed are {', '.join(KEYS)}" for key in raw if key not in KEYS]
+    faults = [f"{path}: {shown(key)}: unknown key, allowed are {', '.join(KEYS)}" for key in raw if key not in KEYS]
     for key, kind, what in (
         ("title", str, "text"), ("source", str, "text"), ("base", dict, "a mapping"), ("rows", dict, "a mapping"),
         ("seeds", list, "a list of whole numbers"),
     ):  # fmt: skip
         if not isinstance(raw.get(key), kind) or not raw[key]:
-            faults.append(f"{path}: {key}: {raw.get(key)}: must be {what}")
+            faults.append(f"{path}: {shown(key)}: {shown(raw.get(key))}: must be {what}")
     faults += _shape_faults(path, raw) if not faults else []
     if faults:
         raise BadInput(faults)
@@ -89,7 +91,7 @@ def load_experiment(path: Path) -> Experiment:
     for number, entry in enumerate(experiment.expect):
         for key in ("better", "than"):
             if entry.get(key) not in experiment.rows:
-                faults.append(f"{path}: expect.{number}.{key}: {entry.get(key)}: must be one of the rows")
+                faults.append(f"{path}: expect.{number}.{key}: {shown(entry.get(key))}: must be one of the rows")
     for label in experiment.rows:
         for full in (False, True):
             try:
@@ -106,23 +108,23 @@ def _shape_faults(path: Path, raw: Mapping[str, Any]) -> List[str]:
     """What is of the wrong type inside an experiment's file, or would be two runs in one folder."""
     faults = []
     if not isinstance(raw.get("full") or {}, dict):
-        faults.append(f"{path}: full: {raw['full']}: must be a mapping")
+        faults.append(f"{path}: full: {shown(raw['full'])}: must be a mapping")
     if not all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in raw["seeds"]):
-        faults.append(f"{path}: seeds: {raw['seeds']}: must be a list of whole numbers")
+        faults.append(f"{path}: seeds: {shown(raw['seeds'])}: must be a list of whole numbers")
     folders: Dict[str, str] = {}
     for label, keys in raw["rows"].items():
         if not isinstance(keys or {}, dict):
-            faults.append(f"{path}: rows.{label}: {keys}: must be a mapping of keys that replace those of base")
+            faults.append(f"{path}: rows.{label}: {shown(keys)}: must be a mapping of keys that replace those of base")
         other = folders.setdefault(_folder(f"{label}"), f"{label}")
         if other != f"{label}":
             faults.append(f"{path}: rows.{label}: its runs would be in the folder of {other}: must be called otherwise")
     expect = raw.get("expect") or []
     if not isinstance(expect, list) or not all(isinstance(entry, dict) for entry in expect):
-        return [*faults, f"{path}: expect: {expect}: must be a list of {{better, than, by}}"]
+        return [*faults, f"{path}: expect: {shown(expect)}: must be a list of {{better, than, by}}"]
     for number, entry in enumerate(expect):
         by = entry.get("by", 0.0)
         if isinstance(by, bool) or not isinstance(by, (int, float)):
-            faults.append(f"{path}: expect.{number}.by: {by}: must be a number")
+            faults.append(f"{path}: expect.{number}.by: {shown(by)}: must be a number")
     return faults
 
 
@@ -151,11 +153,11 @@ def run_experiment(
             done[label, seed] = run
             left = (time.monotonic() - start) / len(done) * (len(wanted) - len(done))
             place = f"[{len(done)}/{len(wanted)}] {label}, seed {seed}"
-            say(f"{place}: {_shown(run)} ({run.seconds:.0f} s; {left / 60:.0f} min left)")
+            say(f"{place}: {_outcome(run)} ({run.seconds:.0f} s; {left / 60:.0f} min left)")
     return [done[label, seed] for label in experiment.rows for seed in seeds]
 
 
-def _shown(run: Run) -> str:
+def _outcome(run: Run) -> str:
     return (
         f"diverged: {run.diverged}"
         if run.diverged

@@ -30,8 +30,10 @@ from ipu_pipe.precision import OwnTypes
 from ipu_pipe.probe import Footprint, Loss, changing_buffers, drawn_unkeyed, footprint
 from ipu_pipe.randomness import derived_seed
 from ipu_pipe.schedule import Schedule
+from ipu_pipe.shown import shown
 from ipu_pipe.stages import Partition, partition
 from ipu_pipe.timelines import make_schedule
+from ipu_pipe.values import MOST_STOPS, MOST_UPDATES
 from ipu_pipe.versions import VersionTable, segment_ends
 
 BLOCK_KEYS = ("block_rates", "block_accumulation", "head")
@@ -248,6 +250,7 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
             "or take more data"
         )
     updates = config.steps if config.steps is not None else config.epochs * per_epoch
+    _check_length(config, updates, per_epoch)
     x, y = setup.to_device(*data.train_batch(0, 0, config.micro_batch_size))
     example = x.clone(), y.clone()  # a model that works in place must not change the data
     setup.label_range = _try_model(model, chosen_loss, example)
@@ -312,6 +315,20 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     return job
 
 
+def _check_length(config: Config, updates: int, per_epoch: int) -> None:
+    """Whether the run can be planned: what that takes grows with its updates and with the stops among them."""
+    if updates > MOST_UPDATES:
+        raise BadInput(
+            f"epochs: {config.epochs}: {updates} updates, at most {MOST_UPDATES}: a run is planned before it starts"
+        )
+    for key, every in (("checkpoint", config.checkpoint.every), ("evaluate", config.evaluate.every * per_epoch)):
+        if every and updates // every > MOST_STOPS:
+            raise BadInput(
+                f"{key}.every: {getattr(config, key).every}: {updates // every} times in {updates} updates, at most"
+                f" {MOST_STOPS}: a run is planned before it starts"
+            )
+
+
 def _on_ipus(
     config: Config, model: nn.Module, part: Partition, x: torch.Tensor, optimizer: torch.optim.Optimizer, updates: int,
     per_epoch: int,
@@ -351,7 +368,7 @@ def _check_blocks(config: Config, args: Dict[str, Any], blocks: int, updates: in
     faults = []
     for key in ("block_rates", "block_accumulation"):
         if key in args and len(args[key]) != blocks:
-            faults.append(f"method_args.{key}: {args[key]}: must be one for each of {blocks} blocks")
+            faults.append(f"method_args.{key}: {shown(args[key])}: must be one for each of {blocks} blocks")
     for every in args.get("block_accumulation", ()):
         wrong = [k for k in [*_drains(config, updates, per_epoch, done), updates] if k % every]
         if wrong:

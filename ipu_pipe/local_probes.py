@@ -30,7 +30,7 @@ from torch import nn
 from ipu_pipe import checkpoint
 from ipu_pipe.backends.emulator import StepResult
 from ipu_pipe.buffers import buffers_restored
-from ipu_pipe.config import Config, configure, merge
+from ipu_pipe.config import Config, configure
 from ipu_pipe.data import DataSource, TensorData
 from ipu_pipe.data.batches import Pair
 from ipu_pipe.data.images import ImageFolder
@@ -44,6 +44,7 @@ from ipu_pipe.probe import Loss, random_modules, undisturbed
 from ipu_pipe.randomness import KeyedRandomness
 from ipu_pipe.rundir import Measured
 from ipu_pipe.worker_pool import in_workers
+from ipu_pipe.yaml_files import merge
 
 Say = Callable[[str], None]
 LOCAL = tuple(name for name, method in METHODS.items() if method.structure is not None)

@@ -17,6 +17,8 @@ from ipu_pipe.schedule import Kind, Part, RunArray, Schedule, run_array
 # One stretch from an empty pipeline to an empty one: its slots, and its runs.
 Stretch = Tuple[int, RunArray]
 
+MOST_SHARED_BATCHES = 5_000  # in a stretch of local_overlapping: each is a run of its own, and runs are proved one by one
+
 
 def make_schedule(
     method: Method, stages: int, microbatches: int, accumulate: int, drains: Sequence[int] = (), synchronous: int = 0
@@ -39,6 +41,12 @@ def make_schedule(
         if longest is None:
             later = [drain - warm for drain in drains if drain >= warm]
             lengths = _between_drains(later, count, accumulate)
+            batches = max(length for length, _ in lengths) // accumulate if lengths else 0
+            if method.pipeline is Pipeline.LOCAL_SHARED and accumulate > 1 and batches > MOST_SHARED_BATCHES:
+                raise BadInput(
+                    f"steps: {batches} updates of {method.name} without a drain: at most {MOST_SHARED_BATCHES} can be planned:"
+                    " evaluate or save more often (evaluate.every, checkpoint.every)"
+                )
         else:
             length = longest(accumulate)
             lengths = [(length, count // length), (count % length, 1)]

@@ -9,15 +9,27 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
 from typing_extensions import Annotated
 
+# Bounds on numbers that have none of their own. What exceeds them is a slip of the hand, and would not end: a run is planned
+# before it starts, in time and memory that grow with its stages and with the updates after which it stops to save.
+MOST_UPDATES = 10_000_000  # of a run: at 10 updates a second eleven days
+MOST_STOPS = 1_000_000  # evaluations, or checkpoints, of a run
+MOST_STAGES = 4_096  # of a pipeline: the deepest that the papers emulate has 1,000
+MOST_COUNT = 1_000_000_000  # of anything else
+MOST_THREADS = 1_024  # each has a stack of megabytes
+MOST_REAL = 1e18  # of any other setting: the product of two is still a float32
+MOST_SECONDS = 1e7  # of waiting: four months
 
-def whole(low: int, high: Optional[int] = None) -> BeforeValidator:
-    """A whole number from `low` to `high`; a true is no 1, a 2.0 no 2."""
+
+def whole(low: int, high: Optional[int] = None, most: int = MOST_COUNT, why: str = "no run has so many") -> BeforeValidator:
+    """A whole number from `low` to `high`; a true is no 1, a 2.0 no 2. Without a `high`, up to `most`, for the reason `why`."""
     allowed = f">= {low}" if high is None else f"from {low} to {high}"
 
     def check(value: Any) -> int:
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         if not is_whole or value < low or (high is not None and value > high):
             raise ValueError(f"must be a whole number {allowed}")
+        if high is None and value > most:
+            raise ValueError(f"must be a whole number {allowed}, at most {most}: {why}")
         return int(value)
 
     return BeforeValidator(check)
@@ -32,13 +44,17 @@ def number(value: Any) -> Optional[float]:
     return found if math.isfinite(found) else None
 
 
-def real(allowed: str, fits: Callable[[float], bool]) -> BeforeValidator:
-    """A number that `fits`."""
+def real(
+    allowed: str, fits: Callable[[float], bool], most: float = MOST_REAL, why: str = "what it is multiplied with overflows"
+) -> BeforeValidator:
+    """A number that `fits`, up to `most`, for the reason `why`."""
 
     def check(value: Any) -> float:
         found = number(value)
         if found is None or not fits(found):
             raise ValueError(f"must be a number {allowed}")
+        if found > most:
+            raise ValueError(f"must be a number {allowed}, at most {most:g}: {why}")
         return found
 
     return BeforeValidator(check)
@@ -49,10 +65,25 @@ def fault_at(key: str, value: Any, why: str) -> PydanticCustomError:
     return PydanticCustomError("setting", "{why}", {"key": key, "value": value, "why": why})
 
 
+def path_text(value: Any) -> Any:
+    """Text that can be a path: no file's name holds a NUL or half a character."""
+    if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+        raise ValueError("holds a character that no file name can")
+    return value
+
+
+PathText = Annotated[str, BeforeValidator(path_text)]
 Count = Annotated[int, whole(1)]
+Updates = Annotated[int, whole(1, most=MOST_UPDATES, why="a run is planned before it starts")]
+Delayed = Annotated[int, whole(1, most=1_000_000, why="so many versions of the weights are kept")]
+Stages = Annotated[int, whole(1, most=MOST_STAGES, why="a schedule is planned before it starts")]
+Traced = Annotated[int, whole(1, most=100_000, why="a trace is held in memory")]
+Threads = Annotated[int, whole(1, most=MOST_THREADS, why="no machine has so many cores")]
 Whole = Annotated[int, whole(0)]
 Seed = Annotated[int, whole(0, 2**63 - 1)]  # what torch.Generator and a tensor of int64 hold
 Positive = Annotated[float, real("> 0", lambda value: value > 0)]
+Seconds = Annotated[float, real("> 0", lambda value: value > 0, MOST_SECONDS, "no wait is so long")]
+Epochs = Annotated[float, real("> 0", lambda value: value > 0, MOST_UPDATES, "no run has so many")]
 NotNegative = Annotated[float, real(">= 0", lambda value: value >= 0)]
 Fraction = Annotated[float, real("> 0 and <= 1", lambda value: 0 < value <= 1)]
 Share = Annotated[float, real(">= 0 and < 1", lambda value: 0 <= value < 1)]

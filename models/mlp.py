@@ -17,6 +17,8 @@ def mlp(inputs: int = 64, width: int = 128, layers: int = 4, classes: int = 10) 
     Input of shape (B, ...) with `inputs` numbers a sample, output (B, classes).
     """
     for name, value in (("inputs", inputs), ("width", width), ("layers", layers), ("classes", classes)):
+        if isinstance(value, int) and value > 100_000:
+            raise BadInput(f"mlp: {name}: {value}: must be at most 100000")
         if value < 1:
             raise BadInput(f"mlp: {name}: {value}: must be at least 1")
     children: List[Tuple[str, nn.Module]] = [("flatten", nn.Flatten())]

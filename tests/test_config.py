@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any, Dict, List, Sequence
@@ -402,3 +403,117 @@ def test_stages_measured_by_time_are_the_same_as_the_names_they_came_to() -> Non
         assert as_recorded(names, staged(other)) == staged(other)
         assert len(differences(names, as_recorded(names, staged(other)))) >= 1
     assert as_recorded(measured, measured) == measured
+
+
+# ---- what YAML can say and a config cannot mean
+
+
+BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(f"{y}: &{y} [{','.join([f'*{x}'] * 9)}]\n" for x, y in zip("abcdefg", "bcdefgh"))
+REFUSED = {
+    "hardware: {x: !!int abc}": "line 3: !!int abc: is no int",
+    "hardware: {x: !!bool 3}": "line 3: !!bool 3: is no bool",
+    "hardware: !!set {a, b}": "line 3: !!set: unknown tag, allowed are !!null, !!bool, !!int, !!float, !!str, !!seq, !!map",
+    "hardware: !!python/object/apply:os.getcwd []": "line 3: !!python/object/apply:os.getcwd: unknown tag, allowed are !!null, "
+    "!!bool, !!int, !!float, !!str, !!seq, !!map",
+    "hardware: " + "[" * 500 + "]" * 500: "line 3: nested deeper than 50 levels: no config needs that",
+    "hardware: &a {b: *a}": "line 3: *a stands within what it names",
+    BOMB: "line 7: more than 50000 values, those counted again that aliases repeat: no config needs that",
+    "hardware: {[a]: 3}": "line 3: ['a']: a key must be text",
+    "seed: " + "9" * 5000: f"line 3: {'9' * 160}... (5000 characters): longer than any number meant",
+    'hardware: {x: "\\ud800"}': "line 3: \\ud800: holds half a character",
+    "seed: \0": "line 3: holds '\\x00', which no YAML may",
+    "extends: .": "extends: .: is no file",
+    'extends: "a\\0b"': "extends: a\\x00b: embedded null byte",
+    "extends: loop.yaml": "extends: loop.yaml: Too many levels of symbolic links",
+    "steps: 2147483648": "steps: 2147483648: must be a whole number >= 1, at most 10000000: a run is planned before it starts",
+    "stages: 2147483648": "stages: 2147483648: must be a whole number from 1 to 4096: a schedule is planned before it starts",
+    "backend: {threads: 100000}": "backend.threads: 100000: must be a whole number >= 1, at most 1024: "
+    "no machine has so many cores",
+    "optimizer: {weight_decay: 1e308}": "optimizer.weight_decay: 1e+308: must be a number >= 0, at most 1e+18: what it is "
+    "multiplied with overflows",
+    "method_args: {weight_prediction: {scale: 1e308}}": "method_args.weight_prediction.scale: 1e+308: must be a number > 0, at "
+    "most 1e+18: what it is multiplied with overflows",
+    "data: {root: 3}": "line 3: data: the key stands twice",
+    'init_from: "a\\0"': "init_from: a\\x00: holds a character that no file name can",
+    "method: pipemare\nrecompute: true\nmethod_args: {constant_delay: {updates: 2}}": "method_args.constant_delay: 2: not "
+    "together with recompute: true, which recomputes with a forward's weights: its backward reads newer ones",
+    "method: pipemare\nmethod_args: {constant_delay: {updates: 2}, recompute: {segments: 2}}": "method_args.constant_delay: "
+    "{'updates': 2}: not together with recompute, whose weights are defined by the pipeline's own delays",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", list(REFUSED), ids=lambda text: text[:30].replace("\0", "NUL"))
+def test_what_yaml_can_say_and_a_config_cannot_mean_is_one_line(text: str, here: Path) -> None:
+    Path("loop.yaml").symlink_to("loop.yaml")
+    assert faults_of(text) == [f"x.yaml: {REFUSED[text]}"]
+
+
+def test_files_that_are_no_config_are_refused_unread(here: Path) -> None:
+    (here / "folder").mkdir()
+    os.mkfifo("pipe")  # story: the reader waited for whoever might write
+    Path("latin.yaml").write_bytes(b"seed: 1\nx: \xe9\n")
+    Path("large.yaml").write_text("# " + "x" * 2**19)
+    said = {
+        "folder": "is a folder, must be a file",
+        "pipe": "is a pipe or device, must be a file",
+        "/dev/zero": "is a pipe or device, must be a file",
+        "latin.yaml": "line 2: byte 0xe9 is no UTF-8: save the file as UTF-8",
+        "large.yaml": "larger than 512 KiB: no config is",
+        "a\0b": "cannot be read: embedded null byte",
+        "x" * 300: "cannot be read: File name too long",
+    }
+    for name, fault in said.items():
+        with pytest.raises(BadInput) as error:
+            load_config(name)
+        assert error.value.faults == [f"{name}: {fault}".replace("\0", "\\x00")]
+
+
+def test_a_file_without_permission_is_told_as_such(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)  # root may read all
+    with pytest.raises(BadInput, match="^x.yaml: no permission to read it$"):
+        load_config("x.yaml")
+
+
+def test_a_long_chain_of_files_ends(here: Path) -> None:
+    for number in range(2000):
+        Path(f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\n")
+    with pytest.raises(BadInput, match="^19.yaml: extends: 20.yaml: more than 20 files extend one another$"):
+        load_config("0.yaml")
+
+
+def test_twenty_thousand_keys_are_read_and_their_faults_counted(here: Path) -> None:
+    """The search for a key that stands twice compared each with all before it, and the nearest known key was sought for all."""
+    told = faults_of("".join(f"k{number}: 1\n" for number in range(20_000)))
+    assert len(told) == 51 and told[-1] == "x.yaml: 19950 more such faults"
+
+
+def test_fault_lines_are_cut_and_escaped(here: Path) -> None:
+    (told,) = faults_of("", f"seed=[{'a' * 9000}]")
+    assert told.isprintable() and len(told) < 600 and "... (9004 characters)" in told
+    (told,) = faults_of('method: "\\e[31mred\\nline"')
+    assert told.startswith("x.yaml: method: \\x1b[31mred\\nline: is none of")
+    assert BadInput("a\x1b" + "b" * 9000).faults[0].startswith("a\\x1bbb") and len(BadInput("b" * 9000).faults[0]) < 2100
+
+
+def test_an_override_within_an_alias_changes_one_of_the_two(here: Path) -> None:
+    config = read("hardware:\n  a: &a {x: {y: 1}}\n  b: *a\n", "hardware.a.x.y=2")
+    assert config.hardware == {"a": {"x": {"y": 2}}, "b": {"x": {"y": 1}}}
+
+
+def test_overrides_that_are_no_text_or_too_deep(here: Path) -> None:
+    assert faults_of("", "seed=\udcff") == ["--set seed=\\udcff: line 1: holds '\\udcff', which no YAML may"]
+    assert "nested deeper than 50 levels" in faults_of("", "a." * 3000 + "a=1")[0]
+    assert "nested deeper than 50 levels" in faults_of("", "hardware." + "a." * 30 + "a=" + "[" * 30 + "]" * 30)[0]
+
+
+def test_a_run_too_long_to_be_planned_is_refused_with_the_reason() -> None:
+    from ipu_pipe.job import build
+
+    keys = {"model": {"entry": "models.mlp:mlp"}, "data": {"name": "digits"}, "evaluate": {"every": 0}}
+    with pytest.raises(BadInput, match="^epochs: 10000000: 1790000000 updates, at most 10000000: a run is planned before"):
+        build(configure(**keys, epochs=10_000_000))
+    with pytest.raises(BadInput, match="^checkpoint.every: 1: 5000000 times in 5000000 updates, at most 1000000: a run is"):
+        build(configure(**keys, steps=5_000_000, checkpoint={"every": 1}))

@@ -77,7 +77,10 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_loses_nothing(
     out, steps = tmp_path / "run", 40
     arguments = [DIGITS, *sets(f"steps={steps}"), "--out", str(out)]
     go, stands = tmp_path / "go", tmp_path / "stands"
-    waits = f"import time; from pathlib import Path\nPath({str(stands)!r}).touch()\nwhile not Path({str(go)!r}).exists(): time.sleep(0.02)"
+    waits = (
+        f"import time; from pathlib import Path\nPath({str(stands)!r}).touch()\n"
+        f"while not Path({str(go)!r}).exists(): time.sleep(0.02)"
+    )
     # a run that stands still in its second half until it is told to go on
     code = (
         "import sys\nfrom ipu_pipe.backends.emulator import Emulator\nstep = Emulator.step\n"

@@ -16,11 +16,12 @@ import torch
 from ipu_pipe.backends import ipu_model, ipu_options
 from ipu_pipe.backends import poptorch as backend
 from ipu_pipe.backends.ipu_options import IpuConfig, ModelFacts, Placement, make_options, placement, refuses
-from ipu_pipe.config import configure, dump, load_config, read_yaml
+from ipu_pipe.config import configure, dump, load_config
 from ipu_pipe.engines import make_engine
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job import build
 from ipu_pipe.methods import METHODS
+from ipu_pipe.yaml_files import read_yaml
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,12 +21,13 @@ from ipu_pipe.backends import ipu_blocks, ipu_model, ipu_profile, processes
 from ipu_pipe.backends import poptorch as backend
 from ipu_pipe.backends.ipu_feed import Feed, Reporting
 from ipu_pipe.backends.ipu_options import DataLoading
-from ipu_pipe.config import configure, load_config, read_yaml
+from ipu_pipe.config import configure, load_config
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.engines import make_engine
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job import build
 from ipu_pipe.training import train
+from ipu_pipe.yaml_files import read_yaml
 from models.transformer import transformer_lm, transformer_translation
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`

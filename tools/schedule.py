@@ -24,11 +24,16 @@ from ipu_pipe.drawing import format_csv, format_text
 from ipu_pipe.errors import BadInput, Parser, run_command
 from ipu_pipe.methods import METHODS, Method, resolve_method
 from ipu_pipe.schedule import Kind, Schedule
+from ipu_pipe.shown import shown
 from ipu_pipe.timelines import make_schedule, utilization
+from ipu_pipe.values import MOST_STAGES
 from ipu_pipe.versions import VersionTable
 
 # What a terminal can still show; JSON and CSV spell out everything.
 SHOWN_SLOTS, SHOWN_STAGES = 120, 64
+MOST_SLOTS = 100_000
+# passes of a schedule, stages times microbatches: proving and drawing takes a microsecond each, spelling out ten
+MOST_PASSES = {"text": 10_000_000, "csv": 2_000_000, "json": 2_000_000}
 
 
 def main() -> None:
@@ -36,10 +41,28 @@ def main() -> None:
     method = resolve_method(args.method, {"schedule": args.schedule, "turn": args.turn, "stash": args.stash})
     given = args.accumulate is not None
     accumulate = args.accumulate if given else max(1, method.accumulate_for(args.stages, args.microbatches))
+    _check_size(args)
     schedule = make_schedule(method, args.stages, args.microbatches, accumulate, args.drains)
     if args.slots is not None and args.format != "text":
         raise BadInput(f"--slots: only --format text prints a part of the slots; {args.format} spells out all")
     {"text": _write_text, "csv": _write_csv, "json": _write_json}[args.format](schedule, method, args, sys.stdout)
+
+
+def _check_size(args: argparse.Namespace) -> None:
+    """Whether the schedule can be proved and written within half a minute and a gigabyte."""
+    faults = []
+    if args.stages > MOST_STAGES:
+        faults.append(f"--stages: {shown(args.stages)}: at most {MOST_STAGES}: every stage is proved")
+    most, passes = MOST_PASSES[args.format], max(args.stages, 0) * max(args.microbatches, 0)
+    if not faults and passes > most:
+        faults.append(
+            f"--microbatches: {shown(args.microbatches)}: on {args.stages} stages at most {most // args.stages} can be proved"
+            f" and written as {args.format}"
+        )
+    if args.slots and args.slots[1] - args.slots[0] > MOST_SLOTS:
+        faults.append(f"--slots: {shown(args.slots[1] - args.slots[0])} slots: at most {MOST_SLOTS} can be shown")
+    if faults:
+        raise BadInput(faults)
 
 
 def _parser() -> Parser:

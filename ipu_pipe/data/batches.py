@@ -8,6 +8,7 @@ import torch
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.randomness import derived_seed
+from ipu_pipe.shown import shown
 
 try:
     from typing import Protocol, runtime_checkable
@@ -119,7 +120,7 @@ def check_limit(key: str, wanted: Optional[int], held: Optional[int] = None) -> 
     if wanted is None or (type(wanted) is int and wanted >= 1 and (held is None or wanted <= held)):
         return
     raise BadInput(
-        f"data.{key}: {wanted}: must be " + (f"from 1 to {held}" if held is not None else "a whole number >= 1")
+        f"data.{key}: {shown(wanted)}: must be " + (f"from 1 to {held}" if held is not None else "a whole number >= 1")
     )
 
 

@@ -33,6 +33,7 @@ from ipu_pipe.data.text import TextData, TranslationData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hashes import file_hash
 from ipu_pipe.randomness import derived_seed
+from ipu_pipe.shown import shown
 
 # MD5 and size in bytes of the official files
 CIFAR10 = {
@@ -123,7 +124,7 @@ def read_idx(images: Path, labels: Path) -> Pair:
 
 def _cifar10(root: Optional[str], seed: int, augment: bool = True, size: int = 32, **limits: Any) -> DataSource:
     if type(size) is not int or size not in (8, 16, 32):
-        raise BadInput(f"data.size: {size}: must be 32, or 16 or 8, to which images are averaged")
+        raise BadInput(f"data.size: {shown(size)}: must be 32, or 16 or 8, to which images are averaged")
     folder = Path(root or default_root()) / FOLDERS["cifar10"]
     check_files("cifar10", folder, root)
     parts = [read_cifar(folder / file) for file in CIFAR10]
@@ -228,11 +229,11 @@ def _synthetic(
         or classes < 1
     ):
         raise BadInput(
-            f"data.shape: {shape}, data.classes: {classes}: must be whole numbers >= 1, as shape: [3, 32, 32]"
+            f"data.shape: {shown(shape)}, data.classes: {shown(classes)}: must be whole numbers >= 1, as shape: [3, 32, 32]"
         )
     for key, count in (("subset", subset), ("test_subset", test_subset)):
         if count is None:
-            raise BadInput(f"data.{key}: {count}: must be a whole number >= 1")
+            raise BadInput(f"data.{key}: {shown(count)}: must be a whole number >= 1")
         check_limit(key, count)
     return SyntheticData(sizes, classes, subset, test_subset, seed, bytes)
 
@@ -272,7 +273,7 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
     if name not in SETS:
         near = difflib.get_close_matches(str(name), SETS, 1)
         hint = f", nearest is {near[0]}" if near else ""
-        raise BadInput(f"data.name: {name}: must be one of {', '.join(SETS)} or an import string module:name{hint}")
+        raise BadInput(f"data.name: {shown(name)}: must be one of {', '.join(SETS)} or an import string module:name{hint}")
     allowed = _OPTIONS.get(name, ["augment", "subset", "test_subset", "random_labels"])
     faults = []
     for key, value in options.items():
@@ -280,10 +281,10 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
             near = difflib.get_close_matches(key, allowed, 1)
             hint = f", nearest is {near[0]}" if near else ""
             faults.append(
-                f"data.{key}: {value}: unknown key for {name}, allowed are {', '.join(['root', *allowed])}{hint}"
+                f"data.{shown(key)}: {shown(value)}: unknown key for {name}, allowed are {', '.join(['root', *allowed])}{hint}"
             )
         elif key in ("augment", "random_labels", "bytes") and not isinstance(value, bool):
-            faults.append(f"data.{key}: {value}: must be true or false")
+            faults.append(f"data.{shown(key)}: {shown(value)}: must be true or false")
     if faults:
         raise BadInput(faults)
     assert inspect.isfunction(SETS[name])

@@ -1,0 +1,90 @@
+"""What is wrong with a config, in one line a fault: where it stands, the key, the value and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any, List, Mapping, Sequence, Type
+
+from pydantic import BaseModel
+
+from ipu_pipe.shown import shown
+
+MOST_TOLD = 50
+Schema = Type[BaseModel]
+
+
+def told(
+    details: Sequence[Any], origins: Mapping[str, str], place: str, schema: Schema, forms: Mapping[str, Schema]
+) -> List[str]:
+    """pydantic's complaints of a config in our words: `place` (or where `origins` has the key from), key, value, what `schema`
+    allows. `forms`: sections of it whose type does not say what they are. Of very many faults the first are enough."""
+    faults = [_told(detail, origins, place, schema, forms) for detail in details[:MOST_TOLD]]
+    more = len(details) - len(faults)
+    return faults + ([f"{place}: {more} more such faults"] if more else [])
+
+
+def _told(detail: Any, origins: Mapping[str, str], place: str, schema: Schema, forms: Mapping[str, Schema]) -> str:
+    parts = [str(part) for part in detail["loc"] if part != "[key]"]
+    kind, value, message = detail["type"], detail.get("input"), detail["msg"]
+    if kind == "setting":
+        parts, value = [*parts, detail["ctx"]["key"]], detail["ctx"]["value"]
+    elif kind == "value_error":
+        message = message[len("Value error, ") :]
+    elif kind == "extra_forbidden":
+        message = f"unknown key{_nearest(parts, schema, forms)}"
+    elif kind != "missing":
+        message = _allowed(kind, detail.get("ctx", {}), message)
+    key = ".".join(parts)
+    said = "missing: must be given" if kind == "missing" else f"{_as_written(value)}: {message}"
+    return f"{origin_of(key, origins, place)}: {shown(key)}: {said}"
+
+
+def _as_written(value: Any) -> str:
+    """A value as the file says it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return shown(value)
+
+
+def origin_of(key: str, origins: Mapping[str, str], place: str) -> str:
+    """Where the value of `key` came from, or what holds it did; `place` if nothing says."""
+    while key and key not in origins:
+        key = key.rpartition(".")[0]
+    return origins.get(key, place) or place
+
+
+def _allowed(kind: str, context: Mapping[str, Any], message: str) -> str:
+    if kind == "literal_error":
+        return "must be " + str(context["expected"]).replace("'", "")
+    words = {
+        "bool_type": "must be true or false",
+        "string_type": "must be text",
+        "invalid_key": "must be text",
+        "dict_type": "must be a mapping of keys to values",
+        "model_type": "must be a mapping of keys to values",
+        "list_type": "must be a list",
+        "tuple_type": "must be a list",
+    }
+    return words.get(kind, message[0].lower() + message[1:])
+
+
+def _nearest(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) -> str:
+    section: Any = schema
+    for name in parts[:-1]:
+        field = section.model_fields.get(name)
+        section = forms.get(name) or (_section_of(field.annotation) if field else None)
+        if section is None:
+            return ""
+    known = list(section.model_fields)
+    if parts[-1] in known:  # of another form of `stages`
+        return ""
+    near = difflib.get_close_matches(parts[-1], known, 1, 0.5)
+    return f", nearest is {near[0]}" if near else f", allowed are {', '.join(known)}"
+
+
+def _section_of(annotation: Any) -> Any:
+    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+        if inspect.isclass(candidate) and issubclass(candidate, BaseModel):
+            return candidate
+    return None

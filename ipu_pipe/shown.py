@@ -1,0 +1,33 @@
+"""How a value or a line of unknown length and content is shown in a fault: on one line, cut, control characters escaped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MOST_OF_A_VALUE = 160  # characters
+MOST_OF_A_LINE = 2000
+
+
+def shown(value: Any) -> str:
+    """A value as Python says it, cut after `MOST_OF_A_VALUE` characters with how many there are."""
+    try:
+        text = str(value)
+    except Exception as error:  # numbers of too many digits, objects of the user's own
+        text = f"({type(value).__name__} that cannot be shown: {type(error).__name__})"
+    return _cut(escaped(text), MOST_OF_A_VALUE)
+
+
+def one_line(text: str) -> str:
+    """A fault as one line: white space folded, the rest as in `shown`, cut after `MOST_OF_A_LINE` characters."""
+    return _cut(escaped(" ".join(text.split())), MOST_OF_A_LINE)
+
+
+def escaped(text: str) -> str:
+    """`text` with what a terminal obeys, breaks the line at or cannot print written as Python writes it, such as \\x1b."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"

@@ -1,0 +1,112 @@
+"""Checkpoints: damaged in their bytes, in what their JSON says and in which files are there; then resumed or evaluated.
+
+What is accepted must be what was saved: a resumed run ends with the weights and figures of the one that was never cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any, List, Optional, Tuple
+
+from safetensors.torch import load_file
+
+from tests.hostile.cases import Bases, Case, damage_file, value
+
+LAST = "checkpoints/step-6"
+
+
+def differs_from(end: Path, run: Path) -> Optional[str]:
+    """How the finished `run` differs from `end` in weights, optimizer state and figures; None where it does not."""
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        if not (run / LAST / name).is_file():
+            return f"no {LAST}/{name}"
+        ours, theirs = load_file(run / LAST / name), load_file(end / LAST / name)
+        if ours.keys() != theirs.keys() or any(
+            ours[key].dtype != theirs[key].dtype or ours[key].tolist() != theirs[key].tolist() for key in ours
+        ):
+            return f"{LAST}/{name} is not that of the run that was never cut off"
+    ours, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (run, end))
+    for key in ("steps", "samples", "initial", "final"):
+        if ours[key] != theirs[key]:
+            return f"summary.json: {key}: {ours[key]}, was {theirs[key]}"
+    return None
+
+
+def resumed(folder: Path, bases: Bases, what: str) -> Case:
+    """The case that resumes `folder`/run."""
+    argv = ["run/config.yaml", "--out", "run", "--resume"]
+    if not (folder / "run" / "config.yaml").is_file():
+        argv[0] = str(bases.end / "config.yaml")
+    return Case("train", argv, what, lambda said: differs_from(bases.end, folder / "run"))
+
+
+def _places(held: Any, above: Tuple[Any, ...] = ()) -> List[Tuple[Any, ...]]:
+    items = held.items() if isinstance(held, dict) else enumerate(held) if isinstance(held, list) else ()
+    return [place for key, item in items for place in ((*above, key), *_places(item, (*above, key)))]
+
+
+def _change_json(path: Path, rng: random.Random) -> str:
+    """Change one value in a JSON file, take one out or put one in."""
+    held = json.loads(path.read_text())
+    place = rng.choice(_places(held))
+    section = held
+    for key in place[:-1]:
+        section = section[key]
+    old = section[place[-1]]
+    how = rng.random()
+    if how < 0.2:
+        del section[place[-1]]
+    elif how < 0.5 and isinstance(old, (int, float)) and not isinstance(old, bool):
+        section[place[-1]] = old + rng.choice([1, -1, 0.5, 1e300])
+    elif how < 0.6 and isinstance(section, dict):
+        section["more"] = value(rng)
+    else:
+        section[place[-1]] = value(rng)
+    path.write_text(json.dumps(held))
+    return f"{path.name}: {'.'.join(map(str, place))} changed"
+
+
+def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """A resumed or evaluated checkpoint, damaged."""
+    shutil.copytree(bases.run, folder / "run")
+    found = sorted((folder / "run" / "checkpoints").glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
+    newest = found[-1]
+    files = sorted(path for path in newest.iterdir() if path.is_file())
+    said = []
+    for _ in range(rng.choice([1, 1, 1, 2])):
+        here = [path for path in files if path.is_file() and not path.is_symlink()]
+        if not here:
+            break
+        file = rng.choice(here)
+        how = rng.random()
+        if how < 0.5 and file.suffix == ".json":
+            try:
+                said.append(_change_json(file, rng))
+            except ValueError:  # damaged already
+                said.append(damage_file(file, rng))
+        elif how < 0.6:
+            other = rng.choice([*found[:-1], bases.end / LAST]) / file.name
+            shutil.copyfile(other, file)
+            said.append(f"{file.name} of {other.parent.name}")
+        elif how < 0.65:
+            newest = newest.rename(
+                newest.with_name(rng.choice(["step-5", "step-4000000000", "step-0", "step-04", "step-x"]))
+            )
+            said.append(f"called {newest.name}")
+            break
+        else:
+            said.append(damage_file(file, rng))
+    what = ", ".join(said)
+    if rng.random() < 0.25:
+        known = json.loads((bases.end / "evaluated.json").read_text())
+        keys = ("test_loss", "test_accuracy")
+
+        def differs(text: str) -> Optional[str]:
+            got = json.loads(text)
+            return None if all(got[key] == known[key] for key in keys) else f"evaluated as {got}, was {known}"
+
+        return Case("train", ["run/config.yaml", "--evaluate", f"run/checkpoints/{newest.name}"], what, differs)
+    return resumed(folder, bases, what)

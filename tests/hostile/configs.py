@@ -1,0 +1,107 @@
+"""Configs: values swapped for others, unknown and repeated keys, YAML that means more than a config, damaged bytes."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import yaml
+
+from ipu_pipe.config import Config
+from ipu_pipe.methods import METHODS
+from tests.hostile.cases import BASE, Bases, Case, damage, value
+
+
+def _keys(model: Any, above: Tuple[str, ...] = ()) -> List[Tuple[str, ...]]:
+    found: List[Tuple[str, ...]] = []
+    for name, field in model.model_fields.items():
+        found.append((*above, name))
+        for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if hasattr(part, "model_fields"):
+                found += _keys(part, (*above, name))
+    return found
+
+
+KEYS = [*_keys(Config), *(("model", "args", name) for name in BASE["model"]["args"])]
+# what a config could run is not ours to judge: only keys that name no function get any text
+HARMLESS = [
+    key for key in KEYS if key not in (("model", "entry"), ("loss",), ("data", "name"), ("method_args", "head"))
+]
+LOADED = ["digits", "cifar10", "image_folder", "synthetic", "nothing", "models.mlp:none", "a:b", "", 3]
+
+# each line repeats the one before: 9 to the power of 6 values
+_BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{y}: &{y} [{','.join([f'*{x}'] * 9)}]\n" for x, y in zip("abcde", "bcdef")
+)
+SNIPPETS = [
+    "x: !!int abc", "x: !!float abc", "x: !!bool 3", "x: !!null 3", "x: !!python/object/apply:os.getcwd []", "x: !!binary aGk=",
+    "x: !!set {a, b}", "x: !!timestamp 2026-99-99", "x: !!omap [a: 1]", "x: ! 3", "? [a, b]\n: 3", "? {a: b}\n: 3", "x: &a [*a]",
+    "x: *nowhere", "<<: 3", "<<: [1, 2]", "<<: *nowhere", '"\\ud800": 1', 'x: "\\UFFFFFFFF"', "%YAML 9.9\n---\nseed: 1",
+    "seed: 1\n---\nseed: 2", "x: |\n bad\n\tindent", "\tseed: 1", "seed : : 1", "seed: [1, 2", "extends: config.yaml",
+    "extends: ..", "extends: /", "extends: /dev/zero", 'extends: "\\0"', "extends: " + "a" * 5000, "extends: []",
+    "x: " + "9" * 9000,
+    "x: " + "[" * 700 + "]" * 700, "x: " + "{a: " * 300 + "1" + "}" * 300, "- - - - -", "[]", "3", "''", "x: !!str [1]",
+    _BOMB,
+]  # fmt: skip
+
+
+def _put(config: Dict[str, Any], key: Tuple[str, ...], new: Any) -> None:
+    section = config
+    for name in key[:-1]:
+        if not isinstance(section.get(name), dict):
+            section[name] = {}
+        section = section[name]
+    section[key[-1]] = new
+
+
+def _mutated(rng: random.Random) -> Tuple[Dict[Any, Any], List[str]]:
+    config = copy.deepcopy(BASE)
+    if rng.random() < 0.5:
+        config["method"] = rng.choice(list(METHODS))
+    said = []
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        what = rng.random()
+        if what < 0.6:
+            key = rng.choice(HARMLESS)
+            _put(config, key, value(rng))
+            said.append(".".join(key))
+        elif what < 0.7:
+            config["data"] = {"name": rng.choice(LOADED), "root": rng.choice(["", ".", "/", "gone", "a" * 300])}
+            said.append("data")
+        elif what < 0.8:
+            key = rng.choice(HARMLESS)
+            _put(config, (*key[:-1], rng.choice(["", "x", key[-1] + "s", "ß", "a" * 3000, "a.b"])), value(rng))
+            said.append(f"an unknown key in {'.'.join(key[:-1]) or 'the config'}")
+        elif what < 0.9:
+            name = rng.choice(list(config))
+            del config[name]
+            said.append(f"no {name}")
+        else:
+            config[rng.choice([1, None, True, 0.5])] = value(rng)  # type: ignore[index]
+            said.append("a key that is no text")
+    return config, said
+
+
+def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """A run or a dry run of a mutated config."""
+    path = folder / "config.yaml"
+    config, said = _mutated(rng)
+    how = rng.random()
+    if how < 0.25:
+        config, said = copy.deepcopy(BASE), []
+    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=rng.random() < 0.5)
+    if how < 0.12:
+        snippet = rng.choice(SNIPPETS)
+        text, said = rng.choice([text + snippet + "\n", snippet + "\n" + text]), [f"with {snippet[:60]}"]
+    content = text.encode("utf-8", "surrogatepass")
+    if 0.12 <= how < 0.25:
+        content, said = damage(content, rng), ["damaged bytes"]
+    path.write_bytes(content)
+    argv = ["config.yaml"]
+    if rng.random() < 0.8:
+        argv.append("--dry-run")
+    else:  # whatever it asks for, a few updates are enough to see it start
+        argv += ["--out", "run", "--set", "steps=2", "evaluate.every=0", "checkpoint.every=null"]
+    return Case("train", argv, ", ".join(said))

@@ -1,0 +1,86 @@
+"""The hostile tool judges: what must not be is seen, and a case is the same whenever it is made."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.hostile import configs  # noqa: E402
+from tests.hostile.cases import Bases, Case, damage  # noqa: E402
+from tests.hostile.checkpoints import LAST, differs_from  # noqa: E402
+from tests.hostile.running import KINDS, choose, judged, make_case  # noqa: E402
+
+if sys.platform != "linux":
+    pytest.skip("forks, pipes and limits of Linux", allow_module_level=True)
+
+CASE = Case("train", [], "")
+
+
+@pytest.mark.parametrize(
+    ("code", "wrong", "bad"),
+    [
+        (0, "", ""),
+        (2, "error: x.yaml: seed: -1: must be ...\n", ""),
+        (1, "error: the disk is full\n", ""),
+        (None, "", "hang"),
+        (1, "Traceback (most recent call last):\n  ...\nKeyError: 3\n", "traceback: KeyError: 3"),
+        (0, "Traceback (most recent call last):\n  ...\nKeyError: 3\n", "traceback"),  # of a thread
+        (2, "", "no line"),
+        (1, "killed\n", "no line"),
+        (2, f"error: {'a' * 9000}\n", "no line: too long"),
+        (2, "error: \x1b[31m\n", "no line: too long, or not printable"),
+        (-11, "", "exit code: -11"),
+        (3, "error: x\n", "exit code: 3"),
+    ],
+)
+def test_what_must_not_be_is_seen(code: int, wrong: str, bad: str) -> None:
+    found = judged(CASE, code, "", wrong)
+    assert found.startswith(bad) and bool(found) == bool(bad)
+
+
+def test_what_is_accepted_although_it_is_not_what_was_saved(tmp_path: Path) -> None:
+    end, run = tmp_path / "end", tmp_path / "run"
+    (end / LAST).mkdir(parents=True)
+    for name in ("model", "optimizer"):
+        save_file({"w": torch.arange(3.0)}, end / LAST / f"{name}.safetensors")
+    figures = {"steps": 6, "samples": 192, "initial": {"test_loss": 2.0}, "final": {"test_loss": 1.0}}
+    (end / "summary.json").write_text(json.dumps(figures))
+    shutil.copytree(end, run)
+    assert differs_from(end, run) is None
+    (run / "summary.json").write_text(json.dumps({**figures, "initial": {"test_loss": 2.5}}))
+    assert "initial" in str(differs_from(end, run))
+    save_file({"w": torch.tensor([0.0, 1.0, 2.0000002])}, run / LAST / "optimizer.safetensors")
+    assert "optimizer.safetensors" in str(differs_from(end, run))
+    case = CASE._replace(differs=lambda said: differs_from(end, run))
+    assert judged(case, 0, "", "").startswith("differs: ") and judged(case, 2, "", "error: refused\n") == ""
+    assert judged(CASE._replace(differs=json.loads), 0, "no JSON", "").startswith("differs: its result cannot be read")
+
+
+def test_a_case_is_made_the_same_again_by_its_name_alone(tmp_path: Path) -> None:
+    bases = Bases(tmp_path, tmp_path)
+    for number in range(30):
+        for kind in ("configs", "command_lines"):
+            folders = [tmp_path / f"{kind}{number}{again}" for again in "ab"]
+            for folder in folders:
+                folder.mkdir()
+            one, two = (make_case(kind, number, 7, folder, bases) for folder in folders)
+            assert one == two and [
+                [(path.name, path.read_bytes()) for path in folder.iterdir()] for folder in folders[:1]
+            ] == [[(path.name, path.read_bytes()) for path in folder.iterdir()] for folder in folders[1:]]
+    assert {kind for kind, _ in choose(10)} == set(KINDS) and len(set(choose(2000))) == 2000
+
+
+def test_mutations_reach_every_key_that_names_no_function() -> None:
+    assert ("optimizer", "lr") in configs.HARMLESS and ("backend", "ipu", "device_iterations") in configs.HARMLESS
+    assert not any(key in configs.HARMLESS for key in (("model", "entry"), ("loss",), ("data", "name")))
+    rng = random.Random(0)
+    assert len({damage(b"seed: 3\nsteps: 4\n", rng) for _ in range(100)}) > 60

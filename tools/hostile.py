@@ -1,0 +1,68 @@
+"""Hostile inputs: seeded mutations of configs, command lines, checkpoints, run folders and data files.
+
+python tools/hostile.py                            2,000 cases, as CI runs them
+python tools/hostile.py --cases 20000 --seed 7     more of them
+python tools/hostile.py --only configs:17          one case alone, with all that it said
+
+Every case must end within 30 s with exit code 0, or 1 or 2 and a line that says why; what is resumed must be what was saved.
+Anything else is told with the case's name, and the exit code is 1. Linux only.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+
+from ipu_pipe.errors import BadInput, Parser, RunFault, run_command  # noqa: E402
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = Parser(prog="tools/hostile.py", description=__doc__)
+    parser.add_argument(
+        "--cases", type=int, default=2000, metavar="N", help="how many, the kinds in turn (default: 2000)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="which (default: 0)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="at a time (default: the cores)")
+    parser.add_argument("--only", metavar="KIND:NUMBER", help="one case alone")
+    args = parser.parse_args()
+
+    from tests.hostile.running import KINDS, choose, prepare, run_cases, table
+
+    wanted = choose(args.cases)
+    if args.only:
+        kind, _, number = args.only.partition(":")
+        if kind not in KINDS or not number.isdecimal():
+            raise BadInput(f"--only: {args.only}: must be KIND:NUMBER, of {', '.join(KINDS)}")
+        wanted = [(kind, int(number))]
+    if not wanted or args.workers < 1:
+        raise BadInput(f"--cases: {args.cases}, --workers: {args.workers}: must be at least 1")
+    start, results, bad = time.monotonic(), [], 0
+    prepare()
+    with tempfile.TemporaryDirectory(prefix="hostile-") as scratch:
+        for result in run_cases(wanted, args.seed, Path(scratch), args.workers):
+            results.append(result)
+            if result.bad:
+                bad += 1
+                again = f"tools/hostile.py --seed {args.seed} --only {result.kind}:{result.number}"
+                print(f"{result.kind}:{result.number} ({result.what}): {result.bad}\n    {again}", flush=True)
+            if args.only:
+                print(f"{result.argv}\nexit code {result.code} after {result.seconds:.1f} s\n{result.said}", end="")
+    slowest = max(results, key=lambda result: result.seconds)
+    print(f"\n{table(results)}\n")
+    print(
+        f"seed {args.seed}, {time.monotonic() - start:.0f} s; the slowest took {slowest.seconds:.1f} s: "
+        f"{slowest.kind}:{slowest.number} ({slowest.what})"
+    )
+    if bad:
+        raise RunFault(f"{bad} of {len(results)} hostile cases did not end as they should")
+
+
+if __name__ == "__main__":
+    run_command(main)
