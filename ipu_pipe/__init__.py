@@ -16,23 +16,23 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BadInput": "errors", "RunFault": "errors",
-    "begin_stage": "stages", "partition": "stages",
-    "METHODS": "methods", "resolve_method": "methods",
-    "make_schedule": "timelines", "format_text": "drawing", "VersionTable": "versions",
-    "configure": "config", "load_config": "config",
-    "load_data": "data", "from_loader": "data", "train": "training",
+    "begin_stage": "model.stages", "partition": "model.stages",
+    "METHODS": "schedule.methods", "resolve_method": "schedule.methods",
+    "make_schedule": "schedule.timelines", "format_text": "schedule.drawing", "VersionTable": "schedule.versions",
+    "configure": "job.config", "load_config": "job.config",
+    "load_data": "data", "from_loader": "data", "train": "run.training",
 }  # fmt: skip
 
 if TYPE_CHECKING:
-    from ipu_pipe.config import configure, load_config
     from ipu_pipe.data import from_loader, load_data
-    from ipu_pipe.drawing import format_text
     from ipu_pipe.errors import BadInput, RunFault
-    from ipu_pipe.methods import METHODS, resolve_method
-    from ipu_pipe.stages import begin_stage, partition
-    from ipu_pipe.timelines import make_schedule
-    from ipu_pipe.training import train
-    from ipu_pipe.versions import VersionTable
+    from ipu_pipe.job.config import configure, load_config
+    from ipu_pipe.model.stages import begin_stage, partition
+    from ipu_pipe.run.training import train
+    from ipu_pipe.schedule.drawing import format_text
+    from ipu_pipe.schedule.methods import METHODS, resolve_method
+    from ipu_pipe.schedule.timelines import make_schedule
+    from ipu_pipe.schedule.versions import VersionTable
 
 __all__ = [
     "METHODS", "BadInput", "RunFault", "VersionTable", "begin_stage", "configure", "format_text", "from_loader",

@@ -8,7 +8,7 @@ from typing import List, Tuple
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.stages import begin_stage
+from ipu_pipe.model.stages import begin_stage
 
 
 def mlp(inputs: int = 64, width: int = 128, layers: int = 4, classes: int = 10) -> nn.Sequential:

@@ -25,7 +25,7 @@ from torch import nn
 
 from ipu_pipe.data.images import MEAN, STD
 from ipu_pipe.errors import BadInput
-from ipu_pipe.stages import begin_stage
+from ipu_pipe.model.stages import begin_stage
 
 Norm = Callable[[int], nn.Module]
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.stages import begin_stage
+from ipu_pipe.model.stages import begin_stage
 
 PADDING = 0
 

@@ -15,7 +15,7 @@ from typing import List, Sequence, Tuple
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.stages import begin_stage
+from ipu_pipe.model.stages import begin_stage
 
 
 def _initialize(model: nn.Module) -> None:

@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ipu_pipe.backends.channels import links
-from ipu_pipe.backends.mail import THROUGH_CHANNELS
+from ipu_pipe.backends.processes.channels import links
+from ipu_pipe.backends.processes.mail import THROUGH_CHANNELS
 from ipu_pipe.errors import end_process
-from ipu_pipe.methods import resolve_method
-from ipu_pipe.probe import random_modules
-from ipu_pipe.randomness import KeyedRandomness
-from ipu_pipe.rules import UpdateRules
-from ipu_pipe.slices import crossings, pieces
-from ipu_pipe.stages import partition
-from ipu_pipe.timelines import make_schedule
-from ipu_pipe.update import parameter_groups, stage_groups
-from ipu_pipe.versions import VersionTable
+from ipu_pipe.model.cutting import crossings, pieces
+from ipu_pipe.model.probe import random_modules
+from ipu_pipe.model.randomness import KeyedRandomness
+from ipu_pipe.model.stages import partition
+from ipu_pipe.schedule.methods import resolve_method
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.update.optimizer import parameter_groups, stage_groups
+from ipu_pipe.update.rules import UpdateRules
 from tests.nccl_double import NcclDouble
 from tests.staged_models import MODELS, Skipping, batches, whole
 
@@ -72,7 +72,7 @@ def channels_of(case: Case, ranks: int) -> Any:
 
 
 def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
-    from ipu_pipe.backends.distributed import Layout, StageEngine
+    from ipu_pipe.backends.processes.stage import Layout, StageEngine
 
     _, name, args, accumulate, model_name, switch = case
     method = resolve_method(name, args)
@@ -114,7 +114,7 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
 
 
 def main(rank: int, ranks: int, folder: str, cases: List[Case]) -> None:
-    from ipu_pipe.backends import distributed
+    from ipu_pipe.backends.processes import stage as distributed
 
     distributed.CHUNK = 8  # so that rows of several chunks are seen
     torch.set_num_threads(1)

@@ -2,7 +2,7 @@
 
 Every stage is a module of its own with its own parameters, optimizer and inbox. Nothing here knows of versions by number
 beyond counting a stage's updates: a stage has weights *now*, it stashes what its method says, the slots alone decide what is
-newest when, and the update rules are written out from their papers' equations, without a line of ipu_pipe.rules.
+newest when, and the update rules are written out from their papers' equations, without a line of ipu_pipe.update.rules.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from ipu_pipe.methods import Method
-from ipu_pipe.schedule import Kind, Schedule
+from ipu_pipe.schedule.methods import Method
+from ipu_pipe.schedule.table import Kind, Schedule
 
 Batch = Tuple[torch.Tensor, torch.Tensor]
 Weights = Dict[str, torch.Tensor]

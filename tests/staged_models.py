@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, List, Tuple
 import torch
 from torch import nn
 
-from ipu_pipe.stages import begin_stage
+from ipu_pipe.model.stages import begin_stage
 
 
 class Split(nn.Module):

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ipu_pipe import flops
-from ipu_pipe.balance import SLACK, Cuts, greatest
 from ipu_pipe.errors import BadInput
-from ipu_pipe.stages import Partition, partition, stage_flops
+from ipu_pipe.model import flops
+from ipu_pipe.model.balance import SLACK, Cuts, greatest
+from ipu_pipe.model.stages import Partition, partition, stage_flops
 
 IMAGES = torch.randn(2, 3, 8, 8)
 counted = pytest.mark.skipif(flops.FlopCounterMode is None, reason="torch 2.0 has no counter")

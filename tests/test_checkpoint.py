@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from ipu_pipe import checkpoint, manifest, update
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.stages import begin_stage, partition
+from ipu_pipe.model.stages import begin_stage, partition
+from ipu_pipe.run import checkpoint, manifest
+from ipu_pipe.update import optimizer as update
 
 
 def make(folder: Path, step: int) -> Path:

@@ -10,9 +10,9 @@ from typing import Any, Dict, Tuple
 
 import pytest
 
-from ipu_pipe.collection import balanced_speedup, of_method
-from ipu_pipe.collection import collect as run_methods
-from ipu_pipe.config import load_config
+from ipu_pipe.job.config import load_config
+from ipu_pipe.studies.collection import balanced_speedup, of_method
+from ipu_pipe.studies.collection import collect as run_methods
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS = "configs/mlp_digits.yaml"

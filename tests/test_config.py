@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from ipu_pipe.config import Config, as_recorded, configure, differences, dump, load_config
-from ipu_pipe.entries import accepts, call_entry, resolve_entry
 from ipu_pipe.errors import BadInput
-from ipu_pipe.methods import METHODS
+from ipu_pipe.job.config import Config, as_recorded, configure, differences, dump, load_config
+from ipu_pipe.job.entries import accepts, call_entry, resolve_entry
+from ipu_pipe.schedule.methods import METHODS
 
 SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -510,7 +510,7 @@ def test_overrides_that_are_no_text_or_too_deep(here: Path) -> None:
 
 
 def test_a_run_too_long_to_be_planned_is_refused_with_the_reason() -> None:
-    from ipu_pipe.job import build
+    from ipu_pipe.run.build import build
 
     keys = {"model": {"entry": "models.mlp:mlp"}, "data": {"name": "digits"}, "evaluate": {"every": 0}}
     with pytest.raises(BadInput, match="^epochs: 10000000: 1790000000 updates, at most 10000000: a run is planned before"):

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from ipu_pipe import costs
-from ipu_pipe.costs import BACKPROPAGATION, Costs
 from ipu_pipe.errors import BadInput
-from ipu_pipe.local import Blocks, blocks_of, make_blocks
-from ipu_pipe.methods import Structure
+from ipu_pipe.local import costs
+from ipu_pipe.local.blocks import Blocks, blocks_of, make_blocks
+from ipu_pipe.local.costs import BACKPROPAGATION, Costs
+from ipu_pipe.schedule.methods import Structure
 from models.mlp import mlp
 from models.resnet import resnet18
 

@@ -9,9 +9,9 @@ from typing import Any, Iterator
 import pytest
 import torch
 
-from ipu_pipe.config import BackendConfig, load_config
-from ipu_pipe.determinism import CUBLAS, numerics, set_numerics
 from ipu_pipe.errors import BadInput
+from ipu_pipe.job.config import BackendConfig, load_config
+from ipu_pipe.job.determinism import CUBLAS, numerics, set_numerics
 
 DIGITS = Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml"
 

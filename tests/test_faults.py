@@ -19,17 +19,19 @@ import pytest
 import torch
 from torch import nn
 
-from ipu_pipe import experiments, launched
-from ipu_pipe.backends import joining, processes
-from ipu_pipe.backends.joining import differing, meet, what_is_asked
-from ipu_pipe.collection import write as write_collected
-from ipu_pipe.config import configure, load_config
+from ipu_pipe import launched
+from ipu_pipe.backends.processes import engine as processes
+from ipu_pipe.backends.processes import joining
+from ipu_pipe.backends.processes.joining import differing, meet, what_is_asked
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, RunFault, UserFault, run_command, user_fault
-from ipu_pipe.rundir import RunDir
-from ipu_pipe.stages import begin_stage
-from ipu_pipe.training import train
-from ipu_pipe.worker_pool import _told
+from ipu_pipe.job.config import configure, load_config
+from ipu_pipe.model.stages import begin_stage
+from ipu_pipe.run.folder import RunDir
+from ipu_pipe.run.training import train
+from ipu_pipe.studies import experiments
+from ipu_pipe.studies.collection import write as write_collected
+from ipu_pipe.studies.worker_pool import _told
 from tools import train as tool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -430,7 +432,7 @@ def test_replicas_wait_for_an_evaluation_as_long_as_it_gets_on(monkeypatch: pyte
 def test_sigterm_ends_a_process_that_waits_where_python_does_not_run() -> None:
     script = """
 import ctypes
-from ipu_pipe.backends.stopping import Stopping
+from ipu_pipe.backends.processes.stopping import Stopping
 Stopping.PATIENCE = 0.5
 Stopping.watch()
 mutex, libc = ctypes.create_string_buffer(128), ctypes.CDLL(None)  # all zeros: PTHREAD_MUTEX_INITIALIZER
@@ -486,7 +488,7 @@ def test_a_fault_of_the_users_on_one_rank_is_told_by_it_alone(tmp_path: Path) ->
 def test_workers_end_with_the_process_that_started_them() -> None:
     script = """
 import multiprocessing, os, threading, time
-from ipu_pipe.worker_pool import in_workers
+from ipu_pipe.studies.worker_pool import in_workers
 if __name__ == "__main__":
     def tell():
         while not multiprocessing.active_children():

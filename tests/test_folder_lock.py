@@ -16,12 +16,14 @@ from typing import Any, Dict, Iterator, List
 
 import pytest
 
-from ipu_pipe import collection, folder_lock, rundir
-from ipu_pipe.config import load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.folder_lock import FolderLock, refuse_used
-from ipu_pipe.rundir import RunDir, check_folder
-from ipu_pipe.training import reserved, train
+from ipu_pipe.job.config import load_config
+from ipu_pipe.run import folder as rundir
+from ipu_pipe.run import folder_lock
+from ipu_pipe.run.folder import RunDir, check_folder
+from ipu_pipe.run.folder_lock import FolderLock, refuse_used
+from ipu_pipe.run.training import reserved, train
+from ipu_pipe.studies import collection
 from tests.test_train import command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +49,7 @@ def files(folder: Path) -> Dict[str, bytes]:
 @contextlib.contextmanager
 def holder(folder: Path, body: str = "print('held', flush=True); input()") -> Iterator["subprocess.Popen[str]"]:
     """Another process with the folder's lock."""
-    code = f"from pathlib import Path\nfrom ipu_pipe.folder_lock import FolderLock\nimport os\n" \
+    code = f"from pathlib import Path\nfrom ipu_pipe.run.folder_lock import FolderLock\nimport os\n" \
            f"FolderLock(Path({str(folder)!r})).take()\n{body}"  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT

@@ -12,11 +12,11 @@ import torch
 import yaml
 from torch import nn
 
-from ipu_pipe.config import GIVEN, load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job import build
-from ipu_pipe.summary import opening
-from ipu_pipe.training import train
+from ipu_pipe.job.config import GIVEN, load_config
+from ipu_pipe.report.summary import opening
+from ipu_pipe.run.build import build
+from ipu_pipe.run.training import train
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")

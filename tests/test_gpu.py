@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from ipu_pipe.backends.emulator import Emulator
-from ipu_pipe.config import BackendConfig, load_config
-from ipu_pipe.determinism import set_numerics
-from ipu_pipe.methods import METHODS, resolve_method
-from ipu_pipe.probe import random_modules
-from ipu_pipe.randomness import KeyedRandomness
-from ipu_pipe.training import train
+from ipu_pipe.job.config import BackendConfig, load_config
+from ipu_pipe.job.determinism import set_numerics
+from ipu_pipe.model.probe import random_modules
+from ipu_pipe.model.randomness import KeyedRandomness
+from ipu_pipe.run.training import train
+from ipu_pipe.schedule.methods import METHODS, resolve_method
 from tests.staged_models import MODELS, batches, whole
 from tests.test_emulator_exact import OPTIMIZERS, assert_equal, emulate, fresh, literal
 from tests.test_rules import ROWS

@@ -13,15 +13,16 @@ from typing import Any, Dict, List, Tuple
 import pytest
 import torch
 
-from ipu_pipe.backends import ipu_model, ipu_options
-from ipu_pipe.backends import poptorch as backend
-from ipu_pipe.backends.ipu_options import IpuConfig, ModelFacts, Placement, make_options, placement, refuses
-from ipu_pipe.config import configure, dump, load_config
-from ipu_pipe.engines import make_engine
+from ipu_pipe.backends.engines import make_engine
+from ipu_pipe.backends.ipu import engine as backend
+from ipu_pipe.backends.ipu import model as ipu_model
+from ipu_pipe.backends.ipu import options as ipu_options
+from ipu_pipe.backends.ipu.options import IpuConfig, ModelFacts, Placement, make_options, placement, refuses
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job import build
-from ipu_pipe.methods import METHODS
-from ipu_pipe.yaml_files import read_yaml
+from ipu_pipe.job.config import configure, dump, load_config
+from ipu_pipe.job.yaml_files import read_yaml
+from ipu_pipe.run.build import build
+from ipu_pipe.schedule.methods import METHODS
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 ROOT = Path(__file__).resolve().parents[1]
@@ -287,7 +288,7 @@ def test_reading_a_config_waits_for_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, ipu_pipe.backends.ipu_options; print('torch' in sys.modules, 'poptorch' in sys.modules)"
+    code = "import sys, ipu_pipe.backends.ipu.options; print('torch' in sys.modules, 'poptorch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False False\n", done.stderr
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ipu_pipe.backends.history import Overwriting, Read, Swapping
+from ipu_pipe.backends.weights import Overwriting, Read, Swapping
 
 torch.manual_seed(0)
 

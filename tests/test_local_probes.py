@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from ipu_pipe import local_probes as probes
-from ipu_pipe.config import Config, load_config
 from ipu_pipe.data import TensorData, load_data, sets
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job import build
-from ipu_pipe.local import BlockedModel, Outputs, SumOfLosses, blocks_of, make_blocks
-from ipu_pipe.methods import Structure
+from ipu_pipe.job.config import Config, load_config
+from ipu_pipe.local.blocks import BlockedModel, Outputs, SumOfLosses, blocks_of, make_blocks
+from ipu_pipe.run.build import build
+from ipu_pipe.schedule.methods import Structure
+from ipu_pipe.studies import local_probes as probes
 from tests.staged_models import whole
 from tools import local_probes as tool
 
@@ -368,7 +368,7 @@ def test_each_probe_writes_its_results(
 
 
 def test_filters_of_runs_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ipu_pipe import checkpoint
+    from ipu_pipe.run import checkpoint
 
     for step, values in ((3, torch.zeros(2, 3, 3, 3)), (12, torch.randn(2, 3, 3, 3))):
         checkpoint.save(tmp_path / "run" / "checkpoints", step, {"conv.weight": values}, {}, {})

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from ipu_pipe.config import LrSchedule
-from ipu_pipe.lr import rate
+from ipu_pipe.job.config import LrSchedule
+from ipu_pipe.update.rates import rate
 
 BASE = 0.4
 

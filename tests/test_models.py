@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.stages import partition
+from ipu_pipe.model.stages import partition
 from models import mlp as mlps
 from models import resnet as resnets
 from models.losses import smoothed_cross_entropy

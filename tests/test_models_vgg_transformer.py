@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.probe import derived_weights, random_modules
-from ipu_pipe.stages import partition
+from ipu_pipe.model.probe import derived_weights, random_modules
+from ipu_pipe.model.stages import partition
 from models import mlp as mlps
 from models import resnet as resnets
 from models import transformer, vgg

@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ipu_pipe.backends import ipu_model
-from ipu_pipe.backends import poptorch as backend
-from ipu_pipe.config import configure
+from ipu_pipe.backends.ipu import engine as backend
+from ipu_pipe.backends.ipu import model as ipu_model
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.errors import BadInput, RunFault, run_command
-from ipu_pipe.job import build
-from ipu_pipe.training import check, train
+from ipu_pipe.job.config import configure
+from ipu_pipe.run.build import build
+from ipu_pipe.run.training import check, train
 from tests.staged_models import MODELS, Odd, Skipping, whole
 from tools import train as tool
 
@@ -610,6 +610,6 @@ def test_blocks_on_ipus_of_their_own_give_the_emulators_weights(tmp_path: Path) 
 
 
 def tool_config(sets: List[str]) -> Any:
-    from ipu_pipe.config import load_config
+    from ipu_pipe.job.config import load_config
 
     return load_config(DIGITS, sets)

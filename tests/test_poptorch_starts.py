@@ -17,17 +17,20 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ipu_pipe.backends import ipu_blocks, ipu_model, ipu_profile, processes
-from ipu_pipe.backends import poptorch as backend
-from ipu_pipe.backends.ipu_feed import Feed, Reporting
-from ipu_pipe.backends.ipu_options import DataLoading
-from ipu_pipe.config import configure, load_config
+from ipu_pipe.backends.engines import make_engine
+from ipu_pipe.backends.ipu import blocks as ipu_blocks
+from ipu_pipe.backends.ipu import engine as backend
+from ipu_pipe.backends.ipu import model as ipu_model
+from ipu_pipe.backends.ipu import profile as ipu_profile
+from ipu_pipe.backends.ipu.feed import Feed, Reporting
+from ipu_pipe.backends.ipu.options import DataLoading
+from ipu_pipe.backends.processes import engine as processes
 from ipu_pipe.data.batches import TensorData
-from ipu_pipe.engines import make_engine
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.job import build
-from ipu_pipe.training import train
-from ipu_pipe.yaml_files import read_yaml
+from ipu_pipe.job.config import configure, load_config
+from ipu_pipe.job.yaml_files import read_yaml
+from ipu_pipe.run.build import build
+from ipu_pipe.run.training import train
 from models.transformer import transformer_lm, transformer_translation
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ipu_pipe.probe import derived_weights, drawn_unkeyed, footprint, random_modules
-from ipu_pipe.stages import begin_stage, partition
+from ipu_pipe.model.probe import derived_weights, drawn_unkeyed, footprint, random_modules
+from ipu_pipe.model.stages import begin_stage, partition
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 LABELS = torch.tensor([0, 1])

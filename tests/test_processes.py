@@ -20,15 +20,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ipu_pipe.backends.distributed import StageEngine
-from ipu_pipe.backends.mail import Layout, Mail, Message, Timeline
-from ipu_pipe.backends.processes import _forget
-from ipu_pipe.checkpoint import FILES
-from ipu_pipe.config import load_config
+from ipu_pipe.backends.processes.engine import _forget
+from ipu_pipe.backends.processes.mail import Layout, Mail, Message, Timeline
+from ipu_pipe.backends.processes.stage import StageEngine
 from ipu_pipe.errors import end_process
-from ipu_pipe.folder_lock import FolderLock
-from ipu_pipe.slices import Shape
-from ipu_pipe.training import train
+from ipu_pipe.job.config import load_config
+from ipu_pipe.model.cutting import Shape
+from ipu_pipe.run.checkpoint import FILES
+from ipu_pipe.run.folder_lock import FolderLock
+from ipu_pipe.run.training import train
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from ipu_pipe import probe
-from ipu_pipe.methods import resolve_method
-from ipu_pipe.probe import random_modules
-from ipu_pipe.randomness import KeyedRandomness, derived_seed, generators
+from ipu_pipe.model import probe
+from ipu_pipe.model.probe import random_modules
+from ipu_pipe.model.randomness import KeyedRandomness, derived_seed, generators
+from ipu_pipe.schedule.methods import resolve_method
 from tests.staged_models import batches, whole
 from tests.test_emulator_exact import OPTIMIZERS, emulate
 

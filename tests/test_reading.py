@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ipu_pipe import engines
+from ipu_pipe.backends import engines
 from ipu_pipe.backends.emulator import Emulator
-from ipu_pipe.config import load_config
-from ipu_pipe.engines import LocalEngine
+from ipu_pipe.backends.engines import LocalEngine
 from ipu_pipe.errors import RunFault
-from ipu_pipe.evaluation import Tally
-from ipu_pipe.job import build
-from ipu_pipe.training import train
+from ipu_pipe.job.config import load_config
+from ipu_pipe.job.evaluation import Tally
+from ipu_pipe.run.build import build
+from ipu_pipe.run.training import train
 
 DIGITS = Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml"
 SHORT = [

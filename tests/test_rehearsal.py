@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.rehearsal import refuse_other_pieces
-from ipu_pipe.slices import crossings, links_of, pieces
+from ipu_pipe.model.cutting import crossings, links_of, pieces
+from ipu_pipe.model.rehearsal import refuse_other_pieces
 from tests.staged_models import Odd, Skipping, residual, whole
 
 

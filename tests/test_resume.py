@@ -13,14 +13,14 @@ from typing import Any, Callable, Dict, List, Optional
 import pytest
 import torch
 
-from ipu_pipe import checkpoint, manifest
-from ipu_pipe.config import Config, dump, load_config
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.identity import ROLES, Role
-from ipu_pipe.job import build
-from ipu_pipe.resume import origin, refuse_foreign_run
-from ipu_pipe.rundir import RunDir
-from ipu_pipe.training import evaluate_checkpoint, train
+from ipu_pipe.job.config import Config, dump, load_config
+from ipu_pipe.job.identity import ROLES, Role
+from ipu_pipe.run import checkpoint, manifest
+from ipu_pipe.run.build import build
+from ipu_pipe.run.folder import RunDir
+from ipu_pipe.run.resume import origin, refuse_foreign_run
+from ipu_pipe.run.training import evaluate_checkpoint, train
 from tests.test_train import DIGITS, config, run_tool, same, sets, weights  # noqa: F401
 
 BASE = [

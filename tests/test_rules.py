@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import nn
 
-from ipu_pipe.backends.history import Read
+from ipu_pipe.backends.weights import Read
 from ipu_pipe.errors import BadInput
-from ipu_pipe.methods import METHODS, resolve_method
-from ipu_pipe.rules import BACKWARD, FORWARD, RULES, UpdateRules, anneal_default, faults, scaled_for_update_size
-from ipu_pipe.timelines import make_schedule
-from ipu_pipe.versions import VersionTable, _Draws, segment_ends
+from ipu_pipe.schedule.methods import METHODS, resolve_method
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.versions import VersionTable, _Draws, segment_ends
+from ipu_pipe.update.rules import BACKWARD, FORWARD, RULES, UpdateRules, anneal_default, faults, scaled_for_update_size
 from tests.staged_models import MODELS, batches, whole
 from tests.test_emulator_exact import assert_equal, emulate, fresh, literal, plain_training
 
@@ -259,7 +259,7 @@ def test_adam_under_two_buffered_weights_by_hand() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * self.w
 
-    from ipu_pipe.stages import begin_stage, partition  # two stages, the second without weights
+    from ipu_pipe.model.stages import begin_stage, partition  # two stages, the second without weights
 
     model = nn.Sequential(Scale(), begin_stage(nn.Identity()))
     x = torch.ones(1, 1, dtype=torch.float64)
@@ -267,7 +267,7 @@ def test_adam_under_two_buffered_weights_by_hand() -> None:
     part = partition(model, x)
     schedule = make_schedule(method, len(part), 6, 2)
     from ipu_pipe.backends.emulator import Emulator
-    from ipu_pipe.update import parameter_groups
+    from ipu_pipe.update.optimizer import parameter_groups
 
     optimizer = torch.optim.Adam(parameter_groups(model, part), lr=lr, betas=(b1, b2), eps=eps)
     table = VersionTable(schedule, method)
@@ -504,7 +504,7 @@ def test_anneal_updates_by_default() -> None:
 
 
 def test_a_view_that_was_not_kept_is_told() -> None:
-    from ipu_pipe.backends.history import Overwriting, Swapping
+    from ipu_pipe.backends.weights import Overwriting, Swapping
 
     for kind in (Overwriting, Swapping):
         history = kind([[nn.Parameter(torch.ones(2))]], version=3)

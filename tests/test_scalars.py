@@ -13,10 +13,10 @@ pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
 from ipu_pipe.backends.emulator import Emulator  # noqa: E402
-from ipu_pipe.config import load_config  # noqa: E402
 from ipu_pipe.errors import RunFault  # noqa: E402
-from ipu_pipe.scalars import ScalarFile  # noqa: E402
-from ipu_pipe.training import train  # noqa: E402
+from ipu_pipe.job.config import load_config  # noqa: E402
+from ipu_pipe.run.scalars import ScalarFile  # noqa: E402
+from ipu_pipe.run.training import train  # noqa: E402
 
 DIGITS = str(Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml")
 

@@ -14,12 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slot_simulation import Simulated, simulate
 
-from ipu_pipe.drawing import format_csv, format_text
 from ipu_pipe.errors import BadInput
-from ipu_pipe.methods import METHODS, Method, Pipeline, Reads, resolve_method
-from ipu_pipe.rows import from_rows
-from ipu_pipe.schedule import RUN, Action, Kind, Part, Schedule, predecessors
-from ipu_pipe.timelines import make_schedule, utilization
+from ipu_pipe.schedule.drawing import format_csv, format_text
+from ipu_pipe.schedule.methods import METHODS, Method, Pipeline, Reads, resolve_method
+from ipu_pipe.schedule.rows import from_rows
+from ipu_pipe.schedule.table import RUN, Action, Kind, Part, Schedule, predecessors
+from ipu_pipe.schedule.timelines import make_schedule, utilization
 
 SIZES = [(P, M) for P in range(1, 8) for M in range(1, 21)]
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.slices import crossings, cuttable, links_of, merge_stages, pieces
-from ipu_pipe.stages import begin_stage, partition, profile
+from ipu_pipe.model.cutting import crossings, cuttable, links_of, merge_stages, pieces
+from ipu_pipe.model.stages import begin_stage, partition, profile
 from models.resnet import preact_resnet20, resnet18
 from models.transformer import transformer_lm, transformer_translation
 from tests.staged_models import Skipping, residual, whole

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ipu_pipe import stages
-from ipu_pipe.balance import balance
 from ipu_pipe.errors import BadInput
-from ipu_pipe.stages import begin_stage, partition
+from ipu_pipe.model import stages
+from ipu_pipe.model.balance import balance
+from ipu_pipe.model.stages import begin_stage, partition
 
 X = torch.randn(2, 3, 8, 8)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ipu_pipe.methods import resolve_method
-from ipu_pipe.timelines import make_schedule
-from ipu_pipe.timing import simulate
+from ipu_pipe.schedule.clock import simulate
+from ipu_pipe.schedule.methods import resolve_method
+from ipu_pipe.schedule.timelines import make_schedule
 
 
 @pytest.mark.parametrize("stages, accumulate", [(2, 2), (2, 8), (4, 4), (4, 16)])

@@ -10,13 +10,13 @@ from typing import Any, Dict, List, Sequence, Tuple
 import numpy as np
 import pytest
 
-from ipu_pipe import trace
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.methods import METHODS, resolve_method
-from ipu_pipe.schedule import Kind
-from ipu_pipe.timelines import make_schedule
-from ipu_pipe.trace import Counter, Event
-from ipu_pipe.versions import VersionTable
+from ipu_pipe.report import trace
+from ipu_pipe.report.trace import Counter, Event
+from ipu_pipe.schedule.methods import METHODS, resolve_method
+from ipu_pipe.schedule.table import Kind
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.versions import VersionTable
 
 # GPipe, 3 stages, 2 microbatches an update, 2 updates:
 #     slot      0  1  2  3  4  5  6  7 |  8  9

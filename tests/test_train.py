@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ipu_pipe
-from ipu_pipe import checkpoint, scalars
-from ipu_pipe.config import load_config
 from ipu_pipe.errors import BadInput, RunFault, run_command
-from ipu_pipe.job import build, set_up
-from ipu_pipe.rundir import RunDir, check_folder
-from ipu_pipe.training import evaluate, evaluate_checkpoint, train
+from ipu_pipe.job.config import load_config
+from ipu_pipe.run import checkpoint, scalars
+from ipu_pipe.run.build import build, set_up
+from ipu_pipe.run.folder import RunDir, check_folder
+from ipu_pipe.run.training import evaluate, evaluate_checkpoint, train
 from tools import bench
 from tools import train as tool
 
@@ -119,7 +119,7 @@ def test_every_method_trains_and_writes_all_outputs(method: str, tmp_path: Path,
 def test_planned_delays_copies_and_bytes_follow_the_method() -> None:
     stages = {}
     for method in ("pipedream", "pipemare", "pipedream_2bw"):
-        from ipu_pipe.summary import memory_table
+        from ipu_pipe.report.summary import memory_table
 
         stages[method] = memory_table(build(config(f"method={method}", "stages=4", "gradient_accumulation=4")))
     assert [row["forward_delay"] for row in stages["pipemare"]] == [2, 2, 1, 1]  # ceil((2(P-i)+1)/N)
@@ -224,8 +224,8 @@ def test_stages_measured_by_time_are_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_tool: Any
 ) -> None:
     """Story: they were measured again on resuming, and other stages went on with the weights."""
-    from ipu_pipe import stages
     from ipu_pipe.backends.emulator import Emulator
+    from ipu_pipe.model import stages
 
     chosen = ["stages={count: 2, by: time}", "method=pipedream", "checkpoint.every=5"]
     monkeypatch.setattr(stages, "_seconds", lambda call: 100.0 if call.name == "fc1" else 1.0)

@@ -8,11 +8,11 @@ from typing import Any, Dict, List
 
 import pytest
 
-from ipu_pipe.config import load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job import build
-from ipu_pipe.summary import memory_table, plan
-from ipu_pipe.training import train
+from ipu_pipe.job.config import load_config
+from ipu_pipe.report.summary import memory_table, plan
+from ipu_pipe.run.build import build
+from ipu_pipe.run.training import train
 from tests.test_rules import ROWS, Row
 from tests.test_train import DIGITS, config, run_tool, same, sets, weights, with_state  # noqa: F401
 
@@ -180,7 +180,7 @@ def test_rules_are_checked_against_an_optimizer_made_in_python(tmp_path: Path) -
 
 
 def test_a_config_of_rules_survives_being_written_and_read(tmp_path: Path) -> None:
-    from ipu_pipe.config import differences, dump
+    from ipu_pipe.job.config import differences, dump
 
     for row in ROWS.values():
         chosen = config(*keys(row), *SGD)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from ipu_pipe import update
 from ipu_pipe.errors import BadInput
-from ipu_pipe.methods import resolve_method
-from ipu_pipe.schedule import Kind
-from ipu_pipe.stages import begin_stage, partition
-from ipu_pipe.timelines import make_schedule
-from ipu_pipe.update import DelayedGlobalNorm
+from ipu_pipe.model.stages import begin_stage, partition
+from ipu_pipe.schedule.methods import resolve_method
+from ipu_pipe.schedule.table import Kind
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.update import optimizer as update
+from ipu_pipe.update.optimizer import DelayedGlobalNorm
 
 
 def staged() -> Any:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from slot_simulation import Simulated, simulate
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.methods import METHODS, Method, Reads, resolve_method
-from ipu_pipe.rows import from_rows
-from ipu_pipe.schedule import Kind
-from ipu_pipe.timelines import make_schedule
-from ipu_pipe.versions import VersionTable
+from ipu_pipe.schedule.methods import METHODS, Method, Reads, resolve_method
+from ipu_pipe.schedule.rows import from_rows
+from ipu_pipe.schedule.table import Kind
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.versions import VersionTable
 
 # Every preset, and the other schedules and reads that can be asked for.
 VARIANTS: Dict[str, Method] = {

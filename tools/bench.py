@@ -89,13 +89,13 @@ def measure(name: str, label: str, rounds: int, updates: int, device: str) -> Di
     from torch.nn.functional import cross_entropy
 
     from ipu_pipe.backends.emulator import Emulator
-    from ipu_pipe.entries import resolve_entry
-    from ipu_pipe.methods import resolve_method
-    from ipu_pipe.rules import UpdateRules
-    from ipu_pipe.stages import partition
-    from ipu_pipe.timelines import make_schedule
-    from ipu_pipe.update import parameter_groups
-    from ipu_pipe.versions import VersionTable
+    from ipu_pipe.job.entries import resolve_entry
+    from ipu_pipe.model.stages import partition
+    from ipu_pipe.schedule.methods import resolve_method
+    from ipu_pipe.schedule.timelines import make_schedule
+    from ipu_pipe.schedule.versions import VersionTable
+    from ipu_pipe.update.optimizer import parameter_groups
+    from ipu_pipe.update.rules import UpdateRules
 
     entry, model_args, size, accumulate = CASES[name]
     torch.manual_seed(0)

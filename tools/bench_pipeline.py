@@ -48,7 +48,7 @@ def parser() -> Parser:
 def main() -> None:
     """Run the command line."""
     args = parser().parse_args()
-    from ipu_pipe.methods import resolve_method
+    from ipu_pipe.schedule.methods import resolve_method
 
     if args.rounds < 1 or min(args.accumulate) < 1 or any(args.microbatches % n for n in args.accumulate):
         raise BadInput(
@@ -92,9 +92,9 @@ def measure(accumulate: int, methods: List[str], rounds: int, microbatches: int)
 
 
 def _row(accumulate: int, methods: List[str], count: int, ranks: List[Dict[str, Any]]) -> Dict[str, Any]:
-    from ipu_pipe.methods import resolve_method
-    from ipu_pipe.timelines import make_schedule
-    from ipu_pipe.timing import simulate
+    from ipu_pipe.schedule.clock import simulate
+    from ipu_pipe.schedule.methods import resolve_method
+    from ipu_pipe.schedule.timelines import make_schedule
 
     # a turn's time is that of the slower process
     times = {name: [max(pair) for pair in zip(*(rank["times"][name] for rank in ranks))] for name in ranks[0]["times"]}
@@ -175,14 +175,14 @@ CUT = ["layer2.0"]
 def _engine(rank: int, name: str, data: List[Any], accumulate: int, count: int, group: Any) -> Any:
     import torch
 
-    from ipu_pipe.backends.distributed import Layout, StageEngine
-    from ipu_pipe.methods import resolve_method
-    from ipu_pipe.rules import UpdateRules
-    from ipu_pipe.slices import crossings, pieces
-    from ipu_pipe.stages import partition
-    from ipu_pipe.timelines import make_schedule
-    from ipu_pipe.update import parameter_groups, stage_groups
-    from ipu_pipe.versions import VersionTable
+    from ipu_pipe.backends.processes.stage import Layout, StageEngine
+    from ipu_pipe.model.cutting import crossings, pieces
+    from ipu_pipe.model.stages import partition
+    from ipu_pipe.schedule.methods import resolve_method
+    from ipu_pipe.schedule.timelines import make_schedule
+    from ipu_pipe.schedule.versions import VersionTable
+    from ipu_pipe.update.optimizer import parameter_groups, stage_groups
+    from ipu_pipe.update.rules import UpdateRules
 
     model, method = _model(), resolve_method(name)
     part = partition(model, data[0][0], CUT)
@@ -205,7 +205,7 @@ def _torch_turn(rank: int, data: List[Any], accumulate: int, count: int) -> Call
     import torch
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    from ipu_pipe.slices import pieces
+    from ipu_pipe.model.cutting import pieces
 
     piece = pieces(_model(), CUT, data[0][0])[rank]
     optimizer = torch.optim.SGD(piece.parameters(), lr=RATE, momentum=0.9)

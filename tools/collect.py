@@ -13,7 +13,7 @@ from ipu_pipe import interrupts  # noqa: E402
 if __name__ == "__main__":
     interrupts.end_at_once()  # before the imports that take time
 
-from ipu_pipe.arguments import folder  # noqa: E402
+from ipu_pipe.cli.arguments import folder  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, run_command, traceback_shown  # noqa: E402
 
 EPILOG = """
@@ -64,8 +64,8 @@ def main() -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from ipu_pipe import collection
-    from ipu_pipe.config import load_config
+    from ipu_pipe.job.config import load_config
+    from ipu_pipe.studies import collection
 
     config = load_config(args.config, args.set)
     if args.methods is not None:

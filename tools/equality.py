@@ -107,7 +107,7 @@ def _can(case: str, model: str, ranks: int) -> bool:
 
 
 def _settings(case: str, model: str, ranks: int) -> Any:
-    from ipu_pipe.config import configure
+    from ipu_pipe.job.config import configure
 
     return configure(
         **CASES[case], **MODELS[model], stages=ranks if case in LOCAL else None,
@@ -135,8 +135,8 @@ def _rank(rank: int, ranks: int, pairs: List[Tuple[str, str]], folder: str, port
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="localhost", MASTER_PORT=str(port)
     )
-    from ipu_pipe.backends import processes
-    from ipu_pipe.training import train
+    from ipu_pipe.backends.processes import engine as processes
+    from ipu_pipe.run.training import train
 
     for case, model in pairs:
         train(_settings(case, model, ranks), _folder(folder, case, model, ranks), quiet=True)
@@ -152,8 +152,8 @@ def _compare(case: str, model: str, ranks: int, folder: str) -> Dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 
-    from ipu_pipe.config import load_config
-    from ipu_pipe.training import train
+    from ipu_pipe.job.config import load_config
+    from ipu_pipe.run.training import train
 
     there = _folder(folder, case, model, ranks)
     report = json.loads((there / "summary.json").read_text())

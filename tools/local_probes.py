@@ -18,7 +18,7 @@ from ipu_pipe import interrupts  # noqa: E402
 if __name__ == "__main__":
     interrupts.end_at_once()  # before the imports that take time
 
-from ipu_pipe.arguments import folder  # noqa: E402
+from ipu_pipe.cli.arguments import folder  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, run_command  # noqa: E402
 
 CONFIG = ROOT / "configs" / "resnet20_cifar10.yaml"
@@ -137,7 +137,7 @@ def main() -> None:
     start = time.monotonic()
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        from ipu_pipe import local_probes as lib  # holds torch, for which --help and these faults must not wait
+        from ipu_pipe.studies import local_probes as lib  # holds torch, for which --help and these faults must not wait
 
         lib.check_plots()
         found, draw = {"angles": angles, "chunks": chunks, "labels": labels, "filters": filters}[args.probe](args)
@@ -163,7 +163,7 @@ def _say(text: str) -> None:
 
 
 def _config(args: argparse.Namespace) -> Any:
-    from ipu_pipe.config import load_config
+    from ipu_pipe.job.config import load_config
 
     updates = [f"steps={args.updates}"] if args.updates else []
     if args.config is not None:
@@ -174,7 +174,7 @@ def _config(args: argparse.Namespace) -> Any:
 def _runs(
     args: argparse.Namespace, work: Callable[..., Dict[str, Any]], runs: Mapping[str, Sequence[Any]]
 ) -> List[Any]:
-    from ipu_pipe import local_probes as lib
+    from ipu_pipe.studies import local_probes as lib
 
     _say(f"{args.probe}: {len(runs)} runs, {min(args.jobs, len(runs))} at a time")
     return lib.in_processes(work, runs, args.jobs, _say)
@@ -182,7 +182,7 @@ def _runs(
 
 def angles(args: argparse.Namespace) -> Result:
     """Angles by method, block and update."""
-    from ipu_pipe import local_probes as lib
+    from ipu_pipe.studies import local_probes as lib
 
     _refuse_repeated("--method", args.method)
     unknown = [name for name in args.method if name not in lib.LOCAL]
@@ -199,7 +199,7 @@ def angles(args: argparse.Namespace) -> Result:
 
 def chunks(args: argparse.Namespace) -> Result:
     """Training and test results by chunk size."""
-    from ipu_pipe import local_probes as lib
+    from ipu_pipe.studies import local_probes as lib
 
     config = _config(args)
     begins = lib.stage_begins(config)
@@ -223,7 +223,7 @@ def chunks(args: argparse.Namespace) -> Result:
 
 def labels(args: argparse.Namespace) -> Result:
     """Loss and accuracy on random labels by method and update."""
-    from ipu_pipe import local_probes as lib
+    from ipu_pipe.studies import local_probes as lib
 
     config = _config(args)
     methods: Dict[str, Dict[str, Any]] = {
@@ -243,7 +243,7 @@ def labels(args: argparse.Namespace) -> Result:
 
 def filters(args: argparse.Namespace) -> Result:
     """What is shown of each checkpoint, drawn side by side."""
-    from ipu_pipe import local_probes as lib
+    from ipu_pipe.studies import local_probes as lib
 
     shown, panels = [], []
     for text in args.paths:

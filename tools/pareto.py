@@ -15,7 +15,7 @@ from ipu_pipe import interrupts  # noqa: E402
 if __name__ == "__main__":
     interrupts.end_at_once()  # before the imports that take time
 
-from ipu_pipe.arguments import folder  # noqa: E402
+from ipu_pipe.cli.arguments import folder  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, run_command, writing  # noqa: E402
 
 LAYERS = 8
@@ -72,7 +72,7 @@ def main() -> None:
         raise BadInput(
             f"--examples: {args.examples}: must be at least two of the greatest --batches, {max(args.batches)}"
         )
-    from ipu_pipe.experiments import run_experiment
+    from ipu_pipe.studies.experiments import run_experiment
 
     experiment = _experiment(args)
     say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
@@ -99,7 +99,7 @@ def _label(kind: str, batch: int, rate: float) -> str:
 
 
 def _experiment(args: Any) -> Any:
-    from ipu_pipe.experiments import Experiment
+    from ipu_pipe.studies.experiments import Experiment
 
     base = {
         "model": {"entry": "models.mlp:mlp", "args": {"inputs": 3 * args.size**2, "width": args.width, "layers": LAYERS}},
@@ -123,9 +123,9 @@ def _experiment(args: Any) -> Any:
 def _costs(args: Any) -> Any:
     import torch
 
-    from ipu_pipe import costs
-    from ipu_pipe.local import blocks_of, make_blocks
-    from ipu_pipe.methods import Structure
+    from ipu_pipe.local import costs
+    from ipu_pipe.local.blocks import blocks_of, make_blocks
+    from ipu_pipe.schedule.methods import Structure
     from models.mlp import mlp
 
     x = torch.zeros(2, 3, args.size, args.size)
@@ -147,7 +147,7 @@ def _steps_to(folder: Path, cutoff: float) -> Optional[int]:
 
 
 def _results(args: Any) -> Dict[str, Any]:
-    from ipu_pipe import costs
+    from ipu_pipe.local import costs
 
     counted = _costs(args)
     found: Dict[str, Any] = {"costs": vars(counted), "cutoffs": []}

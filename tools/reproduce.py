@@ -15,7 +15,7 @@ from ipu_pipe import interrupts  # noqa: E402
 if __name__ == "__main__":
     interrupts.end_at_once()  # before the imports that take time
 
-from ipu_pipe.arguments import folder  # noqa: E402
+from ipu_pipe.cli.arguments import folder  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, run_command  # noqa: E402
 
 FOLDER = ROOT / "configs" / "experiments"
@@ -63,7 +63,7 @@ def main() -> None:
     if args.seeds and len(set(args.seeds)) < len(args.seeds):
         raise BadInput(f"--seeds: {' '.join(map(str, args.seeds))}: must be different")
     known = sorted(FOLDER.glob("*.yaml"))
-    from ipu_pipe import experiments
+    from ipu_pipe.studies import experiments
 
     if not args.experiment:
         listed = [experiments.load_experiment(path) for path in known]

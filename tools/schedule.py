@@ -20,14 +20,14 @@ from ipu_pipe import interrupts  # noqa: E402
 if __name__ == "__main__":
     interrupts.end_at_once()  # before the imports that take time
 
-from ipu_pipe.drawing import format_csv, format_text
 from ipu_pipe.errors import BadInput, Parser, run_command
-from ipu_pipe.methods import METHODS, Method, resolve_method
-from ipu_pipe.schedule import Kind, Schedule
+from ipu_pipe.job.values import MOST_STAGES
+from ipu_pipe.schedule.drawing import format_csv, format_text
+from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
+from ipu_pipe.schedule.table import Kind, Schedule
+from ipu_pipe.schedule.timelines import make_schedule, utilization
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.shown import shown
-from ipu_pipe.timelines import make_schedule, utilization
-from ipu_pipe.values import MOST_STAGES
-from ipu_pipe.versions import VersionTable
 
 # What a terminal can still show; JSON and CSV spell out everything.
 SHOWN_SLOTS, SHOWN_STAGES = 120, 64

@@ -19,7 +19,7 @@ import json  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Dict, Optional  # noqa: E402
 
-from ipu_pipe.arguments import folder  # noqa: E402
+from ipu_pipe.cli.arguments import folder  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, run_command, traceback_shown  # noqa: E402
 
 EPILOG = """\
@@ -91,15 +91,18 @@ def main() -> None:
 
 def _run(args: argparse.Namespace) -> None:
     """The command, its arguments read."""
-    from ipu_pipe.config import as_recorded, load_config  # after the arguments are read: --help must not wait for torch
+    from ipu_pipe.job.config import (  # after the arguments are read: --help must not wait for torch
+        as_recorded,
+        load_config,
+    )
 
     config = load_config(args.config, args.set)
     other = load_config(args.config, [*args.set, f"method={args.against}", "method_args={}"]) if args.against else None
 
-    from ipu_pipe.engines import is_main, launch, leave, on_main, told_once
-    from ipu_pipe.job import build
-    from ipu_pipe.summary import plan
-    from ipu_pipe.training import check, evaluate_checkpoint, reserved, train
+    from ipu_pipe.backends.engines import is_main, launch, leave, on_main, told_once
+    from ipu_pipe.report.summary import plan
+    from ipu_pipe.run.build import build
+    from ipu_pipe.run.training import check, evaluate_checkpoint, reserved, train
 
     with told_once():
         launch(config, _asked(args))

@@ -22,18 +22,18 @@ from typing import Any, Iterable, Iterator, List, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
-from ipu_pipe import update
-from ipu_pipe.backends.history import Overwriting, ReadPlan, Swapping, Unversioned
 from ipu_pipe.backends.recompute import Recomputation
-from ipu_pipe.blame import StageWatch
+from ipu_pipe.backends.weights import Overwriting, ReadPlan, Swapping, Unversioned
 from ipu_pipe.errors import RunFault
-from ipu_pipe.local import Outputs, blocks_of, losses_of
-from ipu_pipe.methods import Method
-from ipu_pipe.probe import Loss, derived_weights, random_modules
-from ipu_pipe.randomness import KeyedRandomness
-from ipu_pipe.rules import UpdateRules
-from ipu_pipe.stages import Partition
-from ipu_pipe.versions import VersionTable, segment_ends
+from ipu_pipe.job.blame import StageWatch
+from ipu_pipe.local.blocks import Outputs, blocks_of, losses_of
+from ipu_pipe.model.probe import Loss, derived_weights, random_modules
+from ipu_pipe.model.randomness import KeyedRandomness
+from ipu_pipe.model.stages import Partition
+from ipu_pipe.schedule.methods import Method
+from ipu_pipe.schedule.versions import VersionTable, segment_ends
+from ipu_pipe.update import optimizer as update
+from ipu_pipe.update.rules import UpdateRules
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ipu_pipe.buffers import buffers_restored
 from ipu_pipe.errors import BadInput
-from ipu_pipe.probe import StageClock
-from ipu_pipe.stages import Partition
+from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.probe import StageClock
+from ipu_pipe.model.stages import Partition
 
 Place = Tuple[int, int]  # operation, argument
 

@@ -7,7 +7,7 @@ from typing import Any, Iterable, Iterator, List, Optional, Sequence, Tuple
 import torch
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.randomness import derived_seed
+from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.shown import shown
 
 try:

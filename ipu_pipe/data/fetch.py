@@ -21,9 +21,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
+from ipu_pipe.data.hashes import file_hash
 from ipu_pipe.data.sets import CIFAR10, FOLDERS, MNIST, check_files, default_root
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.hashes import file_hash
 
 Say = Callable[[str], None]
 

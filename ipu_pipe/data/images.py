@@ -13,7 +13,7 @@ import torch
 
 from ipu_pipe.data.batches import Pair, check_limit
 from ipu_pipe.errors import BadInput
-from ipu_pipe.randomness import derived_seed
+from ipu_pipe.model.randomness import derived_seed
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 MOST_PIXELS = 89_478_485  # of an image: a quarter of a GiB in memory; from here on Pillow warns of decompression bombs

@@ -29,10 +29,10 @@ import numpy as np
 import torch
 
 from ipu_pipe.data.batches import DataSource, Pair, SyntheticData, TensorData, check_limit, split
+from ipu_pipe.data.hashes import file_hash
 from ipu_pipe.data.text import TextData, TranslationData
 from ipu_pipe.errors import BadInput
-from ipu_pipe.hashes import file_hash
-from ipu_pipe.randomness import derived_seed
+from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.shown import shown
 
 # MD5 and size in bytes of the official files

@@ -11,7 +11,7 @@ import torch
 
 from ipu_pipe.data.batches import Pair, TensorData, check_limit, split
 from ipu_pipe.errors import BadInput
-from ipu_pipe.randomness import derived_seed
+from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.shown import shown
 
 

@@ -9,7 +9,7 @@ from typing import List
 
 import yaml
 
-from ipu_pipe.methods import METHODS
+from ipu_pipe.schedule.methods import METHODS
 from tests.hostile.cases import BASE, FLOATS, HUGE, TEXTS, Bases, Case
 from tests.hostile.configs import HARMLESS, SNIPPETS
 

@@ -9,8 +9,8 @@ from typing import Any, Dict, List, Tuple
 
 import yaml
 
-from ipu_pipe.config import Config
-from ipu_pipe.methods import METHODS
+from ipu_pipe.job.config import Config
+from ipu_pipe.schedule.methods import METHODS
 from tests.hostile.cases import BASE, Bases, Case, damage, value
 
 

@@ -20,7 +20,7 @@ from poptorch._errors import py_error
 from poptorch.enums import SharingStrategy
 
 STARTS = {SharingStrategy.Fork: "fork", SharingStrategy.ForkServer: "forkserver"}
-PRELOADED = ["torch", "ipu_pipe.backends.ipu_feed", "pytest"]  # by the server, for the time that every fork of it saves
+PRELOADED = ["torch", "ipu_pipe.backends.ipu.feed", "pytest"]  # by the server, for the time that every fork of it saves
 
 
 def _rebatched(source: Iterator[Any], size: int, drop: bool) -> Iterator[Any]:

@@ -1,0 +1,141 @@
+"""What a run on IPUs tells of itself: times of each call as events and counters, and PopVision's profile in numbers.
+
+call    |-- send --|-------- update k --------|-- recv --|      device 0 is all IPUs together, as the host sees them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+
+from ipu_pipe.backends.ipu.options import IpuConfig, model_name
+from ipu_pipe.report.trace import Counter, Event
+
+ALL = 0  # the device of events of the whole pipeline
+NO_STAGE = -1
+
+
+class Timeline:
+    """Events and counters of the calls of update `first` to `last`, of all stages together or of one on its own device."""
+
+    def __init__(self, first: int, last: int, stage: int = NO_STAGE, device: int = ALL) -> None:
+        self.events: List[Event] = []
+        self.counters: List[Counter] = []
+        self.cycles: Optional[int] = None  # of the last call, of the first replica
+        self.latency: Dict[str, float] = {}  # seconds, means over the last call's device iterations; what PopTorch told
+        self._updates = range(first, last)
+        self._stage, self._device = stage, device
+
+    def add_call(
+        self, executor: Any, k: int, iterations: int, start_ns: int, end_ns: int, samples: int, sent: int, received: int
+    ) -> None:
+        """Updates k and on, `iterations` of them, in one call of so many samples, `sent` and `received` bytes."""
+        self.latency = _latencies(executor)
+        if executor.options._Popart.options.get("instrumentWithHardwareCycleCounter"):
+            self.cycles = _asked(executor.cycleCount)
+        if k not in self._updates:
+            return
+        add = self.events.append
+        begin = min(start_ns + round(self.latency.get("host_to_ipu", 0.0) * 1e9), end_ns)
+        end = max(end_ns - round(self.latency.get("ipu_to_host", 0.0) * 1e9), begin)
+        add(Event(self._stage, self._device, "send", -1, start_ns, begin, k, sent))
+        for i in range(iterations):
+            edges = [begin + (end - begin) * j // iterations for j in (i, i + 1)]
+            add(Event(self._stage, self._device, "update", k + i, edges[0], edges[1], k + i + 1, None))
+        add(Event(self._stage, self._device, "recv", -1, end, end_ns, k + iterations, received))
+        self.counters.append(Counter(self._device, "samples/s", start_ns, samples * 1e9 / max(end_ns - start_ns, 1)))
+        for name, seconds in self.latency.items():
+            self.counters.append(Counter(self._device, f"{name} latency (ms)", start_ns, seconds * 1e3))
+        if self.cycles is not None:
+            self.counters.append(Counter(self._device, "IPU cycles an update", start_ns, self.cycles / iterations))
+
+    def add(self, kind: str, k: int, start_ns: int, end_ns: int) -> None:
+        """An evaluation or checkpoint after k updates."""
+        self.events.append(Event(self._stage, self._device, kind, -1, start_ns, end_ns, k, None))
+
+
+def _asked(figure: Callable[[], Any]) -> Any:
+    """A figure of PopTorch's; None where it has none to give: it asserts that its host's time stamps fit, and a run does not
+    end for want of a time. A lost device is told by the next call."""
+    try:
+        return figure()
+    except Exception:
+        return None
+
+
+def _latencies(executor: Any) -> Dict[str, float]:
+    asked = {
+        "host_to_ipu": executor.getHostIpuLatency,
+        "compute": executor.getComputeLatency,
+        "ipu_to_host": executor.getIpuHostLatency,
+        "round_trip": executor.getLatency,
+    }
+    found = {name: _asked(getter) for name, getter in asked.items()}
+    return {name: times[2] for name, times in found.items() if times is not None}
+
+
+def tracepoints() -> Any:
+    """A channel of PopVision's system trace; it writes where the SDK's libpvti is there and PVTI_OPTIONS was set."""
+    import poptorch
+
+    return poptorch.profiling.Channel("ipu_pipe")
+
+
+def profiles(ipu: IpuConfig) -> Optional[Dict[str, Any]]:
+    """Per model (training, inference) what its profile.pop says, once its engine is gone; None where none was asked for."""
+    if ipu.profile.directory is None:
+        return None
+    if importlib.util.find_spec("pva") is None:
+        return {"note": f"libpva is not installed: open the profiles in {ipu.profile.directory} with PopVision"}
+    found: Dict[str, Any] = {}
+    for training in (True, False):
+        folder = Path(ipu.profile.directory) / model_name(training)
+        if (folder / "profile.pop").is_file():
+            found[folder.name] = read_profile(folder / "profile.pop")
+    return found
+
+
+def read_profile(path: Path) -> Dict[str, Any]:
+    """Memory, cycles and exchange bytes by IPU, by libpva, from a profile.pop. Memory is the sum over an IPU's tiles; a model
+    fits where its fullest tile does. What the report does not hold is null."""
+    import pva
+
+    debug = path.parent.parent / "debug.cbor"
+    report = pva.openReport(str(path), str(debug)) if debug.is_file() else pva.openReport(str(path))
+    target = report.compilation.target
+    each, ipus = target.tilesPerIpu, target.numIPUs
+    tiles = [tile.memory.total.includingGaps for tile in report.compilation.tiles]
+    always = [tile.memory.alwaysLiveBytes for tile in report.compilation.tiles]
+    devices: List[Dict[str, Any]] = [
+        {
+            "ipu": index,
+            "memory_bytes": sum(tiles[index * each : (index + 1) * each]),
+            "greatest_tile_bytes": max(tiles[index * each : (index + 1) * each], default=None),
+            "always_live_bytes": sum(always[index * each : (index + 1) * each]),
+            "cycles": None,
+            "exchange_in_bytes": None,
+            "exchange_out_bytes": None,
+        }
+        for index in range(ipus)
+    ]
+    cycles = None
+    with contextlib.suppress(AttributeError, RuntimeError):  # an execution profile was not asked for, or did not fit
+        steps = report.execution.steps
+        for index, device in enumerate(devices):
+            own = [step.ipus[index] for step in steps]
+            device["cycles"] = sum(one.cycles for one in own)
+            device["exchange_in_bytes"] = sum(one.dataIn for one in own)
+            device["exchange_out_bytes"] = sum(one.dataOut for one in own)
+        cycles = report.execution.totalCycles.total
+    live = [step.notAlwaysLiveMemory.bytes for step in report.compilation.livenessProgramSteps]
+    return {
+        "poplar": report.poplarVersion.string,
+        "clock_hz": target.clockFrequency,
+        "ipus": ipus,
+        "replicas": target.numReplicas,
+        "peak_live_bytes": sum(always) + max(live, default=0),
+        "total_cycles": cycles,
+        "devices": devices,
+    }

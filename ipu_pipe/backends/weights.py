@@ -1,0 +1,317 @@
+"""Weight versions in one process: what each pass of a microbatch must find in the parameters, and what is kept for later.
+
+A pass reads, on each stage, a *view*: a version and the way a rule corrects it (`ipu_pipe.update.rules`; 0 is the plain weights).
+Two ways to put a view where a pass reads it:
+
+  overwriting   the forward and the backward of a microbatch read different views. Autograd saved the parameters'
+                storage in the forward, so the backward's view is *written into that storage* in between:
+                    [1] write u_f   [2] forward   [3] write u_b   [4] backward   [5] the optimizer steps w_b -> w_b+1
+  swapping      both passes read one view (weight stashing, 2BW). The parameters are *pointed at* its tensors for
+                both passes and nothing is copied; the update then leaves the old tensors alone and steps a copy.
+
+A corrected view of the newest version is made when it is read; one that a microbatch to come reads when its version is no
+longer the newest is made before the update, while velocity and accumulators are still that version's. A view is kept only
+while a microbatch to come reads it. Writing goes through `parameter.data`, which does not count as an in-place change for
+autograd: that is the point, and is allowed to these methods alone.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+import numpy as np
+import torch
+
+from ipu_pipe.schedule.table import IntArray
+from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.update.rules import PLAIN, UpdateRules
+
+Tensors = List[torch.Tensor]
+View = Tuple[int, int]  # version, code
+Offset = Callable[[int, int, int], Tuple[Optional[Tensors], float]]  # (stage, code, version) -> x, c of w + c x
+
+
+class Read(NamedTuple):
+    """What a pass reads: the version and the code of each stage, (P,) both."""
+
+    versions: IntArray
+    codes: IntArray
+
+
+class ReadPlan:
+    """The version table by microbatch, read ahead in windows: which views a microbatch reads, which are read later."""
+
+    def __init__(self, table: VersionTable, rules: UpdateRules, reach: int) -> None:
+        """`reach`: microbatches after which no version older than the newest now is read."""
+        schedule = table.schedule
+        self._table, self._rules, self._reach = table, rules, reach
+        self.stages, self.microbatches, self._accumulate = schedule.stages, schedule.microbatches, schedule.accumulate
+        self.recomputes = table.method.segments is not None
+        self._stashes = table.method.backward_reads == "stashed"
+        self._start = self._stop = 0
+        self._reads: Dict[str, Read] = {}
+
+    def _window(self, microbatch: int) -> int:
+        """Offset of `microbatch` in the window at hand, moved on if need be."""
+        if not self._start <= microbatch < self._stop:
+            self._start = microbatch
+            self._stop = min(microbatch + max(512, 2 * self._accumulate), self.microbatches)
+            last = min(self._stop + self._reach, self.microbatches)
+            forward, backward = self._table.window(self._start, last)
+            codes = self._rules.forward_codes(forward)
+            self._reads = {"forward": Read(forward, codes)}
+            self._reads["backward"] = Read(
+                backward, codes if self._stashes else self._rules.backward_codes(backward, forward)
+            )
+            if self.recomputes:
+                again = self._table.recompute(self._start, last)
+                self._reads["recompute"] = Read(again, self._rules.backward_codes(again, forward))
+            # a view goes when no microbatch to come reads its version; drawn delays make versions go up and down
+            self._oldest = np.minimum.accumulate(forward[:, ::-1], axis=1)[:, ::-1]
+        return microbatch - self._start
+
+    def read(self, what: str, microbatch: int) -> Read:
+        """What the `forward`, `recompute` or `backward` of `microbatch` reads."""
+        offset = self._window(microbatch)
+        read = self._reads[what]
+        return Read(read.versions[:, offset], read.codes[:, offset])
+
+    def oldest(self, microbatch: int) -> IntArray:
+        """Oldest version of each stage that `microbatch` and those after it read, shape (P,); none at the run's end."""
+        if microbatch >= self.microbatches:
+            return np.full(len(self._oldest), np.iinfo(np.int64).max)
+        offset = self._window(microbatch)
+        return self._oldest[:, offset]
+
+    def read_later(self, version: int, after: int) -> List[Set[int]]:
+        """Per stage, the codes with which a forward or recomputation of a microbatch later than `after` reads `version`.
+
+        A backward reads the newest version or, stashed, what its forward read: it needs none kept for itself.
+        """
+        start = self._window(after) + 1
+        stop = start + self._reach
+        codes: List[Set[int]] = [set() for _ in range(len(self._oldest))]
+        for what in ("forward", "recompute") if self.recomputes else ("forward",):
+            versions, how = (array[:, start:stop] for array in self._reads[what])
+            rows, columns = np.nonzero(versions == version)
+            for stage, code in set(zip(rows.tolist(), how[rows, columns].tolist())):
+                codes[stage].add(code)
+        return codes
+
+
+class Unversioned:
+    """Methods in which every pass reads the newest weights: nothing to do."""
+
+    peak_bytes = 0
+
+    def load(self, read: Read) -> None:
+        """Put what a pass reads into the parameters."""
+
+    def release(self, oldest: IntArray) -> None:
+        """After a microbatch; `oldest`: versions that are read from now on."""
+
+    def before_update(self, keep: Sequence[Set[int]]) -> None:
+        """Before the optimizer steps; `keep`: per stage, the codes with which the newest version will be read later."""
+
+    def rest(self) -> None:
+        """Put the newest weights into the parameters."""
+
+
+class _Kept(Unversioned):
+    """Views kept by stage, with a pool of tensors to reuse (fresh memory costs more than copying into old)."""
+
+    def __init__(
+        self, stages: Sequence[Sequence[torch.nn.Parameter]], version: int = 0, offset: Optional[Offset] = None
+    ) -> None:
+        """`version`: that of all stages now. `offset`: how the newest version is corrected."""
+        self._parameters = [list(stage) for stage in stages]
+        self._offset = offset
+        self._newest = version
+        self._loaded: List[View] = [(version, PLAIN)] * len(stages)
+        self._loaded_versions = np.full(len(stages), version, dtype=np.int64)
+        self._loaded_codes = np.zeros(len(stages), dtype=np.int64)
+        self._oldest = self._loaded_versions.copy()  # that is read from now on
+        self._kept: List[Dict[View, Tensors]] = [{} for _ in stages]
+        self._pool: List[List[Tensors]] = [[] for _ in stages]
+        self._size = [sum(p.numel() * p.element_size() for p in stage) for stage in stages]
+        self._held = 0
+        self.peak_bytes = 0
+
+    def versions_held(self) -> List[int]:
+        """Views that each stage holds besides what is in its parameters."""
+        return [len(kept) for kept in self._kept]
+
+    def _fresh(self, stage: int) -> Tensors:
+        self._held += self._size[stage]
+        self.peak_bytes = max(self.peak_bytes, self._held)
+        if self._pool[stage]:
+            return self._pool[stage].pop()
+        return [torch.empty_like(p.data) for p in self._parameters[stage]]
+
+    def _drop(self, stage: int, view: View) -> None:
+        tensors = self._kept[stage].pop(view, None)
+        if tensors is not None:
+            self._held -= self._size[stage]
+            if len(self._pool[stage]) < 2:
+                self._pool[stage].append(tensors)
+
+    def release(self, oldest: IntArray) -> None:
+        for stage in np.flatnonzero(oldest > self._oldest).tolist():
+            for view in [v for v in self._kept[stage] if v[0] < oldest[stage] and v[0] != self._newest]:
+                self._drop(stage, view)
+        self._oldest = np.minimum(oldest, self._newest)
+
+    def rest(self) -> None:
+        P = len(self._parameters)
+        self.load(Read(np.full(P, self._newest), np.zeros(P, np.int64)))
+
+    def load(self, read: Read) -> None:
+        versions, codes = read
+        changed = np.flatnonzero((versions != self._loaded_versions) | (codes != self._loaded_codes)).tolist()
+        self._put([(stage, (int(versions[stage]), int(codes[stage]))) for stage in changed])
+        self._set_loaded(changed, versions, codes)
+
+    def _set_loaded(self, changed: Sequence[int], versions: IntArray, codes: IntArray) -> None:
+        for stage in changed:
+            self._loaded[stage] = (int(versions[stage]), int(codes[stage]))
+        self._loaded_versions, self._loaded_codes = versions.copy(), codes.copy()
+
+    def _put(self, views: Sequence[Tuple[int, View]]) -> None:
+        raise NotImplementedError
+
+    def _correct(self, stage: int, code: int, to: Tensors) -> None:
+        """Change `to`, which holds the plain weights of the newest version."""
+        if code == PLAIN or not to:
+            return
+        assert self._offset is not None
+        x, c = self._offset(stage, code, self._newest)
+        if x is not None and c:
+            torch._foreach_add_(to, x, alpha=c)
+
+    def _advance(self) -> None:
+        self._newest += 1
+        P = len(self._parameters)
+        self._set_loaded(range(P), np.full(P, self._newest), np.zeros(P, np.int64))
+
+
+class Overwriting(_Kept):
+    """Views written into the parameters' own storage."""
+
+    def __init__(
+        self, stages: Sequence[Sequence[torch.nn.Parameter]], version: int = 0, offset: Optional[Offset] = None
+    ) -> None:
+        super().__init__(stages, version, offset)
+        self._home = [[p.data for p in stage] for stage in self._parameters]
+
+    def _put(self, views: Sequence[Tuple[int, View]]) -> None:
+        newest = (self._newest, PLAIN)
+        saved, written = _Copies(), _Copies()
+        corrected: List[Tuple[int, int]] = []
+        for stage, view in views:
+            kept, home = self._kept[stage], self._home[stage]
+            if newest not in kept:  # it is in the parameters, about to be overwritten
+                kept[newest] = self._fresh(stage)
+                saved.add(kept[newest], home)
+            if view in kept:
+                written.add(home, kept[view])
+            else:
+                assert view[0] == self._newest, f"stage {stage}: view {view} is read but was not kept"
+                if self._loaded[stage] != newest:
+                    written.add(home, kept[newest])
+                corrected.append((stage, view[1]))
+        saved.do()
+        written.do()
+        for stage, code in corrected:
+            self._correct(stage, code, self._home[stage])
+
+    def before_update(self, keep: Sequence[Set[int]]) -> None:
+        self.rest()
+        newest = (self._newest, PLAIN)
+        copies = _Copies()
+        made: List[Tuple[int, int, Tensors]] = []
+        for stage, codes in enumerate(keep):
+            if PLAIN not in codes:
+                self._drop(stage, newest)
+            for code in codes:
+                view = (self._newest, code)
+                if view not in self._kept[stage]:
+                    self._kept[stage][view] = self._fresh(stage)
+                    copies.add(self._kept[stage][view], self._home[stage])
+                    made.append((stage, code, self._kept[stage][view]))
+        copies.do()
+        for stage, code, tensors in made:
+            self._correct(stage, code, tensors)
+        self._advance()
+
+
+class Swapping(_Kept):
+    """Parameters pointed at the tensors of the view both passes read."""
+
+    def _put(self, views: Sequence[Tuple[int, View]]) -> None:
+        newest = (self._newest, PLAIN)
+        for stage, view in views:
+            kept = self._kept[stage]
+            if self._loaded[stage] == newest:
+                kept[newest] = [p.data for p in self._parameters[stage]]
+            if view not in kept:
+                assert view[0] == self._newest, f"stage {stage}: view {view} is read but was not kept"
+                self._make(stage, view[1], kept[newest])
+            self._point(stage, kept[view])
+
+    def _make(self, stage: int, code: int, plain: Tensors) -> None:
+        tensors = self._fresh(stage)
+        copies = _Copies()
+        copies.add(tensors, plain)
+        copies.do()
+        self._correct(stage, code, tensors)
+        self._kept[stage][(self._newest, code)] = tensors
+
+    def _point(self, stage: int, tensors: Tensors) -> None:
+        for parameter, tensor in zip(self._parameters[stage], tensors):
+            parameter.data = tensor
+
+    def before_update(self, keep: Sequence[Set[int]]) -> None:
+        self.rest()
+        newest = (self._newest, PLAIN)
+        copies = _Copies()
+        for stage, codes in enumerate(keep):
+            own = [p.data for p in self._parameters[stage]]
+            for code in codes - {PLAIN}:
+                if (self._newest, code) not in self._kept[stage]:
+                    self._make(stage, code, own)
+            for view in [v for v in self._kept[stage] if v[0] == self._newest and v[1] not in codes and v[1] != PLAIN]:
+                self._drop(stage, view)
+            self._kept[stage].pop(newest, None)
+            if PLAIN in codes:  # the parameters' tensors stay as they are, the update steps a copy
+                self._kept[stage][newest] = own
+                new = self._fresh(stage)
+                self._point(stage, new)
+                copies.add(new, own)
+        copies.do()
+        self._advance()
+
+
+class _Copies:
+    """Copies to be done in one call."""
+
+    def __init__(self) -> None:
+        self._to: Tensors = []
+        self._values: Tensors = []
+
+    def add(self, to: Tensors, values: Tensors) -> None:
+        self._to += to
+        self._values += values
+
+    def do(self) -> None:
+        copy_all(self._to, self._values)
+
+
+def copy_all(to: Tensors, values: Tensors) -> None:
+    """Write `values` into the storages of `to`, in one call where this PyTorch has one (2.1 and later)."""
+    if not to:
+        return
+    if hasattr(torch, "_foreach_copy_"):
+        torch._foreach_copy_(to, values)
+    else:
+        for target, value in zip(to, values):
+            target.copy_(value)

@@ -1,0 +1,92 @@
+"""Where code of the user's own failed: its file and line, and what the run was doing with it.
+
+    ipu_pipe/training.py    go
+    ipu_pipe/engines.py     step              <- caught here: the frames from here on are looked at
+    torch/nn/modules/...    _call_impl
+    my_model.py:42          forward           <- told: the innermost that is neither torch's nor ours
+    torch/nn/functional.py  linear
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+from typing import Any, Callable, Iterator, List, Optional
+
+import torch
+from torch import nn
+
+from ipu_pipe.errors import BadInput, RunFault, UserFault, chain, first_line, user_fault
+from ipu_pipe.model.stages import Partition
+
+_OURS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, os.path.dirname(str(torch.__file__)) + os.sep)
+_INSTALLED = tuple({sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def users_frame(error: BaseException) -> Optional[traceback.FrameSummary]:
+    """The innermost frame of a traceback that is of neither this library nor torch, if possible of no installed library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = [f for f in frames if not f.filename.startswith((*_OURS, "<frozen"))]
+    own = [f for f in foreign if not f.filename.startswith(_INSTALLED)]
+    return own[-1] if own else foreign[-1] if foreign else None
+
+
+def attribute(error: BaseException, where: str) -> UserFault:
+    """The fault in one line, put at the end of the exception's chain of causes: `where`, kind, message, file and line."""
+    known = user_fault(error)
+    if known is not None:
+        return known
+    frame = users_frame(error) or traceback.extract_tb(error.__traceback__)[-1]
+    line = f"{where}: {first_line(error)[:400]} ({frame.filename}:{frame.lineno}, in {frame.name})"
+    fault = UserFault(line, "".join(traceback.format_exception(type(error), error, error.__traceback__)))
+    list(chain(error))[-1].__cause__ = fault
+    return fault
+
+
+@contextlib.contextmanager
+def attributed(where: Callable[[], str]) -> Iterator[None]:
+    """What is raised inside and told nowhere else gets its UserFault; it stays the exception that it is."""
+    try:
+        yield
+    except (BadInput, RunFault):
+        raise
+    except Exception as error:
+        attribute(error, where())
+        raise
+
+
+def keep_traceback(error: BaseException, folder: Path) -> None:
+    """Write the traceback of a user's fault to `folder/traceback.txt`, where there is such a folder and a place to write."""
+    fault = user_fault(error)
+    if fault is None or not folder.is_dir():
+        return
+    with contextlib.suppress(OSError):  # a full disk: what ended the run is what must be told
+        file = folder / "traceback.txt"
+        file.write_text(f"{fault}\n\n{fault.traceback}", encoding="utf-8", errors="replace")
+        fault.kept = str(file)
+
+
+class StageWatch:
+    """Which stage of an unsplit model runs: that whose first module was entered last. Set `stage` to 0 before each forward."""
+
+    def __init__(self, model: nn.Module, part: Partition) -> None:
+        self.stage = 0
+        modules = dict(model.named_modules())
+        self._hooks: List[Any] = []
+        for name, stage in part.begins.items():
+            if name in modules:
+                self._hooks.append(modules[name].register_forward_pre_hook(self._enter(stage)))
+
+    def _enter(self, stage: int) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            self.stage = stage
+
+        return hook
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()

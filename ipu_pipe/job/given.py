@@ -1,0 +1,92 @@
+"""Objects that Python gave in the place of a config's keys, described so that the run's files say what was used."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Dict, List, Optional
+
+import torch
+from torch import nn
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.config import GIVEN, Config, DataConfig, Description, Given, ModelConfig, OptimizerConfig
+
+NOT_SETTINGS = ("params", "stage", "initial_lr")
+
+
+def qualified(value: Any) -> str:
+    """`module.name` of a function or class, or of an object's class."""
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def describe(value: Any) -> Description:
+    """A function, a partial one or an object: its qualified name, and the numbers and texts that it was set to."""
+    if isinstance(value, functools.partial):
+        return Description(name=qualified(value.func), settings=_plain(value.keywords))
+    own = {} if hasattr(value, "__qualname__") else {k: v for k, v in vars(value).items() if k != "training"}
+    return Description(name=qualified(value), settings=_plain({k: v for k, v in own.items() if not k.startswith("_")}))
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> Description:
+    """Its class and settings; those of parameter groups that have others. What is off (None, False) is left out."""
+    usual = _plain(optimizer.defaults)
+    groups: List[Dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        own = _plain({key: value for key, value in group.items() if key not in NOT_SETTINGS})
+        other = {key: own.get(key) for key in sorted({*own, *usual}) if own.get(key) != usual.get(key)}
+        if other and other not in groups:
+            groups.append(other)
+    return Description(name=qualified(optimizer), settings=usual, groups=sorted(groups, key=str))
+
+
+def _plain(values: Dict[str, Any]) -> Dict[str, Any]:
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, (tuple, list)) and all(isinstance(one, (bool, int, float, str)) for one in value):
+            value = list(value)
+        elif not isinstance(value, (int, float, str)):
+            continue
+        if value is not False:
+            found[str(key)] = value
+    return found
+
+
+def with_given(
+    config: Config, model: Optional[nn.Module], data: Any = None, loss: Any = None, optimizer: Any = None
+) -> Config:
+    """The config with descriptions of the objects that are given; the keys that they replace claim nothing. The optimizer is
+    described when it is made."""
+    given: Dict[str, Any] = {}
+    changes: Dict[str, Any] = {}
+    if model is not None:
+        given["model"], changes["model"] = Description(name=qualified(type(model))), ModelConfig(entry=GIVEN)
+    if data is not None:
+        given["data"], changes["data"] = Description(name=qualified(type(data))), DataConfig(name=GIVEN)
+    if loss is not None:
+        given["loss"], changes["loss"] = describe(loss), GIVEN
+    if optimizer is not None:
+        given["optimizer"] = None
+        changes["optimizer"] = OptimizerConfig(name=GIVEN, lr=None, no_decay=config.optimizer.no_decay)
+    if not changes:
+        return config
+    return config.model_copy(update={**changes, "given": (config.given or Given()).model_copy(update=given)})
+
+
+def with_optimizer(config: Config, optimizer: torch.optim.Optimizer) -> Config:
+    """The config with the description of the optimizer that a given function made."""
+    described = (config.given or Given()).model_copy(update={"optimizer": describe_optimizer(optimizer)})
+    return config.model_copy(update={"given": described})
+
+
+def refuse_missing(config: Config, **objects: Any) -> None:
+    """Refuse (BadInput) a config of a run to which Python gave what it does not give now."""
+    lacking = [key for key, value in objects.items() if value is None and getattr(config.given, key, None) is not None]
+    if lacking:
+        told = ", ".join(f"given.{key}: {getattr(config.given, key).name}" for key in lacking)
+        raise BadInput(
+            f"{told}: Python gave it to the run that wrote this config, and only Python can again: "
+            f"ipu_pipe.train(config, out, {', '.join(f'{key}=...' for key in lacking)})"
+        )

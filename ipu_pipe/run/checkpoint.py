@@ -1,0 +1,278 @@
+"""Checkpoints: folders `checkpoints/step-K/` written whole or not at all, without pickle.
+
+    step-120/model.safetensors       weights and buffers under the unsplit model's names
+             optimizer.safetensors   optimizer state, `parameter/entry`
+             state.json              position, plain optimizer values, best result so far
+             manifest.json           SHA-256 of these three and of itself, the keys that decide the run's numbers
+
+They are taken where the schedule drains, so no weight version but the newest exists then. A folder is written under
+another name and renamed when all of it is on disk; a checkpoint that exists is complete. The earlier layout has no manifest:
+its state.json holds the SHA-256 of the two other files (schema 1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.run import manifest
+from ipu_pipe.run.manifest import NOBODY, Manifest, Origin
+
+HEADS = "local_heads"  # the name of auxiliary heads in a model (ipu_pipe.local.blocks)
+
+TENSORS = ("model", "optimizer")
+STATE = "state.json"
+FILES = (*(f"{name}.safetensors" for name in TENSORS), STATE)
+EARLIER_KEYS = {"position", "optimizer", "schema", "step", "sha256"}  # of state.json of schema 1
+SAFE_TORCH = (2, 6)  # before it torch.load could run a file's code in spite of weights_only (CVE-2025-32434)
+_NAME = re.compile(r"step-(\d+)$")
+_LEFTOVER = re.compile(r"\.step-(\d+)\.(part|old)$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds. `state`: position and plain values; tensors are on the CPU; `manifest`: None in the earlier
+    layout, which does not say whose it is."""
+
+    model: Dict[str, torch.Tensor]
+    optimizer: Dict[str, torch.Tensor]
+    state: Dict[str, Any]
+    manifest: Optional[Manifest]
+
+
+def save(
+    folder: Path,
+    step: int,
+    model: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, torch.Tensor],
+    state: Dict[str, Any],
+    origin: Origin = NOBODY,
+) -> Path:
+    """Write `folder/step-K` and return it. `state` must be JSON. Raises RunFault if the disk refuses."""
+    final, temporary, old = folder / f"step-{step}", folder / f".step-{step}.part", folder / f".step-{step}.old"
+    try:
+        _delete(temporary)
+        temporary.mkdir(parents=True)
+        for name, tensors in zip(TENSORS, (model, optimizer)):
+            # clones, since two names may share one storage (tied weights), which the format refuses
+            save_file(
+                {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()},
+                temporary / f"{name}.safetensors",
+            )
+        text = json.dumps({**state, "schema": manifest.SCHEMA, "step": step}, indent=1)
+        (temporary / STATE).write_text(text)
+        manifest.write(temporary, step, FILES, origin)
+        for file in (*temporary.iterdir(), temporary):
+            _flush(file)
+        if final.exists():  # the same position reached again; killed between the two renames, `tidy` finds both
+            _delete(old)
+            os.replace(final, old)
+        os.replace(temporary, final)
+        for path in (folder, folder.parent):
+            _flush(path)
+        _delete(old)
+    except (OSError, SafetensorError, TypeError, ValueError) as error:
+        _delete(temporary)
+        if old.exists() and not final.exists():
+            with contextlib.suppress(OSError):  # else `tidy` does
+                os.replace(old, final)
+        raise RunFault(f"{final}: cannot write the checkpoint: {error}; earlier checkpoints are whole") from error
+    return final
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _delete(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def steps(folder: Path) -> List[int]:
+    """Steps of the complete checkpoints in `folder`, ascending."""
+    found = (_NAME.match(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
+    return sorted(int(match.group(1)) for match in found if match)
+
+
+def available(folder: Path) -> List[int]:
+    """Steps of the checkpoints that a run can go on from, ascending: the complete ones, or, where there are none, the one that
+    `tidy` would bring back."""
+    whole = _whole_leftover(folder) if not steps(folder) else None
+    return [whole[0]] if whole else steps(folder)
+
+
+def tidy(folder: Path) -> None:
+    """Clear away what a killed run left: half-written and half-deleted checkpoints. Where no other checkpoint is there, one of
+    them that is whole is brought back: a kill between the two renames of `save` loses nothing. Raises RunFault."""
+    try:
+        whole = _whole_leftover(folder) if not steps(folder) else None
+        if whole:
+            os.replace(whole[1], folder / f"step-{whole[0]}")
+        for _, path in _leftovers(folder):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    except OSError as error:
+        raise RunFault(f"{folder}: cannot clear away unfinished checkpoints: {error}") from error
+
+
+def _leftovers(folder: Path) -> List[Tuple[int, Path]]:
+    """Unfinished checkpoints, the newest first."""
+    found = [(_LEFTOVER.match(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(((int(match.group(1)), path) for match, path in found if match), reverse=True)
+
+
+def _whole_leftover(folder: Path) -> Optional[Tuple[int, Path]]:
+    for step, path in _leftovers(folder):
+        try:
+            _verified(path)
+        except BadInput:
+            continue
+        return step, path
+    return None
+
+
+def prune(folder: Path, keep: int, best: Optional[int]) -> None:
+    """Delete all but the newest `keep` checkpoints and the one of step `best`."""
+    drop(folder, [step for step in steps(folder)[:-keep] if step != best])
+
+
+def drop(folder: Path, doomed: List[int]) -> None:
+    """Delete the checkpoints of these steps. Raises RunFault."""
+    try:
+        for step in doomed:
+            old = folder / f".step-{step}.old"  # renamed first: a half-deleted folder must not look complete
+            _delete(old)
+            os.replace(folder / f"step-{step}", old)
+            _delete(old)
+    except OSError as error:
+        raise RunFault(f"{folder / f'step-{step}'}: cannot be deleted: {error.strerror or error}") from error
+
+
+def load(path: Path) -> Checkpoint:
+    """Read the checkpoint folder `path`. Raises BadInput, naming the file, where something is missing or corrupt."""
+    found, state = _verified(path)
+    model, optimizer = (read_tensors(path / f"{name}.safetensors") for name in TENSORS)
+    return Checkpoint(model, optimizer, state, found)
+
+
+def read_weights(path: Path) -> Dict[str, torch.Tensor]:
+    """The weights of a checkpoint folder or of a file, as `read_tensors`. Files of a checkpoint must be what was saved."""
+    if os.path.isdir(path):
+        _verified(path)
+        path = path / f"{TENSORS[0]}.safetensors"
+    elif path.name in FILES and os.path.isfile(path.parent / manifest.NAME):
+        _verified(path.parent)
+    return read_tensors(path)
+
+
+def _verified(path: Path) -> Tuple[Optional[Manifest], Dict[str, Any]]:
+    """The manifest and state of the checkpoint folder `path`, all of whose files are what was saved. Raises BadInput."""
+    if not os.path.isfile(path / manifest.NAME):
+        return None, _earlier(path)
+    found = manifest.read(path / manifest.NAME)
+    if set(found.files) != set(FILES):
+        raise BadInput(f"{path / manifest.NAME}: files: {', '.join(found.files)}: must be {', '.join(FILES)}")
+    manifest.check_files(path, {name: (record.bytes, record.sha256) for name, record in found.files.items()})
+    state = _read_state(path)
+    if state.get("step") != found.step:
+        raise BadInput(f"{path / STATE}: step: {state.get('step')}: manifest.json says {found.step}")
+    return found, state
+
+
+def _earlier(path: Path) -> Dict[str, Any]:
+    """The state of a checkpoint of the earlier layout, whose state.json nothing protects."""
+    file = path / STATE
+    if not os.path.isfile(file):
+        raise BadInput(f"{path}: not a checkpoint: it has no {manifest.NAME} and no {STATE}")
+    state = _read_state(path)
+    schema, hashes = state.get("schema"), state.get("sha256")
+    if schema == manifest.SCHEMA:
+        raise BadInput(f"{path / manifest.NAME}: corrupt checkpoint: the file is missing")
+    if schema != 1:
+        raise BadInput(f"{file}: schema: {schema}: this version reads schema 1 and {manifest.SCHEMA}")
+    names = {f"{name}.safetensors" for name in TENSORS}
+    if set(state) != EARLIER_KEYS or not isinstance(hashes, dict) or set(hashes) != names:
+        raise BadInput(f"{file}: corrupt checkpoint: its keys must be {', '.join(sorted(EARLIER_KEYS))}")
+    manifest.check_files(path, {name: (-1, str(digest)) for name, digest in hashes.items()})
+    return state
+
+
+def _read_state(path: Path) -> Dict[str, Any]:
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        if not isinstance(state, dict):
+            raise ValueError("must be a mapping")
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path / STATE}: corrupt checkpoint: {error}") from None
+    return state
+
+
+def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
+    """Tensors of a plain state dict: a .safetensors file, or one by torch.save (read without running its pickle's code, and
+    so by a torch alone that is safe against it)."""
+    if not os.path.isfile(path):  # pathlib raises where the folder cannot be read
+        raise BadInput(f"{path}: no such file")
+    if path.suffix != ".safetensors" and torch_version() < SAFE_TORCH:
+        raise BadInput(
+            f"{path}: this torch ({torch.__version__}) could run code in such a file, torch 2.6 and later do not: give a "
+            ".safetensors file, made there by safetensors.torch.save_file({name: tensor.clone() for name, tensor in "
+            "torch.load(FILE, map_location='cpu', weights_only=True).items()}, NEW_FILE)"
+        )
+    try:
+        if path.suffix == ".safetensors":
+            return dict(load_file(path))
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # many kinds, from the format's reader and from pickle's
+        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        raise BadInput(f"{path}: cannot be read as a state dict: {reason}") from None
+    if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        raise BadInput(f"{path}: holds no plain state dict (names to tensors)")
+    return loaded
+
+
+def torch_version() -> Tuple[int, ...]:
+    """(major, minor) of the torch that is running."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def load_weights(
+    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], place: str, heads_too: bool = True
+) -> None:
+    """Copy a state dict into `model`; all names and shapes must agree. `place` names the source in the error. `heads_too` false:
+    auxiliary heads are taken where they are there and fit, and stay as they are otherwise."""
+    own = model.state_dict()
+    if not heads_too:
+        heads = {name: value for name, value in own.items() if name.startswith(HEADS)}
+        fits = {n: v for n, v in heads.items() if n in tensors and tensors[n].shape == v.shape}
+        tensors = {
+            **{n: v for n, v in tensors.items() if not n.startswith(HEADS)},
+            **heads,
+            **{n: tensors[n] for n in fits},
+        }
+    if not any(name.startswith(HEADS) for name in own):  # auxiliary heads only train
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(HEADS)}
+    faults = [f"{place}: {name}: missing, the model needs it" for name in own if name not in tensors]
+    faults += [f"{place}: {name}: the model has no such parameter or buffer" for name in tensors if name not in own]
+    faults += [
+        f"{place}: {name}: shape {tuple(tensors[name].shape)}, the model has {tuple(own[name].shape)}"
+        for name in own
+        if name in tensors and own[name].shape != tensors[name].shape
+    ]
+    if faults:
+        shown = faults[:5] + ([f"{place}: {len(faults) - 5} more such faults"] if len(faults) > 5 else [])
+        raise BadInput(shown)
+    model.load_state_dict(dict(tensors))

@@ -1,0 +1,202 @@
+"""The methods' schedules: each timeline's closed form under a drawing of it.
+
+P stages, M microbatches, N microbatches an update; s and m are a stage and a microbatch, slots count from 0.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
+
+import numpy as np
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.schedule.methods import Method, Pipeline, check
+from ipu_pipe.schedule.table import Kind, Part, RunArray, Schedule, run_array
+
+# One stretch from an empty pipeline to an empty one: its slots, and its runs.
+Stretch = Tuple[int, RunArray]
+
+MOST_SHARED_BATCHES = 5_000  # in a stretch of local_overlapping: each is a run of its own, and runs are proved one by one
+
+
+def make_schedule(
+    method: Method, stages: int, microbatches: int, accumulate: int, drains: Sequence[int] = (), synchronous: int = 0
+) -> Schedule:
+    """The schedule of `method` for P `stages`, M `microbatches` and N = `accumulate` microbatches an update.
+
+    `drains`: microbatches, whole multiples of N, before which the pipeline empties and refills (evaluation,
+    checkpoints); methods that flush are empty there anyway. `synchronous`: so many microbatches at the start, a whole
+    multiple of N, run as GPipe does (PipeMare's warm-up, W). Raises BadInput for what cannot be (see methods.check).
+    """
+    check(method, stages, microbatches, accumulate)
+    turn = method.turn if stages > 1 else 0  # one stage is no pipeline
+    _between_drains(drains, microbatches, accumulate)  # bad ones are refused also where there is nothing to do for them
+    warm = min(synchronous, microbatches)
+    if warm % accumulate and warm < microbatches:
+        raise BadInput(f"synchronous: {warm}: must be a multiple of accumulate ({accumulate})")
+    parts: List[Part] = []
+    for pipeline, count in ((Pipeline.FILL_DRAIN, warm), (method.pipeline, microbatches - warm)):
+        stretch, longest = _STRETCHES[pipeline]
+        if longest is None:
+            later = [drain - warm for drain in drains if drain >= warm]
+            lengths = _between_drains(later, count, accumulate)
+            batches = max(length for length, _ in lengths) // accumulate if lengths else 0
+            if method.pipeline is Pipeline.LOCAL_SHARED and accumulate > 1 and batches > MOST_SHARED_BATCHES:
+                raise BadInput(
+                    f"steps: {batches} updates of {method.name} without a drain: at most {MOST_SHARED_BATCHES} can be planned:"
+                    " evaluate or save more often (evaluate.every, checkpoint.every)"
+                )
+        else:
+            length = longest(accumulate)
+            lengths = [(length, count // length), (count % length, 1)]
+        for length, repeats in lengths:
+            if length and repeats:
+                slots, runs = stretch(stages, length, accumulate if pipeline is Pipeline.LOCAL_SHARED else turn)
+                first_slot, first = (parts[-1].end_slot, parts[-1].end_microbatch) if parts else (0, 0)
+                parts.append(Part(first_slot, first, repeats, slots, length, runs))
+    holds = "both" if method.pipeline in (Pipeline.DATAFLOW, Pipeline.LOCAL, Pipeline.LOCAL_SHARED) else "one"
+    return Schedule(stages, microbatches, accumulate, holds, tuple(parts), local=method.structure is not None)
+
+
+def _between_drains(drains: Sequence[int], microbatches: int, accumulate: int) -> List[Tuple[int, int]]:
+    """The stretches between drains as (microbatches, how many stretches of that length follow one another)."""
+    faults = [
+        f"drains: {drain}: must be a multiple of accumulate ({accumulate}) from 0 to {microbatches} microbatches"
+        for drain in drains
+        if drain % accumulate or not 0 <= drain <= microbatches
+    ]
+    if faults:
+        raise BadInput(faults)
+    edges = sorted({0, microbatches, *drains})
+    lengths = (last - first for first, last in zip(edges, edges[1:]))
+    return [(length, len(list(equal))) for length, equal in groupby(lengths)]
+
+
+def _sequential(P: int, M: int, turn: int) -> Stretch:
+    """P = 3, one microbatch: forwards in slots s, backwards in 2P-1-s.
+
+    stage 0  F0  .   .   .   .   B0
+    stage 1  .   F0  .   .   B0  .
+    stage 2  .   .   F0  B0  .   .
+    """
+    return _fill_drain(P, M, turn)  # a batch of one microbatch
+
+
+def _fill_drain(P: int, M: int, turn: int) -> Stretch:
+    """P = 3, M = 3: GPipe's trapezoids, backwards in the order of the forwards.
+
+    stage 0  F0  F1  F2  .   .   .   .   B0  B1  B2
+    stage 1  .   F0  F1  F2  .   .   B0  B1  B2  .
+    stage 2  .   .   F0  F1  F2  B0  B1  B2  .   .
+    """
+    s = np.arange(P)
+    forward = run_array(s, Kind.FORWARD, 0, M, s, 1)
+    backward = run_array(s, Kind.BACKWARD, 0, M, (M + P - 1) + (P - 1 - s), 1)
+    return 2 * (M + P - 1), np.concatenate([forward, backward])
+
+
+def _alternating_backwards(P: int, M: int) -> RunArray:
+    """On every 1F1B timeline the last stage turns each microbatch around at once, every second slot."""
+    s = np.arange(P)
+    return run_array(s, Kind.BACKWARD, 0, M, 2 * P - 1 - s, 2)
+
+
+def _capped_1f1b(P: int, M: int, turn: int) -> Stretch:
+    """P = 3, M = 4: at most P-s microbatches in flight on stage s.
+
+    stage 0  F0  F1  F2  .   .   B0  F3  B1  .   B2  .   B3
+    stage 1  .   F0  F1  .   B0  F2  B1  F3  B2  .   B3  .
+    stage 2  .   .   F0  B0  F1  B1  F2  B2  F3  B3  .   .
+    """
+    s = np.arange(P)
+    warm = np.minimum(P - s, M)
+    fill = run_array(s, Kind.FORWARD, 0, warm, s, 1)
+    steady = run_array(s, Kind.FORWARD, warm, M - warm, 2 * warm + s, 2)
+    return 2 * (M + P - 1), np.concatenate([fill, steady, _alternating_backwards(P, M)])
+
+
+def _pipedream_1f1b(P: int, M: int, turn: int) -> Stretch:
+    """P = 3, M = 4: at most P microbatches in flight, counted at stage 0 only, so that stage 1 runs ahead (F2).
+
+    stage 0  F0  F1  F2  .   .   B0  F3  B1  .   B2  .   B3
+    stage 1  .   F0  F1  F2  B0  .   B1  F3  B2  .   B3  .
+    stage 2  .   .   F0  B0  F1  B1  F2  B2  F3  B3  .   .
+
+    The first P microbatches enter one a slot. A stage forwards them as they come until its first backward is ready
+    (`ahead` of them), the rest of the first P in the slots between backwards; later ones enter every second slot.
+    """
+    s = np.arange(P)
+    ahead = np.minimum(np.minimum(P, 2 * (P - s) - 1), M)
+    first = np.full(P, min(P, M))
+    fill = run_array(s, Kind.FORWARD, 0, ahead, s, 1)
+    between = run_array(s, Kind.FORWARD, ahead, first - ahead, 2 * ahead - 2 * P + 3 * s + 2, 2)
+    steady = run_array(s, Kind.FORWARD, first, M - first, 2 * first + s, 2)
+    return 2 * (M + P - 1), np.concatenate([fill, between, steady, _alternating_backwards(P, M)])
+
+
+def _dataflow(P: int, M: int, turn: int) -> Stretch:
+    """P = 2, M = 3; a step holds both. Turn 0: the last stage's two passes share the step; turn 1: one step later.
+
+    turn 0  stage 0  F0     F1     F2 B0  B1     B2         turn 1  stage 0  F0     F1     F2     B0     B1     B2
+            stage 1  .      F0 B0  F1 B1  F2 B2  .                  stage 1  .      F0     F1 B0  F2 B1  B2     .
+    """
+    s = np.arange(P)
+    forward = run_array(s, Kind.FORWARD, 0, M, s, 1)
+    backward = run_array(s, Kind.BACKWARD, 0, M, 2 * (P - 1) - s + turn, 1)
+    return M + 2 * (P - 1) + turn, np.concatenate([forward, backward])
+
+
+def _local(P: int, M: int, turn: int) -> Stretch:
+    """P = 3, M = 4: each stage has a loss of its own, so a microbatch's backward follows its forward at once.
+
+    stage 0  F0 B0  F1 B1  F2 B2  F3 B3  .      .
+    stage 1  .      F0 B0  F1 B1  F2 B2  F3 B3  .
+    stage 2  .      .      F0 B0  F1 B1  F2 B2  F3 B3
+    """
+    s = np.arange(P)
+    passes = [run_array(s, kind, 0, M, s, 1) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+    return M + P - 1, np.concatenate(passes)
+
+
+def _local_shared(P: int, M: int, accumulate: int) -> Stretch:
+    """P = 3, M = 4, N = 2: a batch's update waits a step for the next stage's gradient of the layer that both hold.
+
+    stage 0  F0 B0  F1 B1  .      F2 B2  F3 B3  .      .
+    stage 1  .      F0 B0  F1 B1  .      F2 B2  F3 B3  .
+    stage 2  .      .      F0 B0  F1 B1  .      F2 B2  F3 B3
+    """
+    s = np.arange(P)
+    wait = 1 if P > 1 else 0
+    runs = []
+    if accumulate == 1:
+        runs = [run_array(s, kind, 0, M, s, 1 + wait) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+    else:
+        for first in range(0, M, accumulate):
+            count, slot = min(accumulate, M - first), first + wait * (first // accumulate)
+            runs += [run_array(s, kind, first, count, slot + s, 1) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+    return M + wait * ((M - 1) // accumulate) + P - 1, np.concatenate(runs)
+
+
+# Each pipeline's stretch, and how many microbatches it takes at most as a function of N: no limit for those that never
+# empty.
+_STRETCHES: Dict[Pipeline, Tuple[Callable[[int, int, int], Stretch], Optional[Callable[[int], int]]]] = {
+    Pipeline.SEQUENTIAL: (_sequential, lambda accumulate: 1),
+    Pipeline.FILL_DRAIN: (_fill_drain, lambda accumulate: accumulate),
+    Pipeline.ONE_F_ONE_B_FLUSH: (_capped_1f1b, lambda accumulate: accumulate),
+    Pipeline.ONE_F_ONE_B: (_pipedream_1f1b, None),
+    Pipeline.ONE_F_ONE_B_CAPPED: (_capped_1f1b, None),
+    Pipeline.DATAFLOW: (_dataflow, None),
+    Pipeline.LOCAL: (_local, None),
+    Pipeline.LOCAL_SHARED: (_local_shared, None),
+}
+
+
+def utilization(method: Method, stages: int, accumulate: int) -> float:
+    """The planned busy share in the steady state: of a whole batch with its bubbles where the method flushes."""
+    if method.flushes:
+        return make_schedule(method, stages, accumulate, accumulate).busy_share()
+    # All pipelines that never empty repeat every one or two slots, or with each batch, from slot 3P at the latest.
+    period = accumulate + (stages > 1) if method.pipeline is Pipeline.LOCAL_SHARED else 2
+    long = make_schedule(method, stages, 4 * stages + 2 + period, accumulate)
+    return long.busy_share(3 * stages, 3 * stages + period)
