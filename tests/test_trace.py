@@ -12,7 +12,7 @@ import pytest
 
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.report import trace
-from ipu_pipe.report.trace import Counter, Event
+from ipu_pipe.schedule.events import Counter, Event
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.table import Kind
 from ipu_pipe.schedule.timelines import make_schedule

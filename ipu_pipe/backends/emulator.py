@@ -47,19 +47,6 @@ class _Unread:
     count: int
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """One update: mean training loss of its microbatches, share of right answers (None if that has no meaning), samples.
-
-    `blocks`: loss and accuracy of each block that has a loss of its own, the model's own last; empty where there is one loss.
-    """
-
-    loss: float
-    accuracy: Optional[float]
-    samples: int
-    blocks: Tuple[Tuple[float, Optional[float]], ...] = ()
-
-
 def refuses(
     model: nn.Module,
     loss: Loss,
@@ -306,16 +293,6 @@ class _Replicas:
             p.grad = None if total is None else total / self.count
         self._gradients = [[None] * len(self._parameters) for _ in range(self.count)]
         self._bind(0)
-
-
-def right_answers(output: Any, y: Any) -> Optional[torch.Tensor]:
-    """(right, counted): labels at which the greatest of the outputs lies, and labels that are not -100 (which cross-entropy
-    leaves out). None unless outputs are (b, classes, ...) and labels whole numbers (b, ...)."""
-    if not isinstance(output, torch.Tensor) or not isinstance(y, torch.Tensor) or y.is_floating_point():
-        return None
-    if output.dim() != y.dim() + 1 or output.shape[0] != y.shape[0] or output.shape[2:] != y.shape[1:]:
-        return None
-    return torch.stack([(output.detach().argmax(dim=1) == y).sum(), (y != -100).sum()])
 
 
 def _values(scalars: Sequence[torch.Tensor]) -> Iterator[float]:

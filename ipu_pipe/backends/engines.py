@@ -6,87 +6,25 @@ Every process of a run has an engine and calls the same methods in the same orde
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar
+from typing import Callable, Iterator, List, Mapping, Optional, Tuple, TypeVar
 
 import torch
 
 from ipu_pipe import launched
-from ipu_pipe.backends.emulator import Emulator, StepResult
+from ipu_pipe.backends.emulator import Emulator
+from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.ipu.model import refuse_foreign
 from ipu_pipe.errors import BadInput, RunFault, user_fault
 from ipu_pipe.job.blame import attributed
 from ipu_pipe.job.config import BackendConfig, Config
 from ipu_pipe.job.evaluation import evaluate
+from ipu_pipe.job.position import Measured
+from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.orphans import end_with_launcher
-from ipu_pipe.run.build import Job
-from ipu_pipe.run.folder import Measured
 from ipu_pipe.update import optimizer as update
 
 Result = TypeVar("Result")
-
-
-class State(NamedTuple):
-    """All that a checkpoint holds of the model and the optimizer, by unsplit names."""
-
-    model: Dict[str, torch.Tensor]
-    optimizer: Dict[str, torch.Tensor]
-    plain: Dict[str, Any]
-
-
-class Report(NamedTuple):
-    """What the devices measured: by stage, bytes of optimizer state and greatest bytes of weight versions besides the newest;
-    messages sent, (source, target) -> (bytes, messages); events of all ranks; microbatches that these two are of; messages with
-    the gradients of shared layers; counters of the trace; busy share of the devices' own schedule, where it is not the job's;
-    JSON files of the backend's own, by name. None where a backend cannot know."""
-
-    optimizer_bytes: List[int]
-    version_bytes: List[int]
-    links: Optional[Dict[Tuple[int, int], Tuple[int, int]]]
-    events: Optional[List[Any]]
-    microbatches: int = 0
-    shared: Optional[Dict[Tuple[int, int], Tuple[int, int]]] = None
-    counters: Sequence[Any] = ()
-    utilization: Optional[float] = None
-    files: Optional[Dict[str, Any]] = None
-
-
-class Engine:
-    """One process's part of a run."""
-
-    is_main = True
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.names = {parameter: name for name, parameter in job.model.named_parameters()}
-
-    def step(self, k: int) -> StepResult:
-        """Update k. The result is meant for the main process; others may get zeros."""
-        raise NotImplementedError
-
-    def advance(self, k: int, read: bool) -> List[StepResult]:
-        """Update k, and what was measured since this last told it: where reading would hold a GPU up nothing unless `read`."""
-        return [self.step(k)]
-
-    def evaluate(self) -> List[Measured]:
-        """Test loss and accuracy with the pipeline drained, of each block that has a loss of its own, the model's own last; the
-        same on every process."""
-        raise NotImplementedError
-
-    def state(self) -> Optional[State]:
-        """State for a checkpoint, on the main process, else None."""
-        raise NotImplementedError
-
-    def report(self) -> Optional[Report]:
-        """At the end, on the main process, else None."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Newest weights in the model, nothing left behind."""
-
-    def abort(self) -> None:
-        """After a fault: nothing left behind in the user's model, without waiting for anyone."""
-        self.close()
 
 
 class LocalEngine(Engine):

@@ -7,11 +7,10 @@ from typing import Any, Iterator, List, Optional, Tuple
 import torch
 from torch import nn
 
-from ipu_pipe.backends.emulator import right_answers
+from ipu_pipe.job.position import Measured
+from ipu_pipe.job.record import Setup
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
 from ipu_pipe.model.probe import Loss
-from ipu_pipe.run.build import Setup
-from ipu_pipe.run.folder import Measured
 
 TEST_BATCH = 128  # samples of one evaluation forward; BatchNorm does not see it, it evaluates by running statistics
 
@@ -84,3 +83,13 @@ def evaluate(setup: Setup) -> List[Measured]:
         for module, mode in modes:
             module.training = mode
     return [tally.measured for tally in tallies] or [(None, None)]
+
+
+def right_answers(output: Any, y: Any) -> Optional[torch.Tensor]:
+    """(right, counted): labels at which the greatest of the outputs lies, and labels that are not -100 (which cross-entropy
+    leaves out). None unless outputs are (b, classes, ...) and labels whole numbers (b, ...)."""
+    if not isinstance(output, torch.Tensor) or not isinstance(y, torch.Tensor) or y.is_floating_point():
+        return None
+    if output.dim() != y.dim() + 1 or output.shape[0] != y.shape[0] or output.shape[2:] != y.shape[1:]:
+        return None
+    return torch.stack([(output.detach().argmax(dim=1) == y).sum(), (y != -100).sum()])

@@ -27,8 +27,9 @@ from ipu_pipe.model.probe import Loss
 from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.model.rehearsal import refuse_other_pieces
 from ipu_pipe.model.stages import Partition, partition
-from ipu_pipe.run.checkpoint import HEADS
 from ipu_pipe.schedule.methods import Structure
+
+HEADS = "local_heads"  # the name of auxiliary heads in a model (ipu_pipe.local.blocks)
 
 GROUPS = 8  # of a head's GroupNorm
 

@@ -8,14 +8,14 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import numpy as np
 import torch
 
-from ipu_pipe.backends.engines import Report
+from ipu_pipe.backends.interface import Report
 from ipu_pipe.job.config import Config
 from ipu_pipe.job.determinism import numerics
+from ipu_pipe.job.position import Position
+from ipu_pipe.job.record import DTYPES, Job
 from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.model.stages import describe
 from ipu_pipe.report import trace
-from ipu_pipe.run.build import DTYPES, Job
-from ipu_pipe.run.folder import Position
 from ipu_pipe.schedule import figures as accounting
 from ipu_pipe.schedule.drawing import format_text
 from ipu_pipe.schedule.table import Kind

@@ -1,4 +1,4 @@
-"""What happened: one event record for all backends, and its Chrome trace file, which opens in Perfetto.
+"""Events as a Chrome trace file, which opens in Perfetto.
 
 A trace file is gzipped JSON: a process a device with a track for computing and one for communicating, "X" events for
 work, arrows ("s", "f") from a pass to the pass that its result lets run on the next stage, counters ("C"), and metadata
@@ -13,39 +13,12 @@ import os
 import zlib
 from itertools import islice
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import numpy as np
 
 from ipu_pipe.errors import BadInput, RunFault
-
-KINDS = ("forward", "backward", "update", "send", "recv", "wait", "evaluate", "checkpoint")
-COMMUNICATION = ("send", "recv", "wait")  # they overlap computation, so they are drawn on a track of their own
-
-
-class Event(NamedTuple):
-    """Something that a device did for a stage. Times in nanoseconds; -1 or None: does not apply or not known."""
-
-    stage: int
-    device: int
-    kind: str
-    microbatch: int  # for updates: the update's index
-    start_ns: int
-    end_ns: int
-    version: int  # of the weights read; for updates: made
-    bytes: Optional[int]  # that the result takes to the next stage
-
-
-class Counter(NamedTuple):
-    """A device's value from a time on."""
-
-    device: int
-    name: str
-    time_ns: int
-    value: float
-
-
-Trace = Tuple[List[Event], List[Counter], Dict[str, Any]]
+from ipu_pipe.schedule.events import COMMUNICATION, KINDS, Counter, Event, Trace
 
 
 def modelled_events(

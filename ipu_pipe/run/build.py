@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from ipu_pipe.job.config import Config, Given
 from ipu_pipe.job.determinism import set_numerics
 from ipu_pipe.job.entries import call_entry, resolve_entry
 from ipu_pipe.job.given import describe, describe_optimizer, refuse_missing, with_given, with_optimizer
+from ipu_pipe.job.record import DTYPES, Job, Setup, drains_of, rate_of
 from ipu_pipe.job.values import MOST_STOPS, MOST_UPDATES
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of, make_blocks
 from ipu_pipe.model.buffers import buffers_restored
@@ -28,134 +29,14 @@ from ipu_pipe.model.probe import Footprint, Loss, changing_buffers, drawn_unkeye
 from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.model.stages import Partition, partition
 from ipu_pipe.run.checkpoint import load_weights, read_weights
-from ipu_pipe.schedule.figures import amortized_utilization, gpipe_utilization
 from ipu_pipe.schedule.methods import Method, check, resolve_method
-from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, segment_ends
 from ipu_pipe.shown import shown
 from ipu_pipe.update import optimizer as update
-from ipu_pipe.update import rates as lr
 from ipu_pipe.update import rules
 
 BLOCK_KEYS = ("block_rates", "block_accumulation", "head")
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-DTYPES.update(dict.fromkeys(("16.16", "16.32", "32.32"), torch.float32))  # on the host; IPUs get what it says
-
-
-@dataclass
-class Setup:
-    """Model, loss and data of a run on its device: all that evaluation needs."""
-
-    config: Config
-    model: nn.Module
-    loss: Loss
-    data: DataSource
-    device: torch.device
-    own_types: Optional[OwnTypes]  # of a model that the caller gave
-    label_range: Optional[LabelRange] = field(default=None, init=False)  # where the loss asks for one
-
-    @property
-    def device_kind(self) -> str:
-        """What trains: `ipu`, or the type of the device."""
-        return "ipu" if self.config.backend.name == "poptorch" else self.device.type
-
-    def to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
-        """A microbatch on the run's device, inputs in its precision."""
-        dtype = DTYPES[self.config.precision]
-        # the CPU's loss looks itself, a GPU's kernel aborts
-        if self.label_range is not None and self.device.type == "cuda":
-            self.label_range.check_on_host(y)
-        # what is pinned goes without waiting; where messages wait for kernels of others, memory is not pinned meanwhile
-        pins = self.config.backend.name == "emulator"
-        return _move(x, self.device, dtype, pins), _move(y, self.device, dtype, pins)
-
-
-@dataclass
-class Job(Setup):
-    """One run, ready to start. Updates are counted from 0 through the whole run; an epoch has `updates_per_epoch`.
-
-    `config` has the names at which stages begin where it was to measure them by time.
-    """
-
-    part: Partition
-    method: Method
-    schedule: Schedule
-    table: VersionTable
-    groups: update.Groups  # of the whole model; the optimizer holds those of the stages that this process trains
-    optimizer: torch.optim.Optimizer
-    rules: rules.UpdateRules
-    base_rate: float
-    updates_per_epoch: int
-    updates: int
-    example: Tuple[torch.Tensor, torch.Tensor]
-    footprint: Footprint
-    note: str = ""  # what the user should know of the stages
-    done: int = 0  # updates of the run that this one goes on with: the pipeline is empty there
-    used: Given = Given()  # the optimizer and the loss, whoever gave them
-
-    @property
-    def batch(self) -> int:
-        """Samples of one update, the global batch size."""
-        return self.config.micro_batch_size * self.config.gradient_accumulation * self.config.replicas
-
-    def microbatch(self, m: int, replica: int = 0) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Microbatch m of a replica of the pipeline, on the run's device. Replicas take turns in an epoch's order."""
-        accumulate, width = self.config.gradient_accumulation, self.config.replicas
-        epoch, within = divmod(m, self.updates_per_epoch * accumulate)
-        return self.to_device(*self.data.train_batch(epoch, within * width + replica, self.config.micro_batch_size))
-
-    def rate(self, k: int) -> float:
-        """Learning rate of update k."""
-        return _rate(self.config, self.base_rate, k, self.updates, self.updates_per_epoch)
-
-    @property
-    def synchronous_updates(self) -> int:
-        """Updates of the synchronous warm-up, before the switch to the method."""
-        return self.rules.switch
-
-    def phases(self) -> List[Dict[str, Any]]:
-        """The run in order: updates by GPipe (the warm-up), then by the method, and the share of the schedule's slots of
-        each in which stages are busy, its fills and drains included."""
-        schedule, warm = self.schedule, self.rules.switch
-        found = []
-        if warm:
-            stages, accumulate = len(self.part), schedule.accumulate
-            busy = gpipe_utilization(stages, accumulate)
-            found.append({"method": "gpipe", "updates": min(warm, self.updates), "utilization": busy})
-            drains = [k for k in _drains(self.config, self.updates, self.updates_per_epoch, self.done) if k > warm]
-            marks = [(k - warm) * accumulate for k in drains]
-            left = (self.updates - warm) * accumulate
-            if left <= 0:
-                return found
-            schedule = make_schedule(self.method, stages, left, accumulate, marks)
-        busy = schedule.busy_share()
-        found.append({"method": self.method.name, "updates": self.updates - warm, "utilization": busy})
-        return found
-
-    def utilization(self) -> float:
-        """Busy share of the whole run: with a warm-up amortized over both phases' times (PipeMare, section 4)."""
-        return amortized_utilization([(phase["updates"], phase["utilization"]) for phase in self.phases()])
-
-    def evaluates_after(self, done: int) -> bool:
-        """Whether the test set is evaluated when `done` updates are done: after each `evaluate.every` epochs and at the end."""
-        every = self.config.evaluate.every * self.updates_per_epoch
-        return done == self.updates or (every > 0 and done % every == 0)
-
-    def saves_after(self, done: int) -> bool:
-        """Whether a checkpoint is taken when `done` updates are done: after each `checkpoint.every` of them, and at each
-        evaluation, so that the best weights are there to keep."""
-        every = self.config.checkpoint.every
-        return self.evaluates_after(done) or (every is not None and done % every == 0)
-
-
-def _move(value: Any, device: torch.device, dtype: torch.dtype, pins: bool = False) -> Any:
-    if not isinstance(value, torch.Tensor):
-        raise BadInput(f"data: a microbatch holds {type(value).__name__}, must be tensors (x, y)")
-    if pins and device.type == "cuda" and value.device.type == "cpu":
-        value = value.to(dtype) if value.is_floating_point() else value
-        return value.pin_memory().to(device, non_blocking=True)
-    return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
 
 def set_up(
@@ -285,7 +166,7 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
         raise BadInput(reasons)
     _check_blocks(config, args, len(part), updates, per_epoch, done)
     switch = round(args["warmup"]["epochs"] * per_epoch) if "warmup" in args else 0
-    drains = [k * accumulate for k in _drains(config, updates, per_epoch, done)]
+    drains = [k * accumulate for k in drains_of(config, updates, per_epoch, done)]
     schedule = make_schedule(method, len(part), updates * accumulate, accumulate, drains, switch * accumulate)
     table = VersionTable(schedule, method, config.seed)
     if method.segments is not None:
@@ -373,7 +254,7 @@ def _check_blocks(config: Config, args: Dict[str, Any], blocks: int, updates: in
         if key in args and len(args[key]) != blocks:
             faults.append(f"method_args.{key}: {shown(args[key])}: must be one for each of {blocks} blocks")
     for every in args.get("block_accumulation", ()):
-        wrong = [k for k in [*_drains(config, updates, per_epoch, done), updates] if k % every]
+        wrong = [k for k in [*drains_of(config, updates, per_epoch, done), updates] if k % every]
         if wrong:
             faults.append(
                 f"method_args.block_accumulation: {every}: an evaluation or checkpoint comes after {wrong[0]} updates, it must"
@@ -446,10 +327,6 @@ def _partition(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Parti
     return place_stages(config, model, x)
 
 
-def _rate(config: Config, base: float, k: int, updates: int, per_epoch: int) -> float:
-    return lr.rate(config.lr_schedule, base, k, updates, per_epoch)
-
-
 def _rules(
     config: Config,
     args: Dict[str, Any],
@@ -467,7 +344,7 @@ def _rules(
         args = {**args, "t1": {"anneal_updates": rules.anneal_default(first, schedule.warmup_steps, updates)}}
     return rules.UpdateRules(
         args, table.method, table.rule_lag(), config.gradient_accumulation, optimizer,
-        lambda k: _rate(config, base, k, updates, per_epoch), switch,
+        lambda k: rate_of(config, base, k, updates, per_epoch), switch,
     )  # fmt: skip
 
 
@@ -569,16 +446,6 @@ def _try_model(model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.
     if not value.requires_grad:
         raise BadInput("loss: depends on no parameter of the model that needs a gradient: nothing to train")
     return allowed
-
-
-def _drains(config: Config, updates: int, per_epoch: int, done: int) -> List[int]:
-    """Updates after which the pipeline empties: evaluations and checkpoints before the end, and where the run goes on, which may
-    be none of these any more."""
-    marks: Set[int] = {done} if 0 < done < updates else set()
-    for every in (config.evaluate.every * per_epoch, config.checkpoint.every or 0):
-        if every:
-            marks.update(range(every, updates, every))
-    return sorted(marks)
 
 
 def has_tensorboard() -> bool:

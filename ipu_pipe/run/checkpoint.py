@@ -26,10 +26,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.run import manifest
 from ipu_pipe.run.manifest import NOBODY, Manifest, Origin
-
-HEADS = "local_heads"  # the name of auxiliary heads in a model (ipu_pipe.local.blocks)
 
 TENSORS = ("model", "optimizer")
 STATE = "state.json"

@@ -8,9 +8,8 @@ import math
 import os
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, TextIO, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, TextIO, Union
 
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.yaml_files import read_yaml
@@ -27,23 +26,6 @@ OUTPUTS = (
 )  # fmt: skip
 # keys that a run's config.yaml always spells out, as hardly a config written by hand does
 SPELT_OUT = {"model", "data", "method", "method_args", "optimizer", "lr_schedule", "init_from", "seed", "log", "checkpoint"}
-
-
-Measured = Tuple[Optional[float], Optional[float]]  # test loss and accuracy
-
-
-@dataclass
-class Position:
-    """How far a run has come: what a checkpoint must carry besides tensors. Times are in seconds of training alone."""
-
-    update: int = 0
-    epoch_loss: float = 0.0  # sum over the epoch's updates so far, for the mean
-    epoch_updates: int = 0
-    seconds: float = 0.0
-    timed_updates: int = 0
-    best_loss: Optional[float] = None
-    best_step: Optional[int] = None
-    initial: Measured = (None, None)
 
 
 def as_folder(out: Union[str, Path]) -> Path:

@@ -13,11 +13,11 @@ import torch
 from ipu_pipe.backends.ipu.model import MARK
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.identity import deciding, mismatches
+from ipu_pipe.job.position import Position
+from ipu_pipe.job.record import Job
 from ipu_pipe.model.probe import undisturbed
 from ipu_pipe.run import checkpoint
-from ipu_pipe.run.build import Job
 from ipu_pipe.run.checkpoint import Checkpoint
-from ipu_pipe.run.folder import Position
 from ipu_pipe.run.manifest import Origin
 
 SHOWN = 5  # faults told of one checkpoint; the others are counted

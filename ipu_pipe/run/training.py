@@ -9,7 +9,8 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Un
 
 from torch import nn
 
-from ipu_pipe.backends.engines import Engine, Report, is_main, launch, make_engine, on_main
+from ipu_pipe.backends.engines import is_main, launch, make_engine, on_main
+from ipu_pipe.backends.interface import Engine, Report
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.blame import attributed, keep_traceback
@@ -17,11 +18,13 @@ from ipu_pipe.job.config import GIVEN, Config, as_recorded, differences, dump, l
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.given import refuse_missing, with_given
 from ipu_pipe.job.identity import MADE_LATER, changes, follows_length
+from ipu_pipe.job.position import Measured, Position
+from ipu_pipe.job.record import Job
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.report import summary
 from ipu_pipe.run import checkpoint
-from ipu_pipe.run.build import Job, build, has_tensorboard, set_up
-from ipu_pipe.run.folder import Measured, Position, RunDir, as_folder, check_folder, finished_summary
+from ipu_pipe.run.build import build, has_tensorboard, set_up
+from ipu_pipe.run.folder import RunDir, as_folder, check_folder, finished_summary
 from ipu_pipe.run.folder_lock import FolderLock, refuse_used
 from ipu_pipe.run.manifest import Origin
 from ipu_pipe.run.progress import Progress

@@ -12,9 +12,10 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 from ipu_pipe.errors import BadInput, writing
 from ipu_pipe.job.config import Config
+from ipu_pipe.job.record import Job
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.stages import stage_flops
-from ipu_pipe.run.build import Job, build
+from ipu_pipe.run.build import build
 from ipu_pipe.run.folder import check_folder
 from ipu_pipe.run.folder_lock import refuse_used
 from ipu_pipe.run.training import train

@@ -27,22 +27,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from ipu_pipe.backends.emulator import StepResult
 from ipu_pipe.backends.engines import make_engine
+from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.data import DataSource, TensorData
 from ipu_pipe.data.batches import Pair
 from ipu_pipe.data.images import ImageFolder
 from ipu_pipe.errors import BadInput, writing
 from ipu_pipe.job.config import Config, configure
 from ipu_pipe.job.evaluation import TEST_BATCH, Tally
+from ipu_pipe.job.position import Measured
+from ipu_pipe.job.record import Job
 from ipu_pipe.job.yaml_files import merge
 from ipu_pipe.local.blocks import blocks_of, losses_of
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.probe import Loss, random_modules, undisturbed
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.run import checkpoint
-from ipu_pipe.run.build import Job, build
-from ipu_pipe.run.folder import Measured
+from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.studies.worker_pool import in_workers
 

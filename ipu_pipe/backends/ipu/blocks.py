@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from ipu_pipe.backends.emulator import StepResult
-from ipu_pipe.backends.engines import Engine, Report, State
+from ipu_pipe.backends.interface import Engine, Report, State, StepResult
 from ipu_pipe.backends.ipu import model as ipu_model
 from ipu_pipe.backends.ipu import options as ipu_options
 from ipu_pipe.backends.ipu import profile as ipu_profile
@@ -30,10 +29,10 @@ from ipu_pipe.backends.ipu.engine import check_finite, check_hardware, in_calls,
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.config import BackendConfig
 from ipu_pipe.job.evaluation import Tally, test_batches
+from ipu_pipe.job.position import Measured
+from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS, blocks_of
 from ipu_pipe.model.randomness import derived_seed
-from ipu_pipe.run.build import Job
-from ipu_pipe.run.folder import Measured
 
 COMPILATION = 3600.0  # seconds that a process may have to wait for another's compiler
 OUTSTANDING = 4  # messages on their way to the next block

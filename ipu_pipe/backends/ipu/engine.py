@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from ipu_pipe.backends.emulator import StepResult
-from ipu_pipe.backends.engines import Engine, Report, State
+from ipu_pipe.backends.interface import Engine, Report, State, StepResult
 from ipu_pipe.backends.ipu import model as ipu_model
 from ipu_pipe.backends.ipu import options as ipu_options
 from ipu_pipe.backends.ipu import profile as ipu_profile
@@ -35,10 +34,10 @@ from ipu_pipe.backends.ipu.options import DataLoading, IpuConfig, ModelFacts, Pl
 from ipu_pipe.errors import BadInput, RunFault, end_process
 from ipu_pipe.job.config import BackendConfig, Config
 from ipu_pipe.job.evaluation import Tally, test_batches
+from ipu_pipe.job.position import Measured
+from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.model.randomness import derived_seed
-from ipu_pipe.run.build import Job
-from ipu_pipe.run.folder import Measured
 
 Result = TypeVar("Result")
 FRONT_END = (

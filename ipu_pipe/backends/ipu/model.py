@@ -21,11 +21,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import Dataset
 
-from ipu_pipe.backends.emulator import right_answers
 from ipu_pipe.backends.ipu.options import ACCUMULATORS, OVERLAP, IpuConfig, ModelFacts, stage_name
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import Config
+from ipu_pipe.job.evaluation import right_answers
 from ipu_pipe.local.blocks import HEADS, SumOfLosses, blocks_of, one_activation
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.cutting import Piece

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 from ipu_pipe.backends.ipu.options import IpuConfig, model_name
-from ipu_pipe.report.trace import Counter, Event
+from ipu_pipe.schedule.events import Counter, Event
 
 ALL = 0  # the device of events of the whole pipeline
 NO_STAGE = -1

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ipu_pipe import launched
-from ipu_pipe.backends.emulator import StepResult
-from ipu_pipe.backends.engines import Engine, Report, State
+from ipu_pipe.backends.interface import Engine, Report, State, StepResult
 from ipu_pipe.backends.processes.channels import Channels, Link, links
 from ipu_pipe.backends.processes.joining import (
     ANSWER,
@@ -44,14 +43,14 @@ from ipu_pipe.job.blame import attribute, users_frame
 from ipu_pipe.job.config import Config
 from ipu_pipe.job.determinism import set_numerics
 from ipu_pipe.job.evaluation import Tally, test_batches
+from ipu_pipe.job.position import Measured
+from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS, blocks_of, one_activation
 from ipu_pipe.model.cutting import Piece, Shape, crossings, merge_stages, pieces
 from ipu_pipe.model.probe import random_modules
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.rehearsal import refuse_other_pieces
 from ipu_pipe.model.stages import Partition, partition
-from ipu_pipe.run.build import Job
-from ipu_pipe.run.folder import Measured
 from ipu_pipe.schedule.methods import Structure, resolve_method
 from ipu_pipe.update import optimizer as update
 

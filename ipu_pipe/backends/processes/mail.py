@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ipu_pipe.backends.processes.channels import Channels, Kinds, Link, finish, touch
 from ipu_pipe.backends.processes.joining import wait_limit
 from ipu_pipe.model.cutting import Shape
-from ipu_pipe.report.trace import Event
+from ipu_pipe.schedule.events import Event
 
 FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM, SHARED, RESULT = "F", "R", "B", "U", "N", "S", "L"
 ORDER = (FORWARD, RECOMPUTE, BACKWARD, UPDATE)  # within a slot

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ipu_pipe.backends.emulator import right_answers
 from ipu_pipe.backends.processes.channels import Channels, links, rehearsal
 from ipu_pipe.backends.processes.mail import (
     BACKWARD,
@@ -42,6 +41,7 @@ from ipu_pipe.backends.processes.mail import (
 from ipu_pipe.backends.processes.stopping import Stopping
 from ipu_pipe.backends.weights import Overwriting, Read, ReadPlan, Swapping, Unversioned
 from ipu_pipe.errors import RunFault
+from ipu_pipe.job.evaluation import right_answers
 from ipu_pipe.local.blocks import losses_of, mean_gradient, one_activation
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.cutting import Crossing, Piece, Shape

@@ -1,0 +1,90 @@
+"""What every backend is: the record of its functions, its engines, and what these give.
+
+Every process of a run has an engine and calls the same methods in the same order; the main one (rank 0) also writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+
+from ipu_pipe.job.position import Measured
+from ipu_pipe.job.record import Job
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One update: mean training loss of its microbatches, share of right answers (None if that has no meaning), samples.
+
+    `blocks`: loss and accuracy of each block that has a loss of its own, the model's own last; empty where there is one loss.
+    """
+
+    loss: float
+    accuracy: Optional[float]
+    samples: int
+    blocks: Tuple[Tuple[float, Optional[float]], ...] = ()
+
+
+class State(NamedTuple):
+    """All that a checkpoint holds of the model and the optimizer, by unsplit names."""
+
+    model: Dict[str, torch.Tensor]
+    optimizer: Dict[str, torch.Tensor]
+    plain: Dict[str, Any]
+
+
+class Report(NamedTuple):
+    """What the devices measured: by stage, bytes of optimizer state and greatest bytes of weight versions besides the newest;
+    messages sent, (source, target) -> (bytes, messages); events of all ranks; microbatches that these two are of; messages with
+    the gradients of shared layers; counters of the trace; busy share of the devices' own schedule, where it is not the job's;
+    JSON files of the backend's own, by name. None where a backend cannot know."""
+
+    optimizer_bytes: List[int]
+    version_bytes: List[int]
+    links: Optional[Dict[Tuple[int, int], Tuple[int, int]]]
+    events: Optional[List[Any]]
+    microbatches: int = 0
+    shared: Optional[Dict[Tuple[int, int], Tuple[int, int]]] = None
+    counters: Sequence[Any] = ()
+    utilization: Optional[float] = None
+    files: Optional[Dict[str, Any]] = None
+
+
+class Engine:
+    """One process's part of a run."""
+
+    is_main = True
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.names = {parameter: name for name, parameter in job.model.named_parameters()}
+
+    def step(self, k: int) -> StepResult:
+        """Update k. The result is meant for the main process; others may get zeros."""
+        raise NotImplementedError
+
+    def advance(self, k: int, read: bool) -> List[StepResult]:
+        """Update k, and what was measured since this last told it: where reading would hold a GPU up nothing unless `read`."""
+        return [self.step(k)]
+
+    def evaluate(self) -> List[Measured]:
+        """Test loss and accuracy with the pipeline drained, of each block that has a loss of its own, the model's own last; the
+        same on every process."""
+        raise NotImplementedError
+
+    def state(self) -> Optional[State]:
+        """State for a checkpoint, on the main process, else None."""
+        raise NotImplementedError
+
+    def report(self) -> Optional[Report]:
+        """At the end, on the main process, else None."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Newest weights in the model, nothing left behind."""
+
+    def abort(self) -> None:
+        """After a fault: nothing left behind in the user's model, without waiting for anyone."""
+        self.close()

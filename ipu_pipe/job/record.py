@@ -1,0 +1,158 @@
+"""The job: one run's model, data, stages, schedule and version table, all checked. `run/build` makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Optional, Set, Tuple
+
+import torch
+from torch import nn
+
+from ipu_pipe.data import DataSource
+from ipu_pipe.data.labels import LabelRange
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.config import Config, Given
+from ipu_pipe.model.precision import OwnTypes
+from ipu_pipe.model.probe import Footprint, Loss
+from ipu_pipe.model.stages import Partition
+from ipu_pipe.schedule.figures import amortized_utilization, gpipe_utilization
+from ipu_pipe.schedule.methods import Method
+from ipu_pipe.schedule.table import Schedule
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.update import optimizer as update
+from ipu_pipe.update import rates as lr
+from ipu_pipe.update import rules
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+DTYPES.update(dict.fromkeys(("16.16", "16.32", "32.32"), torch.float32))  # on the host; IPUs get what it says
+
+
+@dataclass
+class Setup:
+    """Model, loss and data of a run on its device: all that evaluation needs."""
+
+    config: Config
+    model: nn.Module
+    loss: Loss
+    data: DataSource
+    device: torch.device
+    own_types: Optional[OwnTypes]  # of a model that the caller gave
+    label_range: Optional[LabelRange] = field(default=None, init=False)  # where the loss asks for one
+
+    @property
+    def device_kind(self) -> str:
+        """What trains: `ipu`, or the type of the device."""
+        return "ipu" if self.config.backend.name == "poptorch" else self.device.type
+
+    def to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
+        """A microbatch on the run's device, inputs in its precision."""
+        dtype = DTYPES[self.config.precision]
+        # the CPU's loss looks itself, a GPU's kernel aborts
+        if self.label_range is not None and self.device.type == "cuda":
+            self.label_range.check_on_host(y)
+        # what is pinned goes without waiting; where messages wait for kernels of others, memory is not pinned meanwhile
+        pins = self.config.backend.name == "emulator"
+        return _move(x, self.device, dtype, pins), _move(y, self.device, dtype, pins)
+
+
+@dataclass
+class Job(Setup):
+    """One run, ready to start. Updates are counted from 0 through the whole run; an epoch has `updates_per_epoch`.
+
+    `config` has the names at which stages begin where it was to measure them by time.
+    """
+
+    part: Partition
+    method: Method
+    schedule: Schedule
+    table: VersionTable
+    groups: update.Groups  # of the whole model; the optimizer holds those of the stages that this process trains
+    optimizer: torch.optim.Optimizer
+    rules: rules.UpdateRules
+    base_rate: float
+    updates_per_epoch: int
+    updates: int
+    example: Tuple[torch.Tensor, torch.Tensor]
+    footprint: Footprint
+    note: str = ""  # what the user should know of the stages
+    done: int = 0  # updates of the run that this one goes on with: the pipeline is empty there
+    used: Given = Given()  # the optimizer and the loss, whoever gave them
+
+    @property
+    def batch(self) -> int:
+        """Samples of one update, the global batch size."""
+        return self.config.micro_batch_size * self.config.gradient_accumulation * self.config.replicas
+
+    def microbatch(self, m: int, replica: int = 0) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Microbatch m of a replica of the pipeline, on the run's device. Replicas take turns in an epoch's order."""
+        accumulate, width = self.config.gradient_accumulation, self.config.replicas
+        epoch, within = divmod(m, self.updates_per_epoch * accumulate)
+        return self.to_device(*self.data.train_batch(epoch, within * width + replica, self.config.micro_batch_size))
+
+    def rate(self, k: int) -> float:
+        """Learning rate of update k."""
+        return rate_of(self.config, self.base_rate, k, self.updates, self.updates_per_epoch)
+
+    @property
+    def synchronous_updates(self) -> int:
+        """Updates of the synchronous warm-up, before the switch to the method."""
+        return self.rules.switch
+
+    def phases(self) -> List[Dict[str, Any]]:
+        """The run in order: updates by GPipe (the warm-up), then by the method, and the share of the schedule's slots of
+        each in which stages are busy, its fills and drains included."""
+        schedule, warm = self.schedule, self.rules.switch
+        found = []
+        if warm:
+            stages, accumulate = len(self.part), schedule.accumulate
+            busy = gpipe_utilization(stages, accumulate)
+            found.append({"method": "gpipe", "updates": min(warm, self.updates), "utilization": busy})
+            drains = [k for k in drains_of(self.config, self.updates, self.updates_per_epoch, self.done) if k > warm]
+            marks = [(k - warm) * accumulate for k in drains]
+            left = (self.updates - warm) * accumulate
+            if left <= 0:
+                return found
+            schedule = make_schedule(self.method, stages, left, accumulate, marks)
+        busy = schedule.busy_share()
+        found.append({"method": self.method.name, "updates": self.updates - warm, "utilization": busy})
+        return found
+
+    def utilization(self) -> float:
+        """Busy share of the whole run: with a warm-up amortized over both phases' times (PipeMare, section 4)."""
+        return amortized_utilization([(phase["updates"], phase["utilization"]) for phase in self.phases()])
+
+    def evaluates_after(self, done: int) -> bool:
+        """Whether the test set is evaluated when `done` updates are done: after each `evaluate.every` epochs and at the end."""
+        every = self.config.evaluate.every * self.updates_per_epoch
+        return done == self.updates or (every > 0 and done % every == 0)
+
+    def saves_after(self, done: int) -> bool:
+        """Whether a checkpoint is taken when `done` updates are done: after each `checkpoint.every` of them, and at each
+        evaluation, so that the best weights are there to keep."""
+        every = self.config.checkpoint.every
+        return self.evaluates_after(done) or (every is not None and done % every == 0)
+
+
+def _move(value: Any, device: torch.device, dtype: torch.dtype, pins: bool = False) -> Any:
+    if not isinstance(value, torch.Tensor):
+        raise BadInput(f"data: a microbatch holds {type(value).__name__}, must be tensors (x, y)")
+    if pins and device.type == "cuda" and value.device.type == "cpu":
+        value = value.to(dtype) if value.is_floating_point() else value
+        return value.pin_memory().to(device, non_blocking=True)
+    return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+
+def rate_of(config: Config, base: float, k: int, updates: int, per_epoch: int) -> float:
+    """Learning rate of update k, before the rules."""
+    return lr.rate(config.lr_schedule, base, k, updates, per_epoch)
+
+
+def drains_of(config: Config, updates: int, per_epoch: int, done: int) -> List[int]:
+    """Updates after which the pipeline empties: evaluations and checkpoints before the end, and where the run goes on, which may
+    be none of these any more."""
+    marks: Set[int] = {done} if 0 < done < updates else set()
+    for every in (config.evaluate.every * per_epoch, config.checkpoint.every or 0):
+        if every:
+            marks.update(range(every, updates, every))
+    return sorted(marks)
