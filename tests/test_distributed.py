@@ -9,7 +9,7 @@ from typing import Any, Dict, List
 import pytest
 import torch
 
-from ipu_pipe.backends.emulator import Emulator
+from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule

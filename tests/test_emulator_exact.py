@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ipu_pipe.backends.emulator import Emulator
+from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule

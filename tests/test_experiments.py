@@ -67,7 +67,7 @@ def test_rows_and_seeds_are_run_once_and_compared(file: Path, tmp_path: Path, mo
     def not_again(*args: Any) -> None:
         raise AssertionError("a finished run is not run again")
 
-    monkeypatch.setattr("ipu_pipe.backends.emulator.Emulator.step", not_again)
+    monkeypatch.setattr("ipu_pipe.backends.emulator.replay.Emulator.step", not_again)
     for run in runs:
         config = experiment.config(run.label, run.seed, False)
         again = experiments._work(config, str(tmp_path / "runs" / experiments._folder(run.label) / f"seed-{run.seed}"))
@@ -75,7 +75,7 @@ def test_rows_and_seeds_are_run_once_and_compared(file: Path, tmp_path: Path, mo
 
 
 def test_an_interrupted_run_goes_on(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ipu_pipe.backends.emulator import Emulator
+    from ipu_pipe.backends.emulator.replay import Emulator
 
     monkeypatch.chdir(ROOT)
     config = load_experiment(file).config("sync", 0, False)

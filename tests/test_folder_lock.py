@@ -85,7 +85,7 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_loses_nothing(
     )
     # a run that stands still in its second half until it is told to go on
     code = (
-        "import sys\nfrom ipu_pipe.backends.emulator import Emulator\nstep = Emulator.step\n"
+        "import sys\nfrom ipu_pipe.backends.emulator.replay import Emulator\nstep = Emulator.step\n"
         f"def waiting(self, microbatches):\n    if self.update == {steps // 2}:\n        exec({waits!r})\n"
         f"    return step(self, microbatches)\nEmulator.step = waiting\nsys.argv = ['train', *{arguments!r}]\n"
         "from tools.train import main\nmain()\n"
@@ -111,7 +111,7 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_loses_nothing(
 
 
 def test_a_comparison_holds_both_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from ipu_pipe.backends.emulator import Emulator
+    from ipu_pipe.backends.emulator.replay import Emulator
 
     out, step, seen = tmp_path / "run", Emulator.step, []
 

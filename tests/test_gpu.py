@@ -12,7 +12,7 @@ from typing import Any, List
 import pytest
 import torch
 
-from ipu_pipe.backends.emulator import Emulator
+from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.job.config import BackendConfig, load_config
 from ipu_pipe.job.determinism import set_numerics
 from ipu_pipe.model.probe import random_modules

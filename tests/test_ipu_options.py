@@ -13,11 +13,11 @@ from typing import Any, Dict, List, Tuple
 import pytest
 import torch
 
-from ipu_pipe.backends.engines import make_engine
 from ipu_pipe.backends.ipu import engine as backend
 from ipu_pipe.backends.ipu import model as ipu_model
 from ipu_pipe.backends.ipu import options as ipu_options
 from ipu_pipe.backends.ipu.options import IpuConfig, ModelFacts, Placement, make_options, placement, refuses
+from ipu_pipe.backends.table import make_engine
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import configure, dump, load_config
 from ipu_pipe.job.yaml_files import read_yaml

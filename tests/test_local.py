@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import ipu_pipe
-from ipu_pipe.backends.emulator import Emulator
+from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import load_config
 from ipu_pipe.local.blocks import BlockedModel, SumOfLosses, TokenHead, blocks_of, make_blocks, make_head

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ipu_pipe.backends.engines import make_engine
 from ipu_pipe.backends.ipu import blocks as ipu_blocks
 from ipu_pipe.backends.ipu import engine as backend
 from ipu_pipe.backends.ipu import model as ipu_model
@@ -25,6 +24,7 @@ from ipu_pipe.backends.ipu import profile as ipu_profile
 from ipu_pipe.backends.ipu.feed import Feed, Reporting
 from ipu_pipe.backends.ipu.options import DataLoading
 from ipu_pipe.backends.processes import engine as processes
+from ipu_pipe.backends.table import make_engine
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.config import configure, load_config

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ipu_pipe.backends import engines
-from ipu_pipe.backends.emulator import Emulator
-from ipu_pipe.backends.engines import LocalEngine
+from ipu_pipe.backends.emulator import engine as engines
+from ipu_pipe.backends.emulator.engine import LocalEngine
+from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.config import load_config
 from ipu_pipe.job.evaluation import Tally

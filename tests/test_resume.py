@@ -231,7 +231,7 @@ def test_a_run_may_only_grow(trained: Path, cut: Path, capsys: Any) -> None:
 def test_a_longer_run_killed_before_its_first_checkpoint_is_not_finished(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ipu_pipe.backends.emulator import Emulator
+    from ipu_pipe.backends.emulator.replay import Emulator
 
     out = tmp_path / "run"
     shutil.copytree(trained, out)

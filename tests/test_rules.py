@@ -266,7 +266,7 @@ def test_adam_under_two_buffered_weights_by_hand() -> None:
     method = resolve_method("pipedream_2bw")
     part = partition(model, x)
     schedule = make_schedule(method, len(part), 6, 2)
-    from ipu_pipe.backends.emulator import Emulator
+    from ipu_pipe.backends.emulator.replay import Emulator
     from ipu_pipe.update.optimizer import parameter_groups
 
     optimizer = torch.optim.Adam(parameter_groups(model, part), lr=lr, betas=(b1, b2), eps=eps)

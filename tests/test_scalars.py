@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
-from ipu_pipe.backends.emulator import Emulator  # noqa: E402
+from ipu_pipe.backends.emulator.replay import Emulator  # noqa: E402
 from ipu_pipe.errors import RunFault  # noqa: E402
 from ipu_pipe.job.config import load_config  # noqa: E402
 from ipu_pipe.run.scalars import ScalarFile  # noqa: E402

@@ -154,7 +154,7 @@ def with_state() -> nn.Module:
 
 @pytest.mark.parametrize("method", ["pipemare", "pipedream", "pipedream_2bw", "gpipe"])
 def test_resuming_continues_to_the_bit(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ipu_pipe.backends.emulator import Emulator
+    from ipu_pipe.backends.emulator.replay import Emulator
 
     chosen = config(
         f"method={method}", "checkpoint.every=5", "optimizer.momentum=0.9", "stages=null", "lr_schedule.name=cosine"
@@ -224,7 +224,7 @@ def test_stages_measured_by_time_are_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_tool: Any
 ) -> None:
     """Story: they were measured again on resuming, and other stages went on with the weights."""
-    from ipu_pipe.backends.emulator import Emulator
+    from ipu_pipe.backends.emulator.replay import Emulator
     from ipu_pipe.model import stages
 
     chosen = ["stages={count: 2, by: time}", "method=pipedream", "checkpoint.every=5"]
@@ -258,7 +258,7 @@ def _dying(emulator: Any, step: Any, update: int, microbatches: Any) -> Any:
 @pytest.mark.parametrize("how", ["interrupted", "not finite", "finished"])
 def test_a_run_leaves_an_ordinary_model(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: after a fault or Ctrl-C the emulator's hooks stayed, and dropout drew the same mask for ever."""
-    from ipu_pipe.backends.emulator import Emulator
+    from ipu_pipe.backends.emulator.replay import Emulator
 
     model = with_state()
     chosen = ["stages=null", "method=pipemare"]
@@ -299,7 +299,7 @@ def test_weights_to_begin_with_are_not_wanted_once_there_is_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_tool: Any
 ) -> None:
     """Story: a run could not be resumed or evaluated when that file was gone."""
-    from ipu_pipe.backends.emulator import Emulator
+    from ipu_pipe.backends.emulator.replay import Emulator
     from models.mlp import mlp
 
     save_file(mlp(64, 64).state_dict(), tmp_path / "first.safetensors")

@@ -30,7 +30,7 @@ def keys(row: Row) -> List[str]:
 
 @pytest.mark.parametrize("name", list(ROWS))
 def test_every_rule_is_saved_and_resumed_to_the_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ipu_pipe.backends.emulator import Emulator
+    from ipu_pipe.backends.emulator.replay import Emulator
 
     chosen = config("checkpoint.every=5", "stages=null", "lr_schedule.name=cosine", *SGD, *keys(ROWS[name]))
     whole = train(chosen, tmp_path / "whole", model=with_state(), quiet=True)

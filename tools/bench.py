@@ -88,7 +88,7 @@ def measure(name: str, label: str, rounds: int, updates: int, device: str) -> Di
     import torch
     from torch.nn.functional import cross_entropy
 
-    from ipu_pipe.backends.emulator import Emulator
+    from ipu_pipe.backends.emulator.replay import Emulator
     from ipu_pipe.job.entries import resolve_entry
     from ipu_pipe.model.stages import partition
     from ipu_pipe.schedule.methods import resolve_method

@@ -135,12 +135,12 @@ def _rank(rank: int, ranks: int, pairs: List[Tuple[str, str]], folder: str, port
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="localhost", MASTER_PORT=str(port)
     )
-    from ipu_pipe.backends.processes import engine as processes
+    from ipu_pipe.backends.processes import group
     from ipu_pipe.run.training import train
 
     for case, model in pairs:
         train(_settings(case, model, ranks), _folder(folder, case, model, ranks), quiet=True)
-    processes.stop()
+    group.stop()
     end_process(0)
 
 

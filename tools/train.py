@@ -99,7 +99,8 @@ def _run(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.set)
     other = load_config(args.config, [*args.set, f"method={args.against}", "method_args={}"]) if args.against else None
 
-    from ipu_pipe.backends.engines import is_main, launch, leave, on_main, told_once
+    from ipu_pipe.backends.ranks import is_main, on_main, told_once
+    from ipu_pipe.backends.table import launch, leave
     from ipu_pipe.report.summary import plan
     from ipu_pipe.run.build import build
     from ipu_pipe.run.training import check, evaluate_checkpoint, reserved, train

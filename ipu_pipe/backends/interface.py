@@ -6,12 +6,17 @@ Every process of a run has an engine and calls the same methods in the same orde
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+from torch import nn
 
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.config import BackendConfig, Config
+from ipu_pipe.job.placing import Placed
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
+from ipu_pipe.schedule.methods import Method
 
 
 @dataclass(frozen=True)
@@ -88,3 +93,37 @@ class Engine:
     def abort(self) -> None:
         """After a fault: nothing left behind in the user's model, without waiting for anyone."""
         self.close()
+
+
+class Backend(NamedTuple):
+    """A row of the table of backends.
+
+    `check_launch`: refuses (BadInput) a launcher that does not fit. `launch(config, asked)`: joins the run's other processes;
+    refuses where these were asked for something else. `place`: which stages are here. `faults`: why the job cannot be run, a
+    line each. `note`: how the stages will run, where the user should know. `engine(job, first_update)`: this
+    process's. `emulates`: all versions of the weights are in this process. `pins_memory`: a GPU's batches may be pinned, since no
+    message waits meanwhile. `trains_on`: what trains, where it is not the config's device.
+    """
+
+    check_launch: Callable[[BackendConfig], None]
+    launch: Callable[[Config, Mapping[str, object]], None]
+    place: Callable[[Config, Method, nn.Module, torch.Tensor], Placed]
+    faults: Callable[[Job], List[str]]
+    note: Callable[[Job], str]
+    engine: Callable[[Job, int], Engine]
+    emulates: bool = False
+    pins_memory: bool = False
+    trains_on: Optional[str] = None
+
+
+MARK = "poptorch"  # of the optimizer state that is PopTorch's own
+
+
+def refuse_foreign(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse (BadInput) PopTorch's optimizer state on another backend."""
+    if any(str(entry).startswith(f"{MARK}:") for state in optimizer.state.values() for entry in state):
+        raise BadInput(
+            "--resume: the checkpoint's optimizer state is PopTorch's, which backend.name poptorch alone can load: go "
+            "on with that, "
+            "or start anew from its weights (init_from: .../model.safetensors)"
+        )

@@ -40,10 +40,8 @@ class Setup:
     own_types: Optional[OwnTypes]  # of a model that the caller gave
     label_range: Optional[LabelRange] = field(default=None, init=False)  # where the loss asks for one
 
-    @property
-    def device_kind(self) -> str:
-        """What trains: `ipu`, or the type of the device."""
-        return "ipu" if self.config.backend.name == "poptorch" else self.device.type
+    device_kind: str = field(default="cpu", init=False)  # what trains: `ipu`, or the type of the device
+    pins_memory: bool = field(default=False, init=False)  # what is pinned goes to a GPU without waiting
 
     def to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
         """A microbatch on the run's device, inputs in its precision."""
@@ -51,9 +49,7 @@ class Setup:
         # the CPU's loss looks itself, a GPU's kernel aborts
         if self.label_range is not None and self.device.type == "cuda":
             self.label_range.check_on_host(y)
-        # what is pinned goes without waiting; where messages wait for kernels of others, memory is not pinned meanwhile
-        pins = self.config.backend.name == "emulator"
-        return _move(x, self.device, dtype, pins), _move(y, self.device, dtype, pins)
+        return _move(x, self.device, dtype, self.pins_memory), _move(y, self.device, dtype, self.pins_memory)
 
 
 @dataclass

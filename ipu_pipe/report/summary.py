@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ipu_pipe.backends.interface import Report
+from ipu_pipe.backends.table import backend_of
 from ipu_pipe.job.config import Config
 from ipu_pipe.job.determinism import numerics
 from ipu_pipe.job.position import Position
@@ -333,7 +334,7 @@ def memory(job: Job, measured: Report) -> Dict[str, Any]:
     besides the newest that were held: by each stage's process, or by the emulator for all."""
     stages = [{"index": s, **row} for s, row in enumerate(memory_table(job, measured.optimizer_bytes))]
     if measured.links is None:
-        held = sum(measured.version_bytes) if job.config.backend.name == "emulator" else None
+        held = sum(measured.version_bytes) if backend_of(job.config).emulates else None
         return {"stages": stages, "emulator_bytes": held}
     return {"stages": [{**row, "version_bytes": held} for row, held in zip(stages, measured.version_bytes)]}
 

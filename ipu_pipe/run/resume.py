@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import torch
 
-from ipu_pipe.backends.ipu.model import MARK
+from ipu_pipe.backends.interface import MARK
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.identity import deciding, mismatches
 from ipu_pipe.job.position import Position

@@ -9,8 +9,9 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Un
 
 from torch import nn
 
-from ipu_pipe.backends.engines import is_main, launch, make_engine, on_main
 from ipu_pipe.backends.interface import Engine, Report
+from ipu_pipe.backends.ranks import is_main, on_main
+from ipu_pipe.backends.table import launch, make_engine
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.blame import attributed, keep_traceback

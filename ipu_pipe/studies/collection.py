@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
+from ipu_pipe.backends.table import backend_of
 from ipu_pipe.errors import BadInput, writing
 from ipu_pipe.job.config import Config
 from ipu_pipe.job.record import Job
@@ -43,7 +44,7 @@ def collect(
             raise BadInput(f"--methods: {name}: must be of {', '.join(METHODS)}")
     if len(set(methods)) != len(methods):
         raise BadInput(f"--methods: {','.join(methods)}: a method is named twice")
-    if config.backend.name != "emulator":
+    if not backend_of(config).emulates:
         raise BadInput(f"backend.name: {config.backend.name}: methods are compared on the emulator, in one process")
     if list(methods) != [config.method]:  # one cut for all, the config's own, whatever their order
         part = build(of_method(config, config.method, steps)).part

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ipu_pipe.backends.engines import make_engine
 from ipu_pipe.backends.interface import StepResult
+from ipu_pipe.backends.table import backend_of, make_engine
 from ipu_pipe.data import DataSource, TensorData
 from ipu_pipe.data.batches import Pair
 from ipu_pipe.data.images import ImageFolder
@@ -218,7 +218,7 @@ def label_run(config: Config, label: str, keys: Mapping[str, Any], every: int) -
 
 
 def _build(config: Config, keys: Dict[str, Any]) -> Job:
-    if config.backend.name != "emulator":
+    if not backend_of(config).emulates:
         raise BadInput(f"backend.name: {config.backend.name}: probes run on the emulator")
     return build(configure(**merge(config.to_dict(), keys)))
 

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import Dataset
 
+from ipu_pipe.backends.interface import MARK
 from ipu_pipe.backends.ipu.options import ACCUMULATORS, OVERLAP, IpuConfig, ModelFacts, stage_name
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
@@ -323,7 +324,6 @@ def _settings(kind: str, group: Mapping[str, Any]) -> Dict[str, Any]:
 
 # ---- its optimizer's state in checkpoints
 
-MARK = "poptorch"
 SECTIONS = ("ipu_state", "ipu_param")
 
 
@@ -378,16 +378,6 @@ def import_state(optimizer: torch.optim.Optimizer) -> Optional[Dict[str, Dict[st
             "that wrote it, or start anew from its weights (init_from: .../model.safetensors)"
         )
     return found if found["ipu_state"] else None
-
-
-def refuse_foreign(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse (BadInput) PopTorch's optimizer state on another backend."""
-    if any(str(entry).startswith(f"{MARK}:") for state in optimizer.state.values() for entry in state):
-        raise BadInput(
-            "--resume: the checkpoint's optimizer state is PopTorch's, which backend.name poptorch alone can load: go "
-            "on with that, "
-            "or start anew from its weights (init_from: .../model.safetensors)"
-        )
 
 
 def state_bytes(tensors: Mapping[str, torch.Tensor], part: Partition) -> List[int]:

@@ -1,0 +1,1 @@
+"""One stage a process, over torch.distributed."""

@@ -8,27 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import time
-from dataclasses import replace
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from ipu_pipe import launched
 from ipu_pipe.backends.interface import Engine, Report, State, StepResult
 from ipu_pipe.backends.processes.channels import Channels, Link, links
+from ipu_pipe.backends.processes.group import gpus_talk
 from ipu_pipe.backends.processes.joining import (
-    ANSWER,
-    Asked,
     answer_within,
-    differing,
-    keeper_is_there,
-    meet,
-    wait_limit,
-    what_is_asked,
 )
 from ipu_pipe.backends.processes.mail import (
     RESULT,
@@ -40,147 +30,18 @@ from ipu_pipe.backends.processes.stage import StageEngine
 from ipu_pipe.backends.processes.stopping import Stopping
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.blame import attribute, users_frame
-from ipu_pipe.job.config import Config
-from ipu_pipe.job.determinism import set_numerics
 from ipu_pipe.job.evaluation import Tally, test_batches
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS, blocks_of, one_activation
-from ipu_pipe.model.cutting import Piece, Shape, crossings, merge_stages, pieces
+from ipu_pipe.model.cutting import Shape, crossings, pieces
 from ipu_pipe.model.probe import random_modules
 from ipu_pipe.model.randomness import KeyedRandomness
-from ipu_pipe.model.rehearsal import refuse_other_pieces
-from ipu_pipe.model.stages import Partition, partition
-from ipu_pipe.schedule.methods import Structure, resolve_method
 from ipu_pipe.update import optimizer as update
 
 Result = TypeVar("Result")
 CLOCK_TAG, EVALUATION_TAG = (1 << 30) + 1, (1 << 30) + 2  # beyond all messages of the schedule
 CLOCK_ROUNDS = 8
-
-
-def start(config: Config, options: Mapping[str, object]) -> None:
-    """Join the group of processes that the launcher started, by gloo; where GPUs talk to each other, each channel is a group of
-    nccl (`_channels`). Raises BadInput where another process has another config or other `options`, RunFault where one does not
-    come."""
-    backend, where = config.backend, launched.read()
-    if not dist.is_available():
-        raise BadInput("backend.name: distributed: this PyTorch was built without torch.distributed")
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 4):
-        raise BadInput(f"backend.name: distributed: needs torch 2.4 or later, this is {torch.__version__}")
-    asked = what_is_asked(config, options)
-    if dist.is_initialized():
-        _agree(asked)
-        return
-    missing = [key for key, value in (("MASTER_ADDR", where.address), ("MASTER_PORT", where.port)) if value is None]
-    if missing:
-        raise BadInput([f"{key}: missing: must be set, as a launcher such as torchrun does" for key in missing])
-    limit = wait_limit(backend.deadline)
-    store = meet(where, limit.total_seconds(), asked)
-    if backend.device == "cuda":
-        # a kernel that is loaded when first used waits for an idle GPU, which one with a receive posted is not
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-        set_numerics(backend)
-        torch.cuda.set_device(where.local_rank % max(torch.cuda.device_count(), 1))
-    with _told_as_lost(where.rank):
-        dist.init_process_group(
-            "gloo", store=dist.PrefixStore("group", store), rank=where.rank, world_size=where.world, timeout=limit
-        )
-    Stopping.watch()
-
-
-def _agree(asked: Asked) -> None:
-    """Refuse (BadInput, on all ranks) where those of a group that is there already are not asked for the same."""
-    held: List[Any] = [None] * dist.get_world_size()
-    with _told_as_lost():
-        dist.all_gather_object(held, asked)
-    faults = next(
-        (found for rank, other in enumerate(held) for found in [differing(held[0], other, 0, rank)] if found), []
-    )
-    if faults:
-        raise BadInput(faults)
-
-
-def _gpus_talk() -> bool:
-    """Whether every process has a GPU of its own and nccl is there; else a GPU's tensors go through the host's memory."""
-    own = dist.is_nccl_available() and launched.read().local_world <= torch.cuda.device_count()
-    found = [own] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return all(found)
-
-
-def stop() -> None:
-    """Leave the group, when all are ready to: a process that ends before the others takes its connections with it."""
-    if dist.is_initialized():
-        with _told_as_lost():
-            dist.barrier()
-        if _group_can_go():
-            dist.destroy_process_group()
-        Stopping.rest()
-
-
-def _group_can_go() -> bool:
-    """Whether the group can be taken down in a process that goes on. Before torch 2.4 (PopTorch's is 2.0.1) gloo's destructor
-    joins a worker while it holds the interpreter's lock, for which that worker may wait: there the process ends with it, at once
-    (errors.end_process)."""
-    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 4)
-
-
-@contextlib.contextmanager
-def _told_as_lost(rank: Optional[int] = None) -> Iterator[None]:
-    """What torch.distributed raises when another process has gone. `rank`: this one's, before the group is made."""
-    try:
-        yield
-    except RuntimeError as error:
-        own = dist.get_rank() if rank is None else rank
-        raise RunFault(f"rank {own}: another rank is lost, or did not answer within the deadline") from error
-
-
-def place_stages(config: Config, model: nn.Module, x: torch.Tensor) -> Tuple[Partition, int, str]:
-    """The partition into one stage a process of a replica, this process's stage, and what the user should know of it. Raises
-    BadInput where it cannot be."""
-    world, width = dist.get_world_size(), config.replicas
-    if world % width:
-        raise BadInput(f"replicas: {width}: {world} processes cannot be so many replicas of a pipeline")
-    depth = world // width
-    stages = config.stages
-    wished = on_all_ranks(lambda: partition(model, x, stages, between_top=True))  # measured times differ from process to process
-    begins = merge_stages(model, wished, depth, x)
-    note = ""
-    if len(wished) != depth:
-        shown = ", ".join(begins) if len(begins) <= 8 else f"{', '.join(begins[:8])} and {len(begins) - 8} more"
-        note = f"{len(wished)} stages on {depth} processes: taken together, stages begin at {shown or 'the model'}"
-    cut = pieces(model, begins, x)
-    crossings(cut, model, x)  # refuses what cannot cross
-    refuse_other_pieces(model, cut, x)  # on every rank alike, before any waits for another
-    _refuse(config, cut)
-    return partition(model, x, begins if begins else 1), Layout(dist.get_rank(), depth, width).stage, note
-
-
-def place_blocks(config: Config, structure: Structure) -> Tuple[int, int, Structure]:
-    """How many blocks there must be, that of this process, and the structure, as many chunks as processes where it names none.
-    Raises BadInput."""
-    world, width = dist.get_world_size(), config.replicas
-    if world % width:
-        raise BadInput(f"replicas: {width}: {world} processes cannot be so many replicas of a pipeline")
-    if structure.blocks is not None and config.method_args.blocks is None:
-        structure = replace(structure, blocks=world // width)
-    return world // width, Layout(dist.get_rank(), world // width, width).stage, structure
-
-
-def _refuse(config: Config, cut: Sequence[Piece]) -> None:
-    """Delays come from the pipeline itself. A weight that is handed on with the activations is what the forward read; its
-    backward cannot read it anew."""
-    method = resolve_method(config.method, config.method_settings())
-    if method.delay is not None:
-        key = "hogwild" if method.delay.drawn else "constant_delay"
-        raise BadInput(f"method_args.{key}: delays that are not the pipeline's own: use backend: {{name: emulator}}")
-    names = [name for piece in cut for name in piece.weights_handed_on()]
-    if names and method.reads_old(len(cut)) and method.backward_reads == "newest":
-        raise BadInput(
-            f"model: {', '.join(names)}: weights of the model itself that a later stage uses: with {method.name} its backward"
-            " must read newer ones than the forward: put them into modules of that stage, or method_args: {stash: true}"
-        )
 
 
 class ProcessEngine(Engine):
@@ -236,7 +97,7 @@ class ProcessEngine(Engine):
     def _channels(self) -> Optional[Channels]:
         """A group for each neighbour, direction and kind where GPUs talk to each other (not run: no machine had two). Not their
         timeout but the mail's deadline ends a wait: a receive may be posted long before its message."""
-        if self.job.device.type != "cuda" or not _gpus_talk():
+        if self.job.device.type != "cuda" or not gpus_talk():
             return None
         made: Dict[Link, Any] = {}
         for replica in range(self.layout.width):
@@ -503,30 +364,3 @@ def _forget(tensors: Iterable[torch.Tensor]) -> None:
         tensor.data = torch.full((), nothing, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
-def is_first_to_tell() -> bool:
-    """Whether no other process has told a fault yet. Where the store is gone with its process, or does not answer, every one
-    tells."""
-    where = launched.read()
-    if where.address is not None and not keeper_is_there(where):
-        return True
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        return bool(answer_within(ANSWER, lambda: store.add("ipu_pipe/faults", 1)) == 1)
-    except Exception:
-        return True
-
-
-def on_all_ranks(work: Callable[[], Result]) -> Result:
-    """`work` on rank 0, its result or its BadInput on every rank."""
-    held: List[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            held = [(work(), None)]
-        except BadInput as error:
-            held = [(None, error.faults)]
-    with _told_as_lost():
-        dist.broadcast_object_list(held, src=0)
-    result, faults = held[0]
-    if faults:
-        raise BadInput(faults)
-    return result  # type: ignore[no-any-return]

@@ -22,12 +22,14 @@ from typing import Any, Iterable, Iterator, List, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
-from ipu_pipe.backends.recompute import Recomputation
+from ipu_pipe.backends.emulator.recompute import Recomputation
+from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.weights import Overwriting, ReadPlan, Swapping, Unversioned
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.blame import StageWatch
+from ipu_pipe.job.evaluation import right_answers
 from ipu_pipe.local.blocks import Outputs, blocks_of, losses_of
-from ipu_pipe.model.probe import Loss, derived_weights, random_modules
+from ipu_pipe.model.probe import Loss, random_modules
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.schedule.methods import Method
@@ -45,38 +47,6 @@ class _Unread:
     shares: List[Optional[torch.Tensor]]
     samples: int
     count: int
-
-
-def refuses(
-    model: nn.Module,
-    loss: Loss,
-    method: Method,
-    stages: int,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    clip_scope: Optional[str],
-) -> List[str]:
-    """Reasons why this backend cannot run the job exactly; empty if it can. `x`, `y`: one microbatch."""
-    reasons = []
-    if clip_scope == "delayed_global" and method.flushes:
-        reasons.append(
-            f"clip.scope: delayed_global: with {method.name} the global norm itself is known: use scope: global"
-        )
-    if clip_scope == "global" and method.reads_old(stages):
-        reasons.append(
-            f"clip.scope: global: with {method.name} a stage updates before the others' gradients exist, so the global norm "
-            "is not known: use scope: stage, scope: delayed_global, or a synchronous method"
-        )
-    if method.reads_old(stages) and method.backward_reads == "newest":
-        names = derived_weights(model, loss, x, y)
-        if names:
-            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            reasons.append(
-                f"model: with {method.name} the backward must read newer weights than the forward, but the forward keeps "
-                f"tensors derived from {shown} (weight norm, autocast, InstanceNorm and the like do): use layers that use "
-                "their weights directly, or method_args: {stash: true}"
-            )
-    return reasons
 
 
 class Emulator:

@@ -1,0 +1,1 @@
+"""The exact single-process emulator."""

@@ -1,0 +1,94 @@
+"""The emulator as a backend: one process, the whole model."""
+
+from __future__ import annotations
+
+from typing import Iterator, List, Optional, Tuple
+
+import torch
+
+from ipu_pipe import launched
+from ipu_pipe.backends.emulator.replay import Emulator
+from ipu_pipe.backends.exactness import exactness_faults
+from ipu_pipe.backends.interface import Backend, Engine, Report, State, StepResult, refuse_foreign
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.blame import attributed
+from ipu_pipe.job.config import BackendConfig
+from ipu_pipe.job.evaluation import evaluate
+from ipu_pipe.job.placing import place_whole
+from ipu_pipe.job.position import Measured
+from ipu_pipe.job.record import Job
+from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.update import optimizer as update
+
+
+class LocalEngine(Engine):
+    """The exact emulator."""
+
+    def __init__(self, job: Job, first_update: int) -> None:
+        super().__init__(job)
+        config = job.config
+        self._emulator = Emulator(
+            job.model, job.loss, job.part, job.method, job.table, job.optimizer, job.rules, job.example,
+            seed=config.seed, clip=(config.clip.norm, config.clip.scope) if config.clip else None,
+            allow_nonfinite=config.allow_nonfinite, microbatch=first_update * config.gradient_accumulation,
+            replicas=config.replicas,
+        )  # fmt: skip
+
+    def step(self, k: int) -> StepResult:
+        accumulate = self.job.config.gradient_accumulation
+        with attributed(lambda: self._emulator.whereabouts):
+            return self._emulator.step(self._microbatches(k * accumulate, (k + 1) * accumulate))
+
+    def advance(self, k: int, read: bool) -> List[StepResult]:
+        if not reading_waits(self.job.device):
+            return [self.step(k)]
+        accumulate = self.job.config.gradient_accumulation
+        self._emulator.advance(self._microbatches(k * accumulate, (k + 1) * accumulate))
+        return self._emulator.read() if read else []
+
+    def _microbatches(self, first: int, last: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
+        for m in range(first, last):
+            for replica in range(self.job.config.replicas):
+                yield self.job.microbatch(m, replica)
+
+    def evaluate(self) -> List[Measured]:
+        with attributed(lambda: f"evaluation before update {self._emulator.update}"):
+            return evaluate(self.job)
+
+    def state(self) -> Optional[State]:
+        return State(self.job.model.state_dict(), *update.export_state(self.job.optimizer, self.names))
+
+    def report(self) -> Optional[Report]:
+        held = update.optimizer_bytes(self.job.optimizer, len(self.job.part))
+        return Report(held, [self._emulator.weights.peak_bytes], None, None)
+
+    def close(self) -> None:
+        self._emulator.close()
+        blocks = blocks_of(self.job.model)
+        if blocks is not None:
+            blocks.release()
+
+
+def reading_waits(device: torch.device) -> bool:
+    """Whether to read a tensor is to wait for all that the device was asked before."""
+    return device.type == "cuda"
+
+
+def check_launch(backend: BackendConfig) -> None:
+    """Refuse (BadInput) to be one of several processes."""
+    if launched.read().world > 1:
+        raise BadInput(
+            "backend.name: emulator: runs in one process: start it without torchrun, or set backend.name=distributed"
+        )
+
+
+def make(job: Job, first_update: int) -> LocalEngine:
+    """The engine, to go on with update `first_update`."""
+    refuse_foreign(job.optimizer)
+    return LocalEngine(job, first_update)
+
+
+BACKEND = Backend(
+    check_launch, lambda config, asked: None, place_whole, exactness_faults, lambda job: "", make,
+    emulates=True, pins_memory=True,
+)  # fmt: skip

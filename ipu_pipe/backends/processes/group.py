@@ -1,0 +1,93 @@
+"""The group of processes that a launcher started: joining it, and leaving it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, List, Mapping
+
+import torch
+import torch.distributed as dist
+
+from ipu_pipe import launched
+from ipu_pipe.backends.processes.joining import Asked, differing, meet, wait_limit, what_is_asked
+from ipu_pipe.backends.processes.stopping import Stopping
+from ipu_pipe.backends.ranks import is_distributed, told_as_lost
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.config import BackendConfig, Config
+from ipu_pipe.job.determinism import set_numerics
+
+
+def check_launch(backend: BackendConfig) -> None:
+    """Refuse (BadInput) to be started without a launcher."""
+    if not is_distributed():
+        raise BadInput(
+            "backend.name: distributed: each stage runs in a process of its own: start it with"
+            " torchrun --nproc_per_node STAGES tools/train.py CONFIG --set backend.name=distributed"
+        )
+
+
+def start(config: Config, options: Mapping[str, object]) -> None:
+    """Join the group of processes that the launcher started, by gloo; where GPUs talk to each other, each channel is a group of
+    nccl (`_channels`). Raises BadInput where another process has another config or other `options`, RunFault where one does not
+    come."""
+    backend, where = config.backend, launched.read()
+    if not dist.is_available():
+        raise BadInput("backend.name: distributed: this PyTorch was built without torch.distributed")
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 4):
+        raise BadInput(f"backend.name: distributed: needs torch 2.4 or later, this is {torch.__version__}")
+    asked = what_is_asked(config, options)
+    if dist.is_initialized():
+        _agree(asked)
+        return
+    missing = [key for key, value in (("MASTER_ADDR", where.address), ("MASTER_PORT", where.port)) if value is None]
+    if missing:
+        raise BadInput([f"{key}: missing: must be set, as a launcher such as torchrun does" for key in missing])
+    limit = wait_limit(backend.deadline)
+    store = meet(where, limit.total_seconds(), asked)
+    if backend.device == "cuda":
+        # a kernel that is loaded when first used waits for an idle GPU, which one with a receive posted is not
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        set_numerics(backend)
+        torch.cuda.set_device(where.local_rank % max(torch.cuda.device_count(), 1))
+    with told_as_lost(where.rank):
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("group", store), rank=where.rank, world_size=where.world, timeout=limit
+        )
+    Stopping.watch()
+
+
+def _agree(asked: Asked) -> None:
+    """Refuse (BadInput, on all ranks) where those of a group that is there already are not asked for the same."""
+    held: List[Any] = [None] * dist.get_world_size()
+    with told_as_lost():
+        dist.all_gather_object(held, asked)
+    faults = next(
+        (found for rank, other in enumerate(held) for found in [differing(held[0], other, 0, rank)] if found), []
+    )
+    if faults:
+        raise BadInput(faults)
+
+
+def stop() -> None:
+    """Leave the group, when all are ready to: a process that ends before the others takes its connections with it."""
+    if dist.is_initialized():
+        with told_as_lost():
+            dist.barrier()
+        if _group_can_go():
+            dist.destroy_process_group()
+        Stopping.rest()
+
+
+def _group_can_go() -> bool:
+    """Whether the group can be taken down in a process that goes on. Before torch 2.4 (PopTorch's is 2.0.1) gloo's destructor
+    joins a worker while it holds the interpreter's lock, for which that worker may wait: there the process ends with it, at once
+    (errors.end_process)."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 4)
+
+
+def gpus_talk() -> bool:
+    """Whether every process has a GPU of its own and nccl is there; else a GPU's tensors go through the host's memory."""
+    own = dist.is_nccl_available() and launched.read().local_world <= torch.cuda.device_count()
+    found = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return all(found)

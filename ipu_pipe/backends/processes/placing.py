@@ -1,0 +1,65 @@
+"""Which stage of a model is this process's: one a process of a replica."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ipu_pipe.backends.processes.mail import Layout
+from ipu_pipe.backends.ranks import on_all_ranks
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.config import Config
+from ipu_pipe.job.placing import Placed, place_blocks
+from ipu_pipe.model.cutting import Piece, crossings, merge_stages, pieces
+from ipu_pipe.model.rehearsal import refuse_other_pieces
+from ipu_pipe.model.stages import partition
+from ipu_pipe.schedule.methods import Method, Reads
+
+
+def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> Placed:
+    """The stages, and this process's. Raises BadInput where there cannot be one a process of a replica."""
+    world, width = dist.get_world_size(), config.replicas
+    if world % width:
+        raise BadInput(f"replicas: {width}: {world} processes cannot be so many replicas of a pipeline")
+    depth = world // width
+    own = Layout(dist.get_rank(), depth, width).stage
+    structure = method.structure
+    if structure is None:
+        return _place_stages(config, method, model, x, depth, own)
+    if structure.blocks is not None and config.method_args.blocks is None:  # as many chunks as processes
+        structure = replace(structure, blocks=depth)
+    return place_blocks(config, structure, model, x, depth, own)
+
+
+def _place_stages(config: Config, method: Method, model: nn.Module, x: torch.Tensor, depth: int, own: int) -> Placed:
+    """One stage a process of a replica, neighbours taken together where there are fewer processes than stages."""
+    stages = config.stages
+    wished = on_all_ranks(lambda: partition(model, x, stages, between_top=True))  # measured times differ from process to process
+    begins = merge_stages(model, wished, depth, x)
+    note = ""
+    if len(wished) != depth:
+        shown = ", ".join(begins) if len(begins) <= 8 else f"{', '.join(begins[:8])} and {len(begins) - 8} more"
+        note = f"{len(wished)} stages on {depth} processes: taken together, stages begin at {shown or 'the model'}"
+    cut = pieces(model, begins, x)
+    crossings(cut, model, x)  # refuses what cannot cross
+    refuse_other_pieces(model, cut, x)  # on every rank alike, before any waits for another
+    _refuse_model(method, cut)
+    return Placed(model, partition(model, x, begins if begins else 1), own, note)
+
+
+def _refuse_model(method: Method, cut: Sequence[Piece]) -> None:
+    """Delays come from the pipeline itself. A weight that is handed on with the activations is what the forward read; its
+    backward cannot read it anew."""
+    if method.delay is not None:
+        key = "hogwild" if method.delay.drawn else "constant_delay"
+        raise BadInput(f"method_args.{key}: delays that are not the pipeline's own: use backend: {{name: emulator}}")
+    names = [name for piece in cut for name in piece.weights_handed_on()]
+    if names and method.reads_old(len(cut)) and method.backward_reads is Reads.NEWEST:
+        raise BadInput(
+            f"model: {', '.join(names)}: weights of the model itself that a later stage uses: with {method.name} its backward"
+            " must read newer ones than the forward: put them into modules of that stage, or method_args: {stash: true}"
+        )

@@ -1,0 +1,53 @@
+"""The table of backends, by the name that a config gives them, and what is done alike for all."""
+
+from __future__ import annotations
+
+from typing import Dict, Mapping, Optional
+
+from ipu_pipe import launched
+from ipu_pipe.backends.emulator import engine as emulator
+from ipu_pipe.backends.interface import Backend, Engine
+from ipu_pipe.backends.ipu import backend as ipu
+from ipu_pipe.backends.processes import backend as processes
+from ipu_pipe.backends.processes.group import stop
+from ipu_pipe.backends.ranks import is_distributed
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.config import Config
+from ipu_pipe.job.record import Job
+from ipu_pipe.orphans import end_with_launcher
+
+BACKENDS: Dict[str, Backend] = {
+    "emulator": emulator.BACKEND,
+    "distributed": processes.BACKEND,
+    "poptorch": ipu.BACKEND,
+}
+
+
+def backend_of(config: Config) -> Backend:
+    """The row that a config names."""
+    return BACKENDS[config.backend.name]
+
+
+def launch(config: Config, asked: Optional[Mapping[str, object]] = None) -> None:
+    """Join the other processes of the run, where there are any. Raises BadInput, on each of them, where another one was `asked`
+    (option -> value) for something else or has another config, and where the way that this one was started does not fit."""
+    where, backend = launched.read(), backend_of(config)
+    if where.faults:
+        raise BadInput(where.faults)
+    backend.check_launch(config.backend)
+    if is_distributed():  # before it joins: then a launcher that is gone by now has taken the meeting place with it
+        end_with_launcher()
+    backend.launch(config, asked or {})
+    if is_distributed():  # under poprun it knows only now that it is one of several
+        end_with_launcher()
+
+
+def leave() -> None:
+    """When all is done: part from the other processes."""
+    if is_distributed():
+        stop()
+
+
+def make_engine(job: Job, first_update: int) -> Engine:
+    """The engine of this process, to go on with update `first_update`."""
+    return backend_of(job.config).engine(job, first_update)

@@ -1,0 +1,47 @@
+"""A method's stages on a model: stages of one loss, or blocks with losses of their own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+import torch
+from torch import nn
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.config import Config
+from ipu_pipe.job.entries import resolve_entry
+from ipu_pipe.local.blocks import make_blocks
+from ipu_pipe.model.stages import Partition, partition
+from ipu_pipe.schedule.methods import Method, Structure
+
+
+class Placed(NamedTuple):
+    """The model as it trains (with heads, where blocks have losses of their own), all its stages, the one of this process (None:
+    all are here), and what the user should know of them."""
+
+    model: nn.Module
+    part: Partition
+    own: Optional[int] = None
+    note: str = ""
+
+
+def place_whole(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> Placed:
+    """All stages in this process. `x`: one microbatch of input. Raises BadInput."""
+    if method.structure is not None:
+        return place_blocks(config, method.structure, model, x)
+    return Placed(model, partition(model, x, config.stages))
+
+
+def place_blocks(
+    config: Config, structure: Structure, model: nn.Module, x: torch.Tensor, count: Optional[int] = None,
+    own: Optional[int] = None,
+) -> Placed:  # fmt: skip
+    """Blocks with losses of their own; `count`: how many there must be, `own`: the one of this process. Raises BadInput."""
+    if isinstance(config.stages, dict) and config.stages.get("by") == "time":
+        raise BadInput(
+            "stages.by: time: times differ from run to run, and blocks are what is trained: must be flops or parameters"
+        )
+    entry = config.method_args.head
+    head = resolve_entry(entry, "method_args.head") if entry else None
+    made, part = make_blocks(model, x, structure, config.stages, config.seed, count, head)
+    return Placed(made, part, own)

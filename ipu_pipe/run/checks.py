@@ -1,0 +1,104 @@
+"""Why a job that is built cannot run: one ordered list of checks, each a function from the job to its reasons."""
+
+from __future__ import annotations
+
+from typing import List, Sequence
+
+from ipu_pipe.backends.table import backend_of
+from ipu_pipe.job.record import Job, drains_of
+from ipu_pipe.model.probe import changing_buffers
+from ipu_pipe.shown import shown
+from ipu_pipe.update import optimizer as update
+from ipu_pipe.update import rules
+
+BLOCK_KEYS = ("block_rates", "block_accumulation", "head")
+
+
+def faults(job: Job, placed: Sequence[str] = ()) -> List[str]:
+    """All reasons to refuse the job, in order. `placed`: faults of a config's own optimizer, with the places that they come
+    from."""
+    found = [reason for check in CHECKS for reason in check(job)]
+    rules_found = _rules(job)
+    found += [next((line for line in placed if line.endswith(fault)), fault) for fault in rules_found]
+    return list(dict.fromkeys(found))
+
+
+def backend(job: Job) -> List[str]:
+    """What its backend cannot."""
+    return backend_of(job.config).faults(job)
+
+
+def clipped_warmup(job: Job) -> List[str]:
+    """Norms of the synchronous warm-up are not delayed."""
+    if (
+        job.config.clip is None
+        or job.config.clip.scope != "delayed_global"
+        or "warmup" not in job.config.method_settings()
+    ):
+        return []
+    return ["clip.scope: delayed_global: not together with method_args.warmup, whose norms are not delayed: use stage"]
+
+
+def own_buffers(job: Job) -> List[str]:
+    """Why replicas cannot be resumed exactly: a checkpoint holds the buffers of the first one. BatchNorm's do not matter in
+    training."""
+    if job.config.replicas == 1 and not (job.method.structure is not None and job.method.structure.overlap):
+        return []
+    names = changing_buffers(job.model, job.example[0])
+    if not names:
+        return []
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return [
+        f"model: {shown}: buffers that training changes and reads: with replicas, or layers that two blocks hold, each copy "
+        "would need its own: leave them out"
+    ]
+
+
+def blocks(job: Job) -> List[str]:
+    """Whether rates and accumulation by block fit the blocks and the run, and clipping and replicas the method."""
+    config, args, method = job.config, job.config.method_settings(), job.method
+    blocks, updates = len(job.part), job.updates
+    faults = []
+    for key in ("block_rates", "block_accumulation"):
+        if key in args and len(args[key]) != blocks:
+            faults.append(f"method_args.{key}: {shown(args[key])}: must be one for each of {blocks} blocks")
+    for every in args.get("block_accumulation", ()):
+        wrong = [k for k in [*drains_of(config, updates, job.updates_per_epoch, job.done), updates] if k % every]
+        if wrong:
+            faults.append(
+                f"method_args.block_accumulation: {every}: an evaluation or checkpoint comes after {wrong[0]} updates, it must"
+                f" come after a multiple of {every}, when no gathered gradient is left (evaluate.every, checkpoint.every, steps)"
+            )
+            break
+    if method.structure is None:
+        faults += [f"method_args.{key}: {method.name} has no blocks" for key in BLOCK_KEYS if args.get(key) is not None]
+    else:
+        if config.clip and config.clip.scope != "stage":
+            faults.append(f"clip.scope: {config.clip.scope}: a block knows no gradient but its own: must be stage")
+        if method.structure.overlap and config.clip:
+            faults.append(
+                "clip: local_overlapping: a layer's gradient is the mean of two blocks', which are not clipped"
+            )
+        if method.structure.overlap and args.get("block_accumulation"):
+            faults.append(
+                "method_args.block_accumulation: not with local_overlapping, whose blocks share gradients at each update"
+            )
+        if method.structure.overlap and config.replicas > 1:
+            faults.append(
+                f"replicas: {config.replicas}: not with local_overlapping, whose layers have duplicates already"
+            )
+        if args.get("block_accumulation") and config.replicas > 1:
+            faults.append(
+                f"replicas: {config.replicas}: not with method_args.block_accumulation: use gradient_accumulation"
+            )
+    return faults
+
+
+def _rules(job: Job) -> List[str]:
+    """Whether the rules are defined on the optimizer that trains, in all its groups."""
+    args, kind = job.config.method_settings(), update.kind(job.optimizer)
+    found = [fault for group in job.optimizer.param_groups for fault in rules.faults(args, job.method, kind, group)]
+    return list(dict.fromkeys(found))
+
+
+CHECKS = (backend, clipped_warmup, own_buffers, blocks)

@@ -1,0 +1,60 @@
+"""What a config names, made: the model, the data, the loss, the optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Callable, Dict
+
+import torch
+from torch import nn
+
+from ipu_pipe.data import DataSource, load_data
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.config import Config
+from ipu_pipe.job.entries import call_entry, resolve_entry
+from ipu_pipe.model.probe import Loss
+from ipu_pipe.update import optimizer as update
+from ipu_pipe.update import rules
+
+
+def make_model(config: Config) -> nn.Module:
+    """The config's model, built on the CPU in float32."""
+    model = call_entry(resolve_entry(config.model.entry, "model.entry"), config.model.args, "model.args")
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"model.entry: {config.model.entry}: gave a {type(model).__name__}, must give a torch.nn.Module")
+    return model
+
+
+def make_data(config: Config) -> DataSource:
+    """The config's data set, or what its import string gives."""
+    options = config.data.options()
+    if ":" in config.data.name:
+        made = call_entry(resolve_entry(config.data.name, "data.name"), options, "data")
+        if not isinstance(made, DataSource):
+            raise BadInput(
+                f"data.name: {config.data.name}: gave a {type(made).__name__}, must give an ipu_pipe.data.DataSource"
+            )
+        return made
+    return load_data(config.data.name, seed=config.seed, **options)
+
+
+def make_loss(config: Config) -> Loss:
+    """Mean cross-entropy, or the config's own loss (outputs, labels) -> scalar; a module class is made into one."""
+    if config.loss == "cross_entropy":
+        return nn.functional.cross_entropy
+    chosen: Any = resolve_entry(config.loss, "loss")
+    if inspect.isclass(chosen) and issubclass(chosen, nn.Module):
+        chosen = call_entry(chosen, {}, "loss")
+    called: Callable[[Any, Any], torch.Tensor] = chosen
+    return called
+
+
+def make_factory(config: Config) -> update.OptimizerFactory:
+    """The config's optimizer, as a function of the parameter groups."""
+    settings: Dict[str, Any] = config.optimizer.settings()
+    reference = config.optimizer.reference_batch_size
+    if reference:
+        size = config.micro_batch_size * config.gradient_accumulation * config.replicas
+        momentum = settings.get("momentum") or 0.0
+        settings["lr"], settings["momentum"] = rules.scaled_for_update_size(settings["lr"], momentum, reference, size)
+    return update.optimizer_factory(config.optimizer.name, **settings)
