@@ -170,7 +170,7 @@ def test_what_the_users_code_raises_is_itself_with_its_place_in_a_line(name: str
         number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1) if _raises(text, str(fault))
     )
     assert f"({__file__}:{code}, in " in str(fault) and "\n" not in str(fault)
-    assert fault.traceback.endswith("and more\n") and "engines.py" in fault.traceback + "engines.py" * (
+    assert fault.traceback.endswith("and more\n") and "engine.py" in fault.traceback + "engine.py" * (
         name == "planning"
     )
     if name == "forward":  # what the user chained stays where it was

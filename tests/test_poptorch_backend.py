@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from ipu_pipe.backends.ipu import backend as row
 from ipu_pipe.backends.ipu import engine as backend
 from ipu_pipe.backends.ipu import model as ipu_model
 from ipu_pipe.data.batches import TensorData
@@ -528,7 +529,7 @@ def test_an_sdk_that_is_not_switched_on_is_told(poptorch: Any, monkeypatch: Any)
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(BadInput, match="cannot be imported: Unable to import PopTorch.*enable scripts"):
-        backend.start(config(on="poptorch").backend)
+        row.start(config(on="poptorch"), {})
 
 
 SHORT = ["steps=4", "log.tensorboard=false", "gradient_accumulation=8", "micro_batch_size=4", "backend.name=poptorch"]

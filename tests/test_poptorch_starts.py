@@ -18,12 +18,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipu_pipe.backends.ipu import blocks as ipu_blocks
+from ipu_pipe.backends.ipu import backend as row
 from ipu_pipe.backends.ipu import engine as backend
 from ipu_pipe.backends.ipu import model as ipu_model
 from ipu_pipe.backends.ipu import profile as ipu_profile
 from ipu_pipe.backends.ipu.feed import Feed, Reporting
 from ipu_pipe.backends.ipu.options import DataLoading
-from ipu_pipe.backends.processes import engine as processes
+from ipu_pipe.backends.processes import group as processes
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.errors import BadInput, RunFault
@@ -286,7 +287,7 @@ def test_importing_needs_a_stderr_that_is_a_file(poptorch: Any, monkeypatch: Any
     notebook = io.StringIO()
     monkeypatch.setattr(builtins, "__import__", importing)
     monkeypatch.setattr(sys, "stderr", notebook)
-    backend.start(config().backend)
+    row.start(config(), {})
     assert len(seen) == 1 and sys.stderr is notebook
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from ipu_pipe.errors import BadInput, RunFault, UserFault, chain, first_line, user_fault
 from ipu_pipe.model.stages import Partition
 
-_OURS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, os.path.dirname(str(torch.__file__)) + os.sep)
+_OURS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, os.path.dirname(str(torch.__file__)) + os.sep)
 _INSTALLED = tuple({sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
