@@ -26,7 +26,7 @@ from ipu_pipe.collection import write as write_collected
 from ipu_pipe.config import configure, load_config
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, RunFault, UserFault, run_command, user_fault
-from ipu_pipe.rundir import RunDir
+from ipu_pipe.rundir import RunDir, finished_summary
 from ipu_pipe.stages import begin_stage
 from ipu_pipe.training import train
 from ipu_pipe.worker_pool import _told
@@ -550,6 +550,6 @@ def test_a_pipe_in_a_runs_folder_does_not_hang_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     os.mkfifo(tmp_path / "summary.json")
     folder = RunDir(tmp_path, resume=True)
-    assert folder.finished_summary() is None
+    assert finished_summary(tmp_path) is None
     with pytest.raises(RunFault, match="metrics.jsonl: is no file"):
         folder.open_metrics(3)
