@@ -499,8 +499,10 @@ def test_fault_lines_are_cut_and_escaped(here: Path) -> None:
 
 
 def test_an_override_within_an_alias_changes_one_of_the_two(here: Path) -> None:
-    config = read("hardware:\n  a: &a {x: {y: 1}}\n  b: *a\n", "hardware.a.x.y=2")
-    assert config.hardware == {"a": {"x": {"y": 2}}, "b": {"x": {"y": 1}}}
+    text = "model:\n  entry: m:f\n  args:\n    a: &a {x: {y: 1}}\n    b: *a\ndata: {name: digits}\n"
+    Path("x.yaml").write_text(text)
+    config = load_config("x.yaml", ["model.args.a.x.y=2"])
+    assert config.model.args == {"a": {"x": {"y": 2}}, "b": {"x": {"y": 1}}}
 
 
 def test_overrides_that_are_no_text_or_too_deep(here: Path) -> None:

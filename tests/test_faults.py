@@ -27,7 +27,7 @@ from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, RunFault, UserFault, run_command, user_fault
 from ipu_pipe.job.config import configure, load_config
 from ipu_pipe.model.stages import begin_stage
-from ipu_pipe.run.folder import RunDir
+from ipu_pipe.run.folder import RunDir, finished_summary
 from ipu_pipe.run.training import train
 from ipu_pipe.studies import experiments
 from ipu_pipe.studies.collection import write as write_collected
@@ -552,6 +552,6 @@ def test_a_pipe_in_a_runs_folder_does_not_hang_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     os.mkfifo(tmp_path / "summary.json")
     folder = RunDir(tmp_path, resume=True)
-    assert folder.finished_summary() is None
+    assert finished_summary(tmp_path) is None
     with pytest.raises(RunFault, match="metrics.jsonl: is no file"):
         folder.open_metrics(3)

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ipu_pipe.backends.ipu import backend as row
-from ipu_pipe.backends.ipu import engine as backend
 from ipu_pipe.backends.ipu import model as ipu_model
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.errors import BadInput, RunFault, run_command

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ipu_pipe.backends.ipu import blocks as ipu_blocks
 from ipu_pipe.backends.ipu import backend as row
-from ipu_pipe.backends.ipu import engine as backend
+from ipu_pipe.backends.ipu import blocks as ipu_blocks
 from ipu_pipe.backends.ipu import model as ipu_model
 from ipu_pipe.backends.ipu import profile as ipu_profile
 from ipu_pipe.backends.ipu.feed import Feed, Reporting

@@ -66,7 +66,7 @@ def config_updates(config: Any) -> int:
 
 
 def test_a_loss_that_is_not_finite_is_told_of_its_own_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, told = load_config(DIGITS, [*SHORT, "optimizer.lr=1e30"]), []
+    config, told = load_config(DIGITS, [*SHORT, "optimizer.lr=1e18"]), []
     for run, waits in (("a", False), ("b", True)):
         monkeypatch.setattr(engines, "reading_waits", lambda device, waits=waits: waits)
         with pytest.raises(RunFault, match="the training loss is") as fault:

@@ -1,7 +1,7 @@
 """Where code of the user's own failed: its file and line, and what the run was doing with it.
 
-    ipu_pipe/training.py    go
-    ipu_pipe/engines.py     step              <- caught here: the frames from here on are looked at
+    ipu_pipe/run/training.py    go
+    ipu_pipe/backends/...       step          <- caught here: the frames from here on are looked at
     torch/nn/modules/...    _call_impl
     my_model.py:42          forward           <- told: the innermost that is neither torch's nor ours
     torch/nn/functional.py  linear

@@ -60,9 +60,12 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
 def finished_summary(path: Path) -> Optional[Dict[str, Any]]:
     """The summary of the run in the folder `path` if it has ended, or None."""
     try:
-        return dict(json.loads((path / "summary.json").read_text()))
+        file = path / "summary.json"
+        return dict(json.loads(file.read_text())) if file.is_file() else None  # a pipe would be waited for
     except (OSError, ValueError):
         return None
+
+
 def _foreign(path: Path, held: Sequence[str]) -> Optional[str]:
     """Why the folder, which holds something, is not a run's (or several runs'); None where it is, or is empty."""
     if held:
