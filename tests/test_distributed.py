@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ipu_pipe.backends.emulator.replay import Emulator
+from ipu_pipe.backends.work import Work
 from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
@@ -83,7 +84,7 @@ def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
     rate = make.keywords["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch)
     emulator = Emulator(
-        model, torch.nn.functional.cross_entropy, part, method, table, optimizer, rules, data[0], clip=clip_of(case)
+        Work(torch.nn.functional.cross_entropy, table, rules, clip_of(case)), model, part, data[0]
     )
     losses = [emulator.step(data[k * accumulate : (k + 1) * accumulate]).loss for k in range(updates_of(case))]
     emulator.close()

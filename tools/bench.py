@@ -89,6 +89,7 @@ def measure(name: str, label: str, rounds: int, updates: int, device: str) -> Di
     from torch.nn.functional import cross_entropy
 
     from ipu_pipe.backends.emulator.replay import Emulator
+    from ipu_pipe.backends.work import Work
     from ipu_pipe.job.entries import resolve_entry
     from ipu_pipe.model.stages import partition
     from ipu_pipe.schedule.methods import resolve_method
@@ -118,7 +119,7 @@ def measure(name: str, label: str, rounds: int, updates: int, device: str) -> Di
     staged = torch.optim.SGD(parameter_groups(made[0], part), lr=1e-3, momentum=0.9)
     table = VersionTable(schedule, method)
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, staged, lambda k: 1e-3)
-    emulator = Emulator(made[0], cross_entropy, part, method, table, staged, rules, data[0])
+    emulator = Emulator(Work(cross_entropy, table, rules), made[0], part, data[0])
 
     def emulate() -> None:
         for _ in range(updates):
