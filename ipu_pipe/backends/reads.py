@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, NamedTuple, Set
+from typing import Dict, List, NamedTuple, Optional, Set
 
 import numpy as np
 
+from ipu_pipe.schedule.methods import Reads
 from ipu_pipe.schedule.table import IntArray
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.rules import UpdateRules
@@ -16,6 +17,24 @@ class Read(NamedTuple):
 
     versions: IntArray
     codes: IntArray
+
+    def on(self, stage: int) -> Read:
+        """One stage's, (1,) both."""
+        return Read(self.versions[stage : stage + 1], self.codes[stage : stage + 1])
+
+
+class Replay(NamedTuple):
+    """The unit of work: one microbatch, and what its passes read. `recompute`: None where activations are kept."""
+
+    microbatch: int
+    forward: Read
+    backward: Read
+    recompute: Optional[Read]
+
+    def on(self, stage: int) -> Replay:
+        """One stage's part."""
+        again = self.recompute.on(stage) if self.recompute is not None else None
+        return Replay(self.microbatch, self.forward.on(stage), self.backward.on(stage), again)
 
 
 def reach_of(table: VersionTable) -> int:
@@ -28,14 +47,14 @@ def reach_of(table: VersionTable) -> int:
 
 
 class ReadPlan:
-    """The version table by microbatch, read ahead in windows: which views a microbatch reads, which are read later."""
+    """The version table by microbatch, read ahead in windows: its replays, and which views later ones read."""
 
     def __init__(self, table: VersionTable, rules: UpdateRules) -> None:
         schedule = table.schedule
         self._table, self._rules, self._reach = table, rules, reach_of(table)
         self.stages, self.microbatches, self._accumulate = schedule.stages, schedule.microbatches, schedule.accumulate
-        self.recomputes = table.method.segments is not None
-        self._stashes = table.method.backward_reads == "stashed"
+        self.recomputes = table.method.segments is not None and table.method.reads_old(schedule.stages)
+        self._stashes = table.method.backward_reads is Reads.STASHED
         self._start = self._stop = 0
         self._reads: Dict[str, Read] = {}
 
@@ -58,11 +77,11 @@ class ReadPlan:
             self._oldest = np.minimum.accumulate(forward[:, ::-1], axis=1)[:, ::-1]
         return microbatch - self._start
 
-    def read(self, what: str, microbatch: int) -> Read:
-        """What the `forward`, `recompute` or `backward` of `microbatch` reads."""
+    def replay(self, microbatch: int) -> Replay:
+        """That of a microbatch."""
         offset = self._window(microbatch)
-        read = self._reads[what]
-        return Read(read.versions[:, offset], read.codes[:, offset])
+        reads = {what: Read(read.versions[:, offset], read.codes[:, offset]) for what, read in self._reads.items()}
+        return Replay(microbatch, reads["forward"], reads["backward"], reads.get("recompute"))
 
     def oldest(self, microbatch: int) -> IntArray:
         """Oldest version of each stage that `microbatch` and those after it read, shape (P,); none at the run's end."""

@@ -26,7 +26,7 @@ from ipu_pipe.backends.emulator.measuring import BatchSums, Measurements
 from ipu_pipe.backends.emulator.recompute import Recomputation
 from ipu_pipe.backends.emulator.replicas import Replicas
 from ipu_pipe.backends.interface import StepResult
-from ipu_pipe.backends.reads import ReadPlan
+from ipu_pipe.backends.reads import ReadPlan, Replay
 from ipu_pipe.backends.weights import weights_of
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.blame import StageWatch
@@ -99,8 +99,9 @@ class Emulator:
         self._random.microbatch = m * self._width + replica
         if self._replicas:
             self._replicas.enter(replica)
-        (output, losses), to_backward = self._forward(x, y)
-        self.weights.load(self._plan.read("backward", m))
+        replay = self._plan.replay(m)
+        (output, losses), to_backward = self._forward(replay, x, y)
+        self.weights.load(replay.backward)
         self._doing = "backward"
         torch.autograd.backward([loss / self.work.accumulate for loss in to_backward])
         if self._replicas:
@@ -111,7 +112,7 @@ class Emulator:
         outputs = output if isinstance(output, Outputs) else [output]
         return [loss.detach() for loss in losses], [right_answers(own, y) for own in outputs]
 
-    def _forward(self, x: torch.Tensor, y: torch.Tensor) -> Tuple[Forward, List[torch.Tensor]]:
+    def _forward(self, replay: Replay, x: torch.Tensor, y: torch.Tensor) -> Tuple[Forward, List[torch.Tensor]]:
         """The forward that counts, and the losses that the backward starts from: those of a second one where activations are
         recomputed."""
 
@@ -121,13 +122,13 @@ class Emulator:
             self._watch.stage = self._last_stage
             return output, losses_of(self.work.loss, output, y)
 
-        self.weights.load(self._plan.read("forward", self._microbatch))
+        self.weights.load(replay.forward)
         self._doing = "forward"
-        if self._recomputation is None:
+        if self._recomputation is None or replay.recompute is None:
             done = forward()
             return done, done[1]
         done = self._recomputation.record(forward)
-        self.weights.load(self._plan.read("recompute", self._microbatch))
+        self.weights.load(replay.recompute)
         self._doing = "recomputation"
         return done, self._recomputation.repeat(forward)[1]
 

@@ -18,7 +18,7 @@ from ipu_pipe.backends.processes.losses import Losses
 from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, Mail, Message
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.processes.row import Segments
-from ipu_pipe.backends.reads import Read, ReadPlan
+from ipu_pipe.backends.reads import ReadPlan, Replay
 from ipu_pipe.backends.weights import weights_of
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.evaluation import right_answers
@@ -31,12 +31,10 @@ from ipu_pipe.schedule.methods import Reads
 class _Flight:
     """A microbatch between its forward and its backward on this stage."""
 
+    replay: Replay
     inputs: List[torch.Tensor]
     outputs: List[torch.Tensor]
-    forward: Read
-    backward: Read
-    recompute: Optional[Read] = None
-    loss: Optional[torch.Tensor] = None
+    loss: Optional[torch.Tensor]
 
 
 class Passes:
@@ -53,25 +51,19 @@ class Passes:
         self.losses = Losses()
         self.update, self.forwarded = work.update, work.microbatch - 1
 
-    def _read(self, what: str, m: int) -> Read:
-        s, read = self._stage, self._plan.read(what, m)
-        return Read(read.versions[s : s + 1], read.codes[s : s + 1])
-
     def forward(self, m: int) -> int:
         """F(m); the version that it reads."""
-        received = self._inputs(m)
-        forward, backward = self._read("forward", m), self._read("backward", m)
-        again = self._read("recompute", m) if self._segments.recomputes else None
-        self.weights.load(forward)
-        with torch.set_grad_enabled(again is None):
+        received, replay = self._inputs(m), self._plan.replay(m).on(self._stage)
+        self.weights.load(replay.forward)
+        with torch.set_grad_enabled(replay.recompute is None):
             outputs, loss, answers = self.run(m, received)
-        self._flights[m] = _Flight(received, outputs, forward, backward, again, loss)
+        self._flights[m] = _Flight(replay, received, outputs, loss)
         self.forwarded = m
         if loss is not None:
             self.losses.add(loss.detach(), answers)
         if self._place.leave is not None:
             self._mail.send(self._stage + 1, Message(FORWARD, m), outputs)
-        return int(forward.versions[0])
+        return int(replay.forward.versions[0])
 
     def _inputs(self, m: int) -> List[torch.Tensor]:
         enter = self._place.enter
@@ -112,8 +104,8 @@ class Passes:
         if not self._segments.is_head(s):
             received = self._mail.receive(s - 1, Message(RECOMPUTE, m))
             inputs = [t.requires_grad_() if x.requires_grad else t for t, x in zip(received, flight.inputs)]
-        assert flight.recompute is not None
-        self.weights.load(flight.recompute)
+        assert flight.replay.recompute is not None
+        self.weights.load(flight.replay.recompute)
         flight.inputs = inputs
         with buffers_restored(self._place.piece):
             flight.outputs, flight.loss, _ = self.run(m, inputs)
@@ -127,12 +119,12 @@ class Passes:
         gradients: List[torch.Tensor] = []
         if not place.is_last and not place.is_local:
             gradients = self._mail.receive(s + 1, Message(BACKWARD, m))
-        version = int(flight.backward.versions[0])
+        version = int(flight.replay.backward.versions[0])
         if self._work.method.backward_reads is Reads.NEWEST:
             assert version == self.update, (
                 f"stage {s}, B{m}: memory holds version {self.update}, the table says {version}"
             )
-        self.weights.load(flight.backward)
+        self.weights.load(flight.replay.backward)
         if flight.loss is not None:
             (flight.loss / self._work.accumulate).backward()  # type: ignore[no-untyped-call]
         elif not place.is_local:
@@ -162,14 +154,14 @@ class Passes:
         method = self._work.method
         if method.backward_reads is not Reads.STASHED:
             return set()
-        reads = [flight.backward for flight in self._flights.values()]
+        reads = [flight.replay.backward for flight in self._flights.values()]
         codes = {int(read.codes[0]) for read in reads if read.versions[0] == self.update}
         if method.forward_reads is Reads.DOUBLE_BUFFERED:
             codes |= self._plan.read_later(self.update, self.forwarded)[self._stage]
         return codes
 
     def _release(self) -> None:
-        oldest = [int(flight.backward.versions[0]) for flight in self._flights.values()]
+        oldest = [int(flight.replay.backward.versions[0]) for flight in self._flights.values()]
         if self.forwarded + 1 < self._work.schedule.microbatches:
-            oldest.append(int(self._read("forward", self.forwarded + 1).versions[0]))
+            oldest.append(int(self._plan.replay(self.forwarded + 1).forward.versions[self._stage]))
         self.weights.release(np.array([min(oldest, default=np.iinfo(np.int64).max)]))
