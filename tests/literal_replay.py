@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Method
-from ipu_pipe.schedule.table import Kind, Schedule
+from ipu_pipe.schedule.table import Schedule
 
 Batch = Tuple[torch.Tensor, torch.Tensor]
 Weights = Dict[str, torch.Tensor]

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from slot_simulation import Simulated, simulate
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.schedule.actions import Action, Kind, needs
 from ipu_pipe.schedule.drawing import format_csv, format_text
 from ipu_pipe.schedule.methods import METHODS, Method, Pipeline, Reads, resolve_method
 from ipu_pipe.schedule.rows import from_rows
-from ipu_pipe.schedule.table import RUN, Action, Kind, Part, Schedule, predecessors
+from ipu_pipe.schedule.runs import RUN, Part
+from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule, utilization
 
 SIZES = [(P, M) for P in range(1, 8) for M in range(1, 21)]
@@ -183,17 +185,22 @@ def test_stretches_lie_between_drains() -> None:
         assert [make_schedule(METHODS[name], 3, 40, 4).stretch(k) for k in (0, 3, 9)] == [(0, 1), (3, 4), (9, 10)]
 
 
-def test_predecessors() -> None:
+def test_needs() -> None:
     schedule = make_schedule(METHODS["gpipe"], 3, 4, 2)
 
-    def needs(kind: Kind, index: int, stage: int) -> List[str]:
-        return [str(action) for action in predecessors(Action(kind, index, stage), schedule)]
+    def needed(kind: Kind, index: int, stage: int, local: bool = False, replica: int = 0) -> List[str]:
+        action = Action(kind, index, stage, replica)
+        return [str(need) for need in needs(action, schedule.stages, schedule.accumulate, local, replicas=2)]
 
-    assert needs(Kind.FORWARD, 1, 0) == []
-    assert needs(Kind.FORWARD, 1, 2) == ["F1 on stage 1"]
-    assert needs(Kind.BACKWARD, 1, 1) == ["F1 on stage 1", "B1 on stage 2"]
-    assert needs(Kind.BACKWARD, 1, 2) == ["F1 on stage 2"]
-    assert needs(Kind.UPDATE, 1, 0) == ["B2 on stage 0", "B3 on stage 0"]
+    assert needed(Kind.FORWARD, 1, 0) == []
+    assert needed(Kind.FORWARD, 1, 2) == ["F1 on stage 1"]
+    assert needed(Kind.BACKWARD, 1, 1) == ["F1 on stage 1", "B1 on stage 2"]
+    assert needed(Kind.BACKWARD, 1, 1, local=True) == ["F1 on stage 1"]
+    assert needed(Kind.BACKWARD, 1, 2) == ["F1 on stage 2"]
+    assert needed(Kind.INPUT_GRADIENT, 1, 1) == ["F1 on stage 1", "I1 on stage 2"]
+    assert needed(Kind.WEIGHT_GRADIENT, 1, 1, replica=1) == ["I1 on stage 1 of replica 1"]
+    assert needed(Kind.UPDATE, 1, 0) == ["B2 on stage 0", "B3 on stage 0"]
+    assert needed(Kind.AVERAGE, 1, 0) == ["U1 on stage 0", "U1 on stage 0 of replica 1"]
 
 
 def damaged(name: str, stage: int, kind: int, **changes: int) -> Schedule:

@@ -12,9 +12,9 @@ import pytest
 
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.report import trace
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.events import Counter, Event
 from ipu_pipe.schedule.methods import METHODS, resolve_method
-from ipu_pipe.schedule.table import Kind
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 

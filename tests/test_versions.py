@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from slot_simulation import Simulated, simulate
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import METHODS, Method, Reads, resolve_method
 from ipu_pipe.schedule.rows import from_rows
-from ipu_pipe.schedule.table import Kind
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 

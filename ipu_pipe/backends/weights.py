@@ -22,7 +22,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tu
 import numpy as np
 import torch
 
-from ipu_pipe.schedule.table import IntArray
+from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.rules import PLAIN, UpdateRules
 

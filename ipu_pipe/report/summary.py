@@ -18,8 +18,8 @@ from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.model.stages import describe
 from ipu_pipe.report import trace
 from ipu_pipe.schedule import figures as accounting
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.drawing import format_text
-from ipu_pipe.schedule.table import Kind
 
 MIB = 2**20
 SHOWN_STAGES = 12

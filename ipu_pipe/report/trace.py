@@ -18,7 +18,13 @@ from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Set,
 import numpy as np
 
 from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.schedule.actions import Kind, pass_needs
 from ipu_pipe.schedule.events import COMMUNICATION, KINDS, Counter, Event, Trace
+from ipu_pipe.schedule.runs import PASSES
+
+LETTERS = {kind.word: kind.value for kind in (*PASSES, Kind.UPDATE)}
+# Which way the result of a pass goes, in stages: to the pass of its kind that needs it.
+TOWARDS = {need.kind.word: -need.offset for kind in PASSES for need in pass_needs(kind) if need.offset}
 
 
 def modelled_events(
@@ -146,7 +152,7 @@ def _work(event: Event, mark: str) -> str:
     stage, device, kind, microbatch, start_ns, end_ns, version, size = event
     assert kind in KINDS, kind
     key = "k" if kind == "update" else "microbatch"
-    name = {"forward": "F", "backward": "B", "update": "U"}.get(kind, kind + " ") + str(microbatch)
+    name = LETTERS.get(kind, kind + " ") + str(microbatch)
     if microbatch < 0:
         name = kind
     sent = "" if size is None else f',"bytes":{size}'
@@ -159,13 +165,14 @@ def _work(event: Event, mark: str) -> str:
 
 def _arrows(events: Iterable[Event]) -> Iterator[str]:
     """From each forward to the next stage's, and from each backward to the stage's before."""
-    passes = {(e.kind, e.stage, e.microbatch): e for e in events if e.kind in ("forward", "backward")}
+    passes = {(e.kind, e.stage, e.microbatch): e for e in events if e.kind in TOWARDS}
     number = 0
     for (kind, stage, microbatch), event in passes.items():
-        towards, category = (1, "activations") if kind == "forward" else (-1, "gradients")
+        towards = TOWARDS[kind]
         reached = passes.get((kind, stage + towards, microbatch))
         if reached is not None:
             number += 1
+            category = "activations" if towards > 0 else "gradients"
             same = f'"tid":0,"cat":"{category}","name":"sends","id":{number}'
             # a nanosecond inside the events, because an arrow is tied to the event that encloses its end
             yield f'{{"ph":"s","pid":{event.device},"ts":{(event.end_ns - 1) / 1000},{same}}}'

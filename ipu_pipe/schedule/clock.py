@@ -6,7 +6,8 @@ from typing import List, Sequence, Tuple
 
 import numpy as np
 
-from ipu_pipe.schedule.table import Kind, Schedule
+from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.table import Schedule
 
 
 def simulate(

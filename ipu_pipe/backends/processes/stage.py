@@ -47,15 +47,15 @@ from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.cutting import Crossing, Piece, Shape
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.model.randomness import KeyedRandomness
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Method
-from ipu_pipe.schedule.table import Kind
 from ipu_pipe.schedule.versions import VersionTable, segment_ends
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.rules import UpdateRules
 
 CHUNK = 512  # microbatches of which the row is spelled out at a time
 NORM_SHAPE = (Shape((1,), torch.float64, False),)
-KINDS = {FORWARD: "forward", RECOMPUTE: "forward", BACKWARD: "backward", UPDATE: "update"}
+KINDS = {letter: Kind(letter).word for letter in ORDER}
 
 
 @dataclass
