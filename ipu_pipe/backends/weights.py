@@ -22,6 +22,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tu
 import numpy as np
 import torch
 
+from ipu_pipe.schedule.methods import Reads
 from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.rules import PLAIN, UpdateRules
@@ -47,7 +48,7 @@ class ReadPlan:
         self._table, self._rules, self._reach = table, rules, reach
         self.stages, self.microbatches, self._accumulate = schedule.stages, schedule.microbatches, schedule.accumulate
         self.recomputes = table.method.segments is not None
-        self._stashes = table.method.backward_reads == "stashed"
+        self._stashes = table.method.backward_reads is Reads.STASHED
         self._start = self._stop = 0
         self._reads: Dict[str, Read] = {}
 

@@ -32,7 +32,7 @@ from ipu_pipe.local.blocks import Outputs, blocks_of, losses_of
 from ipu_pipe.model.probe import Loss, random_modules
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.stages import Partition
-from ipu_pipe.schedule.methods import Method
+from ipu_pipe.schedule.methods import Method, Reads
 from ipu_pipe.schedule.versions import VersionTable, segment_ends
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.rules import UpdateRules
@@ -101,7 +101,7 @@ class Emulator:
         if not self._method.reads_old(len(part)):
             return Unversioned()
         stages = [self._rules.stages[s].parameters if s in self._rules.stages else [] for s in range(len(part))]
-        kind = Swapping if self._method.backward_reads == "stashed" else Overwriting
+        kind = Swapping if self._method.backward_reads is Reads.STASHED else Overwriting
         return kind(stages, self.update, self._rules.offset)
 
     def step(self, microbatches: Iterable[Tuple[torch.Tensor, torch.Tensor]]) -> StepResult:

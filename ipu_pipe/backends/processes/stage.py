@@ -48,7 +48,7 @@ from ipu_pipe.model.cutting import Crossing, Piece, Shape
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.methods import Method
+from ipu_pipe.schedule.methods import Method, Reads
 from ipu_pipe.schedule.versions import VersionTable, segment_ends
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.rules import UpdateRules
@@ -163,7 +163,7 @@ class StageEngine:
         if not self._method.reads_old(self.layout.depth):
             return Unversioned()
         s = self.layout.stage
-        kind = Swapping if self._method.backward_reads == "stashed" else Overwriting
+        kind = Swapping if self._method.backward_reads is Reads.STASHED else Overwriting
         return kind([self._parameters], self.update, lambda _, code, version: self._rules.offset(s, code, version))
 
     # --- the row
@@ -380,7 +380,7 @@ class StageEngine:
         if not self.is_last and not self._is_local:
             gradients = self.mail.receive(s + 1, Message(BACKWARD, m))
         version = int(flight.backward.versions[0])
-        if self._method.backward_reads == "newest":
+        if self._method.backward_reads is Reads.NEWEST:
             assert version == self.update, (
                 f"stage {s}, B{m}: memory holds version {self.update}, the table says {version}"
             )
@@ -414,7 +414,7 @@ class StageEngine:
 
     def _kept_codes(self) -> Set[int]:
         """How the newest version will be read when it is old: by backwards of microbatches in flight, by forwards to come."""
-        if self._method.backward_reads != "stashed":
+        if self._method.backward_reads is not Reads.STASHED:
             return set()
         codes = {
             int(flight.backward.codes[0])
@@ -422,7 +422,7 @@ class StageEngine:
             if flight.backward.versions[0] == self.update
         }
         later: Set[int] = set()
-        if self._method.forward_reads == "double_buffered":
+        if self._method.forward_reads is Reads.DOUBLE_BUFFERED:
             later = self._plan.read_later(self.update, self._forwarded)[self.layout.stage]
         return codes | later
 
