@@ -33,7 +33,7 @@ def accumulates(method: Method, P: int, M: int) -> List[int]:
 
 
 def simulated(method: Method, P: int, M: int, N: int) -> Simulated:
-    return simulate(method.pipeline.value, P, M, N, method.turn)
+    return simulate(method.pipeline, P, M, N, method.turn)
 
 
 # --- the closed forms

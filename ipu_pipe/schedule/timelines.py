@@ -1,4 +1,4 @@
-"""The methods' schedules: each timeline's closed form under a drawing of it.
+"""The methods' schedules: each timeline's closed form under a drawing of it; its plain policy is in policies.py.
 
 P stages, M microbatches, N microbatches an update; s and m are a stage and a microbatch, slots count from 0.
 """
