@@ -16,6 +16,7 @@ from slot_simulation import Simulated, simulate
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Action, Kind, needs
+from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.drawing import format_csv, format_text
 from ipu_pipe.schedule.methods import METHODS, Method, Pipeline, Reads, resolve_method
 from ipu_pipe.schedule.rows import from_rows
@@ -235,6 +236,23 @@ def test_schedules_that_cannot_run_are_refused_naming_the_action(
 ) -> None:
     with pytest.raises(BadInput, match=message):
         damaged(name, stage, kind, **changes)
+
+
+def test_stages_of_one_device_must_not_act_at_once() -> None:
+    """Collisions are checked by device: GPipe's three stages on two devices, and one after another on one."""
+    schedule = make_schedule(METHODS["gpipe"], 3, 2, 2)
+    with pytest.raises(BadInput, match="device 7 has two actions in slot 2"):  # F1 of stage 1 and F0 of stage 2
+        replace(schedule, placement=(0, 7, 7))
+    with pytest.raises(BadInput, match="2 devices: must be one for each of 3 stages"):
+        replace(schedule, placement=(0, 1))
+    with pytest.raises(BadInput, match="device 0 has two actions in slot 2"):
+        replace(make_schedule(METHODS["pipemare"], 3, 4, 1), placement=(0, 1, 0))
+    one = replace(make_schedule(METHODS["naive"], 3, 2, 1), placement=(4, 4, 4))
+    assert one.device_of_stage == (4, 4, 4) and one.busy_share() == 1
+    eager = clock(one, Costs([1, 2, 3], [4, 5, 6], [1, 1, 1]))  # B0 of stage 1 begins after U0 of stage 2
+    assert eager.start[Kind.BACKWARD].tolist() == [[19, 43], [13, 37], [6, 30]]
+    apart = replace(schedule, placement=(2, 1, 0))
+    assert apart.busy_share() == schedule.busy_share()
 
 
 runs_strategy = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=3)

@@ -386,7 +386,7 @@ def write_trace(
         (table.forward(0, count), table.backward(0, count)),
         accumulate=batch,
         unit_ns=slot_ns,
-        device_of_stage=range(len(job.part)),
+        device_of_stage=schedule.device_of_stage,
         boundary_bytes=job.footprint.boundary_bytes,
         gradients_cross=job.method.structure is None,
     )

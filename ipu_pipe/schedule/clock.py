@@ -1,6 +1,6 @@
 """The clock: when each pass of a schedule runs if passes take time, and the events of a run that went so.
 
-Every stage does its row in order, every pass waits for what it needs. With unit costs the clock gives the slots:
+Every device does its row in order, every pass waits for what it needs. With unit costs the clock gives the slots:
 
     clock(schedule, slot_costs(schedule)).start[Kind.FORWARD]  ==  schedule.slots(Kind.FORWARD, 0, M)
 """
@@ -57,7 +57,8 @@ class Times(NamedTuple):
 def clock(schedule: Schedule, costs: Costs, microbatches: Optional[int] = None) -> Times:
     """The times of the actions of the first `microbatches` (None: all) of `schedule`."""
     count = schedule.microbatches if microbatches is None else microbatches
-    batch, free = schedule.accumulate, [0.0] * schedule.stages
+    batch, device = schedule.accumulate, schedule.device_of_stage
+    free = dict.fromkeys(device, 0.0)  # when each device is through with what it has begun
     duration = {Kind.FORWARD: costs.forward, Kind.BACKWARD: costs.backward}
     waits = {kind: pass_needs(kind, schedule.local) for kind in PASSES}
     begins_at = {Kind.FORWARD: 0.0, Kind.BACKWARD: costs.slot / 2 if schedule.slot_holds == "both" else 0.0}
@@ -68,21 +69,20 @@ def clock(schedule: Schedule, costs: Costs, microbatches: Optional[int] = None) 
     done: Dict[Tuple[Kind, int, int], float] = {}
     missing: Dict[Tuple[int, int], int] = {}  # backwards that a stage's update waits for
     for slot, kind, s, m in _rows(schedule, count):
-        start = max(free[s], slot * costs.slot + begins_at[kind])
+        start = max(free[device[s]], slot * costs.slot + begins_at[kind])
         for need, offset in waits[kind]:
             if 0 <= s + offset < schedule.stages:
                 start = max(start, done[need, s + offset, m] + (costs.link if offset else 0.0))
-        done[kind, s, m] = free[s] = start + duration[kind][s]
+        end = done[kind, s, m] = free[device[s]] = start + duration[kind][s]
         if m < count:
-            times.start[kind][s, m], times.end[kind][s, m] = start, free[s]
+            times.start[kind][s, m], times.end[kind][s, m] = start, end
         if kind is Kind.BACKWARD:
             k = m // batch
             missing[s, k] = missing.get((s, k), batch) - 1
             if not missing[s, k]:
-                end = free[s] + costs.update[s]
+                free[device[s]] = end + costs.update[s]
                 if k < count // batch:
-                    times.start[Kind.UPDATE][s, k], times.end[Kind.UPDATE][s, k] = free[s], end
-                free[s] = end
+                    times.start[Kind.UPDATE][s, k], times.end[Kind.UPDATE][s, k] = end, free[device[s]]
     return times
 
 

@@ -12,10 +12,13 @@ from ipu_pipe.schedule.actions import Action, pass_needs
 from ipu_pipe.schedule.runs import PASSES, IntArray, Part
 
 
-def check_parts(parts: Sequence[Part], stages: int, microbatches: int, both: bool, local: bool) -> None:
+def check_parts(
+    parts: Sequence[Part], stages: int, microbatches: int, both: bool, local: bool, placement: Sequence[int] = ()
+) -> None:
     """Raise BadInput, naming the action, unless `parts` are a schedule of P `stages` and M `microbatches` that can run.
 
     `both`: a slot holds a forward and, after it, a backward. `local`: no pass needs a later stage's.
+    `placement`: the device of each stage, empty where each stage has its own.
     """
     slot, microbatch, proved = 0, 0, {}
     for part in parts:
@@ -25,7 +28,7 @@ def check_parts(parts: Sequence[Part], stages: int, microbatches: int, both: boo
         proved[part.microbatches, part.runs.tobytes(), part.slots] = part  # the same part twice needs one proof
     assert microbatch == microbatches, "parts hold all microbatches"
     for part in proved.values():
-        fault = _missing(part, stages) or _out_of_turn(part, stages, both, local) or _collision(part, both)
+        fault = _missing(part, stages) or _out_of_turn(part, stages, both, local) or _collision(part, both, placement)
         if fault:
             raise BadInput("schedule: " + fault)
 
@@ -77,18 +80,32 @@ def _out_of_turn(part: Part, stages: int, both: bool, local: bool) -> Optional[s
     return None
 
 
-def _collision(part: Part, both: bool) -> Optional[str]:
-    """A slot holds at most one action of a stage, or one of each kind."""
+def _collision(part: Part, both: bool, placement: Sequence[int]) -> Optional[str]:
+    """A slot holds at most one action of a device, or one of each kind."""
+    devices = sorted(set(placement))
     forward, backward = (part.pieces[kind] for kind in PASSES)
     groups = [(forward,), (backward,)] if both else [(forward, backward)]
     for group in groups:
         low, stride, count = (
             np.concatenate([getattr(pieces, name) for pieces in group], axis=1) for name in ("low", "stride", "count")
         )
-        stage_slot = (_shared_slot if low.shape[1] <= 16 else _shared_slot_spelled_out)(low, stride, count)
-        if stage_slot is not None:
-            return f"stage {stage_slot[0]} has two actions in slot {part.first_slot + stage_slot[1]}"
+        if devices:
+            rows = [[s for s, device in enumerate(placement) if device == row] for row in devices]
+            low, stride, count = (_beside(table, rows, empty) for table, empty in ((low, 0), (stride, 1), (count, 0)))
+        found = (_shared_slot if low.shape[1] <= 16 else _shared_slot_spelled_out)(low, stride, count)
+        if found is not None:
+            row, slot = found
+            who = f"device {devices[row]}" if devices else f"stage {row}"
+            return f"{who} has two actions in slot {part.first_slot + slot}"
     return None
+
+
+def _beside(table: IntArray, rows: Sequence[Sequence[int]], empty: int) -> IntArray:
+    """The runs (P, K) of the stages of each device in one row, filled up with `empty`."""
+    joined = np.full((len(rows), max(map(len, rows)) * table.shape[1]), empty, np.int64)
+    for row, stages in enumerate(rows):
+        joined[row, : len(stages) * table.shape[1]] = table[stages].ravel()
+    return joined
 
 
 def _shared_slot(low: IntArray, stride: IntArray, count: IntArray) -> Optional[Tuple[int, int]]:

@@ -36,9 +36,9 @@ class Grids(NamedTuple):
 class Schedule:
     """Who does what when, for P `stages`, M `microbatches` and an update every N = `accumulate` microbatches.
 
-    `slot_holds`: "one" action a stage and slot, or "both" a forward and, after it, a backward. Updates are not listed:
+    `slot_holds`: "one" action a device and slot, or "both" a forward and, after it, a backward. Updates are not listed:
     U(k) follows the backward that completes batch k, in the same slot; a last batch that is not full has none. `local`: no
-    backward needs one of another stage.
+    backward needs one of another stage. `placement`: the device of each stage; empty: each stage has the device of its number.
     Parts follow one another without a gap. Making one proves that it can run, on the compact form, or raises BadInput
     naming the action that cannot be where it is.
     """
@@ -49,11 +49,17 @@ class Schedule:
     slot_holds: str
     parts: Tuple[Part, ...]
     local: bool = False
+    placement: Tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.slot_holds not in ("one", "both"):
             raise BadInput(f"schedule: slot_holds: {self.slot_holds}: must be one or both")
-        check_parts(self.parts, self.stages, self.microbatches, self.slot_holds == "both", self.local)
+        if self.placement and len(self.placement) != self.stages:
+            raise BadInput(
+                f"schedule: placement: {len(self.placement)} devices: must be one for each of {self.stages} stages"
+            )
+        both = self.slot_holds == "both"
+        check_parts(self.parts, self.stages, self.microbatches, both, self.local, self.placement)
         if not self.in_order:
             check_update_order(self.slots(Kind.UPDATE, 0, self.update_count))
 
@@ -70,16 +76,21 @@ class Schedule:
         return self.microbatches // self.accumulate
 
     @property
+    def device_of_stage(self) -> Tuple[int, ...]:
+        """The device on which each stage is."""
+        return self.placement or tuple(range(self.stages))
+
+    @property
     def slot_capacity(self) -> int:
-        """Passes that a stage can do in a slot: 1, or 2 where a slot holds both."""
+        """Passes that a device can do in a slot: 1, or 2 where a slot holds both."""
         return 2 if self.slot_holds == "both" else 1
 
     def busy_share(self, first_slot: int = 0, last_slot: Optional[int] = None) -> float:
-        """The share of stages' time spent in passes within the slots [first_slot, last_slot), by default all."""
+        """The share of devices' time spent in passes within the slots [first_slot, last_slot), by default all."""
         end = self.slot_count if last_slot is None else last_slot
         edges = np.array([first_slot, end])
         done = sum(int(np.diff(self.count_before(kind, edges)).sum()) for kind in PASSES)
-        return done / (self.stages * (end - first_slot) * self.slot_capacity)
+        return done / (len(set(self.device_of_stage)) * (end - first_slot) * self.slot_capacity)
 
     @cached_property
     def in_order(self) -> bool:
