@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Dict
+from typing import Dict, Optional, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,6 +144,30 @@ class Part:
             return self.pieces[kind].before(inside, stages)
         repeat, inside = np.divmod(inside, self.slots)
         return repeat * self.microbatches + self.pieces[kind].before(inside, stages)
+
+
+def slots_at(parts: Sequence[Part], kind: Kind, index: IntArray, stages: slice) -> Optional[IntArray]:
+    """Slots (P, n) of the microbatches `index`, (n,) and ascending, in whichever parts they are; None where n is 0."""
+    stops = np.searchsorted(index, np.array([part.end_microbatch for part in parts]))
+    columns, start = [], 0
+    for part, stop in zip(parts, stops):
+        if stop > start:
+            columns.append(part.at(kind, index[start:stop], stages))
+        start = max(start, stop)
+    if not columns:
+        return None
+    return columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
+
+
+def done_before(parts: Sequence[Part], kind: Kind, slot: IntArray, stages: slice, height: int) -> IntArray:
+    """How many of the `kind` each of the `height` stages has done (P, n) before the slots `slot`, (n,) or (P, n)."""
+    lowest, highest = int(slot.min()), int(slot.max())
+    done = sum(part.repeats * part.microbatches for part in parts if part.end_slot <= lowest)
+    total = np.full((height, slot.shape[-1]), done, np.int64)
+    for part in parts:
+        if part.end_slot > lowest and part.first_slot < highest:
+            total += part.before(kind, slot, stages)
+    return total
 
 
 def fill(part: Part, kind: Kind, first_slot: int, last_slot: int, stages: slice, grid: GridArray) -> None:

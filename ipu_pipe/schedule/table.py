@@ -22,7 +22,17 @@ import numpy as np
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.proof import check_parts, check_update_order
-from ipu_pipe.schedule.runs import ALL_STAGES, PASSES, GridArray, IntArray, Part, fill, most_in_flight
+from ipu_pipe.schedule.runs import (
+    ALL_STAGES,
+    PASSES,
+    GridArray,
+    IntArray,
+    Part,
+    done_before,
+    fill,
+    most_in_flight,
+    slots_at,
+)
 
 
 class Grids(NamedTuple):
@@ -112,38 +122,24 @@ class Schedule:
     def slots(self, kind: Kind, first: int, last: int, stages: slice = ALL_STAGES) -> IntArray:
         """The slots (P, last - first) of the `kind` of microbatches (for UPDATE: updates) [first, last)."""
         if kind is not Kind.UPDATE:
-            return self._slots_at(kind, np.arange(first, last), stages)
+            return self._at(kind, np.arange(first, last), stages)
         if self.in_order:
-            return self._slots_at(Kind.BACKWARD, np.arange(first + 1, last + 1) * self.accumulate - 1, stages)
+            return self._at(Kind.BACKWARD, np.arange(first + 1, last + 1) * self.accumulate - 1, stages)
         backwards = self.slots(Kind.BACKWARD, first * self.accumulate, last * self.accumulate, stages)
         batches = backwards.reshape(backwards.shape[0], last - first, self.accumulate)
         completed: IntArray = batches.max(axis=2, initial=0)
         return completed
 
-    def _slots_at(self, kind: Kind, index: IntArray, stages: slice) -> IntArray:
+    def _at(self, kind: Kind, index: IntArray, stages: slice) -> IntArray:
         assert len(index) == 0 or (0 <= index[0] and index[-1] < self.microbatches), "microbatch out of range"
-        edges = np.array([part.end_microbatch for part in self.parts])
-        stops = np.searchsorted(index, edges)
-        columns, start = [], 0
-        for part, stop in zip(self.parts, stops):
-            if stop > start:
-                columns.append(part.at(kind, index[start:stop], stages))
-            start = max(start, stop)
-        if not columns:
-            return np.zeros((len(range(*stages.indices(self.stages))), 0), np.int64)
-        return columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
+        found = slots_at(self.parts, kind, index, stages)
+        return np.zeros((len(range(*stages.indices(self.stages))), 0), np.int64) if found is None else found
 
     def count_before(self, kind: Kind, slot: IntArray, stages: slice = ALL_STAGES) -> IntArray:
         """How many of the `kind` each stage has done (P, n) before the slots `slot`, (n,) or a row a stage (P, n)."""
         if kind is Kind.UPDATE:
             return self._updates_before(slot, stages)
-        lowest, highest = int(slot.min()), int(slot.max())
-        parts = [p for p in self.parts if p.end_slot > lowest and p.first_slot < highest]
-        done = sum(part.repeats * part.microbatches for part in self.parts if part.end_slot <= lowest)
-        total = np.full((len(range(*stages.indices(self.stages))), slot.shape[-1]), done, np.int64)
-        for part in parts:
-            total += part.before(kind, slot, stages)
-        return total
+        return done_before(self.parts, kind, slot, stages, len(range(*stages.indices(self.stages))))
 
     def _updates_before(self, slot: IntArray, stages: slice) -> IntArray:
         if self.in_order:
