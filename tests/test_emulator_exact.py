@@ -14,7 +14,7 @@ from torch import nn
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.work import Work
 from ipu_pipe.model.stages import partition
-from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
+from ipu_pipe.schedule.methods import METHODS, Method, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.optimizer import parameter_groups
@@ -120,7 +120,7 @@ def test_weights_equal_those_of_the_literal_replay(
 ) -> None:
     chosen = resolve_method(method, args)
     stages = fresh(model)
-    if chosen.forward_reads == "double_buffered" and accumulate < len(stages):
+    if chosen.forward_reads is Reads.DOUBLE_BUFFERED and accumulate < len(stages):
         accumulate += len(stages)
     data = batches(accumulate * 9)
     twin = copy.deepcopy(stages)

@@ -19,7 +19,7 @@ from torch import nn
 
 from ipu_pipe.backends.reads import Read
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.methods import METHODS, resolve_method
+from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, _Draws, segment_ends
 from ipu_pipe.update.rules import BACKWARD, FORWARD, RULES, UpdateRules, anneal_default, faults, scaled_for_update_size
@@ -291,7 +291,7 @@ def test_weights_equal_those_of_the_literal_replay(name: str, model: str, accumu
     method = resolve_method(row.method, row.args)
     for make_optimizer in row.optimizers:
         stages = fresh(model)
-        if method.forward_reads == "double_buffered" and accumulate < len(stages):
+        if method.forward_reads is Reads.DOUBLE_BUFFERED and accumulate < len(stages):
             accumulate += len(stages)
         data = batches(accumulate * 12)
         twin = copy.deepcopy(stages)
@@ -313,7 +313,7 @@ def test_rows_differ_so_that_equality_means_something(model: str) -> None:
     for name, row in ROWS.items():
         unsplit = whole(fresh(model))
         method = resolve_method(row.method, row.args)
-        accumulate = 6 if method.forward_reads == "double_buffered" else 2
+        accumulate = 6 if method.forward_reads is Reads.DOUBLE_BUFFERED else 2
         emulate(unsplit, method, accumulate, batches(60), SGD, args=row.args, switch=row.switch)
         ends[name] = tuple(torch.cat([p.detach().flatten() for p in unsplit.parameters()]).tolist())
     assert len(set(ends.values())) == len(ROWS)

@@ -92,20 +92,15 @@ def measure(accumulate: int, methods: List[str], rounds: int, microbatches: int)
 
 
 def _row(accumulate: int, methods: List[str], count: int, ranks: List[Dict[str, Any]]) -> Dict[str, Any]:
-    from ipu_pipe.schedule.clock import simulate
+    from ipu_pipe.schedule.clock import Costs, clock
     from ipu_pipe.schedule.methods import resolve_method
     from ipu_pipe.schedule.timelines import make_schedule
 
     # a turn's time is that of the slower process
     times = {name: [max(pair) for pair in zip(*(rank["times"][name] for rank in ranks))] for name in ranks[0]["times"]}
     costs = [[rank["costs"][kind] for rank in ranks] for kind in ("forward", "backward", "update")]
-    flush = (
-        simulate(
-            make_schedule(resolve_method("pipedream_flush"), 2, accumulate, accumulate), costs[0], costs[1], costs[2]
-        )
-        * count
-        / accumulate
-    )
+    schedule = make_schedule(resolve_method("pipedream_flush"), 2, accumulate, accumulate)
+    flush = clock(schedule, Costs(costs[0], costs[1], costs[2])).finish * count / accumulate
     ratios = {name: statistics.median(a / b for a, b in zip(times["torch"], own)) for name, own in times.items()}
     found = {}
     for name in methods:

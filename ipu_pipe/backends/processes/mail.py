@@ -22,10 +22,12 @@ import torch.distributed as dist
 from ipu_pipe.backends.processes.channels import Channels, Kinds, Link, finish, touch
 from ipu_pipe.backends.processes.joining import wait_limit
 from ipu_pipe.model.cutting import Shape
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.events import Event
 
-FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM, SHARED, RESULT = "F", "R", "B", "U", "N", "S", "L"
-ORDER = (FORWARD, RECOMPUTE, BACKWARD, UPDATE)  # within a slot
+ORDER = tuple(kind.value for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.UPDATE))  # within a slot
+FORWARD, RECOMPUTE, BACKWARD, UPDATE = ORDER
+NORM, SHARED, RESULT = "N", "S", "L"
 KINDS = (*ORDER, NORM, SHARED, RESULT)  # of messages: with an update the norm, gradients of a shared layer, losses
 ON_HOST = (NORM, RESULT)  # small tensors, on the host whatever the device
 AHEAD = 3  # receives posted on each link before they are needed
