@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.cutting import crossings, links_of, merge_stages, pieces, writes_over
+from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.model.rehearsal import refuse_other_pieces
@@ -156,16 +157,11 @@ class Blocks:
     def _examples(self, x: torch.Tensor) -> Tuple[torch.Tensor, List[Any]]:
         """The model's output, and what is handed on at each boundary."""
         model, found, value = self.model, [], x
-        modes = [(module, module.training) for module in model.modules()]
-        try:
+        with torch.no_grad(), buffers_restored(model), modes_restored(model):
             model.eval()
-            with torch.no_grad(), buffers_restored(model):
-                for piece in self.pieces:
-                    value = piece(value)
-                    found.append(value)
-        finally:
-            for module, mode in modes:
-                module.training = mode
+            for piece in self.pieces:
+                value = piece(value)
+                found.append(value)
         return found[-1], found[:-1]
 
     def head(self, index: int) -> Optional[nn.Module]:

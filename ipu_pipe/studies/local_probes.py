@@ -40,6 +40,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.job.yaml_files import merge
 from ipu_pipe.local.blocks import blocks_of, losses_of
 from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.probe import Loss, random_modules, undisturbed
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.run import checkpoint
@@ -264,16 +265,11 @@ def _count(batches: Iterable[Pair]) -> int:
 def measured(job: Job, batches: Iterable[Pair]) -> Measured:
     """Mean loss and accuracy (a fraction) of the model's own output over `batches`, in evaluation mode."""
     tally, model = Tally(job.loss), job.model
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            for x, y in batches:
-                x, y = job.to_device(x, y)
-                tally.add(model(x), y, len(x))
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with torch.no_grad(), modes_restored(model):
+        model.eval()
+        for x, y in batches:
+            x, y = job.to_device(x, y)
+            tally.add(model(x), y, len(x))
     return tally.measured
 
 
