@@ -10,7 +10,8 @@ import pytest
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import load_config
-from ipu_pipe.report.summary import memory_table, plan
+from ipu_pipe.report.memory import memory_table
+from ipu_pipe.report.words import plan
 from ipu_pipe.run.build import build
 from ipu_pipe.run.training import train
 from tests.test_rules import ROWS, Row

@@ -101,7 +101,7 @@ def _run(args: argparse.Namespace) -> None:
 
     from ipu_pipe.backends.ranks import is_main, on_main, told_once
     from ipu_pipe.backends.table import launch, leave
-    from ipu_pipe.report.summary import plan
+    from ipu_pipe.report.words import plan
     from ipu_pipe.run.build import build
     from ipu_pipe.run.training import check, evaluate_checkpoint, reserved, train
 

@@ -22,7 +22,10 @@ from ipu_pipe.job.identity import MADE_LATER, changes, follows_length
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.probe import Loss
-from ipu_pipe.report import summary
+from ipu_pipe.report.executed import slot_nanoseconds, write_trace
+from ipu_pipe.report.memory import memory_record
+from ipu_pipe.report.summary import summarise
+from ipu_pipe.report.words import closing, opening
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build, has_tensorboard, set_up
 from ipu_pipe.run.folder import RunDir, as_folder, check_folder, finished_summary
@@ -199,7 +202,7 @@ class _Run:
         position = self.position
         if self.run:
             self.run.open_metrics(position.update)
-        self.progress.say(summary.opening(job, position.update))
+        self.progress.say(opening(job, position.update))
         engine = make_engine(job, position.update)
         try:
             with self._scalars() as scalars:
@@ -343,14 +346,14 @@ class _Run:
     def _written(self, measured: Optional[Report], final: Measured) -> Dict[str, Any]:
         job, run, position = self.job, self.run, self.position
         assert run is not None and measured is not None
-        report = summary.summarise(job, position, final, measured, self.tested)
-        slot_ns = summary.slot_nanoseconds(job, position)
-        summary.write_trace(job, run.path / "trace.json.gz", slot_ns, measured.events, measured.counters)
+        report = summarise(job, position, final, measured, self.tested)
+        slot_ns = slot_nanoseconds(job, position)
+        write_trace(job, run.path / "trace.json.gz", slot_ns, measured.events, measured.counters)
         for name, value in (measured.files or {}).items():
             run.write_json(name, value)
-        run.write_json("memory.json", summary.memory(job, measured))
+        run.write_json("memory.json", memory_record(job, measured))
         run.write_json("summary.json", report)  # last: a run with a summary is finished
-        self.progress.say(summary.closing(report, run.path))
+        self.progress.say(closing(report, run.path))
         return report
 
 
