@@ -19,7 +19,8 @@ from ipu_pipe.backends.ipu import options as ipu_options
 from ipu_pipe.backends.ipu.options import IpuConfig, ModelFacts, Placement, make_options, placement, refuses
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import configure, dump, load_config
+from ipu_pipe.job.comparing import dump
+from ipu_pipe.job.config import configure, load_config
 from ipu_pipe.job.yaml_files import read_yaml
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import METHODS

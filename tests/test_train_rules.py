@@ -181,7 +181,7 @@ def test_rules_are_checked_against_an_optimizer_made_in_python(tmp_path: Path) -
 
 
 def test_a_config_of_rules_survives_being_written_and_read(tmp_path: Path) -> None:
-    from ipu_pipe.job.config import differences, dump
+    from ipu_pipe.job.comparing import differences, dump
 
     for row in ROWS.values():
         chosen = config(*keys(row), *SGD)

@@ -91,10 +91,8 @@ def main() -> None:
 
 def _run(args: argparse.Namespace) -> None:
     """The command, its arguments read."""
-    from ipu_pipe.job.config import (  # after the arguments are read: --help must not wait for torch
-        as_recorded,
-        load_config,
-    )
+    from ipu_pipe.job.comparing import as_recorded  # after the arguments are read: --help must not wait for torch
+    from ipu_pipe.job.config import load_config
 
     config = load_config(args.config, args.set)
     other = load_config(args.config, [*args.set, f"method={args.against}", "method_args={}"]) if args.against else None
