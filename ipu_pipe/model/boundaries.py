@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Dict, List, Mapping, Sequence, Set, Tuple
 
@@ -10,6 +9,7 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.execution import Call, answering, full_name, parameters_by_module
+from ipu_pipe.shown import nearest
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def check_names(model: nn.Module, calls: List[Call], names: Sequence[str]) -> No
     faults = []
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
-            hint = f"nearest is {near[0]}" if near else "see model.named_modules()"
+            near = nearest(name, known)
+            hint = f"nearest is {near}" if near else "see model.named_modules()"
             faults.append(f"stages: {name}: the model has no module of that name, {hint}")
         elif name not in run:
             faults.append(
