@@ -13,10 +13,10 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Typ
 from pydantic import BaseModel, ConfigDict, PrivateAttr, StrictBool, ValidationError, field_validator, model_validator
 from typing_extensions import Annotated, Literal
 
-from ipu_pipe.backends.ipu import options as ipu_options
-from ipu_pipe.backends.ipu.options import IpuConfig
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config_faults import origin_of, told
+from ipu_pipe.job.ipu.config import IpuConfig
+from ipu_pipe.job.ipu.refusals import config_faults
 from ipu_pipe.job.values import (
     MOST_STAGES,
     Count,
@@ -181,7 +181,7 @@ class MethodArgs(_Section):
 class BackendConfig(_Section):
     """Where it runs. `threads`: of PyTorch on the CPU, its own default if null. `deadline`: seconds that a process of several
     waits for another before it gives up. `deterministic`, `tf32`: of GPUs alone, see ipu_pipe.job.determinism. `ipu`: of poptorch
-    alone, see ipu_pipe.backends.ipu.options."""
+    alone, see ipu_pipe.job.ipu.config."""
 
     name: Literal["emulator", "distributed", "poptorch"] = "emulator"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -477,7 +477,7 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
     if config is not None and not faults:
         faults, own = _rule_faults(config, origins, place)
         config._optimizer_faults = tuple(own)
-        against = ipu_options.config_faults(config)
+        against = config_faults(config)
         faults += [f"{origin_of(fault.partition(':')[0], origins, place)}: {fault}" for fault in against]
     if faults or config is None:
         raise BadInput(faults)

@@ -22,13 +22,18 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 from ipu_pipe.backends.interface import Engine, Report, State, StepResult
-from ipu_pipe.backends.ipu import model as ipu_model
-from ipu_pipe.backends.ipu import options as ipu_options
 from ipu_pipe.backends.ipu import profile as ipu_profile
-from ipu_pipe.backends.ipu.engine import check_finite, check_hardware, in_calls, told
+from ipu_pipe.backends.ipu.faults import check_finite, check_hardware, told
+from ipu_pipe.backends.ipu.feed import as_input, as_label
+from ipu_pipe.backends.ipu.optimizer import export_state, import_state, read_state, set_rates, state_bytes, translate
+from ipu_pipe.backends.ipu.options import make_options
+from ipu_pipe.backends.ipu.session import in_calls
+from ipu_pipe.backends.ipu.wrapping import unsplit, wrap_block
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.job.config import BackendConfig
+from ipu_pipe.job.config import BackendConfig, Config
 from ipu_pipe.job.evaluation import Tally, test_batches
+from ipu_pipe.job.ipu.config import section_of
+from ipu_pipe.job.ipu.placement import Placement
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS, blocks_of
@@ -61,7 +66,7 @@ class BlockEngine(Engine):
                 f"stages: {self.depth} blocks, each in a process of its own: start as many, not {dist.get_world_size()}"
             )
         blocks = blocks_of(job.model)
-        assert blocks is not None and job.config.backend.ipu is not None
+        assert blocks is not None
         self._crossings = blocks.crossings
         wide = [i for i, crossing in enumerate(self._crossings) if len(crossing.tensors) != 1]
         if wide:
@@ -70,9 +75,9 @@ class BlockEngine(Engine):
                 "must be one, or"
                 " set fused"
             )
-        check_hardware(job.config.backend.ipu, 1)
+        check_hardware(section_of(job.config), 1)
         self._config = self._own_config()
-        self._ipu = self._config.backend.ipu
+        self._ipu = section_of(self._config)
         every = job.config.method_settings().get("block_accumulation") or [1] * self.depth
         self._every, self._ahead = every[self.rank], self.depth + max(every)
         self._first = self._done = first_update
@@ -82,13 +87,13 @@ class BlockEngine(Engine):
         self._sent = [0, 0]  # bytes, messages
         traced = max(job.config.log.trace_microbatches // job.config.gradient_accumulation, 1)
         self._timeline = ipu_profile.Timeline(first_update, first_update + traced, self.rank, self.rank)
-        self.wrapped = ipu_model.wrap_block(job.model, job.loss, self.rank, job.config.precision, self._ipu)
-        own = {ipu_model.unsplit(name): p for name, p in self.wrapped.named_parameters()}
-        held = ipu_model.import_state(job.optimizer)
+        self.wrapped = wrap_block(job.model, job.loss, self.rank, job.config.precision, self._ipu)
+        own = {unsplit(name): p for name, p in self.wrapped.named_parameters()}
+        held = import_state(job.optimizer)
         job.optimizer.state.clear()
         names = {p: name for name, p in job.model.named_parameters()}
         with told("making the training model"):
-            self.optimizer = ipu_model.translate(job.optimizer, names, own, self._ipu)  # type: ignore[arg-type]
+            self.optimizer = translate(job.optimizer, names, own, self._ipu)  # type: ignore[arg-type]
             if held is not None:
                 mine = {section: _of(own, values) for section, values in held.items()}
                 self.optimizer.load_state_dict({**self.optimizer.get_state_dict(), **mine, "ipu_param": {}})
@@ -96,14 +101,13 @@ class BlockEngine(Engine):
             self.training = poptorch.trainingModel(self.wrapped, self._options(True), self.optimizer)
         self.inference: Optional[Any] = None
 
-    def _own_config(self) -> Any:
+    def _own_config(self) -> Config:
         """The config with this block's share of what is told by IPU."""
-        config, backend = self.job.config, self.job.config.backend
-        assert backend.ipu is not None
-        shares = backend.ipu.available_memory_proportion
+        config, backend, ipu = self.job.config, self.job.config.backend, section_of(self.job.config)
+        shares = ipu.available_memory_proportion
         if not isinstance(shares, list):
             return config
-        ipu = backend.ipu.model_copy(update={"available_memory_proportion": shares[self.rank]})
+        ipu = ipu.model_copy(update={"available_memory_proportion": shares[self.rank]})
         return config.model_copy(update={"backend": backend.model_copy(update={"ipu": ipu})})
 
     def _options(self, training: bool) -> Any:
@@ -112,12 +116,12 @@ class BlockEngine(Engine):
         seed = derived_seed(self._config.seed, "ipu", self._first, self.rank) % 2**32
         accumulation = self._config.gradient_accumulation * self._every
         with torch.random.fork_rng(devices=[]):
-            return ipu_options.make_options(
-                self._config, ipu_options.Placement((0,)), training, seed, None, ipu_id, accumulation
+            return make_options(
+                self._config, Placement((0,)), training, seed, None, ipu_id, accumulation
             )
 
     def _set_rates(self, k: int) -> bool:
-        return ipu_model.set_rates(self.optimizer, self.job.rules.rates(k))
+        return set_rates(self.optimizer, self.job.rules.rates(k))
 
     # --- faults
 
@@ -163,7 +167,7 @@ class BlockEngine(Engine):
             x = torch.cat([self._receive(self._shape(accumulate), k + 1) for k in updates])
         else:
             x = torch.cat([pair[0] for pair in pairs])
-        x, y = ipu_model.as_input(x, job.config.precision), ipu_model.as_label(y)
+        x, y = as_input(x, job.config.precision), as_label(y)
         if not self.training.isCompiled():
             with told("compiling the training model"):
                 self.training.compile(x, y)
@@ -278,7 +282,7 @@ class BlockEngine(Engine):
                     )
                     like = self.job.example[0] if not self.rank else torch.zeros(shape)
                     x = torch.cat([like] * (self._rows() // self._config.micro_batch_size))
-                    made.compile(ipu_model.as_input(x, self._config.precision))
+                    made.compile(as_input(x, self._config.precision))
             finally:
                 for module, mode in modes:
                     module.training = mode
@@ -296,7 +300,7 @@ class BlockEngine(Engine):
             if self.rank:
                 value = self._receive(self._shape(rows // self._config.micro_batch_size), tag)
             with told("evaluation"):
-                found = list(inference(ipu_model.as_input(value, self._config.precision)))
+                found = list(inference(as_input(value, self._config.precision)))
             if self.rank < self.depth - 1:
                 self._send(found.pop(), tag)
             output = tree_map(lambda t: (t.float() if t.is_floating_point() else t)[:count], found[0])
@@ -309,12 +313,12 @@ class BlockEngine(Engine):
         with told("reading the weights"):
             if self.training.isCompiled() and self.training.isAttachedToDevice():
                 self.training.copyWeightsToHostIfNeeded()
-            held = {ipu_model.unsplit(name): t.detach().clone() for name, t in self.wrapped.state_dict().items()}
-            optimizer = ipu_model.read_state(self.optimizer) or {}
+            held = {unsplit(name): t.detach().clone() for name, t in self.wrapped.state_dict().items()}
+            optimizer = read_state(self.optimizer) or {}
         like = self.job.model.state_dict()
         model = {name: t.to(like[name].dtype) for name, t in held.items() if name is not None}
-        names = [n for n in (ipu_model.unsplit(n) for n, _ in self.wrapped.named_parameters()) if n is not None]
-        return (model, *ipu_model.export_state(optimizer, names))
+        names = [n for n in (unsplit(n) for n, _ in self.wrapped.named_parameters()) if n is not None]
+        return (model, *export_state(optimizer, names))
 
     def state(self) -> Optional[State]:
         with self._named_faults("checkpoint"):
@@ -357,7 +361,7 @@ class BlockEngine(Engine):
         with self._named_faults("end"):
             self._flush()
             model, tensors, _ = self._own_state()
-            self._optimizer_bytes = ipu_model.state_bytes(tensors, self.job.part)[self.rank]
+            self._optimizer_bytes = state_bytes(tensors, self.job.part)[self.rank]
             mine = self.job.model.state_dict()
             with torch.no_grad():
                 for name, value in model.items():
