@@ -384,7 +384,7 @@ def test_a_pods_config_passes_all_checks_that_need_no_hardware(
         make_options(job.config, placement(stated.backend.ipu, len(part)), True, 0)
         return
     engine = make_engine(job, 0)
-    engine._session.training.compile(*engine._session.calls[0])  # type: ignore[attr-defined]
+    engine._session.executors.training.compile(*engine._session.calls[0])  # type: ignore[attr-defined]
     made = poptorch.recorded.compilations[0]
     assert (
         made.ipus == pod and made.forward_stages == stated.stages and made.micro_batch[0][0] == stated.micro_batch_size
@@ -408,7 +408,7 @@ def test_the_papers_tables_start_on_ipus_in_their_precision(name: str, poptorch:
     engine = make_engine(build(small), 0)
     assert small.gradient_accumulation == stated.gradient_accumulation
     if name == "resnet34_ipu4":
-        engine._session.training.compile(*engine._session.calls[0])  # type: ignore[attr-defined]
+        engine._session.executors.training.compile(*engine._session.calls[0])  # type: ignore[attr-defined]
         assert poptorch.recorded.compilations[0].ipus == 4
     engine.abort()
 

@@ -14,20 +14,21 @@ import gc
 import sys
 import time
 from collections import deque
-from typing import Any, Callable, Deque, List, Optional, TypeVar
+from typing import Any, Callable, Deque, List, Mapping, Optional, TypeVar
 
 import torch.distributed as dist
 
 from ipu_pipe.backends.interface import Engine, Report, State, StepResult
 from ipu_pipe.backends.ipu import profile as ipu_profile
+from ipu_pipe.backends.ipu.executors import Held
 from ipu_pipe.backends.ipu.faults import check_hardware, forget_frames, said_by
 from ipu_pipe.backends.ipu.optimizer import export_state, import_state, state_bytes
 from ipu_pipe.backends.ipu.poprun import instance
-from ipu_pipe.backends.ipu.session import Held, Session
+from ipu_pipe.backends.ipu.session import Session
 from ipu_pipe.errors import BadInput, RunFault, end_process
 from ipu_pipe.job.ipu.config import section_of
 from ipu_pipe.job.ipu.methods import is_pipelined
-from ipu_pipe.job.ipu.placement import placement, reserved
+from ipu_pipe.job.ipu.placement import Placement, placement, reserved
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
@@ -54,7 +55,7 @@ class PoptorchEngine(Engine):
                 f"backend.ipu.device_iterations: {self.ipu.device_iterations}: must divide the {first_update} updates "
                 "that are done"
             )
-        self._check_hardware()
+        check_hardware(self.ipu, reserved(self._place.ipus * self._share.replicas))
         self._done, self._may_retry = first_update, True
         self._results: Deque[StepResult] = deque()
         traced = max(config.log.trace_microbatches // config.gradient_accumulation, 1)
@@ -64,13 +65,8 @@ class PoptorchEngine(Engine):
         if self.ipu.compile_only:
             self._compile_only()
 
-    def _check_hardware(self) -> None:
-        check_hardware(self.ipu, reserved(self._place.ipus * self._share.replicas))
-
     def _new_session(self) -> Session:
-        session = Session(self.job, self._last, self._share, self._place)
-        session.timeline = self._timeline
-        return session
+        return Session(self.job, self._last, self._share, self._place, self._timeline)
 
     def _compile_only(self) -> None:
         """Compile, say so and leave with exit code 0: nothing is trained."""
@@ -97,32 +93,19 @@ class PoptorchEngine(Engine):
             return work(self._session)
         except poptorch.RecoverableError as error:
             if not self._may_retry or self._others:
-                raise self._given_up(error) from error
+                raise _given_up(error, self._done, self._others) from error
             said = f"device error ({error.recovery_action}): {said_by(error)}"
             forget_frames(error)
         try:
             self._recover(said)
             return work(self._session)
         except poptorch.RecoverableError as error:
-            raise self._given_up(error) from error
+            raise _given_up(error, self._done, self._others) from error
 
     @property
     def _others(self) -> bool:
         """Whether poprun's other instances take part, which cannot go back."""
         return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-    def _given_up(self, error: Any) -> RunFault:
-        forget_frames(error)
-        if self._others:
-            return RunFault(
-                f"poptorch: after update {self._done}: device error ({error.recovery_action}): {said_by(error)}: the other "
-                "instances cannot go back: do what it asks for, then go on with --resume"
-            )
-        return RunFault(
-            f"poptorch: after update {self._done}: device error ({error.recovery_action}) for the second time since "
-            "the last checkpoint: "
-            f"{said_by(error)}: do what it asks for (vipu reset partition, gc-reset), then go on with --resume"
-        )
 
     def _recover(self, said: str) -> None:
         """A new session, brought to where the lost one was. `said`: of the error."""
@@ -173,29 +156,7 @@ class PoptorchEngine(Engine):
         return State(self._last.model, *export_state(self._last.optimizer or {}, names))
 
     def report(self) -> Optional[Report]:
-        if not self.is_main:
-            return None
-        config, place = self.job.config, self._place
-        names = [name for name, _ in self.job.model.named_parameters()]
-        tensors, _ = export_state(self._last.optimizer or {}, names)
-        accumulation = config.gradient_accumulation
-        pipelined = is_pipelined(self.job.method)
-        busy = accumulation / place.cycles(accumulation) if pipelined else 1 / place.forward_stages
-        numbers = {
-            "forward_stages": place.forward_stages,
-            "ipus_per_replica": place.ipus,
-            "replicas": config.replicas,
-            "execution": "PipelinedExecution" if pipelined else "ShardedExecution",
-            "pipeline_cycles_an_update": place.cycles(accumulation) if pipelined else None,
-            "full_cycles_share": busy,
-            "latency_seconds": self._timeline.latency or None,
-            "cycles_of_the_last_call": self._timeline.cycles,
-            "profiles": ipu_profile.profiles(self.ipu),
-        }
-        return Report(
-            state_bytes(tensors, self.job.part), [0], None, self._timeline.events,
-            counters=self._timeline.counters, utilization=busy, files={"ipu.json": numbers},
-        )  # fmt: skip
+        return _report(self.job, self._place, self._last.optimizer or {}, self._timeline) if self.is_main else None
 
     def close(self) -> None:
         """Newest weights in the user's model, nothing left on the IPUs."""
@@ -214,3 +175,43 @@ class PoptorchEngine(Engine):
         blocks = blocks_of(self.job.model)
         if blocks is not None:
             blocks.release()
+
+
+def _report(job: Job, place: Placement, optimizer: Mapping[str, Any], timeline: ipu_profile.Timeline) -> Report:
+    """What the IPUs' pipeline is by its placement, and what the calls told. `optimizer`: PopTorch's state."""
+    config = job.config
+    names = [name for name, _ in job.model.named_parameters()]
+    tensors, _ = export_state(optimizer, names)
+    accumulation = config.gradient_accumulation
+    pipelined = is_pipelined(job.method)
+    busy = accumulation / place.cycles(accumulation) if pipelined else 1 / place.forward_stages
+    numbers = {
+        "forward_stages": place.forward_stages,
+        "ipus_per_replica": place.ipus,
+        "replicas": config.replicas,
+        "execution": "PipelinedExecution" if pipelined else "ShardedExecution",
+        "pipeline_cycles_an_update": place.cycles(accumulation) if pipelined else None,
+        "full_cycles_share": busy,
+        "latency_seconds": timeline.latency or None,
+        "cycles_of_the_last_call": timeline.cycles,
+        "profiles": ipu_profile.profiles(section_of(config)),
+    }
+    return Report(
+        state_bytes(tensors, job.part), [0], None, timeline.events,
+        counters=timeline.counters, utilization=busy, files={"ipu.json": numbers},
+    )  # fmt: skip
+
+
+def _given_up(error: Any, done: int, others: bool) -> RunFault:
+    """A device error from which there is no way back here, after so many updates."""
+    forget_frames(error)
+    if others:
+        return RunFault(
+            f"poptorch: after update {done}: device error ({error.recovery_action}): {said_by(error)}: the other "
+            "instances cannot go back: do what it asks for, then go on with --resume"
+        )
+    return RunFault(
+        f"poptorch: after update {done}: device error ({error.recovery_action}) for the second time since "
+        "the last checkpoint: "
+        f"{said_by(error)}: do what it asks for (vipu reset partition, gc-reset), then go on with --resume"
+    )

@@ -94,3 +94,25 @@ def check_finite(config: Config, update: int, losses: Sequence[float]) -> None:
             "(allow_nonfinite: true goes "
             "on regardless)"
         )
+
+
+@contextlib.contextmanager
+def told_of_block(rank: int, doing: str) -> Iterator[None]:
+    """What goes wrong here, told with rank and block. A device error ends the run: the other blocks cannot go back."""
+    import poptorch
+
+    try:
+        yield
+    except BadInput:
+        raise
+    except poptorch.RecoverableError as error:
+        raise RunFault(
+            f"rank {rank}, block {rank}: device error ({error.recovery_action}): {error.message}: do "
+            "what it asks for, then"
+            " go on with --resume"
+        ) from error
+    except RunFault as error:
+        raise RunFault(f"rank {rank}, block {rank}: {error}") from error
+    except RuntimeError as error:  # of torch.distributed
+        said = " ".join(str(error).split())[:200]
+        raise RunFault(f"rank {rank}, block {rank}: {doing}: another rank is lost: {said}") from error
