@@ -12,10 +12,10 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Typ
 from pydantic import PrivateAttr, StrictBool, ValidationError, field_validator, model_validator
 from typing_extensions import Literal
 
-from ipu_pipe.backends.ipu import options as ipu_options
-from ipu_pipe.backends.ipu.options import IpuConfig
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config_faults import origin_of, told
+from ipu_pipe.job.ipu.config import IpuConfig
+from ipu_pipe.job.ipu.refusals import config_faults
 from ipu_pipe.job.method_args import MethodArgs
 from ipu_pipe.job.sections import (
     GIVEN,
@@ -39,7 +39,7 @@ from ipu_pipe.schedule.methods import METHODS, resolve_method
 class BackendConfig(Section):
     """Where it runs. `threads`: of PyTorch on the CPU, its own default if null. `deadline`: seconds that a process of several
     waits for another before it gives up. `deterministic`, `tf32`: of GPUs alone, see ipu_pipe.job.determinism. `ipu`: of poptorch
-    alone, see ipu_pipe.backends.ipu.options."""
+    alone, see ipu_pipe.job.ipu.config."""
 
     name: Literal["emulator", "distributed", "poptorch"] = "emulator"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -205,7 +205,7 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
     if config is not None and not faults:
         faults, own = _rule_faults(config, origins, place)
         config._optimizer_faults = tuple(own)
-        against = ipu_options.config_faults(config)
+        against = config_faults(config)
         faults += [f"{origin_of(fault.partition(':')[0], origins, place)}: {fault}" for fault in against]
     if faults or config is None:
         raise BadInput(faults)
