@@ -20,7 +20,9 @@ import ipu_pipe
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import load_config
-from ipu_pipe.local.blocks import BlockedModel, SumOfLosses, TokenHead, blocks_of, make_blocks, make_head
+from ipu_pipe.local.blocks import BlockedModel, SumOfLosses, blocks_of
+from ipu_pipe.local.heads import TokenHead, make_head
+from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.model.probe import footprint
 from ipu_pipe.model.stages import partition
 from ipu_pipe.run.training import train

@@ -42,7 +42,8 @@ from ipu_pipe.backends.processes.stopping import Stopping
 from ipu_pipe.backends.weights import Overwriting, Read, ReadPlan, Swapping, Unversioned
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import right_answers
-from ipu_pipe.local.blocks import losses_of, mean_gradient, one_activation
+from ipu_pipe.local.blocks import losses_of, one_activation
+from ipu_pipe.local.duplicates import mean_gradient
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.cutting import Crossing, Piece, Shape
 from ipu_pipe.model.probe import Loss
