@@ -17,7 +17,8 @@ from torch import nn
 from ipu_pipe.data import TensorData, load_data, sets
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import Config, load_config
-from ipu_pipe.local.blocks import BlockedModel, Outputs, SumOfLosses, blocks_of, make_blocks
+from ipu_pipe.local.blocks import BlockedModel, Outputs, SumOfLosses, blocks_of
+from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import Structure
 from ipu_pipe.studies import filters, gradient_angles

@@ -47,7 +47,7 @@ class DataConfig(BaseModel):
 
 class OptimizerConfig(Section):
     """A torch.optim optimizer. Settings that are null stay PyTorch's own. `reference_batch_size`: lr and momentum are those
-    for updates of so many samples, and are scaled to this run's (see ipu_pipe.update.rules.scaled_for_update_size)."""
+    for updates of so many samples, and are scaled to this run's (see ipu_pipe.update.rates.scaled_for_update_size)."""
 
     name: str = "sgd"
     lr: Optional[NotNegative] = 0.05
@@ -115,7 +115,7 @@ class LrSchedule(Section):
 
 class ClipConfig(Section):
     """Gradient clipping to a norm: over all stages (`global`, synchronous methods), each `stage` alone, or by the newest global
-    norm that all stages know (`delayed_global`, asynchronous methods; see ipu_pipe.update.optimizer.DelayedGlobalNorm)."""
+    norm that all stages know (`delayed_global`, asynchronous methods; see ipu_pipe.update.clipping.DelayedGlobalNorm)."""
 
     norm: Positive
     scope: Literal["global", "stage", "delayed_global"] = "global"

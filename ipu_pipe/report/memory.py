@@ -89,7 +89,7 @@ def _planned_optimizer_bytes(job: Job) -> List[int]:
     planned = [0] * len(job.part)
     for group in job.groups:
         stage = group["stage"]
-        copies = moments + sum(rule.measures(stage) for rule in job.rules.rules)
+        copies = moments + len(job.rules.entries(stage))
         planned[stage] += copies * sum(p.numel() * p.element_size() for p in group["params"])
     return [own + moments * size for own, size in zip(planned, _behind_bytes(job))]
 
@@ -114,7 +114,7 @@ def memory_figures(job: Job) -> Optional[Dict[str, Any]]:
         saved_bytes=job.footprint.saved_bytes,
         input_bytes=_input_bytes(job),
         optimizer=kind,
-        t2=any(rule.measures(stage.index) for rule in job.rules.rules for stage in job.part.stages),
+        t2=any(job.rules.entries(stage.index) for stage in job.part.stages),
         method=job.method,
         accumulate=accumulate,
         microbatches=accumulate,

@@ -38,6 +38,7 @@ from ipu_pipe.run.resume import choose, origin, position_of, refuse_foreign_run,
 from ipu_pipe.run.scalars import ScalarFile
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.update import optimizer as update
+from ipu_pipe.update.state import import_state
 
 
 class _Start(NamedTuple):
@@ -337,7 +338,7 @@ class _Run:
         if held.manifest is None:
             self.progress.say(f"{path}: of the earlier layout, which does not say whose run it is: that is not checked")
         checkpoint.load_weights(job.model, held.model, str(path))
-        update.import_state(job.optimizer, self.names, held.optimizer, held.state["optimizer"])
+        import_state(job.optimizer, self.names, held.optimizer, held.state["optimizer"])
         self.position = position_of(held)
         self.progress.say(f"resuming after update {self.position.update} from {path}")
 

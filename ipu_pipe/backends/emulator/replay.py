@@ -34,8 +34,9 @@ from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.versions import VersionTable, segment_ends
-from ipu_pipe.update import optimizer as update
-from ipu_pipe.update.rules import UpdateRules
+from ipu_pipe.update import clipping
+from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.groups import parameters_by_stage
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,9 @@ class Emulator:
         self.model, self.optimizer, self._blocks = model, optimizer, blocks_of(model)
         self.update = microbatch // table.schedule.accumulate
         self._loss, self._method, self._rules, self._clip = loss, method, rules, clip
-        self._delayed: Optional[update.DelayedGlobalNorm] = None
+        self._delayed: Optional[clipping.DelayedGlobalNorm] = None
         if clip is not None and clip[1] == "delayed_global":
-            self._delayed = update.DelayedGlobalNorm(clip[0], table.schedule)
+            self._delayed = clipping.DelayedGlobalNorm(clip[0], table.schedule)
         self._allow_nonfinite = allow_nonfinite
         self._microbatch = microbatch
         self._unread: List[_Unread] = []
@@ -102,7 +103,7 @@ class Emulator:
             return Unversioned()
         stages = [self._rules.stages[s].parameters if s in self._rules.stages else [] for s in range(len(part))]
         kind = Swapping if self._method.backward_reads == "stashed" else Overwriting
-        return kind(stages, self.update, self._rules.offset)
+        return kind(stages, self.update, self._rules.corrections)
 
     def step(self, microbatches: Iterable[Tuple[torch.Tensor, torch.Tensor]]) -> StepResult:
         """Forward and backward of one batch's microbatches (x, y), in order, then the update of every stage. With replicas:
@@ -203,13 +204,13 @@ class Emulator:
 
     def _clipping(self) -> None:
         if self._delayed is not None:
-            stages = update.parameters_by_stage(self.optimizer)
-            norms = {stage: update.own_norm(parameters) for stage, parameters in stages.items()}
+            stages = parameters_by_stage(self.optimizer)
+            norms = {stage: clipping.own_norm(parameters) for stage, parameters in stages.items()}
             for stage, parameters in stages.items():
                 self._delayed.clip(self.update, parameters, norms[stage])
             self._delayed.remember(self.update, [norms.get(stage) for stage in range(self._plan.stages)])
         elif self._clip:
-            update.clip(self.optimizer, *self._clip)
+            clipping.clip(self.optimizer, *self._clip)
 
     @property
     def whereabouts(self) -> str:

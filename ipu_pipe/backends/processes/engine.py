@@ -37,7 +37,7 @@ from ipu_pipe.local.blocks import HEADS, blocks_of, one_activation
 from ipu_pipe.model.cutting import Shape, crossings, pieces
 from ipu_pipe.model.probe import random_modules
 from ipu_pipe.model.randomness import KeyedRandomness
-from ipu_pipe.update import optimizer as update
+from ipu_pipe.update.state import export_state, optimizer_bytes
 
 Result = TypeVar("Result")
 CLOCK_TAG, EVALUATION_TAG = (1 << 30) + 1, (1 << 30) + 2  # beyond all messages of the schedule
@@ -279,7 +279,7 @@ class ProcessEngine(Engine):
         self._engine.doing = "checkpoint"
         with self._named_faults():
             self._engine.weights.rest()
-            tensors, plain = update.export_state(self.optimizer, self._own_names())
+            tensors, plain = export_state(self.optimizer, self._own_names())
             model = {key: value.detach().cpu() for key, value in self.piece.state().items()}
             if self._head is not None:
                 head = f"{HEADS}.{self.layout.stage}"
@@ -308,7 +308,7 @@ class ProcessEngine(Engine):
 
     def _report(self) -> Optional[Report]:
         held = sum(
-            update.optimizer_bytes(self.optimizer, self.layout.depth)
+            optimizer_bytes(self.optimizer, self.layout.depth)
         )  # of the layer behind, too, where it is shared
         timeline = self._engine.timeline
         events = [

@@ -42,7 +42,8 @@ from ipu_pipe.backends.processes.stopping import Stopping
 from ipu_pipe.backends.weights import Overwriting, Read, ReadPlan, Swapping, Unversioned
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import right_answers
-from ipu_pipe.local.blocks import losses_of, mean_gradient, one_activation
+from ipu_pipe.local.blocks import losses_of, one_activation
+from ipu_pipe.local.duplicates import mean_gradient
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.cutting import Crossing, Piece, Shape
 from ipu_pipe.model.probe import Loss
@@ -50,8 +51,8 @@ from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.table import Kind
 from ipu_pipe.schedule.versions import VersionTable, segment_ends
-from ipu_pipe.update import optimizer as update
-from ipu_pipe.update.rules import UpdateRules
+from ipu_pipe.update import clipping
+from ipu_pipe.update.apply import UpdateRules
 
 CHUNK = 512  # microbatches of which the row is spelled out at a time
 NORM_SHAPE = (Shape((1,), torch.float64, False),)
@@ -122,9 +123,9 @@ class StageEngine:
         self._leave = entries[s + 1] if s + 1 < layout.depth else None
         self._shared_before = trainable(behind) if behind is not None else []
         self._shared_own = trainable(piece) if shares and s < layout.depth - 1 else []
-        self._delayed: Optional[update.DelayedGlobalNorm] = None
+        self._delayed: Optional[clipping.DelayedGlobalNorm] = None
         if clip is not None and clip[1] == "delayed_global":
-            self._delayed = update.DelayedGlobalNorm(clip[0], table.schedule)
+            self._delayed = clipping.DelayedGlobalNorm(clip[0], table.schedule)
         self._sizes: List[int] = []  # parameters on each rank
         if clip is not None and clip[1] == "global":
             self._sizes = [0] * dist.get_world_size()
@@ -164,7 +165,7 @@ class StageEngine:
             return Unversioned()
         s = self.layout.stage
         kind = Swapping if self._method.backward_reads == "stashed" else Overwriting
-        return kind([self._parameters], self.update, lambda _, code, version: self._rules.offset(s, code, version))
+        return kind([self._parameters], self.update, lambda _, code, version: self._rules.corrections(s, code, version))
 
     # --- the row
 
@@ -306,7 +307,7 @@ class StageEngine:
             with _counters_kept(self._parameters):
                 self._rules.step(
                     max(self.update, self._rules.switch),
-                    lambda: update.scale_to(bound, self._parameters, update.gradient_norms(self._parameters)),
+                    lambda: clipping.scale_to(bound, self._parameters, clipping.gradient_norms(self._parameters)),
                 )
             if self._device.type == "cuda":
                 torch.cuda.synchronize()
@@ -461,8 +462,8 @@ class StageEngine:
                     if p.grad is not None or bool(theirs.any()):  # else no block reaches it
                         p.grad = mean_gradient([p.grad, theirs])
 
-    def _clip_by_delayed_norm(self, delayed: update.DelayedGlobalNorm) -> None:
-        own, k, s = update.own_norm(self._parameters), self.update, self.layout.stage
+    def _clip_by_delayed_norm(self, delayed: clipping.DelayedGlobalNorm) -> None:
+        own, k, s = clipping.own_norm(self._parameters), self.update, self.layout.stage
         self._norms[k] = float("nan") if own is None else own
         source = delayed.source(k)
         if source is not None:
@@ -494,8 +495,8 @@ class StageEngine:
         if not self._clip or self._delayed is not None:
             return
         norm, scope = self._clip
-        known = self._norms_of_all_stages() if scope == "global" else update.gradient_norms(self._parameters)
-        update.scale_to(norm, self._parameters, known)
+        known = self._norms_of_all_stages() if scope == "global" else clipping.gradient_norms(self._parameters)
+        clipping.scale_to(norm, self._parameters, known)
 
     def _summed(self) -> Tuple[float, Optional[float]]:
         batch = [self._results.popleft() for _ in range(self._accumulate)]
