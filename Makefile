@@ -48,6 +48,7 @@ $(FLOOR_VENV)/.installed: pyproject.toml constraints/py38-torch2.0.1.txt
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_house.py
 
 # 2,000 hostile inputs, seeded: no traceback, no hang, no state accepted that is not what was saved
 CASES ?= 2000

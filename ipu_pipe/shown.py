@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import difflib
+from typing import Any, Iterable
 
 MOST_OF_A_VALUE = 160  # characters
 MOST_OF_A_LINE = 2000
@@ -27,6 +28,11 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def nearest(name: Any, known: Iterable[Any], most: int = 1, alike: float = 0.6) -> str:
+    """Which of `known` names may have been meant, the likeliest first, with commas; "" if none is `alike` (0 to 1) enough."""
+    return ", ".join(difflib.get_close_matches(shown(name), [str(each) for each in known], most, alike))
 
 
 def _cut(text: str, most: int) -> str:

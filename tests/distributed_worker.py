@@ -21,8 +21,8 @@ from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.optimizer import parameter_groups, stage_groups
-from ipu_pipe.update.rules import UpdateRules
+from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.groups import parameter_groups, stage_groups
 from tests.nccl_double import NcclDouble
 from tests.staged_models import MODELS, Skipping, batches, whole
 

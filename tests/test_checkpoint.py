@@ -14,7 +14,8 @@ from torch import nn
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.model.stages import begin_stage, partition
 from ipu_pipe.run import checkpoint, manifest
-from ipu_pipe.update import optimizer as update
+from ipu_pipe.update.groups import parameter_groups
+from ipu_pipe.update.state import export_state, import_state
 
 
 def make(folder: Path, step: int) -> Path:
@@ -133,7 +134,7 @@ def test_optimizer_state_goes_to_another_number_of_stages(kind: Any) -> None:
     def made(choice: Any) -> Any:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 3), begin_stage(nn.Linear(3, 3)), nn.Linear(3, 2))
-        groups = update.parameter_groups(model, partition(model, torch.zeros(1, 3), choice))
+        groups = parameter_groups(model, partition(model, torch.zeros(1, 3), choice))
         return model, kind(groups, **settings)
 
     def step(model: nn.Module, optimizer: Any) -> None:
@@ -144,11 +145,11 @@ def test_optimizer_state_goes_to_another_number_of_stages(kind: Any) -> None:
     model, optimizer = made(None)
     step(model, optimizer)
     names = {p: n for n, p in model.named_parameters()}
-    tensors, plain = update.export_state(optimizer, names)
+    tensors, plain = export_state(optimizer, names)
     other, other_optimizer = made("finest")
     other.load_state_dict(model.state_dict())
     tensors = {name: value.clone() for name, value in tensors.items()}
-    update.import_state(other_optimizer, {p: n for n, p in other.named_parameters()}, tensors, plain)
+    import_state(other_optimizer, {p: n for n, p in other.named_parameters()}, tensors, plain)
     step(model, optimizer)
     step(other, other_optimizer)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters()))

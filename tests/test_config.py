@@ -14,7 +14,8 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import Config, as_recorded, configure, differences, dump, load_config
+from ipu_pipe.job.comparing import as_recorded, differences, dump
+from ipu_pipe.job.config import Config, configure, load_config
 from ipu_pipe.job.entries import accepts, call_entry, resolve_entry
 from ipu_pipe.schedule.methods import METHODS
 

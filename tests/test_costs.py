@@ -8,8 +8,10 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local import costs
-from ipu_pipe.local.blocks import Blocks, blocks_of, make_blocks
-from ipu_pipe.local.costs import BACKPROPAGATION, Costs
+from ipu_pipe.local.blocks import Blocks, blocks_of
+from ipu_pipe.local.costs import BACKPROPAGATION
+from ipu_pipe.local.laws import Costs
+from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.schedule.methods import Structure
 from models.mlp import mlp
 from models.resnet import resnet18

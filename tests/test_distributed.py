@@ -15,8 +15,8 @@ from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.optimizer import parameter_groups
-from ipu_pipe.update.rules import UpdateRules
+from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.groups import parameter_groups
 from tests.distributed_worker import ADAMW, SGD, Case, begins, clip_of, drains_of, fresh, main, updates_of
 from tests.staged_models import batches
 from tests.test_rules import ROWS

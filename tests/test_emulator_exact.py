@@ -17,8 +17,8 @@ from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import METHODS, Method, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.optimizer import parameter_groups
-from ipu_pipe.update.rules import UpdateRules
+from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.groups import parameter_groups
 from tests.literal_replay import LiteralRules, LiteralStage, replay
 from tests.staged_models import MODELS, batches, whole
 

@@ -13,8 +13,9 @@ import yaml
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import GIVEN, load_config
-from ipu_pipe.report.summary import opening
+from ipu_pipe.job.config import load_config
+from ipu_pipe.job.sections import GIVEN
+from ipu_pipe.report.words import opening
 from ipu_pipe.run.build import build
 from ipu_pipe.run.training import train
 

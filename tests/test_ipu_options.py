@@ -6,23 +6,28 @@ from __future__ import annotations
 import functools
 import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
 import pytest
 import torch
 
-from ipu_pipe.backends.ipu import engine as backend
-from ipu_pipe.backends.ipu import model as ipu_model
-from ipu_pipe.backends.ipu import options as ipu_options
-from ipu_pipe.backends.ipu.options import IpuConfig, ModelFacts, Placement, make_options, placement, refuses
+from ipu_pipe.backends.ipu import session, wrapping
+from ipu_pipe.backends.ipu.facts import ModelFacts
+from ipu_pipe.backends.ipu.facts import facts as facts_of
+from ipu_pipe.backends.ipu.options import RECOMPUTATION, make_options
+from ipu_pipe.backends.ipu.refusals import refuses
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import configure, dump, load_config
+from ipu_pipe.job.comparing import dump
+from ipu_pipe.job.config import configure, load_config
+from ipu_pipe.job.ipu.config import IpuConfig
+from ipu_pipe.job.ipu.methods import Execution, execution_of, method_faults
+from ipu_pipe.job.ipu.placement import Placement, placement
 from ipu_pipe.job.yaml_files import read_yaml
 from ipu_pipe.run.build import build
-from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.schedule.methods import METHODS, DefaultAccumulate, Method, Pipeline, Reads
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 ROOT = Path(__file__).resolve().parents[1]
@@ -112,7 +117,41 @@ def test_layers_in_two_blocks_are_refused_and_all_other_methods_run() -> None:
     (said,) = faults(method="local_overlapping")
     assert "two IPUs" in said and "local_greedy" in said
     for name, method in METHODS.items():
-        assert bool(ipu_options.method_faults(method)) == (method.is_stale or name == "local_overlapping"), name
+        assert bool(method_faults(method)) == (method.is_stale or name == "local_overlapping"), name
+
+
+GPIPE, GREEDY = METHODS["gpipe"], METHODS["local_greedy"]
+INVENTED = {
+    "pipeline": replace(GPIPE, pipeline=Pipeline.DATAFLOW),
+    "forward_reads": replace(GPIPE, forward_reads=Reads.DOUBLE_BUFFERED),
+    "backward_reads": replace(METHODS["pipedream_flush"], backward_reads=Reads.STASHED),
+    "predicts": replace(GPIPE, predicts=True),
+    "turn": replace(GPIPE, turn=1),
+    "blocks_in_a_pipeline": replace(GPIPE, structure=GREEDY.structure),
+    "blocks_that_flush": replace(GREEDY, flushes=True),
+    "one_loss_in_a_local_schedule": replace(GREEDY, flushes=True, structure=None),
+}
+
+
+@pytest.mark.parametrize("what", INVENTED)
+def test_a_row_of_which_nobody_said_that_poptorch_runs_it_is_refused(what: str, monkeypatch: Any) -> None:
+    invented = replace(INVENTED[what], name="invented")
+    monkeypatch.setitem(METHODS, "invented", invented)
+    (said,) = faults(method="invented")
+    assert said.startswith("method: invented: nobody has said that PopTorch runs") and "gpipe or pipedream_flush" in said
+    own = replace(GPIPE, name="invented", source="another", default_accumulate=DefaultAccumulate.ONE)
+    assert method_faults(own) == [] and execution_of(own) is Execution.PIPELINED  # neither alters what runs
+
+
+def test_a_field_that_is_new_to_methods_is_refused_where_it_says_anything() -> None:
+    @dataclass(frozen=True)
+    class Wider(Method):
+        sideways: bool = False
+
+    def wider(**given: Any) -> Method:
+        return Wider(**{field.name: getattr(GPIPE, field.name) for field in fields(GPIPE)}, **given)
+
+    assert method_faults(wider()) == [] and len(method_faults(wider(sideways=True))) == 1
 
 
 def test_a_fault_names_the_file_it_came_from(tmp_path: Path) -> None:
@@ -273,8 +312,8 @@ def test_recomputation_is_set_where_it_was_asked_for(poptorch: Any) -> None:
 
 def test_overlapped_io_reaches_the_model(poptorch: Any, monkeypatch: Any) -> None:
     settings = config({"overlapped_io": "device_iteration_loop", **IO}, method="naive")
-    loss, mode = torch.nn.functional.cross_entropy, ipu_options.OVERLAP[settings.backend.ipu.overlapped_io]
-    wrapped = ipu_model.Wrapped(ipu_model.Whole(torch.nn.Linear(2, 2)), loss, False, mode)
+    loss, mode = torch.nn.functional.cross_entropy, wrapping.OVERLAP[settings.backend.ipu.overlapped_io]
+    wrapped = wrapping.Wrapped(wrapping.Whole(torch.nn.Linear(2, 2)), loss, False, mode)
     options = make_options(settings, Placement((0,)), True, 0)
     executor = poptorch.trainingModel(wrapped, options, poptorch.optim.SGD(wrapped.parameters(), lr=0.1))
     asked: List[Any] = []
@@ -288,7 +327,7 @@ def test_reading_a_config_waits_for_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, ipu_pipe.backends.ipu.options; print('torch' in sys.modules, 'poptorch' in sys.modules)"
+    code = "import sys, ipu_pipe.job.ipu.refusals; print('torch' in sys.modules, 'poptorch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False False\n", done.stderr
 
@@ -341,12 +380,12 @@ def test_a_pods_config_passes_all_checks_that_need_no_hardware(
     assert len(job.part) * stated.replicas == pod
     if stated.replicas > 2:  # the same graph as the smaller pod's
         part, x = job.part, job.example[0]
-        facts = ipu_model.facts(job.model, part, x, job.optimizer, job.updates, job.updates_per_epoch)
+        facts = facts_of(job.model, part, x, job.optimizer, job.updates, job.updates_per_epoch)
         assert refuses(job.config, facts) == []
         make_options(job.config, placement(stated.backend.ipu, len(part)), True, 0)
         return
     engine = make_engine(job, 0)
-    engine._session.training.compile(*engine._session.calls[0])  # type: ignore[attr-defined]
+    engine._session.executors.training.compile(*engine._session.calls[0])  # type: ignore[attr-defined]
     made = poptorch.recorded.compilations[0]
     assert (
         made.ipus == pod and made.forward_stages == stated.stages and made.micro_batch[0][0] == stated.micro_batch_size
@@ -370,7 +409,7 @@ def test_the_papers_tables_start_on_ipus_in_their_precision(name: str, poptorch:
     engine = make_engine(build(small), 0)
     assert small.gradient_accumulation == stated.gradient_accumulation
     if name == "resnet34_ipu4":
-        engine._session.training.compile(*engine._session.calls[0])  # type: ignore[attr-defined]
+        engine._session.executors.training.compile(*engine._session.calls[0])  # type: ignore[attr-defined]
         assert poptorch.recorded.compilations[0].ipus == 4
     engine.abort()
 
@@ -380,4 +419,4 @@ def test_docs_name_every_key() -> None:
     missing = [key for key in IpuConfig.model_fields if f"`{key}`" not in text]
     assert missing == [] and "not run on hardware" in text.lower()
     assert all(f"`{name}`" in text for name in METHODS)
-    assert json.dumps(backend.ipu_options.RECOMPUTATION)  # the module that the engine reads is this one
+    assert json.dumps(RECOMPUTATION) and session.make_options is make_options  # what the engine reads is this one

@@ -21,15 +21,17 @@ from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import load_config
-from ipu_pipe.local.blocks import BlockedModel, SumOfLosses, TokenHead, blocks_of, make_blocks, make_head
+from ipu_pipe.local.blocks import BlockedModel, SumOfLosses, blocks_of
+from ipu_pipe.local.heads import TokenHead, make_head
+from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.model.probe import footprint
 from ipu_pipe.model.stages import partition
 from ipu_pipe.run.training import train
 from ipu_pipe.schedule.methods import Structure, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.optimizer import parameter_groups
-from ipu_pipe.update.rules import UpdateRules
+from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.groups import parameter_groups
 from models.resnet import preact_resnet20, resnet18
 from models.transformer import transformer_lm, transformer_translation
 from models.vgg import vgg11

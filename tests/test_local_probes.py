@@ -17,9 +17,11 @@ from torch import nn
 from ipu_pipe.data import TensorData, load_data, sets
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import Config, load_config
-from ipu_pipe.local.blocks import BlockedModel, Outputs, SumOfLosses, blocks_of, make_blocks
+from ipu_pipe.local.blocks import BlockedModel, Outputs, SumOfLosses, blocks_of
+from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import Structure
+from ipu_pipe.studies import filters, gradient_angles
 from ipu_pipe.studies import local_probes as probes
 from tests.staged_models import whole
 from tools import local_probes as tool
@@ -74,14 +76,14 @@ def blocked(structure: Structure, stages: Sequence[nn.Module] = ()) -> BlockedMo
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_the_last_blocks_local_gradient_is_the_true_one_and_others_are_not(name: str) -> None:
-    found = probes.GradientProbe(blocked(STRUCTURES[name]), LOSS, *batch()).angles()
+    found = gradient_angles.GradientProbe(blocked(STRUCTURES[name]), LOSS, *batch()).angles()
     assert found[-1] is not None and found[-1].degrees == 0.0 and found[-1].cosine == pytest.approx(1)
     for each in found[:-1]:
         assert each is not None and each.degrees > 1
 
 
 def test_one_block_has_no_angle_to_the_whole_model() -> None:
-    (found,) = probes.GradientProbe(blocked(Structure(blocks=1)), LOSS, *batch()).angles()
+    (found,) = gradient_angles.GradientProbe(blocked(Structure(blocks=1)), LOSS, *batch()).angles()
     assert found is not None and found.degrees == 0.0
 
 
@@ -110,7 +112,7 @@ def test_angles_are_those_of_gradients_written_out(overlap: int) -> None:
             grads = torch.autograd.grad(loss, list(stages[i].parameters()), retain_graph=True)
             local[i].append(torch.cat([g.flatten() for g in grads]))
     loss = cross_entropy(nn.Sequential(*stages)(x), y)
-    for i, found in enumerate(probes.GradientProbe(model, LOSS, x, y).angles()):
+    for i, found in enumerate(gradient_angles.GradientProbe(model, LOSS, x, y).angles()):
         true = torch.cat(
             [g.flatten() for g in torch.autograd.grad(loss, list(stages[i].parameters()), retain_graph=True)]
         )
@@ -134,7 +136,7 @@ def test_a_probe_leaves_everything_as_it_was(name: str) -> None:
     state, gradients = copy.deepcopy(model.state_dict()), [p.grad for p in model.parameters()]
     values = [None if g is None else g.clone() for g in gradients]
     random = torch.get_rng_state()
-    probe, given = probes.GradientProbe(model, LOSS, x, y), x.clone()
+    probe, given = gradient_angles.GradientProbe(model, LOSS, x, y), x.clone()
     first = probe.angles()
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in state.items())
     for p, gradient, value in zip(model.parameters(), gradients, values):
@@ -147,15 +149,15 @@ def test_a_probe_leaves_everything_as_it_was(name: str) -> None:
 
 
 def test_frozen_blocks_and_other_models_have_no_angle() -> None:
-    found = probes.GradientProbe(blocked(Structure(layers=1)), LOSS, *batch()).angles()
+    found = gradient_angles.GradientProbe(blocked(Structure(layers=1)), LOSS, *batch()).angles()
     assert found[0] is None and found[1] is not None and found[1].degrees == 0.0
     with pytest.raises(BadInput, match="no blocks that are trained by losses of their own"):
-        probes.GradientProbe(nn.Linear(2, 2), LOSS, *batch())
+        gradient_angles.GradientProbe(nn.Linear(2, 2), LOSS, *batch())
 
 
 def test_angles_of_vectors() -> None:
     def degrees(a: List[float], b: List[float]) -> Any:
-        found = probes.angle(torch.tensor(a).double(), torch.tensor(b).double())
+        found = gradient_angles.angle(torch.tensor(a).double(), torch.tensor(b).double())
         return None if found is None else found.degrees
 
     assert degrees([3.0, 0.0], [0.0, 2.0]) == pytest.approx(90)
@@ -286,7 +288,7 @@ def test_filters_lie_in_a_grid_each_between_its_own_extremes(tmp_path: Path) -> 
         * torch.tensor([1, 1e3, 1, 1e-3, 1])[:, None, None, None]
     )
     weights[2] = 7.0
-    image = probes.filters_image(weights, enlarge=3, columns=2)
+    image = filters.filters_image(weights, enlarge=3, columns=2)
     assert image.shape == (3 * (6 + 2) + 2, 2 * (12 + 2) + 2, 3) and image.dtype == np.uint8
     expected = np.full_like(image, 255)
     for i, f in enumerate(weights.numpy()):
@@ -296,13 +298,13 @@ def test_filters_lie_in_a_grid_each_between_its_own_extremes(tmp_path: Path) -> 
                     share = 0.5 if i == 2 else (f[c, row // 3, column // 3] - f.min()) / (f.max() - f.min())
                     expected[i // 2 * 8 + 2 + row, i % 2 * 14 + 2 + column, c] = np.rint(share * 255)
     assert np.abs(expected.astype(int) - image.astype(int)).max() <= 1  # rounding of halves
-    grey = probes.filters_image(torch.randn(3, 1, 5, 5))
+    grey = filters.filters_image(torch.randn(3, 1, 5, 5))
     assert grey.shape == (2 * (40 + 2) + 2, 2 * (40 + 2) + 2, 3)  # 8 pixels a weight
     assert (grey[..., 0] == grey[..., 1]).all() and (grey[44:, 44:] == 255).all()
 
     from matplotlib.image import imread
 
-    probes.draw_filters([("a", image), ("a longer title", grey), ("c", image)], tmp_path / "f.png")
+    filters.draw_filters([("a", image), ("a longer title", grey), ("c", image)], tmp_path / "f.png")
     drawn = np.rint(imread(tmp_path / "f.png")[..., :3] * 255).astype(np.uint8)
     assert drawn.shape[:2] == (24 + 86, 30 + 16 + 98 + 16 + 30)
     for left, shown in ((0, image), (30 + 16, grey), (30 + 16 + 98 + 16, image)):
@@ -314,8 +316,8 @@ def test_the_first_layer_is_found_or_named() -> None:
         "stem.weight": torch.randn(4, 3, 3, 3), "next.weight": torch.randn(4, 4, 3, 3),
         "local_heads.0.weight": torch.randn(2, 3, 1, 1), "fc.weight": torch.randn(5, 12),
     }  # fmt: skip
-    assert probes.first_layer(state, "p")[0] == "stem.weight"
-    name, rows = probes.first_layer(state, "p", shape=(3, 2, 2))
+    assert filters.first_layer(state, "p")[0] == "stem.weight"
+    name, rows = filters.first_layer(state, "p", shape=(3, 2, 2))
     assert name == "fc.weight" and rows.shape == (5, 3, 2, 2) and torch.equal(rows[1].flatten(), state["fc.weight"][1])
     cases: List[Tuple[Dict[str, Any], str]] = [
         ({"name": "next.weight"}, "p: next.weight: its shape is (4, 4, 3, 3), must be (n, 1 or 3, H, W)"),
@@ -325,12 +327,12 @@ def test_the_first_layer_is_found_or_named() -> None:
     ]
     for how, told in cases:
         with pytest.raises(BadInput) as refused:
-            probes.first_layer(state, "p", **how)
+            filters.first_layer(state, "p", **how)
         assert told in str(refused.value)
     with pytest.raises(BadInput, match="2 tensors: stem.weight, other"):
-        probes.first_layer({**state, "other": torch.randn(2, 1, 3, 3)}, "p")
+        filters.first_layer({**state, "other": torch.randn(2, 1, 3, 3)}, "p")
     with pytest.raises(BadInput, match="stem.weight: holds values that are not finite"):
-        probes.first_layer({"stem.weight": torch.full((1, 3, 2, 2), float("nan"))}, "p")
+        filters.first_layer({"stem.weight": torch.full((1, 3, 2, 2), float("nan"))}, "p")
 
 
 # ---- command line

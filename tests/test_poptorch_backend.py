@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ipu_pipe.backends.ipu import backend as row
-from ipu_pipe.backends.ipu import model as ipu_model
+from ipu_pipe.backends.ipu.feed import as_input, as_label
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.errors import BadInput, RunFault, run_command
 from ipu_pipe.job.config import configure
@@ -166,7 +166,7 @@ def test_a_loss_with_a_tensor_of_its_own_is_on_every_block(tmp_path: Path, popto
 
 def test_labels_stay_in_float32() -> None:
     y = torch.tensor([1e5, 0.1])
-    assert torch.equal(ipu_model.as_label(y), y) and ipu_model.as_input(y, "16.32").dtype == torch.float16
+    assert torch.equal(as_label(y), y) and as_input(y, "16.32").dtype == torch.float16
 
 
 @pytest.mark.parametrize("case", SAME)

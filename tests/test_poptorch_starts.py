@@ -19,15 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipu_pipe.backends.ipu import backend as row
 from ipu_pipe.backends.ipu import blocks as ipu_blocks
-from ipu_pipe.backends.ipu import model as ipu_model
 from ipu_pipe.backends.ipu import profile as ipu_profile
-from ipu_pipe.backends.ipu.feed import Feed, Reporting
-from ipu_pipe.backends.ipu.options import DataLoading
+from ipu_pipe.backends.ipu.feed import Feed, Reporting, as_input
 from ipu_pipe.backends.processes import group as processes
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.config import configure, load_config
+from ipu_pipe.job.ipu.config import DataLoading
 from ipu_pipe.job.yaml_files import read_yaml
 from ipu_pipe.run.build import build
 from ipu_pipe.run.training import train
@@ -74,11 +73,11 @@ def test_a_pods_job_starts_with_exactly_its_ipus(path: Path, poptorch: Any, monk
     engine = make_engine(job, 0)
     session = engine._session  # type: ignore[attr-defined]
     x, y = session._feed.take()
-    assert len(x) == job.batch and x.dtype == ipu_model.as_input(job.example[0], "16.16").dtype
-    session.training.compile(x, y)
+    assert len(x) == job.batch and x.dtype == as_input(job.example[0], "16.16").dtype
+    session.executors.training.compile(x, y)
     assert poptorch._device.held and sum(poptorch._device.held.values()) == poptorch._device.largest[0] == pod
-    session.training.detachFromDevice()
-    session._make_inference()
+    session.executors.training.detachFromDevice()
+    session.make_inference()
     assert sum(poptorch._device.held.values()) == poptorch._device.largest[0] == pod  # by all replicas
     assert [made.ipus for made in poptorch.recorded.compilations] == [pod, pod]
     loader = poptorch.recorded.of("DataLoader")
@@ -96,10 +95,10 @@ def start_blocks(job: Any, poptorch: Any, monkeypatch: Any, pod: int) -> None:
         monkeypatch.setattr(ipu_blocks, "dist", group)
         engine = ipu_blocks.BlockEngine(job, 0)
         x, y = job.example
-        shape = x.shape if not rank else engine._crossings[rank - 1].tensors[0].shape
+        shape = x.shape if not rank else engine.block._crossings[rank - 1].tensors[0].shape
         count = job.config.gradient_accumulation
         one = x if not rank else torch.zeros(shape)
-        engine.training.compile(ipu_model.as_input(torch.cat([one] * count), "16.16"), torch.cat([y] * count))
+        engine.block.executors.training.compile(as_input(torch.cat([one] * count), "16.16"), torch.cat([y] * count))
         engines.append(engine)
     assert sorted(poptorch._device.held_ids) == list(range(pod))
     for engine in engines:

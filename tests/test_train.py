@@ -119,7 +119,7 @@ def test_every_method_trains_and_writes_all_outputs(method: str, tmp_path: Path,
 def test_planned_delays_copies_and_bytes_follow_the_method() -> None:
     stages = {}
     for method in ("pipedream", "pipemare", "pipedream_2bw"):
-        from ipu_pipe.report.summary import memory_table
+        from ipu_pipe.report.memory import memory_table
 
         stages[method] = memory_table(build(config(f"method={method}", "stages=4", "gradient_accumulation=4")))
     assert [row["forward_delay"] for row in stages["pipemare"]] == [2, 2, 1, 1]  # ceil((2(P-i)+1)/N)
@@ -225,17 +225,17 @@ def test_stages_measured_by_time_are_measured_once(
 ) -> None:
     """Story: they were measured again on resuming, and other stages went on with the weights."""
     from ipu_pipe.backends.emulator.replay import Emulator
-    from ipu_pipe.model import stages
+    from ipu_pipe.model import costs
 
     chosen = ["stages={count: 2, by: time}", "method=pipedream", "checkpoint.every=5"]
-    monkeypatch.setattr(stages, "_seconds", lambda call: 100.0 if call.name == "fc1" else 1.0)
+    monkeypatch.setattr(costs, "_seconds", lambda call: 100.0 if call.name == "fc1" else 1.0)
     monkeypatch.setattr(Emulator, "step", functools.partialmethod(_dying, Emulator.step, 8))
     with pytest.raises(KeyboardInterrupt):
         train(config(*chosen), tmp_path / "run", quiet=True)
     monkeypatch.undo()
     recorded = load_config(tmp_path / "run" / "config.yaml").stages
     assert recorded == ["relu1"]
-    monkeypatch.setattr(stages, "_seconds", lambda call: 100.0 if call.name == "fc5" else 1.0)
+    monkeypatch.setattr(costs, "_seconds", lambda call: 100.0 if call.name == "fc5" else 1.0)
     arguments = [DIGITS, *sets(*chosen), "--out", str(tmp_path / "run"), "--against", "gpipe"]
     code, _, complaint = run_tool(*arguments, "--resume")
     assert code == 0, complaint

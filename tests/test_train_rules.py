@@ -10,7 +10,8 @@ import pytest
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import load_config
-from ipu_pipe.report.summary import memory_table, plan
+from ipu_pipe.report.memory import memory_table
+from ipu_pipe.report.words import plan
 from ipu_pipe.run.build import build
 from ipu_pipe.run.training import train
 from tests.test_rules import ROWS, Row
@@ -180,7 +181,7 @@ def test_rules_are_checked_against_an_optimizer_made_in_python(tmp_path: Path) -
 
 
 def test_a_config_of_rules_survives_being_written_and_read(tmp_path: Path) -> None:
-    from ipu_pipe.job.config import differences, dump
+    from ipu_pipe.job.comparing import differences, dump
 
     for row in ROWS.values():
         chosen = config(*keys(row), *SGD)

@@ -13,8 +13,11 @@ from ipu_pipe.model.stages import begin_stage, partition
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.update import clipping
 from ipu_pipe.update import optimizer as update
-from ipu_pipe.update.optimizer import DelayedGlobalNorm
+from ipu_pipe.update.clipping import DelayedGlobalNorm
+from ipu_pipe.update.groups import parameter_groups, parameters_by_stage
+from ipu_pipe.update.state import import_state, optimizer_bytes
 
 
 def staged() -> Any:
@@ -24,32 +27,32 @@ def staged() -> Any:
 
 def test_a_group_a_stage_and_one_more_without_decay() -> None:
     model, part = staged()
-    groups = update.parameter_groups(model, part)
+    groups = parameter_groups(model, part)
     assert [(g["stage"], len(g["params"])) for g in groups] == [(0, 4), (1, 2)]
-    groups = update.parameter_groups(model, part, "norms_and_biases")
+    groups = parameter_groups(model, part, "norms_and_biases")
     assert [(g["stage"], len(g["params"]), g.get("weight_decay")) for g in groups] == [
         (0, 1, None), (0, 3, 0.0), (1, 1, None), (1, 1, 0.0)
     ]  # fmt: skip
-    groups = update.parameter_groups(model, part, ["2.*"])
+    groups = parameter_groups(model, part, ["2.*"])
     assert [(g["stage"], g.get("weight_decay")) for g in groups] == [(0, None), (1, 0.0)]
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
     model, part = staged()
     with pytest.raises(BadInput, match=r"optimizer.no_decay: 7\.\*: matches no parameter"):
-        update.parameter_groups(model, part, ["7.*"])
+        parameter_groups(model, part, ["7.*"])
     with pytest.raises(BadInput, match="nothing to train"):
-        update.parameter_groups(model.requires_grad_(False), part)
+        parameter_groups(model.requires_grad_(False), part)
 
 
 @pytest.mark.parametrize("scope", ["global", "stage"])
 def test_clipping_bounds_the_norm_of_its_scope(scope: str) -> None:
     model, part = staged()
-    optimizer = torch.optim.SGD(update.parameter_groups(model, part), lr=0.1)
+    optimizer = torch.optim.SGD(parameter_groups(model, part), lr=0.1)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     model[0].weight.grad.mul_(10)
-    update.clip(optimizer, 2.0, scope)
+    clipping.clip(optimizer, 2.0, scope)
     norms = [torch.cat([p.grad.flatten() for p in g["params"]]).norm().item() for g in optimizer.param_groups]
     if scope == "stage":
         assert norms == pytest.approx([2.0, 2.0], rel=1e-4)
@@ -61,19 +64,19 @@ def test_clipping_bounds_the_norm_of_its_scope(scope: str) -> None:
 def test_clipping_takes_the_kernels_that_a_process_takes(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage's process knows the norms of its own gradients alone: torch's clipping takes all at once on a GPU."""
     model, part = staged()
-    optimizer = torch.optim.SGD(update.parameter_groups(model, part), lr=0.1)
-    stages = update.parameters_by_stage(optimizer)
+    optimizer = torch.optim.SGD(parameter_groups(model, part), lr=0.1)
+    stages = parameters_by_stage(optimizer)
     model(torch.randn(2, 4)).square().sum().backward()
     given = {p: p.grad.clone() for p in model.parameters()}
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", None)
-    update.clip(optimizer, 0.5, scope)
+    clipping.clip(optimizer, 0.5, scope)
     clipped = {p: p.grad.clone() for p in model.parameters()}
     for p, gradient in given.items():
         p.grad = gradient
-    known = {s: update.gradient_norms(parameters) for s, parameters in stages.items()}
+    known = {s: clipping.gradient_norms(parameters) for s, parameters in stages.items()}
     every = [norm for norms in known.values() for norm in norms]
     for s, parameters in stages.items():
-        update.scale_to(0.5, parameters, known[s] if scope == "stage" else every)
+        clipping.scale_to(0.5, parameters, known[s] if scope == "stage" else every)
     assert all(torch.equal(p.grad, clipped[p]) for p in model.parameters())
 
 
@@ -84,17 +87,17 @@ def test_step_counts_resume_where_the_optimizer_keeps_them(how: Any, place: str)
     optimizer = torch.optim.Adam([weight], lr=0.1)
     optimizer.param_groups[0].update(how)
     held = {"w/step": torch.tensor(3.0), "w/exp_avg": torch.zeros(2)}
-    update.import_state(optimizer, {weight: "w"}, held, {})
+    import_state(optimizer, {weight: "w"}, held, {})
     state = optimizer.state[weight]
     assert state["step"].device.type == place and state["exp_avg"].device.type == "meta"
 
 
 def test_optimizer_bytes_are_counted_by_stage() -> None:
     model, part = staged()
-    optimizer = torch.optim.SGD(update.parameter_groups(model, part), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(parameter_groups(model, part), lr=0.1, momentum=0.9)
     model(torch.randn(2, 4)).sum().backward()
     optimizer.step()
-    assert update.optimizer_bytes(optimizer, 3) == [4 * (16 + 4 + 4 + 4), 4 * 20, 0]
+    assert optimizer_bytes(optimizer, 3) == [4 * (16 + 4 + 4 + 4), 4 * 20, 0]
 
 
 def test_unknown_optimizers_are_refused() -> None:

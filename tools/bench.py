@@ -95,8 +95,8 @@ def measure(name: str, label: str, rounds: int, updates: int, device: str) -> Di
     from ipu_pipe.schedule.methods import Reads, resolve_method
     from ipu_pipe.schedule.timelines import make_schedule
     from ipu_pipe.schedule.versions import VersionTable
-    from ipu_pipe.update.optimizer import parameter_groups
-    from ipu_pipe.update.rules import UpdateRules
+    from ipu_pipe.update.apply import UpdateRules
+    from ipu_pipe.update.groups import parameter_groups
 
     entry, model_args, size, accumulate = CASES[name]
     torch.manual_seed(0)

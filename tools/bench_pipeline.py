@@ -179,8 +179,8 @@ def _engine(rank: int, name: str, data: List[Any], accumulate: int, count: int, 
     from ipu_pipe.schedule.methods import resolve_method
     from ipu_pipe.schedule.timelines import make_schedule
     from ipu_pipe.schedule.versions import VersionTable
-    from ipu_pipe.update.optimizer import parameter_groups, stage_groups
-    from ipu_pipe.update.rules import UpdateRules
+    from ipu_pipe.update.apply import UpdateRules
+    from ipu_pipe.update.groups import parameter_groups, stage_groups
 
     model, method = _model(), resolve_method(name)
     part = partition(model, data[0][0], CUT)

@@ -20,6 +20,7 @@ if __name__ == "__main__":
 
 from ipu_pipe.cli.arguments import folder  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, run_command  # noqa: E402
+from ipu_pipe.written import write, write_json  # noqa: E402
 
 CONFIG = ROOT / "configs" / "resnet20_cifar10.yaml"
 # of the default config: small enough for minutes on two cores. A stage is the first convolution, or a residual block
@@ -137,15 +138,15 @@ def main() -> None:
     start = time.monotonic()
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        from ipu_pipe.studies import local_probes as lib  # holds torch, for which --help and these faults must not wait
+        from ipu_pipe.studies import probe_pictures
 
-        lib.check_plots()
+        probe_pictures.check_plots()
         found, draw = {"angles": angles, "chunks": chunks, "labels": labels, "filters": filters}[args.probe](args)
         found = {"probe": args.probe, **found, "command": _command(), "seconds": time.monotonic() - start}
-        files = [lib.write_json(args.out / f"{args.probe}.json", found), args.out / f"{args.probe}.png"]
+        files = [write_json(args.out / f"{args.probe}.json", found), args.out / f"{args.probe}.png"]
         draw(files[1])
         if "table" in found:
-            files.append(lib.write(args.out / f"{args.probe}.md", f"Made by `{found['command']}`.\n\n{found['table']}"))
+            files.append(write(args.out / f"{args.probe}.md", f"Made by `{found['command']}`.\n\n{found['table']}"))
     except OSError as error:
         raise BadInput(f"--out: {args.out}: cannot be written: {error.strerror or error}") from None
     if args.json:
@@ -182,7 +183,10 @@ def _runs(
 
 def angles(args: argparse.Namespace) -> Result:
     """Angles by method, block and update."""
-    from ipu_pipe.studies import local_probes as lib
+    from ipu_pipe.studies import (
+        local_probes as lib,  # holds torch, for which --help and the faults of arguments must not wait
+    )
+    from ipu_pipe.studies import probe_pictures
 
     _refuse_repeated("--method", args.method)
     unknown = [name for name in args.method if name not in lib.LOCAL]
@@ -192,14 +196,15 @@ def angles(args: argparse.Namespace) -> Result:
     runs = _runs(args, lib.angle_run, {name: (config, name, args.every, args.samples) for name in args.method})
     found = {
         "source": f"{lib.SOURCE}, Figure 6(a)", "config": config.to_dict(), "samples": args.samples,
-        "every": args.every, "runs": runs, "table": lib.angles_table(runs),
+        "every": args.every, "runs": runs, "table": probe_pictures.angles_table(runs),
     }  # fmt: skip
-    return found, lambda file: lib.plot_angles(runs, file)
+    return found, lambda file: probe_pictures.plot_angles(runs, file)
 
 
 def chunks(args: argparse.Namespace) -> Result:
     """Training and test results by chunk size."""
     from ipu_pipe.studies import local_probes as lib
+    from ipu_pipe.studies import probe_pictures
 
     config = _config(args)
     begins = lib.stage_begins(config)
@@ -216,14 +221,15 @@ def chunks(args: argparse.Namespace) -> Result:
     runs = _runs(args, lib.chunk_run, wanted)
     found = {
         "source": f"{lib.SOURCE}, Figure 6(b)", "config": config.to_dict(), "stages": stages, "begins": begins,
-        "runs": runs, "table": lib.chunks_table(runs),
+        "runs": runs, "table": probe_pictures.chunks_table(runs),
     }  # fmt: skip
-    return found, lambda file: lib.plot_chunks(runs, file)
+    return found, lambda file: probe_pictures.plot_chunks(runs, file)
 
 
 def labels(args: argparse.Namespace) -> Result:
     """Loss and accuracy on random labels by method and update."""
     from ipu_pipe.studies import local_probes as lib
+    from ipu_pipe.studies import probe_pictures
 
     config = _config(args)
     methods: Dict[str, Dict[str, Any]] = {
@@ -236,14 +242,15 @@ def labels(args: argparse.Namespace) -> Result:
     runs = _runs(args, lib.label_run, {name: (config, name, keys, args.every) for name, keys in methods.items()})
     found = {
         "source": f"{lib.SOURCE}, Figure 6(c)", "config": config.to_dict(), "every": args.every,
-        "runs": runs, "table": lib.labels_table(runs),
+        "runs": runs, "table": probe_pictures.labels_table(runs),
     }  # fmt: skip
-    return found, lambda file: lib.plot_labels(runs, file)
+    return found, lambda file: probe_pictures.plot_labels(runs, file)
 
 
 def filters(args: argparse.Namespace) -> Result:
     """What is shown of each checkpoint, drawn side by side."""
-    from ipu_pipe.studies import local_probes as lib
+    from ipu_pipe.studies import filters as lib
+    from ipu_pipe.studies.local_probes import SOURCE
 
     shown, panels = [], []
     for text in args.paths:
@@ -255,7 +262,7 @@ def filters(args: argparse.Namespace) -> Result:
         title = title or Path(rest).stem
         panels.append((title, lib.filters_image(weights[: args.count], args.enlarge, args.columns)))
         shown.append({"title": title, "weights": str(path), "tensor": name, "shape": list(weights.shape)})
-    return {"source": f"{lib.SOURCE}, Figure 7", "shown": shown}, lambda file: lib.draw_filters(panels, file)
+    return {"source": f"{SOURCE}, Figure 7", "shown": shown}, lambda file: lib.draw_filters(panels, file)
 
 
 def _refuse_repeated(option: str, values: Sequence[Any]) -> None:

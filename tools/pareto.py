@@ -124,7 +124,8 @@ def _costs(args: Any) -> Any:
     import torch
 
     from ipu_pipe.local import costs
-    from ipu_pipe.local.blocks import blocks_of, make_blocks
+    from ipu_pipe.local.blocks import blocks_of
+    from ipu_pipe.local.structures import make_blocks
     from ipu_pipe.schedule.methods import Structure
     from models.mlp import mlp
 

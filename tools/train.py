@@ -91,17 +91,15 @@ def main() -> None:
 
 def _run(args: argparse.Namespace) -> None:
     """The command, its arguments read."""
-    from ipu_pipe.job.config import (  # after the arguments are read: --help must not wait for torch
-        as_recorded,
-        load_config,
-    )
+    from ipu_pipe.job.comparing import as_recorded  # after the arguments are read: --help must not wait for torch
+    from ipu_pipe.job.config import load_config
 
     config = load_config(args.config, args.set)
     other = load_config(args.config, [*args.set, f"method={args.against}", "method_args={}"]) if args.against else None
 
     from ipu_pipe.backends.ranks import is_main, on_main, told_once
     from ipu_pipe.backends.table import launch, leave
-    from ipu_pipe.report.summary import plan
+    from ipu_pipe.report.words import plan
     from ipu_pipe.run.build import build
     from ipu_pipe.run.training import check, evaluate_checkpoint, reserved, train
 

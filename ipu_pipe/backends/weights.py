@@ -1,6 +1,6 @@
 """Weight versions in one process: what each pass of a microbatch must find in the parameters, and what is kept for later.
 
-A pass reads, on each stage, a *view*: a version and the way a rule corrects it (`ipu_pipe.update.rules`; 0 is the plain weights).
+A pass reads, on each stage, a *view*: a version and the way a rule corrects it (`ipu_pipe.update.apply`; 0 is the plain weights).
 Two ways to put a view where a pass reads it:
 
   overwriting   the forward and the backward of a microbatch read different views. Autograd saved the parameters'
@@ -26,11 +26,11 @@ from ipu_pipe.backends.reads import Read
 from ipu_pipe.backends.work import Work
 from ipu_pipe.schedule.methods import Reads
 from ipu_pipe.schedule.table import IntArray
-from ipu_pipe.update.rules import PLAIN
+from ipu_pipe.update.apply import PLAIN
 
 Tensors = List[torch.Tensor]
 View = Tuple[int, int]  # version, code
-Offset = Callable[[int, int, int], Tuple[Optional[Tensors], float]]  # (stage, code, version) -> x, c of w + c x
+Offset = Callable[[int, int, int], List[Tuple[Tensors, float]]]  # (stage, code, version) -> the x, c of w + c x
 
 
 class Unversioned:
@@ -118,8 +118,7 @@ class _Kept(Unversioned):
         if code == PLAIN or not to:
             return
         assert self._offset is not None
-        x, c = self._offset(stage, code, self._newest)
-        if x is not None and c:
+        for x, c in self._offset(stage, code, self._newest):
             torch._foreach_add_(to, x, alpha=c)
 
     def _advance(self) -> None:

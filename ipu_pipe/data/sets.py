@@ -17,7 +17,6 @@ al. 2017): how many of them a model can learn says how much it can memorize.
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import inspect
 import os
@@ -33,7 +32,7 @@ from ipu_pipe.data.hashes import file_hash
 from ipu_pipe.data.text import TextData, TranslationData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.randomness import derived_seed
-from ipu_pipe.shown import shown
+from ipu_pipe.shown import nearest, shown
 
 # MD5 and size in bytes of the official files
 CIFAR10 = {
@@ -271,15 +270,15 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
     is missing or damaged.
     """
     if name not in SETS:
-        near = difflib.get_close_matches(str(name), SETS, 1)
-        hint = f", nearest is {near[0]}" if near else ""
+        near = nearest(name, SETS)
+        hint = f", nearest is {near}" if near else ""
         raise BadInput(f"data.name: {shown(name)}: must be one of {', '.join(SETS)} or an import string module:name{hint}")
     allowed = _OPTIONS.get(name, ["augment", "subset", "test_subset", "random_labels"])
     faults = []
     for key, value in options.items():
         if key not in allowed:
-            near = difflib.get_close_matches(key, allowed, 1)
-            hint = f", nearest is {near[0]}" if near else ""
+            near = nearest(key, allowed)
+            hint = f", nearest is {near}" if near else ""
             faults.append(
                 f"data.{shown(key)}: {shown(value)}: unknown key for {name}, allowed are {', '.join(['root', *allowed])}{hint}"
             )

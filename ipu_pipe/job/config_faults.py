@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from typing import Any, List, Mapping, Sequence, Type
 
 from pydantic import BaseModel
 
-from ipu_pipe.shown import shown
+from ipu_pipe.shown import nearest, shown
 
 MOST_TOLD = 50
 Schema = Type[BaseModel]
@@ -79,8 +78,8 @@ def _nearest(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) -> s
     known = list(section.model_fields)
     if parts[-1] in known:  # of another form of `stages`
         return ""
-    near = difflib.get_close_matches(parts[-1], known, 1, 0.5)
-    return f", nearest is {near[0]}" if near else f", allowed are {', '.join(known)}"
+    near = nearest(parts[-1], known, alike=0.5)
+    return f", nearest is {near}" if near else f", allowed are {', '.join(known)}"
 
 
 def _section_of(annotation: Any) -> Any:

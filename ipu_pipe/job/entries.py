@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, Callable, Mapping
 
 from ipu_pipe.errors import BadInput, first_line
-from ipu_pipe.shown import shown
+from ipu_pipe.shown import nearest, shown
 
 
 def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
@@ -31,9 +30,9 @@ def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
     found: Any = module
     for name in attribute.split("."):
         if not hasattr(found, name):
-            near = difflib.get_close_matches(name, [n for n in dir(found) if not n.startswith("_")], 3)
+            near = nearest(name, [n for n in dir(found) if not n.startswith("_")], 3)
             raise BadInput(
-                f"{key}: {shown(entry)}: {module_name} has no {name}" + (f", nearest are {', '.join(near)}" if near else "")
+                f"{key}: {shown(entry)}: {module_name} has no {name}" + (f", nearest are {near}" if near else "")
             )
         found = getattr(found, name)
     if not callable(found):

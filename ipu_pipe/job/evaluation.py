@@ -10,6 +10,7 @@ from torch import nn
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Setup
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
+from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.probe import Loss
 
 TEST_BATCH = 128  # samples of one evaluation forward; BatchNorm does not see it, it evaluates by running statistics
@@ -70,18 +71,13 @@ def evaluate(setup: Setup) -> List[Measured]:
     output, and before it of every block's that has a loss of its own."""
     model, blocks = setup.model, blocks_of(setup.model)
     tallies: List[Tally] = []
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            for x, y in test_batches(setup):
-                outputs = blocks.outputs(x) if blocks is not None else [model(x)]
-                tallies = tallies or [Tally(setup.loss) for _ in outputs]
-                for tally, output in zip(tallies, outputs):
-                    tally.add(output, y, len(x))
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with torch.no_grad(), modes_restored(model):
+        model.eval()
+        for x, y in test_batches(setup):
+            outputs = blocks.outputs(x) if blocks is not None else [model(x)]
+            tallies = tallies or [Tally(setup.loss) for _ in outputs]
+            for tally, output in zip(tallies, outputs):
+                tally.add(output, y, len(x))
     return [tally.measured for tally in tallies] or [(None, None)]
 
 

@@ -6,7 +6,8 @@ import json
 from enum import Enum
 from typing import Any, Dict, List, Mapping, NamedTuple, Tuple
 
-from ipu_pipe.job.config import Config, changed, flat
+from ipu_pipe.job.comparing import changed, flat
+from ipu_pipe.job.config import Config
 from ipu_pipe.schedule.methods import METHODS
 
 MADE_LATER = "given.optimizer"  # described when it is made: compared then

@@ -10,7 +10,7 @@ from torch import nn
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import Config
 from ipu_pipe.job.entries import resolve_entry
-from ipu_pipe.local.blocks import make_blocks
+from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.model.stages import Partition, partition
 from ipu_pipe.schedule.methods import Method, Structure
 

@@ -11,7 +11,8 @@ from torch import nn
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.labels import LabelRange
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import Config, Given
+from ipu_pipe.job.config import Config
+from ipu_pipe.job.sections import Given
 from ipu_pipe.model.precision import OwnTypes
 from ipu_pipe.model.probe import Footprint, Loss
 from ipu_pipe.model.stages import Partition
@@ -20,9 +21,9 @@ from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update import optimizer as update
 from ipu_pipe.update import rates as lr
-from ipu_pipe.update import rules
+from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.groups import Groups
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 DTYPES.update(dict.fromkeys(("16.16", "16.32", "32.32"), torch.float32))  # on the host; IPUs get what it says
@@ -63,9 +64,9 @@ class Job(Setup):
     method: Method
     schedule: Schedule
     table: VersionTable
-    groups: update.Groups  # of the whole model; the optimizer holds those of the stages that this process trains
+    groups: Groups  # of the whole model; the optimizer holds those of the stages that this process trains
     optimizer: torch.optim.Optimizer
-    rules: rules.UpdateRules
+    rules: UpdateRules
     base_rate: float
     updates_per_epoch: int
     updates: int

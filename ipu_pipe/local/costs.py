@@ -1,86 +1,43 @@
-"""What local-parallel training costs: total and sequential FLOPs (Laskin et al. 2020, appendix A).
-
-All laws go by four numbers of a model: f, forward FLOPs of a layer (the mean); x, of an auxiliary head with its loss; r, how many
-times its forward a backward costs; L, layers. K: blocks. A step costs its examples and 10 FLOPs a parameter for the optimizer.
-*Total* is all work; *sequential* the work that must follow one another when each example, and each block where blocks do not wait
-for one another, has a processor of its own.
-
-    method              an example                                     divided by
-    backpropagation     (1+r) (f L + x)                                batch
-    local_greedy        (1+r) (f + x) L                                batch L
-    local_overlapping   (f+x) L + (L-1) r (2 f + x) + r (f + x)        batch L
-    local_chunked       (1+r) (f L + K x)                              batch K
-    last_layers (k)     (f L + x) + r (k f + x)                        batch (L + k r) / (k (1 + r))
-"""
+"""What local-parallel training costs, by the law of each structure, and the numbers of a model that the laws go by, counted."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.local.blocks import Blocks
+from ipu_pipe.local import laws
+from ipu_pipe.local.blocks import Blocks, one_activation
+from ipu_pipe.local.laws import Costs, Law
+from ipu_pipe.local.structures import STRUCTURES
 from ipu_pipe.model.probe import Loss
 
-OPTIMIZER_FLOPS = 10  # a parameter and step
-AVERAGING_FLOPS = 2  # a parameter and step, of duplicated layers
 LOSS_FLOPS = 5  # a class: softmax cross-entropy
 BACKPROPAGATION = "backpropagation"
-METHODS = (BACKPROPAGATION, "local_greedy", "local_overlapping", "local_chunked", "last_layers")
-
-
-@dataclass(frozen=True)
-class Costs:
-    """FLOPs of a model for one example: `forward` of a layer (mean), `auxiliary` of a head with its loss, `backward` as a
-    multiple of the forward; `layers`, `parameters` without auxiliary heads."""
-
-    forward: float
-    auxiliary: float
-    backward: float
-    layers: int
-    parameters: int
+LAWS = {BACKPROPAGATION: laws.BACKPROPAGATION, **{name: row.law for name, row in STRUCTURES.items()}}
 
 
 def per_example(method: str, costs: Costs, k: int = 1) -> float:
     """FLOPs of one example in one step. `k`: blocks of local_chunked, layers of last_layers."""
-    f, x, r, L = costs.forward, costs.auxiliary, costs.backward, costs.layers
-    if method == "local_greedy":
-        return (1 + r) * (f + x) * L
-    if method == "local_overlapping":
-        return (f + x) * L + (L - 1) * r * (2 * f + x) + r * (f + x)
-    if method == "local_chunked":
-        return (1 + r) * (f * L + k * x)
-    if method == "last_layers":
-        return (f * L + x) + r * (k * f + x)
-    _check(method)
-    return (1 + r) * (f * L + x)
+    return _law(method).example(costs, k)
 
 
 def total(method: str, costs: Costs, steps: int, batch: int, k: int = 1) -> float:
     """FLOPs of `steps` updates of `batch` examples."""
-    update = OPTIMIZER_FLOPS * costs.parameters
-    if method == "local_overlapping":
-        update += AVERAGING_FLOPS * costs.parameters
-    return per_example(method, costs, k) * steps * batch + steps * update
+    return per_example(method, costs, k) * steps * batch + steps * _law(method).update * costs.parameters
 
 
 def sequential(method: str, costs: Costs, steps: int, batch: int, k: int = 1) -> float:
     """FLOPs of `steps` updates that must follow one another, the paper's time."""
-    r, L = costs.backward, costs.layers
-    _check(method)
-    parallel = {
-        BACKPROPAGATION: 1.0, "local_greedy": L, "local_overlapping": L, "local_chunked": k,
-        "last_layers": (L + k * r) / (k * (1 + r)),
-    }[method]  # fmt: skip
-    return total(method, costs, steps, batch, k) / (batch * parallel)
+    return total(method, costs, steps, batch, k) / (batch * _law(method).parallel(costs, k))
 
 
-def _check(method: str) -> None:
-    if method not in METHODS:
-        raise BadInput(f"method: {method}: has no cost law, must be of {', '.join(METHODS)}")
+def _law(method: str) -> Law:
+    if method not in LAWS:
+        raise BadInput(f"method: {method}: has no cost law, must be of {', '.join(LAWS)}")
+    return LAWS[method]
 
 
 # ---- counting on the modules themselves
@@ -154,8 +111,6 @@ def counted(blocks: Blocks, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> Cos
         with FlopCounterMode(display=False) as counter:
             result = work()
         return float(counter.get_total_flops()) / len(x), result
-
-    from ipu_pipe.local.blocks import one_activation
 
     forward, heads, value = 0.0, [], x
     for index, piece in enumerate(blocks.pieces):

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.model.balance import balance
 from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.stages import Partition, Profile, profile
 
 
@@ -157,10 +158,9 @@ def _trace(model: nn.Module, x: torch.Tensor) -> fx.Graph:
     """The model's forward as nodes, the same in training and in evaluation. Raises BadInput."""
     defaults = list(inspect.signature(model.forward).parameters.values())[1:]
     left_out = {p.name: p.default for p in defaults if p.default is not p.empty}
-    modes = [(module, module.training) for module in model.modules()]
     devices = [x.device] if x.is_cuda else []
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=devices), buffers_restored(model):
+        with torch.no_grad(), torch.random.fork_rng(devices=devices), buffers_restored(model), modes_restored(model):
             found = [_recorded(model.train(mode), x, dict(left_out)) for mode in (True, False)]
             if str(found[0]) != str(found[1]):
                 raise BadInput(
@@ -172,9 +172,6 @@ def _trace(model: nn.Module, x: torch.Tensor) -> fx.Graph:
             f"model: {type(model).__name__}: a backend that runs stages on devices of their own records the model's forward: "
             f"{said}: make the model an nn.Sequential, or use backend: {{name: emulator}}"
         ) from error
-    finally:
-        for module, mode in modes:
-            module.training = mode
     return found[0]
 
 
@@ -331,28 +328,23 @@ def pieces(model: nn.Module, begins: Sequence[str], x: torch.Tensor) -> List[Pie
 def crossings(parts: Sequence[Piece], model: nn.Module, x: torch.Tensor) -> List[Crossing]:
     """What crosses each cut, seen in one forward of the microbatch `x`; it also finds out which pieces begin in place."""
     seen: List[Crossing] = []
-    modes = [(module, module.training) for module in model.modules()]
     value: Any = x
-    with buffers_restored(model):
-        try:
-            model.eval()
-            for part in parts:
-                part.begins_in_place = part is not parts[0] and writes_over(part, value)
-                with torch.no_grad():
-                    value = part(value)
-                if part is parts[-1]:
-                    break
-                tensors, structure = tree_flatten(value)
-                for t in tensors:
-                    if not isinstance(t, torch.Tensor):
-                        kind = type(t).__name__
-                        raise BadInput(
-                            f"model: a {kind} would cross between devices after {part.names[-1]}: must be tensors"
-                        )
-                seen.append(
-                    Crossing(tuple(Shape(tuple(t.shape), t.dtype, t.is_floating_point()) for t in tensors), structure)
-                )
-        finally:
-            for module, mode in modes:
-                module.training = mode
+    with buffers_restored(model), modes_restored(model):
+        model.eval()
+        for part in parts:
+            part.begins_in_place = part is not parts[0] and writes_over(part, value)
+            with torch.no_grad():
+                value = part(value)
+            if part is parts[-1]:
+                break
+            tensors, structure = tree_flatten(value)
+            for t in tensors:
+                if not isinstance(t, torch.Tensor):
+                    kind = type(t).__name__
+                    raise BadInput(
+                        f"model: a {kind} would cross between devices after {part.names[-1]}: must be tensors"
+                    )
+            seen.append(
+                Crossing(tuple(Shape(tuple(t.shape), t.dtype, t.is_floating_point()) for t in tensors), structure)
+            )
     return seen

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.randomness import generators
 from ipu_pipe.model.stages import Partition
 
@@ -37,9 +38,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     parameters = list(model.parameters())
     values = [p.detach().clone() for p in parameters]
     gradients = [p.grad for p in parameters]
-    modes = [(m, m.training) for m in model.modules()]
     cuda = [t.device for t in parameters[:1] if t.is_cuda]
-    with torch.random.fork_rng(devices=cuda), buffers_restored(model):
+    with torch.random.fork_rng(devices=cuda), buffers_restored(model), modes_restored(model):
         try:
             for p in parameters:
                 p.grad = None
@@ -49,8 +49,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 p.data.copy_(value)
             for p, gradient in zip(parameters, gradients):
                 p.grad = gradient
-            for module, mode in modes:
-                module.training = mode
 
 
 class StageClock:

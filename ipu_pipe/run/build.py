@@ -14,10 +14,11 @@ from ipu_pipe.data import DataSource
 from ipu_pipe.data.labels import LabelRange, label_range
 from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.job.blame import attributed
-from ipu_pipe.job.config import Config, Given
+from ipu_pipe.job.config import Config
 from ipu_pipe.job.determinism import set_numerics
 from ipu_pipe.job.given import describe, describe_optimizer, refuse_missing, with_given, with_optimizer
 from ipu_pipe.job.record import DTYPES, Job, Setup, drains_of, rate_of
+from ipu_pipe.job.sections import Given
 from ipu_pipe.job.values import MOST_STOPS, MOST_UPDATES
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
 from ipu_pipe.local.footprint import footprint_of
@@ -32,7 +33,9 @@ from ipu_pipe.schedule.methods import check, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, segment_ends
 from ipu_pipe.update import optimizer as update
-from ipu_pipe.update import rules
+from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.groups import only, parameter_groups, stage_groups
+from ipu_pipe.update.rates import anneal_default
 
 BLOCK_KEYS = ("block_rates", "block_accumulation", "head")
 
@@ -160,12 +163,12 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     table = VersionTable(schedule, method, config.seed)
     if method.segments is not None:
         segment_ends(len(part), method.segments)  # refuses more than there are stages
-    groups = update.parameter_groups(model, part, config.optimizer.no_decay)
-    held = groups if own is None else update.stage_groups(groups, own)
+    groups = parameter_groups(model, part, config.optimizer.no_decay)
+    held = groups if own is None else stage_groups(groups, own)
     blocks = blocks_of(model)
     if own and blocks is not None and blocks.overlap:  # this process's duplicate of the stage before
         shared = {id(p) for p in blocks.pieces[own - 1].parameters()}
-        held = [*held, *update.only(update.stage_groups(groups, own - 1), shared)]
+        held = [*held, *only(stage_groups(groups, own - 1), shared)]
     factory = optimizer or make_factory(config)
     made = factory(held)
     if optimizer is not None:
@@ -211,13 +214,13 @@ def _rules(
     updates: int,
     per_epoch: int,
     switch: int,
-) -> rules.UpdateRules:
+) -> UpdateRules:
     """The run's update rules; T1's K, where it is not given, from the learning-rate schedule."""
     if "t1" in args and args["t1"]["anneal_updates"] is None:
         schedule = config.lr_schedule
         first = round(min(schedule.milestones) * per_epoch) if schedule.milestones else None
-        args = {**args, "t1": {"anneal_updates": rules.anneal_default(first, schedule.warmup_steps, updates)}}
-    return rules.UpdateRules(
+        args = {**args, "t1": {"anneal_updates": anneal_default(first, schedule.warmup_steps, updates)}}
+    return UpdateRules(
         args, table.method, table.rule_lag(), config.gradient_accumulation, optimizer,
         lambda k: rate_of(config, base, k, updates, per_epoch), switch,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, TextIO, Union
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.yaml_files import read_yaml
 from ipu_pipe.run import checkpoint, folder_lock
+from ipu_pipe.written import write
 
 # what a run writes, and so what `--overwrite` may delete: nothing else in the folder is touched
 FOLDERS = {  # and what of these is a run's own
@@ -161,12 +162,7 @@ class RunDir:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a text file whole or not at all."""
-        temporary = self.path / f".{name}.part"
-        try:
-            temporary.write_text(text)
-            os.replace(temporary, self.path / name)
-        except OSError as error:
-            raise RunFault(f"{self.path / name}: cannot be written: {error.strerror or error}") from error
+        write(self.path / name, text)
 
 
 def _remove(path: Path) -> None:

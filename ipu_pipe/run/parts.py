@@ -14,7 +14,7 @@ from ipu_pipe.job.config import Config
 from ipu_pipe.job.entries import call_entry, resolve_entry
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.update import optimizer as update
-from ipu_pipe.update import rules
+from ipu_pipe.update.rates import scaled_for_update_size
 
 
 def make_model(config: Config) -> nn.Module:
@@ -56,5 +56,5 @@ def make_factory(config: Config) -> update.OptimizerFactory:
     if reference:
         size = config.micro_batch_size * config.gradient_accumulation * config.replicas
         momentum = settings.get("momentum") or 0.0
-        settings["lr"], settings["momentum"] = rules.scaled_for_update_size(settings["lr"], momentum, reference, size)
+        settings["lr"], settings["momentum"] = scaled_for_update_size(settings["lr"], momentum, reference, size)
     return update.optimizer_factory(config.optimizer.name, **settings)

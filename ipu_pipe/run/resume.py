@@ -168,7 +168,7 @@ def _optimizer_faults(job: Job, held: Checkpoint, own: Origin) -> List[str]:
         entries = saved.get(name, {})
         same_stages = held.manifest is not None and list(held.manifest.stages) == list(own.stages)
         needed = {**kept, **(ruled if same_stages else {})}  # a rule's entries follow its stage's lag
-        known = {**needed, **{e: parameters[name] for rule in job.rules.rules for e in _entry(rule)}}
+        known = {**needed, **dict.fromkeys(job.rules.known_entries(), parameters[name])}
         found = _entry_faults(name, entries, needed, known)
         if not entries and found:
             silent.append((name, found))
@@ -198,10 +198,6 @@ def _alike(saved: Any, own: Any) -> bool:
     return type(saved) is type(own) or (_is_real(saved) and _is_real(own))
 
 
-def _entry(rule: Any) -> List[str]:
-    return [rule.entry] if hasattr(rule, "entry") else []
-
-
 def _kept(
     job: Job, parameters: Mapping[str, torch.nn.Parameter], update: int
 ) -> Dict[str, Tuple[Dict[str, Any], Dict[str, Any]]]:
@@ -211,11 +207,11 @@ def _kept(
     settings = {id(p): group for group in job.optimizer.param_groups for p in group["params"]}
     found: Dict[str, Tuple[Dict[str, Any], Dict[str, Any]]] = {}
     for group in job.groups:
-        rules = [rule for rule in job.rules.rules if update > job.rules.switch and rule.measures(group["stage"])]
+        entries = job.rules.entries(group["stage"]) if update > job.rules.switch else []
         for parameter in group["params"]:
             kept = _tried(job.optimizer, parameter, settings.get(id(parameter), job.optimizer.param_groups[0]))
             if kept is not None:
-                found[names[id(parameter)]] = kept, {entry: parameter for rule in rules for entry in _entry(rule)}
+                found[names[id(parameter)]] = kept, dict.fromkeys(entries, parameter)
     return found
 
 

@@ -15,14 +15,19 @@ from ipu_pipe.backends.table import launch, make_engine
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.blame import attributed, keep_traceback
-from ipu_pipe.job.config import GIVEN, Config, as_recorded, differences, dump, load_config
+from ipu_pipe.job.comparing import as_recorded, differences, dump
+from ipu_pipe.job.config import Config, load_config
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.given import refuse_missing, with_given
 from ipu_pipe.job.identity import MADE_LATER, changes, follows_length
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.sections import GIVEN
 from ipu_pipe.model.probe import Loss
-from ipu_pipe.report import summary
+from ipu_pipe.report.executed import slot_nanoseconds, write_trace
+from ipu_pipe.report.memory import memory_record
+from ipu_pipe.report.summary import summarise
+from ipu_pipe.report.words import closing, opening
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build, has_tensorboard, set_up
 from ipu_pipe.run.folder import RunDir, as_folder, check_folder, finished_summary
@@ -33,6 +38,7 @@ from ipu_pipe.run.resume import choose, origin, position_of, refuse_foreign_run,
 from ipu_pipe.run.scalars import ScalarFile
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.update import optimizer as update
+from ipu_pipe.update.state import import_state
 
 
 class _Start(NamedTuple):
@@ -199,7 +205,7 @@ class _Run:
         position = self.position
         if self.run:
             self.run.open_metrics(position.update)
-        self.progress.say(summary.opening(job, position.update))
+        self.progress.say(opening(job, position.update))
         engine = make_engine(job, position.update)
         try:
             with self._scalars() as scalars:
@@ -332,7 +338,7 @@ class _Run:
         if held.manifest is None:
             self.progress.say(f"{path}: of the earlier layout, which does not say whose run it is: that is not checked")
         checkpoint.load_weights(job.model, held.model, str(path))
-        update.import_state(job.optimizer, self.names, held.optimizer, held.state["optimizer"])
+        import_state(job.optimizer, self.names, held.optimizer, held.state["optimizer"])
         self.position = position_of(held)
         self.progress.say(f"resuming after update {self.position.update} from {path}")
 
@@ -343,14 +349,14 @@ class _Run:
     def _written(self, measured: Optional[Report], final: Measured) -> Dict[str, Any]:
         job, run, position = self.job, self.run, self.position
         assert run is not None and measured is not None
-        report = summary.summarise(job, position, final, measured, self.tested)
-        slot_ns = summary.slot_nanoseconds(job, position)
-        summary.write_trace(job, run.path / "trace.json.gz", slot_ns, measured.events, measured.counters)
+        report = summarise(job, position, final, measured, self.tested)
+        slot_ns = slot_nanoseconds(job, position)
+        write_trace(job, run.path / "trace.json.gz", slot_ns, measured.events, measured.counters)
         for name, value in (measured.files or {}).items():
             run.write_json(name, value)
-        run.write_json("memory.json", summary.memory(job, measured))
+        run.write_json("memory.json", memory_record(job, measured))
         run.write_json("summary.json", report)  # last: a run with a summary is finished
-        self.progress.say(summary.closing(report, run.path))
+        self.progress.say(closing(report, run.path))
         return report
 
 

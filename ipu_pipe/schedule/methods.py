@@ -7,13 +7,12 @@ reads. They are in ipu_pipe.update.rules.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple, Union
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.shown import shown
+from ipu_pipe.shown import nearest, shown
 
 
 class Pipeline(Enum):
@@ -226,8 +225,8 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(shown(name), list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    close = nearest(name, known)
+    return f"; did you mean {close}?" if close else ""
 
 
 def _value_faults(given: Mapping[str, Any]) -> List[str]:

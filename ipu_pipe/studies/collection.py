@@ -16,6 +16,8 @@ from ipu_pipe.job.config import Config
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.stages import stage_flops
+from ipu_pipe.report.memory import memory_table
+from ipu_pipe.report.traffic import links, shared_links
 from ipu_pipe.run.build import build
 from ipu_pipe.run.folder import check_folder
 from ipu_pipe.run.folder_lock import refuse_used
@@ -63,10 +65,8 @@ def collect(
         job = build(chosen)
         rates[name] = modelled_rate(job)
         if steps == 0:
-            from ipu_pipe.report import summary
-
-            report: Mapping[str, Any] = {"links": summary.links(job), "shared_layer_links": summary.shared_links(job)}
-            memory = {"stages": [{"index": s, **row} for s, row in enumerate(summary.memory_table(job))]}
+            report: Mapping[str, Any] = {"links": links(job), "shared_layer_links": shared_links(job)}
+            memory = {"stages": [{"index": s, **row} for s, row in enumerate(memory_table(job))]}
             speed, busy = None, job.utilization()
         else:
             report = train(chosen, out / name, overwrite=overwrite, quiet=True)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -24,10 +23,12 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipu_pipe.errors import BadInput, RunFault, writing
-from ipu_pipe.job.config import configure, differences, load_config
+from ipu_pipe.job.comparing import differences
+from ipu_pipe.job.config import configure, load_config
 from ipu_pipe.job.yaml_files import merge, read_yaml
 from ipu_pipe.shown import shown
 from ipu_pipe.studies.worker_pool import in_workers
+from ipu_pipe.written import write
 
 KEYS = ("title", "source", "base", "full", "seeds", "rows", "expect")
 
@@ -354,8 +355,5 @@ def write_results(
         (files[0], json.dumps({**found, "curves": curves}, indent=1)),
         (files[1], table(found, command)),
     ):
-        with writing(file):
-            temporary = file.with_suffix(".part")
-            temporary.write_text(text)
-            os.replace(temporary, file)
+        write(file, text)
     return files + plot(runs, labels, found["title"], folder)

@@ -1,9 +1,10 @@
-"""Learning-rate schedules: pure functions of the update index, so that a resumed run continues them exactly."""
+"""Learning rates: schedules as pure functions of the update index, so that a resumed run continues them exactly; and what follows
+from a rate or a schedule that is given."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Optional, Tuple
 
 
 def rate(settings: Any, base: float, k: int, updates: int, updates_per_epoch: int) -> float:
@@ -27,3 +28,16 @@ def rate(settings: Any, base: float, k: int, updates: int, updates_per_epoch: in
     if settings.name == "step":
         return base * factor * settings.gamma ** sum(k >= epoch * updates_per_epoch for epoch in settings.milestones)
     return base * factor
+
+
+def scaled_for_update_size(lr: float, momentum: float, reference: int, size: int) -> Tuple[float, float]:
+    """(lr, momentum) for updates of `size` samples from those for `reference` samples: m = m_r^(N/N_r),
+    lr = lr_r (1 - m) N / ((1 - m_r) N_r) (Chiley et al. 2019; Kosson et al. 2021, equation 9)."""
+    scaled = momentum ** (size / reference) if momentum else 0.0
+    return lr * (1 - scaled) * size / ((1 - momentum) * reference), scaled
+
+
+def anneal_default(first_milestone: Optional[int], warmup: int, updates: int) -> int:
+    """K where none is given, in updates: a quarter of the first constant phase of a step schedule, or 5 x the linear warm-up,
+    or a quarter of the run (PipeMare, section 3.1)."""
+    return max(first_milestone // 4 if first_milestone else 5 * warmup if warmup else math.ceil(updates / 4), 1)

@@ -19,7 +19,7 @@ from ipu_pipe.job.placing import place_whole
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
-from ipu_pipe.update import optimizer as update
+from ipu_pipe.update.state import export_state, optimizer_bytes
 
 
 class EmulatorEngine(Engine):
@@ -52,10 +52,10 @@ class EmulatorEngine(Engine):
             return evaluate(self.job)
 
     def state(self) -> Optional[State]:
-        return State(self.job.model.state_dict(), *update.export_state(self.job.optimizer, self.names))
+        return State(self.job.model.state_dict(), *export_state(self.job.optimizer, self.names))
 
     def report(self) -> Optional[Report]:
-        held = update.optimizer_bytes(self.job.optimizer, len(self.job.part))
+        held = optimizer_bytes(self.job.optimizer, len(self.job.part))
         return Report(held, [self._emulator.weights.peak_bytes], None, None)
 
     def close(self) -> None:

@@ -9,32 +9,39 @@ import os
 import sys
 from typing import Iterator, List, Mapping
 
-import torch.distributed as dist
-
 from ipu_pipe.backends.interface import Backend, Engine
 from ipu_pipe.backends.ipu import blocks as ipu_blocks
-from ipu_pipe.backends.ipu import model as ipu_model
-from ipu_pipe.backends.ipu import options as ipu_options
-from ipu_pipe.backends.ipu.engine import PoptorchEngine, instance, is_under_poprun
-from ipu_pipe.backends.ipu.options import ModelFacts
+from ipu_pipe.backends.ipu.engine import PoptorchEngine
+from ipu_pipe.backends.ipu.facts import facts
+from ipu_pipe.backends.ipu.poprun import instance, join_poprun
+from ipu_pipe.backends.ipu.refusals import refuses
 from ipu_pipe.backends.ranks import is_distributed
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import BackendConfig, Config
+from ipu_pipe.job.ipu.config import section_of
+from ipu_pipe.job.ipu.methods import is_pipelined
+from ipu_pipe.job.ipu.placement import placement, under_poprun
 from ipu_pipe.job.placing import place_whole
 from ipu_pipe.job.record import Job
+
+MISSING = (
+    "PopTorch is not installed: it is a wheel inside Graphcore's Poplar SDK 3.4 (not on PyPI), for Python 3.8 and "
+    "torch 2.0.1; "
+    "what runs here is backend.name=emulator with backend.ipu=null and precision=float32"
+)
 
 
 def check_installed() -> None:
     """Refuse (BadInput, one line) to go on without PopTorch."""
     if importlib.util.find_spec("poptorch") is None:
-        raise BadInput(f"backend.name: poptorch: {ipu_options.MISSING}")
+        raise BadInput(f"backend.name: poptorch: {MISSING}")
 
 
 def check_launch(backend: BackendConfig) -> None:
     """Refuse (BadInput) a launcher that does not fit: torchrun starts blocks, poprun starts replicas."""
     check_installed()
     assert backend.ipu is not None
-    if is_under_poprun():
+    if under_poprun():
         if backend.ipu.local == "decoupled":
             raise BadInput("backend.ipu.local: decoupled: not under poprun: start it with torchrun, or set fused")
     elif backend.ipu.local == "decoupled" and not is_distributed():
@@ -51,9 +58,7 @@ def check_launch(backend: BackendConfig) -> None:
 
 def start(config: Config, asked: Mapping[str, object]) -> None:
     """Import PopTorch, with what it and Poplar read from the environment at that time, and join other processes."""
-    backend = config.backend
-    ipu = backend.ipu
-    assert ipu is not None
+    backend, ipu = config.backend, section_of(config)
     if ipu.profile.pvti is not None:
         text = json.dumps({"enable": "true", "directory": ipu.profile.pvti})
         os.environ.setdefault("PVTI_OPTIONS", text)  # libpvti looks at it when it is imported
@@ -69,8 +74,8 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
             "scripts, and use its "
             "Python 3.8 and torch 2.0.1"
         ) from error
-    if is_under_poprun():
-        _join_poprun(backend.deadline)
+    if under_poprun():
+        join_poprun(backend.deadline)
     elif ipu.local == "decoupled":
         ipu_blocks.start(backend)
 
@@ -89,42 +94,22 @@ def _stderr_is_a_file() -> Iterator[None]:
         sys.stderr = held
 
 
-def _join_poprun(deadline: float) -> None:
-    """poprun's instances also meet in a gloo group, by which the first one's word goes to all (not run on hardware). MASTER_ADDR
-    and MASTER_PORT say where, 127.0.0.1 and 29500 by default."""
-    import datetime
-
-    import popdist
-
-    popdist.init()
-    rank, world = popdist.getInstanceIndex(), popdist.getNumInstances()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))  # what the rest of the package asks
-    if world > 1 and not dist.is_initialized():
-        where = f"tcp://{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '29500')}"
-        patience = datetime.timedelta(seconds=max(deadline, 3600.0))  # one compiles while the others wait
-        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world, timeout=patience)
-
-
-def _facts(job: Job) -> ModelFacts:
-    return ipu_model.facts(job.model, job.part, job.example[0], job.optimizer, job.updates, job.updates_per_epoch)
-
-
 def faults(job: Job) -> List[str]:
     """Reasons why PopTorch cannot run the job; empty if none is known before compiling."""
-    config, facts = job.config, _facts(job)
+    config = job.config
+    found = facts(job.model, job.part, job.example[0], job.optimizer, job.updates, job.updates_per_epoch)
     local = instance(config).replicas if importlib.util.find_spec("poptorch") is not None else None
-    return ipu_options.refuses(config, facts, local if local != config.replicas else None)
+    return refuses(config, found, local if local != config.replicas else None)
 
 
 def note(job: Job) -> str:
     """How PopTorch will run the stages, for the user."""
     config, stages = job.config, len(job.part)
-    ipu = config.backend.ipu
-    assert ipu is not None
+    ipu = section_of(config)
     if ipu.local == "decoupled":
         return f"{stages} blocks on {stages} IPUs, each in a process of its own; activations go through the hosts"
-    place = ipu_options.placement(ipu, stages)
-    if not ipu_options.is_pipelined(job.method):
+    place = placement(ipu, stages)
+    if not is_pipelined(job.method):
         return f"{stages} stages on {place.ipus} IPUs of each replica, one of which works at a time (ShardedExecution)"
     accumulation = config.gradient_accumulation
     share = accumulation / place.cycles(accumulation)
@@ -137,8 +122,7 @@ def note(job: Job) -> str:
 
 def make(job: Job, first_update: int) -> Engine:
     """The engine of this process."""
-    assert job.config.backend.ipu is not None
-    if job.config.backend.ipu.local == "decoupled":
+    if section_of(job.config).local == "decoupled":
         return ipu_blocks.BlockEngine(job, first_update)
     return PoptorchEngine(job, first_update)
 

@@ -16,10 +16,10 @@ from typing import Any, Iterator, NoReturn, Optional, Tuple
 import torch
 from torch.utils.data import Dataset
 
-from ipu_pipe.backends.ipu.model import Calls
-from ipu_pipe.backends.ipu.options import DataLoading
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, RunFault, first_line
+from ipu_pipe.job.config import Config
+from ipu_pipe.job.ipu.config import DataLoading, section_of
 
 STRATEGIES = {
     "shared_memory": "SharedMemory",
@@ -27,6 +27,52 @@ STRATEGIES = {
     "fork": "Fork",
     "forkserver": "ForkServer",
 }
+
+
+def as_input(value: torch.Tensor, precision: str) -> torch.Tensor:
+    """A tensor of a microbatch in the precision of the IPU's inputs."""
+    if not value.is_floating_point():
+        return value
+    return value.half() if precision.startswith("16") else value.float()
+
+
+def as_label(value: torch.Tensor) -> torch.Tensor:
+    """Labels of a microbatch: losses are taken in float32 whatever the inputs' precision."""
+    return value.float() if value.is_floating_point() else value
+
+
+class Calls(Dataset):  # type: ignore[type-arg]
+    """Inputs of PopTorch's calls in order, item i the one of updates first + i D and on: samples of D updates, of their
+    microbatches, of the replicas from `replica` on. It can go to another process."""
+
+    def __init__(
+        self, data: DataSource, config: Config, updates_per_epoch: int, first: int, updates: int, replica: int, replicas: int
+    ) -> None:  # fmt: skip
+        self._data, self._config, self._per_epoch = data, config, updates_per_epoch
+        self._first, self._iterations = first, section_of(config).device_iterations
+        self._count = max(updates - first, 0) // self._iterations
+        self._replicas = range(replica, replica + replicas)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        config = self._config
+        accumulate = config.gradient_accumulation
+        begin = (self._first + index * self._iterations) * accumulate
+        found = [
+            self._microbatch(m, replica)
+            for m in range(begin, begin + self._iterations * accumulate)
+            for replica in self._replicas
+        ]
+        return torch.cat([as_input(x, config.precision) for x, _ in found]), torch.cat([as_label(y) for _, y in found])
+
+    def _microbatch(self, m: int, replica: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        config = self._config
+        epoch, within = divmod(m, self._per_epoch * config.gradient_accumulation)
+        return self._data.train_batch(epoch, within * config.replicas + replica, config.micro_batch_size)
 
 
 class Reporting(Dataset):  # type: ignore[type-arg]

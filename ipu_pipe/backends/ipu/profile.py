@@ -10,7 +10,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
-from ipu_pipe.backends.ipu.options import IpuConfig, model_name
+from ipu_pipe.backends.ipu.options import model_name
+from ipu_pipe.job.ipu.config import IpuConfig
 from ipu_pipe.schedule.events import Counter, Event
 
 ALL = 0  # the device of events of the whole pipeline

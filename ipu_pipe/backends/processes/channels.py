@@ -22,7 +22,7 @@ from torch import nn
 
 from ipu_pipe.model.probe import undisturbed
 from ipu_pipe.schedule.methods import Method
-from ipu_pipe.update.rules import UpdateRules
+from ipu_pipe.update.apply import UpdateRules
 
 Link = Tuple[int, int, str]  # source stage, target stage, kind of message
 Channels = Mapping[Link, Any]  # -> process group

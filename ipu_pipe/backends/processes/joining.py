@@ -19,9 +19,10 @@ from typing import Any, Callable, Dict, List, Mapping, NoReturn, Sequence, TypeV
 import torch
 import torch.distributed as dist
 
-import ipu_pipe
+from ipu_pipe import __version__
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.job.config import Config, flat
+from ipu_pipe.job.comparing import flat
+from ipu_pipe.job.config import Config
 from ipu_pipe.launched import Launched
 
 POLL = 0.05  # seconds between looks at the store
@@ -38,7 +39,7 @@ Result = TypeVar("Result")
 def what_is_asked(config: Config, options: Mapping[str, object]) -> Asked:
     """All that every rank must have alike, by name, as JSON holds it."""
     settings = {key: value for key, value in flat(config.to_dict()).items() if key not in OWN_TO_A_MACHINE}
-    versions = {"version of ipu_pipe": ipu_pipe.__version__, "version of torch": str(torch.__version__)}
+    versions = {"version of ipu_pipe": __version__, "version of torch": str(torch.__version__)}
     given = {key: value if isinstance(value, (bool, type(None))) else str(value) for key, value in options.items()}
     return dict(json.loads(json.dumps({**versions, **given, **settings})))
 

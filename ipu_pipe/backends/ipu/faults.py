@@ -1,0 +1,118 @@
+"""What PopTorch raises, told in a line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+from typing import Any, Iterator, Optional, Sequence
+
+from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.job.config import Config
+from ipu_pipe.job.ipu.config import IpuConfig
+
+FRONT_END = (
+    AssertionError,
+    ValueError,
+    AttributeError,
+    TypeError,
+    KeyError,
+    IndexError,
+    NotImplementedError,
+    RuntimeError,
+)
+HINTS = (
+    (
+        ("Out of memory", "Memory allocation error"),
+        "take more stages or a smaller micro_batch_size, or recomputation, tensor_locations.optimizer.on_chip=false, "
+        "partials=half, another available_memory_proportion",
+    ),
+    (
+        ("Failed to acquire", "No IPU detected", "No device found"),
+        "see gc-info -l; backend.ipu.wait_for_ipu=true waits for others to end",
+    ),
+    (
+        ('Parameter "weight" is unsupported',),
+        "no class weights in PopTorch's losses: multiply what reduction='none' gives by the labels' weights",
+    ),
+)
+
+
+def forget_frames(error: Optional[BaseException]) -> None:
+    """Clear the local variables of the calls that an exception, and what it came from, has passed: one of them is what holds the
+    IPUs. Where it was raised stays known."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+@contextlib.contextmanager
+def told(doing: str) -> Iterator[None]:
+    """What PopTorch raises, of either family, becomes one line; errors that it calls recoverable pass."""
+    import poptorch
+
+    try:
+        yield
+    except (BadInput, RunFault, poptorch.RecoverableError):
+        raise
+    except poptorch.Error as error:
+        forget_frames(error)
+        raise RunFault(f"poptorch: {doing}: {said_by(error)}") from error
+    except FRONT_END as error:
+        forget_frames(error)
+        raise RunFault(f"poptorch: {doing}: {type(error).__name__}: {' '.join(str(error).split())[:400]}") from error
+
+
+def said_by(error: Any) -> str:
+    """What an error of PopTorch says: its kind, its message, and what helps where that is known."""
+    text = " ".join(str(error.message).split())
+    hint = next((hint for words, hint in HINTS if any(word in text for word in words)), "")
+    return f"{error.type}: {text[:400]}" + (f": {hint}" if hint else "")
+
+
+def check_hardware(ipu: IpuConfig, count: int) -> None:
+    """Refuse (BadInput) where so many IPUs are not there, before a compilation that may take an hour."""
+    import poptorch
+
+    simulated = ipu.use_ipu_model or ipu.offline_target is not None
+    if simulated or ipu.wait_for_ipu or os.environ.get("POPTORCH_IPU_MODEL", "0") not in ("", "0"):
+        return
+    if not poptorch.ipuHardwareIsAvailable(count):
+        raise BadInput(
+            f"backend.name: poptorch: this machine has no device of {count} IPUs: take fewer stages or replicas, or compile "
+            "without one: backend.ipu.compile_only=true backend.ipu.offline_target=2"
+        )
+
+
+def check_finite(config: Config, update: int, losses: Sequence[float]) -> None:
+    """RunFault for a loss that is no finite number."""
+    wrong = [loss for loss in losses if loss != loss or abs(loss) == float("inf")]
+    if wrong and not config.allow_nonfinite:
+        raise RunFault(
+            f"update {update} of method {config.method}: the training loss is {wrong[0]}; a smaller optimizer.lr or "
+            "lr_schedule.warmup_steps may help, with half precision another backend.ipu.loss_scaling "
+            "(allow_nonfinite: true goes "
+            "on regardless)"
+        )
+
+
+@contextlib.contextmanager
+def told_of_block(rank: int, doing: str) -> Iterator[None]:
+    """What goes wrong here, told with rank and block. A device error ends the run: the other blocks cannot go back."""
+    import poptorch
+
+    try:
+        yield
+    except BadInput:
+        raise
+    except poptorch.RecoverableError as error:
+        raise RunFault(
+            f"rank {rank}, block {rank}: device error ({error.recovery_action}): {error.message}: do "
+            "what it asks for, then"
+            " go on with --resume"
+        ) from error
+    except RunFault as error:
+        raise RunFault(f"rank {rank}, block {rank}: {error}") from error
+    except RuntimeError as error:  # of torch.distributed
+        said = " ".join(str(error).split())[:200]
+        raise RunFault(f"rank {rank}, block {rank}: {doing}: another rank is lost: {said}") from error

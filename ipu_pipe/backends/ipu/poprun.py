@@ -1,0 +1,52 @@
+"""Graphcore's launcher: each of the processes that it starts drives some of the replicas. Not run on hardware."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any, Callable, NamedTuple, Optional
+
+import torch.distributed as dist
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.config import Config
+from ipu_pipe.job.ipu.placement import under_poprun
+
+
+class Instance(NamedTuple):
+    """This process's share: replicas `first` to `first + replicas`. `base`: makes popdist's options, None without "
+    "poprun."""
+
+    first: int
+    replicas: int
+    base: Optional[Callable[[int], Any]] = None
+
+
+def instance(config: Config) -> Instance:
+    """What this process does of the run. Raises BadInput where poprun started another number of replicas."""
+    if not under_poprun():
+        return Instance(0, config.replicas)
+    import popdist
+    import popdist.poptorch
+
+    popdist.init()
+    local, total = popdist.getNumLocalReplicas(), popdist.getNumTotalReplicas()
+    if total != config.replicas:
+        raise BadInput(f"replicas: {config.replicas}: poprun started {total} (--num-replicas): must be the same")
+    return Instance(
+        popdist.getInstanceIndex() * local, local, lambda ipus: popdist.poptorch.Options(ipus_per_replica=ipus)
+    )
+
+
+def join_poprun(deadline: float) -> None:
+    """poprun's instances also meet in a gloo group, by which the first one's word goes to all (not run on hardware). MASTER_ADDR
+    and MASTER_PORT say where, 127.0.0.1 and 29500 by default."""
+    import popdist
+
+    popdist.init()
+    rank, world = popdist.getInstanceIndex(), popdist.getNumInstances()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))  # what the rest of the package asks
+    if world > 1 and not dist.is_initialized():
+        where = f"tcp://{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '29500')}"
+        patience = datetime.timedelta(seconds=max(deadline, 3600.0))  # one compiles while the others wait
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world, timeout=patience)

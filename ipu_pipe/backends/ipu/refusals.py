@@ -1,0 +1,116 @@
+"""What no IPU can do once the model is there, each with its remedy. See ipu_pipe.job.ipu.refusals for the config alone."""
+
+from __future__ import annotations
+
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
+
+from ipu_pipe.backends.ipu.facts import ModelFacts
+from ipu_pipe.backends.ipu.optimizer import ACCUMULATORS
+from ipu_pipe.job.config import Config
+from ipu_pipe.job.ipu.config import IpuConfig, key_said, section_of
+from ipu_pipe.job.ipu.methods import is_pipelined
+from ipu_pipe.job.ipu.placement import MOST_IPUS, Placement, placement, placement_faults, reserved
+from ipu_pipe.job.ipu.refusals import location_faults
+from ipu_pipe.schedule.methods import Method, resolve_method
+
+_UNREAD = ("maximize", "differentiable", "capturable", "amsgrad", "nesterov")
+
+
+def refuses(config: Config, facts: ModelFacts, local_replicas: Optional[int] = None) -> List[str]:
+    """Reasons why PopTorch cannot run the job, each with its remedy; empty if none is known. `local_replicas`: of this process,
+    where poprun started several."""
+    ipu = section_of(config)
+    method = resolve_method(config.method, config.method_settings())
+    if local_replicas is not None:
+        config = config.model_copy(update={"replicas": local_replicas})
+    decoupled = ipu.local == "decoupled" and method.structure is not None
+    faults = [] if decoupled else placement_faults(config, ipu, method, facts.stages)
+    if faults:
+        return faults
+    place = Placement((0,)) if decoupled else placement(ipu, facts.stages)
+    if decoupled and ipu.ipu_ids is not None and len(ipu.ipu_ids) != facts.stages:
+        faults.append(f"{key_said('ipu_ids', ipu.ipu_ids)}: must name a device for each of {facts.stages} blocks")
+    shares = ipu.available_memory_proportion
+    if decoupled and isinstance(shares, list) and len(shares) != facts.stages:
+        faults.append(
+            f"{key_said('available_memory_proportion', shares)}: must be one number, or {facts.stages}, one a block"
+        )
+    if not decoupled:
+        faults += _layout_faults(facts, place, method)
+    if facts.moving and config.replicas > 1 and ipu.broadcast_buffers:
+        faults.append(
+            f"{key_said('broadcast_buffers', True)}: training writes {_some(facts.moving)} on each of {config.replicas} "
+            "replicas apart, which "
+            "PopTorch does not broadcast: set it to false (the first replica's are kept), or use GroupNorm"
+        )
+    if local_replicas is not None:
+        faults += location_faults(config, ipu)  # weights are sharded over a process's own replicas
+        if reserved(place.ipus * local_replicas) > MOST_IPUS:
+            faults.append(
+                f"replicas: {local_replicas} of each process on {place.ipus} IPUs: a process drives at most {MOST_IPUS}: start"
+                " more with poprun --num-instances"
+            )
+    faults += _kind_faults(facts.optimizer, ipu, config.clip is not None)
+    if ipu.device_iterations > 1:
+        faults += _alignment_faults(config, ipu.device_iterations, facts)
+    return faults
+
+
+def _layout_faults(facts: ModelFacts, place: Placement, method: Method) -> List[str]:
+    faults = []
+    if facts.empty:
+        faults.append(
+            f"stages: {', '.join(map(str, facts.empty))}: nothing begins there, so it cannot be on an IPU: take fewer "
+            "stages, or names"
+        )
+    if list(facts.order) != sorted(set(facts.order)):
+        faults.append(
+            f"stages: a forward begins them in the order {', '.join(map(str, facts.order))}: on IPUs each must begin "
+            "once, in order"
+        )
+    for name, stages in facts.shared.items():
+        used = sorted({place.ipu_of[s] for s in stages})
+        if len(used) > 1 and is_pipelined(method):
+            faults.append(
+                f"model: {name}: used by stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, used))}, but "
+                "a weight or buffer "
+                "lies on one: put them on the same with backend.ipu.ipus, or cut elsewhere"
+            )
+    return faults
+
+
+def _kind_faults(optimizer: Tuple[str, Sequence[Mapping[str, Any]]], ipu: IpuConfig, clips: bool) -> List[str]:
+    """What PopTorch has not of the optimizer that trains, whatever the config's own says."""
+    kind, groups = optimizer
+    if kind not in ACCUMULATORS:
+        return [f"optimizer: {kind}: PopTorch has none such: must be torch.optim's {', '.join(ACCUMULATORS)}"]
+    set_ = [key for key in _UNREAD if any(group.get(key) for group in groups)]
+    faults = [f"optimizer.{key}: true: PopTorch does not have it: must be false" for key in set_]
+    for key in sorted({key for keys in ACCUMULATORS.values() for key in keys}):
+        if getattr(ipu, key) != "float32" and key not in ACCUMULATORS[kind]:
+            owners = [name for name, keys in ACCUMULATORS.items() if key in keys]
+            faults.append(f"{key_said(key, getattr(ipu, key))}: {kind} has none: it is of {', '.join(owners)}")
+    if ipu.use_combined_accum and kind != "SGD":
+        faults.append(f"{key_said('use_combined_accum', True)}: {kind} has none: it is of SGD")
+    if clips and kind == "RMSprop":
+        faults.append("clip: PopTorch clips with SGD, Adam and AdamW alone, not with RMSprop: must be null")
+    return faults
+
+
+def _alignment_faults(config: Config, iterations: int, facts: ModelFacts) -> List[str]:
+    key, every = key_said("device_iterations", iterations), config.evaluate.every * facts.updates_per_epoch
+    faults = []
+    if facts.updates % iterations:
+        faults.append(f"{key}: a call is so many updates: must divide the run's {facts.updates} (steps, epochs)")
+    elif every and every < facts.updates and every % iterations:
+        faults.append(f"{key}: must divide the {every} updates between evaluations (evaluate.every)")
+    milestones = [epoch * facts.updates_per_epoch for epoch in config.lr_schedule.milestones]
+    if any(-(-m // 1) % iterations for m in milestones):
+        faults.append(
+            f"{key}: the updates of a call share one learning rate: must divide lr_schedule.milestones in updates"
+        )
+    return faults
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,198 @@
+"""A job's model and loss in the form that PopTorch compiles.
+
+    forward(x, y)   body(x) -> outputs -> losses, all inside, so that the whole is one graph
+                    -> final loss, loss of each block (P,), right and counted labels of each block (P, 2)
+    forward(x)      -> outputs, for evaluation
+
+Blocks with losses of their own (local-parallel training) in one graph: their boundaries are detached and their losses summed,
+so that each block's gradient is its own loss's alone. A loss is computed where its block is, before the next one begins:
+
+    IPU 0: block 0, head 0, loss 0 | IPU 1: block 1, head 1, loss 1 | IPU 2: block 2, loss 2, sum
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from ipu_pipe.backends.ipu.options import stage_name
+from ipu_pipe.job.evaluation import right_answers
+from ipu_pipe.job.ipu.config import IpuConfig
+from ipu_pipe.local.blocks import HEADS, SumOfLosses, blocks_of, one_activation
+from ipu_pipe.model.cutting import Piece
+from ipu_pipe.model.probe import Loss
+from ipu_pipe.model.stages import Partition
+
+OVERLAP = {"accumulation_loop": "OverlapAccumulationLoop", "device_iteration_loop": "OverlapDeviceIterationLoop"}
+
+
+class Whole(nn.Module):
+    """A copy of a model with one loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model)
+
+    def walk(self, x: torch.Tensor) -> Iterator[Tuple[Any, Any]]:
+        """The model's output, and nothing to hand on."""
+        yield self.model(x), None
+
+
+class LocalBlocks(nn.Module):
+    """Copies of a model's blocks with losses of their own, in one graph: all of them, or some from number `first` on."""
+
+    def __init__(self, model: nn.Module, heads: nn.ModuleDict, cut: Sequence[Piece], first: int = 0) -> None:
+        super().__init__()
+        self.model, self.heads = model, heads
+        self._pieces = tuple(recut(piece, model) for piece in cut)  # no children: their modules are the model's
+        self._first = first
+        last = len(cut) - 1
+        self.losses = sum(i == last or str(first + i) in heads for i in range(len(cut)))
+
+    def __deepcopy__(self, memo: Dict[int, Any]) -> "LocalBlocks":
+        model, heads = copy.deepcopy(self.model, memo), copy.deepcopy(self.heads, memo)
+        memo[id(self)] = made = LocalBlocks(model, heads, self._pieces, self._first)
+        made.training = self.training
+        return made
+
+    def walk(self, x: torch.Tensor) -> Iterator[Tuple[Any, Any]]:
+        """(outputs, activations handed on without a gradient) of each block that has a loss, the model's own last; what asks for
+        the next one runs it."""
+        value: Any = x
+        for index, piece in enumerate(self._pieces, self._first):
+            value = piece(value)
+            onward = tree_map(torch.Tensor.detach, value)
+            if str(index) in self.heads:
+                yield self.heads[str(index)](one_activation(value)), onward
+            elif piece is self._pieces[-1]:
+                yield value, onward
+            value = onward
+
+
+def skeleton(piece: Piece) -> nn.Module:
+    """A module that holds copies of one piece's modules and weights, and no others, under the model's names."""
+    root, memo = nn.Module(), {}  # type: ignore[var-annotated]
+    for name, link in zip(piece.names, piece.links):
+        owner, _, last = name.rpartition(".")
+        _grown(root, owner)._modules[last] = copy.deepcopy(link, memo)
+    for name in piece._own:
+        owner, _, last = name.rpartition(".")
+        tensor = getattr(piece._whole[0].get_submodule(owner), last)
+        kind = "_parameters" if isinstance(tensor, nn.Parameter) else "_buffers"
+        getattr(_grown(root, owner), kind)[last] = copy.deepcopy(tensor, memo)
+    return root
+
+
+def _grown(root: nn.Module, path: str) -> nn.Module:
+    """The module at `path`, made where there is none."""
+    for part in filter(None, path.split(".")):
+        root._modules.setdefault(part, nn.Module())
+        root = root._modules[part]  # type: ignore[assignment]
+    return root
+
+
+def recut(piece: Piece, model: nn.Module) -> Piece:
+    """The same piece of a copy of its model."""
+    made = Piece(model, piece._nodes, piece._enters, piece._leaves)
+    made.begins_in_place = piece.begins_in_place
+    return made
+
+
+class Wrapped(nn.Module):
+    """What PopTorch compiles. `narrow`: outputs are half precision; losses are taken in float32. `overlap`: of the input with
+    computing, PopTorch's name of the mode. `hands_on`: gives the activations for the next block, too."""
+
+    def __init__(
+        self,
+        body: nn.Module,
+        loss: Loss,
+        narrow: bool = False,
+        overlap: Optional[str] = None,
+        hands_on: bool = False,
+    ) -> None:
+        super().__init__()
+        each = loss.each if isinstance(loss, SumOfLosses) else loss
+        self.body = body
+        # one for each block: a tensor of the loss's own cannot be on two IPUs
+        copies = getattr(body, "losses", 1)
+        self.loss: Any = [each] * copies
+        if isinstance(each, nn.Module):
+            self.loss = nn.ModuleList([copy.deepcopy(each) for _ in range(copies)])
+        self._narrow, self._overlap, self._hands_on = narrow, overlap, hands_on
+
+    def forward(self, x: torch.Tensor, y: Optional[torch.Tensor] = None) -> Any:
+        """x: a microbatch, y: its labels in training. See above for what it gives."""
+        import poptorch
+
+        poptorch.Block.start(stage_name(0))  # what comes before the first boundary would belong to no listed block
+        if self._overlap is not None:
+            x = poptorch.set_overlap_for_input(x, getattr(poptorch.OverlapMode, self._overlap))
+        found, handed = [], ()
+        for loss, (output, onward) in zip(self.loss, self.body.walk(x)):  # type: ignore[operator]
+            found.append(output if y is None else self._judge(loss, output, y))
+            handed = (onward,) if self._hands_on else ()  # type: ignore[assignment]
+        return (*found, *handed) if y is None else (*self._together(found), *handed)
+
+    def _together(self, found: Sequence[Tuple[torch.Tensor, Optional[torch.Tensor]]]) -> Sequence[torch.Tensor]:
+        """The final loss, the losses, the right answers where they have a meaning."""
+        import poptorch
+
+        losses = [loss for loss, _ in found]
+        total = losses[0]
+        for loss in losses[1:]:
+            total = total + loss
+        given = (poptorch.identity_loss(total, "none"), torch.stack([loss.detach().reshape(()) for loss in losses]))
+        answers = [right for _, right in found if right is not None]
+        return (*given, torch.stack(answers)) if len(answers) == len(found) else given
+
+    def _judge(self, each: Loss, output: Any, y: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+        """Loss and right answers of one block's outputs."""
+        if self._narrow:
+            output = tree_map(lambda t: t.float() if t.is_floating_point() else t, output)
+        return each(output, y), right_answers(output, y)
+
+
+_PREFIXES = (("body.model.", ""), ("body.heads.", f"{HEADS}."))
+
+
+def unsplit(name: str) -> Optional[str]:
+    """The name in the user's model of a tensor of Wrapped; None for the loss's own."""
+    for prefix, own in _PREFIXES:
+        if name.startswith(prefix):
+            return own + name[len(prefix) :]
+    return None
+
+
+def wrap(model: nn.Module, loss: Loss, part: Partition, precision: str, ipu: IpuConfig) -> Wrapped:
+    """A copy of the model as PopTorch wants it, its stages marked. The user's own stays as it is."""
+    import poptorch
+
+    blocks = blocks_of(model)
+    if blocks is None:
+        body: nn.Module = Whole(model)
+    else:
+        body = LocalBlocks(copy.deepcopy(blocks.model), copy.deepcopy(blocks.heads), blocks.pieces)
+    if precision == "16.16":
+        body.half()
+    for name, stage in part.begins.items():
+        poptorch.BeginBlock(body.model.get_submodule(name), stage_name(stage))  # type: ignore[operator,union-attr]
+    narrow, overlap = precision.startswith("16"), OVERLAP.get(ipu.overlapped_io)
+    return Wrapped(body, loss, narrow, overlap).train()
+
+
+def wrap_block(model: nn.Module, loss: Loss, index: int, precision: str, ipu: IpuConfig) -> Wrapped:
+    """A copy of one block with a loss of its own, for an IPU of its own; it hands its activations on unless it is "
+    "the last."""
+    blocks = blocks_of(model)
+    assert blocks is not None
+    piece, head = blocks.pieces[index], blocks.head(index)
+    heads = nn.ModuleDict({} if head is None else {str(index): copy.deepcopy(head)})
+    body = LocalBlocks(skeleton(piece), heads, [piece], index)
+    if precision == "16.16":
+        body.half()
+    hands_on = index < len(blocks.pieces) - 1
+    return Wrapped(body, loss, precision.startswith("16"), OVERLAP.get(ipu.overlapped_io), hands_on).train()

@@ -1,0 +1,43 @@
+"""Configs written, and two of them compared."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Tuple
+
+from ipu_pipe.job.config import Config
+from ipu_pipe.job.yaml_files import write
+from ipu_pipe.shown import shown
+
+
+def dump(config: Config) -> str:
+    """The resolved config as YAML that loads to the same config."""
+    return write(config.to_dict())
+
+
+def as_recorded(old: Config, new: Config) -> Config:
+    """`new` with the stages of `old`, a run's own config, where those are as many as `new` says to measure by time."""
+    measured = isinstance(new.stages, dict) and new.stages.get("by") == "time"
+    if measured and isinstance(old.stages, list) and len(old.stages) + 1 == new.stages["count"]:
+        return new.model_copy(update={"stages": old.stages})
+    return new
+
+
+def changed(old: Config, new: Config) -> List[Tuple[str, Any, Any]]:
+    """(key, old value, new value) for every value in which the two differ; a key that one lacks counts as null."""
+    a, b = flat(old.to_dict()), flat(new.to_dict())
+    return [(key, a.get(key), b.get(key)) for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
+
+
+def differences(old: Config, new: Config) -> List[str]:
+    """`key: old -> new` for every value in which the two differ."""
+    return [f"{shown(key)}: {shown(before)} -> {shown(after)}" for key, before, after in changed(old, new)]
+
+
+def flat(value: Any, key: str = "") -> Dict[str, Any]:
+    """Nested mappings as one, by `outer.inner` keys."""
+    if not isinstance(value, dict) or not value:
+        return {key: value}
+    found: Dict[str, Any] = {}
+    for name, item in value.items():
+        found.update(flat(item, f"{key}.{name}" if key else str(name)))
+    return found

@@ -1,0 +1,147 @@
+"""The config section `backend.ipu`: what can be said of a run on Graphcore IPUs. No torch and no PopTorch here.
+
+Source: PopTorch, branch sdk-release-3.4 (poptorch/python/options.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Union
+
+from pydantic import BeforeValidator, StrictBool, field_validator
+from typing_extensions import Annotated, Literal
+
+from ipu_pipe.job.values import Count, NotNegative, Positive, Section, Whole, number
+
+if TYPE_CHECKING:
+    from ipu_pipe.job.config import Config
+
+LOCATIONS = ("activation", "weight", "optimizer", "accumulator")
+
+
+def _io_tiles(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 32 <= value <= 192 or value % 2:
+        raise ValueError("must be an even number from 32 to 192")
+    return value
+
+
+def _proportion(value: Any) -> Any:
+    """Null, a share of each IPU's memory, or one for each IPU."""
+    given = value if isinstance(value, (list, tuple)) else [value]
+    shares = [number(share) for share in given]
+    if value is None or (shares and all(share is not None and 0 <= share <= 1 for share in shares)):
+        return value if value is None else shares if isinstance(value, (list, tuple)) else shares[0]
+    raise ValueError("must be null, a number from 0 to 1, or a list of such, one an IPU")
+
+
+class TensorLocation(Section):
+    """Where tensors of one class live (poptorch.TensorLocationSettings); null: where PopTorch puts them."""
+
+    on_chip: Optional[StrictBool] = None
+    replicated_tensor_sharding: StrictBool = False
+    min_elements_for_off_chip: Optional[Whole] = None
+    min_elements_for_replicated_tensor_sharding: Optional[Whole] = None
+    io_tiles_to_load: StrictBool = False
+    io_tiles_to_store: StrictBool = False
+
+
+class TensorLocations(Section):
+    """Options.TensorLocations. `num_io_tiles`: tiles of each IPU set aside for input and output."""
+
+    activation: TensorLocation = TensorLocation()
+    weight: TensorLocation = TensorLocation()
+    optimizer: TensorLocation = TensorLocation()
+    accumulator: TensorLocation = TensorLocation()
+    num_io_tiles: Optional[Annotated[int, BeforeValidator(_io_tiles)]] = None
+
+
+class DataLoading(Section):
+    """How a call's input is made: `sync`, when it is asked for, or `async`, ahead of time in a process of its own, through
+    shared memory (poptorch.AsynchronousDataAccessor)."""
+
+    mode: Literal["sync", "async"] = "sync"
+    buffer_size: Count = 3
+    miss_sleep_time_in_ms: NotNegative = 0.1
+    early_preload: StrictBool = False
+    sharing_strategy: Literal["shared_memory", "file_system", "fork", "forkserver"] = "forkserver"
+
+
+class Profile(Section):
+    """Graph and execution profile (`profile.pop`) under `directory`, and system trace (`.pvti`) under `pvti`. Full profiles
+    change memory and times. `blocks`: only Block programs whose names match (PopVision's lightweight profile)."""
+
+    directory: Optional[str] = None
+    pvti: Optional[str] = None
+    blocks: Optional[str] = None
+
+
+class IpuConfig(Section):
+    """Keys of `backend: {name: poptorch, ipu: {...}}`: poptorch.Options under their own names, with PopTorch's defaults but
+    for `output_mode` (PopTorch's, `final`, would report the loss of a batch's last microbatch). docs/ipu.md has the list."""
+
+    device_iterations: Count = 1
+    inference_device_iterations: Optional[Count] = None
+    ipus: Optional[List[Whole]] = None
+    ipu_ids: Optional[List[Whole]] = None
+    auto_round_num_ipus: StrictBool = False
+    broadcast_buffers: StrictBool = True
+    local: Literal["fused", "decoupled"] = "fused"
+    detach_for_evaluation: StrictBool = True
+
+    available_memory_proportion: Annotated[Union[None, float, List[float]], BeforeValidator(_proportion)] = None
+    partials: Literal["float", "half"] = "float"
+    stochastic_rounding: StrictBool = False
+    floating_point_exceptions: StrictBool = False
+    stable_norm: StrictBool = False
+    convolution_dithering: StrictBool = False
+    loss_scaling: Positive = 1.0
+    automatic_loss_scaling: StrictBool = False
+    mean_reduction_strategy: Literal["post", "running", "post_and_loss"] = "post"
+    use_combined_accum: StrictBool = False
+    accum_type: Literal["float32", "float16"] = "float32"
+    velocity_accum_type: Literal["float32", "float16"] = "float32"
+    first_order_momentum_accum_type: Literal["float32", "float16"] = "float32"
+    second_order_momentum_accum_type: Literal["float32", "float16"] = "float32"
+
+    recomputation: Literal["auto", "none", "standard", "norm_only", "pipeline", "recompute_all"] = "auto"
+    tensor_locations: TensorLocations = TensorLocations()
+    overlapped_io: Literal["none", "accumulation_loop", "device_iteration_loop"] = "none"
+    prefetch_buffering_depth: Optional[Count] = None
+
+    output_mode: Literal["all", "final", "sum", "every_n"] = "all"
+    output_return_period: Count = 1
+    data_loading: DataLoading = DataLoading()
+    synthetic_data: StrictBool = False
+
+    executable_cache: Optional[str] = None
+    compile_only: StrictBool = False
+    use_ipu_model: StrictBool = False
+    offline_target: Optional[Literal[1, 2, 21]] = None
+    connection_type: Literal["always", "on_demand"] = "always"
+    wait_for_ipu: StrictBool = False
+    sync_pattern: Literal["full", "single_pipeline", "replica_and_ladder"] = "full"
+    progress_bar: StrictBool = True
+
+    log_cycle_count: StrictBool = False
+    profile: Profile = Profile()
+    engine_options: Dict[str, str] = {}
+    popart_options: Dict[str, Any] = {}
+
+    @field_validator("popart_options")
+    @classmethod
+    def _popart(cls, value: Dict[str, Any]) -> Dict[str, Any]:
+        wrong = [key for key, one in value.items() if not isinstance(one, (bool, int, float, str, list, dict))]
+        if wrong:
+            raise ValueError(f"{wrong[0]}: must be a number, text, true, false, a list or a mapping")
+        return value
+
+
+def section_of(config: Config) -> IpuConfig:
+    """`backend.ipu` of a config whose backend is poptorch, which always has it."""
+    assert config.backend.ipu is not None
+    return config.backend.ipu
+
+
+def key_said(name: str, value: Any) -> str:
+    """A key of the section and its value, as the lines about them begin."""
+    shown = {True: "true", False: "false"}.get(value, value) if isinstance(value, bool) else value
+    return f"backend.ipu.{name}: {shown}"

@@ -1,0 +1,133 @@
+"""The sections of `method_args`: changes of a method's axes, and its update rules."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, List, Optional
+
+from pydantic import StrictBool, field_validator, model_validator
+from typing_extensions import Annotated, Literal
+
+from ipu_pipe.job.values import (
+    Count,
+    Delayed,
+    Epochs,
+    Fraction,
+    NotNegative,
+    Positive,
+    Section,
+    fault_at,
+    number,
+    whole,
+)
+
+
+class T1(Section):
+    """Learning-rate rescheduling. `anneal_updates`: K, from the lr_schedule if null (see ipu_pipe.update.rules)."""
+
+    anneal_updates: Optional[Count] = None
+
+
+class T2(Section):
+    """Discrepancy correction. `decay`: D, or `optimal` for the optimum on a quadratic; null is exp(-2)."""
+
+    decay: Any = math.exp(-2)
+
+    @field_validator("decay")
+    @classmethod
+    def _decay(cls, value: Any) -> Any:
+        share = number(value)
+        if value == "optimal" or (share is not None and 0 < share < 1):
+            return value if value == "optimal" else share
+        raise ValueError("must be a number > 0 and < 1, or optimal")
+
+
+class Warmup(Section):
+    """Synchronous training in the first `epochs` (a fraction is rounded to updates)."""
+
+    epochs: Epochs
+
+
+class Recompute(Section):
+    """Activations recomputed in so many segments of stages; the square root of the stages if null."""
+
+    segments: Optional[Count] = None
+
+
+class Hogwild(Section):
+    """Delays drawn from an exponential distribution over 0..`max` updates, `mean`: of all stages or one each; null: the
+    stage's lag in the method's pipeline."""
+
+    mean: Any = None
+    max: Annotated[int, whole(1, 1_000_000)]
+
+    @field_validator("mean")
+    @classmethod
+    def _mean(cls, value: Any) -> Any:
+        given = value if isinstance(value, (list, tuple)) else [value]
+        numbers = [number(item) for item in given]
+        if value is None or (numbers and all(number is not None and number >= 0 for number in numbers)):
+            return value if value is None else numbers if isinstance(value, (list, tuple)) else numbers[0]
+        raise ValueError("must be null, a number >= 0, or a list of such, one a stage")
+
+
+class ConstantDelay(Section):
+    """Every forward reads weights `updates` older than those to which its gradient is applied."""
+
+    updates: Delayed
+
+
+class SpikeCompensation(Section):
+    """SC_kD with k = `scale`, or any `a` and `b`."""
+
+    scale: Positive = 1.0
+    a: Optional[NotNegative] = None
+    b: Optional[NotNegative] = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> "SpikeCompensation":
+        if (self.a is None) != (self.b is None):
+            raise fault_at(
+                "a" if self.a is not None else "b", self.a if self.a is not None else self.b, "a and b go together"
+            )
+        if self.a is not None and self.scale != 1.0:
+            raise fault_at("scale", self.scale, "either scale, or a and b")
+        return self
+
+
+class WeightPrediction(Section):
+    """Linear weight prediction over `scale` times the lag."""
+
+    form: Literal["velocity", "difference"] = "velocity"
+    scale: Positive = 1.0
+
+
+class GradientShrinking(Section):
+    """Gradients times `factor` to the power of the lag."""
+
+    factor: Fraction
+
+
+class MethodArgs(Section):
+    """Changes of the method's axes, see schedule.methods, and its update rules, see update.rules. Of local-parallel methods:
+    `head`, "module:function" that makes an auxiliary head; `block_rates`, what the learning rate is multiplied by, and
+    `block_accumulation`, of how many updates' gradients a step is made, one for each block."""
+
+    schedule: Optional[Literal["1f1b", "dataflow"]] = None
+    turn: Optional[Annotated[int, whole(0, 1)]] = None
+    stash: Optional[StrictBool] = None
+    hogwild: Optional[Hogwild] = None
+    constant_delay: Optional[ConstantDelay] = None
+    recompute: Optional[Recompute] = None
+    warmup: Optional[Warmup] = None
+    t1: Optional[T1] = None
+    t2: Optional[T2] = None
+    spike_compensation: Optional[SpikeCompensation] = None
+    weight_prediction: Optional[WeightPrediction] = None
+    gradient_shrinking: Optional[GradientShrinking] = None
+    blocks: Any = None
+    overlap: Any = None
+    layers: Any = None
+    head: Optional[str] = None
+    block_rates: Optional[List[Positive]] = None
+    block_accumulation: Optional[List[Count]] = None

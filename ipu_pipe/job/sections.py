@@ -1,0 +1,175 @@
+"""The sections of a config that stand for themselves: model, data, optimizer, rates, clipping, evaluation, logs, stages."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Tuple, Union
+
+from pydantic import BaseModel, ConfigDict, StrictBool, field_validator, model_validator
+from typing_extensions import Literal
+
+from ipu_pipe.job.values import (
+    Count,
+    Epochs,
+    NotNegative,
+    PathText,
+    Positive,
+    Section,
+    Share,
+    Stages,
+    Traced,
+    Whole,
+    fault_at,
+)
+
+GIVEN = "(given in Python)"
+
+
+class ModelConfig(Section):
+    """`entry`: "module:callable" that makes the model; `args`: its keyword arguments."""
+
+    entry: str
+    args: Dict[str, Any] = {}
+
+
+class DataConfig(BaseModel):
+    """`name`: a set of ipu_pipe.data or "module:callable" that makes a DataSource. Other keys are passed on to it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+    root: Optional[PathText] = None
+    subset: Optional[Count] = None
+    test_subset: Optional[Count] = None
+
+    def options(self) -> Dict[str, Any]:
+        """All keys but the name, those not given left out."""
+        return {key: value for key, value in self.model_dump().items() if key != "name" and value is not None}
+
+
+class OptimizerConfig(Section):
+    """A torch.optim optimizer. Settings that are null stay PyTorch's own. `reference_batch_size`: lr and momentum are those
+    for updates of so many samples, and are scaled to this run's (see ipu_pipe.update.rates.scaled_for_update_size)."""
+
+    name: str = "sgd"
+    lr: Optional[NotNegative] = 0.05
+    momentum: Optional[Share] = None
+    nesterov: Optional[StrictBool] = None
+    weight_decay: Optional[NotNegative] = None
+    betas: Optional[Tuple[Share, Share]] = None
+    eps: Optional[Positive] = None
+    no_decay: Union[str, List[str]] = []
+    reference_batch_size: Optional[Count] = None
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _name(cls, value: Any) -> Any:
+        if isinstance(value, str) and value in ("sgd", "adam", "adamw", GIVEN):
+            return value
+        raise ValueError("must be sgd, adam or adamw")
+
+    @field_validator("no_decay", mode="before")
+    @classmethod
+    def _patterns(cls, value: Any) -> Any:
+        if isinstance(value, str) or (isinstance(value, list) and all(isinstance(pattern, str) for pattern in value)):
+            return value
+        raise ValueError("must be norms_and_biases or a list of name patterns such as *.bias")
+
+    @model_validator(mode="after")
+    def _fits(self) -> "OptimizerConfig":
+        if self.lr is None and self.name != GIVEN:
+            raise fault_at("lr", None, "must be a number >= 0")
+        own = ("momentum", "nesterov") if self.name == "sgd" else ("betas", "eps")
+        for key in ("momentum", "nesterov", "betas", "eps"):
+            if getattr(self, key) is not None and key not in own:
+                why = f"{self.name} has no such setting, it has {', '.join(own)}"
+                raise fault_at(key, getattr(self, key), why)
+        if self.reference_batch_size and self.name != "sgd":
+            raise fault_at(
+                "reference_batch_size", self.reference_batch_size, f"the scaling is defined on sgd, not {self.name}"
+            )
+        if self.nesterov and not self.momentum:
+            raise fault_at("nesterov", True, "needs a momentum above 0")
+        return self
+
+    def settings(self) -> Dict[str, Any]:
+        """Keyword arguments of the torch.optim class."""
+        given = self.model_dump(exclude={"name", "no_decay", "reference_batch_size"})
+        return {key: value for key, value in given.items() if value is not None}
+
+
+class LrSchedule(Section):
+    """See ipu_pipe.update.rates. `milestones` in epochs, `warmup_steps` in updates."""
+
+    name: Literal["constant", "step", "cosine", "linear"] = "constant"
+    warmup_steps: Whole = 0
+    milestones: List[Epochs] = []
+    gamma: Positive = 0.1
+
+    @model_validator(mode="after")
+    def _fits(self) -> "LrSchedule":
+        if self.name == "step" and not self.milestones:
+            raise fault_at("milestones", [], "step needs at least one epoch at which the rate is multiplied by gamma")
+        if self.name != "step" and self.milestones:
+            raise fault_at("milestones", self.milestones, f"{self.name} has none, only step has")
+        return self
+
+
+class ClipConfig(Section):
+    """Gradient clipping to a norm: over all stages (`global`, synchronous methods), each `stage` alone, or by the newest global
+    norm that all stages know (`delayed_global`, asynchronous methods; see ipu_pipe.update.clipping.DelayedGlobalNorm)."""
+
+    norm: Positive
+    scope: Literal["global", "stage", "delayed_global"] = "global"
+
+
+class EvaluateConfig(Section):
+    """Evaluation after each `every` epochs (0: only before and after training), on the first `subset` test samples."""
+
+    every: Whole = 1
+    subset: Optional[Count] = None
+
+
+class CheckpointConfig(Section):
+    """A checkpoint at each evaluation and after each `every` updates; the newest `keep` and the best stay."""
+
+    every: Optional[Count] = None
+    keep: Count = 2
+
+
+class LogConfig(Section):
+    """A line of metrics.jsonl after each `every` updates; the first `trace_microbatches` in the trace."""
+
+    every: Count = 10
+    tensorboard: StrictBool = True
+    trace_microbatches: Traced = 512
+
+
+class StageCount(Section):
+    """A number of stages, balanced by a cost. Times differ from one measurement to the next: the folder of a run holds the
+    names of the modules at which its stages begin instead, and a resumed run has those (see `as_recorded`)."""
+
+    count: Stages
+    by: Literal["flops", "parameters", "time"] = "flops"
+
+
+class StageFinest(Section):
+    """A number of stages over which the weights are spread."""
+
+    finest: Stages
+
+
+class Description(Section):
+    """An object that took the place of a key: its qualified name and settings; of an optimizer also those of parameter groups
+    that have others."""
+
+    name: str
+    settings: Dict[str, Any] = {}
+    groups: List[Dict[str, Any]] = []
+
+
+class Given(Section):
+    """What Python gave in the place of the config's own; written by a run, and of no use on the command line."""
+
+    model: Optional[Description] = None
+    data: Optional[Description] = None
+    loss: Optional[Description] = None
+    optimizer: Optional[Description] = None

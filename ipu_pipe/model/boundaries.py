@@ -1,0 +1,148 @@
+"""Stages from boundaries between modules: which module begins which stage, and which parameters that gives it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Dict, List, Mapping, Sequence, Set, Tuple
+
+from torch import nn
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.model.execution import Call, answering, full_name, parameters_by_module
+from ipu_pipe.shown import nearest
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: its `index` from 0, the `name` of the module it begins with, and its parameters' unsplit names."""
+
+    index: int
+    name: str
+    parameters: Tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Stages of a model in order. `begins` maps the name of each module at which the stage changes to that stage.
+
+    `spread`: single weights were spread over the stages, so that the names in `begins` alone do not give them.
+    """
+
+    stages: Tuple[Stage, ...]
+    begins: Mapping[str, int]
+    spread: bool = False
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def begin_names(self) -> List[str]:
+        """The modules at which stages 1 and on begin, as a config's `stages` may say them."""
+        names: Dict[int, str] = {}
+        for name, stage in self.begins.items():
+            names.setdefault(stage, name)
+        return [names[stage] for stage in sorted(names) if stage]
+
+    def stage_of(self) -> Dict[str, int]:
+        """Stage index of every parameter, by its name in the unsplit model."""
+        return {name: stage.index for stage in self.stages for name in stage.parameters}
+
+
+def begins_at(calls: List[Call], marked: Set[str]) -> Dict[str, int]:
+    """Module name -> stage for the marked modules, in order. A mark opens a stage only if the current one has work."""
+    begins: Dict[str, int] = {}
+    stage, has_work = 0, False
+    for call in calls:
+        if call.name in marked and has_work:
+            stage, has_work = stage + 1, False
+            begins[call.name] = stage
+        has_work = has_work or call.works
+    return begins
+
+
+def check_names(model: nn.Module, calls: List[Call], names: Sequence[str]) -> None:
+    known = [name for name, _ in model.named_modules() if name]
+    run = {call.name for call in calls}
+    faults = []
+    for name in names:
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"nearest is {near}" if near else "see model.named_modules()"
+            faults.append(f"stages: {name}: the model has no module of that name, {hint}")
+        elif name not in run:
+            faults.append(
+                f"stages: {name}: this module does not run in the model's forward, so no stage can begin there"
+            )
+    if len(set(names)) != len(names):
+        faults.append("stages: a module is named twice")
+    if not faults:
+        opened = begins_at(calls, set(names))
+        order = [call.name for call in calls if call.name in set(names)]
+        if order != list(names):
+            faults.append(f"stages: names must stand in the order of execution: {', '.join(order)}")
+        first = next(call for call in calls if call.works).name
+        for name in names:
+            if name not in opened:
+                faults.append(
+                    f"stages: {name}: nothing runs between this boundary and the one before (the model begins at {first})"
+                )
+    if faults:
+        raise BadInput(faults)
+
+
+def from_begins(model: nn.Module, calls: List[Call], runs: List[str], begins: Dict[str, int]) -> Partition:
+    """Stages from boundaries between modules: a parameter lies where the module that owns it first runs."""
+    at_call = stage_at_call(calls, begins)
+    owner = {name: at_call[answering(name, at_call)] for name, _ in model.named_modules()}
+    stage_of = {full_name(m, p): owner[m] for m, p, _ in parameters_by_module(model)}
+    return finish(model, runs, calls, begins, stage_of)
+
+
+def stage_at_call(calls: List[Call], begins: Mapping[str, int]) -> Dict[str, int]:
+    at_call, stage = {}, 0
+    for call in calls:
+        stage = begins.get(call.name, stage)
+        at_call[call.name] = stage
+    return at_call
+
+
+def finish(
+    model: nn.Module, runs: List[str], calls: List[Call], begins: Dict[str, int], stage_of: Dict[str, int]
+) -> Partition:
+    _refuse_shared(model, runs, begins, stage_of)
+    count = 1 + max([0, *begins.values(), *stage_of.values()])
+    at_call = stage_at_call(calls, begins)
+    first_module: Dict[int, str] = {}
+    for call in calls:
+        if call.works:
+            first_module.setdefault(at_call[call.name], call.name)
+    names: List[List[str]] = [[] for _ in range(count)]
+    for name, _ in model.named_parameters():
+        names[stage_of[name]].append(name)
+    stages = tuple(Stage(s, first_module.get(s, ""), tuple(names[s])) for s in range(count))
+    return Partition(stages, begins)
+
+
+def _refuse_shared(model: nn.Module, runs: List[str], begins: Mapping[str, int], stage_of: Mapping[str, int]) -> None:
+    """A weight with two delays has no meaning: both uses must lie in one stage."""
+    first: Dict[int, str] = {}
+    faults = []
+    for module, own, parameter in parameters_by_module(model):
+        name = full_name(module, own)
+        other = first.setdefault(id(parameter), name)
+        if stage_of[other] != stage_of[name]:
+            faults.append(
+                f"stages: {other} on stage {stage_of[other]} and {name} on stage {stage_of[name]} are one shared weight: "
+                "both uses must lie in one stage"
+            )
+    reach: Dict[str, int] = {}
+    stage = 0
+    for name in runs:  # a module that runs again later uses its weights there
+        stage = max(stage, begins.get(name, stage))
+        owns = any(True for _ in model.get_submodule(name).parameters(recurse=False))
+        if owns and reach.setdefault(name, stage) != stage:
+            faults.append(
+                f"stages: {name} runs on stage {reach[name]} and again on stage {stage}: a weight used in two stages is "
+                "refused, both uses must lie in one stage"
+            )
+    if faults:
+        raise BadInput(faults)

@@ -1,0 +1,131 @@
+"""A number of stages: balanced by a cost between modules, or single weights spread over the stages."""
+
+from __future__ import annotations
+
+from typing import Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+from torch import nn
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.model.balance import Cuts, greatest
+from ipu_pipe.model.boundaries import Partition, Stage, begins_at, finish, from_begins
+from ipu_pipe.model.costs import costs_of
+from ipu_pipe.model.execution import Call, answering, modules_around, parameters_by_module
+
+TOP_SLACK = 1.5  # how much more the greatest stage may cost for a cut that every backend can make
+MOST_PLACES = 2000  # among which the best cut is searched, in time and memory of their square
+
+
+class _Place(NamedTuple):
+    """Where a stage may begin: at call `at`, of the module `name`, which cuts `through` so many modules that are no
+    sequences."""
+
+    at: int
+    name: str
+    through: int
+
+
+def spread(
+    model: nn.Module, calls: List[Call], runs: List[str], groups: List[Tuple[Call, List[str]]], count: int
+) -> Partition:
+    """Weight j of n on stage floor(j count / n); the stages between hold no weight."""
+    if not groups:
+        raise BadInput("stages: finest: the model has no weights")
+    stage_of: Dict[str, int] = {}
+    begins: Dict[str, int] = {}
+    for j, (call, names) in enumerate(groups):
+        stage = j * count // len(groups)
+        stage_of.update(dict.fromkeys(names, stage))
+        if stage and call.name not in begins and stage not in begins.values():
+            begins[call.name] = stage
+    made = finish(model, runs, calls, begins, stage_of)
+    empty = tuple(Stage(s, "", ()) for s in range(len(made), count))
+    return Partition(made.stages + empty, made.begins, spread=True)
+
+
+def balanced(
+    model: nn.Module,
+    calls: List[Call],
+    runs: List[str],
+    groups: List[Tuple[Call, List[str]]],
+    count: int,
+    by: str,
+    between_top: bool,
+) -> Partition:
+    """Exactly `count` stages: between modules of the top-level sequence, where every backend can cut, unless a stage of that
+    costs over TOP_SLACK times what it must; then at any modules, nested ones too."""
+    costs = costs_of(model, calls, groups, by)
+    places = _places(calls, _held_together(model, calls, runs))
+    if len(places) < count:  # what is shared cannot be divided: its refusal names it
+        places = _places(calls, set())
+    top = [place for place in places if place.through == 0]
+    starts: Optional[List[int]] = None
+    chosen, units = top, _sums(costs, top)
+    if count <= len(top):
+        starts = Cuts(units, [1] * len(top), [0] * len(top)).best(count)
+    if starts is None or not between_top:
+        while len(places) > max(MOST_PLACES, len(top)):
+            deepest = max(place.through for place in places)
+            places = [place for place in places if place.through < deepest]
+        order = {call.name: i for i, call in enumerate(calls)}
+        own = [0] * len(calls)
+        for call, _ in groups:
+            own[order[call.name]] += 1
+        weights = [int(total) for total in _sums(own, places)]
+        cuts = Cuts(_sums(costs, places), weights, [place.through for place in places])
+        if starts is None or greatest(units, starts) > TOP_SLACK * cuts.least(count):
+            chosen, starts = places, cuts.best(count)
+    if starts is None:  # several weights in one module
+        return spread(model, calls, runs, groups, count)
+    begins = begins_at(calls, {chosen[start].name for start in starts[1:]})
+    return from_begins(model, calls, runs, begins)
+
+
+def _places(calls: List[Call], together: Set[int]) -> List[_Place]:
+    """Where stages may begin, the model's beginning first: each holds a module that has no others running inside."""
+    found: List[_Place] = []
+    begun: Dict[str, int] = {}
+    since = 0  # the first call after the last module that works alone
+    for i, call in enumerate(calls):
+        begun[call.name] = i
+        if not call.alone:
+            continue
+        outer = next(k for k in range(since, i + 1) if k == i or not _is_sequence(calls[k].module))
+        name = calls[outer].name
+        through = [
+            around
+            for around in modules_around(name)
+            if around and begun.get(around, outer) < since and not _is_sequence(calls[begun[around]].module)
+        ]
+        if not found:
+            found.append(_Place(0, name, 0))
+        elif not together.intersection(range(since, outer + 1)):
+            found.append(_Place(outer, name, len(through)))
+        since = i + 1
+    return found
+
+
+def _is_sequence(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential)
+
+
+def _held_together(model: nn.Module, calls: List[Call], runs: List[str]) -> Set[int]:
+    """Calls at which no stage can begin: between two uses of one weight."""
+    order = {call.name: i for i, call in enumerate(calls)}
+    uses: Dict[int, List[int]] = {}
+    reached = 0
+    users = {name: answering(name, order) for name, _ in model.named_modules()}
+    owned: Dict[str, List[int]] = {}
+    for module, _, parameter in parameters_by_module(model):
+        owned.setdefault(users[module], []).append(id(parameter))
+    for name in runs:
+        reached = max(reached, order[name])
+        for weight in owned.get(name, ()):
+            uses.setdefault(weight, []).append(reached)
+    return {i for seen in uses.values() for i in range(min(seen) + 1, max(seen) + 1)}
+
+
+def _sums(values: Sequence[float], places: Sequence[_Place]) -> List[float]:
+    """Sums of the calls' values from each place to the next."""
+    edges = [*[place.at for place in places], len(values)]
+    return [float(sum(values[a:b])) for a, b in zip(edges, edges[1:])]

@@ -1,0 +1,133 @@
+"""What a run says: the plan before it starts, and the closing words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence
+
+import numpy as np
+
+from ipu_pipe.job.config import Config
+from ipu_pipe.job.record import DTYPES, Job
+from ipu_pipe.model.stages import describe
+from ipu_pipe.report.memory import memory_figures, memory_table
+from ipu_pipe.schedule.drawing import format_text
+
+MIB = 2**20
+SHOWN_STAGES = 12
+
+
+def opening(job: Job, done: int = 0) -> str:
+    """The plan in a few lines, for the start of a run."""
+    config = job.config
+    parameters = sum(p.numel() for p in job.model.parameters())
+    lines = [job.note] if job.note else []
+    others = job.own_types.others(DTYPES[config.precision]) if job.own_types is not None else []
+    if others:
+        lines.append(
+            f"precision: the model given in {' and '.join(others)} is trained in {config.precision}, and cast back at the end"
+        )
+    lines += [
+        f"{model_name(config)}: {parameters:,} parameters on {len(job.part)} stages; method {job.method.name}, "
+        f"backend {config.backend.name} on {job.device_kind}",
+        f"global batch size {job.batch} = micro_batch_size {config.micro_batch_size} x "
+        f"gradient_accumulation {config.gradient_accumulation} x replicas {config.replicas}; "
+        f"{job.updates - done} updates, {job.updates_per_epoch} an epoch",
+    ]
+    return "\n".join(lines)
+
+
+def plan(job: Job) -> str:
+    """All that `--dry-run` prints: stages, schedule, delays, predicted memory and traffic."""
+    table = memory_table(job)
+    lines = [
+        opening(job),
+        "",
+        "stage  begins with                      parameters   lag  copies  in flight  memory (MiB)  sends on (KiB)",
+    ]
+    rows = describe(job.part, job.model)
+    for (index, name, size), row in zip(rows, table):
+        if SHOWN_STAGES // 2 <= index < len(rows) - SHOWN_STAGES // 2:
+            lines += ["  ..."] if index == SHOWN_STAGES // 2 else []
+            continue
+        total = (row["weight_bytes"] + row["optimizer_bytes"] + row["activation_bytes"] + row["gradient_bytes"]) / MIB
+        sends = job.footprint.boundary_bytes[index] / 1024 if index < len(rows) - 1 else 0.0
+        lines.append(
+            f"{index:5d}  {name or '(no weights)':30s} {size:12,d} {row['forward_delay']:5d} {row['weight_copies']:7d} "
+            f"{row['in_flight']:10d} {total:13.2f} {sends:15.1f}"
+        )
+    busy = job.utilization()
+    weights, state, activations = (
+        sum(row[kind] for row in table) / MIB for kind in ("weight_bytes", "optimizer_bytes", "activation_bytes")
+    )
+    lines += [
+        "",
+        "lag: how many updates old the weights are that a forward reads when its gradient is used, greatest in the steady state",
+        "memory: weight versions, gradients, optimizer state and activations in flight, as planned from one microbatch",
+        f"in all: {weights:.1f} MiB weights, {state:.1f} optimizer, {activations:.1f} activations",
+        *_rated(job),
+        f"schedule: {job.schedule.slot_count:,} slots, stages busy {busy:.1%} of them (fill and drain included)",
+        "",
+        *_schedule_beginning(job),
+    ]
+    return "\n".join(lines)
+
+
+def _rated(job: Job) -> List[str]:
+    figures = memory_figures(job)
+    if figures is None:
+        return []
+    return [
+        f"weights, gradients and optimizer: {figures['weight_optimizer_copies']:.2f} copies of the weights, "
+        f"{figures['weight_optimizer_ratio']:.2f} of what the synchronous method holds"
+    ]
+
+
+def _schedule_beginning(job: Job) -> List[str]:
+    if len(job.part) > 40:
+        return [f"the schedule has {len(job.part)} rows: tools/schedule.py prints it"]
+    return ["its beginning:", format_text(job.schedule, last_slot=max(24, 2 * len(job.part) + 6))]
+
+
+def model_name(config: Config) -> str:
+    """The config's entry, or the class of the model that Python gave."""
+    given = config.given.model if config.given is not None else None
+    return config.model.entry if given is None else given.name
+
+
+def closing(report: Dict[str, Any], folder: Path) -> str:
+    """The readable summary at the end of a run; its last line is the contract's throughput line."""
+    first, last = report["initial"], report["final"]
+    lags = [stage["forward_delay"] for stage in report["stages"]]
+    copies = np.array([stage["weight_copies"] for stage in report["stages"]])
+    lines = [
+        "",
+        f"{report['method']} on {report['model']['stages']} stages: {report['steps']} updates of "
+        f"{report['batch']['global_batch_size']} samples",
+        f"  test accuracy {_percent(first['test_accuracy'])} -> {_percent(last['test_accuracy'])}, "
+        f"test loss {_number(first['test_loss'])} -> {_number(last['test_loss'])}, training loss {_number(last['train_loss'])}",
+        f"  stages busy {report['utilization']:.1%} of the schedule's slots; greatest lag {_range(lags)} updates; "
+        f"weight copies {_range(copies.tolist())} a stage",
+        "  where to look:",
+        f"    {folder / 'summary.json'}   all numbers",
+        f"    {folder / 'trace.json.gz'}  the schedule as executed: open it in ui.perfetto.dev",
+        f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir {folder}",
+        f"    {folder / 'checkpoints'}    weights",
+    ]
+    rate = report["throughput_samples_per_second"]
+    lines.append(
+        f"throughput: {rate:.1f} samples/sec" if rate is not None else "throughput: not measured (one update only)"
+    )
+    return "\n".join(lines)
+
+
+def _percent(value: Optional[float]) -> str:
+    return "unknown" if value is None else f"{value:.3f}"
+
+
+def _number(value: Optional[float]) -> str:
+    return "unknown" if value is None else f"{value:.4f}"
+
+
+def _range(values: Sequence[int]) -> str:
+    return str(values[0]) if min(values) == max(values) else f"{min(values)} to {max(values)}"

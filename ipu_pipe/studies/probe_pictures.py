@@ -1,0 +1,149 @@
+"""Plots and tables of what the probes of local-parallel training found."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import statistics
+from importlib import util
+from pathlib import Path
+from typing import Any, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+from ipu_pipe.errors import BadInput, writing
+
+
+def check_plots() -> None:
+    """Refuse (BadInput) before anything is trained where nothing can be drawn."""
+    if util.find_spec("matplotlib") is None:
+        raise BadInput("plots need matplotlib, which is not installed: pip install matplotlib")
+
+
+@contextlib.contextmanager
+def _figure(file: Path, size: Tuple[float, float], panels: int = 1) -> Iterator[List[Any]]:
+    """The axes of so many panels side by side, each of `size` inches; written to `file` at the end."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(size[0] * panels, size[1]), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    yield axes
+    for each in axes:
+        each.grid(alpha=0.3)
+    with writing(file):
+        figure.savefig(file, dpi=100)
+
+
+def plot_angles(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Angle by update, a line a block, a panel a method."""
+    from matplotlib import colormaps
+
+    with _figure(file, (6.5, 5), len(runs)) as panels:
+        for axes, run in zip(panels, runs):
+            updates = [point["update"] for point in run["points"]]
+            for j, name in enumerate(run["blocks"]):
+                degrees = [point["degrees"][j] for point in run["points"]]
+                shown = [math.nan if value is None else value for value in degrees]
+                shade = colormaps["viridis"](j / max(1, len(run["blocks"]) - 1) * 0.9)
+                axes.plot(updates, shown, marker="o", markersize=3, color=shade, label=f"{j}: {name}")
+            axes.axhline(90, color="black", linestyle="--", linewidth=1)
+            axes.set(xlabel="update", ylabel="angle to the true gradient (degrees)", title=run["method"])
+            axes.set_ylim(bottom=-2)
+            axes.legend(
+                fontsize="x-small", title="block", title_fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1)
+            )
+
+
+def plot_chunks(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Accuracy and loss on training and test samples by chunk size, mean over seeds with the range shaded."""
+    with _figure(file, (6, 4.5), 2) as panels:
+        for axes, what in zip(panels, ("accuracy", "loss")):
+            sizes = sorted({run["chunk"] for run in runs})
+            for part in ("train", "test"):
+                values = [[run[f"{part}_{what}"] for run in runs if run["chunk"] == size] for size in sizes]
+                if any(value is None for group in values for value in group):
+                    continue
+                (line,) = axes.plot(sizes, [statistics.mean(group) for group in values], marker="o", label=part)
+                low, high = [min(group) for group in values], [max(group) for group in values]
+                axes.fill_between(sizes, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+            axes.set(xlabel="stages a block", ylabel=what, xticks=sizes)
+            axes.legend()
+
+
+def plot_labels(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Training loss and accuracy on random labels by update, a line a method."""
+    with _figure(file, (6, 4.5), 2) as panels:
+        for axes, what in zip(panels, ("loss", "accuracy")):
+            for run in runs:
+                points = [point for point in run["points"] if point[f"train_{what}"] is not None]
+                updates, values = [p["update"] for p in points], [p[f"train_{what}"] for p in points]
+                axes.plot(updates, values, label=run["label"])
+            axes.set(xlabel="update", ylabel=f"training {what}, random labels")
+            axes.legend(fontsize="small")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Markdown; fractions with three digits, None as a dash."""
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        lines.append(["-" if v is None else f"{v:.3f}" if isinstance(v, float) else f"{v}" for v in row])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def angles_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Degrees by block: before training, in the middle, at the end, and the least cosine seen."""
+    rows = []
+    for run in runs:
+        points = run["points"]
+        moments = [points[0], points[len(points) // 2], points[-1]]
+        for j, name in enumerate(run["blocks"]):
+            shown = [None if p["degrees"][j] is None else f"{p['degrees'][j]:.1f}" for p in moments]
+            cosines = [p["cosines"][j] for p in points if p["cosines"][j] is not None]
+            rows.append([run["method"], f"{j}: {name}", *shown, min(cosines) if cosines else None])
+    updates = [run["points"][i]["update"] for run in runs[:1] for i in (0, len(run["points"]) // 2, -1)]
+    return table(["method", "block", *(f"degrees, update {k}" for k in updates), "least cosine"], rows)
+
+
+def chunks_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Means over seeds by chunk size; gaps are test loss less train loss, and train accuracy less test accuracy."""
+    rows = []
+    for size, group in itertools.groupby(sorted(runs, key=lambda run: int(run["chunk"])), lambda run: run["chunk"]):
+        own = list(group)
+
+        def mean(key: str) -> Optional[float]:
+            values = [run[key] for run in own]
+            return None if None in values else statistics.mean(values)
+
+        loss, test_loss, right, test_right = (
+            mean(key) for key in ("train_loss", "test_loss", "train_accuracy", "test_accuracy")
+        )
+        gap = None if loss is None or test_loss is None else test_loss - loss
+        lost = None if right is None or test_right is None else right - test_right
+        rows.append([size, own[0]["blocks"], len(own), loss, test_loss, gap, right, test_right, lost])
+    head = [
+        "stages a block",
+        "blocks",
+        "seeds",
+        "train loss",
+        "test loss",
+        "gap",
+        "train accuracy",
+        "test accuracy",
+        "gap",
+    ]
+    return table(head, rows)
+
+
+def labels_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """By method: the last updates' loss and accuracy, and those of the final weights in evaluation."""
+    rows = [
+        [
+            run["label"], run["blocks"], run["points"][-1]["update"], run["points"][-1]["train_loss"],
+            run["points"][-1]["train_accuracy"], run["train_loss"], run["train_accuracy"],
+        ]
+        for run in runs
+    ]  # fmt: skip
+    return table(
+        ["method", "blocks", "updates", "loss in training", "accuracy", "final weights' loss", "accuracy"], rows
+    )

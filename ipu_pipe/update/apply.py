@@ -1,0 +1,262 @@
+"""The rules of a run, applied: to the versions that passes read, and to each update of one torch.optim optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ipu_pipe.schedule.methods import Method
+from ipu_pipe.schedule.table import IntArray
+from ipu_pipe.update.rule import Reading, Rule, Setting, Tensors
+from ipu_pipe.update.rules import acting
+
+Floats = NDArray[np.float64]
+
+PLAIN, FORWARD, BACKWARD = 0, 1, 2  # how a version is corrected; -n: by what reads the lag of a backward, for a lag of n
+
+
+@dataclass
+class StageState:
+    """A stage's trainable parameters and its groups in the optimizer."""
+
+    index: int
+    groups: List[Dict[str, Any]]
+    state: Any  # optimizer.state
+
+    @property
+    def parameters(self) -> List[torch.nn.Parameter]:
+        """Those of all groups, in order."""
+        return [p for group in self.groups for p in group["params"]]
+
+    def entries(self, name: str) -> Optional[Tensors]:
+        """The optimizer state `name` of each parameter, or None before the first update has made it. What a parameter
+        lacks that never had a gradient is 0."""
+        held = [self.state[p].get(name) if p in self.state else None for p in self.parameters]
+        if all(value is None for value in held):
+            return None
+        return [torch.zeros_like(p) if value is None else value for p, value in zip(self.parameters, held)]
+
+
+class _Acting(NamedTuple):
+    """A rule with its setting for each stage of the run, in order."""
+
+    rule: Rule
+    settings: Sequence[Setting]
+
+
+class _Moved(NamedTuple):
+    """What moves in an update of one group: parameters with a gradient, and that gradient with weight decay."""
+
+    stage: StageState
+    group: Mapping[str, Any]
+    parameters: List[torch.nn.Parameter]
+    gradients: Tensors
+
+
+class UpdateRules:
+    """All rules of a run over one optimizer. `rate`: learning rate of update k; `switch`: the first asynchronous update.
+
+    Before the switch updates are plain ones and no accumulator moves.
+    """
+
+    def __init__(
+        self,
+        args: Mapping[str, Any],
+        method: Method,
+        lag: Floats,
+        accumulate: int,
+        optimizer: torch.optim.Optimizer,
+        rate: Callable[[int], float],
+        switch: int = 0,
+    ) -> None:
+        self._optimizer, self._rate, self.switch = optimizer, rate, switch
+        by_stage: Dict[int, List[Dict[str, Any]]] = {}
+        for group in optimizer.param_groups:
+            by_stage.setdefault(group["stage"], []).append(group)
+        self.stages = {index: StageState(index, groups, optimizer.state) for index, groups in by_stage.items()}
+        self._rules = [
+            _Acting(rule, [Setting(values, s, own, method, accumulate) for s, own in enumerate(lag.tolist())])
+            for rule, values in acting(args, method)
+        ]
+        self._every: List[int] = args.get("block_accumulation") or [1] * len(lag)
+        self._count = len(lag)
+        self._reads_lag = any(rule.read is not None and rule.reads_lag for rule, _ in self._rules)
+        self._active = self._acting_here()
+        self._codes = {code: self._code_by_stage(code) for code in (FORWARD, BACKWARD)}
+
+    def entries(self, stage: int) -> List[str]:
+        """Names of what is kept of each parameter of the stage beside the optimizer's own state."""
+        return [name for rule, setting in self._on(stage) if rule.state is not None for name in rule.state(setting)]
+
+    def known_entries(self) -> List[str]:
+        """Names of what is kept on any stage, were its lag another."""
+        found = [rule.state(settings[0]) for rule, settings in self._rules if rule.state is not None]
+        return [name for names in found for name in names]
+
+    def _on(self, stage: int) -> List[Tuple[Rule, Setting]]:
+        """The rules that act on a stage."""
+        return [(rule, settings[stage]) for rule, settings in self._rules if rule.acts_on(settings[stage])]
+
+    # --- reading
+
+    def _code_by_stage(self, code: int) -> IntArray:
+        """`code` where a rule corrects what that pass reads, else PLAIN; shape (P,)."""
+        reading = Reading(code == FORWARD, rate=1.0)
+        corrects = [any(c for _, c in self._read(stage, reading)) for stage in range(self._count)]
+        return np.where(corrects, code, PLAIN)
+
+    def _read(self, stage: int, reading: Reading) -> List[Tuple[str, float]]:
+        """Where the lag of a backward is said, by the rules that ask for it alone."""
+        return [
+            pair
+            for rule, setting in self._on(stage)
+            if rule.read is not None and rule.reads_lag == bool(reading.lag)
+            for pair in rule.read(setting, reading)
+        ]
+
+    def forward_codes(self, versions: IntArray) -> IntArray:
+        """How the forwards that read `versions` (P,) or (P, n) correct them."""
+        return np.where(versions >= self.switch, self._wide(FORWARD, versions), PLAIN)
+
+    def backward_codes(self, versions: IntArray, forward: IntArray) -> IntArray:
+        """How backwards (or recomputations) that read `versions` correct them, `forward` read by the forwards; same shapes."""
+        if self._reads_lag:
+            return np.where(versions >= self.switch, forward - versions, PLAIN)
+        return np.where(versions >= self.switch, self._wide(BACKWARD, versions), PLAIN)
+
+    def _wide(self, code: int, like: IntArray) -> IntArray:
+        codes = self._codes[code]
+        return codes if like.ndim == 1 else codes[:, None]
+
+    def corrections(self, stage: int, code: int, version: int) -> List[Tuple[Tensors, float]]:
+        """(x, c) pairs: the weights w of the *newest* version of a stage are corrected to w + c x by each; none where there is
+        nothing to correct yet."""
+        rate = self._stage_rate(stage, version)
+        read = self._read(stage, Reading(code == FORWARD, max(-code, 0), rate))
+        found = [(self.stages[stage].entries(entry), c) for entry, c in read if c]
+        return [(x, c) for x, c in found if x is not None]
+
+    # --- updating
+
+    def rates(self, k: int) -> Floats:
+        """Learning rate (P,) of update k."""
+        rates = np.full(self._count, self._rate(k))
+        for rule, settings in self._rules if k >= self.switch else ():
+            if rule.rate is not None:
+                changed = [rule.rate(at, rate, k - self.switch) for at, rate in zip(settings, rates.tolist())]
+                rates = np.array(changed)
+        return rates
+
+    def _stage_rate(self, stage: int, k: int) -> float:
+        """That of one stage alone."""
+        rate = float(self._rate(k))
+        for rule, settings in self._rules if k >= self.switch else ():
+            rate = rule.rate(settings[stage], rate, k - self.switch) if rule.rate is not None else rate
+        return rate
+
+    def step(self, k: int, clip: Callable[[], None]) -> None:
+        """Update k of every stage from the gradients at hand, which are then gone; those of blocks that gather more of them
+        stay."""
+        active = self._active if k >= self.switch else []
+        gathering = self._gather(k)
+        rates = self.rates(k)
+        for group in self._optimizer.param_groups:
+            group["lr"] = float(rates[group["stage"]])
+        followed = [(stage, rule, at) for stage, rule, at in active if rule.state is not None and rule.state(at)]
+        before = {stage.index: [p.detach().clone() for p in stage.parameters] for stage, _, _ in followed}
+        with torch.no_grad():
+            for stage, rule, at in active:
+                _change_gradients(stage, rule, at)
+            clip()
+            moved = [(rule, at, _moved(stage)) for stage, rule, at in active if rule.step is not None]
+            self._optimizer.step()
+            for rule, at, groups in moved:
+                for own in groups:
+                    _add_to_step(rule, at, own)
+            for index, step in self._steps(before).items():
+                for stage, rule, at in followed:
+                    if stage.index == index:
+                        _follow(stage, rule, at, step)
+        self._optimizer.zero_grad(set_to_none=True)
+        for p, gradient in gathering:
+            p.grad = gradient
+
+    def _acting_here(self) -> List[Tuple[StageState, Rule, Setting]]:
+        """What acts on the stages at hand, rule by rule."""
+        return [
+            (stage, rule, settings[stage.index])
+            for rule, settings in self._rules
+            for stage in self.stages.values()
+            if rule.acts_on(settings[stage.index])
+        ]
+
+    def _steps(self, before: Mapping[int, Tensors]) -> Dict[int, Tensors]:
+        """w_{t+1} - w_t of the stages whose weights were `before`."""
+        now = {index: [p.detach() for p in self.stages[index].parameters] for index in before}
+        return {index: list(torch._foreach_sub(now[index], old)) for index, old in before.items()}
+
+    def _gather(self, k: int) -> List[Tuple[torch.nn.Parameter, Optional[torch.Tensor]]]:
+        """Take out the gradients of stages that do not step at update k; those that do get the mean of what they gathered."""
+        taken: List[Tuple[torch.nn.Parameter, Optional[torch.Tensor]]] = []
+        for index, stage in self.stages.items():
+            every = self._every[index]
+            if (k + 1) % every:
+                taken += [(p, p.grad) for p in stage.parameters]
+            elif every > 1:
+                for p in stage.parameters:
+                    if p.grad is not None:
+                        p.grad /= every
+        for p, _ in taken:
+            p.grad = None
+        return taken
+
+
+def _change_gradients(stage: StageState, rule: Rule, at: Setting) -> None:
+    moved = [p for p in stage.parameters if p.grad is not None]
+    if rule.gradient is not None and moved:
+        for p, gradient in zip(moved, rule.gradient(at, [p.grad for p in moved if p.grad is not None])):
+            p.grad = gradient
+
+
+def _moved(stage: StageState) -> List[_Moved]:
+    """What is about to move, by group."""
+    found = []
+    for group in stage.groups:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in parameters]
+        if group["weight_decay"] and parameters:
+            values = [p.detach() for p in parameters]
+            gradients = list(torch._foreach_add(gradients, values, alpha=group["weight_decay"]))
+        if parameters:
+            found.append(_Moved(stage, group, parameters, gradients))
+    return found
+
+
+def _add_to_step(rule: Rule, at: Setting, moved: _Moved) -> None:
+    """When the optimizer has stepped: what the rule adds."""
+    state = moved.stage.state
+    has_velocity = moved.group["momentum"]
+    velocity = [state[p]["momentum_buffer"] for p in moved.parameters] if has_velocity else moved.gradients
+    values = [p.detach() for p in moved.parameters]
+    assert rule.step is not None
+    for x, c in rule.step(at, moved.group, velocity, moved.gradients):
+        torch._foreach_add_(values, x, alpha=c)
+
+
+def _follow(stage: StageState, rule: Rule, at: Setting, step: Tensors) -> None:
+    """Move a rule's entries by `step`. A parameter without a gradient has not moved, and must get no state, by which
+    optimizers know what they have not seen yet."""
+    assert rule.state is not None
+    for entry, follow in rule.state(at).items():
+        pairs = zip(stage.parameters, step)
+        moved = [(p, value) for p, value in pairs if p.grad is not None or entry in stage.state[p]]
+        if not moved:
+            continue
+        held = [stage.state[p].get(entry) for p, _ in moved]
+        old = [torch.zeros_like(value) if own is None else own for own, (_, value) in zip(held, moved)]
+        for (p, _), new in zip(moved, follow(old, [value for _, value in moved])):
+            stage.state[p][entry] = new

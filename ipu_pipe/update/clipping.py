@@ -1,0 +1,92 @@
+"""Clipping of gradients: by the norm of a stage, of all stages, or of all stages some updates ago."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence
+
+import torch
+
+from ipu_pipe.schedule.table import Kind, Schedule
+from ipu_pipe.update.groups import parameters_by_stage
+
+
+def clip(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:
+    """Scale gradients to a Euclidean norm of at most `norm`: over all stages (`global`) or each stage alone (`stage`)."""
+    stages: Mapping[Any, List[torch.Tensor]] = parameters_by_stage(optimizer)
+    chosen = stages.values() if scope == "stage" else [[p for ps in stages.values() for p in ps]]
+    for parameters in chosen:
+        scale_to(norm, parameters, gradient_norms(parameters))
+
+
+def gradient_norms(parameters: Iterable[torch.Tensor]) -> List[torch.Tensor]:
+    """Euclidean norms of the gradients that there are, one tensor a kernel: where a stage has a process of its own and where it
+    has none, the same kernels must give them (torch's own clipping takes all tensors of a GPU at once)."""
+    return [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
+
+
+def scale_to(norm: float, parameters: Iterable[torch.Tensor], norms: Sequence[torch.Tensor]) -> None:
+    """Scale gradients so that the norm of all of which `norms` are known, these and maybe others, is at most `norm`."""
+    if not norms:
+        return
+    total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    scale = torch.clamp(norm / (total + 1e-6), max=1.0)
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.mul_(scale.to(p.grad.device))
+
+
+def own_norm(parameters: Iterable[torch.Tensor]) -> Optional[float]:
+    """Euclidean norm of the gradients of these parameters; None where there is none."""
+    norms = gradient_norms(parameters)
+    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else None
+
+
+class DelayedGlobalNorm:
+    """Clipping of asynchronous methods by a global norm. A stage updates before the other stages have their gradients, so it
+    takes the newest update that all stages have done before any of them does this one: `lag` updates back. Right after a
+    drain there is none yet, and the stage's own norm clips.
+    """
+
+    def __init__(self, norm: float, schedule: Schedule) -> None:
+        self._norm, self._schedule = norm, schedule
+        self.lag = _common_lag(schedule)
+        self._totals: Dict[int, float] = {}
+
+    def source(self, k: int) -> Optional[int]:
+        """The update whose global norm clips update k, or None: the stage's own norm does."""
+        begin, _ = self._schedule.stretch(k)
+        return k - self.lag if k - self.lag >= begin else None
+
+    def is_needed(self, k: int) -> bool:
+        """Whether the norm of update k clips a later update."""
+        return k + self.lag < self._schedule.stretch(k)[1]
+
+    def remember(self, k: int, norms: Sequence[Optional[float]]) -> None:
+        """The stages' norms of update k, in order."""
+        self._totals[k] = math.sqrt(sum(n * n for n in norms if n is not None))
+        self._totals.pop(k - 2 * self.lag - 1, None)
+
+    def clip(self, k: int, parameters: Sequence[torch.Tensor], own: Optional[float]) -> None:
+        """Scale a stage's gradients of update k, whose own norm is `own`."""
+        source = self.source(k)
+        total = own if source is None else self._totals[source]
+        if total is None:
+            return
+        scale = min(self._norm / (total + 1e-6), 1.0)
+        for p in parameters:
+            if p.grad is not None:
+                p.grad.mul_(scale)
+
+
+def _common_lag(schedule: Schedule) -> int:
+    """The least g such that all stages have done update k - g before any stage does update k, whatever k."""
+    longest = max(schedule.parts, key=lambda part: part.microbatches)
+    first = longest.first_microbatch // schedule.accumulate
+    count = min(longest.microbatches // schedule.accumulate, 4 * schedule.stages + 8)
+    slots = schedule.slots(Kind.UPDATE, first, first + count)
+    earliest, latest = slots.min(axis=0), slots.max(axis=0)
+    for lag in range(1, count):
+        if (latest[:-lag] < earliest[lag:]).all():
+            return lag
+    return max(count, 1)

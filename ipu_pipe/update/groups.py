@@ -1,0 +1,77 @@
+"""The optimizer's parameter groups: one of each stage, or two with `no_decay`. A group knows its stage (`group["stage"]`), by
+which updates are told apart and the rules treat stages differently.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any, Dict, Iterable, List, Sequence, Set, Union
+
+import torch
+from torch import nn
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.model.stages import Partition
+
+Groups = List[Dict[str, Any]]
+
+_NORMS = (
+    nn.modules.batchnorm._NormBase,
+    nn.GroupNorm,
+    nn.LayerNorm,
+)
+
+
+def parameter_groups(model: nn.Module, part: Partition, no_decay: Union[str, Sequence[str]] = ()) -> Groups:
+    """Parameter groups in stage order. Parameters whose names match `no_decay` (patterns as of a shell, or the word
+    `norms_and_biases`) form a second group of their stage with `weight_decay` 0.
+
+    Parameters that need no gradient are left out. Raises BadInput where a pattern matches nothing.
+    """
+    parameters = dict(model.named_parameters())
+    undecayed = _undecayed(model, parameters, [no_decay] if isinstance(no_decay, str) else list(no_decay))
+    groups: Groups = []
+    for stage in part.stages:
+        for decays in (True, False):
+            chosen = [n for n in stage.parameters if (n not in undecayed) == decays and parameters[n].requires_grad]
+            if chosen:
+                group: Dict[str, Any] = {"params": [parameters[n] for n in chosen], "stage": stage.index}
+                groups.append(group if decays else {**group, "weight_decay": 0.0})
+    if not groups:
+        raise BadInput("model: it has no parameter that needs a gradient: nothing to train")
+    return groups
+
+
+def stage_groups(groups: Groups, stage: int) -> Groups:
+    """The groups of one stage alone, for a process that holds no other. A stage without weights gets an empty parameter,
+    since optimizers want one."""
+    own = [group for group in groups if group["stage"] == stage]
+    return own or [{"params": [nn.Parameter(torch.zeros(0))], "stage": stage}]
+
+
+def only(groups: Groups, wanted: Set[int]) -> Groups:
+    """The groups with those parameters alone whose id is in `wanted`."""
+    kept = [{**group, "params": [p for p in group["params"] if id(p) in wanted]} for group in groups]
+    return [group for group in kept if group["params"]]
+
+
+def parameters_by_stage(optimizer: torch.optim.Optimizer) -> Dict[int, List[torch.Tensor]]:
+    """The optimizer's parameters, by stage."""
+    by_stage: Dict[int, List[torch.Tensor]] = {}
+    for group in optimizer.param_groups:
+        by_stage.setdefault(group["stage"], []).extend(group["params"])
+    return by_stage
+
+
+def _undecayed(model: nn.Module, names: Iterable[str], patterns: Sequence[str]) -> List[str]:
+    chosen: List[str] = []
+    for pattern in patterns:
+        if pattern == "norms_and_biases":
+            norms = {name for name, module in model.named_modules() if isinstance(module, _NORMS)}
+            matched = [n for n in names if n.rpartition(".")[0] in norms or n.rpartition(".")[2].startswith("bias")]
+        else:
+            matched = fnmatch.filter(list(names), pattern)
+            if not matched:
+                raise BadInput(f"optimizer.no_decay: {pattern}: matches no parameter of the model")
+        chosen += matched
+    return chosen
