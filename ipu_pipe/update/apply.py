@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -162,7 +162,7 @@ class UpdateRules:
         """Update k of every stage from the gradients at hand, which are then gone; those of blocks that gather more of them
         stay."""
         active = self._active if k >= self.switch else []
-        gathering = self._gather(k)
+        gathering = _gather(self.stages.values(), self._every, k)
         rates = self.rates(k)
         for group in self._optimizer.param_groups:
             group["lr"] = float(rates[group["stage"]])
@@ -194,20 +194,23 @@ class UpdateRules:
             if rule.acts_on(settings[stage.index])
         ]
 
-    def _gather(self, k: int) -> List[Tuple[torch.nn.Parameter, Optional[torch.Tensor]]]:
-        """Take out the gradients of stages that do not step at update k; those that do get the mean of what they gathered."""
-        taken: List[Tuple[torch.nn.Parameter, Optional[torch.Tensor]]] = []
-        for index, stage in self.stages.items():
-            every = self._every[index]
-            if (k + 1) % every:
-                taken += [(p, p.grad) for p in stage.parameters]
-            elif every > 1:
-                for p in stage.parameters:
-                    if p.grad is not None:
-                        p.grad /= every
-        for p, _ in taken:
-            p.grad = None
-        return taken
+
+def _gather(
+    stages: Iterable[StageState], every: Sequence[int], k: int
+) -> List[Tuple[torch.nn.Parameter, Optional[torch.Tensor]]]:
+    """Take out the gradients of stages that do not step at update k; those that do get the mean of what they gathered."""
+    taken: List[Tuple[torch.nn.Parameter, Optional[torch.Tensor]]] = []
+    for stage in stages:
+        count = every[stage.index]
+        if (k + 1) % count:
+            taken += [(p, p.grad) for p in stage.parameters]
+        elif count > 1:
+            for p in stage.parameters:
+                if p.grad is not None:
+                    p.grad /= count
+    for p, _ in taken:
+        p.grad = None
+    return taken
 
 
 def _change_gradients(change: Callable[[Setting, Tensors], Tensors], at: Setting, stage: StageState) -> None:
