@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Dict, List
 
+import numpy as np
 import pytest
 
 from ipu_pipe.errors import BadInput
@@ -14,6 +15,7 @@ from ipu_pipe.report.memory import memory_table
 from ipu_pipe.report.words import plan
 from ipu_pipe.run.build import build
 from ipu_pipe.run.training import train
+from ipu_pipe.update.apply import FORWARD, PLAIN
 from tests.test_rules import ROWS, Row
 from tests.test_train import DIGITS, config, run_tool, same, sets, weights, with_state  # noqa: F401
 
@@ -177,7 +179,8 @@ def test_rules_are_checked_against_an_optimizer_made_in_python(tmp_path: Path) -
     chosen = config("method=pipelined_backprop", "stages=4", "method_args.weight_prediction={}", *SGD)
     with pytest.raises(BadInput, match="velocity of SGD"):
         build(chosen, optimizer=functools.partial(torch.optim.RMSprop, lr=0.1))
-    assert build(chosen, optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)).rules.rules
+    job = build(chosen, optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5))
+    assert job.rules.forward_codes(np.zeros(4, int)).tolist() == [FORWARD, FORWARD, FORWARD, PLAIN]
 
 
 def test_a_config_of_rules_survives_being_written_and_read(tmp_path: Path) -> None:

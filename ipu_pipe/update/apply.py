@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.table import IntArray
-from ipu_pipe.update.rule import Reading, Rule, Setting, Tensors
+from ipu_pipe.update.rule import Follow, Reading, Rule, Setting, Step, Tensors
 from ipu_pipe.update.rules import acting
 
 Floats = NDArray[np.float64]
@@ -162,25 +162,25 @@ class UpdateRules:
         """Update k of every stage from the gradients at hand, which are then gone; those of blocks that gather more of them
         stay."""
         active = self._active if k >= self.switch else []
-        gathering = self._gather(k)
+        gathering = _gather(self.stages.values(), self._every, k)
         rates = self.rates(k)
         for group in self._optimizer.param_groups:
             group["lr"] = float(rates[group["stage"]])
-        followed = [(stage, rule, at) for stage, rule, at in active if rule.state is not None and rule.state(at)]
-        before = {stage.index: [p.detach().clone() for p in stage.parameters] for stage, _, _ in followed}
+        followed = [(stage, rule.state(at)) for stage, rule, at in active if rule.state is not None and rule.state(at)]
+        before = {stage.index: [p.detach().clone() for p in stage.parameters] for stage, _ in followed}
         with torch.no_grad():
             for stage, rule, at in active:
-                _change_gradients(stage, rule, at)
+                if rule.gradient is not None:
+                    _change_gradients(rule.gradient, at, stage)
             clip()
-            moved = [(rule, at, _moved(stage)) for stage, rule, at in active if rule.step is not None]
+            moved = [(rule.step, at, _moved(stage)) for stage, rule, at in active if rule.step is not None]
             self._optimizer.step()
-            for rule, at, groups in moved:
+            for change, at, groups in moved:
                 for own in groups:
-                    _add_to_step(rule, at, own)
-            for index, step in self._steps(before).items():
-                for stage, rule, at in followed:
-                    if stage.index == index:
-                        _follow(stage, rule, at, step)
+                    _change_step(change, at, own)
+            for stage, entries in followed:
+                now = [p.detach() for p in stage.parameters]
+                _follow(stage, entries, list(torch._foreach_sub(now, before[stage.index])))
         self._optimizer.zero_grad(set_to_none=True)
         for p, gradient in gathering:
             p.grad = gradient
@@ -194,31 +194,29 @@ class UpdateRules:
             if rule.acts_on(settings[stage.index])
         ]
 
-    def _steps(self, before: Mapping[int, Tensors]) -> Dict[int, Tensors]:
-        """w_{t+1} - w_t of the stages whose weights were `before`."""
-        now = {index: [p.detach() for p in self.stages[index].parameters] for index in before}
-        return {index: list(torch._foreach_sub(now[index], old)) for index, old in before.items()}
 
-    def _gather(self, k: int) -> List[Tuple[torch.nn.Parameter, Optional[torch.Tensor]]]:
-        """Take out the gradients of stages that do not step at update k; those that do get the mean of what they gathered."""
-        taken: List[Tuple[torch.nn.Parameter, Optional[torch.Tensor]]] = []
-        for index, stage in self.stages.items():
-            every = self._every[index]
-            if (k + 1) % every:
-                taken += [(p, p.grad) for p in stage.parameters]
-            elif every > 1:
-                for p in stage.parameters:
-                    if p.grad is not None:
-                        p.grad /= every
-        for p, _ in taken:
-            p.grad = None
-        return taken
+def _gather(
+    stages: Iterable[StageState], every: Sequence[int], k: int
+) -> List[Tuple[torch.nn.Parameter, Optional[torch.Tensor]]]:
+    """Take out the gradients of stages that do not step at update k; those that do get the mean of what they gathered."""
+    taken: List[Tuple[torch.nn.Parameter, Optional[torch.Tensor]]] = []
+    for stage in stages:
+        count = every[stage.index]
+        if (k + 1) % count:
+            taken += [(p, p.grad) for p in stage.parameters]
+        elif count > 1:
+            for p in stage.parameters:
+                if p.grad is not None:
+                    p.grad /= count
+    for p, _ in taken:
+        p.grad = None
+    return taken
 
 
-def _change_gradients(stage: StageState, rule: Rule, at: Setting) -> None:
+def _change_gradients(change: Callable[[Setting, Tensors], Tensors], at: Setting, stage: StageState) -> None:
     moved = [p for p in stage.parameters if p.grad is not None]
-    if rule.gradient is not None and moved:
-        for p, gradient in zip(moved, rule.gradient(at, [p.grad for p in moved if p.grad is not None])):
+    if moved:
+        for p, gradient in zip(moved, change(at, [p.grad for p in moved if p.grad is not None])):
             p.grad = gradient
 
 
@@ -236,22 +234,20 @@ def _moved(stage: StageState) -> List[_Moved]:
     return found
 
 
-def _add_to_step(rule: Rule, at: Setting, moved: _Moved) -> None:
+def _change_step(change: Step, at: Setting, moved: _Moved) -> None:
     """When the optimizer has stepped: what the rule adds."""
     state = moved.stage.state
     has_velocity = moved.group["momentum"]
     velocity = [state[p]["momentum_buffer"] for p in moved.parameters] if has_velocity else moved.gradients
     values = [p.detach() for p in moved.parameters]
-    assert rule.step is not None
-    for x, c in rule.step(at, moved.group, velocity, moved.gradients):
+    for x, c in change(at, moved.group, velocity, moved.gradients):
         torch._foreach_add_(values, x, alpha=c)
 
 
-def _follow(stage: StageState, rule: Rule, at: Setting, step: Tensors) -> None:
+def _follow(stage: StageState, entries: Mapping[str, Follow], step: Tensors) -> None:
     """Move a rule's entries by `step`. A parameter without a gradient has not moved, and must get no state, by which
     optimizers know what they have not seen yet."""
-    assert rule.state is not None
-    for entry, follow in rule.state(at).items():
+    for entry, follow in entries.items():
         pairs = zip(stage.parameters, step)
         moved = [(p, value) for p, value in pairs if p.grad is not None or entry in stage.state[p]]
         if not moved:

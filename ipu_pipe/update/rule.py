@@ -46,6 +46,8 @@ class Reading(NamedTuple):
 
 # (what an entry was, w_{t+1} - w_t) -> what it is; the old value is given away, the step is not but may be kept
 Follow = Callable[[Tensors, Tensors], Tensors]
+# (setting, options of the optimizer's group, velocity, gradients) -> (x, c) pairs
+Step = Callable[[Setting, Mapping[str, Any], Tensors, Tensors], List[Tuple[Tensors, float]]]
 
 
 def _own_key(rule: Rule, args: Mapping[str, Any], method: Method) -> Any:
@@ -78,7 +80,7 @@ class Rule:
 
     gradient: Optional[Callable[[Setting, Tensors], Tensors]] = None
     rate: Optional[Callable[[Setting, float, int], float]] = None
-    step: Optional[Callable[[Setting, Mapping[str, Any], Tensors, Tensors], List[Tuple[Tensors, float]]]] = None
+    step: Optional[Step] = None
     state: Optional[Callable[[Setting], Mapping[str, Follow]]] = None
     read: Optional[Callable[[Setting, Reading], List[Tuple[str, float]]]] = None
 
