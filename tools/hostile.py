@@ -12,11 +12,18 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from ipu_pipe import interrupts  # noqa: E402
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # before the imports that take time
+
+import tempfile  # noqa: E402
+import time  # noqa: E402
+from pathlib import Path  # noqa: E402
+
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 
 from ipu_pipe.errors import BadInput, Parser, RunFault, run_command  # noqa: E402

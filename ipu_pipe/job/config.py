@@ -470,7 +470,7 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
         found = error.errors()
         # the forms of `stages` are checked one after another, so that its type says none of them
         faults = faults + told(found, origins, place, Config, {"stages": StageCount})
-        wrong = {str((detail["loc"] or (detail["ctx"]["key"],))[0]) for detail in found}
+        wrong = {str((*detail["loc"], detail.get("ctx", {}).get("key", ""))[0]) for detail in found}
     if "method" not in wrong:  # also where other keys are wrong: all faults are told at once
         args = raw.get("method_args", {}) if "method_args" not in wrong else {}
         faults = faults + _method_faults(raw.get("method", "gpipe"), args, origins, place)

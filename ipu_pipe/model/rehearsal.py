@@ -23,6 +23,8 @@ Found = Dict[str, Optional[torch.Tensor]]
 def refuse_other_pieces(model: nn.Module, parts: Sequence[Piece], x: torch.Tensor) -> None:
     """Refuse (BadInput) pieces that do not compute what the model does: modules' outputs, gradients, buffers. The model is
     left as it was."""
+    if x.is_meta:  # no values, nothing to compare
+        return
     keyed = random_modules(model, x)
     whole = _run(model, parts, x, keyed, chained=False)
     try:

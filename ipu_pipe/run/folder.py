@@ -48,6 +48,9 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
         foreign = _foreign(path, held) if overwrite else None
     except OSError as error:
         raise BadInput(f"--out: {path}: {error.strerror or error}") from None
+    odd = [name for name in held if (path / name).is_dir() != (name in FOLDERS)]
+    if odd:
+        raise BadInput(f"--out: {path}: {odd[0]} is {'a folder' if odd[0] not in FOLDERS else 'no folder'}, which no run writes")
     if held and not (resume or overwrite):
         raise BadInput(f"--out: {path}: holds another run ({held[0]}): give --resume, --overwrite or another folder")
     if resume and not held:
