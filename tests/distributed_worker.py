@@ -72,7 +72,10 @@ def channels_of(case: Case, ranks: int) -> Any:
 
 
 def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
-    from ipu_pipe.backends.processes.stage import Layout, StageEngine
+    from ipu_pipe.backends.processes.mail import Layout, Mail, Timeline
+    from ipu_pipe.backends.processes.place import Place
+    from ipu_pipe.backends.processes.player import RowPlayer
+    from ipu_pipe.backends.work import Work
 
     _, name, args, accumulate, model_name, switch = case
     method = resolve_method(name, args)
@@ -93,10 +96,12 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     channels = channels_of(case, ranks)
     double = NcclDouble(list((channels or {}).values()))
     double.watch(cut[rank], optimizer)
-    engine = StageEngine(
-        layout, cut[rank], across, nn.functional.cross_entropy, method, table, rules, lambda m: data[m],
-        torch.device("cpu"), keyed, clip=clip_of(case), channels=channels,
-    )  # fmt: skip
+    cpu = torch.device("cpu")
+    engine = RowPlayer(
+        Work(nn.functional.cross_entropy, table, rules, clip_of(case)),
+        Place(layout, cut[rank], across, lambda m: data[m], cpu, keyed),
+        Mail(layout, cpu, Timeline(layout, 512), 300.0, channels=channels),
+    )
     with double:
         losses = []
         for k in range(updates_of(case)):
@@ -108,15 +113,15 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     own = sum(state[name].numel() * state[name].element_size() for name in part.stages[rank].parameters)
     if own:  # weight versions besides the newest, at most
         state[f"versions {rank}"] = torch.tensor(engine.weights.peak_bytes / own)
-    if engine.is_last:
+    if engine.place.is_last:
         state["losses"] = torch.tensor([loss for loss, _ in losses])  # type: ignore[misc]
     return {key: value.clone() for key, value in state.items()}
 
 
 def main(rank: int, ranks: int, folder: str, cases: List[Case]) -> None:
-    from ipu_pipe.backends.processes import stage as distributed
+    from ipu_pipe.backends.processes import row
 
-    distributed.CHUNK = 8  # so that rows of several chunks are seen
+    row.CHUNK = 8  # so that rows of several chunks are seen
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     try:

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from ipu_pipe.schedule.methods import Method
-from ipu_pipe.schedule.table import Kind, Schedule
+from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.methods import Method, Pipeline, Reads
+from ipu_pipe.schedule.table import Schedule
 
 Batch = Tuple[torch.Tensor, torch.Tensor]
 Weights = Dict[str, torch.Tensor]
@@ -29,7 +30,7 @@ def lag_formula(method: Method, stages: int, stage: int, accumulate: int) -> flo
         return 0
     if method.name == "pipedream_2bw":
         return 1
-    microbatches = 2 * (stages - 1 - stage) + method.turn if method.pipeline == "dataflow" else stages - 1 - stage
+    microbatches = 2 * (stages - 1 - stage) + method.turn if method.pipeline is Pipeline.DATAFLOW else stages - 1 - stage
     return math.ceil(microbatches / accumulate)
 
 
@@ -50,7 +51,7 @@ class LiteralRules:
         self.lag = lag_formula(method, stages, stage, accumulate)
         self.ahead = 0.0
         if method.name == "spectrain" and stages > 1:
-            self.ahead = math.ceil(stage / (1 if method.pipeline == "dataflow" else 2) / accumulate)
+            self.ahead = math.ceil(stage / (1 if method.pipeline is Pipeline.DATAFLOW else 2) / accumulate)
 
     def rate(self, k: int) -> float:
         """T1: lr / tau^p."""
@@ -234,7 +235,7 @@ def replay(
             grads: Sequence[Any] = [None]
             for s in reversed(range(len(stages))):
                 outputs = (loss(inputs[0], batches[m][1]) / accumulate,) if s == last else stages[s].in_flight[m][2]
-                grads = stages[s].backward(m, outputs, grads, newest=method.backward_reads == "newest")
+                grads = stages[s].backward(m, outputs, grads, newest=method.backward_reads is Reads.NEWEST)
                 if (m + 1) % accumulate == 0:
                     stages[s].update()
         return
@@ -244,7 +245,7 @@ def replay(
             m = forwards.get((slot, s))
             if m is not None:
                 version = stage.version
-                if method.forward_reads == "double_buffered" and last:
+                if method.forward_reads is Reads.DOUBLE_BUFFERED and last:
                     begin = max([0, *[drain for drain in drains if drain <= m]]) // accumulate
                     version = max(m // accumulate - 1, begin)
                 outputs = stage.forward(m, activations.pop((s, m)), version)
@@ -261,7 +262,7 @@ def replay(
                     outputs = (loss(outputs[0], batches[m][1]) / accumulate,)
                 else:
                     grads = gradients.pop((s, m))
-                back = stage.backward(m, outputs, grads, newest=method.backward_reads == "newest")
+                back = stage.backward(m, outputs, grads, newest=method.backward_reads is Reads.NEWEST)
                 sent.append((gradients, (s - 1, m), back))
                 if (m + 1) % accumulate == 0:
                     stage.update()

@@ -13,8 +13,8 @@ import torch
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import describe, partition
 from ipu_pipe.schedule import figures as accounting
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import METHODS, resolve_method
-from ipu_pipe.schedule.table import Kind
 from ipu_pipe.schedule.timelines import make_schedule, utilization
 from ipu_pipe.schedule.versions import VersionTable
 from models import resnet

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ipu_pipe.backends.emulator.replay import Emulator
+from ipu_pipe.backends.work import Work
 from ipu_pipe.model.stages import partition
-from ipu_pipe.schedule.methods import METHODS, resolve_method
+from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.optimizer import parameter_groups
@@ -32,7 +33,7 @@ def cases() -> List[Case]:
         for model in ("mlp", "convolution", "residual"):
             for accumulate in (1, 4):
                 made.append((f"{method}-{model}-{accumulate}", method, {}, accumulate, model, 0))
-        rereads = METHODS[method].backward_reads == "newest" and not METHODS[method].flushes
+        rereads = METHODS[method].backward_reads is Reads.NEWEST and not METHODS[method].flushes
         skipping = "skipping-frozen" if rereads else "skipping"
         made += [(f"{way}-{method}-{n}", method, {}, n, skipping, 0) for way in ("plain", "channels") for n in (1, 4)]
         made.append((f"short-{method}", method, {}, 1, "residual", 0))
@@ -55,7 +56,7 @@ def cases() -> List[Case]:
             made.append((f"rule-{name}-4", row.method, _fit(row.args), 4, "mlp", row.switch))
             if ADAMW in row.optimizers or len(row.optimizers) > 1:
                 made.append((f"adamw-{name}", row.method, _fit(row.args), 4, "convolution", row.switch))
-    return [c for c in made if not (resolve_method(c[1], c[2]).forward_reads == "double_buffered" and c[3] < 4)]
+    return [c for c in made if not (resolve_method(c[1], c[2]).forward_reads is Reads.DOUBLE_BUFFERED and c[3] < 4)]
 
 
 def _fit(args: Dict[str, Any]) -> Dict[str, Any]:
@@ -83,7 +84,7 @@ def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
     rate = make.keywords["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch)
     emulator = Emulator(
-        model, torch.nn.functional.cross_entropy, part, method, table, optimizer, rules, data[0], clip=clip_of(case)
+        Work(torch.nn.functional.cross_entropy, table, rules, clip_of(case)), model, part, data[0]
     )
     losses = [emulator.step(data[k * accumulate : (k + 1) * accumulate]).loss for k in range(updates_of(case))]
     emulator.close()

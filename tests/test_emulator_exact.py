@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.emulator.replay import Emulator
+from ipu_pipe.backends.work import Work
 from ipu_pipe.model.stages import partition
-from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
+from ipu_pipe.schedule.methods import METHODS, Method, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.optimizer import parameter_groups
@@ -35,7 +36,7 @@ def make_emulator(
     table = VersionTable(schedule, method)
     rate = optimizer.param_groups[0]["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), schedule.accumulate, optimizer, lambda k: rate, switch)
-    return Emulator(model, cross_entropy, part, method, table, optimizer, rules, example)
+    return Emulator(Work(cross_entropy, table, rules), model, part, example)
 
 
 def emulate(
@@ -119,7 +120,7 @@ def test_weights_equal_those_of_the_literal_replay(
 ) -> None:
     chosen = resolve_method(method, args)
     stages = fresh(model)
-    if chosen.forward_reads == "double_buffered" and accumulate < len(stages):
+    if chosen.forward_reads is Reads.DOUBLE_BUFFERED and accumulate < len(stages):
         accumulate += len(stages)
     data = batches(accumulate * 9)
     twin = copy.deepcopy(stages)
@@ -131,7 +132,7 @@ def test_weights_equal_those_of_the_literal_replay(
     theirs = [p for stage in done for p in stage.module.parameters()]
     states = {id(p): stage.optimizer.state[p] for stage in done if stage.optimizer for p in stage.module.parameters()}
     for p, q in zip(ours, theirs):
-        for entry, value in emulator.optimizer.state[p].items():
+        for entry, value in emulator.work.rules.stages[0].state[p].items():
             assert torch.equal(value, states[id(q)][entry]), entry
 
 

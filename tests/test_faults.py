@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from ipu_pipe import launched
-from ipu_pipe.backends.processes import engine as processes
 from ipu_pipe.backends.processes import joining
+from ipu_pipe.backends.processes.evaluation import wait_for_first_replica
 from ipu_pipe.backends.processes.joining import differing, meet, what_is_asked
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, RunFault, UserFault, run_command, user_fault
@@ -409,12 +409,11 @@ def test_replicas_wait_for_an_evaluation_as_long_as_it_gets_on(monkeypatch: pyte
     store = torch.distributed.HashStore()
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
     limit = SimpleNamespace(total_seconds=lambda: 0.3)
-    engine = SimpleNamespace(mail=SimpleNamespace(limit=limit), doing="evaluation")
+    player: Any = SimpleNamespace(mail=SimpleNamespace(limit=limit), doing="evaluation")
 
     def wait(replica: int) -> None:
-        layout = SimpleNamespace(rank=replica, stage=0, replica=replica, depth=1)
-        own: Any = SimpleNamespace(layout=layout, _engine=engine, _evaluations=0)
-        processes.ProcessEngine._wait_for_evaluation(own)
+        layout: Any = SimpleNamespace(rank=replica, stage=0, replica=replica, depth=1)
+        wait_for_first_replica(layout, player, 1)
 
     with pytest.raises(RunFault, match="the first replica is lost, or made no progress within 0.3 s"):
         wait(1)

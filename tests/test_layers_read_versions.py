@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ipu_pipe.backends.weights import Overwriting, Read, Swapping
+from ipu_pipe.backends.reads import Read
+from ipu_pipe.backends.weights import Overwriting, Swapping
 
 torch.manual_seed(0)
 

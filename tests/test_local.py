@@ -18,6 +18,7 @@ from torch import nn
 
 import ipu_pipe
 from ipu_pipe.backends.emulator.replay import Emulator
+from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import load_config
 from ipu_pipe.local.blocks import BlockedModel, SumOfLosses, TokenHead, blocks_of, make_blocks, make_head
@@ -83,7 +84,7 @@ def emulate(
     make = OPTIMIZERS[optimizer]
     chosen = make(parameter_groups(made, part))
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, chosen, lambda k: make.keywords["lr"])
-    emulator = Emulator(made, SumOfLosses(cross_entropy), part, method, table, chosen, rules, data[0])
+    emulator = Emulator(Work(SumOfLosses(cross_entropy), table, rules), made, part, data[0])
     for k in range(UPDATES):
         emulator.step(data[k * accumulate : (k + 1) * accumulate])
     emulator.close()

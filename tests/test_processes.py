@@ -13,16 +13,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Dict, List, Tuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from ipu_pipe.backends.processes.engine import _forget
+from ipu_pipe.backends.processes.assembling import forget
 from ipu_pipe.backends.processes.mail import Layout, Mail, Message, Timeline
-from ipu_pipe.backends.processes.stage import StageEngine
+from ipu_pipe.backends.processes.updating import average_over_replicas
 from ipu_pipe.errors import end_process
 from ipu_pipe.job.config import load_config
 from ipu_pipe.model.cutting import Shape
@@ -381,13 +380,7 @@ def _average(rank: int, folder: str) -> None:
     real = torch.distributed.all_gather
     torch.distributed.all_gather = lambda every, own, **how: sent.append(own) or real(every, own, **how)  # type: ignore[func-returns-value]
     layout = Layout(rank, 1, 3)
-    engine = SimpleNamespace(
-        _parameters=parameters,
-        _replicas=None,
-        layout=layout,
-        mail=Mail(layout, torch.device("cpu"), Timeline(layout, 0), 60.0),
-    )
-    StageEngine._average(engine)  # type: ignore[arg-type]
+    average_over_replicas(parameters, None, 3, Mail(layout, torch.device("cpu"), Timeline(layout, 0), 60.0))
     for i, p in enumerate(parameters[:3]):
         expected = (given[0][i] + given[1][i] + given[2][i]) / 3
         assert p.grad is not None and p.grad.shape == p.shape and torch.equal(p.grad, expected)
@@ -398,7 +391,7 @@ def _average(rank: int, folder: str) -> None:
 
 def test_what_other_processes_hold_is_freed() -> None:
     layer = torch.nn.Linear(1000, 1000)
-    _forget(layer.parameters())
+    forget(layer.parameters())
     assert layer.weight.shape == (1000, 1000) and layer.weight.untyped_storage().nbytes() == 4
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipu_pipe.backends.emulator import engine as engines
-from ipu_pipe.backends.emulator.engine import LocalEngine
+from ipu_pipe.backends.emulator.engine import EmulatorEngine
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.config import load_config
@@ -78,7 +78,7 @@ def test_a_loss_that_is_not_finite_is_told_of_its_own_update(tmp_path: Path, mon
 
 def test_updates_read_nothing_until_they_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "reading_waits", lambda device: True)
-    engine = LocalEngine(build(load_config(DIGITS, [*SHORT, "clip={norm: 1.0, scope: stage}"])), 0)
+    engine = EmulatorEngine(build(load_config(DIGITS, [*SHORT, "clip={norm: 1.0, scope: stage}"])), 0)
     engine.advance(0, read=True)
     with Reads() as reads:
         assert [engine.advance(k, read=False) for k in (1, 2, 3)] == [[], [], []]

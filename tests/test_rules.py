@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from ipu_pipe.backends.weights import Read
+from ipu_pipe.backends.reads import Read
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.methods import METHODS, resolve_method
+from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, _Draws, segment_ends
 from ipu_pipe.update.rules import BACKWARD, FORWARD, RULES, UpdateRules, anneal_default, faults, scaled_for_update_size
@@ -267,14 +267,14 @@ def test_adam_under_two_buffered_weights_by_hand() -> None:
     part = partition(model, x)
     schedule = make_schedule(method, len(part), 6, 2)
     from ipu_pipe.backends.emulator.replay import Emulator
+    from ipu_pipe.backends.work import Work
     from ipu_pipe.update.optimizer import parameter_groups
 
     optimizer = torch.optim.Adam(parameter_groups(model, part), lr=lr, betas=(b1, b2), eps=eps)
     table = VersionTable(schedule, method)
     rules = UpdateRules({}, method, table.rule_lag(), 2, optimizer, lambda k: lr)
-    emulator = Emulator(
-        model, lambda out, y: (out**2).mean() / 2, part, method, table, optimizer, rules, (x, torch.zeros(1))
-    )
+    work = Work(lambda out, y: (out**2).mean() / 2, table, rules)
+    emulator = Emulator(work, model, part, (x, torch.zeros(1)))
     for k in range(3):
         emulator.step([(x, torch.zeros(1))] * 2)
         assert float(model[0].w.detach()) == pytest.approx(w[k + 1], rel=1e-12)
@@ -291,7 +291,7 @@ def test_weights_equal_those_of_the_literal_replay(name: str, model: str, accumu
     method = resolve_method(row.method, row.args)
     for make_optimizer in row.optimizers:
         stages = fresh(model)
-        if method.forward_reads == "double_buffered" and accumulate < len(stages):
+        if method.forward_reads is Reads.DOUBLE_BUFFERED and accumulate < len(stages):
             accumulate += len(stages)
         data = batches(accumulate * 12)
         twin = copy.deepcopy(stages)
@@ -313,7 +313,7 @@ def test_rows_differ_so_that_equality_means_something(model: str) -> None:
     for name, row in ROWS.items():
         unsplit = whole(fresh(model))
         method = resolve_method(row.method, row.args)
-        accumulate = 6 if method.forward_reads == "double_buffered" else 2
+        accumulate = 6 if method.forward_reads is Reads.DOUBLE_BUFFERED else 2
         emulate(unsplit, method, accumulate, batches(60), SGD, args=row.args, switch=row.switch)
         ends[name] = tuple(torch.cat([p.detach().flatten() for p in unsplit.parameters()]).tolist())
     assert len(set(ends.values())) == len(ROWS)
@@ -362,7 +362,7 @@ def test_before_the_switch_rules_do_nothing() -> None:
     for args, switch in ((row.args, 8), ({}, 8)):
         model = whole(fresh("mlp"))
         emulator = emulate(model, resolve_method("pipemare"), 1, data, SGD, args=args, switch=switch)
-        assert all("t2_delta" not in state for state in emulator.optimizer.state.values())
+        assert all("t2_delta" not in state for state in emulator.work.rules.stages[0].state.values())
         ends.append(model)
     assert_equal(ends[0], list(ends[1]))
 

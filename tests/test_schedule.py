@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 from slot_simulation import Simulated, simulate
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.schedule.actions import Action, Kind, needs
+from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.drawing import format_csv, format_text
 from ipu_pipe.schedule.methods import METHODS, Method, Pipeline, Reads, resolve_method
 from ipu_pipe.schedule.rows import from_rows
-from ipu_pipe.schedule.table import RUN, Action, Kind, Part, Schedule, predecessors
+from ipu_pipe.schedule.runs import RUN, Part
+from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule, utilization
 
 SIZES = [(P, M) for P in range(1, 8) for M in range(1, 21)]
@@ -31,7 +34,7 @@ def accumulates(method: Method, P: int, M: int) -> List[int]:
 
 
 def simulated(method: Method, P: int, M: int, N: int) -> Simulated:
-    return simulate(method.pipeline.value, P, M, N, method.turn)
+    return simulate(method.pipeline, P, M, N, method.turn)
 
 
 # --- the closed forms
@@ -183,17 +186,22 @@ def test_stretches_lie_between_drains() -> None:
         assert [make_schedule(METHODS[name], 3, 40, 4).stretch(k) for k in (0, 3, 9)] == [(0, 1), (3, 4), (9, 10)]
 
 
-def test_predecessors() -> None:
+def test_needs() -> None:
     schedule = make_schedule(METHODS["gpipe"], 3, 4, 2)
 
-    def needs(kind: Kind, index: int, stage: int) -> List[str]:
-        return [str(action) for action in predecessors(Action(kind, index, stage), schedule)]
+    def needed(kind: Kind, index: int, stage: int, local: bool = False, replica: int = 0) -> List[str]:
+        action = Action(kind, index, stage, replica)
+        return [str(need) for need in needs(action, schedule.stages, schedule.accumulate, local, replicas=2)]
 
-    assert needs(Kind.FORWARD, 1, 0) == []
-    assert needs(Kind.FORWARD, 1, 2) == ["F1 on stage 1"]
-    assert needs(Kind.BACKWARD, 1, 1) == ["F1 on stage 1", "B1 on stage 2"]
-    assert needs(Kind.BACKWARD, 1, 2) == ["F1 on stage 2"]
-    assert needs(Kind.UPDATE, 1, 0) == ["B2 on stage 0", "B3 on stage 0"]
+    assert needed(Kind.FORWARD, 1, 0) == []
+    assert needed(Kind.FORWARD, 1, 2) == ["F1 on stage 1"]
+    assert needed(Kind.BACKWARD, 1, 1) == ["F1 on stage 1", "B1 on stage 2"]
+    assert needed(Kind.BACKWARD, 1, 1, local=True) == ["F1 on stage 1"]
+    assert needed(Kind.BACKWARD, 1, 2) == ["F1 on stage 2"]
+    assert needed(Kind.INPUT_GRADIENT, 1, 1) == ["F1 on stage 1", "I1 on stage 2"]
+    assert needed(Kind.WEIGHT_GRADIENT, 1, 1, replica=1) == ["I1 on stage 1 of replica 1"]
+    assert needed(Kind.UPDATE, 1, 0) == ["B2 on stage 0", "B3 on stage 0"]
+    assert needed(Kind.AVERAGE, 1, 0) == ["U1 on stage 0", "U1 on stage 0 of replica 1"]
 
 
 def damaged(name: str, stage: int, kind: int, **changes: int) -> Schedule:
@@ -228,6 +236,23 @@ def test_schedules_that_cannot_run_are_refused_naming_the_action(
 ) -> None:
     with pytest.raises(BadInput, match=message):
         damaged(name, stage, kind, **changes)
+
+
+def test_stages_of_one_device_must_not_act_at_once() -> None:
+    """Collisions are checked by device: GPipe's three stages on two devices, and one after another on one."""
+    schedule = make_schedule(METHODS["gpipe"], 3, 2, 2)
+    with pytest.raises(BadInput, match="device 7 has two actions in slot 2"):  # F1 of stage 1 and F0 of stage 2
+        replace(schedule, placement=(0, 7, 7))
+    with pytest.raises(BadInput, match="2 devices: must be one for each of 3 stages"):
+        replace(schedule, placement=(0, 1))
+    with pytest.raises(BadInput, match="device 0 has two actions in slot 2"):
+        replace(make_schedule(METHODS["pipemare"], 3, 4, 1), placement=(0, 1, 0))
+    one = replace(make_schedule(METHODS["naive"], 3, 2, 1), placement=(4, 4, 4))
+    assert one.device_of_stage == (4, 4, 4) and one.busy_share() == 1
+    eager = clock(one, Costs([1, 2, 3], [4, 5, 6], [1, 1, 1]))  # B0 of stage 1 begins after U0 of stage 2
+    assert eager.start[Kind.BACKWARD].tolist() == [[19, 43], [13, 37], [6, 30]]
+    apart = replace(schedule, placement=(2, 1, 0))
+    assert apart.busy_share() == schedule.busy_share()
 
 
 runs_strategy = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=3)

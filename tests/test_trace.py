@@ -12,9 +12,10 @@ import pytest
 
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.report import trace
+from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.clock import Times, clock, modelled_events, slot_costs
 from ipu_pipe.schedule.events import Counter, Event
 from ipu_pipe.schedule.methods import METHODS, resolve_method
-from ipu_pipe.schedule.table import Kind
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 
@@ -29,19 +30,23 @@ VERSIONS = np.array([[0, 0, 1, 1]] * 3)
 
 
 def modelled(**changes: Any) -> Tuple[List[Event], List[Counter]]:
+    schedule = make_schedule(METHODS["gpipe"], 3, 4, 2)
+    assert (schedule.slots(Kind.FORWARD, 0, 4) == FORWARD).all() and (schedule.slots(Kind.BACKWARD, 0, 4) == BACKWARD).all()
     given: Dict[str, Any] = {
-        "forward_slots": FORWARD,
-        "backward_slots": BACKWARD,
-        "forward_versions": VERSIONS,
-        "backward_versions": VERSIONS + 10,
-        "first_microbatch": 0,
+        "times": clock(schedule, slot_costs(schedule)),
+        "versions": (VERSIONS, VERSIONS + 10),
         "accumulate": 2,
-        "slot_ns": 1000.0,
-        "slot_holds": "one",
+        "unit_ns": 1000.0,
         "device_of_stage": [0, 1, 2],
         "boundary_bytes": [70, 80],
     }
-    return trace.modelled_events(**{**given, **changes})
+    return modelled_events(**{**given, **changes})
+
+
+def of_slots(forward: np.ndarray, backward: np.ndarray, accumulate: int) -> Times:
+    """Times of passes of one unit each that begin in these slots."""
+    start = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.UPDATE: backward[:, accumulate - 1 :: accumulate] + 1}
+    return Times(start, {kind: slots + (kind is not Kind.UPDATE) for kind, slots in start.items()})
 
 
 def written(path: Path) -> Dict[str, Any]:
@@ -76,15 +81,18 @@ def test_events_of_a_schedule() -> None:
 
 def test_both_passes_share_a_slot_of_a_dataflow_schedule() -> None:
     slots = np.array([[0, 1], [1, 2]])
+    schedule = make_schedule(METHODS["pipelined_backprop"], 2, 2, 1)
+    assert (schedule.slots(Kind.FORWARD, 0, 2) == slots).all()
+    assert (schedule.slots(Kind.BACKWARD, 0, 2) == slots[::-1] + [[1], [1]]).all()
     events, _ = modelled(
-        forward_slots=slots, backward_slots=slots[::-1] + [[1], [0]], forward_versions=slots, backward_versions=slots,
-        accumulate=1, slot_ns=9.0, slot_holds="both", device_of_stage=[0, 1], boundary_bytes=None, first_microbatch=6,
+        times=clock(schedule, slot_costs(schedule)), versions=(slots, slots),
+        accumulate=1, unit_ns=9.0, device_of_stage=[0, 1], boundary_bytes=None,
     )  # fmt: skip
     of = {(e.stage, e.kind, e.microbatch): (e.start_ns, e.end_ns) for e in events}
-    assert of[0, "forward", 6] == (0, 4) and of[0, "forward", 7] == (9, 14)  # half a slot, to the nearest nanosecond
-    assert of[0, "backward", 6] == (22, 27) and of[1, "backward", 6] == (4, 9)
+    assert of[0, "forward", 0] == (0, 4) and of[0, "forward", 1] == (9, 14)  # half a slot, to the nearest nanosecond
+    assert of[0, "backward", 0] == (22, 27) and of[1, "backward", 0] == (14, 18)
     assert all(e.bytes is None for e in events)
-    assert {e.microbatch for e in events if e.kind == "update"} == {6, 7}
+    assert {e.microbatch for e in events if e.kind == "update"} == {0, 1}
 
 
 def literal_in_flight(forward: np.ndarray, backward: np.ndarray, stages: Sequence[int], slot: int) -> int:
@@ -115,12 +123,9 @@ def of_method(name: str, args: Dict[str, Any], microbatches: int = 12) -> Tuple[
     method = resolve_method(name, args)
     schedule = make_schedule(method, 4, microbatches, accumulate)
     table = VersionTable(schedule, method)
-    return trace.modelled_events(
-        forward_slots=schedule.slots(Kind.FORWARD, 0, microbatches),
-        backward_slots=schedule.slots(Kind.BACKWARD, 0, microbatches),
-        forward_versions=table.forward(0, microbatches), backward_versions=table.backward(0, microbatches),
-        first_microbatch=0, accumulate=accumulate, slot_ns=999.0, slot_holds=schedule.slot_holds,
-        device_of_stage=[0, 1, 2, 3],
+    return modelled_events(
+        clock(schedule, slot_costs(schedule)), (table.forward(0, microbatches), table.backward(0, microbatches)),
+        accumulate=accumulate, unit_ns=999.0, device_of_stage=[0, 1, 2, 3],
     )  # fmt: skip
 
 
@@ -230,10 +235,7 @@ def test_events_in_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [4, 2000])
 def test_devices_and_tracks_have_names(tmp_path: Path, count: int) -> None:
     slots = np.arange(count)[None] + np.zeros((3, 1), int)
-    events, _ = modelled(
-        forward_slots=slots, backward_slots=slots, forward_versions=slots, backward_versions=slots,
-        device_of_stage=[0, 0, 4],
-    )  # fmt: skip
+    events, _ = modelled(times=of_slots(slots, slots, 2), versions=(slots, slots), device_of_stage=[0, 0, 4])
     trace.write_chrome(tmp_path / "t", [*events, Event(2, 4, "recv", 0, 0, 1, -1, None)], [], {})
     names = [(r["pid"], r["tid"], r["name"], r["args"].get("name")) for r in records(tmp_path / "t", "M")]
     assert [n for n in names if n[2] != "process_sort_index"] == [
@@ -269,8 +271,8 @@ def test_a_hundred_thousand_events(tmp_path: Path) -> None:
     slots = np.arange(count)[None] + np.arange(stages)[:, None]
     back = slots + 2 * (stages - np.arange(stages))[:, None]
     events, counters = modelled(
-        forward_slots=slots, backward_slots=back, forward_versions=slots, backward_versions=slots, accumulate=8,
-        slot_ns=123.4, device_of_stage=list(range(stages)), boundary_bytes=[1] * (stages - 1),
+        times=of_slots(slots, back, 8), versions=(slots, slots), accumulate=8, unit_ns=123.4,
+        device_of_stage=list(range(stages)), boundary_bytes=[1] * (stages - 1),
     )  # fmt: skip
     assert len(events) == 2 * stages * count + stages * count // 8
     trace.write_chrome(tmp_path / "t", events, counters, {"modelled": True})

@@ -10,8 +10,8 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import begin_stage, partition
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import resolve_method
-from ipu_pipe.schedule.table import Kind
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.optimizer import DelayedGlobalNorm

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from slot_simulation import Simulated, simulate
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import METHODS, Method, Reads, resolve_method
 from ipu_pipe.schedule.rows import from_rows
-from ipu_pipe.schedule.table import Kind
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 
@@ -67,7 +67,7 @@ def literal_copies(ran: Simulated, forward: List[int], backward: List[int], s: i
 def test_versions_and_copies_are_those_of_the_rules_played_out(name: str) -> None:
     method = VARIANTS[name]
     for P, M, N in cases(method):
-        ran = simulate(method.pipeline.value, P, M, N, method.turn)
+        ran = simulate(method.pipeline, P, M, N, method.turn)
         forward, backward = literal_versions(method, ran, P, M, N)
         versions = table(method, P, M, N)
         assert versions.forward(0, M).tolist() == forward, (P, M, N)
@@ -214,7 +214,7 @@ def _tau(P: int, a: int, r: int) -> int:
 def test_global_history_counted_entry_by_entry(name: str) -> None:
     method = VARIANTS[name]
     for P, M, N in ((1, 9, 1), (3, 40, 3), (4, 32, 4), (5, 47, 6), (4, 8, 8), (2, 1, 2)):
-        ran = simulate(method.pipeline.value, P, M, N, method.turn)
+        ran = simulate(method.pipeline, P, M, N, method.turn)
         entries = sorted((slot, s, k) for s in range(P) for slot, k in ran.updates[s])
         forward, _ = literal_versions(method, ran, P, M, N)
         versions = table(method, P, M, N)

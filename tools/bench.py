@@ -89,9 +89,10 @@ def measure(name: str, label: str, rounds: int, updates: int, device: str) -> Di
     from torch.nn.functional import cross_entropy
 
     from ipu_pipe.backends.emulator.replay import Emulator
+    from ipu_pipe.backends.work import Work
     from ipu_pipe.job.entries import resolve_entry
     from ipu_pipe.model.stages import partition
-    from ipu_pipe.schedule.methods import resolve_method
+    from ipu_pipe.schedule.methods import Reads, resolve_method
     from ipu_pipe.schedule.timelines import make_schedule
     from ipu_pipe.schedule.versions import VersionTable
     from ipu_pipe.update.optimizer import parameter_groups
@@ -107,7 +108,7 @@ def measure(name: str, label: str, rounds: int, updates: int, device: str) -> Di
     method = resolve_method(method_name)
     args = {key: value for rule in added for key, value in RULES[rule].items()}
     part = partition(made[0], data[0][0], "finest")
-    if method.forward_reads == "double_buffered":  # needs as many microbatches a batch as stages
+    if method.forward_reads is Reads.DOUBLE_BUFFERED:  # needs as many microbatches a batch as stages
         accumulate = -(-len(part) // accumulate) * accumulate
         data = data * (accumulate // len(data))
     lag = VersionTable(make_schedule(method, len(part), accumulate, accumulate), method).greatest_lag().max()
@@ -118,7 +119,7 @@ def measure(name: str, label: str, rounds: int, updates: int, device: str) -> Di
     staged = torch.optim.SGD(parameter_groups(made[0], part), lr=1e-3, momentum=0.9)
     table = VersionTable(schedule, method)
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, staged, lambda k: 1e-3)
-    emulator = Emulator(made[0], cross_entropy, part, method, table, staged, rules, data[0])
+    emulator = Emulator(Work(cross_entropy, table, rules), made[0], part, data[0])
 
     def emulate() -> None:
         for _ in range(updates):

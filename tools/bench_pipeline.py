@@ -92,20 +92,15 @@ def measure(accumulate: int, methods: List[str], rounds: int, microbatches: int)
 
 
 def _row(accumulate: int, methods: List[str], count: int, ranks: List[Dict[str, Any]]) -> Dict[str, Any]:
-    from ipu_pipe.schedule.clock import simulate
+    from ipu_pipe.schedule.clock import Costs, clock
     from ipu_pipe.schedule.methods import resolve_method
     from ipu_pipe.schedule.timelines import make_schedule
 
     # a turn's time is that of the slower process
     times = {name: [max(pair) for pair in zip(*(rank["times"][name] for rank in ranks))] for name in ranks[0]["times"]}
     costs = [[rank["costs"][kind] for rank in ranks] for kind in ("forward", "backward", "update")]
-    flush = (
-        simulate(
-            make_schedule(resolve_method("pipedream_flush"), 2, accumulate, accumulate), costs[0], costs[1], costs[2]
-        )
-        * count
-        / accumulate
-    )
+    schedule = make_schedule(resolve_method("pipedream_flush"), 2, accumulate, accumulate)
+    flush = clock(schedule, Costs(costs[0], costs[1], costs[2])).finish * count / accumulate
     ratios = {name: statistics.median(a / b for a, b in zip(times["torch"], own)) for name, own in times.items()}
     found = {}
     for name in methods:
@@ -175,7 +170,10 @@ CUT = ["layer2.0"]
 def _engine(rank: int, name: str, data: List[Any], accumulate: int, count: int, group: Any) -> Any:
     import torch
 
-    from ipu_pipe.backends.processes.stage import Layout, StageEngine
+    from ipu_pipe.backends.processes.mail import Layout, Mail, Timeline
+    from ipu_pipe.backends.processes.place import Place
+    from ipu_pipe.backends.processes.player import RowPlayer
+    from ipu_pipe.backends.work import Work
     from ipu_pipe.model.cutting import crossings, pieces
     from ipu_pipe.model.stages import partition
     from ipu_pipe.schedule.methods import resolve_method
@@ -190,10 +188,13 @@ def _engine(rank: int, name: str, data: List[Any], accumulate: int, count: int, 
     cut = pieces(model, CUT, data[0][0])
     optimizer = torch.optim.SGD(stage_groups(parameter_groups(model, part), rank), lr=RATE, momentum=0.9)
     rules = UpdateRules({}, method, table.rule_lag(), accumulate, optimizer, lambda k: RATE)
-    return StageEngine(
-        Layout(rank, 2), cut[rank], crossings(cut, model, data[0][0]), torch.nn.functional.cross_entropy, method, table, rules,
-        lambda m: data[m % len(data)], torch.device("cpu"), trace_microbatches=count, group=group,
-    )  # fmt: skip
+    layout, cpu = Layout(rank, 2), torch.device("cpu")
+    across = crossings(cut, model, data[0][0])
+    return RowPlayer(
+        Work(torch.nn.functional.cross_entropy, table, rules),
+        Place(layout, cut[rank], across, lambda m: data[m % len(data)], cpu),
+        Mail(layout, cpu, Timeline(layout, count), 300.0, group),
+    )
 
 
 def _our_turn(engine: Any, updates: int) -> None:

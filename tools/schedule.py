@@ -22,9 +22,10 @@ if __name__ == "__main__":
 
 from ipu_pipe.errors import BadInput, Parser, run_command
 from ipu_pipe.job.values import MOST_STAGES
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.drawing import format_csv, format_text
 from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
-from ipu_pipe.schedule.table import Kind, Schedule
+from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule, utilization
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.shown import shown

@@ -17,86 +17,20 @@ autograd: that is the point, and is allowed to these methods alone.
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 import numpy as np
 import torch
 
+from ipu_pipe.backends.reads import Read
+from ipu_pipe.backends.work import Work
+from ipu_pipe.schedule.methods import Reads
 from ipu_pipe.schedule.table import IntArray
-from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.rules import PLAIN, UpdateRules
+from ipu_pipe.update.rules import PLAIN
 
 Tensors = List[torch.Tensor]
 View = Tuple[int, int]  # version, code
 Offset = Callable[[int, int, int], Tuple[Optional[Tensors], float]]  # (stage, code, version) -> x, c of w + c x
-
-
-class Read(NamedTuple):
-    """What a pass reads: the version and the code of each stage, (P,) both."""
-
-    versions: IntArray
-    codes: IntArray
-
-
-class ReadPlan:
-    """The version table by microbatch, read ahead in windows: which views a microbatch reads, which are read later."""
-
-    def __init__(self, table: VersionTable, rules: UpdateRules, reach: int) -> None:
-        """`reach`: microbatches after which no version older than the newest now is read."""
-        schedule = table.schedule
-        self._table, self._rules, self._reach = table, rules, reach
-        self.stages, self.microbatches, self._accumulate = schedule.stages, schedule.microbatches, schedule.accumulate
-        self.recomputes = table.method.segments is not None
-        self._stashes = table.method.backward_reads == "stashed"
-        self._start = self._stop = 0
-        self._reads: Dict[str, Read] = {}
-
-    def _window(self, microbatch: int) -> int:
-        """Offset of `microbatch` in the window at hand, moved on if need be."""
-        if not self._start <= microbatch < self._stop:
-            self._start = microbatch
-            self._stop = min(microbatch + max(512, 2 * self._accumulate), self.microbatches)
-            last = min(self._stop + self._reach, self.microbatches)
-            forward, backward = self._table.window(self._start, last)
-            codes = self._rules.forward_codes(forward)
-            self._reads = {"forward": Read(forward, codes)}
-            self._reads["backward"] = Read(
-                backward, codes if self._stashes else self._rules.backward_codes(backward, forward)
-            )
-            if self.recomputes:
-                again = self._table.recompute(self._start, last)
-                self._reads["recompute"] = Read(again, self._rules.backward_codes(again, forward))
-            # a view goes when no microbatch to come reads its version; drawn delays make versions go up and down
-            self._oldest = np.minimum.accumulate(forward[:, ::-1], axis=1)[:, ::-1]
-        return microbatch - self._start
-
-    def read(self, what: str, microbatch: int) -> Read:
-        """What the `forward`, `recompute` or `backward` of `microbatch` reads."""
-        offset = self._window(microbatch)
-        read = self._reads[what]
-        return Read(read.versions[:, offset], read.codes[:, offset])
-
-    def oldest(self, microbatch: int) -> IntArray:
-        """Oldest version of each stage that `microbatch` and those after it read, shape (P,); none at the run's end."""
-        if microbatch >= self.microbatches:
-            return np.full(len(self._oldest), np.iinfo(np.int64).max)
-        offset = self._window(microbatch)
-        return self._oldest[:, offset]
-
-    def read_later(self, version: int, after: int) -> List[Set[int]]:
-        """Per stage, the codes with which a forward or recomputation of a microbatch later than `after` reads `version`.
-
-        A backward reads the newest version or, stashed, what its forward read: it needs none kept for itself.
-        """
-        start = self._window(after) + 1
-        stop = start + self._reach
-        codes: List[Set[int]] = [set() for _ in range(len(self._oldest))]
-        for what in ("forward", "recompute") if self.recomputes else ("forward",):
-            versions, how = (array[:, start:stop] for array in self._reads[what])
-            rows, columns = np.nonzero(versions == version)
-            for stage, code in set(zip(rows.tolist(), how[rows, columns].tolist())):
-                codes[stage].add(code)
-        return codes
 
 
 class Unversioned:
@@ -289,6 +223,19 @@ class Swapping(_Kept):
                 copies.add(new, own)
         copies.do()
         self._advance()
+
+
+def weights_of(work: Work, stages: Sequence[int]) -> Unversioned:
+    """The versions that a job's passes read on `stages`, which are here."""
+    if not work.method.reads_old(work.schedule.stages):
+        return Unversioned()
+    held = work.rules.stages
+    kind = Swapping if work.method.backward_reads is Reads.STASHED else Overwriting
+    return kind(
+        [held[s].parameters if s in held else [] for s in stages],
+        work.update,
+        lambda index, code, version: work.rules.offset(stages[index], code, version),
+    )
 
 
 class _Copies:

@@ -40,7 +40,7 @@ from ipu_pipe.job.values import fault_at as _fault_at
 from ipu_pipe.job.values import number as _number
 from ipu_pipe.job.values import whole as _whole
 from ipu_pipe.job.yaml_files import Origins, override, read_file, write
-from ipu_pipe.schedule.methods import METHODS, resolve_method
+from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
 from ipu_pipe.shown import shown
 
 GIVEN = "(given in Python)"
@@ -412,7 +412,7 @@ class Config(_Section):
         method = METHODS.get(self.method)
         if not self.recompute or method is None or self.method_args.recompute:
             return self
-        reads_newest = method.backward_reads == "newest" and method.is_stale and not self.method_args.stash
+        reads_newest = method.backward_reads is Reads.NEWEST and method.is_stale and not self.method_args.stash
         if reads_newest and self.method_args.constant_delay:
             why = "not together with recompute: true, which recomputes with a forward's weights: its backward reads newer ones"
             raise _fault_at("method_args.constant_delay", self.method_args.constant_delay.updates, why)

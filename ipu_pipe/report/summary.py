@@ -17,9 +17,9 @@ from ipu_pipe.job.record import DTYPES, Job
 from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.model.stages import describe
 from ipu_pipe.report import trace
+from ipu_pipe.schedule import clock
 from ipu_pipe.schedule import figures as accounting
 from ipu_pipe.schedule.drawing import format_text
-from ipu_pipe.schedule.table import Kind
 
 MIB = 2**20
 SHOWN_STAGES = 12
@@ -381,16 +381,12 @@ def write_trace(
         values = [c._replace(time_ns=c.time_ns - begin) for c in measured_counters]
         trace.write_chrome(path, sorted(events, key=lambda e: e.start_ns), values, {**metadata, "modelled": False})
         return
-    events, counters = trace.modelled_events(
-        forward_slots=schedule.slots(Kind.FORWARD, 0, count),
-        backward_slots=schedule.slots(Kind.BACKWARD, 0, count),
-        forward_versions=table.forward(0, count),
-        backward_versions=table.backward(0, count),
-        first_microbatch=0,
+    events, counters = clock.modelled_events(
+        clock.clock(schedule, clock.slot_costs(schedule), count),
+        (table.forward(0, count), table.backward(0, count)),
         accumulate=batch,
-        slot_ns=slot_ns,
-        slot_holds=schedule.slot_holds,
-        device_of_stage=list(range(len(job.part))),
+        unit_ns=slot_ns,
+        device_of_stage=schedule.device_of_stage,
         boundary_bytes=job.footprint.boundary_bytes,
         gradients_cross=job.method.structure is None,
     )

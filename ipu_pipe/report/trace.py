@@ -13,72 +13,16 @@ import os
 import zlib
 from itertools import islice
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
-
-import numpy as np
+from typing import Any, Dict, Iterable, Iterator, Optional, Sequence, Set
 
 from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.schedule.actions import Kind, pass_needs
 from ipu_pipe.schedule.events import COMMUNICATION, KINDS, Counter, Event, Trace
+from ipu_pipe.schedule.runs import PASSES
 
-
-def modelled_events(
-    forward_slots: np.ndarray,
-    backward_slots: np.ndarray,
-    forward_versions: np.ndarray,
-    backward_versions: np.ndarray,
-    first_microbatch: int,
-    accumulate: int,
-    slot_ns: float,
-    slot_holds: str,
-    device_of_stage: Sequence[int],
-    boundary_bytes: Optional[Sequence[int]] = None,
-    gradients_cross: bool = True,
-) -> Tuple[List[Event], List[Counter]]:
-    """Events and in-flight counters of a window of a schedule whose slots all take `slot_ns`.
-
-    The four arrays are (P, n): slot and weight version of each pass of microbatches `first_microbatch` and on. Where a
-    slot holds "both", the forward takes its first half. `boundary_bytes[s]`: what goes from stage s to s + 1, None if
-    not known; back the same unless `gradients_cross` is false. An update takes no time of its own: it is marked at the end of the
-    backward that completes its batch. The
-    counters tell, for each device, the microbatches in flight, summed over its stages.
-    """
-    stages, count = forward_slots.shape
-    half = 0.5 if slot_holds == "both" else 1.0
-    events: List[Event] = []
-    ends: Dict[int, Tuple[List[np.ndarray], List[np.ndarray]]] = {}  # of a device's forwards and backwards
-    for s in range(stages):
-        device = device_of_stage[s]
-        f_start = np.rint(forward_slots[s] * slot_ns).astype(np.int64)
-        f_end = np.rint((forward_slots[s] + half) * slot_ns).astype(np.int64)
-        b_start = np.rint((backward_slots[s] + 1 - half) * slot_ns).astype(np.int64)
-        b_end = np.rint((backward_slots[s] + 1) * slot_ns).astype(np.int64)
-        onward = boundary_bytes[s] if boundary_bytes is not None and s < stages - 1 else None
-        back = boundary_bytes[s - 1] if boundary_bytes is not None and s and gradients_cross else None
-        microbatches = range(first_microbatch, first_microbatch + count)
-        for m, a, b, v in zip(microbatches, f_start.tolist(), f_end.tolist(), forward_versions[s].tolist()):
-            events.append(Event(s, device, "forward", m, a, b, v, onward))
-        for m, a, b, v in zip(microbatches, b_start.tolist(), b_end.tolist(), backward_versions[s].tolist()):
-            events.append(Event(s, device, "backward", m, a, b, v, back))
-            if (m + 1) % accumulate == 0:
-                k = m // accumulate
-                events.append(Event(s, device, "update", k, b, b, k + 1, None))
-        f_ends, b_ends = ends.setdefault(device, ([], []))
-        f_ends.append(f_end)
-        b_ends.append(b_end)
-    counters = [c for d, (f, b) in ends.items() for c in _in_flight(d, np.concatenate(f), np.concatenate(b))]
-    return events, counters
-
-
-def _in_flight(device: int, f_end: np.ndarray, b_end: np.ndarray) -> List[Counter]:
-    """Microbatches whose activations a device holds: from the end of the forward to the end of the backward."""
-    times = np.concatenate([f_end, b_end])
-    steps = np.concatenate([np.ones(len(f_end), np.int64), -np.ones(len(b_end), np.int64)])
-    order = np.argsort(times, kind="stable")
-    values, times = np.cumsum(steps[order]), times[order]
-    last = np.append(times[1:] != times[:-1], True)  # of those at one time, the last stands
-    return [
-        Counter(device, "microbatches in flight", t, v) for t, v in zip(times[last].tolist(), values[last].tolist())
-    ]
+LETTERS = {kind.word: kind.value for kind in (*PASSES, Kind.UPDATE)}
+# Which way the result of a pass goes, in stages: to the pass of its kind that needs it.
+TOWARDS = {need.kind.word: -need.offset for kind in PASSES for need in pass_needs(kind) if need.offset}
 
 
 def write_chrome(path: Path, events: Sequence[Event], counters: Sequence[Counter], metadata: Dict[str, Any]) -> None:
@@ -146,7 +90,7 @@ def _work(event: Event, mark: str) -> str:
     stage, device, kind, microbatch, start_ns, end_ns, version, size = event
     assert kind in KINDS, kind
     key = "k" if kind == "update" else "microbatch"
-    name = {"forward": "F", "backward": "B", "update": "U"}.get(kind, kind + " ") + str(microbatch)
+    name = LETTERS.get(kind, kind + " ") + str(microbatch)
     if microbatch < 0:
         name = kind
     sent = "" if size is None else f',"bytes":{size}'
@@ -159,13 +103,14 @@ def _work(event: Event, mark: str) -> str:
 
 def _arrows(events: Iterable[Event]) -> Iterator[str]:
     """From each forward to the next stage's, and from each backward to the stage's before."""
-    passes = {(e.kind, e.stage, e.microbatch): e for e in events if e.kind in ("forward", "backward")}
+    passes = {(e.kind, e.stage, e.microbatch): e for e in events if e.kind in TOWARDS}
     number = 0
     for (kind, stage, microbatch), event in passes.items():
-        towards, category = (1, "activations") if kind == "forward" else (-1, "gradients")
+        towards = TOWARDS[kind]
         reached = passes.get((kind, stage + towards, microbatch))
         if reached is not None:
             number += 1
+            category = "activations" if towards > 0 else "gradients"
             same = f'"tid":0,"cat":"{category}","name":"sends","id":{number}'
             # a nanosecond inside the events, because an arrow is tied to the event that encloses its end
             yield f'{{"ph":"s","pid":{event.device},"ts":{(event.end_ns - 1) / 1000},{same}}}'

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
-KINDS = ("forward", "backward", "update", "send", "recv", "wait", "evaluate", "checkpoint")
+from ipu_pipe.schedule.actions import Kind
+
+ACTIONS = tuple(kind.word for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE))
 COMMUNICATION = ("send", "recv", "wait")  # they overlap computation, so they are drawn on a track of their own
+KINDS = (*ACTIONS, *COMMUNICATION, "evaluate", "checkpoint")
 
 
 class Event(NamedTuple):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import Method, Pipeline, resolve_method
-from ipu_pipe.schedule.table import IntArray
+from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.schedule.versions import segment_ends
 
 Sizes = Union[Sequence[float], NDArray[Any]]

@@ -16,7 +16,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.shown import shown
 
 
-class Pipeline(str, Enum):
+class Pipeline(Enum):
     """Who does what when. All but DATAFLOW and the local ones do one forward or one backward a stage and slot."""
 
     SEQUENTIAL = "sequential"  # one microbatch at a time through all stages and back
@@ -29,7 +29,7 @@ class Pipeline(str, Enum):
     LOCAL_SHARED = "local_shared"  # the same, but updates wait for the next stage's gradient of the shared layer
 
 
-class Reads(str, Enum):
+class Reads(Enum):
     """Which version of its weights a pass of a stage reads."""
 
     NEWEST = "newest"  # every update of that stage made in earlier slots
@@ -40,7 +40,7 @@ class Reads(str, Enum):
     DELAYED = "delayed"  # a stated or drawn number of updates before the backward, whatever the schedule
 
 
-class DefaultAccumulate(str, Enum):
+class DefaultAccumulate(Enum):
     """How many microbatches make an update (N) where the user does not say."""
 
     MICROBATCHES = "microbatches"  # one update for the whole run
@@ -271,7 +271,7 @@ def _axis_faults(method: Method, given: Mapping[str, Any]) -> List[str]:
     elif method.predicts and not given.keys() <= {"schedule", "turn"}:
         given = {key: value for key, value in given.items() if key not in ("schedule", "turn")}
         reason = f"{method.name} predicts the weights that both passes read from the newest ones"
-    elif "turn" in given and given.get("schedule", method.pipeline) != Pipeline.DATAFLOW:
+    elif "turn" in given and Pipeline(given.get("schedule", method.pipeline)) is not Pipeline.DATAFLOW:
         return [f"method_args: turn: {shown(given['turn'])}: only the dataflow schedule has a turn; set schedule: dataflow"]
     else:
         return []

@@ -8,7 +8,9 @@ from typing import Dict, Iterator, List, Optional, Sequence, Tuple, Union
 import numpy as np
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.table import CODE, PASSES, RUN, Action, Kind, Part, Schedule, predecessors_of
+from ipu_pipe.schedule.actions import Action, Kind, needs
+from ipu_pipe.schedule.runs import CODE, PASSES, RUN, Part
+from ipu_pipe.schedule.table import Schedule
 
 
 def from_rows(rows: Sequence[Sequence[Union[Action, str]]], accumulate: int, slot_holds: str = "one") -> Schedule:
@@ -66,7 +68,7 @@ def _earliest_slots(rows: Sequence[Sequence[Action]], both: bool) -> Dict[Action
     heads = [0] * len(rows)
 
     def ready(action: Action, slot: int, beside: Optional[Action] = None) -> bool:
-        needed = predecessors_of(action, len(rows), 1)
+        needed = needs(action, len(rows), 1)
         return all(need == beside or slots.get(need, slot) < slot for need in needed)
 
     slot = 0
@@ -95,7 +97,7 @@ def _cycle(rows: Sequence[Sequence[Action]], heads: Sequence[int], done: Dict[Ac
     while action not in chain:
         chain.append(action)
         head = rows[action.stage][heads[action.stage]]
-        action = head if head != action else next(n for n in predecessors_of(action, len(rows), 1) if n not in done)
+        action = head if head != action else next(n for n in needs(action, len(rows), 1) if n not in done)
     cycle = chain[chain.index(action) :] + [action]
     words = str(cycle[0])
     for k, (one, other) in enumerate(zip(cycle, cycle[1:])):

@@ -1,4 +1,4 @@
-"""The methods' schedules: each timeline's closed form under a drawing of it.
+"""The methods' schedules: each timeline's closed form under a drawing of it; its plain policy is in policies.py.
 
 P stages, M microbatches, N microbatches an update; s and m are a stage and a microbatch, slots count from 0.
 """
@@ -11,8 +11,10 @@ from typing import Callable, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Method, Pipeline, check
-from ipu_pipe.schedule.table import Kind, Part, RunArray, Schedule, run_array
+from ipu_pipe.schedule.runs import Part, RunArray, run_array
+from ipu_pipe.schedule.table import Schedule
 
 # One stretch from an empty pipeline to an empty one: its slots, and its runs.
 Stretch = Tuple[int, RunArray]

@@ -15,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.schedule.actions import Action, Kind
 from ipu_pipe.schedule.methods import Delay, Method, Reads
-from ipu_pipe.schedule.table import ALL_STAGES, PASSES, Action, IntArray, Kind, Schedule
+from ipu_pipe.schedule.runs import ALL_STAGES, PASSES, IntArray
+from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 
 _WINDOW = 1 << 22  # cells of a (stages, microbatches) window: some tens of MiB for each array

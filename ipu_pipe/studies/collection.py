@@ -22,7 +22,7 @@ from ipu_pipe.run.folder_lock import refuse_used
 from ipu_pipe.run.training import train
 from ipu_pipe.schedule import figures as accounting
 from ipu_pipe.schedule import timelines
-from ipu_pipe.schedule.clock import simulate
+from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 
 MIB = 2**20
@@ -120,10 +120,11 @@ def modelled_rate(job: Job) -> Optional[float]:
     flops = stage_flops(job.model, job.part, job.example[0])
     stages, accumulate = len(job.part), job.schedule.accumulate
     length = accumulate * -(-4 * stages // accumulate)
+    costs = Costs(flops, [BACKWARD * f for f in flops], [0.0] * stages)
     times = []
     for count in (length, 2 * length):
         schedule = timelines.make_schedule(job.method, stages, count, accumulate)
-        times.append(simulate(schedule, flops, [BACKWARD * f for f in flops], [0.0] * stages))
+        times.append(clock(schedule, costs).finish)
     return length / (times[1] - times[0])
 
 

@@ -16,7 +16,8 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import Partition
-from ipu_pipe.schedule.table import Kind, Schedule
+from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.table import Schedule
 
 Groups = List[Dict[str, Any]]
 OptimizerFactory = Callable[[Groups], torch.optim.Optimizer]

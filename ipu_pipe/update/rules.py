@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from ipu_pipe.schedule.methods import Method, Pipeline, Reads
-from ipu_pipe.schedule.table import IntArray
+from ipu_pipe.schedule.runs import IntArray
 
 Tensors = List[torch.Tensor]
 Floats = NDArray[np.float64]

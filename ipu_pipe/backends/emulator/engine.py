@@ -10,6 +10,7 @@ from ipu_pipe import launched
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.exactness import exactness_faults
 from ipu_pipe.backends.interface import Backend, Engine, Report, State, StepResult, refuse_foreign
+from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.blame import attributed
 from ipu_pipe.job.config import BackendConfig
@@ -21,18 +22,13 @@ from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.update import optimizer as update
 
 
-class LocalEngine(Engine):
+class EmulatorEngine(Engine):
     """The exact emulator."""
 
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
-        config = job.config
-        self._emulator = Emulator(
-            job.model, job.loss, job.part, job.method, job.table, job.optimizer, job.rules, job.example,
-            seed=config.seed, clip=(config.clip.norm, config.clip.scope) if config.clip else None,
-            allow_nonfinite=config.allow_nonfinite, microbatch=first_update * config.gradient_accumulation,
-            replicas=config.replicas,
-        )  # fmt: skip
+        config, work = job.config, Work.of(job, first_update)
+        self._emulator = Emulator(work, job.model, job.part, job.example, config.seed, config.replicas)
 
     def step(self, k: int) -> StepResult:
         accumulate = self.job.config.gradient_accumulation
@@ -82,10 +78,10 @@ def check_launch(backend: BackendConfig) -> None:
         )
 
 
-def make(job: Job, first_update: int) -> LocalEngine:
+def make(job: Job, first_update: int) -> EmulatorEngine:
     """The engine, to go on with update `first_update`."""
     refuse_foreign(job.optimizer)
-    return LocalEngine(job, first_update)
+    return EmulatorEngine(job, first_update)
 
 
 BACKEND = Backend(

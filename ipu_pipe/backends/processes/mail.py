@@ -22,10 +22,12 @@ import torch.distributed as dist
 from ipu_pipe.backends.processes.channels import Channels, Kinds, Link, finish, touch
 from ipu_pipe.backends.processes.joining import wait_limit
 from ipu_pipe.model.cutting import Shape
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.events import Event
 
-FORWARD, RECOMPUTE, BACKWARD, UPDATE, NORM, SHARED, RESULT = "F", "R", "B", "U", "N", "S", "L"
-ORDER = (FORWARD, RECOMPUTE, BACKWARD, UPDATE)  # within a slot
+ORDER = tuple(kind.value for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.UPDATE))  # within a slot
+FORWARD, RECOMPUTE, BACKWARD, UPDATE = ORDER
+NORM, SHARED, RESULT = "N", "S", "L"
 KINDS = (*ORDER, NORM, SHARED, RESULT)  # of messages: with an update the norm, gradients of a shared layer, losses
 ON_HOST = (NORM, RESULT)  # small tensors, on the host whatever the device
 AHEAD = 3  # receives posted on each link before they are needed
@@ -110,7 +112,7 @@ class Mail:
         group: Any = None,
         channels: Optional[Channels] = None,
     ) -> None:
-        self._layout, self._device, self._timeline, self._group = layout, device, timeline, group
+        self._layout, self._device, self.timeline, self._group = layout, device, timeline, group
         self._deadline, self._channels = deadline, channels
         self._through_host = device.type != "cpu" and channels is None
         self._wanted: Dict[Tuple[int, str], Deque[Tuple[Message, Tuple[Shape, ...]]]] = {}  # by source and kind
@@ -121,6 +123,11 @@ class Mail:
         self._kept = 8 * (layout.depth + 1)  # tensors on their way to one stage
         self.waiting_for: Optional[int] = None  # the rank, while waiting
         self.is_warm = False  # the first step is done
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether groups of two take the place of tags."""
+        return self._channels is not None
 
     @property
     def limit(self) -> timedelta:
@@ -183,7 +190,7 @@ class Mail:
         self._post(source, message.kind)
         size = sum(buffer.numel() * buffer.element_size() for _, buffer in received)
         if message.kind not in ON_HOST:
-            self._timeline.add("wait", message.microbatch, start, size=size)
+            self.timeline.add("wait", message.microbatch, start, size=size)
         return [buffer if message.kind in ON_HOST else buffer.to(self._device) for _, buffer in received]
 
     def wait(self, work: Any, rank: Optional[int] = None) -> None:
@@ -210,9 +217,9 @@ class Mail:
             if len(out) > self._kept:  # the oldest was for an action of a slot long past: it is through, or soon
                 self._let_go(target)
             size += value.numel() * value.element_size()
-        self._timeline.count(target, message.kind, size)
+        self.timeline.count(target, message.kind, size)
         if message.kind not in ON_HOST:
-            self._timeline.add("send", message.microbatch, start, size=size)
+            self.timeline.add("send", message.microbatch, start, size=size)
 
     def _let_go(self, target: int) -> None:
         work, _, kind = self._out[target].popleft()

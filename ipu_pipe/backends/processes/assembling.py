@@ -1,0 +1,78 @@
+"""What a job's process needs before it begins: its stage cut out of the model, groups of ranks, the others' memory given back."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any, Dict, Iterable, List, Optional, Tuple
+
+import torch
+import torch.distributed as dist
+
+from ipu_pipe.backends.processes.channels import Channels, Link, links
+from ipu_pipe.backends.processes.group import gpus_talk
+from ipu_pipe.backends.processes.mail import THROUGH_CHANNELS, Layout
+from ipu_pipe.backends.processes.place import Place
+from ipu_pipe.job.record import Job
+from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.model.cutting import Piece, crossings, pieces
+from ipu_pipe.model.probe import random_modules
+from ipu_pipe.model.randomness import KeyedRandomness
+
+
+def replica_groups(layout: Layout) -> List[Any]:
+    """A group for each stage: its ranks in all replicas. None are made where there is one replica."""
+    depth, width = layout.depth, layout.width
+    if width == 1:
+        return []
+    return [dist.new_group([replica * depth + s for replica in range(width)]) for s in range(depth)]
+
+
+def make_channels(job: Job, layout: Layout) -> Optional[Channels]:
+    """A group for each neighbour, direction and kind where GPUs talk to each other (not run: no machine had two). Not their
+    timeout but the mail's deadline ends a wait: a receive may be posted long before its message."""
+    if job.device.type != "cuda" or not gpus_talk():
+        return None
+    made: Dict[Link, Any] = {}
+    for replica in range(layout.width):
+        for link in links(layout.depth, job.method, THROUGH_CHANNELS):
+            pair = sorted(replica * layout.depth + stage for stage in link[:2])
+            group = dist.new_group(pair, timeout=datetime.timedelta(days=1), backend="nccl")
+            if replica == layout.replica:
+                made[link] = group
+    return made
+
+
+def cut_out(job: Job, layout: Layout) -> Tuple[Place, List[Piece]]:
+    """This process's stage of a job's model, and the pieces of all stages."""
+    s, blocks = layout.stage, blocks_of(job.model)
+    if blocks is not None:
+        cut, across = blocks.pieces, blocks.crossings
+    else:
+        cut = pieces(job.model, job.part.begin_names(), job.example[0])
+        across = crossings(cut, job.model, job.example[0])
+    keyed = KeyedRandomness(job.model, random_modules(job.model, job.example[0]), job.config.seed, job.device)
+    head = blocks.head(s) if blocks is not None else None
+    behind = cut[s - 1] if blocks is not None and blocks.overlap and s else None
+    place = Place(
+        layout, cut[s], across, lambda m: job.microbatch(m, layout.replica), job.device, keyed, job.method.structure, head, behind
+    )  # fmt: skip
+    return place, cut
+
+
+def forget_others(job: Job, place: Place, cut: List[Piece]) -> None:
+    """Free what other processes hold of the model."""
+    own = {id(t) for piece in (place.piece, place.behind) if piece is not None for t in piece.tensors()}
+    others = [t for piece in cut for t in piece.tensors()]
+    blocks = blocks_of(job.model)
+    if blocks is not None:
+        blocks.forget_duplicates()
+        for index, head in blocks.heads.items():
+            others += [*head.parameters(), *head.buffers()] if index != str(place.layout.stage) else []
+    forget([t for t in others if id(t) not in own])
+
+
+def forget(tensors: Iterable[torch.Tensor]) -> None:
+    """Free these; shapes and sizes stay to be read, of the values nothing (not a number)."""
+    for tensor in tensors:
+        nothing = float("nan") if tensor.is_floating_point() else 0
+        tensor.data = torch.full((), nothing, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)

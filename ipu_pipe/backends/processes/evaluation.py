@@ -1,0 +1,115 @@
+"""The test set through the pipeline of the first replica, forwards only; the other replicas wait."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any, Iterator, List
+
+import torch
+import torch.distributed as dist
+
+from ipu_pipe.backends.processes.joining import answer_within
+from ipu_pipe.backends.processes.mail import Layout
+from ipu_pipe.backends.processes.player import RowPlayer
+from ipu_pipe.backends.processes.stopping import Stopping
+from ipu_pipe.errors import RunFault
+from ipu_pipe.job.evaluation import Tally, test_batches
+from ipu_pipe.job.position import Measured
+from ipu_pipe.job.record import Job
+from ipu_pipe.local.blocks import one_activation
+
+EVALUATION_TAG = (1 << 30) + 2  # beyond all messages of the schedule
+COUNTED = "ipu_pipe/evaluated"  # batches that any stage has done, in the store
+
+
+class Evaluation:
+    """Evaluates a job's stages, of which one is `player`'s; those `with_loss` tell theirs."""
+
+    def __init__(self, job: Job, player: RowPlayer, with_loss: List[int]) -> None:
+        self._job, self._player, self._place, self._with_loss = job, player, player.place, with_loss
+        self._count = 0
+
+    def __call__(self) -> List[Measured]:
+        """By stage with a loss, the same on every rank."""
+        layout = self._place.layout
+        self._player.weights.rest()
+        sums = torch.zeros(layout.depth, 5, dtype=torch.float64)
+        with self._evaluating(), torch.no_grad():
+            if layout.replica == 0:
+                sums[layout.stage] = self._tallied()
+        if layout.width > 1:
+            self._count += 1
+            wait_for_first_replica(layout, self._player, self._count)
+        self._player.mail.wait(dist.all_reduce(sums, async_op=True))
+        return [Tally(self._job.loss, row).measured for row in sums[self._with_loss]]
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        head = self._place.head
+        modules = [*self._place.piece.modules(), *(head.modules() if head is not None else ())]
+        modes = [(module, module.training) for module in modules]
+        for module in modules:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def _tallied(self) -> torch.Tensor:
+        tally, place, s = Tally(self._job.loss), self._place, self._place.layout.stage
+        for x, y in test_batches(self._job):
+            value: Any = x
+            if not place.is_first:
+                enter = place.crossings[s - 1]
+                value = enter.unflatten([self._take(shape.dtype) for shape in enter.tensors])
+            output = place.piece(value)
+            if not place.is_last:
+                for tensor in place.crossings[s].flatten(output):
+                    self._give(tensor)
+            if place.head is not None:
+                output = place.head(one_activation(output))
+            if s in self._with_loss:
+                tally.add(output, y, len(x))
+            if place.layout.width > 1:
+                dist.distributed_c10d._get_default_store().add(COUNTED, 1)
+        return tally.sums
+
+    def _give(self, tensor: torch.Tensor) -> None:
+        """Send a tensor whose shape the receiver does not know."""
+        header = torch.tensor([tensor.dim(), *tensor.shape, *[0] * (8 - tensor.dim())])
+        target = self._place.layout.rank_of(self._place.layout.stage + 1)
+        for value in (header, tensor.contiguous().cpu()):
+            self._player.mail.wait(dist.isend(value, target, tag=EVALUATION_TAG), target)
+
+    def _take(self, dtype: torch.dtype) -> torch.Tensor:
+        header = torch.zeros(9, dtype=torch.int64)
+        source = self._place.layout.rank_of(self._place.layout.stage - 1)
+        self._player.mail.wait(dist.irecv(header, source, tag=EVALUATION_TAG), source)
+        shape = header[1 : 1 + int(header[0])].tolist()
+        tensor = torch.empty(shape, dtype=dtype)
+        self._player.mail.wait(dist.irecv(tensor, source, tag=EVALUATION_TAG), source)
+        return tensor.to(self._place.device)
+
+
+def wait_for_first_replica(layout: Layout, player: RowPlayer, number: int) -> None:
+    """Until the first replica is done with evaluation `number`. Others have nothing to do meanwhile: they wait as long as it gets
+    on."""
+    store, done = dist.distributed_c10d._get_default_store(), f"ipu_pipe/evaluation-{number}/done"
+    if layout.replica == 0:
+        store.add(done, 1)
+        return
+    seen, since, limit = -1, time.monotonic(), player.mail.limit.total_seconds()
+    where = f"rank {layout.rank}, stage {layout.stage}, action {player.doing}"
+    try:
+        while answer_within(limit, lambda: store.add(done, 0)) < layout.depth:
+            batches = answer_within(limit, lambda: store.add(COUNTED, 0))
+            if batches != seen:
+                seen, since = batches, time.monotonic()
+            elif time.monotonic() - since > limit:
+                raise TimeoutError
+            Stopping.check()
+            time.sleep(0.01)
+    except TimeoutError as error:
+        raise RunFault(f"{where}: the first replica is lost, or made no progress within {limit:g} s") from error

@@ -1,0 +1,86 @@
+"""What all ranks hold or have measured, put together on the first: a checkpoint's state, the report at the end."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ipu_pipe.backends.interface import Report, State
+from ipu_pipe.backends.processes.mail import Mail
+from ipu_pipe.backends.processes.place import Place
+from ipu_pipe.backends.processes.player import RowPlayer
+from ipu_pipe.job.record import Job
+from ipu_pipe.local.blocks import HEADS
+from ipu_pipe.schedule.events import Event
+from ipu_pipe.update import optimizer as update
+
+Value = TypeVar("Value")
+Traffic = Dict[int, Tuple[int, int]]  # target stage -> bytes, messages
+
+
+def gather(mail: Mail, value: Value) -> Optional[List[Value]]:
+    """Every rank's on rank 0, else None. All are waited for first: the gathering has no deadline of its own."""
+    mail.wait(dist.all_reduce(torch.zeros(1), async_op=True))
+    gathered: Any = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, gathered, dst=0)
+    return gathered  # type: ignore[no-any-return]
+
+
+def stage_state(job: Job, place: Place, names: Dict[nn.Parameter, str]) -> State:
+    """A stage's own, on the host. `names`: of all parameters of the model."""
+    own = {id(p) for p in [*place.piece.tensors(), *(place.head.parameters() if place.head is not None else ())]}
+    tensors, plain = update.export_state(job.optimizer, {p: name for p, name in names.items() if id(p) in own})
+    model = {key: value.detach().cpu() for key, value in place.piece.state().items()}
+    if place.head is not None:
+        head = f"{HEADS}.{place.layout.stage}"
+        model.update({f"{head}.{key}": value.detach().cpu() for key, value in place.head.state_dict().items()})
+    return State(model, {key: value.cpu() for key, value in tensors.items()}, plain)
+
+
+def whole_state(job: Job, stages: List[State]) -> State:
+    """That of the unsplit model, from those of one replica's stages."""
+    found = State({}, {}, {})
+    for stage in stages:
+        for into, part in zip(found, stage):
+            into.update(part)
+    whole = job.model.state_dict()  # what no piece uses is here as it was
+    return found._replace(model={name: found.model.get(name, value) for name, value in whole.items()})
+
+
+class StageReport(NamedTuple):
+    """What one rank measured: bytes of optimizer state, greatest bytes of weight versions besides the newest, what it sent,
+    its events, what it sent of the gradients of shared layers."""
+
+    optimizer_bytes: int
+    version_bytes: int
+    sent: Traffic
+    events: List[Event]
+    shared: Traffic
+
+
+def stage_report(job: Job, player: RowPlayer, clock_offset: int) -> StageReport:
+    """This rank's; event times by rank 0's clock."""
+    # of the layer behind, too, where it is shared
+    held = sum(update.optimizer_bytes(job.optimizer, player.place.layout.depth))
+    timeline = player.mail.timeline
+    events = [
+        event._replace(start_ns=event.start_ns + clock_offset, end_ns=event.end_ns + clock_offset)
+        for event in timeline.events
+    ]
+    return StageReport(held, player.weights.peak_bytes, timeline.sent, events, timeline.shared)
+
+
+def whole_report(ranks: List[StageReport], depth: int, microbatches: int) -> Report:
+    """That of all ranks: of `depth` stages the first replica's, of events all."""
+    own = ranks[:depth]
+    return Report(
+        [stage.optimizer_bytes for stage in own],
+        [stage.version_bytes for stage in own],
+        {(src, dst): count for src, stage in enumerate(own) for dst, count in stage.sent.items()},
+        [event for rank in ranks for event in rank.events],
+        microbatches,
+        {(src, dst): count for src, stage in enumerate(own) for dst, count in stage.shared.items()},
+    )

@@ -1,0 +1,167 @@
+"""The passes of one stage: forward, recomputation and backward of a microbatch, with the versions that each reads.
+
+A rank needs no version table to find the newest weights: it reads what its memory holds, and its row says when that changes.
+
+    row of stage s     F5   B2  U2   F6   B3  U3  ...
+    in memory       w2 ->        w3 ->       w4            (pipedream: B3 reads again what F3 read, which is stashed)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Dict, List, Optional, Sequence, Set, Tuple
+
+import numpy as np
+import torch
+
+from ipu_pipe.backends.processes.losses import Losses
+from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, Mail, Message
+from ipu_pipe.backends.processes.place import Place
+from ipu_pipe.backends.processes.row import Segments
+from ipu_pipe.backends.reads import ReadPlan, Replay
+from ipu_pipe.backends.weights import weights_of
+from ipu_pipe.backends.work import Work
+from ipu_pipe.job.evaluation import right_answers
+from ipu_pipe.local.blocks import losses_of, one_activation
+from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.schedule.methods import Reads
+
+
+@dataclass
+class _Flight:
+    """A microbatch between its forward and its backward on this stage."""
+
+    replay: Replay
+    inputs: List[torch.Tensor]
+    outputs: List[torch.Tensor]
+    loss: Optional[torch.Tensor]
+
+
+class Passes:
+    """Carries out passes. `update`: how many updates the weights in memory have had; `forwarded`: the newest microbatch whose
+    forward is done."""
+
+    def __init__(self, work: Work, place: Place, mail: Mail) -> None:
+        self._work, self._place, self._mail = work, place, mail
+        self._stage = place.layout.stage
+        self._segments = Segments(work, self._stage)
+        self._plan = ReadPlan(work.table, work.rules)
+        self._flights: Dict[int, _Flight] = {}
+        self.weights = weights_of(work, [self._stage])
+        self.losses = Losses()
+        self.update, self.forwarded = work.update, work.microbatch - 1
+
+    def forward(self, m: int) -> int:
+        """F(m); the version that it reads."""
+        received, replay = self._inputs(m), self._plan.replay(m).on(self._stage)
+        self.weights.load(replay.forward)
+        with torch.set_grad_enabled(replay.recompute is None):
+            outputs, loss, answers = self.run(m, received)
+        self._flights[m] = _Flight(replay, received, outputs, loss)
+        self.forwarded = m
+        if loss is not None:
+            self.losses.add(loss.detach(), answers)
+        if self._place.leave is not None:
+            self._mail.send(self._stage + 1, Message(FORWARD, m), outputs)
+        return int(replay.forward.versions[0])
+
+    def _inputs(self, m: int) -> List[torch.Tensor]:
+        enter = self._place.enter
+        if enter is None:
+            return [self._place.source(m)[0]]
+        received = self._mail.receive(self._stage - 1, Message(FORWARD, m))
+        if self._place.is_local:
+            return received
+        return [t.requires_grad_() if shape.differentiable else t for t, shape in zip(received, enter.tensors)]
+
+    def run(
+        self, m: int, inputs: Sequence[torch.Tensor]
+    ) -> Tuple[List[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]:
+        """What the next stage gets; where there is a loss, it and the right answers."""
+        place = self._place
+        if place.random is not None:
+            place.random.microbatch = m * place.layout.width + place.layout.replica
+        value = inputs[0] if place.enter is None else place.enter.unflatten(inputs)
+        if place.behind is not None:
+            with buffers_restored(place.behind):  # the stage that owns the layer moves its running statistics
+                value = place.behind(value)
+        entered = value
+        output = place.piece(value)
+        outputs: List[torch.Tensor] = []
+        if place.leave is not None:
+            outputs = place.leave.flatten(output if not place.shared_own else entered)
+        if not place.has_loss:
+            return outputs, None, None
+        y = place.source(m)[1]
+        if place.head is not None:
+            output = place.head(one_activation(output))
+        return outputs, losses_of(self._work.loss, output, y)[0], right_answers(output, y)
+
+    def recompute(self, m: int) -> int:
+        """R(m); the version in memory."""
+        flight, s = self._flights[m], self._stage
+        inputs = flight.inputs
+        if not self._segments.is_head(s):
+            received = self._mail.receive(s - 1, Message(RECOMPUTE, m))
+            inputs = [t.requires_grad_() if x.requires_grad else t for t, x in zip(received, flight.inputs)]
+        assert flight.replay.recompute is not None
+        self.weights.load(flight.replay.recompute)
+        flight.inputs = inputs
+        with buffers_restored(self._place.piece):
+            flight.outputs, flight.loss, _ = self.run(m, inputs)
+        if not self._place.is_last and not self._segments.is_head(s + 1):
+            self._mail.send(s + 1, Message(RECOMPUTE, m), flight.outputs)
+        return self.update
+
+    def backward(self, m: int) -> int:
+        """B(m); the version that it reads."""
+        flight, place, s = self._flights[m], self._place, self._stage
+        gradients: List[torch.Tensor] = []
+        if not place.is_last and not place.is_local:
+            gradients = self._mail.receive(s + 1, Message(BACKWARD, m))
+        version = int(flight.replay.backward.versions[0])
+        if self._work.method.backward_reads is Reads.NEWEST:
+            assert version == self.update, (
+                f"stage {s}, B{m}: memory holds version {self.update}, the table says {version}"
+            )
+        self.weights.load(flight.replay.backward)
+        if flight.loss is not None:
+            (flight.loss / self._work.accumulate).backward()  # type: ignore[no-untyped-call]
+        elif not place.is_local:
+            outputs = [t for t, shape in zip(flight.outputs, place.crossings[s].tensors) if shape.differentiable]
+            pairs = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad]
+            if pairs:
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        if not place.is_first and not place.is_local:
+            back = [t for t, shape in zip(flight.inputs, place.crossings[s - 1].tensors) if shape.differentiable]
+            found = [torch.zeros_like(t) if t.grad is None else t.grad for t in back]
+            self._mail.send(s - 1, Message(BACKWARD, m), found)
+        del self._flights[m]
+        self._release()
+        return version
+
+    def before_update(self) -> None:
+        """Keep what passes to come will read of the weights in memory."""
+        self.weights.before_update([self._kept_codes()])
+
+    def after_update(self) -> None:
+        """The weights in memory are the next version."""
+        self.update += 1
+        self._release()
+
+    def _kept_codes(self) -> Set[int]:
+        """How the newest version will be read when it is old: by backwards of microbatches in flight, by forwards to come."""
+        method = self._work.method
+        if method.backward_reads is not Reads.STASHED:
+            return set()
+        reads = [flight.replay.backward for flight in self._flights.values()]
+        codes = {int(read.codes[0]) for read in reads if read.versions[0] == self.update}
+        if method.forward_reads is Reads.DOUBLE_BUFFERED:
+            codes |= self._plan.read_later(self.update, self.forwarded)[self._stage]
+        return codes
+
+    def _release(self) -> None:
+        oldest = [int(flight.replay.backward.versions[0]) for flight in self._flights.values()]
+        if self.forwarded + 1 < self._work.schedule.microbatches:
+            oldest.append(int(self._plan.replay(self.forwarded + 1).forward.versions[self._stage]))
+        self.weights.release(np.array([min(oldest, default=np.iinfo(np.int64).max)]))

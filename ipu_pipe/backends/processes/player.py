@@ -1,0 +1,151 @@
+"""One stage of one replica plays its row of the schedule: the kind of an action says which function carries it out.
+
+    F  Passes.forward     R  Passes.recompute     B  Passes.backward     U  the batch's loss, Updating, the next version
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Callable, Dict, Iterator, Optional
+
+import torch
+
+from ipu_pipe.backends.processes.channels import links, rehearsal
+from ipu_pipe.backends.processes.losses import Measured
+from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, THROUGH_CHANNELS, UPDATE, Mail
+from ipu_pipe.backends.processes.passes import Passes
+from ipu_pipe.backends.processes.place import Place
+from ipu_pipe.backends.processes.row import Action, Needs, Row
+from ipu_pipe.backends.processes.stopping import Stopping
+from ipu_pipe.backends.processes.updating import Updating, counters_kept
+from ipu_pipe.backends.weights import Unversioned
+from ipu_pipe.backends.work import Work
+from ipu_pipe.update import optimizer as update
+
+EVENTS = {FORWARD: "forward", RECOMPUTE: "forward", BACKWARD: "backward", UPDATE: "update"}  # what it is in a trace
+
+
+class RowPlayer:
+    """Plays the row of the stage at `place`: `step(k)` up to and including update k.
+
+    `doing`: the action, or what else. `replicas`: the process group of the stage's replicas, None where there is one.
+    """
+
+    def __init__(self, work: Work, place: Place, mail: Mail, replicas: Any = None) -> None:
+        self._work, self.place, self.mail = work, place, mail
+        self._updating = Updating(work, place, mail, replicas)
+        self._passes = Passes(work, place, mail)
+        self._needs = Needs(work, place, self._updating.clipping.delayed)
+        self._is_ready = not mail.has_channels
+        self._measured: Optional[Measured] = None  # by the newest update
+        self._carry_out: Dict[str, Callable[[int], int]] = {
+            FORWARD: self._passes.forward,
+            RECOMPUTE: self._passes.recompute,
+            BACKWARD: self._passes.backward,
+            UPDATE: self._update,
+        }
+        self._row = self._actions(work.microbatch)
+        self.doing = "start"
+
+    @property
+    def update(self) -> int:
+        """The next one."""
+        return self._passes.update
+
+    @property
+    def weights(self) -> Unversioned:
+        """The versions that are kept."""
+        return self._passes.weights
+
+    @property
+    def whereabouts(self) -> str:
+        """What it is doing, in words for a fault."""
+        kind, index = self.doing[:1], self.doing[1:]
+        if not index.isdigit():
+            return f"{self.doing} before update {self.update}"
+        if kind == UPDATE:
+            return f"update {index}"
+        return f"update {int(index) // self._work.accumulate}, microbatch {index}, action {self.doing}"
+
+    def _actions(self, first: int) -> Iterator[Action]:
+        """The row from microbatch `first` on; what a chunk of it needs is expected before it begins."""
+        for chunk in Row(self._work, self.place.layout.stage).chunks(first):
+            for source, messages in self._needs.messages(chunk).items():
+                self.mail.expect(source, messages)
+            yield from chunk
+
+    def step(self, k: int) -> Optional[Measured]:
+        """Carry out the row up to update k. Where there is a loss: (its mean, share of right answers or None) over the batch."""
+        assert k == self.update, f"update {self.update} is next, not {k}"
+        if self.mail.has_channels:
+            self._open_channels(k)
+        for kind, index in self._row:
+            Stopping.check()
+            self.doing = f"{kind}{index}"
+            start = time.perf_counter_ns()
+            version = self._carry_out[kind](index)
+            microbatch = index if kind != UPDATE else index * self._work.accumulate
+            self.mail.timeline.add(EVENTS[kind], index, start, version, microbatch=microbatch)
+            if kind == UPDATE:
+                assert index == k
+                self.mail.is_warm = self.mail.is_warm or self._is_full(k)
+                return self._measured
+        raise AssertionError(f"the schedule ends before update {k}")
+
+    def _is_full(self, k: int) -> bool:
+        """Whether all stages have begun when update k is done: where nothing comes back, not before the first one, which runs no
+        further ahead, is that far."""
+        return k - self._work.update >= (self.place.layout.depth + 1 if self.place.is_local else 0)
+
+    def _update(self, k: int) -> int:
+        """U(k); the version that it makes."""
+        if self.place.has_loss:
+            self._measured = self._passes.losses.take(self._work.accumulate)
+            self._work.refuse_nonfinite(k, [self._measured[0]])
+        self._updating.gather(k)
+        self._passes.before_update()
+        self._updating.step(k)
+        self._passes.after_update()
+        return self.update
+
+    def _open_channels(self, k: int) -> None:
+        """Receives up to where the pipeline empties may be posted; first of all, channels and kernels are used once."""
+        if not self._is_ready:
+            self.mail.touch(links(self.place.layout.depth, self._work.method, THROUGH_CHANNELS))
+            self._rehearse()
+            self._is_ready = True
+        end = self._work.schedule.stretch(k)[1]
+        self.mail.open(end * self._work.accumulate, end)
+
+    def _rehearse(self) -> None:
+        """Forward, backward and update of the first microbatch, or of zeros where it comes from another stage."""
+        m, place, rules = self._passes.forwarded + 1, self.place, self._work.rules
+        with rehearsal([place.piece, place.head, place.behind], rules):
+            inputs = [place.source(m)[0]] if place.enter is None else []
+            for shape in place.enter.tensors if place.enter is not None else ():
+                zeros = torch.zeros(shape.shape, dtype=shape.dtype, device=place.device)
+                inputs.append(zeros.requires_grad_(shape.differentiable and not place.is_local))
+            outputs, loss, _ = self._passes.run(m, inputs)
+            ends = [t for t in (outputs if loss is None else [loss / self._work.accumulate]) if t.requires_grad]
+            if ends:
+                torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+            bound = self._work.clip[0] if self._work.clip else float("inf")
+            parameters = self._updating.parameters
+            with counters_kept(parameters):
+                rules.step(
+                    max(self.update, rules.switch),
+                    lambda: update.scale_to(bound, parameters, update.gradient_norms(parameters)),
+                )
+            if place.device.type == "cuda":
+                torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """All messages through, the newest weights in the parameters, no hooks left."""
+        self.mail.flush()
+        self.weights.rest()
+        self.release()
+
+    def release(self) -> None:
+        """Take the hooks off."""
+        if self.place.random is not None:
+            self.place.random.remove()

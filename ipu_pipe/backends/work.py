@@ -1,0 +1,69 @@
+"""What emulator and processes carry out of a job, and the check of its losses that they have in common."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Iterable, Optional, Tuple
+
+from ipu_pipe.errors import RunFault
+from ipu_pipe.job.record import Job
+from ipu_pipe.model.probe import Loss
+from ipu_pipe.schedule.methods import Method
+from ipu_pipe.schedule.table import Schedule
+from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.update.rules import UpdateRules
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done, wherever the stages are.
+
+    `table`: who reads what, over the schedule. `rules`: the update rules, over an optimizer that holds the parameters of the
+    stages that are here. `clip`: (norm, scope) or None. `allow_nonfinite`: a loss that is no finite number ends nothing.
+    `microbatch`: the first to come, after a resume.
+    """
+
+    loss: Loss
+    table: VersionTable
+    rules: UpdateRules
+    clip: Optional[Tuple[float, str]] = None
+    allow_nonfinite: bool = False
+    microbatch: int = 0
+
+    @classmethod
+    def of(cls, job: Job, first_update: int) -> Work:
+        """A job's, to go on with update `first_update`."""
+        config = job.config
+        clip = (config.clip.norm, config.clip.scope) if config.clip else None
+        first = first_update * config.gradient_accumulation
+        return cls(job.loss, job.table, job.rules, clip, config.allow_nonfinite, first)
+
+    @property
+    def method(self) -> Method:
+        """That of the table."""
+        return self.table.method
+
+    @property
+    def schedule(self) -> Schedule:
+        """That of the table."""
+        return self.table.schedule
+
+    @property
+    def accumulate(self) -> int:
+        """Microbatches of an update."""
+        return self.table.schedule.accumulate
+
+    @property
+    def update(self) -> int:
+        """The first update to come."""
+        return self.microbatch // self.accumulate
+
+    def refuse_nonfinite(self, k: int, losses: Iterable[float]) -> None:
+        """Raises RunFault where a loss of update k is not a finite number, unless that is allowed."""
+        wrong = [loss for loss in losses if not math.isfinite(loss)]
+        if wrong and not self.allow_nonfinite:
+            raise RunFault(
+                f"update {k} of method {self.method.name}: the training loss is {wrong[0]}; a smaller optimizer.lr or "
+                "lr_schedule.warmup_steps may help (allow_nonfinite: true goes on regardless)"
+            )

@@ -1,0 +1,152 @@
+"""The proof that a schedule can run, on the compact form: runs are looked at by their ends alone."""
+
+from __future__ import annotations
+
+from typing import Optional, Sequence, Tuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.schedule.actions import Action, pass_needs
+from ipu_pipe.schedule.runs import PASSES, IntArray, Part
+
+
+def check_parts(
+    parts: Sequence[Part], stages: int, microbatches: int, both: bool, local: bool, placement: Sequence[int] = ()
+) -> None:
+    """Raise BadInput, naming the action, unless `parts` are a schedule of P `stages` and M `microbatches` that can run.
+
+    `both`: a slot holds a forward and, after it, a backward. `local`: no pass needs a later stage's.
+    `placement`: the device of each stage, empty where each stage has its own.
+    """
+    slot, microbatch, proved = 0, 0, {}
+    for part in parts:
+        assert part.first_slot == slot and part.first_microbatch == microbatch, "parts follow without a gap"
+        assert part.repeats >= 1 and part.microbatches >= 1
+        slot, microbatch = part.end_slot, part.end_microbatch
+        proved[part.microbatches, part.runs.tobytes(), part.slots] = part  # the same part twice needs one proof
+    assert microbatch == microbatches, "parts hold all microbatches"
+    for part in proved.values():
+        fault = _missing(part, stages) or _out_of_turn(part, stages, both, local) or _collision(part, both, placement)
+        if fault:
+            raise BadInput("schedule: " + fault)
+
+
+def _missing(part: Part, stages: int) -> Optional[str]:
+    """Every stage must do each microbatch's forward and backward once, within the part's slots."""
+    for kind, pieces in part.pieces.items():
+        if pieces.first.shape[0] > stages:
+            return f"{Action(kind, 0, pieces.first.shape[0] - 1)}: there are {stages} stages, counted from 0"
+        if pieces.first.shape[0] < stages:
+            return f"{Action(kind, part.first_microbatch, stages - 1)} is missing"
+        expected = np.cumsum(pieces.count, axis=1)
+        starts = np.concatenate([np.zeros((stages, 1), np.int64), expected], axis=1)
+        wrong = starts != np.concatenate([pieces.first, np.full((stages, 1), part.microbatches)], axis=1)
+        if wrong.any():
+            stage, k = _first(wrong)
+            return f"{Action(kind, part.first_microbatch + int(starts[stage, k]), stage)} is missing or double"
+        outside = (pieces.count > 0) & ((pieces.low < 0) | (pieces.high >= part.slots))
+        if outside.any():
+            stage, k = _first(outside)
+            action = Action(kind, part.first_microbatch + int(pieces.first[stage, k]), stage)
+            return f"{action} lies outside its part of {part.slots} slots"
+    return None
+
+
+def _out_of_turn(part: Part, stages: int, both: bool, local: bool) -> Optional[str]:
+    """Slots of a pass and of what it needs are affine between the ends of their runs: the ends prove the rest."""
+    for kind in PASSES:
+        for need, offset in pass_needs(kind, local):
+            low, high = max(0, -offset), stages - max(0, offset)
+            if low >= high:
+                continue
+            later, earlier = slice(low, high), slice(low + offset, high + offset)
+            own, other = part.pieces[kind], part.pieces[need]
+            ends = [own.first[later], (own.first + own.count - 1)[later]]
+            ends += [other.first[earlier], (other.first + other.count - 1)[earlier]]
+            index = np.clip(np.concatenate(ends, axis=1), 0, part.microbatches - 1)
+            slot, needed = own.at(index, later), other.at(index, earlier)
+            wrong = slot < needed if both and offset == 0 else slot <= needed
+            if wrong.any():
+                row, k = _first(wrong)
+                microbatch = part.first_microbatch + int(index[row, k])
+                action = Action(kind, microbatch, low + row)
+                before = Action(need, microbatch, low + row + offset)
+                return (
+                    f"{action} is in slot {part.first_slot + int(slot[row, k])}, but needs {before},"
+                    f" which is in slot {part.first_slot + int(needed[row, k])}"
+                )
+    return None
+
+
+def _collision(part: Part, both: bool, placement: Sequence[int]) -> Optional[str]:
+    """A slot holds at most one action of a device, or one of each kind."""
+    devices = sorted(set(placement))
+    forward, backward = (part.pieces[kind] for kind in PASSES)
+    groups = [(forward,), (backward,)] if both else [(forward, backward)]
+    for group in groups:
+        low, stride, count = (
+            np.concatenate([getattr(pieces, name) for pieces in group], axis=1) for name in ("low", "stride", "count")
+        )
+        if devices:
+            rows = [[s for s, device in enumerate(placement) if device == row] for row in devices]
+            low, stride, count = (_beside(table, rows, empty) for table, empty in ((low, 0), (stride, 1), (count, 0)))
+        found = (_shared_slot if low.shape[1] <= 16 else _shared_slot_spelled_out)(low, stride, count)
+        if found is not None:
+            row, slot = found
+            who = f"device {devices[row]}" if devices else f"stage {row}"
+            return f"{who} has two actions in slot {part.first_slot + slot}"
+    return None
+
+
+def _beside(table: IntArray, rows: Sequence[Sequence[int]], empty: int) -> IntArray:
+    """The runs (P, K) of the stages of each device in one row, filled up with `empty`."""
+    joined = np.full((len(rows), max(map(len, rows)) * table.shape[1]), empty, np.int64)
+    for row, stages in enumerate(rows):
+        joined[row, : len(stages) * table.shape[1]] = table[stages].ravel()
+    return joined
+
+
+def _shared_slot(low: IntArray, stride: IntArray, count: IntArray) -> Optional[Tuple[int, int]]:
+    """A (stage, slot) that two runs of a stage share, or None; arrays (P, runs). Runs are arithmetic progressions."""
+    for k in range(1, low.shape[1]):
+        a, d = low[:, k : k + 1], stride[:, k : k + 1]
+        b, e = low[:, :k], stride[:, :k]
+        last = np.minimum(a + d * (count[:, k : k + 1] - 1), b + e * (count[:, :k] - 1))
+        start = np.maximum(a, b)
+        candidate = start + (a - start) % d  # the first slot of run k from `start` on
+        may_meet = (candidate <= last) & ((a - b) % np.gcd(d, e) == 0)
+        if not may_meet.any():
+            continue
+        for _ in range(int(e.max())):  # after e slots of run k the remainders modulo e repeat
+            hit = may_meet & (candidate <= last) & ((candidate - b) % e == 0)
+            if hit.any():
+                stage, other = _first(hit)
+                return stage, int(candidate[stage, other])
+            candidate = candidate + d
+    return None
+
+
+def _shared_slot_spelled_out(low: IntArray, stride: IntArray, count: IntArray) -> Optional[Tuple[int, int]]:
+    """As `_shared_slot`, for rows of many short runs (hand-written ones), where sorting all slots is cheaper."""
+    for stage in range(low.shape[0]):
+        runs = zip(low[stage].tolist(), stride[stage].tolist(), count[stage].tolist())
+        slots = np.sort(np.concatenate([start + step * np.arange(length) for start, step, length in runs]))
+        twice = slots[1:][slots[1:] == slots[:-1]]
+        if len(twice):
+            return stage, int(twice[0])
+    return None
+
+
+def check_update_order(made: IntArray) -> None:
+    """Raise BadInput unless every stage makes its updates in order; `made`: their slots (P, updates)."""
+    late = made[:, 1:] <= made[:, :-1]
+    if late.any():
+        stage, k = _first(late)
+        raise BadInput(f"schedule: U{k} on stage {stage} would come after U{k + 1}: batches must be completed in order")
+
+
+def _first(mask: NDArray[np.bool_]) -> Tuple[int, int]:
+    row, column = np.unravel_index(int(np.argmax(mask)), mask.shape)
+    return int(row), int(column)

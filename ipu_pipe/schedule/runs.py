@@ -1,0 +1,214 @@
+"""The compact form of a schedule: runs of actions whose slots are affine in the microbatch, and parts made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Dict, Optional, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ipu_pipe.schedule.actions import Kind
+
+IntArray = NDArray[np.int64]
+GridArray = NDArray[np.int32]
+ALL_STAGES = slice(None)
+
+PASSES = (Kind.FORWARD, Kind.BACKWARD)
+CODE = {kind: code for code, kind in enumerate(PASSES)}
+
+# A run: `count` microbatches from `first_index` on, the first of them in `first_slot` and each next one `slot_step`
+# later, of a kind (0 forward, 1 backward) on a stage. Slots and microbatches count from the start of the part.
+RUN = np.dtype(
+    [
+        ("stage", np.int64),
+        ("kind", np.int8),
+        ("first_index", np.int64),
+        ("count", np.int64),
+        ("first_slot", np.int64),
+        ("slot_step", np.int64),
+    ]
+)
+RunArray = NDArray[np.void]
+
+
+def run_array(
+    stage: IntArray, kind: Kind, first_index: object, count: object, first_slot: object, slot_step: int
+) -> RunArray:
+    """One run a stage, as a structured array of dtype RUN; runs of no microbatch are left out."""
+    runs = np.empty(len(stage), RUN)
+    runs["stage"], runs["kind"], runs["slot_step"] = stage, CODE[kind], slot_step
+    runs["first_index"], runs["count"], runs["first_slot"] = first_index, count, first_slot
+    return runs[runs["count"] > 0]
+
+
+class Pieces:
+    """The runs of one kind in a part as a table, a row a stage: slot = offset + step * microbatch from `first` on.
+
+    Arrays are (P, K), K the most runs of a stage; missing runs have count 0 and a `first` that no microbatch reaches.
+    `low` and `stride` give each run's slots upwards, whatever the sign of its step.
+    """
+
+    def __init__(self, runs: RunArray, stages: int, microbatches: int) -> None:
+        runs = runs[np.lexsort((runs["first_index"], runs["stage"]))]
+        per_stage = np.bincount(runs["stage"], minlength=stages)
+        column = np.arange(len(runs)) - np.repeat(np.cumsum(per_stage) - per_stage, per_stage)
+        shape = (stages, max(int(per_stage.max()), 1))
+        self.first = np.full(shape, microbatches, np.int64)
+        self.count = np.zeros(shape, np.int64)
+        self.step = np.ones(shape, np.int64)
+        self.offset = np.zeros(shape, np.int64)
+        where = (runs["stage"], column)
+        self.first[where], self.count[where], self.step[where] = runs["first_index"], runs["count"], runs["slot_step"]
+        self.offset[where] = runs["first_slot"] - runs["slot_step"] * runs["first_index"]
+        head = self.offset + self.step * self.first
+        tail = head + self.step * np.maximum(self.count - 1, 0)
+        self.low, self.high, self.stride = np.minimum(head, tail), np.maximum(head, tail), np.abs(self.step)
+
+    def at(self, index: IntArray, stages: slice = ALL_STAGES) -> IntArray:
+        """Slots (P, n) of the microbatches `index`, (n,) or a row a stage (P, n)."""
+        first, step, offset = self.first[stages], self.step[stages], self.offset[stages]
+        lowest, highest = int(index.min()), int(index.max())
+        start = max(k for k in range(first.shape[1]) if k == 0 or int(first[:, k].max()) <= lowest)
+        slots = step[:, start : start + 1] * index + offset[:, start : start + 1]
+        for k in range(start + 1, first.shape[1]):
+            if int(first[:, k].min()) <= highest:
+                later = step[:, k : k + 1] * index + offset[:, k : k + 1]
+                np.copyto(slots, later, where=index >= first[:, k : k + 1])
+        return slots
+
+    def before(self, slot: IntArray, stages: slice = ALL_STAGES) -> IntArray:
+        """How many of each stage's actions (P, n) lie in slots below `slot`, (n,) or (P, n)."""
+        low, stride, count = self.low[stages], self.stride[stages], self.count[stages]
+        total = np.zeros((low.shape[0], slot.shape[-1]), np.int64)
+        lowest, highest = int(slot.min()), int(slot.max())
+        for k in range(low.shape[1]):
+            start, step, most = low[:, k : k + 1], stride[:, k : k + 1], count[:, k : k + 1]
+            if int(start.min()) >= highest:
+                continue
+            if int((start + step * most).max()) <= lowest:
+                total += most
+                continue
+            passed = slot - start + (step - 1)
+            if int(step.max()) > 1:  # the division is the dear part, and most runs have step 1 or 2
+                passed = passed >> 1 if int(step.min()) == int(step.max()) == 2 else passed // step
+            total += np.clip(passed, 0, most)
+        return total
+
+    def ascends(self) -> bool:
+        """Whether every stage takes its microbatches in order."""
+        real = self.count > 0
+        forwards = (self.step > 0) | (self.count <= 1) | ~real
+        meets = (self.low[:, 1:] > self.high[:, :-1]) | ~real[:, 1:]
+        return bool(forwards.all() and meets.all())
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A stretch of a schedule that begins and ends with an empty pipeline, `repeats` times in a row.
+
+    Each repeat takes `slots` slots and `microbatches` microbatches; `runs` (dtype RUN) count from the repeat's start.
+    """
+
+    first_slot: int
+    first_microbatch: int
+    repeats: int
+    slots: int
+    microbatches: int
+    runs: RunArray
+    pieces: Dict[Kind, Pieces] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.runs.setflags(write=False)
+        stages = int(self.runs["stage"].max()) + 1 if len(self.runs) else 1
+        tables = {k: Pieces(self.runs[self.runs["kind"] == CODE[k]], stages, self.microbatches) for k in PASSES}
+        object.__setattr__(self, "pieces", tables)
+
+    @property
+    def end_slot(self) -> int:
+        return self.first_slot + self.repeats * self.slots
+
+    @property
+    def end_microbatch(self) -> int:
+        return self.first_microbatch + self.repeats * self.microbatches
+
+    def at(self, kind: Kind, index: IntArray, stages: slice = ALL_STAGES) -> IntArray:
+        """Slots (P, n) of the microbatches `index`, (n,), all of this part, counted as the schedule counts them."""
+        repeat, local = np.divmod(index - self.first_microbatch, self.microbatches)
+        return self.pieces[kind].at(local, stages) + (self.first_slot + repeat * self.slots)
+
+    def before(self, kind: Kind, slot: IntArray, stages: slice = ALL_STAGES) -> IntArray:
+        """How many of the `kind` each stage does (P, n) in this part, before the schedule's slots `slot`, (n,) or (P, n)."""
+        inside = np.clip(slot - self.first_slot, 0, self.repeats * self.slots)
+        if self.repeats == 1:
+            return self.pieces[kind].before(inside, stages)
+        repeat, inside = np.divmod(inside, self.slots)
+        return repeat * self.microbatches + self.pieces[kind].before(inside, stages)
+
+
+def slots_at(parts: Sequence[Part], kind: Kind, index: IntArray, stages: slice) -> Optional[IntArray]:
+    """Slots (P, n) of the microbatches `index`, (n,) and ascending, in whichever parts they are; None where n is 0."""
+    stops = np.searchsorted(index, np.array([part.end_microbatch for part in parts]))
+    columns, start = [], 0
+    for part, stop in zip(parts, stops):
+        if stop > start:
+            columns.append(part.at(kind, index[start:stop], stages))
+        start = max(start, stop)
+    if not columns:
+        return None
+    return columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
+
+
+def done_before(parts: Sequence[Part], kind: Kind, slot: IntArray, stages: slice, height: int) -> IntArray:
+    """How many of the `kind` each of the `height` stages has done (P, n) before the slots `slot`, (n,) or (P, n)."""
+    lowest, highest = int(slot.min()), int(slot.max())
+    done = sum(part.repeats * part.microbatches for part in parts if part.end_slot <= lowest)
+    total = np.full((height, slot.shape[-1]), done, np.int64)
+    for part in parts:
+        if part.end_slot > lowest and part.first_slot < highest:
+            total += part.before(kind, slot, stages)
+    return total
+
+
+def fill(part: Part, kind: Kind, first_slot: int, last_slot: int, stages: slice, grid: GridArray) -> None:
+    """Write the microbatches of `kind` in the slots [first_slot, last_slot), all inside `part`, into `grid`."""
+    if part.repeats > 1:
+        once = np.full((grid.shape[0], part.slots), -1, np.int32)
+        _fill_once(part, kind, 0, part.slots, stages, once)
+        repeat, column = np.divmod(np.arange(first_slot, last_slot) - part.first_slot, part.slots)
+        np.take(once, column, axis=1, out=grid)
+        shift = (part.first_microbatch + repeat * part.microbatches).astype(np.int32)
+        np.add(grid, shift, out=grid, where=grid >= 0)
+    else:
+        _fill_once(part, kind, first_slot - part.first_slot, last_slot - part.first_slot, stages, grid)
+        if part.first_microbatch:
+            np.add(grid, np.int32(part.first_microbatch), out=grid, where=grid >= 0)
+
+
+def _fill_once(part: Part, kind: Kind, first: int, last: int, stages: slice, grid: GridArray) -> None:
+    pieces = part.pieces[kind]
+    low, stride, count = pieces.low[stages], pieces.stride[stages], pieces.count[stages]
+    begin = np.clip(-((low - first) // stride), 0, count)  # how many of a run's actions lie below the window
+    end = np.clip(-((low - last) // stride), 0, count)
+    head = low + begin * stride - first
+    up = pieces.step[stages] > 0
+    index = pieces.first[stages] + np.where(up, begin, count - 1 - begin)
+    for row, k in np.argwhere(end > begin).tolist():
+        length, start, step = int(end[row, k] - begin[row, k]), int(head[row, k]), int(stride[row, k])
+        m, sign = int(index[row, k]), 1 if up[row, k] else -1
+        values = np.arange(m, m + sign * length, sign, dtype=np.int32)
+        grid[row, start : start + (length - 1) * step + 1 : step] = values
+
+
+def most_in_flight(part: Part) -> IntArray:
+    """Between two ends of runs, forwards done minus backwards done only grows or only falls: look at the ends alone."""
+    forward, backward = part.pieces[Kind.FORWARD], part.pieces[Kind.BACKWARD]
+    if forward.ascends():
+        ends = np.concatenate([backward.low, backward.high + 1, forward.low], axis=1)
+        next_forward = forward.before(ends)
+        around = np.concatenate([next_forward - 1, next_forward], axis=1)
+        slots = forward.at(np.clip(around, 0, part.microbatches - 1)) + 1
+    else:  # rows written by hand: all forwards, whatever their order
+        slots = forward.at(np.arange(part.microbatches)) + 1
+    in_flight = forward.before(slots) - backward.before(slots - 1)
+    return np.asarray(in_flight.max(axis=1))
