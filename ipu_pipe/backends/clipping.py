@@ -14,7 +14,7 @@ from typing import Dict, List, Mapping, Optional, Sequence
 import torch
 
 from ipu_pipe.backends.work import Work
-from ipu_pipe.update import optimizer as update
+from ipu_pipe.update import clipping
 
 
 class Elsewhere:
@@ -40,9 +40,9 @@ class Clipping:
         self._stages: Dict[int, List[torch.nn.Parameter]] = {s: held.parameters for s, held in work.rules.stages.items()}
         self._elsewhere = elsewhere
         self._norms: Dict[int, Dict[int, Optional[float]]] = {}  # by update and stage, until a later update is clipped by them
-        self.delayed: Optional[update.DelayedGlobalNorm] = None
+        self.delayed: Optional[clipping.DelayedGlobalNorm] = None
         if work.clip is not None and work.clip[1] == "delayed_global":
-            self.delayed = update.DelayedGlobalNorm(work.clip[0], work.schedule)
+            self.delayed = clipping.DelayedGlobalNorm(work.clip[0], work.schedule)
 
     def __call__(self, k: int) -> None:
         """Scale the gradients of update k."""
@@ -53,13 +53,13 @@ class Clipping:
             self._by_delayed_norm(self.delayed, k)
         elif scope == "global":
             parameters = [p for stage in self._stages.values() for p in stage]
-            update.scale_to(norm, parameters, self._elsewhere.all_norms(update.gradient_norms(parameters)))
+            clipping.scale_to(norm, parameters, self._elsewhere.all_norms(clipping.gradient_norms(parameters)))
         else:
             for stage in self._stages.values():
-                update.scale_to(norm, stage, update.gradient_norms(stage))
+                clipping.scale_to(norm, stage, clipping.gradient_norms(stage))
 
-    def _by_delayed_norm(self, delayed: update.DelayedGlobalNorm, k: int) -> None:
-        own = {s: update.own_norm(parameters) for s, parameters in self._stages.items()}
+    def _by_delayed_norm(self, delayed: clipping.DelayedGlobalNorm, k: int) -> None:
+        own = {s: clipping.own_norm(parameters) for s, parameters in self._stages.items()}
         source = delayed.source(k)
         if source is not None:
             norms = {**self._norms.pop(source), **self._elsewhere.ask(source)}

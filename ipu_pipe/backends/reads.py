@@ -9,7 +9,7 @@ import numpy as np
 from ipu_pipe.schedule.methods import Reads
 from ipu_pipe.schedule.table import IntArray
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.rules import UpdateRules
+from ipu_pipe.update.apply import UpdateRules
 
 
 class Read(NamedTuple):

@@ -233,7 +233,7 @@ def weights_of(work: Work, stages: Sequence[int]) -> Unversioned:
     return kind(
         [held[s].parameters if s in held else [] for s in stages],
         work.update,
-        lambda index, code, version: work.rules.offset(stages[index], code, version),
+        lambda index, code, version: work.rules.corrections(stages[index], code, version),
     )
 
 

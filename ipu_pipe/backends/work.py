@@ -12,7 +12,7 @@ from ipu_pipe.model.probe import Loss
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.rules import UpdateRules
+from ipu_pipe.update.apply import UpdateRules
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ipu_pipe.backends.processes.player import RowPlayer
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.schedule.events import Event
-from ipu_pipe.update import optimizer as update
+from ipu_pipe.update import state
 
 Value = TypeVar("Value")
 Traffic = Dict[int, Tuple[int, int]]  # target stage -> bytes, messages
@@ -32,7 +32,7 @@ def gather(mail: Mail, value: Value) -> Optional[List[Value]]:
 def stage_state(job: Job, place: Place, names: Dict[nn.Parameter, str]) -> State:
     """A stage's own, on the host. `names`: of all parameters of the model."""
     own = {id(p) for p in [*place.piece.tensors(), *(place.head.parameters() if place.head is not None else ())]}
-    tensors, plain = update.export_state(job.optimizer, {p: name for p, name in names.items() if id(p) in own})
+    tensors, plain = state.export_state(job.optimizer, {p: name for p, name in names.items() if id(p) in own})
     model = {key: value.detach().cpu() for key, value in place.piece.state().items()}
     if place.head is not None:
         head = f"{HEADS}.{place.layout.stage}"
@@ -64,7 +64,7 @@ class StageReport(NamedTuple):
 def stage_report(job: Job, player: RowPlayer, clock_offset: int) -> StageReport:
     """This rank's; event times by rank 0's clock."""
     # of the layer behind, too, where it is shared
-    held = sum(update.optimizer_bytes(job.optimizer, player.place.layout.depth))
+    held = sum(state.optimizer_bytes(job.optimizer, player.place.layout.depth))
     timeline = player.mail.timeline
     events = [
         event._replace(start_ns=event.start_ns + clock_offset, end_ns=event.end_ns + clock_offset)

@@ -20,7 +20,7 @@ from ipu_pipe.backends.processes.stopping import Stopping
 from ipu_pipe.backends.processes.updating import Updating, counters_kept
 from ipu_pipe.backends.weights import Unversioned
 from ipu_pipe.backends.work import Work
-from ipu_pipe.update import optimizer as update
+from ipu_pipe.update import clipping
 
 EVENTS = {FORWARD: "forward", RECOMPUTE: "forward", BACKWARD: "backward", UPDATE: "update"}  # what it is in a trace
 
@@ -134,7 +134,7 @@ class RowPlayer:
             with counters_kept(parameters):
                 rules.step(
                     max(self.update, rules.switch),
-                    lambda: update.scale_to(bound, parameters, update.gradient_norms(parameters)),
+                    lambda: clipping.scale_to(bound, parameters, clipping.gradient_norms(parameters)),
                 )
             if place.device.type == "cuda":
                 torch.cuda.synchronize()

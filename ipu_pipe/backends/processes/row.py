@@ -19,7 +19,7 @@ from ipu_pipe.backends.work import Work
 from ipu_pipe.model.cutting import Shape
 from ipu_pipe.schedule.table import IntArray, Kind
 from ipu_pipe.schedule.versions import segment_ends
-from ipu_pipe.update.optimizer import DelayedGlobalNorm
+from ipu_pipe.update.clipping import DelayedGlobalNorm
 
 CHUNK = 512  # microbatches of which the row is spelled out at a time
 NORM_SHAPE = (Shape((1,), torch.float64, False),)

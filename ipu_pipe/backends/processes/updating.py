@@ -13,7 +13,7 @@ from ipu_pipe.backends.clipping import Clipping, Elsewhere
 from ipu_pipe.backends.processes.mail import NORM, SHARED, Layout, Mail, Message
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.work import Work
-from ipu_pipe.local.blocks import mean_gradient
+from ipu_pipe.local.duplicates import mean_gradient
 
 NONE = -1.0  # in the place of the norm of a gradient that is not there
 
