@@ -19,9 +19,10 @@ from torch import nn
 
 from ipu_pipe.backends.reads import Read
 from ipu_pipe.errors import BadInput
+from ipu_pipe.schedule.delays import Draws
 from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
-from ipu_pipe.schedule.versions import VersionTable, _Draws, segment_ends
+from ipu_pipe.schedule.versions import VersionTable, segment_ends
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.rates import anneal_default, scaled_for_update_size
 from ipu_pipe.update.rule import Setting
@@ -421,7 +422,7 @@ def test_drawn_delays_are_exponential_with_the_stated_mean() -> None:
 def test_drawn_delays_depend_on_the_seed_and_the_microbatch_alone() -> None:
     method = resolve_method("pipemare", {"hogwild": {"max": 5, "mean": 2.0}})
     assert method.delay is not None
-    draws = [_Draws(method.delay, np.array([2.0, 2.0]), seed) for seed in (1, 1, 2)]
+    draws = [Draws(method.delay, np.array([2.0, 2.0]), seed) for seed in (1, 1, 2)]
     assert (draws[0](0, 700)[:, 300:640] == draws[1](300, 640)).all()
     assert (draws[0](0, 700) != draws[2](0, 700)).any()
 

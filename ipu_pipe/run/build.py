@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any, Dict, Optional, Tuple
 
@@ -271,8 +270,3 @@ def _try_model(model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.
     if not value.requires_grad:
         raise BadInput("loss: depends on no parameter of the model that needs a gradient: nothing to train")
     return allowed
-
-
-def has_tensorboard() -> bool:
-    """Whether TensorBoard's writer is installed."""
-    return importlib.util.find_spec("tensorboard") is not None

@@ -29,13 +29,13 @@ from ipu_pipe.report.memory import memory_record
 from ipu_pipe.report.summary import summarise
 from ipu_pipe.report.words import closing, opening
 from ipu_pipe.run import checkpoint
-from ipu_pipe.run.build import build, has_tensorboard, set_up
+from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.folder import RunDir, as_folder, check_folder, finished_summary
 from ipu_pipe.run.folder_lock import FolderLock, refuse_used
+from ipu_pipe.run.log import Log, log_of, nothing
 from ipu_pipe.run.manifest import Origin
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.resume import choose, origin, position_of, refuse_foreign_run, saved_state
-from ipu_pipe.run.scalars import ScalarFile
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.state import import_state
@@ -208,19 +208,19 @@ class _Run:
         self.progress.say(opening(job, position.update))
         engine = make_engine(job, position.update)
         try:
-            with self._scalars() as scalars:
+            with log_of(self.run, job.config.log.tensorboard, position.update, self.progress.say) as log:
                 if position.update == 0:
-                    position.initial = self._evaluate(engine, scalars)
+                    position.initial = self._evaluate(engine, log)
                 final: Optional[Measured] = None
                 with self.progress.bar(job.updates, position.update) as bar:
                     while position.update < job.updates:
-                        self._step(engine, bar, scalars)
+                        self._step(engine, bar, log)
                         if job.evaluates_after(position.update):
-                            final = self._evaluate(engine, scalars, bar)
+                            final = self._evaluate(engine, log, bar)
                         if job.saves_after(position.update):
                             self._save(engine)
                 if final is None:  # resumed after the last update, from a run killed before its summary was written
-                    final = self._evaluate(engine, None, record=False)
+                    final = self._evaluate(engine, nothing)
         except BaseException as error:
             keep_traceback(error, self.out)
             with contextlib.suppress(Exception):  # what ended the run is what must be told
@@ -233,7 +233,7 @@ class _Run:
                 self.run.close()
         return self._finish(engine, final)
 
-    def _step(self, engine: Engine, bar: Any, scalars: Any) -> None:
+    def _step(self, engine: Engine, bar: Any, log: Log) -> None:
         job, position = self.job, self.position
         k = position.update
         start = time.perf_counter()
@@ -254,8 +254,7 @@ class _Run:
             bar.advance(result.loss, result.accuracy, rate)
         if position.update % job.config.log.every == 0 or position.update == job.updates:
             epoch = position.update / job.updates_per_epoch
-            self._log(
-                scalars,
+            log(
                 step=position.update,
                 epoch=epoch,
                 train_loss=result.loss,
@@ -271,50 +270,23 @@ class _Run:
         due = done % job.config.log.every == 0 or job.evaluates_after(done) or job.saves_after(done)
         return due or not self.progress.steps
 
-    def _evaluate(self, engine: Engine, scalars: Any, bar: Any = None, record: bool = True) -> Measured:
+    def _evaluate(self, engine: Engine, log: Log, bar: Any = None) -> Measured:
         found = engine.evaluate()
         test_loss, accuracy = found[-1]
         position, self.tested = self.position, found
         if bar is not None:
             bar.evaluated(test_loss, accuracy)
-        if record:
-            epoch = position.update / self.job.updates_per_epoch
-            each = {}
-            if len(found) > 1:
-                each = {
-                    "block_test_loss": [loss for loss, _ in found],
-                    "block_test_accuracy": [right for _, right in found],
-                }
-            self._log(scalars, step=position.update, epoch=epoch, test_loss=test_loss, test_accuracy=accuracy, **each)
+        epoch = position.update / self.job.updates_per_epoch
+        each = {}
+        if len(found) > 1:
+            each = {
+                "block_test_loss": [loss for loss, _ in found],
+                "block_test_accuracy": [right for _, right in found],
+            }
+        log(step=position.update, epoch=epoch, test_loss=test_loss, test_accuracy=accuracy, **each)
         if test_loss is not None and (position.best_loss is None or test_loss < position.best_loss) and position.update:
             position.best_loss, position.best_step = test_loss, position.update
         return test_loss, accuracy
-
-    def _log(self, scalars: Any, **record: Any) -> None:
-        if self.run is None:
-            return
-        self.run.metric(record)
-        for name, value in record.items():
-            values = {f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
-            for key, number in values.items():
-                if scalars and name not in ("step", "epoch") and number is not None:
-                    scalars.add(key, number, record["step"])
-
-    @contextlib.contextmanager
-    def _scalars(self) -> Iterator[Any]:
-        """The file of TensorBoard's scalars, or None where it is switched off or not installed."""
-        if self.run is None or not self.job.config.log.tensorboard:
-            yield None
-        elif not has_tensorboard():
-            self.progress.say("TensorBoard is not installed (extra `board`): no scalars are written")
-            yield None
-        else:
-            again = self.position.update + 1 if self.position.update else None
-            scalars = ScalarFile(self.run.path / "tensorboard", again)
-            try:
-                yield scalars
-            finally:
-                scalars.close()
 
     def _save(self, engine: Engine) -> None:
         held = engine.state()
