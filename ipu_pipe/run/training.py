@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Union
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Union
 
 from torch import nn
 
@@ -319,17 +319,24 @@ class _Run:
         return on_main(lambda: self._written(measured, final))
 
     def _written(self, measured: Optional[Report], final: Measured) -> Dict[str, Any]:
-        job, run, position = self.job, self.run, self.position
-        assert run is not None and measured is not None
-        report = summarise(job, position, final, measured, self.tested)
-        slot_ns = slot_nanoseconds(job, position)
-        write_trace(job, run.path / "trace.json.gz", slot_ns, measured.events, measured.counters)
-        for name, value in (measured.files or {}).items():
-            run.write_json(name, value)
-        run.write_json("memory.json", memory_record(job, measured))
-        run.write_json("summary.json", report)  # last: a run with a summary is finished
-        self.progress.say(closing(report, run.path))
+        assert self.run is not None and measured is not None
+        report = _write_results(self.job, self.run, self.position, final, self.tested, measured)
+        self.progress.say(closing(report, self.run.path))
         return report
+
+
+def _write_results(
+    job: Job, run: RunDir, position: Position, final: Measured, tested: Sequence[Measured], measured: Report
+) -> Dict[str, Any]:
+    """Write what a run that has ended leaves; returns its summary."""
+    report = summarise(job, position, final, measured, tested)
+    slot_ns = slot_nanoseconds(job, position)
+    write_trace(job, run.path / "trace.json.gz", slot_ns, measured.events, measured.counters)
+    for name, value in (measured.files or {}).items():
+        run.write_json(name, value)
+    run.write_json("memory.json", memory_record(job, measured))
+    run.write_json("summary.json", report)  # last: a run with a summary is finished
+    return report
 
 
 def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any]:

@@ -64,7 +64,7 @@ def prepare() -> None:
     for name in ("sklearn.datasets", "PIL.Image", "torch.utils.tensorboard", *(f"tools.{tool}" for tool in TOOLS)):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    for name in ("summary", "training", "engines", "experiments", "backends.emulator", "backends.ipu_model"):
+    for name in ("report.summary", "run.training", "backends.table", "studies.experiments"):
         importlib.import_module(f"ipu_pipe.{name}")
     importlib.import_module("models.mlp")
 
