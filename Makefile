@@ -33,7 +33,7 @@ test: install
 # the IPU backend against the double of PopTorch, on the Python and torch that PopTorch 3.4 runs on; FLOOR chooses the interpreter
 FLOOR ?= python3.8
 FLOOR_VENV := .venv-ipu-floor
-IPU_TESTS := tests/test_ipu_options.py tests/test_poptorch_backend.py tests/test_poptorch_double.py
+IPU_TESTS := tests/test_ipu_options.py tests/test_poptorch_backend.py tests/test_poptorch_starts.py tests/test_poptorch_double.py
 
 test-ipu-floor: $(FLOOR_VENV)/.installed
 	$(FLOOR_VENV)/bin/python -m pytest $(IPU_TESTS)
