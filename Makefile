@@ -27,8 +27,11 @@ train: install
 	$(BIN)/python tools/fetch_data.py cifar10
 	$(BIN)/python tools/train.py configs/resnet20_cifar10.yaml --out runs/resnet20_cifar10 --overwrite --against gpipe
 
+# two files of tests at a time; JOBS=1: one after another
+JOBS ?= 2
+
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 # the IPU backend against the double of PopTorch, on the Python and torch that PopTorch 3.4 runs on; FLOOR chooses the interpreter
 FLOOR ?= python3.8
