@@ -91,7 +91,8 @@ def test_ctrl_c_at_any_moment_ends_a_run(tmp_path: Path, load: None, capsys: pyt
     """Story: with TensorBoard on, one in five hung for up to two minutes in the writer's queue, on a busy machine."""
     with ThreadPoolExecutor(JOBS) as pool:
         ended = list(pool.map(lambda seed: interrupted(seed, tmp_path / f"run-{seed}"), range(REPEATS)))
-    wrong = [run for run in ended if run.code not in (0, 130) or "Traceback" in run.error]
+    # ended by the signal itself, which a shell calls 130 too: while the interpreter of a run that is done is taken down
+    wrong = [run for run in ended if run.code not in (0, 130, -signal.SIGINT) or "Traceback" in run.error]
     if REPEATS > 4:
         with capsys.disabled():
             slow = sorted(run.seconds for run in ended)
