@@ -12,6 +12,7 @@ from slot_simulation import Simulated, simulate
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.history import middle
 from ipu_pipe.schedule.methods import METHODS, Method, Reads, resolve_method
 from ipu_pipe.schedule.rows import from_rows
 from ipu_pipe.schedule.timelines import make_schedule
@@ -218,7 +219,7 @@ def test_global_history_counted_entry_by_entry(name: str) -> None:
         entries = sorted((slot, s, k) for s in range(P) for slot, k in ran.updates[s])
         forward, _ = literal_versions(method, ran, P, M, N)
         versions = table(method, P, M, N)
-        first, last = versions._middle()
+        first, last = middle(versions)
         delays = []
         for m in range(first, last):
             for a in range(P):
@@ -233,9 +234,9 @@ def test_global_history_counted_entry_by_entry(name: str) -> None:
 
 
 def test_the_middle_leaves_out_the_outer_quarters_in_whole_batches() -> None:
-    assert table(METHODS["pipedream"], 2, 400, 1)._middle() == (100, 300)
-    assert table(METHODS["pipemare"], 2, 100, 8)._middle() == (32, 72)
-    assert table(METHODS["pipemare"], 2, 10, 8)._middle() == (3, 8)  # no whole batch remains
+    assert middle(table(METHODS["pipedream"], 2, 400, 1)) == (100, 300)
+    assert middle(table(METHODS["pipemare"], 2, 100, 8)) == (32, 72)
+    assert middle(table(METHODS["pipemare"], 2, 10, 8)) == (3, 8)  # no whole batch remains
 
 
 def test_global_history_is_undefined_for_methods_that_flush() -> None:

@@ -36,7 +36,7 @@ def global_history_delay(table: VersionTable) -> Tuple[Optional[int], Optional[f
     """
     if not table.method.is_stale:
         return None, None
-    first, last = _middle(table)
+    first, last = middle(table)
     greatest, written_sum, read_sum = 0, 0, 0
     for start, stop in _spans(first, last, table.schedule.stages):
         delays = history_delays(table, start, stop)
@@ -46,7 +46,8 @@ def global_history_delay(table: VersionTable) -> Tuple[Optional[int], Optional[f
     return greatest, (written_sum - read_sum) / (table.schedule.stages * (last - first))
 
 
-def _middle(table: VersionTable) -> Tuple[int, int]:
+def middle(table: VersionTable) -> Tuple[int, int]:
+    """The first microbatch of the steady state, and the first after it: without the outer quarters, in whole batches."""
     M, N = table.schedule.microbatches, table.schedule.accumulate
     first, last = -(-M // 4), -(-3 * M // 4)
     whole_first, whole_last = -(-first // N) * N, last // N * N
