@@ -32,8 +32,8 @@ from ipu_pipe.job.sections import (
     StageFinest,
 )
 from ipu_pipe.job.values import MOST_STAGES, Count, PathText, Seconds, Section, Seed, Threads, Updates, fault_at
-from ipu_pipe.job.yaml_files import Origins, override, read_file
 from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
+from ipu_pipe.yaml_files import Origins, override, read_file
 
 
 class BackendConfig(Section):
