@@ -21,7 +21,6 @@ if __name__ == "__main__":
     interrupts.end_at_once()  # before the imports that take time
 
 from ipu_pipe.errors import BadInput, Parser, run_command
-from ipu_pipe.job.values import MOST_STAGES
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.drawing import format_csv, format_text
 from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
@@ -29,6 +28,7 @@ from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule, utilization
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.shown import shown
+from ipu_pipe.values import MOST_STAGES
 
 # What a terminal can still show; JSON and CSV spell out everything.
 SHOWN_SLOTS, SHOWN_STAGES = 120, 64

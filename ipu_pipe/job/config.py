@@ -13,7 +13,6 @@ from pydantic import PrivateAttr, StrictBool, ValidationError, field_validator, 
 from typing_extensions import Literal
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config_faults import origin_of, told
 from ipu_pipe.job.ipu.config import IpuConfig
 from ipu_pipe.job.ipu.refusals import config_faults
 from ipu_pipe.job.method_args import MethodArgs
@@ -31,8 +30,9 @@ from ipu_pipe.job.sections import (
     StageCount,
     StageFinest,
 )
-from ipu_pipe.job.values import MOST_STAGES, Count, PathText, Seconds, Section, Seed, Threads, Updates, fault_at
+from ipu_pipe.key_faults import origin_of, told
 from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
+from ipu_pipe.values import MOST_STAGES, Count, PathText, Seconds, Section, Seed, Threads, Updates, fault_at
 from ipu_pipe.yaml_files import Origins, override, read_file
 
 

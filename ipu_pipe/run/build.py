@@ -18,7 +18,6 @@ from ipu_pipe.job.determinism import set_numerics
 from ipu_pipe.job.given import describe, describe_optimizer, refuse_missing, with_given, with_optimizer
 from ipu_pipe.job.record import DTYPES, Job, Setup, drains_of, rate_of
 from ipu_pipe.job.sections import Given
-from ipu_pipe.job.values import MOST_STOPS, MOST_UPDATES
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
 from ipu_pipe.local.footprint import footprint_of
 from ipu_pipe.model.buffers import buffers_restored
@@ -35,6 +34,7 @@ from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import only, parameter_groups, stage_groups
 from ipu_pipe.update.rates import anneal_default
+from ipu_pipe.values import MOST_STOPS, MOST_UPDATES
 
 BLOCK_KEYS = ("block_rates", "block_accumulation", "head")
 
