@@ -78,23 +78,27 @@ class Device(Section):
 
     memory_bytes: Positive
     usable_share: Fraction
-    code_share: Share = Share(value=0.0)
+    code_share: Optional[Share] = None
     memory_bandwidth: Positive
     rates: Dict[Literal["float64", "float32", "bfloat16", "float16"], Rate]
     streaming_bytes: Optional[Positive] = None
     streaming_bandwidth: Optional[Positive] = None
 
     @property
-    def room_bytes(self) -> float:
-        """Bytes for weights, activations and all else that is data."""
-        memory = self.memory_bytes.value
-        return memory * self.usable_share.value - memory * self.code_share.value
+    def usable_bytes(self) -> float:
+        """Bytes that a run may fill, its code included where that lies in this memory."""
+        return self.memory_bytes.value * self.usable_share.value
+
+    @property
+    def code_bytes(self) -> float:
+        """Bytes of them that code and exchange take."""
+        return self.memory_bytes.value * self.code_share.value if self.code_share else 0.0
 
     @model_validator(mode="after")
     def _fits(self) -> "Device":
         if not self.rates:
             raise fault_at("rates", "{}", "must state at least one of float64, float32, bfloat16, float16")
-        if self.room_bytes <= 0:
+        if self.code_share and self.code_bytes >= self.usable_bytes:
             raise fault_at("code_share", self.code_share.value, "leaves nothing of usable_share")
         if (self.streaming_bytes is None) != (self.streaming_bandwidth is None):
             raise fault_at("streaming_bytes", "given or null alone", "goes with streaming_bandwidth: both or neither")
@@ -175,6 +179,13 @@ class Hardware(Section):
     def figures(self) -> List[Tuple[str, Figure]]:
         """Every figure with its key, as in the file."""
         return list(_figures("", self))
+
+    def figure_lines(self) -> List[str]:
+        """Every figure in a line for people: key, value, source, and whether no primary source confirms it."""
+        return [
+            f"{key} {figure.value:g} ({figure.source}{'' if figure.confirmed else '; not confirmed'})"
+            for key, figure in self.figures()
+        ]
 
 
 def _figures(key: str, value: Any) -> Iterator[Tuple[str, Figure]]:

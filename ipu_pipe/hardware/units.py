@@ -7,11 +7,10 @@ A model is a row of units, which run one after another; stages are consecutive u
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Sequence, Tuple
+from typing import NamedTuple, Sequence, Tuple
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """Seconds that the passes of a unit took for a microbatch of so many `samples`."""
 
     samples: int
