@@ -37,3 +37,11 @@ def nearest(name: Any, known: Iterable[Any], most: int = 1, alike: float = 0.6) 
 
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
+def sized_bytes(size: float) -> str:
+    """A number of bytes in words, in the decimal units of datasheets: 14.7 GB."""
+    for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
+        if size >= 10**power:
+            return f"{size / 10**power:.3g} {unit}"
+    return f"{size:.0f} bytes"

@@ -15,7 +15,7 @@ that is recomputed (Narayanan et al. 2021, section 3.1); by segments see `schedu
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple, Optional, Sequence
+from typing import Any, NamedTuple, Optional, Sequence
 
 import numpy as np
 
@@ -112,7 +112,12 @@ def stage_bytes(
     """From the bytes of one version, of the sums of gradients, of state, and of one microbatch: `saved` all that it leaves,
     `entering` its input."""
     older, held = weights * (copies - 1), inputs * entering + activations * saved
-    return StageMemory(*(int(size) for size in (weights, older, gradients, optimizer, accumulators, held, code)))
+    return StageMemory(*map(_whole, (weights, older, gradients, optimizer, accumulators, held, code)))
+
+
+def _whole(size: Any) -> Any:
+    """Whole bytes; of many stages at once where sizes are arrays."""
+    return np.floor(size).astype(np.int64) if isinstance(size, np.ndarray) else int(size)
 
 
 def stage_memory(

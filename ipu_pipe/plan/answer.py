@@ -1,0 +1,108 @@
+"""What a planner answers, in words and as JSON. All of it is predicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional, Tuple
+
+from ipu_pipe.plan.prediction import Prediction, Problem
+from ipu_pipe.plan.reasons import Binding
+from ipu_pipe.shown import sized_bytes
+
+MAP_SHOWN = 64  # devices of which the map is printed
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Configurations for a problem, best first, each with what holds it back; `refused`: how many others, by reason;
+    `smallest_change`: what would make something fit, where nothing does."""
+
+    problem: Problem
+    devices: int
+    plans: Tuple[Tuple[Prediction, Binding], ...]
+    refused: Dict[str, int]
+    smallest_change: Optional[str] = None
+
+
+def begin_names(problem: Problem, found: Prediction) -> List[str]:
+    """The modules at which its stages 1 and on begin, as a config's `stages` may say them."""
+    return [problem.units[start].name for start in found.starts[1:]]
+
+
+def as_json(answer: Answer) -> Dict[str, Any]:
+    """For programs."""
+    return {
+        "hardware": answer.problem.hardware.name,
+        "devices": answer.devices,
+        "predicted": True,
+        "plans": [
+            {
+                "method": found.asked.method,
+                "depth": found.asked.depth,
+                "width": found.asked.width,
+                "micro_batch_size": found.asked.micro_batch_size,
+                "gradient_accumulation": found.asked.gradient_accumulation,
+                "recompute": found.asked.recompute,
+                "stages": begin_names(answer.problem, found),
+                "samples_per_second": found.samples_per_second,
+                "utilization": found.utilization,
+                "global_batch_size": found.asked.global_batch_size,
+                "memory_bytes": [memory.total for memory in found.memory],
+                "binding": str(reason),
+                "devices": found.layout.map(),
+            }
+            for found, reason in answer.plans
+        ],
+        "refused": [{"reason": reason, "count": count} for reason, count in answer.refused.items()],
+        "smallest_change": answer.smallest_change,
+    }
+
+
+def in_words(answer: Answer) -> str:
+    """For people: a table of the configurations, then the best one's stages, devices and reasons."""
+    problem, hardware = answer.problem, answer.problem.hardware
+    lines = [
+        f"{answer.devices} devices of {hardware.name}, {sized_bytes(problem.memory_bytes)} usable on each; "
+        f"precision {problem.precision}; all figures are predicted",
+        "",
+    ]
+    if answer.plans:
+        lines += [*_table(answer), "", *_best(problem, *answer.plans[0]), ""]
+    else:
+        lines += [f"nothing fits; the smallest change that would: {answer.smallest_change}", ""]
+    lines += [f"{count} other configurations: {reason}" for reason, count in answer.refused.items()]
+    doubted = [line for line, (_, figure) in zip(hardware.figure_lines(), hardware.figures()) if not figure.confirmed]
+    if doubted:
+        lines += ["", "figures of the hardware that no primary source confirms:", *(f"  {line}" for line in doubted)]
+    return "\n".join(lines)
+
+
+def _table(answer: Answer) -> List[str]:
+    lines = [
+        "    samples/s  method            depth x width  microbatch x accumulation  recompute  busy  fullest device  held back by"
+    ]
+    for place, (found, reason) in enumerate(answer.plans, 1):
+        asked = found.asked
+        lines.append(
+            f"{place:2d} {found.samples_per_second:10.4g}  {asked.method:16s} {asked.depth:6d} x {asked.width:<5d}"
+            f" {asked.micro_batch_size:11d} x {asked.gradient_accumulation:<12d} {'yes' if asked.recompute else 'no':>9s} "
+            f"{found.utilization:6.0%} {sized_bytes(max(m.total for m in found.memory)):>15s}  {reason.kind} ({reason.share:.0%})"
+        )
+    return lines
+
+
+def _best(problem: Problem, found: Prediction, reason: Binding) -> List[str]:
+    work, total = found.work, sum(found.work)
+    lines = ["the best one's stages", "stage  begins with                      share of the work     memory  of it activations"]
+    for s, (start, memory) in enumerate(zip(found.starts, found.memory)):
+        name = problem.units[start].name or "(the model's beginning)"
+        lines.append(
+            f"{s:5d}  {name:30s} {work[s] / total:18.1%} {sized_bytes(memory.total):>10s} "
+            f"{sized_bytes(memory.activations):>15s}"
+        )
+    lines += ["", f"held back by {reason}"]
+    devices = found.asked.devices
+    if found.asked.width > 1 and devices <= MAP_SHOWN:
+        lines += ["", "devices of each replica's stages, neighbours numbered next to one another:"]
+        lines += [f"  replica {r}: {' '.join(map(str, row))}" for r, row in enumerate(found.layout.map())]
+    return lines

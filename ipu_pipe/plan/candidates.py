@@ -1,0 +1,67 @@
+"""What a plan chooses from: every width, depth, microbatch, accumulation and recomputation with equal replication.
+
+Source: Narayanan et al. 2021 (PipeDream-2BW), section 4. All devices of a configuration are w replicas of a pipeline of d stages;
+its global batch, microbatch x accumulation x w, is at most the greatest that the user allows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Iterator, List, Sequence
+
+from ipu_pipe.schedule.methods import METHODS, Pipeline, Reads
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration but for its boundaries. `depth`: stages. `width`: replicas of the pipeline. `recompute`: activations are
+    computed again before the backward from each stage's input."""
+
+    method: str
+    depth: int
+    width: int
+    micro_batch_size: int
+    gradient_accumulation: int
+    recompute: bool
+
+    @property
+    def devices(self) -> int:
+        """How many it takes."""
+        return self.depth * self.width
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of an update."""
+        return self.micro_batch_size * self.gradient_accumulation * self.width
+
+
+def candidates(
+    methods: Sequence[str], devices: int, units: int, greatest_batch: int, recomputes: Sequence[bool] = (False, True)
+) -> Iterator[Candidate]:
+    """All configurations of a model of so many `units` on all of so many `devices`, for updates of at most `greatest_batch`
+    samples. Microbatches are powers of two; the accumulation fills the batch.
+
+    One stage is no pipeline: it is planned once, for the first of the methods.
+    """
+    for depth in (d for d in range(1, min(devices, units) + 1) if devices % d == 0):
+        width = devices // depth
+        for size in _powers_of_two(greatest_batch // width):
+            for method in methods if depth > 1 else methods[:1]:
+                for accumulate in _accumulations(method, depth, greatest_batch // (size * width)):
+                    for recompute in recomputes:
+                        yield Candidate(method, depth, width, size, accumulate, recompute)
+
+
+def _accumulations(method: str, depth: int, most: int) -> List[int]:
+    """Microbatches of an update: the most that the batch holds. GPipe holds the activations of all of them and may do with
+    fewer; two weight versions are enough (2BW) for no fewer than there are stages."""
+    row = METHODS[method]
+    if row.forward_reads is Reads.DOUBLE_BUFFERED and most < depth:
+        return []
+    if row.pipeline is Pipeline.FILL_DRAIN:
+        return [most >> k for k in range(most.bit_length())]
+    return [most]
+
+
+def _powers_of_two(most: int) -> List[int]:
+    return [1 << k for k in range(most.bit_length())]

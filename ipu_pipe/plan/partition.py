@@ -1,0 +1,81 @@
+"""The exact partition: the cut of a row of units into consecutive stages whose slowest is the fastest possible.
+
+What a stage costs may depend on where its boundaries lie (what crosses them) and on how many stages follow (how many
+microbatches it holds, and so whether it fits), so no greedy cut is exact. Dynamic programming from the last stage forward,
+
+    least(k, j) = min over i of max(cost(k, j, i), least(k - 1, i)),
+
+`k` stages for the units from j on, is. Two things keep it fast: units cost at least their work, so a stage that would do more
+than the best cut by work alone costs cannot be part of the answer; and a row of the table is one array operation.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, List, Optional, Sequence, Tuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ipu_pipe.model.balance import balance
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+# Of many stages at once, of the units from `first` to before `end`: their cost when they are the k-th from the end (1: last),
+# infinite where they do not fit.
+StageCosts = Callable[[int], FloatArray]
+
+
+def best_cuts(
+    work: Sequence[float], count: int, costs: Callable[[IntArray, IntArray], StageCosts]
+) -> Optional[List[int]]:
+    """First units of the `count` stages whose greatest cost is least, and of these cuts the one with the least sum of squares.
+
+    `work`: a lower bound of what each unit adds to its stage's cost. `costs(first, end)`: what stages cost (`StageCosts`); asked
+    with arrays that broadcast. None where no cut fits.
+    """
+    units = len(work)
+    if not 1 <= count <= units:
+        return None
+    first, end, inside = _candidates(np.asarray(work, np.float64), count, costs)
+    cost = costs(first, end)
+
+    def priced(k: int) -> FloatArray:
+        return np.where(inside, cost(k), np.inf)
+
+    reach = np.full(units + 1, np.inf)
+    reach[units] = 0.0
+    for k in range(1, count + 1):
+        reach = np.append(np.maximum(priced(k), reach[end]).min(axis=1), np.inf)
+    least = reach[0]
+    if not np.isfinite(least):
+        return None
+    squares = np.full(units + 1, np.inf)
+    squares[units] = 0.0
+    chosen: List[IntArray] = []
+    for k in range(1, count + 1):
+        price = priced(k)
+        total = np.where(price <= least, (price / (least or 1.0)) ** 2, np.inf) + squares[end]
+        chosen.append(np.take_along_axis(end, total.argmin(axis=1)[:, None], axis=1)[:, 0])
+        squares = np.append(total.min(axis=1), np.inf)
+    starts = [0]
+    for best in reversed(chosen[1:]):
+        starts.append(int(best[starts[-1]]))
+    return starts
+
+
+def _candidates(
+    work: FloatArray, count: int, costs: Callable[[IntArray, IntArray], StageCosts]
+) -> Tuple[IntArray, IntArray, NDArray[np.bool_]]:
+    """All stages that the best cut may hold: first units (n, 1), ends (n, width), and which of them there are."""
+    units = len(work)
+    starts = np.array(balance(work.tolist(), count))
+    ends = np.append(starts[1:], units)
+    greatest = max(float(costs(starts[s : s + 1], ends[s : s + 1])(count - s)[0]) for s in range(count))
+    sums = np.concatenate([[0.0], np.cumsum(work)])
+    slack = 1e-9 * sums[-1]  # of the sums' rounding
+    fits = np.searchsorted(sums, sums[:-1] + greatest + slack, side="right") - 1 - np.arange(units)
+    width = int(min(units - count + 1, max(1, fits.max())))
+    first = np.arange(units)[:, None]
+    end = first + 1 + np.arange(width)[None, :]
+    return first, np.minimum(end, units), end <= units

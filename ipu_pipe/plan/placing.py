@@ -1,0 +1,80 @@
+"""Which device holds which stage of which replica, and what messages between them cost for a byte.
+
+Devices are numbered so that neighbours are close. Of the two ways to lay a pipeline's replicas out, one keeps the stages of a
+replica together, the other the replicas of a stage:
+
+    4 servers of 2, depth 4, width 2        stages together      0 1 | 2 3 | 0 1 | 2 3
+                                            replicas together    0 0 | 1 1 | 2 2 | 3 3
+
+Source: Narayanan et al. 2021 (PipeDream-2BW), section 4: expensive communication belongs on the links inside a server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import List, NamedTuple, Tuple
+
+from ipu_pipe.hardware.description import Hardware
+from ipu_pipe.hardware.links import all_reduce, crowd, message
+from ipu_pipe.schedule.clock import Message
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`width` replicas of a pipeline of `depth` stages, the replicas of a stage or the stages of a replica together."""
+
+    depth: int
+    width: int
+    replicas_together: bool
+
+    def device(self, replica: int, stage: int) -> int:
+        """Number of the device."""
+        return stage * self.width + replica if self.replicas_together else replica * self.depth + stage
+
+    def replicas(self, stage: int) -> List[int]:
+        """The devices of all replicas of a stage."""
+        return [self.device(replica, stage) for replica in range(self.width)]
+
+    def map(self) -> List[List[int]]:
+        """The device of each stage, replica by replica."""
+        return [[self.device(replica, stage) for stage in range(self.depth)] for replica in range(self.width)]
+
+
+def layouts(depth: int, width: int) -> Tuple[Layout, ...]:
+    """Those that differ."""
+    stages = Layout(depth, width, False)
+    return (stages,) if depth == 1 or width == 1 else (stages, Layout(depth, width, True))
+
+
+def boundary_message(hardware: Hardware, layout: Layout, stage: int, back: bool = False) -> Message:
+    """Of one byte from `stage` to the next, or back, while every replica sends one; of the replica on which it is slowest."""
+    ends = (stage + 1, stage) if back else (stage, stage + 1)
+    flows = [(layout.device(r, ends[0]), layout.device(r, ends[1])) for r in range(layout.width)]
+    sent = [message(hardware, *flow, 1.0, crowd(hardware, flow, flows)) for flow in flows]
+    return max(sent, key=lambda each: (each.seconds, each.latency))
+
+
+class Neighbours(NamedTuple):
+    """The messages of one byte across each boundary between stages, onward and back."""
+
+    onward: List[Message]
+    back: List[Message]
+
+
+def neighbours(hardware: Hardware, layout: Layout) -> Neighbours:
+    """Of all boundaries of a layout."""
+    inner = range(layout.depth - 1)
+    return Neighbours(
+        [boundary_message(hardware, layout, s) for s in inner],
+        [boundary_message(hardware, layout, s, back=True) for s in inner],
+    )
+
+
+def reduce_message(hardware: Hardware, layout: Layout, stage: int, size: float) -> Message:
+    """The all-reduce of `size` bytes of gradients among the replicas of a stage."""
+    return all_reduce(hardware, layout.replicas(stage), size)
+
+
+def sized(per_byte: Message, size: float) -> Message:
+    """A message of `size` bytes, from that of one byte."""
+    return per_byte._replace(seconds=per_byte.seconds * size)

@@ -1,0 +1,35 @@
+"""The planner: units of a model, hardware and limits -> configurations, best first, with reasons."""
+
+from __future__ import annotations
+
+from typing import List, Sequence, Tuple
+
+from ipu_pipe.plan.answer import Answer
+from ipu_pipe.plan.candidates import Candidate, candidates
+from ipu_pipe.plan.prediction import Problem
+from ipu_pipe.plan.reasons import binding, smallest_change
+from ipu_pipe.plan.search import search
+
+SHOWN = 10  # configurations
+
+
+def make_plan(
+    problem: Problem, methods: Sequence[str], devices: int, greatest_batch: int, count: int = SHOWN
+) -> Answer:
+    """The `count` configurations with the greatest predicted throughput on all of so many `devices`, for updates of at most
+    `greatest_batch` samples."""
+    asked = tuple(candidates(methods, devices, len(problem.units), greatest_batch))
+    found = search(problem, asked, count)
+    plans = tuple((each, binding(problem, each)) for each in found.best)
+    change = None if plans else smallest_change(problem, asked, _with_more(problem, methods, devices, greatest_batch))
+    return Answer(problem, devices, plans, found.refused, change)
+
+
+def _with_more(
+    problem: Problem, methods: Sequence[str], devices: int, greatest_batch: int
+) -> List[Tuple[int, Sequence[Candidate]]]:
+    """Candidates for twice, four times and eight times the devices, as far as the hardware's links join them."""
+    most = problem.hardware.most_devices
+    numbers = [devices * factor for factor in (2, 4, 8) if most is None or devices * factor <= most]
+    units = len(problem.units)
+    return [(number, tuple(candidates(methods, number, units, greatest_batch, (True,)))) for number in numbers]

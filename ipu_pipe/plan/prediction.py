@@ -1,0 +1,300 @@
+"""What a configuration would do on a hardware description: its stages' costs, its cut, its time for a batch, its memory.
+
+All figures are predicted: times from `hardware.times` (or from units that were measured) by the clock, memory by
+`hardware.memory`. Long batches are not played to their end: in the steady state a microbatch more takes as long as the one
+before, so the time of a batch is that of a short one and so many times the steady state's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+
+from ipu_pipe.hardware.description import Hardware
+from ipu_pipe.hardware.memory import Holding, StageMemory, holding, lockstep_schedule, stage_memory
+from ipu_pipe.hardware.precision import PRECISIONS
+from ipu_pipe.hardware.times import pass_seconds, update_seconds
+from ipu_pipe.hardware.units import Unit
+from ipu_pipe.plan.candidates import Candidate
+from ipu_pipe.plan.partition import FloatArray, IntArray, StageCosts, best_cuts
+from ipu_pipe.plan.placing import Layout, Neighbours, neighbours, reduce_message, sized
+from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.clock import Costs, Message, clock
+from ipu_pipe.schedule.methods import METHODS, Method, Pipeline
+from ipu_pipe.schedule.timelines import make_schedule
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is planned: `units` of the model in order, `input_bytes` of a sample, on `hardware` with so many usable bytes a
+    device. `optimizer`: of hardware.times.MOMENTS."""
+
+    units: Tuple[Unit, ...]
+    input_bytes: float
+    hardware: Hardware
+    memory_bytes: float
+    precision: str
+    optimizer: str
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether stages begin their cycles together."""
+        return self.hardware.lockstep
+
+
+class Sums:
+    """Sums over the units from the first on, so that any stage's figures are a difference; arrays of n + 1."""
+
+    def __init__(self, problem: Problem, samples: int) -> None:
+        units, scale = problem.units, PRECISIONS[problem.precision].activation
+        passes = [pass_seconds(unit, problem.hardware, problem.precision, samples) for unit in units]
+        updates = [update_seconds(unit, problem.hardware, problem.precision, problem.optimizer) for unit in units]
+        self.forward = _sums([each.forward for each in passes])
+        self.backward = _sums([each.backward for each in passes])
+        self.update = _sums(updates)
+        self.parameters = _sums([unit.parameters for unit in units])
+        self.activations = _sums([unit.activation_bytes for unit in units])
+        self.number_bytes = units[0].number_bytes
+        crossing = [unit.output_bytes * scale / unit.number_bytes for unit in units]
+        # bytes of a microbatch that enter a stage which begins at each unit; none leave the last
+        self.entering = samples * np.array([problem.input_bytes, *crossing[:-1], 0.0])
+
+    def stage(self, first: IntArray, end: IntArray) -> Unit:
+        """A unit of arrays: the stages of the units from `first` to before `end`."""
+
+        def between(sums: FloatArray) -> FloatArray:
+            return sums[end] - sums[first]
+
+        zero = np.zeros(np.broadcast(first, end).shape)
+        return Unit(  # type: ignore[arg-type]
+            "", zero, zero, between(self.parameters), zero, between(self.activations), self.number_bytes
+        )
+
+
+def _sums(values: Sequence[float]) -> FloatArray:
+    return np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64))])
+
+
+@lru_cache(maxsize=None)
+def _holding(method: str, depth: int, accumulate: int, recompute: bool, lockstep: bool) -> Holding:
+    return holding(METHODS[method], depth, accumulate, recompute, lockstep)
+
+
+def held(problem: Problem, asked: Candidate) -> Holding:
+    """Versions and microbatches that its stages hold. Beyond two a stage, microbatches of an update change neither, except where
+    the pipeline holds a whole batch."""
+    method = METHODS[asked.method]
+    holds_batch = method.pipeline is Pipeline.FILL_DRAIN and not problem.lockstep
+    count = asked.gradient_accumulation if holds_batch else min(asked.gradient_accumulation, 2 * asked.depth)
+    return _holding(asked.method, asked.depth, count, asked.recompute, problem.lockstep)
+
+
+class Costing:
+    """What the stages of one configuration cost, wherever they are cut."""
+
+    def __init__(
+        self, problem: Problem, asked: Candidate, layout: Layout, sums: Sums, messages: Optional[Neighbours] = None
+    ) -> None:
+        self.problem, self.asked, self.layout, self.sums = problem, asked, layout, sums
+        self.kept = held(problem, asked)
+        self.onward, self.back = messages or neighbours(problem.hardware, layout)
+        self.work = np.diff(sums.forward) * (2 if asked.recompute else 1) + np.diff(sums.backward)
+
+    def cut(self) -> Optional[List[int]]:
+        """First units of the stages of the cut whose slowest stage is the fastest, within the memory; None where none fits."""
+        return best_cuts(self.work.tolist(), self.asked.depth, self._stage_costs)
+
+    def may_fit(self) -> bool:
+        """False where all devices together have too little, if every stage held as little as the one that holds least."""
+        kept = self.kept
+        fewest = Holding(*(np.array([count]) for count in (kept.copies.min(), 0, kept.activations.min())))
+        whole = self._memory(0, np.array(0), np.array(len(self.work)), fewest)
+        total = float(whole.total) + (self.asked.depth - 1) * float(whole.code)
+        return total <= self.problem.memory_bytes * self.asked.depth
+
+    def least_seconds(self, costs: Costs) -> float:
+        """Of a batch with stages of these `costs`: neither a stage nor a link is busy for longer than there is time, and no stage
+        holds more microbatches at once than it may, each of which is away for the passes of all stages behind (Little's law)."""
+        count = self.asked.gradient_accumulation
+        work = np.add(costs.forward, costs.backward)
+        reduce = costs.reduce or (Message(),) * len(work)
+        busy: Dict[str, float] = {}
+        for times, messages in ((count, costs.onward), (count, costs.back), (1, reduce)):
+            for each in messages:
+                for link in each.links:
+                    busy[link] = busy.get(link, 0.0) + times * each.seconds
+        pairs = zip(costs.onward, costs.back)
+        crossing = [one.seconds + one.latency + other.seconds + other.latency for one, other in pairs]
+        away = np.cumsum((work + np.array([*crossing, 0.0]))[::-1])[::-1]
+        flying = np.maximum(self.kept.inputs, self.kept.activations)
+        ends = count * work + costs.update + [each.seconds + each.latency for each in reduce]
+        least = least_seconds(self.asked, float(work.sum()))
+        return max(least, float(ends.max()), count * float((away / flying).max()), *busy.values(), 0.0)
+
+    def least_memory(self) -> Optional[float]:
+        """Bytes of the fullest stage's device, cut so that these are least."""
+
+        def costs(first: IntArray, end: IntArray) -> StageCosts:
+            return lambda k: self._memory(self.asked.depth - k, first, end).total
+
+        starts = best_cuts([0.0] * len(self.work), self.asked.depth, costs)
+        return None if starts is None else max(memory.total for memory in self.memories(starts))
+
+    def _stage_costs(self, first: IntArray, end: IntArray) -> StageCosts:
+        seconds = _differences(np.concatenate([[0.0], np.cumsum(self.work)]), first, end)
+
+        def of_stage(k: int) -> FloatArray:
+            s = self.asked.depth - k
+            leaves = np.zeros(())
+            if s < self.asked.depth - 1:
+                leaves = self.sums.entering[end] * (self.onward[s].seconds + self.back[s].seconds * self._both)
+            cost = seconds + leaves if self.problem.lockstep else np.maximum(seconds, leaves)
+            return np.where(self._memory(s, first, end).total <= self.problem.memory_bytes, cost, np.inf)
+
+        return of_stage
+
+    @property
+    def _both(self) -> float:
+        """1 where messages of both directions wait for one another: they go together between cycles."""
+        return 1.0 if self.problem.lockstep else 0.0
+
+    def _memory(self, s: int, first: IntArray, end: IntArray, kept: Optional[Holding] = None) -> StageMemory:
+        kept = kept or self.kept
+        return stage_memory(
+            self.sums.stage(first, end),
+            self.sums.entering[first],  # type: ignore[arg-type]
+            int(kept.copies[s]),
+            int(kept.inputs[s]),
+            int(kept.activations[s]),
+            precision=self.problem.precision,
+            samples=self.asked.micro_batch_size,
+            optimizer=self.problem.optimizer,
+            device=self.problem.hardware.device,
+        )
+
+    def memories(self, starts: Sequence[int]) -> List[StageMemory]:
+        """Bytes of each stage's device."""
+        edges = [*starts, len(self.work)]
+        found = [self._memory(s, np.array(a), np.array(b)) for s, (a, b) in enumerate(zip(edges, edges[1:]))]
+        return [StageMemory(*(int(size) for size in memory)) for memory in found]
+
+    def costs(self, starts: Sequence[int]) -> Costs:
+        """For the clock."""
+        first, end = np.array(starts), np.array([*starts[1:], len(self.work)])
+        sums, asked = self.sums, self.asked
+        forward, backward = _differences(sums.forward, first, end), _differences(sums.backward, first, end)
+        sizes = sums.entering[first[1:]]
+        gradients = _differences(sums.parameters, first, end) * PRECISIONS[self.problem.precision].gradient
+        reduce: Tuple[Message, ...] = ()
+        if asked.width > 1:
+            reduce = tuple(
+                reduce_message(self.problem.hardware, self.layout, s, float(size)) for s, size in enumerate(gradients)
+            )
+        return Costs(
+            forward.tolist(),
+            (backward + forward if asked.recompute else backward).tolist(),
+            _differences(sums.update, first, end).tolist(),
+            onward=tuple(sized(each, float(size)) for each, size in zip(self.onward, sizes)),
+            back=tuple(sized(each, float(size)) for each, size in zip(self.back, sizes)),
+            reduce=reduce,
+            lockstep=self.problem.lockstep,
+        )
+
+
+def _differences(sums: FloatArray, first: IntArray, end: IntArray) -> FloatArray:
+    found: FloatArray = sums[end] - sums[first]
+    return found
+
+
+class Played(NamedTuple):
+    """Seconds of a batch, and of it those in which each link was busy."""
+
+    seconds: float
+    carried: Dict[str, float]
+
+
+def batch_time(method: Method, depth: int, accumulate: int, costs: Costs) -> Played:
+    """Of an update of N = `accumulate` microbatches on a pipeline of `depth` stages, in the steady state."""
+    longest = max(3 * depth, 4)
+    if accumulate <= longest:
+        return _played(method, depth, accumulate, costs)
+    short = max(2 * depth, 2)
+    one, other = (_played(method, depth, count, costs) for count in (short, longest))
+    more = (accumulate - longest) / (longest - short)
+
+    def extended(a: float, b: float) -> float:
+        return b + more * (b - a)
+
+    carried = {link: extended(one.carried.get(link, 0.0), busy) for link, busy in other.carried.items()}
+    return Played(extended(one.seconds, other.seconds), carried)
+
+
+def _played(method: Method, depth: int, accumulate: int, costs: Costs) -> Played:
+    make = lockstep_schedule if costs.lockstep else make_schedule
+    if method.flushes:
+        times = clock(make(method, depth, accumulate, accumulate), costs)
+        return Played(times.finish, times.carried)
+    fill = -(-2 * depth // accumulate)  # batches until the pipeline is in its steady state, and in which it empties
+    steady = max(2, fill)
+    batches = 2 * fill + steady
+    times = clock(make(method, depth, batches * accumulate, accumulate), costs)
+    ends = times.end[Kind.UPDATE].max(axis=0)
+    seconds = float(ends[fill + steady - 1] - ends[fill - 1]) / steady
+    return Played(seconds, {link: busy / batches for link, busy in times.carried.items()})
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A configuration with its cut and what it would do. `starts`: first units of its stages. `seconds`: of a batch."""
+
+    asked: Candidate
+    layout: Layout
+    starts: Tuple[int, ...]
+    costs: Costs
+    memory: Tuple[StageMemory, ...]
+    seconds: float
+    carried: Dict[str, float]
+
+    @property
+    def samples_per_second(self) -> float:
+        """Predicted throughput."""
+        return self.asked.global_batch_size / self.seconds
+
+    @property
+    def work(self) -> List[float]:
+        """Seconds that each stage computes for a microbatch."""
+        return [f + b for f, b in zip(self.costs.forward, self.costs.backward)]
+
+    @property
+    def utilization(self) -> float:
+        """Share of the time in which devices are in passes, on average over the stages."""
+        return self.asked.gradient_accumulation * sum(self.work) / (self.asked.depth * self.seconds)
+
+
+def least_seconds(asked: Candidate, work: float) -> float:
+    """Seconds that a batch takes at least, however the stages are cut, if a microbatch takes `work` on all of them together.
+
+    Stages can at best be busy all the time. Where the pipeline empties, stage s begins when those before it have done a forward,
+    and they end a backward after it: T >= w_0 + ... + w_(s-1) + N w_s for every s, which is least where all are equal, with
+    w_s = w_0 (1 - 1/N)^s.
+    """
+    depth, count = asked.depth, asked.gradient_accumulation
+    if METHODS[asked.method].flushes:
+        return work / (1 - (1 - 1 / count) ** depth)
+    return work * count / depth
+
+
+def predict_cut(costing: Costing, starts: Sequence[int]) -> Prediction:
+    """What a configuration does that is cut at `starts`, whether it fits or not."""
+    asked, costs = costing.asked, costing.costs(starts)
+    played = batch_time(METHODS[asked.method], asked.depth, asked.gradient_accumulation, costs)
+    memory = tuple(costing.memories(starts))
+    return Prediction(asked, costing.layout, tuple(starts), costs, memory, played.seconds, played.carried)
+
+
+def without_messages(costs: Costs) -> Costs:
+    """The same where everything is there at once."""
+    return replace(costs, onward=(), back=(), reduce=(), link=0.0)

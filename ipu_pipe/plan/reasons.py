@@ -1,0 +1,125 @@
+"""What holds a configuration back, by how much of its time, and what would lift it.
+
+The time of a batch is taken apart: what devices compute on average, what they wait because a stage is slower than the average
+(imbalance), because the pipeline fills and drains or updates (bubble), because messages are under way (link). What recomputation
+takes is charged to the memory that asks for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import List, NamedTuple, Optional, Sequence, Tuple
+
+from ipu_pipe.plan.candidates import Candidate
+from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, batch_time, without_messages
+from ipu_pipe.plan.search import least_memory
+from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.shown import sized_bytes
+
+SMALL = 0.02  # shares of the time below it hold nothing back
+
+
+class Binding(NamedTuple):
+    """`kind`: memory, link, bubble, imbalance or compute. `share` of the time that it takes. `what` it is, and what `lifts` it."""
+
+    kind: str
+    share: float
+    what: str
+    lifts: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what}; {self.lifts}"
+
+
+def binding(problem: Problem, found: Prediction) -> Binding:
+    """What takes most of a configuration's time besides the work itself."""
+    greatest = max(_held_back(problem, found), key=lambda each: each.share)
+    if greatest.share >= SMALL:
+        return greatest
+    return Binding("compute", found.utilization, f"devices are busy {found.utilization:.0%} of the time",
+                   "only faster or more devices would do more")  # fmt: skip
+
+
+def _held_back(problem: Problem, found: Prediction) -> List[Binding]:
+    asked, work, seconds = found.asked, found.work, found.seconds
+    count, mean, greatest = asked.gradient_accumulation, sum(work) / asked.depth, max(work)
+    quiet = batch_time(METHODS[asked.method], asked.depth, count, without_messages(found.costs)).seconds
+    slowest = work.index(greatest)
+    name = problem.units[found.starts[slowest]].name or "the model's beginning"
+    flushes = METHODS[asked.method].flushes and asked.depth > 1
+    reasons = [
+        Binding(
+            "imbalance",
+            count * (greatest - mean) / seconds,
+            f"stage {slowest} (from {name}) computes {greatest / mean - 1:.0%} more than the mean",
+            "boundaries inside its modules, or a depth that divides the model better, would lift it",
+        ),
+        Binding(
+            "bubble",
+            max(quiet - count * greatest, 0.0) / seconds,
+            f"{max(quiet - count * greatest, 0.0) / seconds:.0%} of the time goes to filling, draining and updating",
+            "more microbatches an update (a greater batch), fewer stages or a method that does not flush would lift it"
+            if flushes
+            else "more microbatches an update would lift it",
+        ),
+    ]
+    if found.carried:
+        link = max(found.carried, key=lambda each: found.carried[each])
+        reduces = any(link in each.links for each in found.costs.reduce)
+        what = "all-reduces of gradients" if reduces else "activations and their gradients"
+        reasons.append(
+            Binding(
+                "link",
+                (seconds - quiet) / seconds,
+                f"{(seconds - quiet) / seconds:.0%} of the time is waited for messages; {link} is busy "
+                f"{min(found.carried[link] / seconds, 1.0):.0%} of it, with {what}",
+                "a faster link, or more microbatches an update" if reduces else "a faster link, or a cut where less crosses",
+            )
+        )
+    if asked.recompute and not _fits_without(problem, found):
+        fullest = max(range(asked.depth), key=lambda s: found.memory[s].total)
+        again = count * sum(found.costs.forward) / asked.depth / seconds
+        reasons.append(
+            Binding(
+                "memory",
+                again,
+                f"stage {fullest} holds {sized_bytes(found.memory[fullest].total)} of {sized_bytes(int(problem.memory_bytes))}; "
+                f"recomputing, which fits, takes {again:.0%} of the time",
+                "more memory a device or more stages would lift it",
+            )
+        )
+    return reasons
+
+
+def _fits_without(problem: Problem, found: Prediction) -> bool:
+    asked = replace(found.asked, recompute=False)
+    return Costing(problem, asked, found.layout, Sums(problem, asked.micro_batch_size)).cut() is not None
+
+
+def smallest_change(
+    problem: Problem, asked: Sequence[Candidate], more_devices: Sequence[Tuple[int, Sequence[Candidate]]]
+) -> Optional[str]:
+    """What would make one of the candidates fit, where none does: so much memory a device, or so many devices, whichever is the
+    smaller factor. `more_devices`: numbers of devices in rising order, and the candidates for each."""
+    least = least_memory(problem, asked)
+    if least is None:
+        return None
+    size, candidate = least
+    factor = size / problem.memory_bytes
+    said = (
+        f"{sized_bytes(int(size))} of usable memory a device in place of {sized_bytes(int(problem.memory_bytes))} "
+        f"({_words(candidate)})"
+    )
+    devices = candidate.devices
+    for number, candidates in more_devices:
+        needed = least_memory(problem, candidates)
+        if needed is not None and needed[0] <= problem.memory_bytes:
+            if number / devices < factor:
+                return f"{number} devices in place of {devices} ({_words(needed[1])})"
+            return f"{said}, or {number} devices"
+    return said
+
+
+def _words(asked: Candidate) -> str:
+    again = ", recompute" if asked.recompute else ""
+    return f"{asked.method}, depth {asked.depth}, width {asked.width}, micro_batch_size {asked.micro_batch_size}{again}"
