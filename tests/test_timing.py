@@ -77,9 +77,9 @@ def alike(stages: int, **more: Any) -> Costs:
 
 def test_latency_delays_and_occupies_nothing() -> None:
     """GPipe waits for it once a stage on the way on, and once on the way back."""
-    late = [Message(0.0, 0.25, ("wire",))] * 3
+    late = [Message(0.0, 2.5, (f"wire {s}",)) for s in range(3)]
     schedule = make_schedule(resolve_method("gpipe"), 4, 6, 6)
-    assert clock(schedule, alike(4, onward=late, back=late)).finish == (6 + 3) * 3 + 2 * 3 * 0.25
+    assert clock(schedule, alike(4, onward=late, back=late)).finish == (6 + 3) * 3 + 2 * 3 * 2.5
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 10])
