@@ -6,7 +6,7 @@ import csv
 import io
 from dataclasses import replace
 from pathlib import Path
-from typing import Dict, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 import numpy as np
 import pytest
@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from slot_simulation import Simulated, simulate
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.actions import Action, Kind, needs
+from ipu_pipe.schedule.actions import SPLIT_PASSES, Action, Kind, needs
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.drawing import format_csv, format_text
 from ipu_pipe.schedule.methods import METHODS, Method, Pipeline, Reads, resolve_method
 from ipu_pipe.schedule.rows import from_rows
 from ipu_pipe.schedule.runs import RUN, Part
+from ipu_pipe.schedule.segments import recompute_slots, segment_ends, segment_heads
 from ipu_pipe.schedule.table import Schedule, SlotHolds
 from ipu_pipe.schedule.timelines import make_schedule, utilization
 
@@ -189,9 +190,9 @@ def test_stretches_lie_between_drains() -> None:
 def test_needs() -> None:
     schedule = make_schedule(METHODS["gpipe"], 3, 4, 2)
 
-    def needed(kind: Kind, index: int, stage: int, local: bool = False, replica: int = 0) -> List[str]:
+    def needed(kind: Kind, index: int, stage: int, local: bool = False, replica: int = 0, **more: Any) -> List[str]:
         action = Action(kind, index, stage, replica)
-        return [str(need) for need in needs(action, schedule.stages, schedule.accumulate, local, replicas=2)]
+        return [str(need) for need in needs(action, schedule.stages, schedule.accumulate, local, replicas=2, **more)]
 
     assert needed(Kind.FORWARD, 1, 0) == []
     assert needed(Kind.FORWARD, 1, 2) == ["F1 on stage 1"]
@@ -201,7 +202,36 @@ def test_needs() -> None:
     assert needed(Kind.INPUT_GRADIENT, 1, 1) == ["F1 on stage 1", "I1 on stage 2"]
     assert needed(Kind.WEIGHT_GRADIENT, 1, 1, replica=1) == ["I1 on stage 1 of replica 1"]
     assert needed(Kind.UPDATE, 1, 0) == ["B2 on stage 0", "B3 on stage 0"]
+    assert needed(Kind.UPDATE, 1, 0, passes=SPLIT_PASSES) == ["W2 on stage 0", "W3 on stage 0"]
+    assert needed(Kind.RECOMPUTE, 1, 2) == ["F1 on stage 2", "R1 on stage 1"]
+    assert needed(Kind.RECOMPUTE, 1, 2, heads=[0, 2]) == ["F1 on stage 2"]
+    assert needed(Kind.FORWARD, 1, 2, heads=[0, 2]) == ["F1 on stage 1"]
     assert needed(Kind.AVERAGE, 1, 0) == ["U1 on stage 0", "U1 on stage 0 of replica 1"]
+
+
+@pytest.mark.parametrize(("P", "segments"), [(2, 1), (2, 2), (5, 2), (9, 3), (9, 9)])
+@pytest.mark.parametrize("turn", [0, 1])
+def test_recomputations_come_after_what_they_need(P: int, segments: int, turn: int) -> None:
+    """Only heads of segments may begin before the stage before has recomputed: they kept their input."""
+    method = resolve_method("pipemare", {"turn": turn, "recompute": {"segments": segments}})
+    schedule, M = make_schedule(method, P, 3 * P, 1), 3 * P
+    slots = {kind: schedule.slots(kind, 0, M) for kind in (Kind.FORWARD, Kind.BACKWARD)}
+    slots[Kind.RECOMPUTE] = recompute_slots(schedule, method, 0, M)
+    heads = np.flatnonzero(segment_heads(segment_ends(P, segments))).tolist()
+    assert len(heads) == segments
+
+    def late(**more: Any) -> List[int]:
+        """Stages that recompute before all is there; a forward may be in the same slot (turn 0, last stage)."""
+        return sorted({
+            s
+            for s in range(P)
+            for m in range(M)
+            for need in needs(Action(Kind.RECOMPUTE, m, s), P, 1, **more)
+            if slots[need.kind][need.stage, m] >= slots[Kind.RECOMPUTE][s, m] + (need.kind is Kind.FORWARD)
+        })  # fmt: skip
+
+    assert late(heads=heads) == [] and late() == heads[1:]
+    assert (slots[Kind.RECOMPUTE] <= slots[Kind.BACKWARD]).all()
 
 
 def damaged(name: str, stage: int, kind: int, **changes: int) -> Schedule:
