@@ -169,6 +169,7 @@ def test_zero_bubble_has_the_papers_bubble_and_1f1bs_memory(P: int, M: int) -> N
     f, b, w = 3.0, 6.0, 2.0
     times = clock(schedule, Costs([f] * P, [b] * P, [0.5] * P, weight_gradient=[w] * P))
     assert times.finish == M * (f + b) + (P - 1) * (f + b - 2 * w) + 0.5
+    assert times.start[Kind.UPDATE].tolist() == times.end[Kind.WEIGHT_GRADIENT].max(axis=1)[:, None].tolist()
     units = clock(schedule, slot_costs(schedule))
     assert all((units.start[kind] == schedule.slots(kind, 0, M)).all() for kind in SPLIT_PASSES)
 

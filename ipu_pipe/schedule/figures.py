@@ -30,9 +30,11 @@ OPTIMIZER_COPIES = {"sgd": 2, "momentum": 3, "adam": 4}
 
 
 def weight_optimizer_copies(optimizer: str, t2: bool) -> int:
-    """Copies of the weights that one version costs: weights, gradient and moments (sgd 2, momentum 3, adam 4), one more
-    for T2's accumulator (or another rule's). PipeMare, Table 2: with T2 4/3 = 1.33 (momentum) and 5/4 = 1.25 (Adam)
-    of what it is without."""
+    """Copies of the weights that one version costs: weights, gradient and moments (sgd 2, momentum 3, adam 4).
+
+    One more for T2's accumulator (or another rule's). PipeMare, Table 2: with T2 4/3 = 1.33 (momentum) and 5/4 = 1.25
+    (Adam) of what it is without.
+    """
     if not isinstance(optimizer, str) or optimizer not in OPTIMIZER_COPIES:
         raise BadInput(f"optimizer: {optimizer}: must be one of {', '.join(OPTIMIZER_COPIES)}")
     if not isinstance(t2, (bool, np.bool_)):
@@ -165,8 +167,10 @@ def gpipe_utilization(stages: int, microbatches: int) -> float:
 
 
 def amortized_utilization(phases: Sequence[Tuple[float, float]]) -> float:
-    """Of a run in phases (length, utilization): sum(E) / sum(E/u), such as asynchronous epochs, u = 1, after synchronous ones
-    (PipeMare, W)."""
+    """Of a run in phases (length E, utilization u): sum(E) / sum(E/u).
+
+    Such as asynchronous epochs, u = 1, after synchronous ones (PipeMare, W).
+    """
     for length, busy in phases:
         _real("length", length, least=0)
         if not 0 < busy <= 1:

@@ -13,8 +13,10 @@ from ipu_pipe.schedule.table import Schedule
 
 
 def segment_ends(stages: int, segments: int) -> IntArray:
-    """The last stage of each stage's segment (P,): `segments` consecutive ones as equal as possible, longer ones first;
-    0 stands for as many as the square root of P, rounded (PipeMare's optimum). Raises BadInput for more than P."""
+    """The last stage of each stage's segment (P,): `segments` consecutive ones as equal as possible, longer ones first.
+
+    0 stands for as many as the square root of P, rounded (PipeMare's optimum). Raises BadInput for more than P.
+    """
     segments = segments or max(round(stages**0.5), 1)
     if not 1 <= segments <= stages:
         raise BadInput(f"method_args.recompute.segments: {segments}: must be from 1 to the number of stages, {stages}")

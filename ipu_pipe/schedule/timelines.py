@@ -169,8 +169,11 @@ def pipedream_1f1b(sight: Sight) -> Tuple[Kind, ...]:
 
 
 def _pipedream_1f1b(P: int, M: int, turn: int) -> Stretch:
-    """The first P microbatches enter one a slot. A stage forwards them as they come until its first backward is ready
-    (`ahead` of them), the rest of the first P in the slots between backwards; later ones enter every second slot."""
+    """The first P microbatches enter one a slot, later ones every second slot.
+
+    Of the first P a stage forwards `ahead` as they come, until its first backward is ready, and the rest in the slots
+    between backwards.
+    """
     s = np.arange(P)
     ahead = np.minimum(np.minimum(P, 2 * (P - s) - 1), M)
     first = np.full(P, min(P, M))
@@ -216,12 +219,13 @@ def _local(P: int, M: int, turn: int) -> Stretch:
 
 
 def local_shared(sight: Sight) -> Tuple[Kind, ...]:
-    """As `local`, but a stage begins a batch only when the next stage, whose gradient of the layer that both hold it must
-    have, is through the last. P = 3, M = 4, N = 2:
+    """As `local`, but a stage begins a batch only when the next stage is through the one before. P = 3, M = 4, N = 2:
 
     stage 0  F0 B0  F1 B1  .      F2 B2  F3 B3  .      .
     stage 1  .      F0 B0  F1 B1  .      F2 B2  F3 B3  .
     stage 2  .      .      F0 B0  F1 B1  .      F2 B2  F3 B3
+
+    Its update needs that stage's gradient of the layer that both hold.
     """
     microbatch, following = sight.done[FORWARD][sight.stage], sight.stage + 1
     begins = microbatch % sight.accumulate == 0 and following < sight.stages
@@ -243,9 +247,11 @@ def _local_shared(P: int, M: int, accumulate: int) -> Stretch:
 
 
 class Timeline(NamedTuple):
-    """A pipeline from an empty one to an empty one: its `policy`, and its `stretch` as a function of P, M and the turn (of
-    LOCAL_SHARED: N). `longest`: how many microbatches a stretch has at most, as a function of N; None: it never empties.
-    `slot_holds`, `local` as in `Schedule`."""
+    """A pipeline from an empty one to an empty one: its `policy`, and its `stretch` as a function of P, M and the turn.
+
+    LOCAL_SHARED takes N for the turn. `longest`: how many microbatches a stretch has at most, as a function of N; None: it
+    never empties. `slot_holds` and `local` as in `Schedule`.
+    """
 
     policy: Policy
     stretch: Callable[[int, int, int], Stretch]
