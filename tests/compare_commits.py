@@ -48,7 +48,7 @@ DIGITS = "configs/mlp_digits.yaml"
 SMALL = ["steps=6", "evaluate={every: 1}", "checkpoint={every: 3}", "log={every: 1, tensorboard: false}"]
 RESNET = [
     "model={entry: 'models.resnet:preact_resnet20', args: {classes: 10, norm: batch}}",
-    "data={name: synthetic, shape: [3, 8, 8], classes: 10, samples: 96}", "micro_batch_size=4",
+    "data={name: synthetic, shape: [3, 8, 8], classes: 10, subset: 96, test_subset: 16}", "micro_batch_size=4",
 ]  # fmt: skip
 METHODS = [
     "naive", "gpipe", "pipedream_flush", "pipedream", "pipedream_2bw", "pipemare", "pipelined_backprop", "spectrain",
