@@ -12,6 +12,7 @@ from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import Costs, Message, clock, slot_costs
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.rows import from_rows
+from ipu_pipe.schedule.table import SlotHolds
 from ipu_pipe.schedule.timelines import make_schedule
 
 
@@ -47,12 +48,12 @@ def test_unit_costs_give_the_slots(name: str) -> None:
             times = clock(schedule, costs, count)
             for kind in (Kind.FORWARD, Kind.BACKWARD):
                 slots = schedule.slots(kind, 0, count)
-                late = 0.5 if schedule.slot_holds == "both" and kind is Kind.BACKWARD else 0.0
+                late = 0.5 if schedule.slot_holds is SlotHolds.BOTH and kind is Kind.BACKWARD else 0.0
                 assert (times.start[kind] == slots + late).all()
                 assert (times.end[kind] == slots + late + 1 / schedule.slot_capacity).all()
             ends = schedule.slots(Kind.UPDATE, 0, count // N) + 1
             assert (times.start[Kind.UPDATE] == ends).all() and (times.end[Kind.UPDATE] == ends).all()
-        if schedule.slot_holds == "one":  # no planned pass is later than it must be
+        if schedule.slot_holds is SlotHolds.ONE:  # no planned pass is later than it must be
             eager = clock(schedule, replace(costs, slot=0.0))
             assert all(
                 (eager.start[kind] == schedule.slots(kind, 0, M)).all() for kind in (Kind.FORWARD, Kind.BACKWARD)
@@ -146,7 +147,8 @@ def summed(method: str, costs: Costs, stages: int, microbatches: int, accumulate
     total = 0.0
     for slot in range(schedule.slot_count):
         work: List[float] = [
-            costs.forward[s] * (grids.forward[s, slot] >= 0) + costs.backward[s] * (grids.backward[s, slot] >= 0)
+            costs.forward[s] * (grids[Kind.FORWARD][s, slot] >= 0)
+            + costs.backward[s] * (grids[Kind.BACKWARD][s, slot] >= 0)
             for s in range(stages)
         ]
         total += max(work)
