@@ -24,6 +24,7 @@ from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.times import MOMENTS
 from ipu_pipe.hardware.units import Unit
 from ipu_pipe.schedule import figures
+from ipu_pipe.schedule.copies import weight_copies
 from ipu_pipe.schedule.figures import Held
 from ipu_pipe.schedule.methods import Method, Pipeline
 from ipu_pipe.schedule.runs import IntArray
@@ -93,7 +94,7 @@ def holding(method: Method, stages: int, accumulate: int, recompute: bool, locks
     kept = held_microbatches(schedule.max_in_flight().tolist(), recompute, method.segments, method.turn)
     if recompute and lockstep:
         kept.inputs[-1] = 0
-    return Holding(VersionTable(schedule, method).weight_copies(), *kept)
+    return Holding(weight_copies(VersionTable(schedule, method)), *kept)
 
 
 def stage_bytes(

@@ -13,6 +13,7 @@ from ipu_pipe.hardware.times import MOMENTS
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.schedule import figures
+from ipu_pipe.schedule.copies import weight_copies
 
 
 def memory_record(job: Job, measured: Report) -> Dict[str, Any]:
@@ -29,7 +30,7 @@ def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[st
     """Per stage, as planned: copies, lag, microbatches in flight, and the bytes of each kind that a device needs."""
     sizes = {name: p.numel() * p.element_size() for name, p in job.model.named_parameters()}
     lags, backward_lags = job.table.greatest_lag(), job.table.greatest_backward_lag()
-    copies, in_flight = job.table.weight_copies(), job.schedule.max_in_flight()
+    copies, in_flight = weight_copies(job.table), job.schedule.max_in_flight()
     kept = held_microbatches(in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn)
     moments = MOMENTS.get(_optimizer_kind(job) or "", 0)
     trained, behind = _trained_bytes(job), _behind_bytes(job)
@@ -112,5 +113,5 @@ def memory_figures(job: Job) -> Optional[Dict[str, Any]]:
         depth=len(job.part),
         segments=job.method.segments,
         in_flight=job.schedule.max_in_flight().tolist(),
-        weight_copies=job.table.weight_copies().tolist(),
+        weight_copies=weight_copies(job.table).tolist(),
     )

@@ -16,9 +16,9 @@ from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequenc
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.schedule.actions import Kind, pass_needs
+from ipu_pipe.schedule.actions import PASSES, Kind, pass_needs
 from ipu_pipe.schedule.events import Counter, Event
-from ipu_pipe.schedule.runs import PASSES, IntArray
+from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.schedule.table import Schedule
 
 FloatArray = NDArray[np.float64]
@@ -37,11 +37,12 @@ class Message(NamedTuple):
 class Costs:
     """Durations, in any unit of time: of a `forward`, `backward` and `update` by stage, of a message on its `link`.
 
-    `slot`: all stages keep step, and a pass begins no earlier than its slot, each of which takes so long (the backward of a
-    slot that holds both in the slot's second half); 0: every pass begins as soon as it can. `onward[s]`: the message from
-    stage s to s + 1, `back[s]` from s + 1 to s; empty: `link` for all, which are not shared. `reduce[s]`: what the replicas of
-    stage s tell each other before its update; empty: nothing. `lockstep`: every slot is a cycle that lasts as long as its
-    slowest device and then its messages (see `_lockstep`).
+    `weight_gradient`: of `backward`, the part that a split backward does on its own; only schedules that split it need it.
+    `slot`: all stages keep step, and a pass begins no earlier than its slot, each of which takes so long (what follows a
+    forward in a slot that holds two passes, in the slot's second half); 0: every pass begins as soon as it can. `onward[s]`:
+    the message from stage s to s + 1, `back[s]` from s + 1 to s; empty: `link` for all, which are not shared. `reduce[s]`:
+    what the replicas of stage s tell each other before its update; empty: nothing. `lockstep`: every slot is a cycle that
+    lasts as long as its slowest device and then its messages (see `_Lockstep`).
     """
 
     forward: Sequence[float]
@@ -49,10 +50,19 @@ class Costs:
     update: Sequence[float]
     link: float = 0.0
     slot: float = 0.0
+    weight_gradient: Sequence[float] = ()
     onward: Sequence[Message] = ()
     back: Sequence[Message] = ()
     reduce: Sequence[Message] = ()
     lockstep: bool = False
+
+    def durations(self, passes: Sequence[Kind]) -> Dict[Kind, Sequence[float]]:
+        """Of each of these passes, by stage."""
+        if Kind.BACKWARD in passes:
+            return {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward}
+        assert len(self.weight_gradient) == len(self.backward), "the schedule splits the backward: say in what parts"
+        rest = [whole - part for whole, part in zip(self.backward, self.weight_gradient)]
+        return {Kind.FORWARD: self.forward, Kind.INPUT_GRADIENT: rest, Kind.WEIGHT_GRADIENT: self.weight_gradient}
 
     def message(self, source: int, target: int) -> Message:
         """That between two neighbouring stages."""
@@ -63,7 +73,9 @@ class Costs:
 def slot_costs(schedule: Schedule) -> Costs:
     """The unit costs: a slot takes 1, its passes fill it, messages and updates take no time."""
     share = [1 / schedule.slot_capacity] * schedule.stages
-    return Costs(share, share, [0.0] * schedule.stages, slot=1.0)
+    if Kind.BACKWARD in schedule.passes:
+        return Costs(share, share, [0.0] * schedule.stages, slot=1.0)
+    return Costs(share, [2 * part for part in share], [0.0] * schedule.stages, slot=1.0, weight_gradient=share)
 
 
 class Times(NamedTuple):
@@ -103,15 +115,16 @@ class _Played:
     def __init__(self, schedule: Schedule, costs: Costs, count: int) -> None:
         self.schedule, self.costs, self.count = schedule, costs, count
         self.device = schedule.device_of_stage
-        self.duration = {Kind.FORWARD: costs.forward, Kind.BACKWARD: costs.backward}
-        self.needs = {kind: pass_needs(kind, schedule.local) for kind in PASSES}
+        passes = schedule.passes
+        self.duration = costs.durations(passes)
+        self.needs = {kind: pass_needs(kind, schedule.local) for kind in passes}
         self.times = Times({}, {}, {})
-        for kind in (*PASSES, Kind.UPDATE):
+        for kind in (*passes, Kind.UPDATE):
             for columns in (self.times.start, self.times.end):
                 size = count // schedule.accumulate if kind is Kind.UPDATE else count
                 columns[kind] = np.zeros((schedule.stages, size))
-        self._missing: Dict[Tuple[int, int], int] = {}  # backwards that a stage's update waits for
-        self._targets = {(kind, s): self._targets_of(kind, s) for kind in PASSES for s in range(schedule.stages)}
+        self._missing: Dict[Tuple[int, int], int] = {}  # microbatches that a stage's update waits for
+        self._targets = {(kind, s): self._targets_of(kind, s) for kind in passes for s in range(schedule.stages)}
 
     def note(self, kind: Kind, stage: int, index: int, start: float, end: float) -> None:
         """Write down an action, if it is one of those asked for."""
@@ -120,7 +133,7 @@ class _Played:
 
     def completes(self, done: Pass) -> Optional[int]:
         """The update that a pass is the last to be waited for by."""
-        if done.kind is not Kind.BACKWARD:
+        if done.kind is not self.schedule.passes[-1]:
             return None
         batch = self.schedule.accumulate
         key = done.stage, done.microbatch // batch
@@ -143,7 +156,8 @@ class _Eager(_Played):
 
     def __init__(self, schedule: Schedule, costs: Costs, count: int) -> None:
         super().__init__(schedule, costs, count)
-        self._begins_at = {Kind.FORWARD: 0.0, Kind.BACKWARD: costs.slot / 2 if schedule.slot_capacity == 2 else 0.0}
+        self._begins_at = dict.fromkeys(schedule.passes, costs.slot / 2 if schedule.slot_capacity == 2 else 0.0)
+        self._begins_at[Kind.FORWARD] = 0.0
         self._rows: Dict[int, Iterator[Pass]] = {}
         rows: Dict[int, List[Pass]] = {device: [] for device in self.device}
         for each in _passes(schedule, count):
@@ -254,9 +268,10 @@ class _Lockstep(_Played):
 
 def _passes(schedule: Schedule, count: int) -> Iterator[Pass]:
     """All passes of the slots in which the first `count` microbatches are at work, in order."""
-    end = 1 + max(int(schedule.slots(kind, 0, count).max()) for kind in PASSES)
+    passes = schedule.passes
+    end = 1 + max(int(schedule.slots(kind, 0, count).max()) for kind in passes)
     found = []
-    for order, kind in enumerate(PASSES):
+    for order, kind in enumerate(passes):
         ascends = all(part.pieces[kind].ascends() for part in schedule.parts)
         reach = int(schedule.count_before(kind, np.array([end])).max()) if ascends else schedule.microbatches
         slots = schedule.slots(kind, 0, reach)
@@ -265,7 +280,7 @@ def _passes(schedule: Schedule, count: int) -> Iterator[Pass]:
     slot, order, stage, microbatch = np.concatenate(found, axis=1)
     by_slot = np.lexsort((microbatch, stage, order, slot))
     for at, code, s, m in zip(*(column[by_slot].tolist() for column in (slot, order, stage, microbatch))):
-        yield Pass(at, PASSES[code], s, m)
+        yield Pass(at, passes[code], s, m)
 
 
 def modelled_events(
