@@ -130,9 +130,12 @@ class Costing:
         crossing = [one.seconds + one.latency + other.seconds + other.latency for one, other in pairs]
         away = np.cumsum((work + np.array([*crossing, 0.0]))[::-1])[::-1]
         flying = np.maximum(self.kept.inputs, self.kept.activations)
-        ends = count * work + costs.update + [each.seconds + each.latency for each in reduce]
-        least = least_seconds(self.asked, float(work.sum()))
-        return max(least, float(ends.max()), count * float((away / flying).max()), *busy.values(), 0.0)
+        sums = [update + each.seconds + each.latency for update, each in zip(costs.update, reduce)]
+        least = [float((count * work + sums).max()), count * float((away / flying).max()), *busy.values()]
+        if METHODS[self.asked.method].flushes:  # what is before a stage happens before it begins and after it ends
+            before = np.cumsum([0.0, *(work[:-1] + crossing)])
+            least.append(float((before + count * work).max()) + sums[0])
+        return max(least_seconds(self.asked, float(work.sum())), *least)
 
     def least_memory(self) -> Optional[float]:
         """Bytes of the fullest stage's device, cut so that these are least."""
@@ -238,7 +241,7 @@ def _played(method: Method, depth: int, accumulate: int, costs: Costs) -> Played
         times = clock(make(method, depth, accumulate, accumulate), costs)
         return Played(times.finish, times.carried)
     fill = -(-2 * depth // accumulate)  # batches until the pipeline is in its steady state, and in which it empties
-    steady = max(2, fill)
+    steady = fill
     batches = 2 * fill + steady
     times = clock(make(method, depth, batches * accumulate, accumulate), costs)
     ends = times.end[Kind.UPDATE].max(axis=0)

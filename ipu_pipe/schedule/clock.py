@@ -9,9 +9,10 @@ costs the clock gives the slots:
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,125 +93,133 @@ class Times(NamedTuple):
         return max(float(end.max()) for end in self.end.values() if end.size)
 
 
-class Pass(NamedTuple):
-    """A pass of a schedule and its slot."""
-
-    slot: int
-    kind: Kind
-    stage: int
-    microbatch: int
-
-
 def clock(schedule: Schedule, costs: Costs, microbatches: Optional[int] = None) -> Times:
     """The times of the actions of the first `microbatches` (None: all) of `schedule`."""
     count = schedule.microbatches if microbatches is None else microbatches
     played = _Lockstep(schedule, costs, count) if costs.lockstep else _Eager(schedule, costs, count)
     played.play()
-    return played.times
+    return played.times()
 
 
 class _Played:
-    """Times being found: what both ways of playing a schedule share."""
+    """Times being found: what both ways of playing a schedule share. A *pass* is the number kind * P + stage of one, the kinds
+    counted in the order of `schedule.passes`; with a microbatch it is one action."""
 
     def __init__(self, schedule: Schedule, costs: Costs, count: int) -> None:
         self.schedule, self.costs, self.count = schedule, costs, count
-        self.device = schedule.device_of_stage
-        passes = schedule.passes
-        self.duration = costs.durations(passes)
-        self.needs = {kind: pass_needs(kind, schedule.local) for kind in passes}
-        self.times = Times({}, {}, {})
-        for kind in (*passes, Kind.UPDATE):
-            for columns in (self.times.start, self.times.end):
-                size = count // schedule.accumulate if kind is Kind.UPDATE else count
-                columns[kind] = np.zeros((schedule.stages, size))
-        self._missing: Dict[Tuple[int, int], int] = {}  # microbatches that a stage's update waits for
-        self._targets = {(kind, s): self._targets_of(kind, s) for kind in passes for s in range(schedule.stages)}
+        P, self.kinds = schedule.stages, schedule.passes
+        durations = costs.durations(self.kinds)
+        self.duration = [seconds for kind in self.kinds for seconds in durations[kind]]
+        self.device = [*schedule.device_of_stage] * len(self.kinds)
+        self.rows = _rows(schedule, count)
+        longest = 1 + max(row[-1] for row in self.rows)
+        self.start = [[0.0] * longest for _ in self.duration]
+        self.end = [[0.0] * longest for _ in self.duration]
+        self.updates: List[List[Tuple[float, float]]] = [[(0.0, 0.0)] * (count // schedule.accumulate) for _ in range(P)]
+        self.carried: Dict[str, float] = {}
+        self._left = [[schedule.accumulate] * (1 + longest // schedule.accumulate) for _ in range(P)]
+        self.needs = {
+            kind * P + stage: [
+                self.kinds.index(need) * P + stage + offset
+                for need, offset in pass_needs(self.kinds[kind], schedule.local)
+                if 0 <= stage + offset < P
+            ]
+            for kind in range(len(self.kinds))
+            for stage in range(P)
+        }
 
-    def note(self, kind: Kind, stage: int, index: int, start: float, end: float) -> None:
-        """Write down an action, if it is one of those asked for."""
-        if index < self.times.start[kind].shape[1]:
-            self.times.start[kind][stage, index], self.times.end[kind][stage, index] = start, end
+    def message(self, source: int, target: int) -> Optional[Message]:
+        """What the result of one pass takes to another that needs it; None on the same stage."""
+        a, b = source % self.schedule.stages, target % self.schedule.stages
+        return None if a == b else self.costs.message(a, b)
 
-    def completes(self, done: Pass) -> Optional[int]:
-        """The update that a pass is the last to be waited for by."""
-        if done.kind is not self.schedule.passes[-1]:
+    def completes(self, done: int, microbatch: int) -> Optional[int]:
+        """The update of its stage that a pass is the last to be waited for by."""
+        stage = done - (len(self.kinds) - 1) * self.schedule.stages
+        if stage < 0:
             return None
-        batch = self.schedule.accumulate
-        key = done.stage, done.microbatch // batch
-        self._missing[key] = self._missing.get(key, batch) - 1
-        return None if self._missing[key] else key[1]
+        k = microbatch // self.schedule.accumulate
+        self._left[stage][k] -= 1
+        return None if self._left[stage][k] else k
 
-    def sent(self, done: Pass) -> List[Tuple[int, Message]]:
-        """What a pass sends: the neighbouring stages that wait for its result, and the message to each."""
-        return self._targets[done.kind, done.stage]
+    def note_update(self, stage: int, k: int, start: float, end: float) -> None:
+        """Write down an update, if it is one of those asked for."""
+        if k < len(self.updates[stage]):
+            self.updates[stage][k] = start, end
 
-    def _targets_of(self, kind: Kind, s: int) -> List[Tuple[int, Message]]:
-        offsets = {need.offset for needs in self.needs.values() for need in needs if need.kind is kind and need.offset}
-        stages = [s - offset for offset in sorted(offsets) if 0 <= s - offset < self.schedule.stages]
-        return [(stage, self.costs.message(s, stage)) for stage in stages]
+    def times(self) -> Times:
+        """What was found."""
+        P, count = self.schedule.stages, self.count
+        found = Times({}, {}, self.carried)
+        for place, kind in enumerate(self.kinds):
+            for columns, values in ((found.start, self.start), (found.end, self.end)):
+                columns[kind] = np.array([row[:count] for row in values[place * P : (place + 1) * P]], np.float64)
+        pairs = np.array(self.updates, np.float64).reshape(P, -1, 2)
+        found.start[Kind.UPDATE], found.end[Kind.UPDATE] = pairs[:, :, 0], pairs[:, :, 1]
+        return found
 
 
 class _Eager(_Played):
     """Every device goes on as soon as it can. What ends is looked at in the order of time, so that links are given to messages in
     the order in which these come."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, count: int) -> None:
-        super().__init__(schedule, costs, count)
-        self._begins_at = dict.fromkeys(schedule.passes, costs.slot / 2 if schedule.slot_capacity == 2 else 0.0)
-        self._begins_at[Kind.FORWARD] = 0.0
-        self._rows: Dict[int, Iterator[Pass]] = {}
-        rows: Dict[int, List[Pass]] = {device: [] for device in self.device}
-        for each in _passes(schedule, count):
-            rows[self.device[each.stage]].append(each)
-        self._rows = {device: iter(row) for device, row in rows.items()}
-        self._free = dict.fromkeys(self.device, 0.0)  # when each device is through with what it has begun
-        self._link_free: Dict[str, float] = {}
-        self._there: Dict[Tuple[Kind, int, int, int], float] = {}  # when a pass's result is at a stage
-        self._waits: Dict[
-            Tuple[Kind, int, int, int], Tuple[int, Pass]
-        ] = {}  # the pass that waits for one, and its device
-        self._ends: List[Tuple[float, int, int, Pass]] = []  # of passes that run, a heap
-        self._begun = 0
-
     def play(self) -> None:
-        for device in self._rows:
-            self._go_on(device)
+        """Find the times."""
+        P, costs, device_of = self.schedule.stages, self.costs, self.device
+        later = costs.slot / 2 if self.schedule.slot_capacity == 2 else 0.0  # in its slot, of what follows a forward
+        self._queues: Dict[int, List[Tuple[float, int, int]]] = {device: [] for device in device_of}
+        for slot, which, m in self.rows:
+            self._queues[device_of[which]].append((slot * costs.slot + (later if which >= P else 0.0), which, m))
+        self._next = dict.fromkeys(device_of, 0)
+        self._free = dict.fromkeys(device_of, 0.0)  # when each device is through with what it has begun
+        self._runs = dict.fromkeys(device_of, False)
+        self._link_free: Dict[str, float] = {}
+        self._ends: List[Tuple[float, int, int, int]] = []  # of passes that run, a heap: time, order, pass, microbatch
+        # when what a pass needs is there, by need and microbatch; and for whom each pass's result is
+        longest = len(self.start[0])
+        self._there = {which: [[math.inf] * longest for _ in needed] for which, needed in self.needs.items()}
+        results: Dict[int, List[Tuple[int, List[float], Optional[Message]]]] = {which: [] for which in self.needs}
+        for which, needed in self.needs.items():
+            for place, source in enumerate(needed):
+                results[source].append((which, self._there[which][place], self.message(source, which)))
+        for device in self._queues:
+            self._try(device)
         while self._ends:
-            end, _, device, done = heapq.heappop(self._ends)
-            self._there[done.kind, done.stage, done.microbatch, done.stage] = end
-            k = self.completes(done)
+            end, _, done, m = heapq.heappop(self._ends)
+            device = device_of[done]
+            k = self.completes(done, m)
             if k is not None:
-                reduce = self.costs.reduce
-                start = self._arrival(reduce[done.stage], end) if reduce else end
-                self._free[device] = start + self.costs.update[done.stage]
-                self.note(Kind.UPDATE, done.stage, k, start, self._free[device])
-            for target, message in self.sent(done):
-                key = done.kind, done.stage, done.microbatch, target
-                self._there[key] = self._arrival(message, end)
-                if key in self._waits:
-                    self._try(*self._waits.pop(key))
-            self._go_on(device)
+                stage = done % P
+                start = self._arrival(costs.reduce[stage], end) if costs.reduce else end
+                self._free[device] = start + costs.update[stage]
+                self.note_update(stage, k, start, self._free[device])
+            for target, there, message in results[done]:
+                there[m] = end if message is None else self._arrival(message, end)
+                if message is not None and not self._runs[device_of[target]] and device_of[target] != device:
+                    self._try(device_of[target])
+            self._runs[device] = False
+            self._try(device)
 
-    def _go_on(self, device: int) -> None:
-        following = next(self._rows[device], None)
-        if following is not None:
-            self._try(device, following)
-
-    def _try(self, device: int, wanted: Pass) -> None:
-        """Begin a pass, or wait for what it needs and is not on its way yet."""
-        slot, kind, s, m = wanted
-        start = max(self._free[device], slot * self.costs.slot + self._begins_at[kind])
-        for need, offset in self.needs[kind]:
-            if 0 <= s + offset < self.schedule.stages:
-                key = need, s + offset, m, s
-                if key not in self._there:
-                    self._waits[key] = device, wanted
-                    return
-                start = max(start, self._there[key])
-        end = self._free[device] = start + self.duration[kind][s]
-        self.note(kind, s, m, start, end)
+    def _try(self, device: int) -> None:
+        """Begin the device's next pass, unless something that it needs is not on its way yet."""
+        queue, place = self._queues[device], self._next[device]
+        if place == len(queue):
+            return
+        start, which, m = queue[place]
+        if self._free[device] > start:
+            start = self._free[device]
+        for there in self._there[which]:
+            if there[m] > start:
+                start = there[m]
+        if start == math.inf:
+            return
+        end = self._free[device] = start + self.duration[which]
+        self.start[which][m], self.end[which][m] = start, end
+        self._next[device], self._runs[device] = place + 1, True
         self._begun += 1
-        heapq.heappush(self._ends, (end, self._begun, device, wanted))
+        heapq.heappush(self._ends, (end, self._begun, which, m))
+
+    _begun = 0
 
     def _arrival(self, message: Message, at: float) -> float:
         """When a message that is ready `at` a time is there."""
@@ -219,7 +228,7 @@ class _Eager(_Played):
             begin = max(begin, self._link_free.get(link, 0.0))
         for link in message.links:
             self._link_free[link] = begin + message.seconds
-            self.times.carried[link] = self.times.carried.get(link, 0.0) + message.seconds
+            self.carried[link] = self.carried.get(link, 0.0) + message.seconds
         return begin + message.seconds + message.latency
 
 
@@ -228,29 +237,36 @@ class _Lockstep(_Played):
     before which the pipeline empties is made on all stages together when it has; any other is part of its slot."""
 
     def play(self) -> None:
+        """Find the times."""
+        P, costs = self.schedule.stages, self.costs
+        sends: Dict[int, List[Message]] = {which: [] for which in self.needs}
+        for which, needed in self.needs.items():
+            for source in needed:
+                message = self.message(source, which)
+                sends[source] += [] if message is None else [message]
         now = 0.0
         waiting: Dict[int, List[int]] = {}  # update -> stages that are through with its batch
-        for _, cycle in groupby(_passes(self.schedule, self.count), key=lambda each: each.slot):
+        for _, cycle in groupby(self.rows, key=lambda row: row[0]):
             used = dict.fromkeys(self.device, now)
             sent: List[Message] = []
-            for done in cycle:
-                device, s = self.device[done.stage], done.stage
-                start, used[device] = used[device], used[device] + self.duration[done.kind][s]
-                self.note(done.kind, s, done.microbatch, start, used[device])
-                sent += [message for _, message in self.sent(done)]
-                k = self.completes(done)
+            for _, done, m in cycle:
+                device, stage = self.device[done], done % P
+                start, used[device] = used[device], used[device] + self.duration[done]
+                self.start[done][m], self.end[done][m] = start, used[device]
+                sent += sends[done]
+                k = self.completes(done, m)
                 if k is not None and self.schedule.stretch(k)[1] == k + 1:
-                    waiting.setdefault(k, []).append(s)
+                    waiting.setdefault(k, []).append(stage)
                 elif k is not None:
-                    start = used[device] + (sum(self.costs.reduce[s][:2]) if self.costs.reduce else 0.0)
-                    used[device] = start + self.costs.update[s]
-                    self.note(Kind.UPDATE, s, k, start, used[device])
+                    start = used[device] + (sum(costs.reduce[stage][:2]) if costs.reduce else 0.0)
+                    used[device] = start + costs.update[stage]
+                    self.note_update(stage, k, start, used[device])
             now = max(used.values()) + self._exchange(sent)
-            for k in [k for k, stages in waiting.items() if len(stages) == self.schedule.stages]:
-                now += self._exchange(self.costs.reduce)
-                for s in waiting.pop(k):
-                    self.note(Kind.UPDATE, s, k, now, now + self.costs.update[s])
-                now += max(self.costs.update)
+            for k in [k for k, stages in waiting.items() if len(stages) == P]:
+                now += self._exchange(costs.reduce)
+                for stage in waiting.pop(k):
+                    self.note_update(stage, k, now, now + costs.update[stage])
+                now += max(costs.update)
 
     def _exchange(self, messages: Iterable[Message]) -> float:
         """How long it takes until messages that begin together are all there."""
@@ -262,12 +278,12 @@ class _Lockstep(_Played):
             for link in message.links:
                 busy[link] = busy.get(link, 0.0) + message.seconds
         for link, seconds in busy.items():
-            self.times.carried[link] = self.times.carried.get(link, 0.0) + seconds
+            self.carried[link] = self.carried.get(link, 0.0) + seconds
         return max([alone, *busy.values()]) + latency
 
 
-def _passes(schedule: Schedule, count: int) -> Iterator[Pass]:
-    """All passes of the slots in which the first `count` microbatches are at work, in order."""
+def _rows(schedule: Schedule, count: int) -> List[Tuple[int, int, int]]:
+    """All passes (slot, kind * P + stage, microbatch) of the slots in which the first `count` microbatches are at work, in order."""
     passes = schedule.passes
     end = 1 + max(int(schedule.slots(kind, 0, count).max()) for kind in passes)
     found = []
@@ -276,11 +292,10 @@ def _passes(schedule: Schedule, count: int) -> Iterator[Pass]:
         reach = int(schedule.count_before(kind, np.array([end])).max()) if ascends else schedule.microbatches
         slots = schedule.slots(kind, 0, reach)
         stage, microbatch = np.nonzero(slots < end)
-        found.append(np.stack([slots[stage, microbatch], np.full_like(stage, order), stage, microbatch]))
-    slot, order, stage, microbatch = np.concatenate(found, axis=1)
-    by_slot = np.lexsort((microbatch, stage, order, slot))
-    for at, code, s, m in zip(*(column[by_slot].tolist() for column in (slot, order, stage, microbatch))):
-        yield Pass(at, passes[code], s, m)
+        found.append(np.stack([slots[stage, microbatch], order * schedule.stages + stage, microbatch]))
+    slot, which, microbatch = np.concatenate(found, axis=1)
+    by_slot = np.lexsort((microbatch, which, slot))
+    return list(zip(slot[by_slot].tolist(), which[by_slot].tolist(), microbatch[by_slot].tolist()))
 
 
 def modelled_events(
