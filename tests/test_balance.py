@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model import flops
+from ipu_pipe.model import flops, observation
 from ipu_pipe.model.balance import SLACK, Cuts, greatest
 from ipu_pipe.model.stages import Partition, partition, stage_flops
 
@@ -164,6 +164,10 @@ def test_the_search_is_exact(units: Any, data: Any) -> None:
 # ---- FLOPs
 
 
+def forward(model: nn.Module, part: Partition, x: torch.Tensor) -> List[float]:
+    return [stage.forward for stage in stage_flops(model, part, x)]
+
+
 class Functional(nn.Module):
     """Computes by functions alone, as Hugging Face's Conv1D does in a part: weight (in, out), and attention between."""
 
@@ -182,8 +186,8 @@ def test_functional_calls_and_fused_attention_are_counted() -> None:
     b, n, w = 2, 5, 8
     model, x = nn.Sequential(Functional(), nn.Linear(w, w)), torch.randn(b, n, w)
     projection, attention, linear = 2 * b * n * w * 3 * w, 2 * 2 * b * n * n * w, 2 * b * n * w * w
-    assert stage_flops(model, partition(model, x, 1), x) == [projection + attention + linear]
-    assert stage_flops(model, partition(model, x, ["1"]), x) == [projection + attention, linear]
+    assert forward(model, partition(model, x, 1), x) == [projection + attention + linear]
+    assert forward(model, partition(model, x, ["1"]), x) == [projection + attention, linear]
 
 
 @counted
@@ -191,7 +195,7 @@ def test_layers_with_fast_paths_in_evaluation_are_counted() -> None:
     b, n, w = 2, 5, 8
     layer = nn.TransformerEncoderLayer(w, 2, dim_feedforward=16, batch_first=True)
     expected = 2 * b * n * w * 4 * w + 4 * b * n * n * w + 2 * 2 * b * n * w * 16
-    assert stage_flops(layer, partition(layer, torch.randn(b, n, w), 1), torch.randn(b, n, w)) == [expected]
+    assert forward(layer, partition(layer, torch.randn(b, n, w), 1), torch.randn(b, n, w)) == [expected]
 
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -202,7 +206,7 @@ def test_layers_with_fast_paths_in_evaluation_are_counted() -> None:
             return self.lstm(x)[0]  # type: ignore[no-any-return]
 
     x = torch.randn(n, b, w)
-    assert stage_flops(Recurrent(), partition(Recurrent(), x, 1), x) == [2 * n * b * 4 * 4 * (w + 4)]
+    assert forward(Recurrent(), partition(Recurrent(), x, 1), x) == [2 * n * b * 4 * 4 * (w + 4)]
 
 
 def test_linear_and_convolution_layers_have_the_same_count_by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +214,8 @@ def test_linear_and_convolution_layers_have_the_same_count_by_formula(monkeypatc
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5))
     part = partition(model, IMAGES, ["2"])
     expected = [2 * 2 * 4 * 36 * 27, 2 * 2 * 144 * 5]
-    assert stage_flops(model, part, IMAGES) == expected
+    assert forward(model, part, IMAGES) == expected
     monkeypatch.setattr(flops, "FlopCounterMode", None)
-    assert stage_flops(model, part, IMAGES) == expected
+    monkeypatch.setattr(observation, "FlopCounterMode", None)
+    assert forward(model, part, IMAGES) == expected
     assert ("left out" in flops.HOW) == (torch.__version__.startswith("2.0"))

@@ -180,8 +180,8 @@ class BlockedModel(nn.Module):
         if hasattr(model, HEADS):
             raise BadInput(f"model: {HEADS}: is the name of the auxiliary heads: must be called otherwise")
         self._modules.update(model._modules)  # whatever their names: add_module refuses those of attributes
-        self._parameters.update(model._parameters)
-        self._buffers.update(model._buffers)
+        self._parameters = model._parameters  # the same tables: what stands in one stands in the other
+        self._buffers = model._buffers
         self._non_persistent_buffers_set = set(model._non_persistent_buffers_set)
         self._modules[HEADS] = blocks.heads
         self._local_blocks = blocks

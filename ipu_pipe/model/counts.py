@@ -10,7 +10,8 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.model.balance import Cuts, greatest
 from ipu_pipe.model.boundaries import Partition, Stage, begins_at, finish, from_begins
 from ipu_pipe.model.costs import costs_of
-from ipu_pipe.model.execution import Call, answering, modules_around, parameters_by_module
+from ipu_pipe.model.execution import answering, parameters_by_module
+from ipu_pipe.model.observation import Call, modules_around
 
 TOP_SLACK = 1.5  # how much more the greatest stage may cost for a cut that every backend can make
 MOST_PLACES = 2000  # among which the best cut is searched, in time and memory of their square

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Set
 
 import numpy as np
 
 from ipu_pipe.job.config import Config
 from ipu_pipe.job.record import DTYPES, Job
+from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.stages import describe
 from ipu_pipe.report.memory import memory_figures, memory_table
 from ipu_pipe.schedule.drawing import format_text
 
 MIB = 2**20
 SHOWN_STAGES = 12
+FLOPS_SHOWN = 1e9  # of GFLOPs
 
 
 def opening(job: Job, done: int = 0) -> str:
@@ -38,7 +40,7 @@ def opening(job: Job, done: int = 0) -> str:
 
 
 def plan(job: Job) -> str:
-    """All that `--dry-run` prints: stages, schedule, delays, predicted memory and traffic."""
+    """All that `--dry-run` prints: stages, schedule, delays, planned memory and traffic, FLOPs."""
     table = memory_table(job)
     lines = [
         opening(job),
@@ -46,9 +48,10 @@ def plan(job: Job) -> str:
         "stage  begins with                      parameters   lag  copies  in flight  memory (MiB)  sends on (KiB)",
     ]
     rows = describe(job.part, job.model)
+    shown = _shown(len(rows))
     for (index, name, size), row in zip(rows, table):
-        if SHOWN_STAGES // 2 <= index < len(rows) - SHOWN_STAGES // 2:
-            lines += ["  ..."] if index == SHOWN_STAGES // 2 else []
+        if index not in shown:
+            lines += ["  ..."] if index - 1 in shown else []
             continue
         total = (row["weight_bytes"] + row["optimizer_bytes"] + row["activation_bytes"] + row["gradient_bytes"]) / MIB
         sends = job.footprint.boundary_bytes[index] / 1024 if index < len(rows) - 1 else 0.0
@@ -66,11 +69,45 @@ def plan(job: Job) -> str:
         "memory: weight versions, gradients, optimizer state and activations in flight, as planned from one microbatch",
         f"in all: {weights:.1f} MiB weights, {state:.1f} optimizer, {activations:.1f} activations",
         *_rated(job),
+        *_work(job),
         f"schedule: {job.schedule.slot_count:,} slots, stages busy {busy:.1%} of them (fill and drain included)",
         "",
         *_schedule_beginning(job),
     ]
     return "\n".join(lines)
+
+
+def _work(job: Job) -> List[str]:
+    """FLOPs of each stage for a sample, its share, and bytes of a microbatch that cross to the next."""
+    found = job.footprint
+    per = [FLOPS_SHOWN * job.config.micro_batch_size] * len(job.part)
+    forward = [flops / size for flops, size in zip(found.forward_flops, per)]
+    backward = [flops / size for flops, size in zip(found.backward_flops or (), per)]
+    both = [f + b for f, b in zip(forward, backward)] if backward else forward
+    whole = sum(both)
+    lines = ["", "stage     forward    backward   share   sends on (bytes)"]
+    shown = _shown(len(both))
+    for stage, own in enumerate(both):
+        if stage not in shown:
+            lines += ["  ..."] if stage - 1 in shown else []
+            continue
+        back = f"{backward[stage]:11.4g}" if backward else f"{'-':>11s}"
+        share = f"{own / whole:7.1%}" if whole else f"{'-':>7s}"
+        sends = f"{found.boundary_bytes[stage]:18,d}" if stage < len(both) - 1 else f"{'-':>18s}"
+        lines.append(f"{stage:5d} {forward[stage]:11.4g} {back} {share} {sends}")
+    lines.append(
+        f"  all {sum(forward):11.4g} {sum(backward):11.4g}" if backward else f"  all {sum(forward):11.4g} {'-':>11s}"
+    )
+    if whole:
+        lines.append(f"imbalance: the greatest stage has {max(both) * len(both) / whole:.2f} times the mean")
+    lines += [f"GFLOPs of a sample ({HOW}); bytes of a microbatch, one way: the gradients of these come back", ""]
+    return lines
+
+
+def _shown(stages: int) -> Set[int]:
+    """Stages that are printed: of many the first and the last."""
+    half = SHOWN_STAGES // 2
+    return {s for s in range(stages) if s < half or s >= stages - half}
 
 
 def _rated(job: Job) -> List[str]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Optional
 
 import torch
 from torch import nn
 
 from ipu_pipe.backends.table import backend_of
 from ipu_pipe.data import DataSource
-from ipu_pipe.data.labels import LabelRange, label_range
-from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.errors import BadInput
 from ipu_pipe.job.blame import attributed
 from ipu_pipe.job.config import Config
 from ipu_pipe.job.determinism import set_numerics
@@ -21,13 +20,14 @@ from ipu_pipe.job.sections import Given
 from ipu_pipe.job.values import MOST_STOPS, MOST_UPDATES
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
 from ipu_pipe.local.footprint import footprint_of
-from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.precision import OwnTypes
 from ipu_pipe.model.probe import Loss, drawn_unkeyed
 from ipu_pipe.model.randomness import derived_seed
+from ipu_pipe.model.uncompiled import without_compiler
 from ipu_pipe.run import checks
 from ipu_pipe.run.checkpoint import load_weights, read_weights
 from ipu_pipe.run.parts import make_data, make_factory, make_loss, make_model
+from ipu_pipe.run.trying import try_model
 from ipu_pipe.schedule.methods import check, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, segment_ends
@@ -139,7 +139,7 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     _check_length(config, updates, per_epoch)
     x, y = setup.to_device(*data.train_batch(0, 0, config.micro_batch_size))
     example = x.clone(), y.clone()  # a model that works in place must not change the data
-    setup.label_range = _try_model(model, chosen_loss, example)
+    setup.label_range = try_model(model, chosen_loss, example)
     args = config.method_settings()
     method = resolve_method(config.method, args)
     placed = backend_of(config).place(config, method, model, example[0])
@@ -169,10 +169,11 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
         shared = {id(p) for p in blocks.pieces[own - 1].parameters()}
         held = [*held, *only(stage_groups(groups, own - 1), shared)]
     factory = optimizer or make_factory(config)
-    made = factory(held)
-    if optimizer is not None:
-        _check_groups(made)
-    whole = made if held is groups else factory(groups)  # a process holds its own stage's alone
+    with without_compiler():
+        made = factory(held)
+        if optimizer is not None:
+            _check_groups(made)
+        whole = made if held is groups else factory(groups)  # a process holds its own stage's alone
     if optimizer is not None:
         config = with_optimizer(config, whole)
     used = Given(optimizer=describe_optimizer(whole), loss=describe(setup.loss))
@@ -243,30 +244,3 @@ def _device(config: Config) -> torch.device:
     if config.backend.threads:
         torch.set_num_threads(config.backend.threads)
     return torch.device(config.backend.device)
-
-
-def _try_model(model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]) -> Optional[LabelRange]:
-    """One forward with the loss, so that a model that does not fit the data, or cannot learn, is told in one line. Returns what
-    labels the loss allows, where it is known."""
-    x, y = example
-    devices = [x.device] if x.is_cuda else []
-    try:
-        with torch.random.fork_rng(devices=devices), buffers_restored(model):
-            output = model(x)
-            allowed = label_range(loss, output, y)
-            if allowed is not None:
-                allowed.check(y)
-            value = loss(output, y)
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
-                value.item()  # what a GPU's kernels find wrong is told here, not wherever the run waits for them next
-    except BadInput:
-        raise
-    except Exception as error:  # whatever the user's model raises
-        raise BadInput(
-            f"model: it fails on a microbatch of shape {tuple(x.shape)}, {x.dtype}: {first_line(error)}"
-        ) from error
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        raise BadInput("loss: must give one number, the mean over the microbatch")
-    if not value.requires_grad:
-        raise BadInput("loss: depends on no parameter of the model that needs a gradient: nothing to train")
-    return allowed

@@ -14,8 +14,7 @@ from ipu_pipe.backends.table import backend_of
 from ipu_pipe.errors import BadInput, writing
 from ipu_pipe.job.config import Config
 from ipu_pipe.job.record import Job
-from ipu_pipe.model.flops import HOW
-from ipu_pipe.model.stages import stage_flops
+from ipu_pipe.model.flops import BACKWARD, HOW
 from ipu_pipe.report.memory import memory_table
 from ipu_pipe.report.traffic import links, shared_links
 from ipu_pipe.run.build import build
@@ -28,7 +27,6 @@ from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 
 MIB = 2**20
-BACKWARD = 2.0  # FLOPs of a backward for each of its forward: gradients of inputs and of weights
 
 
 def collect(
@@ -117,9 +115,9 @@ def modelled_rate(job: Job) -> Optional[float]:
     structure = job.method.structure
     if structure is not None and (structure.overlap or structure.layers is not None):
         return None
-    flops = stage_flops(job.model, job.part, job.example[0])
     stages, accumulate = len(job.part), job.schedule.accumulate
     length = accumulate * -(-4 * stages // accumulate)
+    flops = job.footprint.forward_flops
     costs = Costs(flops, [BACKWARD * f for f in flops], [0.0] * stages)
     times = []
     for count in (length, 2 * length):
