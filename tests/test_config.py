@@ -14,6 +14,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.files import names, read_hardware
 from ipu_pipe.job.comparing import as_recorded, differences, dump
 from ipu_pipe.job.config import Config, configure, load_config
 from ipu_pipe.job.entries import accepts, call_entry, resolve_entry
@@ -22,6 +23,7 @@ from ipu_pipe.schedule.methods import METHODS
 SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 METHOD_NAMES = ", ".join(METHODS)
+HARDWARE_NAMES = ", ".join(names())
 STAGES = "must be null (the model's own), finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
 PATTERNS = "must be norms_and_biases or a list of name patterns such as *.bias"
 SEEDS = "must be a whole number from 0 to 9223372036854775807"
@@ -117,8 +119,10 @@ WRONG = {
     "stages: {finest: 4, count: 2}": "stages.count: 2: unknown key",
     "log: {tensorboard: no}": "log.tensorboard: no: must be true or false",
     "checkpoint: {every: 0}": "checkpoint.every: 0: must be a whole number >= 1",
-    "hardware: IPU": "hardware: IPU: nothing reads it yet: must be null",
-    "hardware: {link: 1}": "hardware: {'link': 1}: nothing reads it yet: must be null",
+    "hardware: IPU": f"hardware: IPU: must be one of {HARDWARE_NAMES} or a YAML file",
+    "hardware: pod61": f"hardware: pod61: must be one of {HARDWARE_NAMES} or a YAML file; did you mean pod64?",
+    "hardware: 3": "hardware: 3: must be null, a name of configs/hardware, a YAML file such as those there, "
+    "or a mapping of its keys",
     "method: 3": "method: 3: must be text",
     "method: pipdream": f"method: pipdream: is none of {METHOD_NAMES}; did you mean pipedream?",
     "method_args: {turn: 2}": "method_args.turn: 2: must be a whole number from 0 to 1",
@@ -136,6 +140,31 @@ WRONG = {
 @pytest.mark.parametrize("text", list(WRONG))
 def test_a_wrong_config_gives_one_line_with_place_key_value_and_what_is_allowed(text: str, here: Path) -> None:
     assert faults_of(text) == [f"x.yaml: {WRONG[text]}"]
+
+
+DEVICE = "{memory_bytes: 1e9, usable_share: 1, memory_bandwidth: 1e9, rates: {float32: {peak_flops: 1e9, achievable_share: 1}}}"
+
+
+def test_hardware_is_a_name_a_file_or_a_mapping_checked_when_the_config_is_read(here: Path) -> None:
+    Path("own.yaml").write_text(f"devices: 2\ndevice: {DEVICE}\n")
+    assert faults_of("hardware: own.yaml") == ["own.yaml: devices: 2: must be at most 1: no level of links holds more"]
+    Path("own.yaml").write_text(f"devices: 1\ndevice: {DEVICE}\n")
+    for said in ("pod16", "own.yaml", f"{{devices: 1, device: {DEVICE}}}"):
+        Path("x.yaml").write_text(f"{SMALLEST}hardware: {said}\n")
+        config = load_config("x.yaml")
+        assert read_hardware(config.hardware).devices in (1, 16)
+        Path("y.yaml").write_text(dump(config))
+        assert load_config("y.yaml") == config
+    wrong = DEVICE.replace("peak_flops: 1e9", "peak_flop: 1, peak_flops: -1")
+    assert faults_of(f"hardware: {{extra: 1, devices: 1, device: {wrong}}}") == [
+        "x.yaml: hardware.device.rates.float32.peak_flops.value: -1: must be a number > 0",
+        "x.yaml: hardware.device.rates.float32.peak_flop: 1: unknown key, nearest is peak_flops",
+        "x.yaml: hardware.extra: 1: unknown key, allowed are name, about, devices, lockstep, device, links, host",
+    ]
+    assert faults_of("seed: -1\nhardware: nix", "hardware=nox") == [
+        "x.yaml: seed: -1: must be a whole number from 0 to 9223372036854775807",
+        f"--set hardware=nox: hardware: nox: must be one of {HARDWARE_NAMES} or a YAML file",
+    ]
 
 
 @pytest.mark.parametrize(

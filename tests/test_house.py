@@ -1,9 +1,9 @@
 """The house as it is meant to stand: folders import only from those above them, no circles, sizes that only fall.
 
-    errors interrupts launched orphans shown written < schedule < model < local < update < hardware < data < job < plan
-        < backends < report < run < studies < cli
+    errors interrupts key_faults launched orphans shown values written yaml_files < schedule < model < local < update
+        < hardware < data < job < plan < backends < report < run < studies < cli
 
-Imports are read from the source, those inside functions too (blocks for type checkers alone are not). Sizes over the limits stand
+Imports are read from the source, those inside functions and for type checkers alone too. Sizes over the limits stand
 in tests/house_sizes.txt, a line each, as they are: what shrinks is written down (`python tests/test_house.py` does it), what
 grows or joins them is refused.
 """
@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "ipu_pipe"
 SIZES = ROOT / "tests" / "house_sizes.txt"
 
-BASE = ("errors", "interrupts", "launched", "orphans", "shown", "written")  # modules at the top, below every folder
+# modules at the top, below every folder
+BASE = ("errors", "interrupts", "key_faults", "launched", "orphans", "shown", "values", "written", "yaml_files")
 FOLDERS = (
     "schedule", "model", "local", "update", "hardware", "data", "job", "plan", "backends", "report", "run", "studies", "cli",
 )  # fmt: skip
@@ -30,6 +31,10 @@ OUTSIDE = ("tools", "models", "tests", "configs")  # what the library may not kn
 
 # upward imports that still stand: one that is gone must be taken out
 KNOWN_UPWARD: Set[Tuple[str, str]] = set()
+# modules that still import one another in a circle: those that no longer do must be taken out
+KNOWN_CIRCLE = {
+    "ipu_pipe.job.config", "ipu_pipe.job.ipu.config", "ipu_pipe.job.ipu.placement", "ipu_pipe.job.ipu.refusals",
+}  # fmt: skip
 
 MOST_LINES, MOST_CLASS_LINES = 400, 150
 
@@ -49,9 +54,6 @@ def imports(module: str, path: Path, known: Dict[str, Path]) -> Iterator[str]:
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     while todo:
         node = todo.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            todo += node.orelse
-            continue
         todo += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -105,7 +107,7 @@ def test_there_is_no_circle():
                 todo.append(name)
         return seen
 
-    assert [module for module in graph if module in reached(module)] == []
+    assert {module for module in graph if module in reached(module)} == KNOWN_CIRCLE
 
 
 def test_the_library_knows_nothing_of_what_is_built_on_it():

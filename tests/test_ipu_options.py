@@ -25,9 +25,9 @@ from ipu_pipe.job.config import configure, load_config
 from ipu_pipe.job.ipu.config import IpuConfig
 from ipu_pipe.job.ipu.methods import Execution, execution_of, method_faults
 from ipu_pipe.job.ipu.placement import Placement, placement
-from ipu_pipe.job.yaml_files import read_yaml
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import METHODS, DefaultAccumulate, Method, Pipeline, Reads
+from ipu_pipe.yaml_files import read_yaml
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,7 +13,8 @@ from pydantic import PrivateAttr, StrictBool, ValidationError, field_validator, 
 from typing_extensions import Literal
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config_faults import origin_of, told
+from ipu_pipe.hardware.description import Hardware
+from ipu_pipe.hardware.files import read_hardware
 from ipu_pipe.job.ipu.config import IpuConfig
 from ipu_pipe.job.ipu.refusals import config_faults
 from ipu_pipe.job.method_args import MethodArgs
@@ -31,9 +32,10 @@ from ipu_pipe.job.sections import (
     StageCount,
     StageFinest,
 )
-from ipu_pipe.job.values import MOST_STAGES, Count, PathText, Seconds, Section, Seed, Threads, Updates, fault_at
-from ipu_pipe.job.yaml_files import Origins, override, read_file
+from ipu_pipe.key_faults import origin_of, told
 from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
+from ipu_pipe.values import MOST_STAGES, Count, PathText, Seconds, Section, Seed, Threads, Updates, fault_at
+from ipu_pipe.yaml_files import Origins, override, read_file
 
 
 class BackendConfig(Section):
@@ -92,7 +94,7 @@ class Config(Section):
     seed: Seed = 0
     precision: Literal["float32", "float64", "bfloat16", "16.16", "16.32", "32.32"] = "float32"
     recompute: StrictBool = False
-    hardware: Optional[Dict[str, Any]] = None
+    hardware: Union[None, str, Dict[str, Any]] = None
     init_from: Optional[PathText] = None
     allow_nonfinite: StrictBool = False
     given: Optional[Given] = None
@@ -108,8 +110,12 @@ class Config(Section):
     @field_validator("hardware", mode="before")
     @classmethod
     def _hardware(cls, value: Any) -> Any:
-        if value is not None:
-            raise ValueError("nothing reads it yet: must be null")
+        """None, a name or file, which `_hardware_faults` reads, or a mapping of a file's keys."""
+        if isinstance(value, Mapping):
+            Hardware.model_validate({"name": "given", **value})
+        elif not (value is None or isinstance(value, str)):
+            allowed = "null, a name of configs/hardware, a YAML file such as those there, or a mapping of its keys"
+            raise ValueError(f"must be {allowed}")
         return value
 
     @field_validator("stages")
@@ -197,8 +203,10 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
     except ValidationError as error:
         found = error.errors()
         # the forms of `stages` are checked one after another, so that its type says none of them
-        faults = faults + told(found, origins, place, Config, {"stages": StageCount})
+        faults = faults + told(found, origins, place, Config, {"stages": StageCount, "hardware": Hardware})
         wrong = {str((*detail["loc"], detail.get("ctx", {}).get("key", ""))[0]) for detail in found}
+    if isinstance(raw.get("hardware"), str):
+        faults = faults + _hardware_faults(raw["hardware"], origin_of("hardware", origins, place))
     if "method" not in wrong:  # also where other keys are wrong: all faults are told at once
         args = raw.get("method_args", {}) if "method_args" not in wrong else {}
         faults = faults + _method_faults(raw.get("method", "gpipe"), args, origins, place)
@@ -210,6 +218,15 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
     if faults or config is None:
         raise BadInput(faults)
     return config
+
+
+def _hardware_faults(asked: str, origin: str) -> List[str]:
+    """What is wrong with the name, or in the file."""
+    try:
+        read_hardware(asked, f"{origin}: hardware")
+    except BadInput as error:
+        return error.faults
+    return []
 
 
 def _method_faults(name: str, args: Mapping[str, Any], origins: Origins, place: str) -> List[str]:

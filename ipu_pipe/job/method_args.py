@@ -8,7 +8,7 @@ from typing import Any, List, Optional
 from pydantic import StrictBool, field_validator, model_validator
 from typing_extensions import Annotated, Literal
 
-from ipu_pipe.job.values import (
+from ipu_pipe.values import (
     Count,
     Delayed,
     Epochs,

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 from pydantic import BaseModel, ConfigDict, StrictBool, field_validator, model_validator
 from typing_extensions import Literal
 
-from ipu_pipe.job.values import (
+from ipu_pipe.values import (
     Count,
     Epochs,
     NotNegative,

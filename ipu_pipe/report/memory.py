@@ -8,9 +8,12 @@ import torch
 
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.backends.table import backend_of
+from ipu_pipe.hardware.memory import held_microbatches, stage_bytes
+from ipu_pipe.hardware.times import MOMENTS
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.schedule import figures
+from ipu_pipe.schedule.copies import weight_copies
 
 
 def memory_record(job: Job, measured: Report) -> Dict[str, Any]:
@@ -26,25 +29,33 @@ def memory_record(job: Job, measured: Report) -> Dict[str, Any]:
 def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[str, int]]:
     """Per stage, as planned: copies, lag, microbatches in flight, and the bytes of each kind that a device needs."""
     sizes = {name: p.numel() * p.element_size() for name, p in job.model.named_parameters()}
-    planned = _planned_optimizer_bytes(job) if held is None or not any(held) else held
-    rows = []
     lags, backward_lags = job.table.greatest_lag(), job.table.greatest_backward_lag()
-    copies, in_flight = job.table.weight_copies(), job.schedule.max_in_flight()
-    activations = _activation_bytes(job, in_flight.tolist())
-    trained = [0] * len(job.part)
-    for group in job.groups:
-        trained[group["stage"]] += sum(p.numel() * p.element_size() for p in group["params"])
-    behind = _behind_bytes(job)
-    for stage in job.part.stages:
+    copies, in_flight = weight_copies(job.table), job.schedule.max_in_flight()
+    kept = held_microbatches(in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn)
+    moments = MOMENTS.get(_optimizer_kind(job) or "", 0)
+    trained, behind = _trained_bytes(job), _behind_bytes(job)
+    rows = []
+    for stage, entering in zip(job.part.stages, _input_bytes(job)):
         s = stage.index
-        weights = sum(sizes[name] for name in stage.parameters) + behind[s]
+        planned = stage_bytes(
+            weights=sum(sizes[name] for name in stage.parameters) + behind[s],
+            copies=int(copies[s]),
+            gradients=trained[s] + behind[s],
+            optimizer=moments * (trained[s] + behind[s]),
+            accumulators=len(job.rules.entries(s)) * trained[s],
+            saved=job.footprint.saved_bytes[s],
+            entering=entering,
+            inputs=int(kept.inputs[s]),
+            activations=int(kept.activations[s]),
+        )
+        state = planned.optimizer + planned.accumulators
         rows.append({
             "parameters": sum(job.model.get_parameter(name).numel() for name in stage.parameters),
             "weight_copies": int(copies[s]),
-            "weight_bytes": weights * int(copies[s]),
-            "gradient_bytes": trained[s] + behind[s],
-            "optimizer_bytes": planned[s],
-            "activation_bytes": activations[s],
+            "weight_bytes": planned.weights + planned.versions,
+            "gradient_bytes": planned.gradients,
+            "optimizer_bytes": held[s] if held is not None and any(held) else state,
+            "activation_bytes": planned.activations,
             "forward_delay": int(lags[s]),
             "backward_delay": int(backward_lags[s]),
             "in_flight": int(in_flight[s]),
@@ -67,31 +78,12 @@ def _input_bytes(job: Job) -> List[int]:
     return [x.numel() * x.element_size(), *job.footprint.boundary_bytes]
 
 
-def _activation_bytes(job: Job, in_flight: Sequence[int]) -> List[int]:
-    """What each stage holds at most: all that its microbatches in flight leave there, or, recomputing, the inputs of its
-    segment (of itself alone, with `recompute: true`) and the activations between recomputation and backward."""
-    saved, entering = job.footprint.saved_bytes, _input_bytes(job)
-    if job.config.recompute:
-        return [count * x + size for count, x, size in zip(in_flight, entering, saved)]
-    if job.method.segments is not None and len(job.part) > 1:
-        kept = figures.held(in_flight, job.method.segments, job.method.turn)
-        return [
-            int(inputs * x + activations * size)
-            for inputs, activations, x, size in zip(kept.inputs, kept.activations, entering, saved)
-        ]
-    return [count * size for count, size in zip(in_flight, saved)]
-
-
-def _planned_optimizer_bytes(job: Job) -> List[int]:
-    """State that the optimizer will hold: one copy with momentum, two for Adam (its step counts are left out), one more for
-    each rule that accumulates on the stage; 0 for optimizers not known."""
-    moments = {"adam": 2, "momentum": 1}.get(_optimizer_kind(job) or "", 0)
-    planned = [0] * len(job.part)
+def _trained_bytes(job: Job) -> List[int]:
+    """Weights of each stage that the optimizer changes."""
+    trained = [0] * len(job.part)
     for group in job.groups:
-        stage = group["stage"]
-        copies = moments + len(job.rules.entries(stage))
-        planned[stage] += copies * sum(p.numel() * p.element_size() for p in group["params"])
-    return [own + moments * size for own, size in zip(planned, _behind_bytes(job))]
+        trained[group["stage"]] += sum(p.numel() * p.element_size() for p in group["params"])
+    return trained
 
 
 def _optimizer_kind(job: Job) -> Optional[str]:
@@ -121,5 +113,5 @@ def memory_figures(job: Job) -> Optional[Dict[str, Any]]:
         depth=len(job.part),
         segments=job.method.segments,
         in_flight=job.schedule.max_in_flight().tolist(),
-        weight_copies=job.table.weight_copies().tolist(),
+        weight_copies=weight_copies(job.table).tolist(),
     )

@@ -17,7 +17,6 @@ from ipu_pipe.job.determinism import set_numerics
 from ipu_pipe.job.given import describe, describe_optimizer, refuse_missing, with_given, with_optimizer
 from ipu_pipe.job.record import DTYPES, Job, Setup, drains_of, rate_of
 from ipu_pipe.job.sections import Given
-from ipu_pipe.job.values import MOST_STOPS, MOST_UPDATES
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
 from ipu_pipe.local.footprint import footprint_of
 from ipu_pipe.model.precision import OwnTypes
@@ -29,12 +28,14 @@ from ipu_pipe.run.checkpoint import load_weights, read_weights
 from ipu_pipe.run.parts import make_data, make_factory, make_loss, make_model
 from ipu_pipe.run.trying import try_model
 from ipu_pipe.schedule.methods import check, resolve_method
+from ipu_pipe.schedule.segments import segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
-from ipu_pipe.schedule.versions import VersionTable, segment_ends
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import only, parameter_groups, stage_groups
 from ipu_pipe.update.rates import anneal_default
+from ipu_pipe.values import MOST_STOPS, MOST_UPDATES
 
 BLOCK_KEYS = ("block_rates", "block_accumulation", "head")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, TextIO, Union
 
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.job.yaml_files import read_yaml
 from ipu_pipe.run import checkpoint, folder_lock
 from ipu_pipe.written import write
+from ipu_pipe.yaml_files import read_yaml
 
 # what a run writes, and so what `--overwrite` may delete: nothing else in the folder is touched
 FOLDERS = {  # and what of these is a run's own

@@ -16,7 +16,7 @@ from typing_extensions import Annotated
 
 from ipu_pipe.data.hashes import file_hash
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.values import Section, Whole
+from ipu_pipe.values import Section, Whole
 
 NAME = "manifest.json"
 SCHEMA = 2

@@ -25,10 +25,10 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 from ipu_pipe.errors import BadInput, RunFault, writing
 from ipu_pipe.job.comparing import differences
 from ipu_pipe.job.config import configure, load_config
-from ipu_pipe.job.yaml_files import merge, read_yaml
 from ipu_pipe.shown import shown
 from ipu_pipe.studies.worker_pool import in_workers
 from ipu_pipe.written import write
+from ipu_pipe.yaml_files import merge, read_yaml
 
 KEYS = ("title", "source", "base", "full", "seeds", "rows", "expect")
 

@@ -30,13 +30,13 @@ from ipu_pipe.job.config import Config, configure
 from ipu_pipe.job.evaluation import TEST_BATCH, Tally
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.yaml_files import merge
 from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.studies.gradient_angles import GradientProbe
 from ipu_pipe.studies.worker_pool import in_workers
+from ipu_pipe.yaml_files import merge
 
 Say = Callable[[str], None]
 LOCAL = tuple(name for name, method in METHODS.items() if method.structure is not None)

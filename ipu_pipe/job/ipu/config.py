@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Union
 from pydantic import BeforeValidator, StrictBool, field_validator
 from typing_extensions import Annotated, Literal
 
-from ipu_pipe.job.values import Count, NotNegative, Positive, Section, Whole, number
+from ipu_pipe.values import Count, NotNegative, Positive, Section, Whole, number
 
 if TYPE_CHECKING:
     from ipu_pipe.job.config import Config

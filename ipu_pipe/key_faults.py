@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, List, Mapping, Sequence, Type
+from typing import Any, List, Mapping, Sequence, Type, get_origin
 
 from pydantic import BaseModel
 
@@ -70,9 +70,14 @@ def _allowed(kind: str, context: Mapping[str, Any], message: str) -> str:
 
 def _nearest(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) -> str:
     section: Any = schema
+    inside = False  # a list or mapping of sections: an index or a key follows
     for name in parts[:-1]:
+        if inside:
+            inside = False
+            continue
         field = section.model_fields.get(name)
         section = forms.get(name) or (_section_of(field.annotation) if field else None)
+        inside = field is not None and get_origin(field.annotation) in (list, tuple, dict)
         if section is None:
             return ""
     known = list(section.model_fields)

@@ -1,0 +1,63 @@
+"""Measure this machine, for --hardware this: python tools/measure_hardware.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Optional, Sequence
+
+from ipu_pipe.errors import BadInput, Parser
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> None:
+    """Run the command."""
+    from ipu_pipe.hardware.files import read_hardware, this_file
+    from ipu_pipe.values import MOST_THREADS
+    from ipu_pipe.yaml_files import write as as_yaml
+
+    parser = Parser(
+        prog="tools/measure_hardware.py",
+        description="Measure what a process computes, copies and sends in a second on this machine, and write it as a hardware\n"
+        "description, which --hardware this (without --out) or --hardware FILE then reads. Best on a machine that is idle.",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"where it is written (default: {this_file()})")
+    parser.add_argument(
+        "--threads", type=int, default=1, metavar="N", help="threads of a process, a device (default 1)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="what a device is: a process on the CPU, or a GPU (not run)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, metavar="S", help="at least so long for each figure (default 0.3)"
+    )
+    args = parser.parse_args(arguments)
+    out: Path = args.out or this_file()
+    faults = []
+    if not 1 <= args.threads <= MOST_THREADS:
+        faults.append(f"--threads: {args.threads}: must be a whole number from 1 to {MOST_THREADS}")
+    if not 0 < args.seconds <= 60:
+        faults.append(f"--seconds: {args.seconds}: must be a number > 0 and <= 60")
+    if out.suffix not in (".yaml", ".yml"):
+        faults.append(f"--out: {out}: must be a YAML file, so that --hardware takes it for one")
+    if args.out and not out.absolute().parent.is_dir():
+        faults.append(f"--out: {out}: no such folder {out.parent}")
+    if faults:
+        raise BadInput(faults)
+
+    import torch  # after the arguments are read: --help must not wait for it
+
+    from ipu_pipe.errors import writing
+    from ipu_pipe.hardware.measuring import measure
+    from ipu_pipe.written import write
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device: cuda: this PyTorch finds no GPU: must be cpu")
+    text = as_yaml(measure(args.threads, args.device, args.seconds))
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    write(out, text)
+    for line in read_hardware(str(out)).figure_lines():
+        print(line)
+    print(f"written: {out}")

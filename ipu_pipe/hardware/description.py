@@ -1,0 +1,204 @@
+"""Hardware as data: a device, the links between devices level by level, the host. Every figure says where it comes from.
+
+A description is a YAML file (`ipu_pipe.hardware.files`), so that an accelerator enters by a file alone. A figure is a number,
+or {value, source, confirmed}; a number alone is one whose source nobody stated. Bytes, seconds, FLOPs and bytes a second
+throughout; a bandwidth is that of one direction.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+
+from pydantic import StrictBool, model_validator
+from typing_extensions import Literal
+
+from ipu_pipe import values
+from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.precision import PRECISIONS
+from ipu_pipe.shown import shown
+from ipu_pipe.values import Count, Section, fault_at
+
+NOT_STATED = "not stated"
+
+
+class Figure(Section):
+    """A number of a description. `confirmed`: a primary source (datasheet, paper, measurement) states it; else it is an estimate,
+    and shown as one."""
+
+    value: float
+    source: str = NOT_STATED
+    confirmed: StrictBool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_number(cls, value: Any) -> Any:
+        return value if isinstance(value, (Mapping, Figure)) else {"value": value}
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> "Figure":
+        if self.confirmed and self.source == NOT_STATED:
+            raise fault_at("confirmed", "true", "says that a primary source states the figure: needs source")
+        return self
+
+
+class Positive(Figure):
+    """Of a size or rate."""
+
+    value: values.Positive
+
+
+class NotNegative(Figure):
+    """Of a latency."""
+
+    value: values.NotNegative
+
+
+class Fraction(Figure):
+    """A share of all or less."""
+
+    value: values.Fraction
+
+
+class Share(Figure):
+    """A share of less than all."""
+
+    value: values.Share
+
+
+class Rate(Section):
+    """FLOPs a second in one arithmetic: the peak, and the share of it that training reaches."""
+
+    peak_flops: Positive
+    achievable_share: Fraction
+
+
+class Device(Section):
+    """One device. `usable_share` of `memory_bytes` is a run's, of which `code_share` (of the whole memory) goes to code and
+    exchange, on devices that hold their program in it. `streaming_bytes`: more memory, behind `streaming_bandwidth`."""
+
+    memory_bytes: Positive
+    usable_share: Fraction
+    code_share: Optional[Share] = None
+    memory_bandwidth: Positive
+    rates: Dict[Literal["float64", "float32", "bfloat16", "float16"], Rate]
+    streaming_bytes: Optional[Positive] = None
+    streaming_bandwidth: Optional[Positive] = None
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes that a run may fill, its code included where that lies in this memory."""
+        return self.memory_bytes.value * self.usable_share.value
+
+    @property
+    def code_bytes(self) -> float:
+        """Bytes of them that code and exchange take."""
+        return self.memory_bytes.value * self.code_share.value if self.code_share else 0.0
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Device":
+        if not self.rates:
+            raise fault_at("rates", "{}", "must state at least one of float64, float32, bfloat16, float16")
+        if self.code_share and self.code_bytes >= self.usable_bytes:
+            raise fault_at("code_share", self.code_share.value, "leaves nothing of usable_share")
+        if (self.streaming_bytes is None) != (self.streaming_bandwidth is None):
+            raise fault_at("streaming_bytes", "given or null alone", "goes with streaming_bandwidth: both or neither")
+        return self
+
+
+class Link(Section):
+    """`bandwidth` of each direction, which `shared_by` neighbouring devices have together, and `latency` of a message."""
+
+    bandwidth: Positive
+    latency: NotNegative
+    shared_by: Count = 1
+
+
+class Level(Link):
+    """Links among the devices of a group of `holds` (null: all there are), such as a server, that no smaller group holds."""
+
+    name: str
+    holds: Optional[Count] = None
+
+
+class Hardware(Section):
+    """So many `devices`, numbered from 0, in groups of neighbours by `links`, the smallest first. `lockstep`: the stages of a
+    pipeline begin each cycle together, when the slowest is done with the last (PopTorch's pipelines)."""
+
+    name: str
+    about: str = ""
+    devices: Count
+    lockstep: StrictBool = False
+    device: Device
+    links: Tuple[Level, ...] = ()
+    host: Optional[Link] = None
+
+    @model_validator(mode="after")
+    def _nests(self) -> "Hardware":
+        inner = 1
+        for place, level in enumerate(self.links):
+            if level.holds is None:
+                if level is not self.links[-1]:
+                    raise fault_at(f"links.{place}.holds", "null", "only the last level may hold all there are")
+            elif level.holds <= inner and place or level.holds % inner:
+                raise fault_at(
+                    f"links.{place}.holds", level.holds, f"must be a larger multiple of {inner}, the level's inside"
+                )
+            inner = level.holds or inner
+        if not self._holds(self.devices):
+            raise fault_at(
+                "devices", self.devices, f"must be at most {self.most_devices}: no level of links holds more"
+            )
+        return self
+
+    @property
+    def most_devices(self) -> Optional[int]:
+        """How many devices the links can join; None: any number."""
+        return self.links[-1].holds if self.links else 1
+
+    def _holds(self, devices: int) -> bool:
+        return self.most_devices is None or devices <= self.most_devices
+
+    def with_devices(self, devices: int) -> "Hardware":
+        """The same with another number of devices. Raises BadInput where no level of links joins so many."""
+        if devices < 1 or not self._holds(devices):
+            most = "" if self.most_devices is None else f" to {self.most_devices}, all that its links join"
+            raise BadInput(f"--devices: {shown(devices)}: hardware {self.name}: must be a whole number from 1{most}")
+        return self.model_copy(update={"devices": devices})
+
+    def rate(self, precision: str) -> float:
+        """FLOPs a second that training in a config's `precision` reaches on a device. Raises BadInput where none is stated."""
+        arithmetic = PRECISIONS[precision].arithmetic
+        found: Optional[Rate] = dict(self.device.rates).get(arithmetic)  # type: ignore[call-overload]
+        if found is None:
+            stated = ", ".join(self.device.rates)
+            raise BadInput(
+                f"precision: {precision}: hardware {self.name} states no rate for {arithmetic}: device.rates has {stated}"
+            )
+        return found.peak_flops.value * found.achievable_share.value
+
+    def figures(self) -> List[Tuple[str, Figure]]:
+        """Every figure with its key, as in the file."""
+        return list(_figures("", self))
+
+    def figure_lines(self) -> List[str]:
+        """Every figure in a line for people: key, value, source, and whether no primary source confirms it."""
+        return [
+            f"{key} {figure.value:g} ({figure.source}{'' if figure.confirmed else '; not confirmed'})"
+            for key, figure in self.figures()
+        ]
+
+
+def _figures(key: str, value: Any) -> Iterator[Tuple[str, Figure]]:
+    if isinstance(value, Figure):
+        yield key, value
+        return
+    if isinstance(value, Section):
+        parts: Any = ((name, getattr(value, name)) for name in type(value).model_fields)
+    elif isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, tuple):
+        parts = enumerate(value)
+    else:
+        return
+    for name, part in parts:
+        yield from _figures(f"{key}.{name}" if key else str(name), part)

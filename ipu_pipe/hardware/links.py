@@ -1,0 +1,89 @@
+"""What messages and all-reduces take on the links of a description, and which links they occupy. Predicted, not measured.
+
+Devices are numbered so that neighbours are close: those of one server follow one another.
+"""
+
+from __future__ import annotations
+
+from typing import List, Optional, Sequence, Tuple
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.description import Hardware, Level, Link
+from ipu_pipe.schedule.clock import Message
+
+Flow = Tuple[int, int]  # from a device to another
+
+
+def level_spanning(hardware: Hardware, devices: Sequence[int]) -> Optional[Level]:
+    """The smallest level that joins all `devices`; None where they are one. Raises BadInput where none does."""
+    if len(set(devices)) == 1:
+        return None
+    for level in hardware.links:
+        if level.holds is None or len({device // level.holds for device in devices}) == 1:
+            return level
+    raise BadInput(f"hardware {hardware.name}: links: no level joins devices {min(devices)} and {max(devices)}")
+
+
+def crowd(hardware: Hardware, flow: Flow, flows: Sequence[Flow]) -> int:
+    """How many of the `flows` that go at once use the link of one of them, which stands among them: leave or enter, at its level,
+    the neighbours who share a link with its ends; the fuller end counts."""
+    level = level_spanning(hardware, flow)
+    assert level is not None and flow in flows
+    same = [other for other in flows if level_spanning(hardware, other) is level]
+    return max(sum(other[end] // level.shared_by == flow[end] // level.shared_by for other in same) for end in (0, 1))
+
+
+def message_seconds(link: Link, size: float, at_once: int = 1) -> float:
+    """Of `size` bytes while `at_once` such messages share the link: latency + at_once size / bandwidth."""
+    return link.latency.value + at_once * size / link.bandwidth.value
+
+
+def message(hardware: Hardware, source: int, target: int, size: float, at_once: int = 1) -> Message:
+    """The clock's message of `size` bytes: it occupies the way out of the source's neighbours and the way in to the target's.
+
+    `at_once`: pipelines that do the same at the same time and share these links, of which the clock plays one.
+    """
+    level = level_spanning(hardware, (source, target))
+    if level is None:
+        return Message()
+    ways = (f"{level.name} from {_sharing(level, source)}", f"{level.name} to {_sharing(level, target)}")
+    return Message(at_once * size / level.bandwidth.value, level.latency.value, ways)
+
+
+def _sharing(level: Level, device: int) -> str:
+    first = device // level.shared_by * level.shared_by
+    last = first + level.shared_by - 1
+    return f"device {first}" if first == last else f"devices {first} to {last}"
+
+
+def all_reduce_seconds(link: Link, size: float, replicas: int, at_once: int = 1) -> float:
+    """Of `size` bytes over a ring of r `replicas`: 2 (r-1)/r size / bandwidth + 2 (r-1) latencies; 0 for one alone.
+
+    Each sends a part of the size / r to its neighbour 2 (r-1) times: r-1 for the sums, r-1 to hand them round.
+    """
+    if replicas == 1:
+        return 0.0
+    steps = 2 * (replicas - 1)
+    return at_once * steps / replicas * size / link.bandwidth.value + steps * link.latency.value
+
+
+def all_reduce(hardware: Hardware, devices: Sequence[int], size: float, at_once: int = 1) -> Message:
+    """The clock's message of an all-reduce of `size` bytes among `devices`: it occupies, on the level that joins them, the ways
+    of all. `at_once`: such rings that use these at the same time, of which the clock does not play the others."""
+    level = level_spanning(hardware, devices)
+    if level is None:
+        return Message()
+    ways = dict.fromkeys(
+        f"{level.name} {way} {_sharing(level, device)}" for device in devices for way in ("from", "to")
+    )
+    count = len(devices)
+    latency = 2 * (count - 1) * level.latency.value
+    return Message(all_reduce_seconds(level, size, count, at_once) - latency, latency, tuple(ways))
+
+
+def ring_flows(devices: Sequence[int]) -> List[Flow]:
+    """Who sends to whom in a ring of all `devices`, in the order of their numbers."""
+    if len(devices) == 1:
+        return []
+    ordered = sorted(devices)
+    return list(zip(ordered, [*ordered[1:], ordered[0]]))

@@ -1,0 +1,187 @@
+"""The description of this machine, measured: what a process computes and copies in a second, what two tell each other.
+
+    rates     the faster of a matrix product and a convolution, forward, in each arithmetic that runs here; the slower one's part
+              of it stands for the share that training reaches
+    memory    a copy of 64 MiB, its reading and its writing; what a device has is the machine's by the number of devices
+    links     messages between two processes by gloo, there and back: short ones are the latency, long ones the bandwidth; of
+              several the fastest, since a process that is kept waiting for a core says nothing of the link
+
+A device is a process of so many threads, as processes run stages on a CPU; the two that measure links compute at the same time
+where the machine has room for both. With CUDA a device is a GPU, and links are copies between two (not run: no GPU was at hand).
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import statistics
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+
+import torch
+import torch.distributed as dist
+
+from ipu_pipe import orphans
+from ipu_pipe.errors import RunFault
+
+SHORT, LONG = 4, 2**22  # bytes of the messages
+COPIED = 2**26  # bytes of the tensor that is copied
+LIMIT = 120.0  # seconds that a process waits for the other
+PRODUCT = 256  # rows and columns
+CONVOLVED = (2, 64, 28, 28)  # images, channels, rows, columns; 3 x 3, as many channels again
+Work = Callable[[], Any]
+ARITHMETIC = {"cpu": ("float32", "float64", "bfloat16"), "cuda": ("float32", "float64", "bfloat16", "float16")}
+
+
+def measure(threads: int, device: str = "cpu", seconds: float = 0.3) -> Dict[str, Any]:
+    """The keys of a description of this machine's devices: processes of `threads` threads, or GPUs. `seconds`: at least so long
+    for each figure. Raises RunFault where a process fails."""
+    devices = torch.cuda.device_count() if device == "cuda" else max(1, (os.cpu_count() or 1) // threads)
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        arguments = (folder, os.getpid(), threads, device, devices > 1, seconds)
+        processes = [context.Process(target=_process, args=(rank, *arguments), daemon=True) for rank in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            raise RunFault("measure_hardware: a process that measures failed: see above")
+        found: Dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
+    return _described(found, devices, threads, device)
+
+
+def _described(found: Dict[str, Any], devices: int, threads: int, device: str) -> Dict[str, Any]:
+    source = f"measured {time.strftime('%Y-%m-%d')} on {platform.node()}, torch {torch.__version__}"
+
+    def measured(value: float) -> Dict[str, Any]:
+        return {"value": float(f"{value:.4g}"), "source": source, "confirmed": True}
+
+    rates = {
+        name: {"peak_flops": measured(max(pair)), "achievable_share": measured(min(pair) / max(pair))}
+        for name, pair in found["rates"].items()
+    }
+    what = f"{devices} GPUs" if device == "cuda" else f"{devices} processes of {threads} threads each"
+    link = {"bandwidth": measured(found["bandwidth"]), "latency": measured(found["latency"])}
+    return {
+        "about": f"{platform.node()}: {what}",
+        "devices": devices,
+        "device": {
+            "memory_bytes": measured(found["memory"] / (devices if device == "cpu" else 1)),
+            "usable_share": {"value": 0.9, "source": "estimate"},
+            "memory_bandwidth": measured(found["copied"]),
+            "rates": rates,
+        },
+        "links": [{"name": "copies between GPUs" if device == "cuda" else "gloo", **link}],
+    }
+
+
+# ---- in the processes
+
+
+def _process(rank: int, folder: str, parent: int, threads: int, device: str, together: bool, seconds: float) -> None:
+    orphans.end_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a Ctrl-C: the parent ends, and this one with it
+    torch.set_num_threads(threads)
+    store = dist.FileStore(str(Path(folder) / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT))
+    own: Optional[Dict[str, Any]] = None
+    place = torch.device(device, rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
+    if rank == 0 or together:
+        own = {
+            "rates": {name: _rates(getattr(torch, name), place, seconds) for name in ARITHMETIC[device]},
+            "copied": _copied(place, seconds),
+        }
+    dist.barrier()
+    link = _across_gpus(seconds) if device == "cuda" and together else _by_gloo(rank, seconds)
+    both: List[Any] = [None, None]
+    dist.all_gather_object(both, own)
+    if rank == 0:
+        mean = _mean([each for each in both if each is not None])
+        (Path(folder) / "found.json").write_text(json.dumps({**mean, **link, "memory": _memory(place)}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _mean(found: List[Dict[str, Any]]) -> Dict[str, Any]:
+    by_name = {name: zip(*(each["rates"][name] for each in found)) for name in found[0]["rates"]}
+    rates = {name: [statistics.mean(values) for values in pairs] for name, pairs in by_name.items()}
+    return {"rates": rates, "copied": statistics.mean(each["copied"] for each in found)}
+
+
+def _memory(place: torch.device) -> int:
+    if place.type == "cuda":
+        return int(torch.cuda.get_device_properties(place).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def typical(work: Work, place: torch.device, seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
+    """The median time of `work`, done again and again for `seconds`, at least once; a first time before that is not counted."""
+    times: List[float] = []
+    work()
+    begun = clock()
+    while not times or clock() - begun < seconds:
+        start = clock()
+        work()
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
+        times.append(clock() - start)
+    return statistics.median(times)
+
+
+def _rates(dtype: torch.dtype, place: torch.device, seconds: float) -> List[float]:
+    """FLOPs a second of a matrix product and of a convolution."""
+    a = torch.ones(PRODUCT, PRODUCT, dtype=dtype, device=place)
+    images, channels, rows, columns = CONVOLVED
+    x = torch.ones(*CONVOLVED, dtype=dtype, device=place)
+    kernel = torch.ones(channels, channels, 3, 3, dtype=dtype, device=place)
+    product = 2 * PRODUCT**3 / typical(lambda: a @ a, place, seconds)
+    flops = 2 * images * channels * channels * 9 * rows * columns
+    convolution = flops / typical(lambda: torch.nn.functional.conv2d(x, kernel, padding=1), place, seconds)
+    return [product, convolution]
+
+
+def _copied(place: torch.device, seconds: float) -> float:
+    """Bytes a second, read and written."""
+    a = torch.ones(COPIED // 4, device=place)
+    b = torch.empty_like(a)
+    return 2 * COPIED / typical(lambda: b.copy_(a), place, seconds)
+
+
+def _by_gloo(rank: int, seconds: float) -> Dict[str, float]:
+    """From half of a round trip between the two processes; as many rounds on both, however long they take."""
+    found = []
+    for size in (SHORT, LONG):
+        message = torch.ones(size // 4)
+
+        def round_trip(message: torch.Tensor = message) -> None:
+            for turn in range(2):
+                (dist.send if rank == turn else dist.recv)(message, 1 - rank)
+
+        times = []
+        for _ in range(max(4, int(seconds / 0.01))):
+            start = time.perf_counter()
+            round_trip()
+            times.append(time.perf_counter() - start)
+        found.append(min(times[1:]) / 2)
+    return _latency_and_bandwidth(*found)
+
+
+def _across_gpus(seconds: float) -> Dict[str, float]:
+    places = [torch.device("cuda", index) for index in range(2)]
+    found = []
+    for size in (SHORT, LONG):
+        a, b = (torch.ones(size // 4, device=place) for place in places)
+        found.append(typical(lambda a=a, b=b: b.copy_(a), places[1], seconds))  # type: ignore[misc]
+    return _latency_and_bandwidth(*found)
+
+
+def _latency_and_bandwidth(short: float, long: float) -> Dict[str, float]:
+    """From the seconds of a short message and of a long one, which the short one's are part of, unless they were disturbed."""
+    return {"latency": short, "bandwidth": LONG / (long - short if long > 2 * short else long)}

@@ -1,0 +1,65 @@
+"""Seconds that a unit's passes and updates take on a device: predicted from FLOPs and bytes, or between sizes that were measured.
+
+A pass takes as long as its arithmetic at the rate that training reaches, or its memory traffic, whichever is more (the roofline
+of Williams et al. 2009). That holds operation by operation: sum the seconds of units, rather than asking for those of a stage
+that joins them. Traffic is an estimate: a forward reads the weights, writes the activations that are kept and reads each once;
+a backward moves the activations twice as often, reads the weights, and reads and writes the sums of their gradients.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ipu_pipe.hardware.description import Hardware
+from ipu_pipe.hardware.precision import PRECISIONS
+from ipu_pipe.hardware.units import Unit
+
+MOMENTS = {"sgd": 0, "momentum": 1, "adam": 2}  # copies of the weights in an optimizer's state
+
+
+class Passes(NamedTuple):
+    """Seconds of a microbatch; the backward without a recomputation, which takes another forward."""
+
+    forward: float
+    backward: float
+
+
+def pass_seconds(unit: Unit, hardware: Hardware, precision: str, samples: int) -> Passes:
+    """Of a microbatch of `samples`. A unit that was measured takes what was measured, whatever the hardware."""
+    if unit.measured:
+        return _between(unit, samples)
+    rate, bandwidth, sizes = hardware.rate(precision), hardware.device.memory_bandwidth.value, PRECISIONS[precision]
+    activations = 2 * samples * unit.activation_bytes * sizes.activation / unit.number_bytes
+    weights, gradients = unit.parameters * sizes.weight, unit.parameters * sizes.gradient
+    forward = max(samples * unit.forward_flops / rate, (weights + activations) / bandwidth)
+    backward = max(samples * unit.backward_flops / rate, (weights + 2 * gradients + 2 * activations) / bandwidth)
+    return Passes(forward, backward)
+
+
+def _between(unit: Unit, samples: int) -> Passes:
+    """On the line through the two measured sizes next to `samples`; in proportion to one alone."""
+    points = sorted(unit.measured)
+    if len(points) == 1:
+        scale = samples / points[0].samples
+        return Passes(scale * points[0].forward, scale * points[0].backward)
+    above = next((i for i, point in enumerate(points) if point.samples >= samples), len(points) - 1)
+    a, b = points[max(above - 1, 0)], points[max(above, 1)]
+    share = (samples - a.samples) / (b.samples - a.samples)
+    return Passes(
+        max(a.forward + share * (b.forward - a.forward), 0.0), max(a.backward + share * (b.backward - a.backward), 0.0)
+    )
+
+
+def update_seconds(unit: Unit, hardware: Hardware, precision: str, optimizer: str) -> float:
+    """Of an update of a unit's weights: memory traffic alone. Weights, state and master copy are read and written, gradients
+    read. `optimizer`: of MOMENTS."""
+    if unit.update_seconds:
+        return unit.update_seconds
+    sizes = PRECISIONS[precision]
+    traffic = 2 * (sizes.weight + sizes.master + MOMENTS[optimizer] * sizes.state) + sizes.gradient
+    return unit.parameters * traffic / hardware.device.memory_bandwidth.value
+
+
+def boundary_bytes(unit: Unit, precision: str, samples: int) -> float:
+    """What a microbatch takes to the next stage if one ends with `unit`, and its gradient takes back."""
+    return samples * unit.output_bytes * PRECISIONS[precision].activation / unit.number_bytes

@@ -1,0 +1,311 @@
+"""Hardware descriptions, and the times, links and memory that follow from them, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware import files, links, memory, times
+from ipu_pipe.hardware.description import Hardware
+from ipu_pipe.hardware.files import FOLDER, names, read_hardware
+from ipu_pipe.hardware.precision import PRECISIONS
+from ipu_pipe.hardware.units import Measured, Unit, joined
+from ipu_pipe.schedule.clock import Message
+from ipu_pipe.schedule.methods import METHODS, resolve_method
+from ipu_pipe.yaml_files import write
+
+# 1 GB of memory, 1 TFLOP/s of which half is reached, 100 GB/s; two servers of four that share 1 GB/s, 10 GB/s inside
+PLAIN: Dict[str, Any] = {
+    "name": "plain",
+    "devices": 8,
+    "device": {
+        "memory_bytes": 1e9,
+        "usable_share": 0.9,
+        "code_share": 0.1,
+        "memory_bandwidth": 1e11,
+        "rates": {"float32": {"peak_flops": 1e12, "achievable_share": 0.5}},
+    },
+    "links": [
+        {"name": "inside", "holds": 4, "bandwidth": 1e10, "latency": 1e-6},
+        {"name": "between", "holds": 8, "bandwidth": 1e9, "latency": 1e-3, "shared_by": 4},
+    ],
+}
+
+
+@pytest.fixture
+def plain() -> Hardware:
+    return read_hardware(PLAIN)
+
+
+def faults_of(keys: Dict[str, Any], folder: Path) -> List[str]:
+    file = folder / "own.yaml"
+    file.write_text(write(keys))
+    with pytest.raises(BadInput) as caught:
+        read_hardware(str(file))
+    return [fault.replace(str(file), "own.yaml") for fault in caught.value.faults]
+
+
+# ---- descriptions
+
+
+def test_every_named_description_is_whole_and_says_where_its_figures_are_from() -> None:
+    wanted = {"gc2", "gc200", "bow", "m2000", "pod4", "pod16", "pod64", "v100x8", "h100x8", "h200x8", "this"}
+    assert wanted == set(names())
+    for name in wanted - {"this"}:
+        found = read_hardware(name)
+        assert found.name == name and found.about
+        for key, figure in found.figures():
+            assert figure.source != "not stated", (name, key)
+            assert not ("estimate" in figure.source and figure.confirmed), (name, key)
+    devices = {
+        name: read_hardware(name).devices for name in ("gc200", "m2000", "pod4", "pod16", "pod64", "v100x8", "h100x8")
+    }
+    assert devices == {"gc200": 1, "m2000": 4, "pod4": 4, "pod16": 16, "pod64": 64, "v100x8": 8, "h100x8": 8}
+    assert [read_hardware(name).lockstep for name in ("gc2", "pod64", "v100x8", "h200x8")] == [True, True, False, False]
+    assert read_hardware("v100x8").rate("float16") == pytest.approx(45e12)  # what the 2BW paper's worker reached
+    shown = read_hardware("m2000").figure_lines()
+    assert "device.code_share 0.2 (estimate for code and exchange; not confirmed)" in shown
+    assert "device.memory_bandwidth 4.75e+13 (Laskin et al. 2020, appendix D)" in shown
+
+
+def test_a_file_of_ones_own_is_a_description_like_the_named_ones(tmp_path: Path) -> None:
+    file = tmp_path / "wafer.yaml"
+    file.write_text(write({**PLAIN, "name": "wafer"}))
+    assert read_hardware(str(file)) == read_hardware({**PLAIN, "name": "wafer"})
+    (tmp_path / "larger.yaml").write_text("extends: wafer.yaml\nname: larger\ndevice: {memory_bytes: 2e9}\n")
+    larger = read_hardware(str(tmp_path / "larger.yaml"))
+    assert (larger.device.usable_bytes, larger.device.code_bytes) == (1.8e9, 0.2e9)
+    assert read_hardware(str(file)).device.usable_bytes == 0.9e9
+
+
+def test_bad_files_are_told_a_line_a_fault_with_the_nearest_key(tmp_path: Path) -> None:
+    device = {**PLAIN["device"], "memory_bytes": -3, "usable_share": {"value": 1.2, "sorce": "x"}}
+    device["memory_bandwidth"] = {"value": 3e9, "confirmed": True}
+    device["rates"] = {"float17": {"peak_flops": 1, "achievable_share": 1}, "float32": {"peak_flops": 1e12}}
+    inner, outer = PLAIN["links"]
+    outer = {**outer, "bandwith": 1}
+    assert faults_of(
+        {**PLAIN, "lockstep": "maybe", "device": device, "links": [inner, outer], "hots": 3}, tmp_path
+    ) == [
+        "own.yaml: lockstep: maybe: must be true or false",
+        "own.yaml: device.memory_bytes.value: -3: must be a number > 0",
+        "own.yaml: device.usable_share.value: 1.2: must be a number > 0 and <= 1",
+        "own.yaml: device.usable_share.sorce: x: unknown key, nearest is source",
+        "own.yaml: device.memory_bandwidth.confirmed: true: says that a primary source states the figure: needs source",
+        "own.yaml: device.rates.float17: float17: must be float64, float32, bfloat16 or float16",
+        "own.yaml: device.rates.float32.achievable_share: missing: must be given",
+        "own.yaml: links.1.bandwith: 1: unknown key, nearest is bandwidth",
+        "own.yaml: hots: 3: unknown key, nearest is host",
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"devices": 9}, "devices: 9: must be at most 8: no level of links holds more"),
+        ({"links": []}, "devices: 8: must be at most 1"),
+        ({"links": [PLAIN["links"][1], PLAIN["links"][0]]}, "links.1.holds: 4: must be a larger multiple of 8"),
+        (
+            {"links": [PLAIN["links"][0], {**PLAIN["links"][1], "holds": 6}]},
+            "links.1.holds: 6: must be a larger multiple of 4",
+        ),
+        ({"links": [{**PLAIN["links"][0], "holds": None}, PLAIN["links"][1]]}, "links.0.holds: null: only the last"),
+        ({"device": {**PLAIN["device"], "code_share": 0.9}}, "device.code_share: 0.9: leaves nothing of usable_share"),
+        ({"device": {**PLAIN["device"], "streaming_bytes": 1}}, "device.streaming_bytes: given or null alone"),
+        ({"device": {**PLAIN["device"], "rates": {}}}, "device.rates: {}: must state at least one"),
+        ({"device": None}, "device: null: must be a mapping"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(changes: Dict[str, Any], said: str, tmp_path: Path) -> None:
+    (fault,) = faults_of({**PLAIN, **changes}, tmp_path)
+    assert fault.startswith(f"own.yaml: {said}")
+
+
+def test_names_that_are_none_are_refused_with_what_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        BadInput, match=r"^--hardware: pod61: must be one of bow, .*, this or a YAML file; did you mean pod"
+    ):
+        read_hardware("pod61")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    with pytest.raises(
+        BadInput, match=r"^hardware: this: this machine is not measured yet: python tools/measure_hardware.py"
+    ):
+        read_hardware("this", "hardware")
+    files.this_file().parent.mkdir(parents=True)
+    files.this_file().write_text(write({key: value for key, value in PLAIN.items() if key != "name"}))
+    assert read_hardware("this").name == "this"
+
+
+def test_devices_and_precisions_that_it_does_not_have_are_refused(plain: Hardware) -> None:
+    assert plain.with_devices(2).devices == 2 and read_hardware("v100x8").with_devices(64).devices == 64
+    for devices in (0, 9):
+        with pytest.raises(
+            BadInput, match=f"^--devices: {devices}: hardware plain: must be a whole number from 1 to 8"
+        ):
+            plain.with_devices(devices)
+    with pytest.raises(
+        BadInput, match="^precision: 16.16: hardware plain states no rate for float16: device.rates has float32"
+    ):
+        plain.rate("16.16")
+
+
+# ---- times
+
+
+def unit(name: str = "a", **changes: Any) -> Unit:
+    keys: Dict[str, Any] = {
+        "forward_flops": 1e9, "backward_flops": 2e9, "parameters": 1000, "output_bytes": 400.0, "activation_bytes": 4000.0,
+    }  # fmt: skip
+    return Unit(name, **{**keys, **changes})
+
+
+def test_a_pass_takes_its_arithmetic_or_its_memory_traffic(plain: Hardware) -> None:
+    assert times.pass_seconds(unit(), plain, "float32", 4) == pytest.approx((4e9 / 0.5e12, 8e9 / 0.5e12))
+    moving = unit(forward_flops=0.0, backward_flops=0.0)
+    forward = (4 * 1000 + 2 * 4 * 4000) / 1e11
+    backward = (4 * 1000 + 2 * 4 * 1000 + 4 * 4 * 4000) / 1e11
+    assert times.pass_seconds(moving, plain, "float32", 4) == pytest.approx((forward, backward))
+
+
+def test_bytes_follow_the_precision() -> None:
+    assert times.boundary_bytes(unit(), "16.16", 3) == 3 * 400 / 2
+    assert times.boundary_bytes(unit(number_bytes=2), "float32", 3) == 3 * 400 * 2
+
+
+@pytest.mark.parametrize("samples, forward", [(2, 1.0), (4, 2.0), (6, 2.5), (8, 3.0), (16, 5.0), (1, 0.5)])
+def test_between_measured_sizes_times_lie_on_a_line(plain: Hardware, samples: int, forward: float) -> None:
+    measured = (Measured(8, 3.0, 6.0), Measured(4, 2.0, 4.0), Measured(2, 1.0, 2.0))
+    assert times.pass_seconds(unit(measured=measured), plain, "float32", samples) == pytest.approx(
+        (forward, 2 * forward)
+    )
+
+
+def test_one_measured_size_is_scaled(plain: Hardware) -> None:
+    assert times.pass_seconds(unit(measured=(Measured(4, 2.0, 3.0),)), plain, "float32", 2) == (1.0, 1.5)
+
+
+def test_an_update_is_memory_traffic(plain: Hardware) -> None:
+    # float32 with Adam: weights and two moments read and written, the gradient read
+    assert times.update_seconds(unit(), plain, "float32", "adam") == pytest.approx(1000 * (2 * 4 * 3 + 4) / 1e11)
+    assert times.update_seconds(unit(update_seconds=3.0), plain, "float32", "adam") == 3.0
+
+
+def test_units_join_to_a_stage() -> None:
+    a = unit("a", measured=(Measured(1, 1.0, 2.0), Measured(4, 3.0, 5.0)), update_seconds=1.0)
+    b = unit("b", parameters=7, output_bytes=3.0, measured=(Measured(4, 10.0, 20.0),))
+    assert joined([a, b]) == Unit("a", 2e9, 4e9, 1007, 3.0, 8000.0, 4, (Measured(4, 13.0, 25.0),), 1.0)
+
+
+# ---- links
+
+
+def test_the_smallest_level_that_joins_devices_carries_their_messages(plain: Hardware) -> None:
+    assert links.level_spanning(plain, [2, 2]) is None
+    assert [links.level_spanning(plain, ends).name for ends in ([0, 3], [4, 7], [3, 4])] == [
+        "inside",
+        "inside",
+        "between",
+    ]
+    assert links.message(plain, 0, 1, 1e9) == Message(0.1, 1e-6, ("inside from device 0", "inside to device 1"))
+    across = links.message(plain, 3, 4, 1e9, at_once=2)
+    assert across == Message(2.0, 1e-3, ("between from devices 0 to 3", "between to devices 4 to 7"))
+    assert links.message_seconds(plain.links[1], 1e9, 2) == pytest.approx(across.seconds + across.latency)
+    assert links.message(plain, 5, 5, 1e9) == Message()
+    with pytest.raises(BadInput, match="no level joins devices 0 and 8"):
+        links.message(plain, 0, 8, 1.0)
+
+
+def test_a_ring_sends_its_bytes_nearly_twice(plain: Hardware) -> None:
+    inside, between = plain.links
+    assert links.all_reduce_seconds(inside, 4e9, 1) == 0.0
+    assert links.all_reduce_seconds(inside, 4e9, 4) == pytest.approx(2 * 3 / 4 * 4e9 / 1e10 + 6e-6)
+    found = links.all_reduce(plain, [0, 4], 1e9)
+    assert (
+        found.seconds + found.latency
+        == pytest.approx(links.all_reduce_seconds(between, 1e9, 2))
+        == pytest.approx(1.002)
+    )
+    assert set(found.links) == {
+        f"between {way} devices {group}" for way in ("from", "to") for group in ("0 to 3", "4 to 7")
+    }
+    assert links.all_reduce(plain, [3], 1e9) == Message()
+
+
+def test_flows_crowd_where_they_leave_or_enter_together(plain: Hardware) -> None:
+    pipelines = [(0, 4), (1, 5), (2, 3)]  # two leave the first server; the third stays inside
+    assert [links.crowd(plain, flow, pipelines) for flow in pipelines] == [2, 2, 1]
+    fan = [(0, 3), (1, 3), (0, 2)]
+    assert [links.crowd(plain, flow, fan) for flow in fan] == [2, 2, 2]
+    assert links.ring_flows([6, 0, 4]) == [(0, 4), (4, 6), (6, 0)] and links.ring_flows([3]) == []
+
+
+# ---- memory
+
+WEIGHTS, KEPT, ENTERS = 100, 40.0, 8.0  # numbers, bytes a sample, bytes a microbatch
+
+
+def needed(method: str, stage: int, stages: int = 4, accumulate: int = 8, recompute: bool = False, **more: Any) -> Any:
+    held = memory.holding(resolve_method(method), stages, accumulate, recompute, more.pop("lockstep", False))
+    own = unit(parameters=WEIGHTS, activation_bytes=KEPT)
+    row = [int(column[stage]) for column in held]
+    given = {"precision": "float32", "samples": 2, "optimizer": "momentum", **more}
+    return memory.stage_memory(own, ENTERS, *row, **given)
+
+
+@pytest.mark.parametrize(
+    "method, stage, versions, flying",
+    [
+        ("gpipe", 0, 1, 8), ("gpipe", 3, 1, 8), ("pipedream_flush", 0, 1, 4), ("pipedream_flush", 3, 1, 1),
+        ("pipedream_2bw", 0, 2, 4), ("pipedream_2bw", 3, 2, 1), ("naive", 0, 1, 1), ("local_greedy", 0, 1, 1),
+        ("pipelined_backprop", 0, 1, 7), ("pipelined_backprop", 3, 1, 1),
+    ],
+)  # fmt: skip
+def test_memory_follows_the_method(method: str, stage: int, versions: int, flying: int) -> None:
+    """Versions as the papers count them; in flight GPipe N, 1F1B P - s, dataflow 2(P-1-s) + 1."""
+    found = needed(method, stage)
+    assert (found.weights, found.versions, found.gradients, found.optimizer) == (400, 400 * (versions - 1), 400, 400)
+    assert (found.activations, found.code) == (flying * 2 * KEPT, 0)
+    assert found.total == 400 * (versions + 2) + flying * 2 * KEPT
+    again = needed(method, stage, recompute=True)
+    assert again.activations == flying * ENTERS + 2 * KEPT
+    assert again.total - again.activations == found.total - found.activations
+
+
+def test_the_papers_footprint_is_this_one() -> None:
+    """Narayanan et al. 2021, section 3: 2|W|/d + A/d + d A_in, GPipe |W|/d + A/d + m A_in (weights and activations alone)."""
+    from ipu_pipe.schedule.figures import two_buffered_footprint
+
+    paper = two_buffered_footprint(4 * 400, 4 * 2 * KEPT, ENTERS, 4, 8, recompute=True)
+    for method in ("gpipe", "pipedream_flush", "pipedream_2bw"):
+        ours = needed(method, 0, recompute=True)
+        assert ours.weights + ours.versions + ours.activations == getattr(paper, method)
+
+
+def test_stages_in_lock_step_stash_as_poptorch_does() -> None:
+    """Four stages keep 7, 5, 3, 1 microbatches, in either timeline of a method that flushes; the last one recomputes nothing."""
+    for method in ("gpipe", "pipedream_flush"):
+        kept = [needed(method, s, lockstep=True).activations for s in range(4)]
+        assert kept == [2 * KEPT * depth for depth in (7, 5, 3, 1)]
+        again = [needed(method, s, recompute=True, lockstep=True).activations for s in range(4)]
+        assert again == [ENTERS * depth + 2 * KEPT for depth in (7, 5, 3, 0)]
+    assert [needed("local_chunked", s, lockstep=True).activations for s in range(2)] == [2 * KEPT] * 2
+    assert memory.lockstep_schedule(METHODS["gpipe"], 4, 16, 8).slot_count == 2 * (8 + 2 * 4 - 2)
+    assert memory.lockstep_schedule(METHODS["naive"], 4, 2, 1).slot_count == 2 * 2 * 4
+
+
+def test_precision_optimizer_code_and_frozen_weights_count(plain: Hardware) -> None:
+    mixed = needed("gpipe", 0, precision="float16", optimizer="adam", accumulators=1, device=plain.device)
+    assert (mixed.weights, mixed.gradients, mixed.optimizer, mixed.accumulators) == (200, 200, 1200, 200)
+    assert mixed.activations == 8 * 2 * KEPT / 2 and mixed.code == 1e8
+    frozen = needed("gpipe", 0, trained=False)
+    assert frozen.total == frozen.weights == 400
+
+
+def test_precisions_are_those_of_a_config_and_one_for_plans() -> None:
+    from ipu_pipe.job.config import Config
+
+    assert set(PRECISIONS) == {*Config.model_fields["precision"].annotation.__args__, "float16"}
+    assert FOLDER.is_dir()

@@ -1,0 +1,78 @@
+"""The measured description of this machine: figures from times, and the command that writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import List
+
+import pytest
+import torch
+
+from ipu_pipe.cli.measure_hardware import main
+from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware import measuring
+from ipu_pipe.hardware.files import read_hardware
+from ipu_pipe.hardware.links import message_seconds
+
+HERE = torch.device("cpu")
+
+
+def test_of_the_times_of_some_work_the_median_counts_and_the_first_one_does_not() -> None:
+    now = [0.0]
+    takes = iter([9.0, 1.0, 3.0, 2.0, 5.0])
+
+    def work() -> None:
+        now[0] += next(takes)
+
+    assert measuring.typical(work, HERE, 6.0, lambda: now[0]) == 2.0
+    takes = iter([9.0, 4.0])
+    assert measuring.typical(work, HERE, 0.0, lambda: now[0]) == 4.0  # once, however short it may take
+
+
+def test_a_long_message_takes_its_latency_and_its_bytes() -> None:
+    found = measuring._latency_and_bandwidth(1e-4, 1e-4 + measuring.LONG / 1e9)
+    assert found["latency"] == 1e-4 and found["bandwidth"] == pytest.approx(1e9)
+    assert measuring._latency_and_bandwidth(1.0, 0.5)["bandwidth"] == measuring.LONG / 0.5  # disturbed
+
+
+def test_what_two_processes_found_makes_a_description() -> None:
+    pair = [{"rates": {"float32": [1e9, 4e9]}, "copied": 2e9}, {"rates": {"float32": [3e9, 6e9]}, "copied": 4e9}]
+    found = {**measuring._mean(pair), "memory": 8e9, "latency": 1e-5, "bandwidth": 1e8}
+    made = read_hardware({"name": "this", **measuring._described(found, 4, 2, "cpu")})
+    assert (made.devices, made.most_devices, made.device.memory_bytes.value) == (4, None, 2e9)
+    assert made.device.memory_bandwidth.value == 3e9 and made.rate("float32") == 2e9
+    assert message_seconds(made.links[0], 1e6) == pytest.approx(1e-5 + 0.01)
+    assert [key for key, figure in made.figures() if not figure.confirmed] == ["device.usable_share"]
+
+
+def test_the_command_writes_a_description_that_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "mine.yaml"
+    main(["--out", str(out), "--seconds", "0.001"])
+    made = read_hardware(str(out))
+    assert set(made.device.rates) == {"float32", "float64", "bfloat16"} and made.rate("bfloat16") > 0
+    assert made.links[0].name == "gloo" and made.device.memory_bytes.value > 1e8
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == f"written: {out}" and len(said) == 1 + len(made.figures())
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--threads", "0"], ["--threads: 0: must be a whole number from 1 to 1024"]),
+        (["--seconds", "nan"], ["--seconds: nan: must be a number > 0 and <= 60"]),
+        (["--out", "x.json"], ["--out: x.json: must be a YAML file, so that --hardware takes it for one"]),
+        (["--out", "/nowhere/x.yaml"], ["--out: /nowhere/x.yaml: no such folder /nowhere"]),
+        (["--seconds", "0", "--threads", "2000"], ["--threads: 2000: must be", "--seconds: 0.0: must be"]),
+    ],
+)
+def test_arguments_that_cannot_be_are_told_at_once(arguments: List[str], said: List[str]) -> None:
+    with pytest.raises(BadInput) as caught:
+        main(arguments)
+    assert len(caught.value.faults) == len(said)
+    assert all(fault.startswith(start) for fault, start in zip(caught.value.faults, said))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told() -> None:
+    with pytest.raises(BadInput, match="^--device: cuda: this PyTorch finds no GPU: must be cpu$"):
+        main(["--device", "cuda"])
