@@ -82,6 +82,13 @@ def balanced(
     return from_begins(model, calls, runs, begins)
 
 
+def top_places(model: nn.Module, calls: List[Call], runs: List[str]) -> List[str]:
+    """Names of the modules at which a stage may begin on every backend, in order: between modules of the top-level sequence, and
+    not between two uses of one weight."""
+    places = _places(calls, _held_together(model, calls, runs))
+    return [place.name for place in places if place.through == 0]
+
+
 def _places(calls: List[Call], together: Set[int]) -> List[_Place]:
     """Where stages may begin, the model's beginning first: each holds a module that has no others running inside."""
     found: List[_Place] = []

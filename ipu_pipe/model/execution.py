@@ -11,7 +11,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.observation import Call, Observed, count, watch
-from ipu_pipe.model.shapes import by_shape, fits, stand_in
+from ipu_pipe.model.shapes import by_shape, pays, stand_in
 
 
 def execution(
@@ -31,7 +31,7 @@ def execution(
 
 def _observe(model: nn.Module, example: torch.Tensor, training: bool, counted: bool, values: bool) -> Observed:
     look = count if counted else watch
-    if not values and fits(model, example):
+    if not values and pays(model, example):
         try:
             with by_shape(model):
                 x = stand_in(example)

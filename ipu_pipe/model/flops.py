@@ -39,11 +39,13 @@ def formulas() -> Dict[Any, Formula]:
 
 
 def _uncounted() -> Dict[Any, Formula]:
-    """Formulas of operations of the CPU that PyTorch's counter does not know."""
+    """Formulas of operations of the CPU that the counter does not know, and of one that it counts too high: the gradients of
+    a convolution's weights in groups."""
     attention, recurrent = "_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer"
     own: Dict[str, Formula] = {
         attention: _attention,
         f"{attention}_backward": _attention_backward,
+        "convolution_backward": _convolution_backward,
         recurrent: _recurrent,
         f"{recurrent}_backward": _recurrent_backward,
     }
@@ -63,6 +65,12 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: 
     return int(2 * batch * heads * length * key.shape[-2] * (3 * width + 2 * value.shape[-1]))
 
 
+def _convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any, **options: Any) -> int:
+    """As many products for the input's gradient as in the forward, and for the weight's; the mask says which are wanted."""
+    transposed, mask = rest[4], options.get("output_mask", rest[-1])
+    return int(2 * (x if transposed else gradient).numel() * weight[0].numel() * (bool(mask[0]) + bool(mask[1])))
+
+
 def _recurrent(x: Any, into: Any, again: Any, *rest: Any, **options: Any) -> int:
     """One layer of an LSTM: x (n, b, i), weights from the input and from the state before."""
     return int(2 * x.shape[0] * x.shape[1] * (into.numel() + again.numel()))
@@ -73,7 +81,7 @@ def _recurrent_backward(x: Any, into: Any, again: Any, *rest: Any, **options: An
     return 2 * _recurrent(x, into, again)
 
 
-for _formula in (_attention, _attention_backward, _recurrent, _recurrent_backward):
+for _formula in (_attention, _attention_backward, _convolution_backward, _recurrent, _recurrent_backward):
     vars(_formula)["_get_raw"] = True  # they take tensors, not shapes
 
 

@@ -19,7 +19,7 @@ from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.observation import count, kept_bytes, storage
 from ipu_pipe.model.randomness import generators
-from ipu_pipe.model.shapes import by_shape, fits, stand_in, tensors_in
+from ipu_pipe.model.shapes import by_shape, pays, stand_in, tensors_in
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -88,7 +88,7 @@ def footprint(model: nn.Module, part: Partition, loss: Loss, x: torch.Tensor, y:
     """What one microbatch `x`, `y` computes and leaves on each stage and sends over each boundary: by shape, where the
     model can run so, else of the microbatch itself."""
     seen = None
-    if fits(model, x):
+    if pays(model, x):
         try:
             with by_shape(model):
                 a, b = stand_in((x, y))
@@ -178,7 +178,7 @@ def derived_weights(model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tens
     values, and so the method would silently become another one. Such a saved tensor is known by three properties: it lies
     in no parameter's storage, it stays when the input changes, and it changes when the weights change.
     """
-    if fits(model, x) and not _may_derive(model, loss, x, y):
+    if pays(model, x) and not _may_derive(model, loss, x, y):
         return []
     with undisturbed(model):
         model.train()

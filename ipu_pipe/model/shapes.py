@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from ipu_pipe.model.uncompiled import without_compiler
 
 ATEN = torch.ops.aten
+SMALL = 300_000  # numbers
 
 
 def fits(model: nn.Module, x: torch.Tensor) -> bool:
@@ -28,6 +29,11 @@ def fits(model: nn.Module, x: torch.Tensor) -> bool:
     return devices == {"meta"} or (
         devices == {"cpu"} and not any(isinstance(module, nn.RNNBase) for module in model.modules())
     )
+
+
+def pays(model: nn.Module, x: torch.Tensor) -> bool:
+    """Whether a forward of `x` is quicker by shape, where it may be: of few numbers it is not."""
+    return fits(model, x) and (x.is_meta or x.numel() + sum(p.numel() for p in model.parameters()) > SMALL)
 
 
 def stand_in(value: Any) -> Any:

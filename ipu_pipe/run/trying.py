@@ -12,7 +12,7 @@ from ipu_pipe.data.labels import LabelRange, label_range
 from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.probe import Loss
-from ipu_pipe.model.shapes import by_shape, fits, looks_at_values, stand_in
+from ipu_pipe.model.shapes import by_shape, looks_at_values, pays, stand_in
 
 FEW = 2  # samples; a batch norm refuses one
 
@@ -49,7 +49,7 @@ def try_model(model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.T
 def _few(model: nn.Module, x: torch.Tensor) -> Any:
     """Outputs of the shape that the microbatch's have, with the numbers of its first samples over and over. None where that does
     not tell what all of its samples would: where the forward of all fails by shape, or looks at values."""
-    if len(x) <= FEW or not x.is_floating_point() or not fits(model, x):
+    if len(x) <= FEW or not x.is_floating_point() or not pays(model, x):
         return None
     try:
         with by_shape(model), looks_at_values() as looks, torch.no_grad():
