@@ -219,3 +219,72 @@ def test_linear_and_convolution_layers_have_the_same_count_by_formula(monkeypatc
     monkeypatch.setattr(observation, "FlopCounterMode", None)
     assert forward(model, part, IMAGES) == expected
     assert ("left out" in flops.HOW) == (torch.__version__.startswith("2.0"))
+
+
+class Linear(nn.Module):
+    """Hugging Face's Conv1D: a linear layer with its weight the other way round, taken by a function."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs) / 8), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+
+
+class Gpt2Block(nn.Module):
+    """As Hugging Face writes it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.c_attn, self.c_proj = Linear(width, 3 * width), Linear(width, width)
+        self.c_fc, self.c_out = Linear(width, 4 * width), Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.c_attn(self.ln_1(x)).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(mixed.transpose(1, 2).flatten(2))
+        return x + self.c_out(nn.functional.gelu(self.c_fc(self.ln_2(x))))
+
+
+class Gpt2(nn.Module):
+    """Embeddings, blocks and a head, which may be the embedding's weight."""
+
+    def __init__(self, tied: bool, blocks: int = 8, width: int = 32, vocabulary: int = 200) -> None:
+        super().__init__()
+        self.wte, self.h = nn.Embedding(vocabulary, width), nn.ModuleList([Gpt2Block(width) for _ in range(blocks)])
+        self.ln_f, self.lm_head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.wte(x)
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(self.ln_f(x))  # type: ignore[no-any-return]
+
+
+def imbalance(model: nn.Module, count: int, x: torch.Tensor) -> float:
+    costs = [sum(stage) for stage in stage_flops(model, partition(model, x, count), x)]
+    return max(costs) * count / sum(costs)
+
+
+@counted
+def test_layers_that_compute_by_functions_are_balanced() -> None:
+    """Story: two stages of GPT-2 held 78 and 22 of its work, since a layer by a function counted 2 an output."""
+    tokens = torch.randint(0, 200, (2, 16))
+    assert imbalance(Gpt2(tied=False), 2, tokens) < 1.06
+    with pytest.raises(
+        BadInput, match=r"lm_head\.weight .* are one shared weight|wte\.weight .* are one shared weight"
+    ):
+        partition(Gpt2(tied=True), tokens, 2)
+
+
+@counted
+def test_encoder_layers_before_a_head_are_divided() -> None:
+    """Story: four of them landed in stage 0, the head alone in stage 1."""
+    layers = [nn.TransformerEncoderLayer(16, 2, 64, dropout=0.0, batch_first=True) for _ in range(4)]
+    model, x = nn.Sequential(*layers, nn.Linear(16, 10)), torch.randn(2, 6, 16)
+    assert partition(model, x, 2).begin_names() == ["2"]
+    assert imbalance(model, 2, x) < 1.06

@@ -101,9 +101,8 @@ def count(model: nn.Module, x: torch.Tensor, forward: Callable[[], Any]) -> Obse
         trained = [p for p in model.parameters() if p.requires_grad]
         try:
             if results and trained:
-                ones = [torch.ones(t.shape, dtype=t.dtype, device=t.device) for t in results]
                 with counter:
-                    torch.autograd.grad(results, trained, ones, allow_unused=True)
+                    torch.autograd.grad(sum(t.sum() for t in results), trained, allow_unused=True)
             seen.backward = True
         except Exception:  # whatever the user's model raises: it is told where it trains
             if any(t.is_meta for t in results):

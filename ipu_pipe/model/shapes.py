@@ -185,6 +185,18 @@ def _sum_and_product(c: Any, a: Any, b: Any, **factors: Any) -> Any:
     return _product(a, b)
 
 
+def _ones_like(x: Any, dtype: Any = None, **options: Any) -> Any:
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device="meta")
+
+
+def _softmax(x: Any, dimension: int, to_float: bool = False) -> Any:
+    return torch.empty(x.shape, dtype=torch.float32 if to_float else x.dtype, device="meta")
+
+
+def _likelihood(x: Any, labels: Any, weights: Any, reduction: int, ignored: int) -> Any:
+    return (_new(x) if reduction else _new(x, *labels.shape)), _new(x)
+
+
 def _group_norm(x: Any, weight: Any, bias: Any, batch: int, channels: int, size: int, groups: int, eps: float) -> Any:
     return _like(x), _new(x, batch, groups), _new(x, batch, groups)
 
@@ -219,6 +231,13 @@ RULES: Dict[Any, Callable[..., Any]] = {
     ATEN.bmm.default: _product,
     ATEN.addmm.default: _sum_and_product,
     ATEN.mean.dim: _mean,
+    ATEN.ones_like.default: _ones_like,
+    ATEN.nll_loss_forward.default: _likelihood,
+    ATEN.nll_loss_backward.default: _like_second,
+    ATEN._log_softmax.default: _softmax,
+    ATEN._softmax.default: _softmax,
+    ATEN._log_softmax_backward_data.default: _like,
+    ATEN._softmax_backward_data.default: _like,
     ATEN.max_pool2d_with_indices.default: _max_pool,
     ATEN.max_pool2d_with_indices_backward.default: _like_second,
 }
