@@ -174,6 +174,10 @@ def _mean(x: Any, dimensions: Any = None, keepdim: bool = False, dtype: Any = No
     return torch.empty(shape, dtype=dtype or x.dtype, device="meta")
 
 
+def _sum(x: Any, dimensions: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    return _mean(x, dimensions, keepdim, dtype or (None if x.is_floating_point() or x.is_complex() else torch.int64))
+
+
 def _product(a: Any, b: Any) -> Any:
     """a (..., n, k), b (..., k, m)."""
     if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
@@ -231,6 +235,8 @@ RULES: Dict[Any, Callable[..., Any]] = {
     ATEN.bmm.default: _product,
     ATEN.addmm.default: _sum_and_product,
     ATEN.mean.dim: _mean,
+    ATEN.sum.default: _sum,
+    ATEN.sum.dim_IntList: _sum,
     ATEN.ones_like.default: _ones_like,
     ATEN.nll_loss_forward.default: _likelihood,
     ATEN.nll_loss_backward.default: _like_second,
