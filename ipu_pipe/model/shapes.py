@@ -113,7 +113,9 @@ class _Shapes(TorchDispatchMode):
 
 def _like(x: Any, *rest: Any, **options: Any) -> Any:
     """A result like the first argument."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device) if x.is_contiguous() else torch.empty_like(x)
+    if x.is_contiguous() or 0 in x.stride():  # expanded: written out
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return torch.empty_like(x)
 
 
 def _new(x: Any, *shape: int) -> Any:
@@ -256,7 +258,10 @@ def _alike(values: Any) -> bool:
     first = tensors[0]
     return (
         values[0] is first
-        and all(t.shape == first.shape and t.dtype == first.dtype and t.is_contiguous() for t in tensors)
+        and (
+            len(tensors) == 1
+            or all(t.shape == first.shape and t.dtype == first.dtype and t.is_contiguous() for t in tensors)
+        )
         and not (
             first.dtype == torch.bool
             or any(isinstance(v, (float, complex)) for v in values)
