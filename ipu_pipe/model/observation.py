@@ -102,7 +102,9 @@ def count(model: nn.Module, x: torch.Tensor, forward: Callable[[], Any]) -> Obse
         try:
             if results and trained:
                 with counter:
-                    torch.autograd.grad(sum(t.sum() for t in results), trained, allow_unused=True)
+                    torch.autograd.grad(
+                        sum((t.sum() for t in results[1:]), results[0].sum()), trained, allow_unused=True
+                    )
             seen.backward = True
         except Exception:  # whatever the user's model raises: it is told where it trains
             if any(t.is_meta for t in results):
