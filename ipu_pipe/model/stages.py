@@ -99,7 +99,7 @@ def _read_choice(stages: Any) -> Tuple[int, str, bool]:
 
 @dataclass(frozen=True)
 class Profile:
-    """Of a module: the stages of the first and the last thing that is computed in it, and its FLOPs, forward and backward."""
+    """Of a module: the stages of the first and the last thing that is computed in it, and its forward FLOPs."""
 
     first: int
     last: int
@@ -114,7 +114,7 @@ def profile(model: nn.Module, part: Partition, example: torch.Tensor, names: Seq
     for name in names:
         inside = [call for call in calls if f"{call.name}.".startswith(f"{name}.")]
         stages = [at_call[call.name] for call in inside if call.works] or [at_call.get(name, 0)]
-        found.append(Profile(stages[0], stages[-1], sum(call.flops + call.backward_flops for call in inside)))
+        found.append(Profile(stages[0], stages[-1], sum(call.flops for call in inside)))
     return found
 
 
