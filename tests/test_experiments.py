@@ -9,10 +9,10 @@ from typing import Any, List
 
 import pytest
 
+from ipu_pipe.cli import reproduce
 from ipu_pipe.errors import BadInput, run_command
 from ipu_pipe.studies import experiments
 from ipu_pipe.studies.experiments import Run, load_experiment, normalized_time, results, run_experiment, table
-from tools import reproduce
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import hashlib
-import importlib.util
 import json
 import os
 import shlex
@@ -20,6 +19,7 @@ from typing import Callable, Dict, List, NamedTuple, Tuple
 import numpy as np
 import pytest
 
+from ipu_pipe.cli import fetch_data
 from ipu_pipe.data import fetch as fetch_set
 from ipu_pipe.data import load_data, sets
 from ipu_pipe.errors import BadInput, RunFault, run_command
@@ -333,16 +333,11 @@ Run = Callable[..., Done]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """The command line run in this process, which is faster than starting Python for each of its tests."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    spec = importlib.util.spec_from_file_location("fetch_tool", TOOL)
-    assert spec is not None and spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
 
     def run_here(*arguments: object) -> Done:
         monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, arguments)])
         with pytest.raises(SystemExit) as left:
-            run_command(tool.main)
+            run_command(fetch_data.main)
         told = capsys.readouterr()
         assert isinstance(left.value.code, int)
         return Done(left.value.code, told.out, told.err)

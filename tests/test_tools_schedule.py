@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Callable, List, NamedTuple
 
 import pytest
 
+from ipu_pipe.cli import schedule
 from ipu_pipe.errors import run_command
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "schedule.py"
@@ -28,16 +28,11 @@ Run = Callable[..., Done]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """The command line run in this process, which is faster than starting Python for each of its tests."""
-    spec = importlib.util.spec_from_file_location("schedule_tool", TOOL)
-    assert spec is not None and spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    spec.loader.exec_module(tool)
 
     def run_here(*arguments: object) -> Done:
         monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, arguments)])
         with pytest.raises(SystemExit) as left:
-            run_command(tool.main)
+            run_command(schedule.main)
         return Done(int(left.value.code or 0), *capsys.readouterr())
 
     return run_here

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ipu_pipe
+from ipu_pipe.cli import train as tool
 from ipu_pipe.errors import BadInput, RunFault, run_command
 from ipu_pipe.job.config import load_config
 from ipu_pipe.run import checkpoint, scalars
@@ -27,7 +28,6 @@ from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.folder import RunDir, check_folder
 from ipu_pipe.run.training import evaluate, evaluate_checkpoint, train
 from tools import bench
-from tools import train as tool
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")
