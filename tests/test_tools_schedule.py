@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Callable, List, NamedTuple
+from typing import Callable, List
 
 import pytest
 
 from ipu_pipe.cli import schedule
-from ipu_pipe.errors import run_command
+from tests.command_line import Done, run_here
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "schedule.py"
-
-
-class Done(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
 
 
 Run = Callable[..., Done]
@@ -27,15 +22,8 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command line run in this process, which is faster than starting Python for each of its tests."""
-
-    def run_here(*arguments: object) -> Done:
-        monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            run_command(schedule.main)
-        return Done(int(left.value.code or 0), *capsys.readouterr())
-
-    return run_here
+    """The command with arguments."""
+    return functools.partial(run_here, schedule, monkeypatch=monkeypatch, capsys=capsys)
 
 
 def test_as_a_command_from_another_folder(tmp_path: Path) -> None:

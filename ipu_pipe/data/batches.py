@@ -124,6 +124,13 @@ def check_limit(key: str, wanted: Optional[int], held: Optional[int] = None) -> 
     )
 
 
+def limited(train: Pair, test: Pair, subset: Optional[int], test_subset: Optional[int]) -> Tuple[Pair, Pair]:
+    """The first `subset` training and `test_subset` test samples, all where None. Raises BadInput."""
+    check_limit("subset", subset, len(train[0]))
+    check_limit("test_subset", test_subset, len(test[0]))
+    return (train[0][:subset], train[1][:subset]), (test[0][:test_subset], test[1][:test_subset])
+
+
 class SyntheticData:
     """Random inputs and labels of a stated shape, drawn when asked for: for throughput, memory and traffic.
 

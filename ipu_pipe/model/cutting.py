@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import inspect
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any, Dict, Iterator, List, Mapping, Sequence, Set, Tuple
@@ -45,10 +46,7 @@ class Shape:
     @property
     def bytes(self) -> int:
         """Of one message."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * torch.empty((), dtype=self.dtype).element_size()
+        return math.prod(self.shape) * torch.empty((), dtype=self.dtype).element_size()
 
 
 @dataclass(frozen=True)
@@ -224,9 +222,8 @@ class Piece(nn.Module):
         self.links = nn.ModuleList([model.get_submodule(name) for name in self.names])
         self._own = [str(node.target) for node in nodes if node.op == "get_attr" and CONSTANT not in node.meta]
         self._whole = [model]  # in a list: not a child
-        self.begins_in_place = (
-            False  # its first module overwrites what it is given, which autograd allows of copies only
-        )
+        # whether its first module overwrites what it is given, which autograd allows of copies only
+        self.begins_in_place = False
         self._nodes, self._enters, self._leaves = list(nodes), list(enters), leaves
         self._last_of = _last_uses(self._nodes, self._leaves)
 
@@ -302,12 +299,8 @@ def _apart(value: Any) -> Any:
 def pieces(model: nn.Module, begins: Sequence[str], x: torch.Tensor) -> List[Piece]:
     """The model, which takes `x`, cut before each of `begins`, names of links or of nn.Sequentials around them."""
     nodes = list(_trace(model, x).nodes)
-    starts = [
-        next(
-            i for i, node in enumerate(nodes) if node.op == "call_module" and f"{node.target}.".startswith(f"{begin}.")
-        )
-        for begin in begins
-    ]
+    called = [(i, f"{node.target}.") for i, node in enumerate(nodes) if node.op == "call_module"]
+    starts = [next(i for i, name in called if name.startswith(f"{begin}.")) for begin in begins]
     place = {node: 0 if node.op == "get_attr" else bisect.bisect_right(starts, i) for i, node in enumerate(nodes)}
     nodes.sort(key=lambda node: node.op != "get_attr")  # weights of the model itself lie on stage 0
     crossing = [
@@ -338,13 +331,11 @@ def crossings(parts: Sequence[Piece], model: nn.Module, x: torch.Tensor) -> List
             if part is parts[-1]:
                 break
             tensors, structure = tree_flatten(value)
-            for t in tensors:
-                if not isinstance(t, torch.Tensor):
-                    kind = type(t).__name__
-                    raise BadInput(
-                        f"model: a {kind} would cross between devices after {part.names[-1]}: must be tensors"
-                    )
-            seen.append(
-                Crossing(tuple(Shape(tuple(t.shape), t.dtype, t.is_floating_point()) for t in tensors), structure)
-            )
+            others = [type(t).__name__ for t in tensors if not isinstance(t, torch.Tensor)]
+            if others:
+                raise BadInput(
+                    f"model: a {others[0]} would cross between devices after {part.names[-1]}: must be tensors"
+                )
+            shapes = tuple(Shape(tuple(t.shape), t.dtype, t.is_floating_point()) for t in tensors)
+            seen.append(Crossing(shapes, structure))
     return seen

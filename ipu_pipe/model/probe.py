@@ -45,9 +45,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 p.grad = None
             yield
         finally:
-            for p, value in zip(parameters, values):
+            for p, value, gradient in zip(parameters, values, gradients):
                 p.data.copy_(value)
-            for p, gradient in zip(parameters, gradients):
                 p.grad = gradient
 
 
@@ -149,9 +148,7 @@ def random_modules(model: nn.Module, x: torch.Tensor) -> List[str]:
         start = stack.pop()
         if not all(torch.equal(a, b) for a, b in zip(start, states())):
             drawn.add(names[id(module)])
-            for generator, state in zip(
-                drawing, start
-            ):  # so that the module around is seen to draw only if it does itself
+            for generator, state in zip(drawing, start):  # the module around is seen to draw only if it does itself
                 generator.set_state(state)
 
     with undisturbed(model), torch.no_grad():
@@ -200,7 +197,7 @@ def derived_weights(model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tens
     """
     with undisturbed(model):
         model.train()
-        other = _shuffled(x)
+        other = x.flatten()[torch.randperm(x.numel(), device=x.device)].view_as(x)
         _nudge(list(model.parameters()))  # away from special points, such as scales that start at zero
         here, there = _saved(model, loss, x, y), _saved(model, loss, other, y)
         suspects = [i for i, (a, b) in enumerate(zip(here, there)) if _same(a, b)]
@@ -216,10 +213,6 @@ def _first_state(model: nn.Module, name: str) -> bool:
     """A recurrent layer's bias: its first state is zero, so what it saves there is an activation that equals the bias."""
     module, _, own = name.rpartition(".")
     return isinstance(model.get_submodule(module), nn.RNNBase) and own.startswith("bias")
-
-
-def _shuffled(x: torch.Tensor) -> torch.Tensor:
-    return x.flatten()[torch.randperm(x.numel(), device=x.device)].view_as(x)
 
 
 def _nudge(parameters: List[torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ that runs from its first module to the next boundary, in the order of execution 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
+from typing import Any, List, Mapping, Sequence, Tuple, TypeVar, Union
 
 import torch
 from torch import nn
@@ -125,7 +125,7 @@ def stage_flops(model: nn.Module, part: Partition, example: torch.Tensor) -> Lis
     return total
 
 
-def describe(part: Partition, model: nn.Module, limit: Optional[int] = None) -> List[Tuple[int, str, int]]:
-    """(index, first module, number of parameters) of each stage, for printing; the first `limit` stages."""
+def describe(part: Partition, model: nn.Module) -> List[Tuple[int, str, int]]:
+    """(index, first module, number of parameters) of each stage, for printing."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    return [(s.index, s.name, sum(sizes[n] for n in s.parameters)) for s in part.stages[:limit]]
+    return [(s.index, s.name, sum(sizes[n] for n in s.parameters)) for s in part.stages]
