@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
+import functools
 import json
 from pathlib import Path
-from typing import Dict, Optional, Sequence
+from typing import TYPE_CHECKING, Dict, Optional, Sequence
 
 from ipu_pipe.cli.arguments import add_set, config_of, folder
 from ipu_pipe.errors import BadInput, Parser, traceback_shown
+
+if TYPE_CHECKING:
+    from ipu_pipe.job.config import Config
 
 EPILOG = """\
 examples:
@@ -71,50 +74,49 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     """The command, its arguments read."""
-    from ipu_pipe.job.comparing import as_recorded  # after the arguments are read: --help must not wait for torch
-    from ipu_pipe.job.config import load_config
+    from ipu_pipe.job.config import load_config  # after the arguments are read: --help must not wait for torch
 
     config = load_config(args.config, args.set)
     other = load_config(args.config, [*args.set, f"method={args.against}", "method_args={}"]) if args.against else None
 
-    from ipu_pipe.backends.ranks import is_main, on_main, told_once
+    from ipu_pipe.backends.ranks import is_main, told_once
     from ipu_pipe.backends.table import launch, leave
+
+    with told_once():
+        launch(config, _asked(args))
+        said = _done(args, config, other)
+        leave()
+        if said is not None and is_main():
+            print(said)
+
+
+def _done(args: argparse.Namespace, config: Config, other: Optional[Config]) -> Optional[str]:
+    """What is asked for, done; what is to be printed at the end. `other`: the config of the run to compare with."""
+    from ipu_pipe.backends.ranks import is_main, on_main
+    from ipu_pipe.job.comparing import as_recorded
+    from ipu_pipe.job.config import load_config
     from ipu_pipe.report.words import comparison, plan
     from ipu_pipe.run.build import build
     from ipu_pipe.run.training import check, evaluate_checkpoint, reserved, train
 
-    with told_once():
-        launch(config, _asked(args))
-        if args.dry_run:
-            text = plan(build(config))
-            if is_main():
-                print(text)
-            leave()
-            return
-        if args.evaluate:
-            found = evaluate_checkpoint(config, args.evaluate)
-            if is_main():
-                print(json.dumps(found, indent=1))
-            leave()
-            return
-        out = args.out or on_main(lambda: _dated(Path(args.config).stem))  # the same on all processes
-        again = False
-        with contextlib.ExitStack() as second:
-            if other is not None:  # a fault of the second run is told before the first has taken its time
-                again = args.resume and (out / other.method / "config.yaml").exists()
-                check(other, out / other.method, resume=again, overwrite=args.overwrite)
-                second.enter_context(reserved(out / other.method, resume=again, overwrite=args.overwrite))
-            report = train(config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite)
-        if other is None:
-            leave()
-            return
-        if is_main():
-            print(f"\nthe same budget by {other.method}:", flush=True)
-        other = as_recorded(load_config(out / "config.yaml"), other)  # the same stages
-        against = train(other, out / other.method, resume=again, overwrite=args.overwrite)
-        leave()
-        if is_main():
-            print(comparison(report, against))
+    if args.dry_run:
+        return plan(build(config))
+    if args.evaluate:
+        return json.dumps(evaluate_checkpoint(config, args.evaluate), indent=1)
+    out = args.out or on_main(lambda: _dated(Path(args.config).stem))  # the same on all processes
+    run = functools.partial(train, config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite)
+    if other is None:
+        run()
+        return None
+    second = out / other.method
+    again = args.resume and (second / "config.yaml").exists()
+    check(other, second, resume=again, overwrite=args.overwrite)  # its faults are told before the first has taken its time
+    with reserved(second, resume=again, overwrite=args.overwrite):
+        report = run()
+    if is_main():
+        print(f"\nthe same budget by {other.method}:", flush=True)
+    other = as_recorded(load_config(out / "config.yaml"), other)  # the same stages
+    return comparison(report, train(other, second, resume=again, overwrite=args.overwrite))
 
 
 def _asked(args: argparse.Namespace) -> Dict[str, object]:

@@ -32,7 +32,7 @@ from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.model.balance import balance
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.modes import modes_restored
-from ipu_pipe.model.stages import Partition, Profile, profile
+from ipu_pipe.model.stages import Extent, Partition, extents
 
 
 @dataclass(frozen=True)
@@ -183,19 +183,19 @@ def links_of(model: nn.Module, x: torch.Tensor) -> List[Tuple[str, nn.Module]]:
 # ---- where to cut
 
 
-def cuttable(profiles: Sequence[Profile]) -> List[int]:
-    """The links, by their profiles, before which the model may be cut: those with which a stage begins. What begins inside a
+def cuttable(found: Sequence[Extent]) -> List[int]:
+    """The links, by their extents, before which the model may be cut: those with which a stage begins. What begins inside a
     link (a residual block, say), after something of it has run, is left out."""
-    reached = np.maximum.accumulate([p.last for p in profiles])
-    return [i for i in range(1, len(profiles)) if profiles[i].first > reached[i - 1]]
+    reached = np.maximum.accumulate([p.last for p in found])
+    return [i for i in range(1, len(found)) if found[i].first > reached[i - 1]]
 
 
 def merge_stages(model: nn.Module, part: Partition, count: int, x: torch.Tensor) -> List[str]:
     """Names of the modules at which `count` stages begin that are consecutive stages of `part` taken together, the greatest
     sum of FLOPs being least. Empty for one. Raises BadInput where there are not so many cuts."""
     names = [name for name, _ in links_of(model, x)]
-    profiles = profile(model, part, x, names)
-    starts = cuttable(profiles)
+    found = extents(model, part, x, names)
+    starts = cuttable(found)
     if count > len(starts) + 1:
         inside = len(part) - 1 - len(starts)
         raise BadInput(
@@ -203,7 +203,7 @@ def merge_stages(model: nn.Module, part: Partition, count: int, x: torch.Tensor)
             + (f": {inside} of its stages begin inside a module of its top-level sequence" if inside > 0 else "")
         )
     edges = [0, *starts, len(names)]
-    costs = [sum(p.flops for p in profiles[a:b]) for a, b in zip(edges, edges[1:])]
+    costs = [sum(p.flops for p in found[a:b]) for a, b in zip(edges, edges[1:])]
     return [names[edges[k]] for k in balance(costs, count)[1:]]
 
 

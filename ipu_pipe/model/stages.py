@@ -95,7 +95,7 @@ def _read_choice(stages: Any) -> Tuple[int, str, bool]:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Extent:
     """Of a module in one forward: the stages of the first and the last thing that is computed in it, and its FLOPs."""
 
     first: int
@@ -103,7 +103,7 @@ class Profile:
     flops: float
 
 
-def profile(model: nn.Module, part: Partition, example: torch.Tensor, names: Sequence[str]) -> List[Profile]:
+def extents(model: nn.Module, part: Partition, example: torch.Tensor, names: Sequence[str]) -> List[Extent]:
     """The modules `names`, which run one after another, seen in one forward of `example`. FLOPs as for `by: flops`."""
     calls, _ = execution(model, example)
     at_call = stage_at_call(calls, part.begins)
@@ -111,7 +111,7 @@ def profile(model: nn.Module, part: Partition, example: torch.Tensor, names: Seq
     for name in names:
         inside = [call for call in calls if f"{call.name}.".startswith(f"{name}.")]
         stages = [at_call[call.name] for call in inside if call.works] or [at_call.get(name, 0)]
-        found.append(Profile(stages[0], stages[-1], sum(call.flops for call in inside)))
+        found.append(Extent(stages[0], stages[-1], sum(call.flops for call in inside)))
     return found
 
 
