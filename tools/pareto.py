@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
 from ipu_pipe.cli.arguments import folder, say  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, run_command, writing  # noqa: E402
+from ipu_pipe.written import write, write_json  # noqa: E402
 
 LAYERS = 8
 # label -> (method of the run, its arguments, cost law, its k)
@@ -86,8 +87,8 @@ def main() -> None:
     out = args.out or args.runs
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        (out / "pareto.json").write_text(json.dumps(found, indent=1) + "\n")
-        (out / "table.md").write_text(_table(found, args))
+        write_json(out / "pareto.json", found)
+        write(out / "table.md", _table(found, args))
         _plot(found, out / "pareto.png")
     print(json.dumps(found, indent=1) if args.json else _table(found, args))
     say(f"where to look: {out / 'pareto.png'}, {out / 'pareto.json'}, {out / 'table.md'}")

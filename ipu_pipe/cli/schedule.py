@@ -160,28 +160,29 @@ def _write_json(schedule: Schedule, method: Method, args: argparse.Namespace, ou
         slots = schedule.slots(Kind.UPDATE, 0, schedule.update_count, slice(stage, stage + 1))[0]
         return [[slot, k] for k, slot in enumerate(slots.tolist())]
 
-    def put(key: str, value: Any, per_stage: Optional[Callable[[int], List[Any]]] = None, end: str = ",\n") -> None:
-        out.write(f"{json.dumps(key)}: ")
-        if per_stage is None:
-            out.write(json.dumps(value))
-        else:
-            stages = range(schedule.stages)
-            out.writelines((", " if stage else "[") + json.dumps(per_stage(stage)) for stage in stages)
+    parts = {
+        "method": method.name,
+        "stages": schedule.stages,
+        "microbatches": M,
+        "accumulate": schedule.accumulate,
+        "slots": schedule.slot_count,
+        "rows": schedule.cells,
+        "utilization": utilization(method, schedule.stages, schedule.accumulate),
+        "forward_version": versions(table.forward),
+        "backward_version": versions(table.backward),
+        "updates": updates,
+        "max_in_flight": schedule.max_in_flight().tolist(),
+        "weight_copies": table.weight_copies().tolist(),
+        "max_delay": greatest,
+        "mean_delay": mean,
+    }
+    before = "{"
+    for key, value in parts.items():
+        out.write(f"{before}{json.dumps(key)}: ")
+        before = ",\n"
+        if callable(value):  # of each stage
+            out.writelines((", " if stage else "[") + json.dumps(value(stage)) for stage in range(schedule.stages))
             out.write("]")
-        out.write(end)
-
-    out.write("{")
-    put("method", method.name)
-    put("stages", schedule.stages)
-    put("microbatches", M)
-    put("accumulate", schedule.accumulate)
-    put("slots", schedule.slot_count)
-    put("rows", None, schedule.cells)
-    put("utilization", utilization(method, schedule.stages, schedule.accumulate))
-    put("forward_version", None, versions(table.forward))
-    put("backward_version", None, versions(table.backward))
-    put("updates", None, updates)
-    put("max_in_flight", schedule.max_in_flight().tolist())
-    put("weight_copies", table.weight_copies().tolist())
-    put("max_delay", greatest)
-    put("mean_delay", mean, end="}\n")
+        else:
+            out.write(json.dumps(value))
+    out.write("}\n")

@@ -177,7 +177,7 @@ class LoaderData:
         self._train, self._test, self._seed = train, test, seed
         self._epoch, self._next = -1, 0
         self._iterator: Iterator[Any] = iter(())
-        self._first: Optional[Any] = None
+        self._newest: Optional[Any] = None
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
         """The loader's length, less a last batch that is not full where it can be known."""
@@ -206,7 +206,7 @@ class LoaderData:
                 self._epoch, self._next = epoch, 0
                 return self._advance(index, batch_size)
         if index == self._next - 1:
-            return self._checked(self._first, batch_size)
+            return self._checked(self._newest, batch_size)
         return self._advance(index, batch_size)
 
     def _generators(self) -> List[torch.Generator]:
@@ -220,13 +220,13 @@ class LoaderData:
     def _advance(self, index: int, batch_size: int) -> Pair:
         while self._next <= index:
             try:
-                self._first = next(self._iterator)
+                self._newest = next(self._iterator)
             except StopIteration:
                 raise BadInput(
                     f"data: the training loader ended after {self._next} batches, its length says more"
                 ) from None
             self._next += 1
-        return self._checked(self._first, batch_size)
+        return self._checked(self._newest, batch_size)
 
     def _checked(self, batch: Any, batch_size: int) -> Pair:
         x, y = _pair(batch)

@@ -253,8 +253,7 @@ class Piece(nn.Module):
     def own_weights(self) -> List[str]:
         """Weights of the model itself, of no module of it, that are used here and train."""
         own = {id(p) for p in self._whole[0].parameters(recurse=False) if p.requires_grad}
-        gotten = {name: operator.attrgetter(name)(self._whole[0]) for name in self._own}
-        return [name for name, p in gotten.items() if id(p) in own]
+        return [name for name in self._own if id(operator.attrgetter(name)(self._whole[0])) in own]
 
     def weights_handed_on(self) -> List[str]:
         """Weights of the model itself that a later piece uses."""

@@ -165,8 +165,7 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
         held = [*held, *only(stage_groups(groups, own - 1), shared)]
     factory = optimizer or make_factory(config)
     made = factory(held)
-    if optimizer is not None:
-        _check_groups(made)
+    _check_groups(made)
     whole = made if held is groups else factory(groups)  # a process holds its own stage's alone
     if optimizer is not None:
         config = with_optimizer(config, whole)

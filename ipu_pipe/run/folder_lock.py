@@ -12,8 +12,7 @@ import os
 import socket
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Callable, List, Optional, Set, Type
+from typing import Callable, List, Optional, Set
 
 from ipu_pipe.errors import BadInput
 
@@ -80,9 +79,7 @@ class FolderLock:
         self.take()
         return self
 
-    def __exit__(
-        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.release()
 
 
