@@ -24,7 +24,7 @@ from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.sections import GIVEN
 from ipu_pipe.model.probe import Loss
-from ipu_pipe.report.executed import slot_nanoseconds, write_trace
+from ipu_pipe.report.executed import write_trace
 from ipu_pipe.report.memory import memory_record
 from ipu_pipe.report.summary import summarise
 from ipu_pipe.report.words import closing, opening
@@ -316,8 +316,7 @@ def _write_results(
 ) -> Dict[str, Any]:
     """Write what a run that has ended leaves; returns its summary."""
     report = summarise(job, position, final, measured, tested)
-    slot_ns = slot_nanoseconds(job, position)
-    write_trace(job, run.path / "trace.json.gz", slot_ns, measured.events, measured.counters)
+    write_trace(job, run.path / "trace.json.gz", position, measured)
     for name, value in (measured.files or {}).items():
         run.write_json(name, value)
     run.write_json("memory.json", memory_record(job, measured))
