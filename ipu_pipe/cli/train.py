@@ -104,13 +104,16 @@ def _done(args: argparse.Namespace, config: Config, other: Optional[Config]) -> 
     if args.evaluate:
         return json.dumps(evaluate_checkpoint(config, args.evaluate), indent=1)
     out = args.out or on_main(lambda: _dated(Path(args.config).stem))  # the same on all processes
-    run = functools.partial(train, config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite)
+    run = functools.partial(
+        train, config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite
+    )
     if other is None:
         run()
         return None
     second = out / other.method
     again = args.resume and (second / "config.yaml").exists()
-    check(other, second, resume=again, overwrite=args.overwrite)  # its faults are told before the first has taken its time
+    # the second's faults are told before the first has taken its time
+    check(other, second, resume=again, overwrite=args.overwrite)
     with reserved(second, resume=again, overwrite=args.overwrite):
         report = run()
     if is_main():

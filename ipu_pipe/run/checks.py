@@ -32,7 +32,9 @@ def clipped_warmup(job: Job) -> List[str]:
     """Norms of the synchronous warm-up are not delayed."""
     clip = job.config.clip
     if clip is not None and clip.scope == "delayed_global" and "warmup" in job.config.method_settings():
-        return ["clip.scope: delayed_global: not together with method_args.warmup, whose norms are not delayed: use stage"]
+        return [
+            "clip.scope: delayed_global: not together with method_args.warmup, whose norms are not delayed: use stage"
+        ]
     return []
 
 
@@ -72,17 +74,17 @@ def blocks(job: Job) -> List[str]:
     overlap, gathers, replicas = bool(method.structure.overlap), bool(args.get("block_accumulation")), config.replicas
     if config.clip and config.clip.scope != "stage":
         faults.append(f"clip.scope: {config.clip.scope}: a block knows no gradient but its own: must be stage")
-    refused = {
-        "clip: local_overlapping: a layer's gradient is the mean of two blocks', which are not clipped": (
-            overlap and config.clip
-        ),
-        "method_args.block_accumulation: not with local_overlapping, whose blocks share gradients at each update": (
-            overlap and gathers
-        ),
-        f"replicas: {replicas}: not with local_overlapping, whose layers have duplicates already": overlap and replicas > 1,
-        f"replicas: {replicas}: not with method_args.block_accumulation: use gradient_accumulation": gathers and replicas > 1,
-    }
-    return faults + [fault for fault, holds in refused.items() if holds]
+    if overlap and config.clip:
+        faults.append("clip: local_overlapping: a layer's gradient is the mean of two blocks', which are not clipped")
+    if overlap and gathers:
+        faults.append(
+            "method_args.block_accumulation: not with local_overlapping, whose blocks share gradients at each update"
+        )
+    if overlap and replicas > 1:
+        faults.append(f"replicas: {replicas}: not with local_overlapping, whose layers have duplicates already")
+    if gathers and replicas > 1:
+        faults.append(f"replicas: {replicas}: not with method_args.block_accumulation: use gradient_accumulation")
+    return faults
 
 
 def _rules(job: Job) -> List[str]:

@@ -140,7 +140,8 @@ def _communication(report: Mapping[str, Any], devices: int) -> Dict[str, Any]:
         return sum(link["bytes_per_microbatch"] for link in [*links, *shared] if link[end] == device)
 
     amounts = [
-        {"index": d, "received_bytes": passing("dst", d), "transmitted_bytes": passing("src", d)} for d in range(devices)
+        {"index": d, "received_bytes": passing("dst", d), "transmitted_bytes": passing("src", d)}
+        for d in range(devices)
     ]
     return {"links": links, **({"shared_layer_links": shared} if shared else {}), "devices": amounts}
 

@@ -296,7 +296,10 @@ def table(found: Mapping[str, Any], command: str) -> str:
 
 def plot(runs: Sequence[Run], labels: Sequence[str], title: str, folder: Path) -> List[Path]:
     """Test accuracy against epoch and against normalized time, mean over seeds with the range shaded, as PNG files."""
-    pictures = {folder / "accuracy_by_epoch.png": "epoch", folder / "accuracy_by_time.png": "time (epochs / utilization)"}
+    pictures = {
+        folder / "accuracy_by_epoch.png": "epoch",
+        folder / "accuracy_by_time.png": "time (epochs / utilization)",
+    }
     for place, (file, axis) in enumerate(pictures.items()):
         with figure(file, (8, 5)) as (axes,):
             for label in labels:
