@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Iterable, Optional, Tuple
+from typing import Iterable, Optional, Sequence, Tuple
 
+from ipu_pipe.backends.replays import Replays, TableReplays
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.probe import Loss
@@ -21,7 +22,7 @@ class Work:
 
     `table`: who reads what, over the schedule. `rules`: the update rules, over an optimizer that holds the parameters of the
     stages that are here. `clip`: (norm, scope) or None. `allow_nonfinite`: a loss that is no finite number ends nothing.
-    `microbatch`: the first to come, after a resume.
+    `microbatch`: the first to come, after a resume. `replays`: what is read and updated, where that is not the table's.
     """
 
     loss: Loss
@@ -30,6 +31,7 @@ class Work:
     clip: Optional[Tuple[float, str]] = None
     allow_nonfinite: bool = False
     microbatch: int = 0
+    replays: Optional[Replays] = None
 
     @classmethod
     def of(cls, job: Job, first_update: int) -> Work:
@@ -38,6 +40,10 @@ class Work:
         clip = (config.clip.norm, config.clip.scope) if config.clip else None
         first = first_update * config.gradient_accumulation
         return cls(job.loss, job.table, job.rules, clip, config.allow_nonfinite, first)
+
+    def source(self, replicas: Sequence[int]) -> Replays:
+        """The replays of these replicas of the pipeline."""
+        return self.replays if self.replays is not None else TableReplays(self.table, replicas)
 
     @property
     def method(self) -> Method:

@@ -158,10 +158,13 @@ class UpdateRules:
             rate = rule.rate(settings[stage], rate, k - self.switch) if rule.rate is not None else rate
         return rate
 
-    def step(self, k: int, clip: Callable[[], None]) -> None:
-        """Update k of every stage from the gradients at hand, which are then gone; those of blocks that gather more of them
-        stay."""
+    def step(self, k: int, clip: Callable[[], None], stages: Optional[Sequence[int]] = None) -> None:
+        """Update k of these stages (all if None) from the gradients at hand, which are then gone, those of other stages, too;
+        those of blocks that gather more of them stay."""
         active = self._active if k >= self.switch else []
+        if stages is not None:
+            active = [(stage, rule, at) for stage, rule, at in active if stage.index in stages]
+            self._forget_others(stages)
         gathering = _gather(self.stages.values(), self._every, k)
         rates = self.rates(k)
         for group in self._optimizer.param_groups:
@@ -184,6 +187,13 @@ class UpdateRules:
         self._optimizer.zero_grad(set_to_none=True)
         for p, gradient in gathering:
             p.grad = gradient
+
+    def _forget_others(self, stages: Sequence[int]) -> None:
+        """The gradients of all stages but these are gone: what has none, no optimizer steps."""
+        for index, stage in self.stages.items():
+            if index not in stages:
+                for p in stage.parameters:
+                    p.grad = None
 
     def _acting_here(self) -> List[Tuple[StageState, Rule, Setting]]:
         """What acts on the stages at hand, rule by rule."""

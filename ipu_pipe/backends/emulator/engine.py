@@ -31,21 +31,22 @@ class EmulatorEngine(Engine):
         self._emulator = Emulator(work, job.model, job.part, job.example, config.seed, config.replicas)
 
     def step(self, k: int) -> StepResult:
-        accumulate = self.job.config.gradient_accumulation
         with attributed(lambda: self._emulator.whereabouts):
-            return self._emulator.step(self._microbatches(k * accumulate, (k + 1) * accumulate))
+            return self._emulator.step(self._microbatches())
 
     def advance(self, k: int, read: bool) -> List[StepResult]:
         if not reading_waits(self.job.device):
             return [self.step(k)]
-        accumulate = self.job.config.gradient_accumulation
-        self._emulator.advance(self._microbatches(k * accumulate, (k + 1) * accumulate))
+        self._emulator.advance(self._microbatches())
         return self._emulator.read() if read else []
 
-    def _microbatches(self, first: int, last: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
-        for m in range(first, last):
-            for replica in range(self.job.config.replicas):
-                yield self.job.microbatch(m, replica)
+    def _microbatches(self) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
+        """Those of the replays up to the next that updates, each when it is that one's turn."""
+        is_done = False
+        while not is_done:
+            replay = self._emulator.replay
+            is_done = len(replay.updates) > 0
+            yield self.job.microbatch(replay.microbatch, replay.replica)
 
     def evaluate(self) -> List[Measured]:
         with attributed(lambda: f"evaluation before update {self._emulator.update}"):
