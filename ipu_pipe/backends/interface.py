@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import BackendConfig, Config
 from ipu_pipe.job.placing import Placed
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.schema import BackendConfig, Config
 from ipu_pipe.schedule.methods import Method
 
 

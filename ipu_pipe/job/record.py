@@ -11,7 +11,7 @@ from torch import nn
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.labels import LabelRange
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import Config
+from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import Given
 from ipu_pipe.model.precision import OwnTypes
 from ipu_pipe.model.probe import Footprint, Loss

@@ -7,8 +7,8 @@ from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
 
-from ipu_pipe.job.config import Config
 from ipu_pipe.job.record import DTYPES, Job
+from ipu_pipe.job.schema import Config
 from ipu_pipe.model.stages import describe
 from ipu_pipe.report.memory import memory_figures, memory_table
 from ipu_pipe.schedule.drawing import format_text

@@ -13,11 +13,11 @@ from ipu_pipe.backends.interface import Backend, Engine, Report, State, StepResu
 from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.blame import attributed
-from ipu_pipe.job.config import BackendConfig
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.placing import place_whole
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.schema import BackendConfig
 from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.update.state import export_state, optimizer_bytes
 

@@ -16,11 +16,10 @@ from ipu_pipe.backends.ipu.optimizer import export_state, import_state
 from ipu_pipe.backends.ipu.options import make_options
 from ipu_pipe.backends.ipu.profile import Timeline
 from ipu_pipe.backends.ipu.wrapping import unsplit, wrap_block
-from ipu_pipe.job.config import Config
 from ipu_pipe.job.evaluation import Tally, test_batches
-from ipu_pipe.job.ipu.config import section_of
 from ipu_pipe.job.ipu.placement import Placement
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.schema import Config
 from ipu_pipe.local.blocks import HEADS, blocks_of
 from ipu_pipe.model.randomness import derived_seed
 
@@ -38,7 +37,7 @@ class Block:
         self.is_last = rank == len(job.part) - 1
         self._crossings, self._first = blocks.crossings, first_update
         self._config = own_config(job.config, rank)
-        self._ipu = section_of(self._config)
+        self._ipu = self._config.ipu
         self.messages = Messages(rank, OUTSTANDING * (1 + every), job.config.precision.startswith("16"))
         wrapped = wrap_block(job.model, job.loss, rank, job.config.precision, self._ipu)
         held = import_state(job.optimizer)
@@ -54,7 +53,9 @@ class Block:
         seed = derived_seed(self._config.seed, "ipu", self._first, self.rank) % 2**32
         accumulation = self._config.gradient_accumulation * self.every
         with torch.random.fork_rng(devices=[]):
-            return make_options(self._config, Placement((0,)), training, seed, None, ipu_id, accumulation)
+            return make_options(
+                self._config, self.job.method, Placement((0,)), training, seed, None, ipu_id, accumulation
+            )
 
     def train(self, updates: range) -> List[torch.Tensor]:
         """What the model gives for the updates of which this block makes one, in one call; the activations go on."""
@@ -125,7 +126,7 @@ class Block:
 
 def own_config(config: Config, rank: int) -> Config:
     """The config with a block's share of what is told by IPU."""
-    backend, ipu = config.backend, section_of(config)
+    backend, ipu = config.backend, config.ipu
     shares = ipu.available_memory_proportion
     if not isinstance(shares, list):
         return config

@@ -26,7 +26,6 @@ from ipu_pipe.backends.ipu.optimizer import export_state, import_state, state_by
 from ipu_pipe.backends.ipu.poprun import instance
 from ipu_pipe.backends.ipu.session import Session
 from ipu_pipe.errors import BadInput, RunFault, end_process
-from ipu_pipe.job.ipu.config import section_of
 from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import Placement, placement, reserved
 from ipu_pipe.job.position import Measured
@@ -42,7 +41,7 @@ class PoptorchEngine(Engine):
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
         config = job.config
-        self.ipu = section_of(config)
+        self.ipu = config.ipu
         self._share = instance(config)
         self.is_main = self._share.first == 0
         self._place = placement(self.ipu, len(job.part))
@@ -194,7 +193,7 @@ def _report(job: Job, place: Placement, optimizer: Mapping[str, Any], timeline: 
         "full_cycles_share": busy,
         "latency_seconds": timeline.latency or None,
         "cycles_of_the_last_call": timeline.cycles,
-        "profiles": ipu_profile.profiles(section_of(config)),
+        "profiles": ipu_profile.profiles(config.ipu),
     }
     return Report(
         state_bytes(tensors, job.part), [0], None, timeline.events,

@@ -13,7 +13,6 @@ from ipu_pipe.backends.ipu.feed import as_input
 from ipu_pipe.backends.ipu.optimizer import read_state, set_rates, translate
 from ipu_pipe.backends.ipu.profile import Timeline
 from ipu_pipe.backends.ipu.wrapping import Wrapped, unsplit
-from ipu_pipe.job.ipu.config import section_of
 from ipu_pipe.job.record import Job
 
 
@@ -41,7 +40,7 @@ class Executors:
         names = {p: name for name, p in job.model.named_parameters()}
         clip = job.config.clip.norm if job.config.clip else None
         with told("making the optimizer"):
-            self.optimizer: Any = translate(job.optimizer, names, own, section_of(job.config), clip)
+            self.optimizer: Any = translate(job.optimizer, names, own, job.config.ipu, clip)
             if optimizer is not None:
                 self.optimizer.load_state_dict({**self.optimizer.get_state_dict(), **optimizer, "ipu_param": {}})
         self._set_rates(first_update)

@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, RunFault, first_line
-from ipu_pipe.job.config import Config
-from ipu_pipe.job.ipu.config import DataLoading, section_of
+from ipu_pipe.job.ipu.config import DataLoading
+from ipu_pipe.job.schema import Config
 
 STRATEGIES = {
     "shared_memory": "SharedMemory",
@@ -49,7 +49,7 @@ class Calls(Dataset):  # type: ignore[type-arg]
         self, data: DataSource, config: Config, updates_per_epoch: int, first: int, updates: int, replica: int, replicas: int
     ) -> None:  # fmt: skip
         self._data, self._config, self._per_epoch = data, config, updates_per_epoch
-        self._first, self._iterations = first, section_of(config).device_iterations
+        self._first, self._iterations = first, config.ipu.device_iterations
         self._count = max(updates - first, 0) // self._iterations
         self._replicas = range(replica, replica + replicas)
 

@@ -7,26 +7,26 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-from ipu_pipe.job.config import Config
-from ipu_pipe.job.ipu.config import LOCATIONS, IpuConfig, TensorLocation, TensorLocations, section_of
+from ipu_pipe.job.ipu.config import LOCATIONS, IpuConfig, TensorLocation, TensorLocations
 from ipu_pipe.job.ipu.methods import Execution, execution_of
 from ipu_pipe.job.ipu.placement import Placement
-from ipu_pipe.schedule.methods import resolve_method
+from ipu_pipe.job.schema import Config
+from ipu_pipe.schedule.methods import Method
 
 RECOMPUTATION = {"none": 0, "standard": 1, "norm_only": 2, "pipeline": 3, "recompute_all": 4}  # popart's numbers
 
 
 def make_options(
-    config: Config, place: Placement, training: bool, seed: int, base: Optional[Any] = None, ipu_id: Optional[int] = None,
-    accumulation: Optional[int] = None,
+    config: Config, method: Method, place: Placement, training: bool, seed: int, base: Optional[Any] = None,
+    ipu_id: Optional[int] = None, accumulation: Optional[int] = None,
 ) -> Any:  # fmt: skip
     """poptorch.Options of a run's training or inference model. `base`: options to fill in, those of popdist, which has set
     replicas and processes. `ipu_id`: of gc-info, None: any device. `accumulation`: microbatches an update, None: the config's.
     """
     import poptorch  # only here
 
-    ipu = section_of(config)
-    execution = execution_of(resolve_method(config.method, config.method_settings()))
+    ipu = config.ipu
+    execution = execution_of(method)
     assert execution is not None, "a config with a method that no row says runs is refused"
     pipelined = execution is Execution.PIPELINED
     options = poptorch.Options() if base is None else base
@@ -56,7 +56,7 @@ def _set_execution(
 ) -> None:
     import poptorch
 
-    ipu = section_of(config)
+    ipu = config.ipu
     stages = [poptorch.Stage(*map(stage_name, stages)).ipu(index) for index, stages in place.runs]
     options.setExecutionStrategy(getattr(poptorch, execution.value)(*stages))
     options.autoRoundNumIPUs(ipu.auto_round_num_ipus)

@@ -6,21 +6,20 @@ from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 from ipu_pipe.backends.ipu.facts import ModelFacts
 from ipu_pipe.backends.ipu.optimizer import ACCUMULATORS
-from ipu_pipe.job.config import Config
-from ipu_pipe.job.ipu.config import IpuConfig, key_said, section_of
+from ipu_pipe.job.ipu.config import IpuConfig, key_said
 from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import MOST_IPUS, Placement, placement, placement_faults, reserved
 from ipu_pipe.job.ipu.refusals import location_faults
-from ipu_pipe.schedule.methods import Method, resolve_method
+from ipu_pipe.job.schema import Config
+from ipu_pipe.schedule.methods import Method
 
 _UNREAD = ("maximize", "differentiable", "capturable", "amsgrad", "nesterov")
 
 
-def refuses(config: Config, facts: ModelFacts, local_replicas: Optional[int] = None) -> List[str]:
+def refuses(config: Config, method: Method, facts: ModelFacts, local_replicas: Optional[int] = None) -> List[str]:
     """Reasons why PopTorch cannot run the job, each with its remedy; empty if none is known. `local_replicas`: of this process,
     where poprun started several."""
-    ipu = section_of(config)
-    method = resolve_method(config.method, config.method_settings())
+    ipu = config.ipu
     if local_replicas is not None:
         config = config.model_copy(update={"replicas": local_replicas})
     decoupled = ipu.local == "decoupled" and method.structure is not None

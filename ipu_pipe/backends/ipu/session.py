@@ -17,7 +17,7 @@ from ipu_pipe.backends.ipu.profile import Timeline
 from ipu_pipe.backends.ipu.results import losses_of, results_of
 from ipu_pipe.backends.ipu.wrapping import Wrapped, unsplit, wrap
 from ipu_pipe.job.evaluation import Tally, test_batches
-from ipu_pipe.job.ipu.config import DataLoading, section_of
+from ipu_pipe.job.ipu.config import DataLoading
 from ipu_pipe.job.ipu.placement import Placement, reserved
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
@@ -29,7 +29,7 @@ class Session:
 
     def __init__(self, job: Job, held: Held, share: Instance, place: Placement, timeline: Timeline) -> None:
         config = job.config
-        self.job, self.ipu, self.share, self.place = job, section_of(config), share, place
+        self.job, self.ipu, self.share, self.place = job, config.ipu, share, place
         self._first = held.update
         wrapped = wrap(job.model, job.loss, job.part, config.precision, self.ipu)
         _load(wrapped, held.model)
@@ -49,7 +49,7 @@ class Session:
         seed = derived_seed(self.job.config.seed, "ipu", self._first) % 2**32
         with torch.random.fork_rng(devices=[]):  # randomSeed seeds the host's generator, too
             ipu_id = self.ipu.ipu_ids[0] if self.ipu.ipu_ids else None
-            return make_options(self.job.config, self.place, training, seed, base, ipu_id)
+            return make_options(self.job.config, self.job.method, self.place, training, seed, base, ipu_id)
 
     def compile(self) -> None:
         """Compile both models, run none. Compiling attaches, and the second model needs the first one's IPUs."""

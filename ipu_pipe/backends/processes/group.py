@@ -13,8 +13,8 @@ from ipu_pipe.backends.processes.joining import Asked, differing, meet, wait_lim
 from ipu_pipe.backends.processes.stopping import Stopping
 from ipu_pipe.backends.ranks import is_distributed, told_as_lost
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import BackendConfig, Config
 from ipu_pipe.job.determinism import set_numerics
+from ipu_pipe.job.schema import BackendConfig, Config
 
 
 def check_launch(backend: BackendConfig) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ipu_pipe import __version__
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.comparing import flat
-from ipu_pipe.job.config import Config
+from ipu_pipe.job.schema import Config
 from ipu_pipe.launched import Launched
 
 POLL = 0.05  # seconds between looks at the store

@@ -12,8 +12,8 @@ from torch import nn
 from ipu_pipe.backends.processes.mail import Layout
 from ipu_pipe.backends.ranks import on_all_ranks
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import Config
 from ipu_pipe.job.placing import Placed, place_blocks
+from ipu_pipe.job.schema import Config
 from ipu_pipe.model.cutting import Piece, crossings, merge_stages, pieces
 from ipu_pipe.model.rehearsal import refuse_other_pieces
 from ipu_pipe.model.stages import partition

@@ -10,14 +10,12 @@ Sources: PopTorch, branch sdk-release-3.4 (popart_compiler/source/CompilerImpl.c
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, List, NamedTuple, Tuple
+from typing import List, NamedTuple, Tuple
 
 from ipu_pipe.job.ipu.config import IpuConfig, key_said
 from ipu_pipe.job.ipu.methods import is_pipelined
+from ipu_pipe.job.schema import Config
 from ipu_pipe.schedule.methods import Method
-
-if TYPE_CHECKING:
-    from ipu_pipe.job.config import Config
 
 MOST_IPUS = 64  # of one process
 
