@@ -46,10 +46,14 @@ class Scene(NamedTuple):
 
 DIGITS = "configs/mlp_digits.yaml"
 SMALL = ["steps=6", "evaluate={every: 1}", "checkpoint={every: 3}", "log={every: 1, tensorboard: false}"]
-RESNET = [
-    "model={entry: 'models.resnet:preact_resnet20', args: {classes: 10, norm: batch}}",
-    "data={name: synthetic, shape: [3, 8, 8], classes: 10, samples: 96}", "micro_batch_size=4",
-]  # fmt: skip
+RESNET = """\
+model: {entry: 'models.resnet:preact_resnet20', args: {classes: 10, norm: batch}}
+data: {name: synthetic, shape: [3, 8, 8], classes: 10, subset: 96, test_subset: 16}
+stages: 4
+micro_batch_size: 4
+gradient_accumulation: 4
+optimizer: {name: sgd, lr: 0.1, momentum: 0.9}
+"""
 METHODS = [
     "naive", "gpipe", "pipedream_flush", "pipedream", "pipedream_2bw", "pipemare", "pipelined_backprop", "spectrain",
     "local_greedy", "local_chunked", "local_overlapping", "last_layers",
@@ -111,8 +115,12 @@ def scenes() -> Iterator[Scene]:
     yield Scene("collect", "collect", [DIGITS, "--methods", "gpipe,pipedream,local_greedy", "--steps", "4", "--out", "{run}"])
 
 
-def _train(name: str, *settings: str, **more: Any) -> Scene:
-    return Scene(f"train/{name}", "train", [DIGITS, "--out", "{run}/out", "--set", *SMALL, *settings], **more)
+def _train(name: str, *settings: str, config: str = DIGITS, **more: Any) -> Scene:
+    return Scene(f"train/{name}", "train", [config, "--out", "{run}/out", "--set", *SMALL, *settings], **more)
+
+
+def _train_resnet(name: str, *settings: str) -> Scene:
+    return _train(name, *settings, config="{run}/resnet.yaml", files=(("resnet.yaml", RESNET),))
 
 
 ADAMW = "optimizer={name: adamw, lr: 0.003, momentum: null}"
@@ -123,11 +131,11 @@ def _training() -> Iterator[Scene]:
         yield _train(method, f"method={method}")
         yield _train(f"{method}-adamw", f"method={method}", ADAMW, "gradient_accumulation=5", "steps=4")
         if method != "local_overlapping":
-            yield _train(f"{method}-resnet", f"method={method}", *RESNET)
+            yield _train_resnet(f"{method}-resnet", f"method={method}")
     for name, (method, args) in RULES.items():
         yield _train(f"rule-{name}", f"method={method}", f"method_args={args}", "optimizer.lr=0.02", "gradient_accumulation=1")
-    yield _train("resnet-finest", *RESNET, "stages=finest", "method=pipemare", "method_args={t2: {}}")
-    yield _train("resnet-named", *RESNET, "stages={count: 3, by: parameters}", "replicas=2")
+    yield _train_resnet("resnet-finest", "stages=finest", "method=pipemare", "method_args={t2: {}}")
+    yield _train_resnet("resnet-counted", "stages={count: 3, by: parameters}", "replicas=2")
     yield _train("clip-stage", "clip={norm: 0.1, scope: stage}")
     yield _train("clip-delayed", "clip={norm: 0.1, scope: delayed_global}")
     yield _train("clip-global", "method=gpipe", "clip={norm: 0.1}")
