@@ -72,10 +72,6 @@ class _Kept(Unversioned):
         self._held = 0
         self.peak_bytes = 0
 
-    def versions_held(self) -> List[int]:
-        """Views that each stage holds besides what is in its parameters."""
-        return [len(kept) for kept in self._kept]
-
     def _fresh(self, stage: int) -> Tensors:
         self._held += self._size[stage]
         self.peak_bytes = max(self.peak_bytes, self._held)

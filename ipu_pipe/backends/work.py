@@ -1,4 +1,4 @@
-"""What emulator and processes carry out of a job, and the check of its losses that they have in common."""
+"""What emulator and processes carry out of a job, and the check of losses that all backends have in common."""
 
 from __future__ import annotations
 
@@ -67,9 +67,15 @@ class Work:
 
     def refuse_nonfinite(self, k: int, losses: Iterable[float]) -> None:
         """Raises RunFault where a loss of update k is not a finite number, unless that is allowed."""
-        wrong = [loss for loss in losses if not math.isfinite(loss)]
-        if wrong and not self.allow_nonfinite:
-            raise RunFault(
-                f"update {k} of method {self.method.name}: the training loss is {wrong[0]}; a smaller optimizer.lr or "
-                "lr_schedule.warmup_steps may help (allow_nonfinite: true goes on regardless)"
-            )
+        if not self.allow_nonfinite:
+            refuse_nonfinite(self.method.name, k, losses)
+
+
+def refuse_nonfinite(method: str, k: int, losses: Iterable[float], more_advice: str = "") -> None:
+    """Raises RunFault where a loss of update k is not a finite number."""
+    wrong = [loss for loss in losses if not math.isfinite(loss)]
+    if wrong:
+        raise RunFault(
+            f"update {k} of method {method}: the training loss is {wrong[0]}; a smaller optimizer.lr or "
+            f"lr_schedule.warmup_steps may help{more_advice} (allow_nonfinite: true goes on regardless)"
+        )

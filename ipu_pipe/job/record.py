@@ -91,11 +91,6 @@ class Job(Setup):
         """Learning rate of update k."""
         return rate_of(self.config, self.base_rate, k, self.updates, self.updates_per_epoch)
 
-    @property
-    def synchronous_updates(self) -> int:
-        """Updates of the synchronous warm-up, before the switch to the method."""
-        return self.rules.switch
-
     def phases(self) -> List[Dict[str, Any]]:
         """The run in order: updates by GPipe (the warm-up), then by the method, and the share of the schedule's slots of
         each in which stages are busy, its fills and drains included."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 import torch
 
+from ipu_pipe import launched
 from ipu_pipe.backends.ipu.evaluation import in_calls, judged
 from ipu_pipe.backends.ipu.executors import Executors
 from ipu_pipe.backends.ipu.faults import told
@@ -49,7 +49,8 @@ class Block:
 
     def _options(self, training: bool) -> Any:
         ids = self._ipu.ipu_ids
-        ipu_id = ids[self.rank] if ids else int(os.environ.get("LOCAL_RANK", self.rank))
+        local = launched.read().local_rank
+        ipu_id = ids[self.rank] if ids else self.rank if local is None else local
         seed = derived_seed(self._config.seed, "ipu", self._first, self.rank) % 2**32
         accumulation = self._config.gradient_accumulation * self.every
         with torch.random.fork_rng(devices=[]):
@@ -118,7 +119,7 @@ class Block:
 
     def state(self) -> Tuple[Dict[str, torch.Tensor], Dict[str, torch.Tensor], Dict[str, Any]]:
         """Weights, and tensors and plain values of the optimizer's state, of this block alone."""
-        held = self.executors.held(0)
+        held = self.executors.snapshot(0)
         names = [unsplit(name) for name, _ in self.executors.wrapped.named_parameters()]
         own = [name for name in names if name is not None]
         return (held.model, *export_state(held.optimizer or {}, own))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ipu_pipe.backends.interface import Engine, Report, State, StepResult
 from ipu_pipe.backends.ipu import profile as ipu_profile
-from ipu_pipe.backends.ipu.executors import Held
+from ipu_pipe.backends.ipu.executors import Snapshot
 from ipu_pipe.backends.ipu.faults import check_hardware, forget_frames, said_by
 from ipu_pipe.backends.ipu.optimizer import export_state, import_state, state_bytes
 from ipu_pipe.backends.ipu.poprun import instance
@@ -48,7 +48,7 @@ class PoptorchEngine(Engine):
         optimizer = import_state(job.optimizer)
         job.optimizer.state.clear()  # PopTorch's entries mean nothing to it
         start = {name: value.detach().clone() for name, value in job.model.state_dict().items()}
-        self._last = Held(first_update, start, optimizer)
+        self._last = Snapshot(first_update, start, optimizer)
         if first_update % self.ipu.device_iterations:
             raise BadInput(
                 f"backend.ipu.device_iterations: {self.ipu.device_iterations}: must divide the {first_update} updates "
@@ -146,7 +146,7 @@ class PoptorchEngine(Engine):
         assert not self._results, "a checkpoint inside a call"
         start = time.perf_counter_ns()
         with self._channel.tracepoint("checkpoint"):
-            self._last = self._guarded(lambda session: session.held(self._done))
+            self._last = self._guarded(lambda session: session.snapshot(self._done))
         self._may_retry = True
         self._timeline.add("checkpoint", self._done, start, time.perf_counter_ns())
         if not self.is_main:
@@ -162,7 +162,7 @@ class PoptorchEngine(Engine):
         if self._session is None:
             return
         if self._last.update != self._done:
-            self._last = self._guarded(lambda session: session.held(self._done))
+            self._last = self._guarded(lambda session: session.snapshot(self._done))
         self.job.model.load_state_dict(self._last.model)
         self.abort()
 

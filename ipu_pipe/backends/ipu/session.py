@@ -8,7 +8,7 @@ import torch
 
 from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.ipu.evaluation import filled, in_calls, judged
-from ipu_pipe.backends.ipu.executors import Executors, Held
+from ipu_pipe.backends.ipu.executors import Executors, Snapshot
 from ipu_pipe.backends.ipu.faults import told
 from ipu_pipe.backends.ipu.feed import Calls, Feed, as_input
 from ipu_pipe.backends.ipu.options import make_options
@@ -27,7 +27,7 @@ from ipu_pipe.model.randomness import derived_seed
 class Session:
     """The whole model on its IPUs, and the input of its calls from update `held.update` on."""
 
-    def __init__(self, job: Job, held: Held, share: Instance, place: Placement, timeline: Timeline) -> None:
+    def __init__(self, job: Job, held: Snapshot, share: Instance, place: Placement, timeline: Timeline) -> None:
         config = job.config
         self.job, self.ipu, self.share, self.place = job, config.ipu, share, place
         self._first = held.update
@@ -95,9 +95,9 @@ class Session:
                 tally.add(judged(output, count), y[:count], count)
         return [tally.measured for tally in tallies]
 
-    def held(self, update: int) -> Held:
+    def snapshot(self, update: int) -> Snapshot:
         """Weights and optimizer state as they are, copies."""
-        return self.executors.held(update)
+        return self.executors.snapshot(update)
 
     def drop(self) -> None:
         """Give the IPUs back and end the input."""

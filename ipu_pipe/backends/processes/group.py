@@ -48,7 +48,7 @@ def start(config: Config, options: Mapping[str, object]) -> None:
         # a kernel that is loaded when first used waits for an idle GPU, which one with a receive posted is not
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
         set_numerics(backend)
-        torch.cuda.set_device(where.local_rank % max(torch.cuda.device_count(), 1))
+        torch.cuda.set_device((where.local_rank or 0) % max(torch.cuda.device_count(), 1))
     with told_as_lost(where.rank):
         dist.init_process_group(
             "gloo", store=dist.PrefixStore("group", store), rank=where.rank, world_size=where.world, timeout=limit
