@@ -123,7 +123,6 @@ def refuse_foreign(optimizer: torch.optim.Optimizer) -> None:
     """Refuse (BadInput) PopTorch's optimizer state on another backend."""
     if any(str(entry).startswith(f"{MARK}:") for state in optimizer.state.values() for entry in state):
         raise BadInput(
-            "--resume: the checkpoint's optimizer state is PopTorch's, which backend.name poptorch alone can load: go "
-            "on with that, "
-            "or start anew from its weights (init_from: .../model.safetensors)"
+            "--resume: the checkpoint's optimizer state is PopTorch's, which backend.name poptorch alone can load: "
+            "go on with that, or start anew from its weights (init_from: .../model.safetensors)"
         )

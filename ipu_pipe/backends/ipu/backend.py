@@ -25,8 +25,7 @@ from ipu_pipe.job.schema import BackendConfig, Config
 
 MISSING = (
     "PopTorch is not installed: it is a wheel inside Graphcore's Poplar SDK 3.4 (not on PyPI), for Python 3.8 and "
-    "torch 2.0.1; "
-    "what runs here is backend.name=emulator with backend.ipu=null and precision=float32"
+    "torch 2.0.1; what runs here is backend.name=emulator with backend.ipu=null and precision=float32"
 )
 
 
@@ -70,8 +69,7 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
         said = " ".join(str(error).split())[:200]
         raise BadInput(
             f"backend.name: poptorch: PopTorch is there but cannot be imported: {said}: source the SDK's enable "
-            "scripts, and use its "
-            "Python 3.8 and torch 2.0.1"
+            "scripts, and use its Python 3.8 and torch 2.0.1"
         ) from error
     if under_poprun():
         join_poprun(backend.deadline)
@@ -113,9 +111,8 @@ def note(job: Job) -> str:
     accumulation = config.gradient_accumulation
     share = accumulation / place.cycles(accumulation)
     return (
-        f"{stages} stages on {place.ipus} IPUs of each replica (PipelinedExecution): "
-        f"{place.cycles(accumulation)} pipeline cycles "
-        f"an update, {share:.1%} of them full"
+        f"{stages} stages on {place.ipus} IPUs of each replica (PipelinedExecution): {place.cycles(accumulation)} "
+        f"pipeline cycles an update, {share:.1%} of them full"
     )
 
 

@@ -67,8 +67,7 @@ class BlockEngine(Engine):
         if wide:
             raise BadInput(
                 f"stages: more than one tensor crosses to block {wide[0] + 1}: with backend.ipu.local decoupled it "
-                "must be one, or"
-                " set fused"
+                "must be one, or set fused"
             )
         check_hardware(self.job.config.ipu, 1)
 

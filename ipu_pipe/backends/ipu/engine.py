@@ -210,7 +210,6 @@ def _given_up(error: Any, done: int, others: bool) -> RunFault:
             "instances cannot go back: do what it asks for, then go on with --resume"
         )
     return RunFault(
-        f"poptorch: after update {done}: device error ({error.recovery_action}) for the second time since "
-        "the last checkpoint: "
-        f"{said_by(error)}: do what it asks for (vipu reset partition, gc-reset), then go on with --resume"
+        f"poptorch: after update {done}: device error ({error.recovery_action}) for the second time since the last "
+        f"checkpoint: {said_by(error)}: do what it asks for (vipu reset partition, gc-reset), then go on with --resume"
     )

@@ -103,9 +103,8 @@ def told_of_block(rank: int, doing: str) -> Iterator[None]:
         raise
     except poptorch.RecoverableError as error:
         raise RunFault(
-            f"rank {rank}, block {rank}: device error ({error.recovery_action}): {error.message}: do "
-            "what it asks for, then"
-            " go on with --resume"
+            f"rank {rank}, block {rank}: device error ({error.recovery_action}): {error.message}: do what it asks "
+            "for, then go on with --resume"
         ) from error
     except RunFault as error:
         raise RunFault(f"rank {rank}, block {rank}: {error}") from error

@@ -38,9 +38,9 @@ def refuses(config: Config, method: Method, facts: ModelFacts, local_replicas: O
         faults += _layout_faults(facts, place, method)
     if facts.moving and config.replicas > 1 and ipu.broadcast_buffers:
         faults.append(
-            f"{key_said('broadcast_buffers', True)}: training writes {_some(facts.moving)} on each of {config.replicas} "
-            "replicas apart, which "
-            "PopTorch does not broadcast: set it to false (the first replica's are kept), or use GroupNorm"
+            f"{key_said('broadcast_buffers', True)}: training writes {_some(facts.moving)} on each of "
+            f"{config.replicas} replicas apart, which PopTorch does not broadcast: set it to false (the first "
+            "replica's are kept), or use GroupNorm"
         )
     if local_replicas is not None:
         faults += location_faults(config, ipu)  # weights are sharded over a process's own replicas
@@ -71,9 +71,8 @@ def _layout_faults(facts: ModelFacts, place: Placement, method: Method) -> List[
         used = sorted({place.ipu_of[s] for s in stages})
         if len(used) > 1 and is_pipelined(method):
             faults.append(
-                f"model: {name}: used by stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, used))}, but "
-                "a weight or buffer "
-                "lies on one: put them on the same with backend.ipu.ipus, or cut elsewhere"
+                f"model: {name}: used by stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, used))}, "
+                "but a weight or buffer lies on one: put them on the same with backend.ipu.ipus, or cut elsewhere"
             )
     return faults
 

@@ -65,9 +65,8 @@ def _execution_faults(config: Config, ipu: IpuConfig, method: Method) -> List[st
     if ipu.overlapped_io != "none":
         if is_pipelined(method):
             faults.append(
-                f"{key_said('overlapped_io', ipu.overlapped_io)}: PopTorch overlaps no input and output with a pipeline: "
-                "must be none "
-                "(prefetch_buffering_depth buffers instead), or method naive"
+                f"{key_said('overlapped_io', ipu.overlapped_io)}: PopTorch overlaps no input and output with a "
+                "pipeline: must be none (prefetch_buffering_depth buffers instead), or method naive"
             )
         if ipu.tensor_locations.num_io_tiles is None:
             faults.append(
@@ -136,8 +135,7 @@ def _local_faults(config: Config, ipu: IpuConfig, method: Method, args: Mapping[
     elif args.get("block_accumulation") is not None:
         faults.append(
             f"method_args.block_accumulation: {args['block_accumulation']}: in one graph all blocks are updated "
-            "together: leave it"
-            " out, or set backend.ipu.local=decoupled"
+            "together: leave it out, or set backend.ipu.local=decoupled"
         )
     if ipu.local == "decoupled" and ipu.profile != IpuProfile():
         why = "its processes would write one profile over the other: leave backend.ipu.profile out"
@@ -160,9 +158,8 @@ def location_faults(config: Config, ipu: IpuConfig) -> List[str]:
         key = f"tensor_locations.{name}"
         if location.replicated_tensor_sharding and config.replicas == 1:
             faults.append(
-                f"{key_said(key + '.replicated_tensor_sharding', True)}: shards over replicas, of which there is one: must "
-                "be false, or "
-                "replicas 2 or more"
+                f"{key_said(key + '.replicated_tensor_sharding', True)}: shards over replicas, of which there is one: "
+                "must be false, or replicas 2 or more"
             )
         for tiles in ("io_tiles_to_load", "io_tiles_to_store"):
             if getattr(location, tiles) and locations.num_io_tiles is None:
