@@ -16,6 +16,7 @@ from ipu_pipe.job.placing import Placed
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import BackendConfig, Config
+from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.schedule.methods import Method
 
 
@@ -93,6 +94,12 @@ class Engine:
     def abort(self) -> None:
         """After a fault: nothing left behind in the user's model, without waiting for anyone."""
         self.close()
+
+    def release_blocks(self) -> None:
+        """The model as it was before it was cut into blocks, where it was."""
+        blocks = blocks_of(self.job.model)
+        if blocks is not None:
+            blocks.release()
 
 
 class Backend(NamedTuple):

@@ -8,7 +8,7 @@ from ipu_pipe import launched
 from ipu_pipe.backends.emulator import engine as emulator
 from ipu_pipe.backends.interface import Backend, Engine
 from ipu_pipe.backends.ipu import backend as ipu
-from ipu_pipe.backends.processes import backend as processes
+from ipu_pipe.backends.processes import engine as processes
 from ipu_pipe.backends.processes.group import stop
 from ipu_pipe.backends.ranks import is_distributed
 from ipu_pipe.errors import BadInput

@@ -41,11 +41,7 @@ class StageState:
         return [torch.zeros_like(p) if value is None else value for p, value in zip(self.parameters, held)]
 
 
-class _Acting(NamedTuple):
-    """A rule with its setting for each stage of the run, in order."""
-
-    rule: Rule
-    settings: Sequence[Setting]
+_Acting = Tuple[Rule, Sequence[Setting]]  # a rule with its setting for each stage of the run, in order
 
 
 class _Moved(NamedTuple):
@@ -78,8 +74,8 @@ class UpdateRules:
         for group in optimizer.param_groups:
             by_stage.setdefault(group["stage"], []).append(group)
         self.stages = {index: StageState(index, groups, optimizer.state) for index, groups in by_stage.items()}
-        self._rules = [
-            _Acting(rule, [Setting(values, s, own, method, accumulate) for s, own in enumerate(lag.tolist())])
+        self._rules: List[_Acting] = [
+            (rule, [Setting(values, s, own, method, accumulate) for s, own in enumerate(lag.tolist())])
             for rule, values in acting(args, method)
         ]
         self._every: List[int] = args.get("block_accumulation") or [1] * len(lag)
@@ -135,7 +131,7 @@ class UpdateRules:
     def corrections(self, stage: int, code: int, version: int) -> List[Tuple[Tensors, float]]:
         """(x, c) pairs: the weights w of the *newest* version of a stage are corrected to w + c x by each; none where there is
         nothing to correct yet."""
-        rate = self._stage_rate(stage, version)
+        rate = self._stage_rate(stage, version, float(self._rate(version)))
         read = self._read(stage, Reading(code == FORWARD, max(-code, 0), rate))
         found = [(self.stages[stage].entries(entry), c) for entry, c in read if c]
         return [(x, c) for x, c in found if x is not None]
@@ -144,16 +140,11 @@ class UpdateRules:
 
     def rates(self, k: int) -> Floats:
         """Learning rate (P,) of update k."""
-        rates = np.full(self._count, self._rate(k))
-        for rule, settings in self._rules if k >= self.switch else ():
-            if rule.rate is not None:
-                changed = [rule.rate(at, rate, k - self.switch) for at, rate in zip(settings, rates.tolist())]
-                rates = np.array(changed)
-        return rates
+        base = float(self._rate(k))
+        return np.array([self._stage_rate(stage, k, base) for stage in range(self._count)])
 
-    def _stage_rate(self, stage: int, k: int) -> float:
-        """That of one stage alone."""
-        rate = float(self._rate(k))
+    def _stage_rate(self, stage: int, k: int, rate: float) -> float:
+        """That of one stage alone, from that of the schedule."""
         for rule, settings in self._rules if k >= self.switch else ():
             rate = rule.rate(settings[stage], rate, k - self.switch) if rule.rate is not None else rate
         return rate

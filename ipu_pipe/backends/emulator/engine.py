@@ -18,7 +18,6 @@ from ipu_pipe.job.placing import place_whole
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import BackendConfig
-from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.update.state import export_state, optimizer_bytes
 
 
@@ -61,9 +60,7 @@ class EmulatorEngine(Engine):
 
     def close(self) -> None:
         self._emulator.close()
-        blocks = blocks_of(self.job.model)
-        if blocks is not None:
-            blocks.release()
+        self.release_blocks()
 
 
 def reading_waits(device: torch.device) -> bool:

@@ -175,6 +175,4 @@ class BlockEngine(Engine):
 
     def abort(self) -> None:
         self.block.executors.drop()
-        blocks = blocks_of(self.job.model)
-        if blocks is not None:
-            blocks.release()
+        self.release_blocks()

@@ -25,12 +25,12 @@ from ipu_pipe.backends.ipu.faults import check_hardware, forget_frames, said_by
 from ipu_pipe.backends.ipu.optimizer import export_state, import_state, state_bytes
 from ipu_pipe.backends.ipu.poprun import instance
 from ipu_pipe.backends.ipu.session import Session
+from ipu_pipe.backends.ranks import are_joined
 from ipu_pipe.errors import BadInput, RunFault, end_process
 from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import Placement, placement, reserved
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
-from ipu_pipe.local.blocks import blocks_of
 
 Result = TypeVar("Result")
 
@@ -104,7 +104,7 @@ class PoptorchEngine(Engine):
     @property
     def _others(self) -> bool:
         """Whether poprun's other instances take part, which cannot go back."""
-        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return are_joined() and dist.get_world_size() > 1
 
     def _recover(self, said: str) -> None:
         """A new session, brought to where the lost one was. `said`: of the error."""
@@ -151,8 +151,7 @@ class PoptorchEngine(Engine):
         self._timeline.add("checkpoint", self._done, start, time.perf_counter_ns())
         if not self.is_main:
             return None
-        names = [name for name, _ in self.job.model.named_parameters()]
-        return State(self._last.model, *export_state(self._last.optimizer or {}, names))
+        return State(self._last.model, *export_state(self._last.optimizer or {}, list(self.names.values())))
 
     def report(self) -> Optional[Report]:
         return _report(self.job, self._place, self._last.optimizer or {}, self._timeline) if self.is_main else None
@@ -171,9 +170,7 @@ class PoptorchEngine(Engine):
             self._session.drop()
             self._session = None
             gc.collect()
-        blocks = blocks_of(self.job.model)
-        if blocks is not None:
-            blocks.release()
+        self.release_blocks()
 
 
 def _report(job: Job, place: Placement, optimizer: Mapping[str, Any], timeline: ipu_profile.Timeline) -> Report:

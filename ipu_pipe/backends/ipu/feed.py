@@ -16,17 +16,11 @@ from typing import Any, Iterator, NoReturn, Optional, Tuple
 import torch
 from torch.utils.data import Dataset
 
+from ipu_pipe.backends.ipu.options import named
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, RunFault, first_line
 from ipu_pipe.job.ipu.config import DataLoading
 from ipu_pipe.job.schema import Config
-
-STRATEGIES = {
-    "shared_memory": "SharedMemory",
-    "file_system": "FileSystem",
-    "fork": "Fork",
-    "forkserver": "ForkServer",
-}
 
 
 def as_input(value: torch.Tensor, precision: str) -> torch.Tensor:
@@ -128,7 +122,7 @@ class Feed:
                     "miss_sleep_time_in_ms": float(loading.miss_sleep_time_in_ms),
                     "early_preload": loading.early_preload,
                     "load_indefinitely": False,
-                    "sharing_strategy": getattr(poptorch.SharingStrategy, STRATEGIES[loading.sharing_strategy]),
+                    "sharing_strategy": named(poptorch.SharingStrategy, loading.sharing_strategy),
                 },
             )  # fmt: skip
             self._source = iter(self._loader)

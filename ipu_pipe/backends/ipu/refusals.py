@@ -12,6 +12,7 @@ from ipu_pipe.job.ipu.placement import MOST_IPUS, Placement, placement, placemen
 from ipu_pipe.job.ipu.refusals import location_faults
 from ipu_pipe.job.schema import Config
 from ipu_pipe.schedule.methods import Method
+from ipu_pipe.shown import some
 
 _UNREAD = ("maximize", "differentiable", "capturable", "amsgrad", "nesterov")
 
@@ -38,7 +39,7 @@ def refuses(config: Config, method: Method, facts: ModelFacts, local_replicas: O
         faults += _layout_faults(facts, place, method)
     if facts.moving and config.replicas > 1 and ipu.broadcast_buffers:
         faults.append(
-            f"{key_said('broadcast_buffers', True)}: training writes {_some(facts.moving)} on each of "
+            f"{key_said('broadcast_buffers', True)}: training writes {some(facts.moving, 3)} on each of "
             f"{config.replicas} replicas apart, which PopTorch does not broadcast: set it to false (the first "
             "replica's are kept), or use GroupNorm"
         )
@@ -108,7 +109,3 @@ def _alignment_faults(config: Config, iterations: int, facts: ModelFacts) -> Lis
             f"{key}: the updates of a call share one learning rate: must divide lr_schedule.milestones in updates"
         )
     return faults
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.ipu.faults import check_finite
+from ipu_pipe.backends.ranks import are_joined
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
 
@@ -47,7 +48,7 @@ def results_of(job: Job, k: int, found: Sequence[torch.Tensor]) -> List[StepResu
 
 def _over_instances(means: torch.Tensor, right: Optional[torch.Tensor]) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     """Over poprun's instances, where there are several."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not are_joined():
         return means, right
     dist.all_reduce(means)
     if right is not None:
