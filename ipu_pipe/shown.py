@@ -35,10 +35,9 @@ def nearest(name: Any, known: Iterable[Any], most: int = 1, alike: float = 0.6) 
     return ", ".join(difflib.get_close_matches(shown(name), [str(each) for each in known], most, alike))
 
 
-def some(names: Sequence[Any], most: int) -> str:
-    """The first `most` of the names with commas, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more
+def first_of(names: Sequence[Any], most: int = 4) -> str:
+    """The first `most` of `names`, with commas, and how many more there are."""
+    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _cut(text: str, most: int) -> str:

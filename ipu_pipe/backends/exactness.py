@@ -7,7 +7,7 @@ from typing import List
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.probe import derived_weights
 from ipu_pipe.schedule.methods import Reads
-from ipu_pipe.shown import some
+from ipu_pipe.shown import first_of
 
 
 def exactness_faults(job: Job) -> List[str]:
@@ -28,7 +28,7 @@ def exactness_faults(job: Job) -> List[str]:
         if names:
             reasons.append(
                 f"model: with {method.name} the backward must read newer weights than the forward, but the forward keeps "
-                f"tensors derived from {some(names, 4)} (weight norm, autocast, InstanceNorm and the like do): use layers "
+                f"tensors derived from {first_of(names)} (weight norm, autocast, InstanceNorm and the like do): use layers "
                 "that use their weights directly, or method_args: {stash: true}"
             )
     return reasons

@@ -62,10 +62,8 @@ class _Kept(Unversioned):
         self._parameters = [list(stage) for stage in stages]
         self._offset = offset
         self._newest = [version] * len(stages)
-        self._loaded: List[View] = [(version, PLAIN)] * len(stages)
-        self._loaded_versions = np.full(len(stages), version, dtype=np.int64)
-        self._loaded_codes = np.zeros(len(stages), dtype=np.int64)
-        self._oldest = self._loaded_versions.copy()  # that is read from now on
+        self._loaded = self._plain  # what is in the parameters
+        self._oldest = self._loaded.versions  # that is read from now on
         self._kept: List[Dict[View, Tensors]] = [{} for _ in stages]
         self._pool: List[List[Tensors]] = [[] for _ in stages]
         self._size = [sum(p.numel() * p.element_size() for p in stage) for stage in stages]
@@ -93,19 +91,22 @@ class _Kept(Unversioned):
                 self._drop(stage, view)
         self._oldest = np.minimum(oldest, self._newest)
 
+    @property
+    def _plain(self) -> Read:
+        """The newest weights of all stages."""
+        return Read(np.array(self._newest, np.int64), np.full(len(self._newest), PLAIN))
+
     def rest(self) -> None:
-        self.load(Read(np.array(self._newest, np.int64), np.zeros(len(self._newest), np.int64)))
+        self.load(self._plain)
 
     def load(self, read: Read) -> None:
         versions, codes = read
-        changed = np.flatnonzero((versions != self._loaded_versions) | (codes != self._loaded_codes)).tolist()
+        changed = np.flatnonzero((versions != self._loaded.versions) | (codes != self._loaded.codes)).tolist()
         self._put([(stage, (int(versions[stage]), int(codes[stage]))) for stage in changed])
-        self._set_loaded(changed, versions, codes)
+        self._loaded = read
 
-    def _set_loaded(self, changed: Sequence[int], versions: IntArray, codes: IntArray) -> None:
-        for stage in changed:
-            self._loaded[stage] = (int(versions[stage]), int(codes[stage]))
-        self._loaded_versions, self._loaded_codes = versions.copy(), codes.copy()
+    def _holds_newest(self, stage: int) -> bool:
+        return self._loaded.codes[stage] == PLAIN and self._loaded.versions[stage] == self._newest[stage]
 
     def _put(self, views: Sequence[Tuple[int, View]]) -> None:
         raise NotImplementedError
@@ -120,12 +121,11 @@ class _Kept(Unversioned):
 
     def before_update(self, keep: Sequence[Set[int]], updates: Optional[Sequence[int]] = None) -> None:
         self.rest()
-        every = range(len(self._newest))
-        chosen = every if updates is None else updates
+        chosen = range(len(self._newest)) if updates is None else updates
         self._keep(chosen, keep)
         for stage in chosen:
             self._newest[stage] += 1
-        self._set_loaded(every, np.array(self._newest, np.int64), np.zeros(len(every), np.int64))
+        self._loaded = self._plain
 
     def _keep(self, stages: Sequence[int], keep: Sequence[Set[int]]) -> None:
         """Of these stages, whose newest weights are in the parameters and about to change, the views that are read later."""
@@ -153,7 +153,7 @@ class Overwriting(_Kept):
                 written.add(home, kept[view])
             else:
                 assert view[0] == newest[0], f"stage {stage}: view {view} is read but was not kept"
-                if self._loaded[stage] != newest:
+                if not self._holds_newest(stage):
                     written.add(home, kept[newest])
                 corrected.append((stage, view[1]))
         saved.do()
@@ -185,7 +185,7 @@ class Swapping(_Kept):
     def _put(self, views: Sequence[Tuple[int, View]]) -> None:
         for stage, view in views:
             kept, newest = self._kept[stage], (self._newest[stage], PLAIN)
-            if self._loaded[stage] == newest:
+            if self._holds_newest(stage):
                 kept[newest] = [p.data for p in self._parameters[stage]]
             if view not in kept:
                 assert view[0] == newest[0], f"stage {stage}: view {view} is read but was not kept"

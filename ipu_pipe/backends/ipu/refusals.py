@@ -12,7 +12,7 @@ from ipu_pipe.job.ipu.placement import MOST_IPUS, Placement, placement, placemen
 from ipu_pipe.job.ipu.refusals import location_faults
 from ipu_pipe.job.schema import Config
 from ipu_pipe.schedule.methods import Method
-from ipu_pipe.shown import some
+from ipu_pipe.shown import first_of
 
 _UNREAD = ("maximize", "differentiable", "capturable", "amsgrad", "nesterov")
 
@@ -39,7 +39,7 @@ def refuses(config: Config, method: Method, facts: ModelFacts, local_replicas: O
         faults += _layout_faults(facts, place, method)
     if facts.moving and config.replicas > 1 and ipu.broadcast_buffers:
         faults.append(
-            f"{key_said('broadcast_buffers', True)}: training writes {some(facts.moving, 3)} on each of "
+            f"{key_said('broadcast_buffers', True)}: training writes {first_of(facts.moving, 3)} on each of "
             f"{config.replicas} replicas apart, which PopTorch does not broadcast: set it to false (the first "
             "replica's are kept), or use GroupNorm"
         )

@@ -24,7 +24,7 @@ from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.comparing import flat
 from ipu_pipe.job.schema import Config
 from ipu_pipe.launched import Launched
-from ipu_pipe.shown import some
+from ipu_pipe.shown import first_of
 
 POLL = 0.05  # seconds between looks at the store
 LINGER = 2.0  # seconds at most that the store stays for the others to read why it ends
@@ -154,7 +154,7 @@ def _end_for_all(store: Any, where: Launched, error: Union[BadInput, RunFault]) 
 
 
 def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {some(ranks, 8)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {first_of(ranks, 8)}"
 
 
 def _place(where: Launched) -> str:

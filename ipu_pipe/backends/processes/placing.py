@@ -18,7 +18,7 @@ from ipu_pipe.model.cutting import Piece, crossings, merge_stages, pieces
 from ipu_pipe.model.rehearsal import refuse_other_pieces
 from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import Method, Reads
-from ipu_pipe.shown import some
+from ipu_pipe.shown import first_of
 
 
 def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> Placed:
@@ -43,7 +43,7 @@ def _place_stages(config: Config, method: Method, model: nn.Module, x: torch.Ten
     begins = merge_stages(model, wished, depth, x)
     note = ""
     if len(wished) != depth:
-        shown = some(begins, 8) or "the model"
+        shown = first_of(begins, 8) or "the model"
         note = f"{len(wished)} stages on {depth} processes: taken together, stages begin at {shown}"
     cut = pieces(model, begins, x)
     crossings(cut, model, x)  # refuses what cannot cross
