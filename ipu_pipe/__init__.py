@@ -18,7 +18,8 @@ _HOMES = {
     "BadInput": "errors", "RunFault": "errors",
     "begin_stage": "model.stages", "partition": "model.stages",
     "METHODS": "schedule.methods", "resolve_method": "schedule.methods",
-    "make_schedule": "schedule.timelines", "format_text": "schedule.drawing", "VersionTable": "schedule.versions",
+    "make_schedule": "schedule.timelines", "from_rows": "schedule.rows", "format_text": "schedule.drawing",
+    "VersionTable": "schedule.versions",
     "configure": "job.config", "load_config": "job.config",
     "load_data": "data", "from_loader": "data", "train": "run.training",
 }  # fmt: skip
@@ -31,12 +32,13 @@ if TYPE_CHECKING:
     from ipu_pipe.run.training import train
     from ipu_pipe.schedule.drawing import format_text
     from ipu_pipe.schedule.methods import METHODS, resolve_method
+    from ipu_pipe.schedule.rows import from_rows
     from ipu_pipe.schedule.timelines import make_schedule
     from ipu_pipe.schedule.versions import VersionTable
 
 __all__ = [
     "METHODS", "BadInput", "RunFault", "VersionTable", "begin_stage", "configure", "format_text", "from_loader",
-    "load_config", "load_data", "make_schedule", "partition", "resolve_method", "train",
+    "from_rows", "load_config", "load_data", "make_schedule", "partition", "resolve_method", "train",
 ]  # fmt: skip
 
 

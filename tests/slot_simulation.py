@@ -6,6 +6,7 @@ from typing import Dict, List, NamedTuple, Tuple
 
 from ipu_pipe.schedule.methods import Pipeline
 from ipu_pipe.schedule.policies import play
+from ipu_pipe.schedule.timelines import TIMELINES
 
 Slots = Dict[Tuple[int, str, int], int]
 # How many microbatches go through between an empty pipeline and an empty one, as a function of N; the others never empty.
@@ -24,11 +25,12 @@ class Simulated(NamedTuple):
 
 def simulate(pipeline: Pipeline, stages: int, microbatches: int, accumulate: int, turn: int = 0) -> Simulated:
     """Play `pipeline` from the first microbatch to the last."""
+    timeline = TIMELINES[pipeline]
     batch = EMPTIES[pipeline](accumulate) if pipeline in EMPTIES else microbatches
     slots: Slots = {}
     length = 0
     for first in range(0, microbatches, batch):
-        played = play(pipeline, stages, min(batch, microbatches - first), accumulate, turn)
+        played = play(timeline.policy, stages, min(batch, microbatches - first), accumulate, turn, timeline.local)
         for kind, rows in played.slots.items():
             for s, row in enumerate(rows):
                 slots.update({(s, kind.value, first + m): slot + length for m, slot in enumerate(row)})

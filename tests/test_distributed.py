@@ -12,6 +12,7 @@ import torch
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.work import Work
 from ipu_pipe.model.stages import partition
+from ipu_pipe.schedule.copies import weight_copies
 from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
@@ -83,12 +84,10 @@ def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
     optimizer = make(parameter_groups(model, part))
     rate = make.keywords["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch)
-    emulator = Emulator(
-        Work(torch.nn.functional.cross_entropy, table, rules, clip_of(case)), model, part, data[0]
-    )
+    emulator = Emulator(Work(torch.nn.functional.cross_entropy, table, rules, clip_of(case)), model, part, data[0])
     losses = [emulator.step(data[k * accumulate : (k + 1) * accumulate]).loss for k in range(updates_of(case))]
     emulator.close()
-    copies = table.weight_copies()
+    copies = weight_copies(table)
     held = {
         f"versions {stage.index}": torch.tensor(copies[stage.index] - 1.0) for stage in part.stages if stage.parameters
     }

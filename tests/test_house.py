@@ -3,7 +3,7 @@
     errors interrupts launched orphans shown written < schedule < model < local < update < hardware < data < job < plan
         < backends < report < run < studies < cli
 
-Imports are read from the source, those inside functions too (blocks for type checkers alone are not). Sizes over the limits stand
+Imports are read from the source, those inside functions and for type checkers alone too. Sizes over the limits stand
 in tests/house_sizes.txt, a line each, as they are: what shrinks is written down (`python tests/test_house.py` does it), what
 grows or joins them is refused.
 """
@@ -49,9 +49,6 @@ def imports(module: str, path: Path, known: Dict[str, Path]) -> Iterator[str]:
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     while todo:
         node = todo.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            todo += node.orelse
-            continue
         todo += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -21,8 +21,9 @@ from ipu_pipe.backends.reads import Read
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.delays import Draws
 from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
+from ipu_pipe.schedule.segments import segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
-from ipu_pipe.schedule.versions import VersionTable, segment_ends
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.rates import anneal_default, scaled_for_update_size
 from ipu_pipe.update.rule import Setting

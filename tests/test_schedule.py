@@ -6,7 +6,7 @@ import csv
 import io
 from dataclasses import replace
 from pathlib import Path
-from typing import Dict, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 import numpy as np
 import pytest
@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from slot_simulation import Simulated, simulate
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.actions import Action, Kind, needs
+from ipu_pipe.schedule.actions import SPLIT_PASSES, Action, Kind, needs
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.drawing import format_csv, format_text
 from ipu_pipe.schedule.methods import METHODS, Method, Pipeline, Reads, resolve_method
 from ipu_pipe.schedule.rows import from_rows
 from ipu_pipe.schedule.runs import RUN, Part
-from ipu_pipe.schedule.table import Schedule
+from ipu_pipe.schedule.segments import recompute_slots, segment_ends, segment_heads
+from ipu_pipe.schedule.table import Schedule, SlotHolds
 from ipu_pipe.schedule.timelines import make_schedule, utilization
 
 SIZES = [(P, M) for P in range(1, 8) for M in range(1, 21)]
@@ -69,10 +70,10 @@ def test_spelled_out_windows_counts_and_flight_agree_with_the_rules(name: str) -
         whole = schedule.spell_out(0, schedule.slot_count)
         updates = schedule.update_grid(0, schedule.slot_count)
         for slot in range(schedule.slot_count + 1):
-            for kind, grid in ((Kind.FORWARD, whole.forward), (Kind.BACKWARD, whole.backward), (Kind.UPDATE, updates)):
+            for kind, grid in (*whole.items(), (Kind.UPDATE, updates)):
                 counted = schedule.count_before(kind, np.array([slot]))[:, 0]
                 assert counted.tolist() == (grid[:, :slot] >= 0).sum(axis=1).tolist(), (kind, slot)
-        busy = len(expected.slots) / (P * expected.length * (2 if schedule.slot_holds == "both" else 1))
+        busy = len(expected.slots) / (P * expected.length * schedule.slot_capacity)
         assert schedule.busy_share() == pytest.approx(busy, rel=1e-12)
 
 
@@ -189,9 +190,9 @@ def test_stretches_lie_between_drains() -> None:
 def test_needs() -> None:
     schedule = make_schedule(METHODS["gpipe"], 3, 4, 2)
 
-    def needed(kind: Kind, index: int, stage: int, local: bool = False, replica: int = 0) -> List[str]:
+    def needed(kind: Kind, index: int, stage: int, local: bool = False, replica: int = 0, **more: Any) -> List[str]:
         action = Action(kind, index, stage, replica)
-        return [str(need) for need in needs(action, schedule.stages, schedule.accumulate, local, replicas=2)]
+        return [str(need) for need in needs(action, schedule.stages, schedule.accumulate, local, replicas=2, **more)]
 
     assert needed(Kind.FORWARD, 1, 0) == []
     assert needed(Kind.FORWARD, 1, 2) == ["F1 on stage 1"]
@@ -201,7 +202,36 @@ def test_needs() -> None:
     assert needed(Kind.INPUT_GRADIENT, 1, 1) == ["F1 on stage 1", "I1 on stage 2"]
     assert needed(Kind.WEIGHT_GRADIENT, 1, 1, replica=1) == ["I1 on stage 1 of replica 1"]
     assert needed(Kind.UPDATE, 1, 0) == ["B2 on stage 0", "B3 on stage 0"]
+    assert needed(Kind.UPDATE, 1, 0, passes=SPLIT_PASSES) == ["W2 on stage 0", "W3 on stage 0"]
+    assert needed(Kind.RECOMPUTE, 1, 2) == ["F1 on stage 2", "R1 on stage 1"]
+    assert needed(Kind.RECOMPUTE, 1, 2, heads=[0, 2]) == ["F1 on stage 2"]
+    assert needed(Kind.FORWARD, 1, 2, heads=[0, 2]) == ["F1 on stage 1"]
     assert needed(Kind.AVERAGE, 1, 0) == ["U1 on stage 0", "U1 on stage 0 of replica 1"]
+
+
+@pytest.mark.parametrize(("P", "segments"), [(2, 1), (2, 2), (5, 2), (9, 3), (9, 9)])
+@pytest.mark.parametrize("turn", [0, 1])
+def test_recomputations_come_after_what_they_need(P: int, segments: int, turn: int) -> None:
+    """Only heads of segments may begin before the stage before has recomputed: they kept their input."""
+    method = resolve_method("pipemare", {"turn": turn, "recompute": {"segments": segments}})
+    schedule, M = make_schedule(method, P, 3 * P, 1), 3 * P
+    slots = {kind: schedule.slots(kind, 0, M) for kind in (Kind.FORWARD, Kind.BACKWARD)}
+    slots[Kind.RECOMPUTE] = recompute_slots(schedule, method, 0, M)
+    heads = np.flatnonzero(segment_heads(segment_ends(P, segments))).tolist()
+    assert len(heads) == segments
+
+    def late(**more: Any) -> List[int]:
+        """Stages that recompute before all is there; a forward may be in the same slot (turn 0, last stage)."""
+        return sorted({
+            s
+            for s in range(P)
+            for m in range(M)
+            for need in needs(Action(Kind.RECOMPUTE, m, s), P, 1, **more)
+            if slots[need.kind][need.stage, m] >= slots[Kind.RECOMPUTE][s, m] + (need.kind is Kind.FORWARD)
+        })  # fmt: skip
+
+    assert late(heads=heads) == [] and late() == heads[1:]
+    assert (slots[Kind.RECOMPUTE] <= slots[Kind.BACKWARD]).all()
 
 
 def damaged(name: str, stage: int, kind: int, **changes: int) -> Schedule:
@@ -259,10 +289,12 @@ runs_strategy = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5), st.int
 
 
 @settings(max_examples=400, deadline=None)
-@given(runs_strategy, runs_strategy, st.sampled_from(["one", "both"]))
-@example([(10, 4, 4)], [(17, 4, 1)], "both")  # forwards slower than backwards: most in flight before the first backward
+@given(runs_strategy, runs_strategy, st.sampled_from(SlotHolds))
+@example(
+    [(10, 4, 4)], [(17, 4, 1)], SlotHolds.BOTH
+)  # forwards slower than backwards: most in flight before the first backward
 def test_the_compact_proof_agrees_with_checking_every_slot(
-    forwards: List[Tuple[int, int, int]], backwards: List[Tuple[int, int, int]], slot_holds: str
+    forwards: List[Tuple[int, int, int]], backwards: List[Tuple[int, int, int]], slot_holds: SlotHolds
 ) -> None:
     """Random affine runs on one stage: accepted exactly if no slot is overfull and no backward precedes its forward."""
     counts = [count for _, count, _ in forwards]
@@ -275,9 +307,9 @@ def test_the_compact_proof_agrees_with_checking_every_slot(
             slots[kind] += [start + step * k for k in range(count)]
             first += count
     fits = all(len(set(taken)) == len(taken) for taken in slots.values())
-    if slot_holds == "one":
+    if slot_holds is SlotHolds.ONE:
         fits = fits and not set(slots[0]) & set(slots[1])
-    early = [b < f if slot_holds == "both" else b <= f for f, b in zip(slots[0], slots[1])]
+    early = [b < f if slot_holds is SlotHolds.BOTH else b <= f for f, b in zip(slots[0], slots[1])]
     fits = fits and not any(early)
     M = sum(counts)
     part = Part(0, 0, 1, 64, M, np.array(runs, RUN))
@@ -311,7 +343,7 @@ def test_the_planned_rows_written_by_hand_get_the_planned_slots(name: str) -> No
 
 def test_steps_that_hold_both_written_by_hand() -> None:
     planned = make_schedule(METHODS["pipelined_backprop"], 3, 6, 1)
-    by_hand = from_rows(rows_of(planned), 1, slot_holds="both")
+    by_hand = from_rows(rows_of(planned), 1, slot_holds=SlotHolds.BOTH)
     assert [by_hand.cells(s) for s in range(3)] == [planned.cells(s) for s in range(3)]
 
 
@@ -340,7 +372,7 @@ def test_backwards_in_reverse_order_update_once_the_batch_is_complete() -> None:
         ([["B0", "F0"]], "B0 on stage 0 waits for F0 on stage 0, which waits for B0 on stage 0 (before it in its row)"),
         ([["F0", "B0"], ["F0"]], "rows: B0 on stage 1: appears 0 times"),
         ([["F0", "F0", "B0"]], "rows: F0 on stage 0: appears 2 times"),
-        ([["F0", "X0"]], "rows: stage 0: X0: must be F or B and a microbatch"),
+        ([["F0", "X0"]], "rows: stage 0: X0: must be F, B, I or W and a microbatch"),
         ([[Action(Kind.FORWARD, 0, 1)]], "rows: stage 0: F0 on stage 1: belongs to another row"),
         ([[Action(Kind.UPDATE, 0, 0)]], "rows: stage 0: U0 on stage 0: updates follow from accumulate"),
         ([["F0", "F1", "B1", "B0"]], "U0 on stage 0 would come after U1"),

@@ -10,6 +10,7 @@ from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import Costs, clock, slot_costs
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.rows import from_rows
+from ipu_pipe.schedule.table import SlotHolds
 from ipu_pipe.schedule.timelines import make_schedule
 
 
@@ -45,14 +46,16 @@ def test_unit_costs_give_the_slots(name: str) -> None:
             times = clock(schedule, costs, count)
             for kind in (Kind.FORWARD, Kind.BACKWARD):
                 slots = schedule.slots(kind, 0, count)
-                late = 0.5 if schedule.slot_holds == "both" and kind is Kind.BACKWARD else 0.0
+                late = 0.5 if schedule.slot_holds is SlotHolds.BOTH and kind is Kind.BACKWARD else 0.0
                 assert (times.start[kind] == slots + late).all()
                 assert (times.end[kind] == slots + late + 1 / schedule.slot_capacity).all()
             ends = schedule.slots(Kind.UPDATE, 0, count // N) + 1
             assert (times.start[Kind.UPDATE] == ends).all() and (times.end[Kind.UPDATE] == ends).all()
-        if schedule.slot_holds == "one":  # no planned pass is later than it must be
+        if schedule.slot_holds is SlotHolds.ONE:  # no planned pass is later than it must be
             eager = clock(schedule, replace(costs, slot=0.0))
-            assert all((eager.start[kind] == schedule.slots(kind, 0, M)).all() for kind in (Kind.FORWARD, Kind.BACKWARD))
+            assert all(
+                (eager.start[kind] == schedule.slots(kind, 0, M)).all() for kind in (Kind.FORWARD, Kind.BACKWARD)
+            )
 
 
 def test_an_update_waits_for_all_of_its_batch_in_whatever_order() -> None:

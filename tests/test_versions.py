@@ -12,7 +12,8 @@ from slot_simulation import Simulated, simulate
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.history import middle
+from ipu_pipe.schedule.copies import weight_copies
+from ipu_pipe.schedule.history import global_history_delay, history_delays, middle
 from ipu_pipe.schedule.methods import METHODS, Method, Reads, resolve_method
 from ipu_pipe.schedule.rows import from_rows
 from ipu_pipe.schedule.timelines import make_schedule
@@ -74,7 +75,7 @@ def test_versions_and_copies_are_those_of_the_rules_played_out(name: str) -> Non
         assert versions.forward(0, M).tolist() == forward, (P, M, N)
         assert versions.backward(0, M).tolist() == backward, (P, M, N)
         copies = [literal_copies(ran, forward[s], backward[s], s, M) for s in range(P)]
-        assert versions.weight_copies().tolist() == copies, (P, M, N)
+        assert weight_copies(versions).tolist() == copies, (P, M, N)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -161,13 +162,13 @@ def test_one_stage_is_plain_training() -> None:
 def test_copies_closed_forms(P: int, N: int) -> None:
     """ceil(lag in microbatches / N) + 1 versions with stashing, newest included; 2 for 2BW; 1 without."""
     M, s = 8 * (P + N), np.arange(P)
-    assert table(VARIANTS["pb stashing"], P, M, N).weight_copies().tolist() == (-(-2 * (P - 1 - s) // N) + 1).tolist()
-    dataflow = table(VARIANTS["pipedream dataflow"], P, M, N).weight_copies()
+    assert weight_copies(table(VARIANTS["pb stashing"], P, M, N)).tolist() == (-(-2 * (P - 1 - s) // N) + 1).tolist()
+    dataflow = weight_copies(table(VARIANTS["pipedream dataflow"], P, M, N))
     assert dataflow.tolist() == (-(-(2 * (P - 1 - s) + 1) // N) + 1).tolist()
-    assert table(METHODS["pipedream_2bw"], P, 8 * max(N, P), max(N, P)).weight_copies().tolist() == [2] * P
+    assert weight_copies(table(METHODS["pipedream_2bw"], P, 8 * max(N, P), max(N, P))).tolist() == [2] * P
     for name in ("naive", "gpipe", "pipedream_flush", "pipemare", "pipelined_backprop"):
-        assert table(METHODS[name], P, M, N).weight_copies().tolist() == [1] * P
-    pipedream = table(METHODS["pipedream"], P, M, 1).weight_copies()
+        assert weight_copies(table(METHODS[name], P, M, N)).tolist() == [1] * P
+    pipedream = weight_copies(table(METHODS["pipedream"], P, M, 1))
     assert (pipedream >= P - s).all() and pipedream[0] == P and pipedream[-1] == 1  # more only in the start-up
 
 
@@ -176,18 +177,18 @@ def test_copies_after_a_drain() -> None:
     schedule = make_schedule(METHODS["pipedream_2bw"], 2, 20, 4, drains=[4, 16])
     versions = VersionTable(schedule, METHODS["pipedream_2bw"])
     assert versions.forward(0, 20)[:, ::4].tolist() == [[0, 1, 1, 2, 4]] * 2
-    assert versions.weight_copies().tolist() == [2, 2]
+    assert weight_copies(versions).tolist() == [2, 2]
     single = make_schedule(METHODS["pipedream_2bw"], 2, 8, 4, drains=[4])
-    assert VersionTable(single, METHODS["pipedream_2bw"]).weight_copies().tolist() == [1, 1]
+    assert weight_copies(VersionTable(single, METHODS["pipedream_2bw"])).tolist() == [1, 1]
     longer = make_schedule(VARIANTS["pb stashing"], 3, 21, 1, drains=[1, 3, 20])
-    assert VersionTable(longer, VARIANTS["pb stashing"]).weight_copies().tolist() == [5, 3, 1]
+    assert weight_copies(VersionTable(longer, VARIANTS["pb stashing"])).tolist() == [5, 3, 1]
 
 
 # --- global history
 
 
 def test_global_history_delay_of_the_randomized_pipedream_paper() -> None:
-    assert table(METHODS["pipedream"], 8, 400, 1).global_history_delay() == (60, 31.5)
+    assert global_history_delay(table(METHODS["pipedream"], 8, 400, 1)) == (60, 31.5)
 
 
 @pytest.mark.parametrize("P", range(2, 17))
@@ -195,10 +196,10 @@ def test_global_history_closed_forms(P: int) -> None:
     """tau(a, r) exactly, its worst, least and mean over all pairs (randomized PipeDream, section 4)."""
     M = 12 * P
     versions = table(METHODS["pipedream"], P, M, 1)
-    delays = versions.history_delays(M // 4, 3 * M // 4)
+    delays = history_delays(versions, M // 4, 3 * M // 4)
     exact = np.array([[_tau(P, a, r) for r in range(P)] for a in range(P)])
     assert (delays.written[:, None, :] - delays.read[None, :, :] == exact[:, :, None]).all()
-    greatest, mean = versions.global_history_delay()
+    greatest, mean = global_history_delay(versions)
     assert greatest == exact.max() == (P * P - P // 2 if P % 2 == 0 else P * P - (P + 1) // 2)
     assert mean == exact.mean() == (P * P - 1) / 2
     assert exact.min() == (P - 1) // 2
@@ -229,7 +230,7 @@ def test_global_history_counted_entry_by_entry(name: str) -> None:
                     while sum(s == r for _, s, _ in entries[:seen]) > forward[r][m]:
                         seen -= 1  # back to the latest iterate that holds the version read
                     delays.append(written - seen)
-        greatest, mean = versions.global_history_delay()
+        greatest, mean = global_history_delay(versions)
         assert (greatest, mean) == (max(delays), pytest.approx(sum(delays) / len(delays), rel=1e-12)), (P, M, N)
 
 
@@ -241,7 +242,7 @@ def test_the_middle_leaves_out_the_outer_quarters_in_whole_batches() -> None:
 
 def test_global_history_is_undefined_for_methods_that_flush() -> None:
     for name in ("naive", "gpipe", "pipedream_flush", "local_greedy"):
-        assert table(METHODS[name], 4, 16, 4).global_history_delay() == (None, None)
+        assert global_history_delay(table(METHODS[name], 4, 16, 4)) == (None, None)
 
 
 # --- what cannot be replayed

@@ -23,7 +23,9 @@ if __name__ == "__main__":
 from ipu_pipe.errors import BadInput, Parser, run_command
 from ipu_pipe.job.values import MOST_STAGES
 from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.copies import weight_copies
 from ipu_pipe.schedule.drawing import format_csv, format_text
+from ipu_pipe.schedule.history import global_history_delay
 from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule, utilization
@@ -119,7 +121,7 @@ def _write_text(schedule: Schedule, method: Method, args: argparse.Namespace, ou
     out.write(format_text(schedule, first, last, SHOWN_STAGES))
     out.write("F forward, B backward, * the stage's weights are updated, . idle\n\n")
     out.write(_stage_table(schedule, table))
-    greatest, mean = table.global_history_delay()
+    greatest, mean = global_history_delay(table)
     delay = (
         "none, no pass reads old weights" if greatest is None else f"at most {greatest}, mean {mean:.10g} block updates"
     )
@@ -134,7 +136,7 @@ def _write_text(schedule: Schedule, method: Method, args: argparse.Namespace, ou
 def _stage_table(schedule: Schedule, table: VersionTable) -> str:
     columns: List[Tuple[str, List[int]]] = [
         ("in flight", schedule.max_in_flight().tolist()),
-        ("weight copies", table.weight_copies().tolist()),
+        ("weight copies", weight_copies(table).tolist()),
         ("forward lag", table.greatest_lag().tolist()),
         ("backward lag", table.greatest_backward_lag().tolist()),
     ]
@@ -157,7 +159,7 @@ def _write_csv(schedule: Schedule, method: Method, args: argparse.Namespace, out
 def _write_json(schedule: Schedule, method: Method, args: argparse.Namespace, out: TextIO) -> None:
     """One stage's row at a time, so that a large schedule's text is never held whole."""
     table = VersionTable(schedule, method)
-    greatest, mean = table.global_history_delay()
+    greatest, mean = global_history_delay(table)
     M = schedule.microbatches
 
     def versions(read: Callable[[int, int, slice], Any]) -> Callable[[int], List[int]]:
@@ -189,7 +191,7 @@ def _write_json(schedule: Schedule, method: Method, args: argparse.Namespace, ou
     put("backward_version", None, versions(table.backward))
     put("updates", None, updates)
     put("max_in_flight", schedule.max_in_flight().tolist())
-    put("weight_copies", table.weight_copies().tolist())
+    put("weight_copies", weight_copies(table).tolist())
     put("max_delay", greatest)
     put("mean_delay", mean, end="}\n")
 

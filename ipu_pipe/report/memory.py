@@ -11,6 +11,7 @@ from ipu_pipe.backends.table import backend_of
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.schedule import figures
+from ipu_pipe.schedule.copies import weight_copies
 
 
 def memory_record(job: Job, measured: Report) -> Dict[str, Any]:
@@ -29,7 +30,7 @@ def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[st
     planned = _planned_optimizer_bytes(job) if held is None or not any(held) else held
     rows = []
     lags, backward_lags = job.table.greatest_lag(), job.table.greatest_backward_lag()
-    copies, in_flight = job.table.weight_copies(), job.schedule.max_in_flight()
+    copies, in_flight = weight_copies(job.table), job.schedule.max_in_flight()
     activations = _activation_bytes(job, in_flight.tolist())
     trained = [0] * len(job.part)
     for group in job.groups:
@@ -121,5 +122,5 @@ def memory_figures(job: Job) -> Optional[Dict[str, Any]]:
         depth=len(job.part),
         segments=job.method.segments,
         in_flight=job.schedule.max_in_flight().tolist(),
-        weight_copies=job.table.weight_copies().tolist(),
+        weight_copies=weight_copies(job.table).tolist(),
     )

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, Optional, Sequence, Set
 
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.schedule.actions import Kind, pass_needs
+from ipu_pipe.schedule.actions import PASSES, Kind, pass_needs
 from ipu_pipe.schedule.events import COMMUNICATION, KINDS, Counter, Event, Trace
-from ipu_pipe.schedule.runs import PASSES
 
 LETTERS = {kind.word: kind.value for kind in (*PASSES, Kind.UPDATE)}
 # Which way the result of a pass goes, in stages: to the pass of its kind that needs it.

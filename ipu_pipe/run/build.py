@@ -29,8 +29,9 @@ from ipu_pipe.run import checks
 from ipu_pipe.run.checkpoint import load_weights, read_weights
 from ipu_pipe.run.parts import make_data, make_factory, make_loss, make_model
 from ipu_pipe.schedule.methods import check, resolve_method
+from ipu_pipe.schedule.segments import segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
-from ipu_pipe.schedule.versions import VersionTable, segment_ends
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import only, parameter_groups, stage_groups

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Dict, List, NamedTuple, Tuple
+from typing import Collection, Dict, List, NamedTuple, Tuple
 
 
 class Kind(Enum):
@@ -25,6 +25,12 @@ class Kind(Enum):
     def word(self) -> str:
         """As traces name it: a recomputation is shown as the forward that it is."""
         return "forward" if self is Kind.RECOMPUTE else self.name.lower().replace("_", " ")
+
+
+# The passes of every microbatch on every stage. The last of them completes it there: its activations are free, and the
+# update waits for it no longer.
+PASSES = (Kind.FORWARD, Kind.BACKWARD)
+SPLIT_PASSES = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,7 @@ class Need(NamedTuple):
     offset: int
 
 
-# What a pass needs of the same microbatch. Stages that are not there need not be waited for. The first stage of a segment
-# of recomputation starts from the input that it kept, and needs no other's.
+# What a pass needs of the same microbatch. Stages that are not there need not be waited for.
 _NEEDS: Dict[Kind, Tuple[Need, ...]] = {
     Kind.FORWARD: (Need(Kind.FORWARD, -1),),
     Kind.RECOMPUTE: (Need(Kind.FORWARD, 0), Need(Kind.RECOMPUTE, -1)),
@@ -59,24 +64,41 @@ _NEEDS: Dict[Kind, Tuple[Need, ...]] = {
 }
 
 
-def pass_needs(kind: Kind, local: bool = False) -> Tuple[Need, ...]:
-    """What any pass of `kind` needs. `local`: none needs a later stage's, because each stage has a loss of its own."""
-    return tuple(need for need in _NEEDS[kind] if need.offset <= 0 or not local)
+def pass_needs(kind: Kind, local: bool = False, head: bool = False) -> Tuple[Need, ...]:
+    """What any pass of `kind` needs.
+
+    `local`: none needs a later stage's, because each stage has a loss of its own. `head`: on the first stage of a segment
+    of recomputation, which starts from the input that it kept and needs no other stage's recomputation.
+    """
+    return tuple(
+        need
+        for need in _NEEDS[kind]
+        if not (need.offset > 0 and local) and not (need == Need(Kind.RECOMPUTE, -1) and head)
+    )
 
 
-def needs(action: Action, stages: int, accumulate: int, local: bool = False, replicas: int = 1) -> List[Action]:
+def needs(
+    action: Action,
+    stages: int,
+    accumulate: int,
+    local: bool = False,
+    replicas: int = 1,
+    passes: Tuple[Kind, ...] = PASSES,
+    heads: Collection[int] = (),
+) -> List[Action]:
     """What must be done before `action` can be, on P `stages` with N = `accumulate` microbatches an update.
 
-    Everything must be done in earlier slots, except that an update comes in the slot of its batch's last backward, and
-    that a stage whose slot holds both passes does the forward before the backward.
+    `local` as in `pass_needs`; `passes`: of every microbatch, PASSES or SPLIT_PASSES; `heads`: the first stages of the
+    segments of recomputation. Everything must be done in earlier slots, except that an update comes in the slot of its
+    batch's last pass, and that a stage whose slot holds two passes does the forward first.
     """
     if action.kind is Kind.AVERAGE:
         return [Action(Kind.UPDATE, action.index, action.stage, replica) for replica in range(replicas)]
     if action.kind is Kind.UPDATE:
         batch = range(action.index * accumulate, (action.index + 1) * accumulate)
-        return [Action(Kind.BACKWARD, microbatch, action.stage, action.replica) for microbatch in batch]
+        return [Action(passes[-1], microbatch, action.stage, action.replica) for microbatch in batch]
     return [
         Action(need.kind, action.index, action.stage + need.offset, action.replica)
-        for need in pass_needs(action.kind, local)
+        for need in pass_needs(action.kind, local, action.stage in heads)
         if 0 <= action.stage + need.offset < stages
     ]

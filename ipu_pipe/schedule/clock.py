@@ -13,10 +13,10 @@ from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.schedule.actions import Kind, pass_needs
+from ipu_pipe.schedule.actions import PASSES, Kind, pass_needs
 from ipu_pipe.schedule.events import Counter, Event
-from ipu_pipe.schedule.runs import PASSES, IntArray
-from ipu_pipe.schedule.table import Schedule
+from ipu_pipe.schedule.runs import IntArray
+from ipu_pipe.schedule.table import Schedule, SlotHolds
 
 FloatArray = NDArray[np.float64]
 
@@ -25,8 +25,9 @@ FloatArray = NDArray[np.float64]
 class Costs:
     """Durations, in any unit of time: of a `forward`, `backward` and `update` by stage, of a message on its `link`.
 
-    `slot`: all stages keep step, and a pass begins no earlier than its slot, each of which takes so long (the backward of a
-    slot that holds both in the slot's second half); 0: every pass begins as soon as it can.
+    `weight_gradient`: of `backward`, the part that a split backward does on its own; only schedules that split it need it.
+    `slot`: all stages keep step, and a pass begins no earlier than its slot, each of which takes so long (what follows a
+    forward in a slot that holds two passes, in the slot's second half); 0: every pass begins as soon as it can.
     """
 
     forward: Sequence[float]
@@ -34,12 +35,23 @@ class Costs:
     update: Sequence[float]
     link: float = 0.0
     slot: float = 0.0
+    weight_gradient: Sequence[float] = ()
+
+    def durations(self, passes: Sequence[Kind]) -> Dict[Kind, Sequence[float]]:
+        """Of each of these passes, by stage."""
+        if Kind.BACKWARD in passes:
+            return {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward}
+        assert len(self.weight_gradient) == len(self.backward), "the schedule splits the backward: say in what parts"
+        rest = [whole - part for whole, part in zip(self.backward, self.weight_gradient)]
+        return {Kind.FORWARD: self.forward, Kind.INPUT_GRADIENT: rest, Kind.WEIGHT_GRADIENT: self.weight_gradient}
 
 
 def slot_costs(schedule: Schedule) -> Costs:
     """The unit costs: a slot takes 1, its passes fill it, messages and updates take no time."""
     share = [1 / schedule.slot_capacity] * schedule.stages
-    return Costs(share, share, [0.0] * schedule.stages, slot=1.0)
+    if Kind.BACKWARD in schedule.passes:
+        return Costs(share, share, [0.0] * schedule.stages, slot=1.0)
+    return Costs(share, [2 * part for part in share], [0.0] * schedule.stages, slot=1.0, weight_gradient=share)
 
 
 class Times(NamedTuple):
@@ -59,15 +71,16 @@ def clock(schedule: Schedule, costs: Costs, microbatches: Optional[int] = None) 
     count = schedule.microbatches if microbatches is None else microbatches
     batch, device = schedule.accumulate, schedule.device_of_stage
     free = dict.fromkeys(device, 0.0)  # when each device is through with what it has begun
-    duration = {Kind.FORWARD: costs.forward, Kind.BACKWARD: costs.backward}
-    waits = {kind: pass_needs(kind, schedule.local) for kind in PASSES}
-    begins_at = {Kind.FORWARD: 0.0, Kind.BACKWARD: costs.slot / 2 if schedule.slot_holds == "both" else 0.0}
+    passes, duration = schedule.passes, costs.durations(schedule.passes)
+    waits = {kind: pass_needs(kind, schedule.local) for kind in passes}
+    begins_at = dict.fromkeys(passes, costs.slot / 2 if schedule.slot_holds is SlotHolds.BOTH else 0.0)
+    begins_at[Kind.FORWARD] = 0.0
     times = Times({}, {})
-    for kind in (*PASSES, Kind.UPDATE):
+    for kind in (*passes, Kind.UPDATE):
         for columns in times:
             columns[kind] = np.zeros((schedule.stages, count // batch if kind is Kind.UPDATE else count))
     done: Dict[Tuple[Kind, int, int], float] = {}
-    missing: Dict[Tuple[int, int], int] = {}  # backwards that a stage's update waits for
+    missing: Dict[Tuple[int, int], int] = {}  # microbatches that a stage's update waits for
     for slot, kind, s, m in _rows(schedule, count):
         start = max(free[device[s]], slot * costs.slot + begins_at[kind])
         for need, offset in waits[kind]:
@@ -76,7 +89,7 @@ def clock(schedule: Schedule, costs: Costs, microbatches: Optional[int] = None) 
         end = done[kind, s, m] = free[device[s]] = start + duration[kind][s]
         if m < count:
             times.start[kind][s, m], times.end[kind][s, m] = start, end
-        if kind is Kind.BACKWARD:
+        if kind is passes[-1]:
             k = m // batch
             missing[s, k] = missing.get((s, k), batch) - 1
             if not missing[s, k]:
@@ -88,9 +101,10 @@ def clock(schedule: Schedule, costs: Costs, microbatches: Optional[int] = None) 
 
 def _rows(schedule: Schedule, count: int) -> Iterator[Tuple[int, Kind, int, int]]:
     """All passes (slot, kind, stage, microbatch) of the slots in which the first `count` microbatches are at work, in order."""
-    end = 1 + max(int(schedule.slots(kind, 0, count).max()) for kind in PASSES)
+    passes = schedule.passes
+    end = 1 + max(int(schedule.slots(kind, 0, count).max()) for kind in passes)
     found = []
-    for order, kind in enumerate(PASSES):
+    for order, kind in enumerate(passes):
         ascends = all(part.pieces[kind].ascends() for part in schedule.parts)
         reach = int(schedule.count_before(kind, np.array([end])).max()) if ascends else schedule.microbatches
         slots = schedule.slots(kind, 0, reach)
@@ -99,7 +113,7 @@ def _rows(schedule: Schedule, count: int) -> Iterator[Tuple[int, Kind, int, int]
     slot, order, stage, microbatch = np.concatenate(found, axis=1)
     by_slot = np.lexsort((microbatch, stage, order, slot))
     for at, code, s, m in zip(*(column[by_slot].tolist() for column in (slot, order, stage, microbatch))):
-        yield at, PASSES[code], s, m
+        yield at, passes[code], s, m
 
 
 def modelled_events(

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Iterator
+from typing import Iterator
 
 import numpy as np
 
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.runs import IntArray
-
-if TYPE_CHECKING:
-    from ipu_pipe.schedule.versions import VersionTable
-
-WINDOW = 1 << 22  # cells of a (stages, microbatches) window: some tens of MiB for each array
+from ipu_pipe.schedule.versions import WINDOW, VersionTable
 
 
 def weight_copies(table: VersionTable) -> IntArray:

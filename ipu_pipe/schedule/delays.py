@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Dict
+from typing import Dict, Optional
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.methods import Delay, Reads
+from ipu_pipe.schedule.methods import Delay
 from ipu_pipe.schedule.runs import IntArray
 
-if TYPE_CHECKING:
-    from ipu_pipe.schedule.versions import VersionTable
 
+def mean_delays(delay: Delay, P: int, lags: Optional[IntArray]) -> NDArray[np.float64]:
+    """Expectation (P,) of drawn delays: as stated, or else the pipeline's own `lags` (P,).
 
-def mean_delays(table: VersionTable) -> NDArray[np.float64]:
-    """Expectation (P,) of drawn delays. Raises BadInput where an exponential distribution over 0..D has none such."""
-    delay, P = table.method.delay, table.schedule.stages
-    assert delay is not None
+    Raises BadInput where an exponential distribution over 0..D has none such.
+    """
     if delay.mean is None:
-        pipeline = replace(table.method, forward_reads=Reads.NEWEST, backward_reads=Reads.NEWEST, delay=None)
-        means = type(table)(table.schedule, pipeline).greatest_lag().astype(np.float64)
+        assert lags is not None, "the pipeline's own lags stand for a mean that is not stated"
+        means = lags.astype(np.float64)
     elif len(delay.mean) in (1, P):
         means = np.broadcast_to(np.asarray(delay.mean, np.float64), (P,)).copy()
     else:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import Method, Pipeline, resolve_method
 from ipu_pipe.schedule.runs import IntArray
-from ipu_pipe.schedule.versions import segment_ends
+from ipu_pipe.schedule.segments import segment_ends, segment_heads
 
 Sizes = Union[Sequence[float], NDArray[Any]]
 
@@ -30,9 +30,11 @@ OPTIMIZER_COPIES = {"sgd": 2, "momentum": 3, "adam": 4}
 
 
 def weight_optimizer_copies(optimizer: str, t2: bool) -> int:
-    """Copies of the weights that one version costs: weights, gradient and moments (sgd 2, momentum 3, adam 4), one more
-    for T2's accumulator (or another rule's). PipeMare, Table 2: with T2 4/3 = 1.33 (momentum) and 5/4 = 1.25 (Adam)
-    of what it is without."""
+    """Copies of the weights that one version costs: weights, gradient and moments (sgd 2, momentum 3, adam 4).
+
+    One more for T2's accumulator (or another rule's). PipeMare, Table 2: with T2 4/3 = 1.33 (momentum) and 5/4 = 1.25
+    (Adam) of what it is without.
+    """
     if not isinstance(optimizer, str) or optimizer not in OPTIMIZER_COPIES:
         raise BadInput(f"optimizer: {optimizer}: must be one of {', '.join(OPTIMIZER_COPIES)}")
     if not isinstance(t2, (bool, np.bool_)):
@@ -58,32 +60,6 @@ def pipedream_ratio(weights_per_stage: Sizes, copies: int, accumulate: int, roun
 # ---- activations, PipeMare's recomputation
 
 
-def activation_stash(stages: int, turn: int = 1) -> IntArray:
-    """Microbatches (P,) that a stage of the dataflow schedule keeps without recomputation: 2(P-i) + `turn`.
-
-    Counted between two steps. `Schedule.max_in_flight` counts inside a step, after its forward and before its backward,
-    and so finds one more on every stage.
-    """
-    _whole("stages", stages)
-    _check_turn(turn)
-    return np.asarray(2 * np.arange(stages - 1, -1, -1) + (turn if stages > 1 else 0), np.int64)
-
-
-def recompute_stash(stages: int, segments: int = 0) -> IntArray:
-    """Microbatches (P,) kept with PipeMare's recomputation, as its appendix A.3 counts them.
-
-    P stages in so many consecutive `segments`, as equal as possible, longer ones first (0: the square root of P,
-    rounded). Counted are, at the first stage of a segment, the 2(P-i) microbatches that it has sent on and of which it
-    keeps at least the input; at the j-th stage (from 1) of a segment of S, the 2(S-j) whose activations are recomputed
-    ahead of their backward. A microbatch counts once on a stage, whether its input or all activations are kept. The
-    turn is left out, and so is what a step itself works on: the schedule in use keeps turn + 1 more on every stage
-    (`held`).
-    """
-    ends = _ends(stages, segments)
-    s = np.arange(stages)
-    return np.asarray(np.where(_heads(ends), 2 * (stages - 1 - s), 2 * (ends - s)), np.int64)
-
-
 def recompute_ratio_order(stages: int) -> float:
     """1/sqrt(P), the ratio of the orders P^(3/2) and P^2 (PipeMare, Tables 4 and 5): 0.097 for 107 stages."""
     _whole("stages", stages)
@@ -102,15 +78,15 @@ def held(in_flight: Sequence[int], segments: int, turn: int) -> Held:
 
     Stage s of a segment that ends with stage z recomputes 2(z-s) + `turn` steps before its own backward, and both of
     these steps count: 2(z-s) + `turn` + 1 microbatches' activations, or all that are `in_flight`. The first stage of a
-    segment keeps the inputs of the others in flight, until it recomputes them. Both together are turn + 1 more than
-    `recompute_stash`.
+    segment keeps the inputs of the others in flight, until it recomputes them. PipeMare's appendix A.3 leaves out the turn
+    and what a step itself works on: turn + 1 fewer on every stage.
     """
     flying = _whole_numbers("in_flight", in_flight)
     _check_turn(turn)
     ends = _ends(len(flying), segments)
     window = 2 * (ends - np.arange(len(flying))) + (turn if len(flying) > 1 else 0) + 1
     activations = np.minimum(flying, window)
-    return Held(np.where(_heads(ends), flying - activations, 0), activations)
+    return Held(np.where(segment_heads(ends), flying - activations, 0), activations)
 
 
 def activation_bytes(
@@ -130,11 +106,6 @@ def _ends(stages: int, segments: int) -> IntArray:
     _whole("stages", stages)
     _whole("segments", segments, least=0)
     return segment_ends(stages, segments)
-
-
-def _heads(ends: IntArray) -> NDArray[np.bool_]:
-    """Whether each stage is the first one of its segment."""
-    return np.concatenate([[True], ends[1:] != ends[:-1]])
 
 
 # ---- what a worker needs
@@ -196,8 +167,10 @@ def gpipe_utilization(stages: int, microbatches: int) -> float:
 
 
 def amortized_utilization(phases: Sequence[Tuple[float, float]]) -> float:
-    """Of a run in phases (length, utilization): sum(E) / sum(E/u), such as asynchronous epochs, u = 1, after synchronous ones
-    (PipeMare, W)."""
+    """Of a run in phases (length E, utilization u): sum(E) / sum(E/u).
+
+    Such as asynchronous epochs, u = 1, after synchronous ones (PipeMare, W).
+    """
     for length, busy in phases:
         _real("length", length, least=0)
         if not 0 < busy <= 1:

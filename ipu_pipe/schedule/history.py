@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Iterator, NamedTuple, Optional, Tuple
+from typing import Iterator, NamedTuple, Optional, Tuple
 
 import numpy as np
 
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.copies import WINDOW
 from ipu_pipe.schedule.methods import Reads
 from ipu_pipe.schedule.runs import IntArray
-
-if TYPE_CHECKING:
-    from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.schedule.versions import WINDOW, VersionTable
 
 
 class HistoryDelays(NamedTuple):

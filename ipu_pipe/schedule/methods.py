@@ -32,9 +32,7 @@ class Reads(Enum):
     """Which version of its weights a pass of a stage reads."""
 
     NEWEST = "newest"  # every update of that stage made in earlier slots
-    DOUBLE_BUFFERED = (
-        "double_buffered"  # one version behind the batch's own: max(floor(m/N) - 1, 0), from each drain anew
-    )
+    DOUBLE_BUFFERED = "double_buffered"  # a version behind the batch: max(floor(m/N) - 1, 0), from each drain anew
     STASHED = "stashed"  # a backward reads what its microbatch's forward read
     DELAYED = "delayed"  # a stated or drawn number of updates before the backward, whatever the schedule
 
@@ -238,7 +236,9 @@ def _value_faults(given: Mapping[str, Any]) -> List[str]:
             words = "a whole number >= 1" + (" or a list of module names" if key == "blocks" else "")
             faults.append(f"method_args: {key}: {shown(value)}: must be {words}")
         elif key == "overlap" and value != 1:
-            faults.append(f"method_args: overlap: {shown(value)}: must be 1: a block holds one layer of the block behind")
+            faults.append(
+                f"method_args: overlap: {shown(value)}: must be 1: a block holds one layer of the block behind"
+            )
     if given.get("schedule", "1f1b") not in ("1f1b", "dataflow"):
         faults.append(f"method_args: schedule: {shown(given['schedule'])}: must be 1f1b or dataflow")
     turn = given.get("turn", 0)
@@ -271,7 +271,9 @@ def _axis_faults(method: Method, given: Mapping[str, Any]) -> List[str]:
         given = {key: value for key, value in given.items() if key not in ("schedule", "turn")}
         reason = f"{method.name} predicts the weights that both passes read from the newest ones"
     elif "turn" in given and Pipeline(given.get("schedule", method.pipeline)) is not Pipeline.DATAFLOW:
-        return [f"method_args: turn: {shown(given['turn'])}: only the dataflow schedule has a turn; set schedule: dataflow"]
+        return [
+            f"method_args: turn: {shown(given['turn'])}: only the dataflow schedule has a turn; set schedule: dataflow"
+        ]
     else:
         return []
     return [f"method_args: {key}: {shown(value)}: {reason}" for key, value in given.items()]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Action, pass_needs
-from ipu_pipe.schedule.runs import PASSES, IntArray, Part
+from ipu_pipe.schedule.runs import IntArray, Part
 
 
 def check_parts(
@@ -17,7 +17,7 @@ def check_parts(
 ) -> None:
     """Raise BadInput, naming the action, unless `parts` are a schedule of P `stages` and M `microbatches` that can run.
 
-    `both`: a slot holds a forward and, after it, a backward. `local`: no pass needs a later stage's.
+    `both`: a slot holds a forward and, after it, one other pass. `local`: no pass needs a later stage's.
     `placement`: the device of each stage, empty where each stage has its own.
     """
     slot, microbatch, proved = 0, 0, {}
@@ -27,6 +27,7 @@ def check_parts(
         slot, microbatch = part.end_slot, part.end_microbatch
         proved[part.microbatches, part.runs.tobytes(), part.slots] = part  # the same part twice needs one proof
     assert microbatch == microbatches, "parts hold all microbatches"
+    assert len({part.passes for part in parts}) == 1, "backwards are whole, or all are split"
     for part in proved.values():
         fault = _missing(part, stages) or _out_of_turn(part, stages, both, local) or _collision(part, both, placement)
         if fault:
@@ -34,7 +35,7 @@ def check_parts(
 
 
 def _missing(part: Part, stages: int) -> Optional[str]:
-    """Every stage must do each microbatch's forward and backward once, within the part's slots."""
+    """Every stage must do each pass of each microbatch once, within the part's slots."""
     for kind, pieces in part.pieces.items():
         if pieces.first.shape[0] > stages:
             return f"{Action(kind, 0, pieces.first.shape[0] - 1)}: there are {stages} stages, counted from 0"
@@ -56,7 +57,7 @@ def _missing(part: Part, stages: int) -> Optional[str]:
 
 def _out_of_turn(part: Part, stages: int, both: bool, local: bool) -> Optional[str]:
     """Slots of a pass and of what it needs are affine between the ends of their runs: the ends prove the rest."""
-    for kind in PASSES:
+    for kind in part.passes:
         for need, offset in pass_needs(kind, local):
             low, high = max(0, -offset), stages - max(0, offset)
             if low >= high:
@@ -81,10 +82,10 @@ def _out_of_turn(part: Part, stages: int, both: bool, local: bool) -> Optional[s
 
 
 def _collision(part: Part, both: bool, placement: Sequence[int]) -> Optional[str]:
-    """A slot holds at most one action of a device, or one of each kind."""
+    """A slot holds at most one action of a device, or a forward and one other pass."""
     devices = sorted(set(placement))
-    forward, backward = (part.pieces[kind] for kind in PASSES)
-    groups = [(forward,), (backward,)] if both else [(forward, backward)]
+    forward, *others = part.pieces.values()
+    groups = [[forward], others] if both else [[forward, *others]]
     for group in groups:
         low, stride, count = (
             np.concatenate([getattr(pieces, name) for pieces in group], axis=1) for name in ("low", "stride", "count")

@@ -2,73 +2,113 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.actions import Action, Kind, needs
-from ipu_pipe.schedule.runs import CODE, PASSES, RUN, Part
-from ipu_pipe.schedule.table import Schedule
+from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Action, Kind, needs
+from ipu_pipe.schedule.runs import CODE, RUN, Part
+from ipu_pipe.schedule.table import Schedule, SlotHolds
+
+_CELL = re.compile(r"([FBIW])(\d+)(?:@(\d+))?", re.ASCII)
+
+Row = Sequence[Union[Action, str]]
 
 
-def from_rows(rows: Sequence[Sequence[Union[Action, str]]], accumulate: int, slot_holds: str = "one") -> Schedule:
-    """A schedule from each stage's forwards and backwards in order, `Action`s or cells such as "F0"; no updates.
+def from_rows(
+    rows: Sequence[Row], accumulate: int, slot_holds: SlotHolds = SlotHolds.ONE, placement: Sequence[int] = ()
+) -> Schedule:
+    """A schedule from each device's passes in order, `Action`s or cells such as "F0"; no updates.
 
-    Every action is given the first slot in which it can be done. Raises BadInput where an action is missing, double
-    or misplaced, and, where the rows wait for one another, names the cycle.
+    `placement`: the device of each stage; without it a stage has the device of its number. "F0@2" is of stage 2; "F0"
+    where the device has one stage only. A backward is one pass, "B0", or everywhere two: "I0", what the stage before
+    waits for, and "W0". Every action is given the first slot in which it can be done. Raises BadInput where an action
+    is missing, double or misplaced, and, where the rows wait for one another, names the cycle.
     """
-    actions = [_parse_row(stage, row) for stage, row in enumerate(rows)]
-    microbatches = _check_complete(actions)
-    slots = _earliest_slots(actions, slot_holds == "both")
-    runs = np.array(list(_compress(slots, len(actions), microbatches)), RUN)
+    placement = tuple(placement) or tuple(range(len(rows)))
+    _check_placement(placement, len(rows))
+    actions = [_parse_row(device, row, placement) for device, row in enumerate(rows)]
+    microbatches, passes = _check_complete(actions, len(placement))
+    slots = _earliest_slots(actions, placement, slot_holds is SlotHolds.BOTH)
+    runs = np.array(list(_compress(slots, len(placement), microbatches, passes)), RUN)
     part = Part(0, 0, 1, max(slots.values()) + 1, microbatches, runs)
-    return Schedule(len(actions), microbatches, accumulate, slot_holds, (part,))
+    own = () if placement == tuple(range(len(rows))) else placement
+    return Schedule(len(placement), microbatches, accumulate, slot_holds, (part,), placement=own)
 
 
-def _parse_row(stage: int, row: Sequence[Union[Action, str]]) -> List[Action]:
+def _check_placement(placement: Sequence[int], devices: int) -> None:
+    faults = [
+        f"rows: placement: stage {stage}: device {device}: there are rows of {devices} devices, counted from 0"
+        for stage, device in enumerate(placement)
+        if not 0 <= device < devices
+    ]
+    faults += [
+        f"rows: placement: device {device}: has no stage" for device in range(devices) if device not in placement
+    ]
+    if faults:
+        raise BadInput(faults)
+
+
+def _parse_row(device: int, row: Row, placement: Sequence[int]) -> List[Action]:
     """Actions of a row of `Action`s or cells; a cell may hold two ("F5 B2") or none ("")."""
+    held = [stage for stage, own in enumerate(placement) if own == device]
+    label = f"rows: stage {held[0]}" if len(placement) == len(set(placement)) else f"rows: device {device}"
     actions: List[Action] = []
     for cell in row:
         if isinstance(cell, Action):
             actions.append(cell)
             continue
         for word in cell.split():
-            if word[0] not in ("F", "B") or not word[1:].isdecimal():
-                raise BadInput(f"rows: stage {stage}: {word}: must be F or B and a microbatch, such as F0 or B3")
-            actions.append(Action(Kind(word[0]), int(word[1:]), stage))
+            match = _CELL.fullmatch(word)
+            if match is None:
+                raise BadInput(
+                    f"{label}: {word}: must be F, B, I or W and a microbatch, such as F0 or B3, F0@2 on stage 2"
+                )
+            kind, index, stage = match.groups()
+            if stage is None and len(held) > 1:
+                raise BadInput(f"{label}: {word}: say of which stage: {' or '.join(f'{word}@{s}' for s in held)}")
+            actions.append(Action(Kind(kind), int(index), held[0] if stage is None else int(stage)))
     for action in actions:
         if action.kind is Kind.UPDATE:
-            raise BadInput(f"rows: stage {stage}: {action}: updates follow from accumulate and are not written")
-        if action.stage != stage:
-            raise BadInput(f"rows: stage {stage}: {action}: belongs to another row")
+            raise BadInput(f"{label}: {action}: updates follow from accumulate and are not written")
+        if action.kind not in CODE or action.replica:
+            raise BadInput(f"{label}: {action}: must be a forward or a backward of the one replica that rows describe")
+        if action.stage not in held:
+            raise BadInput(f"{label}: {action}: belongs to another row")
     return actions
 
 
-def _check_complete(rows: Sequence[Sequence[Action]]) -> int:
-    """The number of microbatches, if every stage does each one's forward and backward once; BadInput otherwise."""
-    microbatches = 1 + max((action.index for row in rows for action in row), default=-1)
+def _check_complete(rows: Sequence[Sequence[Action]], stages: int) -> Tuple[int, Tuple[Kind, ...]]:
+    """The number of microbatches and their passes, if every stage does each pass once; BadInput otherwise."""
+    times = Counter(action for row in rows for action in row)
+    microbatches = 1 + max((action.index for action in times), default=-1)
     if microbatches == 0:
         raise BadInput("rows: a schedule needs a stage and a microbatch")
-    faults = []
-    for stage, row in enumerate(rows):
-        times = Counter(row)
-        for action in (Action(kind, m, stage) for kind in PASSES for m in range(microbatches)):
-            if times[action] != 1:
-                faults.append(f"rows: {action}: appears {times[action]} times: every stage must do it once")
+    split = any(action.kind in SPLIT_PASSES[1:] for action in times)
+    passes = SPLIT_PASSES if split else PASSES
+    faults = [
+        f"rows: {action}: appears {times[action]} times: every stage must do it once"
+        for action in (Action(kind, m, s) for s in range(stages) for kind in passes for m in range(microbatches))
+        if times[action] != 1
+    ]
+    faults += [
+        f"rows: {action}: other backwards are split: split all or none" for action in times if action.kind not in passes
+    ]
     if faults:
         raise BadInput(faults)
-    return microbatches
+    return microbatches, passes
 
 
-def _earliest_slots(rows: Sequence[Sequence[Action]], both: bool) -> Dict[Action, int]:
-    """Each action's first possible slot, the rows' order kept; all stages choose before any completes."""
+def _earliest_slots(rows: Sequence[Sequence[Action]], placement: Sequence[int], both: bool) -> Dict[Action, int]:
+    """Each action's first possible slot, the rows' order kept; all devices choose before any completes."""
     slots: Dict[Action, int] = {}
     heads = [0] * len(rows)
 
     def ready(action: Action, slot: int, beside: Optional[Action] = None) -> bool:
-        needed = needs(action, len(rows), 1)
+        needed = needs(action, len(placement), 1)
         return all(need == beside or slots.get(need, slot) < slot for need in needed)
 
     slot = 0
@@ -78,38 +118,47 @@ def _earliest_slots(rows: Sequence[Sequence[Action]], both: bool) -> Dict[Action
             first, second = (*row[head : head + 2], None, None)[:2]
             if first is not None and ready(first, slot):
                 chosen.append(first)
-                pair = both and first.kind is Kind.FORWARD and second is not None and second.kind is Kind.BACKWARD
+                pair = both and first.kind is Kind.FORWARD and second is not None and second.kind is not Kind.FORWARD
                 if pair and second is not None and ready(second, slot, beside=first):
                     chosen.append(second)
         if not chosen:
-            raise BadInput("rows: the schedule cannot run: " + _cycle(rows, heads, slots))
+            raise BadInput("rows: the schedule cannot run: " + _cycle(rows, placement, heads, slots))
         for action in chosen:
             slots[action] = slot
-            heads[action.stage] += 1
+            heads[placement[action.stage]] += 1
         slot += 1
     return slots
 
 
-def _cycle(rows: Sequence[Sequence[Action]], heads: Sequence[int], done: Dict[Action, int]) -> str:
+def _cycle(
+    rows: Sequence[Sequence[Action]], placement: Sequence[int], heads: Sequence[int], done: Dict[Action, int]
+) -> str:
     """Follow what each blocked action waits for until one comes round again."""
+
+    def head_of(action: Action) -> Action:
+        device = placement[action.stage]
+        return rows[device][heads[device]]
+
     action = next(row[head] for head, row in zip(heads, rows) if head < len(row))
     chain: List[Action] = []
     while action not in chain:
         chain.append(action)
-        head = rows[action.stage][heads[action.stage]]
-        action = head if head != action else next(n for n in needs(action, len(rows), 1) if n not in done)
+        head = head_of(action)
+        action = head if head != action else next(n for n in needs(action, len(placement), 1) if n not in done)
     cycle = chain[chain.index(action) :] + [action]
     words = str(cycle[0])
     for k, (one, other) in enumerate(zip(cycle, cycle[1:])):
-        before = one != rows[one.stage][heads[one.stage]]
+        before = one != head_of(one)
         words += f"{', which' if k else ''} waits for {other}" + " (before it in its row)" * before
     return words
 
 
-def _compress(slots: Dict[Action, int], stages: int, microbatches: int) -> Iterator[Tuple[int, ...]]:
+def _compress(
+    slots: Dict[Action, int], stages: int, microbatches: int, passes: Sequence[Kind]
+) -> Iterator[Tuple[int, ...]]:
     """The rows' slots as runs, each as long as its slots stay affine."""
     for stage in range(stages):
-        for kind in PASSES:
+        for kind in passes:
             row = [slots[Action(kind, m, stage)] for m in range(microbatches)]
             first = 0
             while first < microbatches:

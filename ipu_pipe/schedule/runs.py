@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Dict, Optional, Sequence
+from typing import Dict, Optional, Sequence, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Kind
 
 IntArray = NDArray[np.int64]
 GridArray = NDArray[np.int32]
 ALL_STAGES = slice(None)
 
-PASSES = (Kind.FORWARD, Kind.BACKWARD)
-CODE = {kind: code for code, kind in enumerate(PASSES)}
+CODE = {
+    kind: code for code, kind in enumerate((Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT))
+}
 
 # A run: `count` microbatches from `first_index` on, the first of them in `first_slot` and each next one `slot_step`
-# later, of a kind (0 forward, 1 backward) on a stage. Slots and microbatches count from the start of the part.
+# later, of a kind (by its CODE) on a stage. Slots and microbatches count from the start of the part.
 RUN = np.dtype(
     [
         ("stage", np.int64),
@@ -121,8 +122,17 @@ class Part:
     def __post_init__(self) -> None:
         self.runs.setflags(write=False)
         stages = int(self.runs["stage"].max()) + 1 if len(self.runs) else 1
-        tables = {k: Pieces(self.runs[self.runs["kind"] == CODE[k]], stages, self.microbatches) for k in PASSES}
+        passes = SPLIT_PASSES if (self.runs["kind"] > CODE[Kind.BACKWARD]).any() else PASSES
+        assert np.isin(self.runs["kind"], [CODE[kind] for kind in passes]).all(), (
+            "backwards are whole, or all are split"
+        )
+        tables = {k: Pieces(self.runs[self.runs["kind"] == CODE[k]], stages, self.microbatches) for k in passes}
         object.__setattr__(self, "pieces", tables)
+
+    @property
+    def passes(self) -> Tuple[Kind, ...]:
+        """Of every microbatch on every stage."""
+        return tuple(self.pieces)
 
     @property
     def end_slot(self) -> int:
@@ -201,8 +211,8 @@ def _fill_once(part: Part, kind: Kind, first: int, last: int, stages: slice, gri
 
 
 def most_in_flight(part: Part) -> IntArray:
-    """Between two ends of runs, forwards done minus backwards done only grows or only falls: look at the ends alone."""
-    forward, backward = part.pieces[Kind.FORWARD], part.pieces[Kind.BACKWARD]
+    """Between two ends of runs, forwards done minus last passes done only grows or only falls: look at the ends alone."""
+    forward, backward = part.pieces[Kind.FORWARD], part.pieces[part.passes[-1]]
     if forward.ascends():
         ends = np.concatenate([backward.low, backward.high + 1, forward.low], axis=1)
         next_forward = forward.before(ends)

@@ -14,8 +14,9 @@ Slots, stages, microbatches and updates count from 0. Symbols: P stages, M micro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
-from typing import List, NamedTuple, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
 import numpy as np
 
@@ -24,7 +25,6 @@ from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.proof import check_parts, check_update_order
 from ipu_pipe.schedule.runs import (
     ALL_STAGES,
-    PASSES,
     GridArray,
     IntArray,
     Part,
@@ -35,40 +35,37 @@ from ipu_pipe.schedule.runs import (
 )
 
 
-class Grids(NamedTuple):
-    """Spelled-out slots: the microbatch whose forward, and whose backward, each stage does, -1 for none; (P, slots)."""
+class SlotHolds(Enum):
+    """What a device can do in one slot."""
 
-    forward: GridArray
-    backward: GridArray
+    ONE = "one"  # one pass
+    BOTH = "both"  # a forward and, after it, a backward, whole or one half of it
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """Who does what when, for P `stages`, M `microbatches` and an update every N = `accumulate` microbatches.
 
-    `slot_holds`: "one" action a device and slot, or "both" a forward and, after it, a backward. Updates are not listed:
-    U(k) follows the backward that completes batch k, in the same slot; a last batch that is not full has none. `local`: no
-    backward needs one of another stage. `placement`: the device of each stage; empty: each stage has the device of its number.
-    Parts follow one another without a gap. Making one proves that it can run, on the compact form, or raises BadInput
-    naming the action that cannot be where it is.
+    Updates are not listed: U(k) follows the pass that completes batch k, in the same slot; a last batch that is not full has
+    none. `local`: no backward needs one of another stage. `placement`: the device of each stage; empty: each stage has the
+    device of its number. Parts follow one another without a gap. Making one proves that it can run, on the compact form, or
+    raises BadInput naming the action that cannot be where it is.
     """
 
     stages: int
     microbatches: int
     accumulate: int
-    slot_holds: str
+    slot_holds: SlotHolds
     parts: Tuple[Part, ...]
     local: bool = False
     placement: Tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.slot_holds not in ("one", "both"):
-            raise BadInput(f"schedule: slot_holds: {self.slot_holds}: must be one or both")
         if self.placement and len(self.placement) != self.stages:
             raise BadInput(
                 f"schedule: placement: {len(self.placement)} devices: must be one for each of {self.stages} stages"
             )
-        both = self.slot_holds == "both"
+        both = self.slot_holds is SlotHolds.BOTH
         check_parts(self.parts, self.stages, self.microbatches, both, self.local, self.placement)
         if not self.in_order:
             check_update_order(self.slots(Kind.UPDATE, 0, self.update_count))
@@ -76,8 +73,13 @@ class Schedule:
     # --- sizes
 
     @property
+    def passes(self) -> Tuple[Kind, ...]:
+        """Of every microbatch on every stage: its forward and backward, or the forward and the two halves of the backward."""
+        return self.parts[0].passes
+
+    @property
     def slot_count(self) -> int:
-        """Slots from the first forward to the last backward."""
+        """Slots from the first pass to the last."""
         return self.parts[-1].end_slot
 
     @property
@@ -93,19 +95,19 @@ class Schedule:
     @property
     def slot_capacity(self) -> int:
         """Passes that a device can do in a slot: 1, or 2 where a slot holds both."""
-        return 2 if self.slot_holds == "both" else 1
+        return 2 if self.slot_holds is SlotHolds.BOTH else 1
 
     def busy_share(self, first_slot: int = 0, last_slot: Optional[int] = None) -> float:
         """The share of devices' time spent in passes within the slots [first_slot, last_slot), by default all."""
         end = self.slot_count if last_slot is None else last_slot
         edges = np.array([first_slot, end])
-        done = sum(int(np.diff(self.count_before(kind, edges)).sum()) for kind in PASSES)
+        done = sum(int(np.diff(self.count_before(kind, edges)).sum()) for kind in self.passes)
         return done / (len(set(self.device_of_stage)) * (end - first_slot) * self.slot_capacity)
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether every stage does its backwards in the order of the microbatches (only hand-written rows may not)."""
-        return all(part.pieces[Kind.BACKWARD].ascends() for part in self.parts)
+        """Whether every stage completes the microbatches in their order (only hand-written rows may not)."""
+        return all(part.pieces[self.passes[-1]].ascends() for part in self.parts)
 
     def stretch(self, k: int) -> Tuple[int, int]:
         """First update and end of the stretch between drains that holds update k; alone where the pipeline empties within it."""
@@ -124,9 +126,9 @@ class Schedule:
         if kind is not Kind.UPDATE:
             return self._at(kind, np.arange(first, last), stages)
         if self.in_order:
-            return self._at(Kind.BACKWARD, np.arange(first + 1, last + 1) * self.accumulate - 1, stages)
-        backwards = self.slots(Kind.BACKWARD, first * self.accumulate, last * self.accumulate, stages)
-        batches = backwards.reshape(backwards.shape[0], last - first, self.accumulate)
+            return self._at(self.passes[-1], np.arange(first + 1, last + 1) * self.accumulate - 1, stages)
+        ends = self.slots(self.passes[-1], first * self.accumulate, last * self.accumulate, stages)
+        batches = ends.reshape(ends.shape[0], last - first, self.accumulate)
         completed: IntArray = batches.max(axis=2, initial=0)
         return completed
 
@@ -143,22 +145,22 @@ class Schedule:
 
     def _updates_before(self, slot: IntArray, stages: slice) -> IntArray:
         if self.in_order:
-            backwards = self.count_before(Kind.BACKWARD, slot, stages)
-            return backwards if self.accumulate == 1 else backwards // self.accumulate
+            ended = self.count_before(self.passes[-1], slot, stages)
+            return ended if self.accumulate == 1 else ended // self.accumulate
         made = self.slots(Kind.UPDATE, 0, self.update_count, stages)
         asked = np.broadcast_to(slot, (made.shape[0], slot.shape[-1]))
         return np.stack([np.searchsorted(row, ask) for row, ask in zip(made, asked)]).astype(np.int64)
 
     # --- spelled out
 
-    def spell_out(self, first_slot: int, last_slot: int, stages: slice = ALL_STAGES) -> Grids:
-        """What every stage does in the slots [first_slot, last_slot)."""
+    def spell_out(self, first_slot: int, last_slot: int, stages: slice = ALL_STAGES) -> Dict[Kind, GridArray]:
+        """By kind, the microbatch whose pass every stage does in the slots [first_slot, last_slot), -1 for none; (P, slots)."""
         height, width = len(range(*stages.indices(self.stages))), last_slot - first_slot
-        grids = Grids(np.full((height, width), -1, np.int32), np.full((height, width), -1, np.int32))
+        grids = {kind: np.full((height, width), -1, np.int32) for kind in self.passes}
         for part in self.parts:
             start, stop = max(first_slot, part.first_slot), min(last_slot, part.end_slot)
             if start < stop:
-                for kind, grid in zip(PASSES, grids):
+                for kind, grid in grids.items():
                     fill(part, kind, start, stop, stages, grid[:, start - first_slot : stop - first_slot])
         return grids
 
@@ -166,8 +168,6 @@ class Schedule:
         """The update that every stage makes in the slots [first_slot, last_slot), -1 for none; (P, slots)."""
         height = len(range(*stages.indices(self.stages)))
         grid = np.full((height, last_slot - first_slot), -1, np.int32)
-        if self.update_count == 0 or last_slot <= first_slot:
-            return grid
         made = self.count_before(Kind.UPDATE, np.array([first_slot, last_slot]), stages)
         first, last = int(made[:, 0].min()), int(made[:, 1].max())
         if last == first:
@@ -181,23 +181,15 @@ class Schedule:
     def cells(self, stage: int, first_slot: int = 0, last_slot: Optional[int] = None) -> List[Optional[str]]:
         """One stage's slots as text: "F0", "B3", "F5 B2" where a slot holds both, None where it is idle."""
         end = self.slot_count if last_slot is None else last_slot
-        forward, backward = (grid[0].tolist() for grid in self.spell_out(first_slot, end, slice(stage, stage + 1)))
-        return [_cell(f, b) for f, b in zip(forward, backward)]
+        grids = self.spell_out(first_slot, end, slice(stage, stage + 1))
+        words = ([f"{kind.value}{m}" if m >= 0 else "" for m in grid[0].tolist()] for kind, grid in grids.items())
+        return [" ".join(filter(None, cell)) or None for cell in zip(*words)]
 
     # --- activations
 
     def max_in_flight(self) -> IntArray:
-        """The most microbatches (P,) between their forward and their backward on a stage at once.
+        """The most microbatches (P,) between their forward and their last pass on a stage at once.
 
-        Counted right after a forward; where a slot holds both passes, before that slot's backward.
+        Counted right after a forward; where a slot holds two passes, before that slot's other one.
         """
-        most: IntArray = np.max([most_in_flight(part) for part in self.parts], axis=0)
-        return most
-
-
-def _cell(forward: int, backward: int) -> Optional[str]:
-    if forward < 0 and backward < 0:
-        return None
-    if backward < 0:
-        return f"F{forward}"
-    return f"B{backward}" if forward < 0 else f"F{forward} B{backward}"
+        return np.asarray(np.max([most_in_flight(part) for part in self.parts], axis=0))

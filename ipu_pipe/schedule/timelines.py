@@ -1,4 +1,4 @@
-"""The methods' schedules: each timeline's closed form under a drawing of it; its plain policy is in policies.py.
+"""The methods' schedules. Each pipeline is drawn, as a plain policy (what it is) and as a closed form (the same, but fast).
 
 P stages, M microbatches, N microbatches an update; s and m are a stage and a microbatch, slots count from 0.
 """
@@ -6,20 +6,25 @@ P stages, M microbatches, N microbatches an update; s and m are a stage and a mi
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.actions import PASSES, Kind
 from ipu_pipe.schedule.methods import Method, Pipeline, check
+from ipu_pipe.schedule.policies import Policy, Sight
 from ipu_pipe.schedule.runs import Part, RunArray, run_array
-from ipu_pipe.schedule.table import Schedule
+from ipu_pipe.schedule.table import Schedule, SlotHolds
+
+FORWARD, BACKWARD = PASSES
 
 # One stretch from an empty pipeline to an empty one: its slots, and its runs.
 Stretch = Tuple[int, RunArray]
 
-MOST_SHARED_BATCHES = 5_000  # in a stretch of local_overlapping: each is a run of its own, and runs are proved one by one
+MOST_SHARED_BATCHES = (
+    5_000  # in a stretch of local_overlapping: each is a run of its own, and runs are proved one by one
+)
 
 
 def make_schedule(
@@ -39,8 +44,8 @@ def make_schedule(
         raise BadInput(f"synchronous: {warm}: must be a multiple of accumulate ({accumulate})")
     parts: List[Part] = []
     for pipeline, count in ((Pipeline.FILL_DRAIN, warm), (method.pipeline, microbatches - warm)):
-        stretch, longest = _STRETCHES[pipeline]
-        if longest is None:
+        timeline = TIMELINES[pipeline]
+        if timeline.longest is None:
             later = [drain - warm for drain in drains if drain >= warm]
             lengths = _between_drains(later, count, accumulate)
             batches = max(length for length, _ in lengths) // accumulate if lengths else 0
@@ -50,15 +55,17 @@ def make_schedule(
                     " evaluate or save more often (evaluate.every, checkpoint.every)"
                 )
         else:
-            length = longest(accumulate)
+            length = timeline.longest(accumulate)
             lengths = [(length, count // length), (count % length, 1)]
         for length, repeats in lengths:
             if length and repeats:
-                slots, runs = stretch(stages, length, accumulate if pipeline is Pipeline.LOCAL_SHARED else turn)
+                slots, runs = timeline.stretch(
+                    stages, length, accumulate if pipeline is Pipeline.LOCAL_SHARED else turn
+                )
                 first_slot, first = (parts[-1].end_slot, parts[-1].end_microbatch) if parts else (0, 0)
                 parts.append(Part(first_slot, first, repeats, slots, length, runs))
-    holds = "both" if method.pipeline in (Pipeline.DATAFLOW, Pipeline.LOCAL, Pipeline.LOCAL_SHARED) else "one"
-    return Schedule(stages, microbatches, accumulate, holds, tuple(parts), local=method.structure is not None)
+    last = TIMELINES[method.pipeline]
+    return Schedule(stages, microbatches, accumulate, last.slot_holds, tuple(parts), last.local)
 
 
 def _between_drains(drains: Sequence[int], microbatches: int, accumulate: int) -> List[Tuple[int, int]]:
@@ -75,125 +82,6 @@ def _between_drains(drains: Sequence[int], microbatches: int, accumulate: int) -
     return [(length, len(list(equal))) for length, equal in groupby(lengths)]
 
 
-def _sequential(P: int, M: int, turn: int) -> Stretch:
-    """P = 3, one microbatch: forwards in slots s, backwards in 2P-1-s.
-
-    stage 0  F0  .   .   .   .   B0
-    stage 1  .   F0  .   .   B0  .
-    stage 2  .   .   F0  B0  .   .
-    """
-    return _fill_drain(P, M, turn)  # a batch of one microbatch
-
-
-def _fill_drain(P: int, M: int, turn: int) -> Stretch:
-    """P = 3, M = 3: GPipe's trapezoids, backwards in the order of the forwards.
-
-    stage 0  F0  F1  F2  .   .   .   .   B0  B1  B2
-    stage 1  .   F0  F1  F2  .   .   B0  B1  B2  .
-    stage 2  .   .   F0  F1  F2  B0  B1  B2  .   .
-    """
-    s = np.arange(P)
-    forward = run_array(s, Kind.FORWARD, 0, M, s, 1)
-    backward = run_array(s, Kind.BACKWARD, 0, M, (M + P - 1) + (P - 1 - s), 1)
-    return 2 * (M + P - 1), np.concatenate([forward, backward])
-
-
-def _alternating_backwards(P: int, M: int) -> RunArray:
-    """On every 1F1B timeline the last stage turns each microbatch around at once, every second slot."""
-    s = np.arange(P)
-    return run_array(s, Kind.BACKWARD, 0, M, 2 * P - 1 - s, 2)
-
-
-def _capped_1f1b(P: int, M: int, turn: int) -> Stretch:
-    """P = 3, M = 4: at most P-s microbatches in flight on stage s.
-
-    stage 0  F0  F1  F2  .   .   B0  F3  B1  .   B2  .   B3
-    stage 1  .   F0  F1  .   B0  F2  B1  F3  B2  .   B3  .
-    stage 2  .   .   F0  B0  F1  B1  F2  B2  F3  B3  .   .
-    """
-    s = np.arange(P)
-    warm = np.minimum(P - s, M)
-    fill = run_array(s, Kind.FORWARD, 0, warm, s, 1)
-    steady = run_array(s, Kind.FORWARD, warm, M - warm, 2 * warm + s, 2)
-    return 2 * (M + P - 1), np.concatenate([fill, steady, _alternating_backwards(P, M)])
-
-
-def _pipedream_1f1b(P: int, M: int, turn: int) -> Stretch:
-    """P = 3, M = 4: at most P microbatches in flight, counted at stage 0 only, so that stage 1 runs ahead (F2).
-
-    stage 0  F0  F1  F2  .   .   B0  F3  B1  .   B2  .   B3
-    stage 1  .   F0  F1  F2  B0  .   B1  F3  B2  .   B3  .
-    stage 2  .   .   F0  B0  F1  B1  F2  B2  F3  B3  .   .
-
-    The first P microbatches enter one a slot. A stage forwards them as they come until its first backward is ready
-    (`ahead` of them), the rest of the first P in the slots between backwards; later ones enter every second slot.
-    """
-    s = np.arange(P)
-    ahead = np.minimum(np.minimum(P, 2 * (P - s) - 1), M)
-    first = np.full(P, min(P, M))
-    fill = run_array(s, Kind.FORWARD, 0, ahead, s, 1)
-    between = run_array(s, Kind.FORWARD, ahead, first - ahead, 2 * ahead - 2 * P + 3 * s + 2, 2)
-    steady = run_array(s, Kind.FORWARD, first, M - first, 2 * first + s, 2)
-    return 2 * (M + P - 1), np.concatenate([fill, between, steady, _alternating_backwards(P, M)])
-
-
-def _dataflow(P: int, M: int, turn: int) -> Stretch:
-    """P = 2, M = 3; a step holds both. Turn 0: the last stage's two passes share the step; turn 1: one step later.
-
-    turn 0  stage 0  F0     F1     F2 B0  B1     B2         turn 1  stage 0  F0     F1     F2     B0     B1     B2
-            stage 1  .      F0 B0  F1 B1  F2 B2  .                  stage 1  .      F0     F1 B0  F2 B1  B2     .
-    """
-    s = np.arange(P)
-    forward = run_array(s, Kind.FORWARD, 0, M, s, 1)
-    backward = run_array(s, Kind.BACKWARD, 0, M, 2 * (P - 1) - s + turn, 1)
-    return M + 2 * (P - 1) + turn, np.concatenate([forward, backward])
-
-
-def _local(P: int, M: int, turn: int) -> Stretch:
-    """P = 3, M = 4: each stage has a loss of its own, so a microbatch's backward follows its forward at once.
-
-    stage 0  F0 B0  F1 B1  F2 B2  F3 B3  .      .
-    stage 1  .      F0 B0  F1 B1  F2 B2  F3 B3  .
-    stage 2  .      .      F0 B0  F1 B1  F2 B2  F3 B3
-    """
-    s = np.arange(P)
-    passes = [run_array(s, kind, 0, M, s, 1) for kind in (Kind.FORWARD, Kind.BACKWARD)]
-    return M + P - 1, np.concatenate(passes)
-
-
-def _local_shared(P: int, M: int, accumulate: int) -> Stretch:
-    """P = 3, M = 4, N = 2: a batch's update waits a step for the next stage's gradient of the layer that both hold.
-
-    stage 0  F0 B0  F1 B1  .      F2 B2  F3 B3  .      .
-    stage 1  .      F0 B0  F1 B1  .      F2 B2  F3 B3  .
-    stage 2  .      .      F0 B0  F1 B1  .      F2 B2  F3 B3
-    """
-    s = np.arange(P)
-    wait = 1 if P > 1 else 0
-    runs = []
-    if accumulate == 1:
-        runs = [run_array(s, kind, 0, M, s, 1 + wait) for kind in (Kind.FORWARD, Kind.BACKWARD)]
-    else:
-        for first in range(0, M, accumulate):
-            count, slot = min(accumulate, M - first), first + wait * (first // accumulate)
-            runs += [run_array(s, kind, first, count, slot + s, 1) for kind in (Kind.FORWARD, Kind.BACKWARD)]
-    return M + wait * ((M - 1) // accumulate) + P - 1, np.concatenate(runs)
-
-
-# Each pipeline's stretch, and how many microbatches it takes at most as a function of N: no limit for those that never
-# empty.
-_STRETCHES: Dict[Pipeline, Tuple[Callable[[int, int, int], Stretch], Optional[Callable[[int], int]]]] = {
-    Pipeline.SEQUENTIAL: (_sequential, lambda accumulate: 1),
-    Pipeline.FILL_DRAIN: (_fill_drain, lambda accumulate: accumulate),
-    Pipeline.ONE_F_ONE_B_FLUSH: (_capped_1f1b, lambda accumulate: accumulate),
-    Pipeline.ONE_F_ONE_B: (_pipedream_1f1b, None),
-    Pipeline.ONE_F_ONE_B_CAPPED: (_capped_1f1b, None),
-    Pipeline.DATAFLOW: (_dataflow, None),
-    Pipeline.LOCAL: (_local, None),
-    Pipeline.LOCAL_SHARED: (_local_shared, None),
-}
-
-
 def utilization(method: Method, stages: int, accumulate: int) -> float:
     """The planned busy share in the steady state: of a whole batch with its bubbles where the method flushes."""
     if method.flushes:
@@ -202,3 +90,183 @@ def utilization(method: Method, stages: int, accumulate: int) -> float:
     period = accumulate + (stages > 1) if method.pipeline is Pipeline.LOCAL_SHARED else 2
     long = make_schedule(method, stages, 4 * stages + 2 + period, accumulate)
     return long.busy_share(3 * stages, 3 * stages + period)
+
+
+# ---- the pipelines, each as a policy under its drawing and as a closed form
+
+
+def _one_of(sight: Sight, forward: bool, backward: bool) -> Tuple[Kind, ...]:
+    """A backward as soon as there is one, but forwards and backwards in turn where both are ready."""
+    if forward and backward:
+        return (FORWARD,) if sight.last[sight.stage] is BACKWARD else (BACKWARD,)
+    return (FORWARD,) if forward else (BACKWARD,) if backward else ()
+
+
+def sequential(sight: Sight) -> Tuple[Kind, ...]:
+    """The first stage lets a microbatch in when none is under way. P = 3, one microbatch:
+
+    stage 0  F0  .   .   .   .   B0
+    stage 1  .   F0  .   .   B0  .
+    stage 2  .   .   F0  B0  .   .
+    """
+    enters = sight.stage > 0 or sight.in_flight < 1
+    return _one_of(sight, sight.can(FORWARD) and enters, sight.can(BACKWARD))
+
+
+def fill_drain(sight: Sight) -> Tuple[Kind, ...]:
+    """GPipe's trapezoids: no backward before all forwards of the batch, then in the order of the forwards. P = 3, M = 3:
+
+    stage 0  F0  F1  F2  .   .   .   .   B0  B1  B2
+    stage 1  .   F0  F1  F2  .   .   B0  B1  B2  .
+    stage 2  .   .   F0  F1  F2  B0  B1  B2  .   .
+    """
+    filled = sight.done[FORWARD][sight.stage] == sight.microbatches
+    return _one_of(sight, sight.can(FORWARD), sight.can(BACKWARD) and filled)
+
+
+def _fill_drain(P: int, M: int, turn: int) -> Stretch:
+    """Of `sequential` too: its batch is one microbatch."""
+    s = np.arange(P)
+    forward = run_array(s, FORWARD, 0, M, s, 1)
+    backward = run_array(s, BACKWARD, 0, M, (M + P - 1) + (P - 1 - s), 1)
+    return 2 * (M + P - 1), np.concatenate([forward, backward])
+
+
+def capped_1f1b(sight: Sight) -> Tuple[Kind, ...]:
+    """At most P-s microbatches in flight on stage s. P = 3, M = 4:
+
+    stage 0  F0  F1  F2  .   .   B0  F3  B1  .   B2  .   B3
+    stage 1  .   F0  F1  .   B0  F2  B1  F3  B2  .   B3  .
+    stage 2  .   .   F0  B0  F1  B1  F2  B2  F3  B3  .   .
+    """
+    fits = sight.in_flight < sight.stages - sight.stage
+    return _one_of(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
+
+
+def _capped_1f1b(P: int, M: int, turn: int) -> Stretch:
+    s = np.arange(P)
+    warm = np.minimum(P - s, M)
+    fill = run_array(s, FORWARD, 0, warm, s, 1)
+    steady = run_array(s, FORWARD, warm, M - warm, 2 * warm + s, 2)
+    return 2 * (M + P - 1), np.concatenate([fill, steady, _alternating_backwards(P, M)])
+
+
+def _alternating_backwards(P: int, M: int) -> RunArray:
+    """On every 1F1B timeline the last stage turns each microbatch around at once, every second slot."""
+    s = np.arange(P)
+    return run_array(s, BACKWARD, 0, M, 2 * P - 1 - s, 2)
+
+
+def pipedream_1f1b(sight: Sight) -> Tuple[Kind, ...]:
+    """At most P microbatches in flight, counted at stage 0 only, so that stage 1 runs ahead (F2). P = 3, M = 4:
+
+    stage 0  F0  F1  F2  .   .   B0  F3  B1  .   B2  .   B3
+    stage 1  .   F0  F1  F2  B0  .   B1  F3  B2  .   B3  .
+    stage 2  .   .   F0  B0  F1  B1  F2  B2  F3  B3  .   .
+    """
+    fits = sight.stage > 0 or sight.in_flight < sight.stages
+    return _one_of(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
+
+
+def _pipedream_1f1b(P: int, M: int, turn: int) -> Stretch:
+    """The first P microbatches enter one a slot, later ones every second slot.
+
+    Of the first P a stage forwards `ahead` as they come, until its first backward is ready, and the rest in the slots
+    between backwards.
+    """
+    s = np.arange(P)
+    ahead = np.minimum(np.minimum(P, 2 * (P - s) - 1), M)
+    first = np.full(P, min(P, M))
+    fill = run_array(s, FORWARD, 0, ahead, s, 1)
+    between = run_array(s, FORWARD, ahead, first - ahead, 2 * ahead - 2 * P + 3 * s + 2, 2)
+    steady = run_array(s, FORWARD, first, M - first, 2 * first + s, 2)
+    return 2 * (M + P - 1), np.concatenate([fill, between, steady, _alternating_backwards(P, M)])
+
+
+def dataflow(sight: Sight) -> Tuple[Kind, ...]:
+    """Every step a forward of what arrived and a backward of what came back. P = 2, M = 3:
+
+    turn 0  stage 0  F0     F1     F2 B0  B1     B2         turn 1  stage 0  F0     F1     F2     B0     B1     B2
+            stage 1  .      F0 B0  F1 B1  F2 B2  .                  stage 1  .      F0     F1 B0  F2 B1  B2     .
+
+    The last stage's two passes of a microbatch share the step (turn 0), or are a step apart (turn 1).
+    """
+    forward = sight.can(FORWARD)
+    backward = sight.can(BACKWARD, besides=FORWARD if forward and sight.turn == 0 else None)
+    return (FORWARD,) * forward + (BACKWARD,) * backward
+
+
+def _dataflow(P: int, M: int, turn: int) -> Stretch:
+    s = np.arange(P)
+    forward = run_array(s, FORWARD, 0, M, s, 1)
+    backward = run_array(s, BACKWARD, 0, M, 2 * (P - 1) - s + turn, 1)
+    return M + 2 * (P - 1) + turn, np.concatenate([forward, backward])
+
+
+def local(sight: Sight) -> Tuple[Kind, ...]:
+    """Every step a forward of what arrived and, at once, its backward from the stage's own loss. P = 3, M = 4:
+
+    stage 0  F0 B0  F1 B1  F2 B2  F3 B3  .      .
+    stage 1  .      F0 B0  F1 B1  F2 B2  F3 B3  .
+    stage 2  .      .      F0 B0  F1 B1  F2 B2  F3 B3
+    """
+    return PASSES if sight.can(FORWARD) else ()
+
+
+def _local(P: int, M: int, turn: int) -> Stretch:
+    s = np.arange(P)
+    return M + P - 1, np.concatenate([run_array(s, kind, 0, M, s, 1) for kind in PASSES])
+
+
+def local_shared(sight: Sight) -> Tuple[Kind, ...]:
+    """As `local`, but a stage begins a batch only when the next stage is through the one before. P = 3, M = 4, N = 2:
+
+    stage 0  F0 B0  F1 B1  .      F2 B2  F3 B3  .      .
+    stage 1  .      F0 B0  F1 B1  .      F2 B2  F3 B3  .
+    stage 2  .      .      F0 B0  F1 B1  .      F2 B2  F3 B3
+
+    Its update needs that stage's gradient of the layer that both hold.
+    """
+    microbatch, following = sight.done[FORWARD][sight.stage], sight.stage + 1
+    begins = microbatch % sight.accumulate == 0 and following < sight.stages
+    waits = begins and sight.done[BACKWARD][following] < microbatch
+    return () if waits else local(sight)
+
+
+def _local_shared(P: int, M: int, accumulate: int) -> Stretch:
+    s = np.arange(P)
+    wait = 1 if P > 1 else 0
+    if accumulate == 1:
+        runs = [run_array(s, kind, 0, M, s, 1 + wait) for kind in PASSES]
+    else:
+        runs = []
+        for first in range(0, M, accumulate):
+            count, slot = min(accumulate, M - first), first + wait * (first // accumulate)
+            runs += [run_array(s, kind, first, count, slot + s, 1) for kind in PASSES]
+    return M + wait * ((M - 1) // accumulate) + P - 1, np.concatenate(runs)
+
+
+class Timeline(NamedTuple):
+    """A pipeline from an empty one to an empty one: its `policy`, and its `stretch` as a function of P, M and the turn.
+
+    LOCAL_SHARED takes N for the turn. `longest`: how many microbatches a stretch has at most, as a function of N; None: it
+    never empties. `slot_holds` and `local` as in `Schedule`.
+    """
+
+    policy: Policy
+    stretch: Callable[[int, int, int], Stretch]
+    longest: Optional[Callable[[int], int]] = None
+    slot_holds: SlotHolds = SlotHolds.ONE
+    local: bool = False
+
+
+TIMELINES: Dict[Pipeline, Timeline] = {
+    Pipeline.SEQUENTIAL: Timeline(sequential, _fill_drain, lambda accumulate: 1),
+    Pipeline.FILL_DRAIN: Timeline(fill_drain, _fill_drain, lambda accumulate: accumulate),
+    Pipeline.ONE_F_ONE_B_FLUSH: Timeline(capped_1f1b, _capped_1f1b, lambda accumulate: accumulate),
+    Pipeline.ONE_F_ONE_B: Timeline(pipedream_1f1b, _pipedream_1f1b),
+    Pipeline.ONE_F_ONE_B_CAPPED: Timeline(capped_1f1b, _capped_1f1b),
+    Pipeline.DATAFLOW: Timeline(dataflow, _dataflow, slot_holds=SlotHolds.BOTH),
+    Pipeline.LOCAL: Timeline(local, _local, slot_holds=SlotHolds.BOTH, local=True),
+    Pipeline.LOCAL_SHARED: Timeline(local_shared, _local_shared, slot_holds=SlotHolds.BOTH, local=True),
+}

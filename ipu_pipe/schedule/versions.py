@@ -15,14 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.actions import Action, Kind
-from ipu_pipe.schedule.copies import WINDOW, weight_copies
+from ipu_pipe.schedule.actions import PASSES, Action, Kind
 from ipu_pipe.schedule.delays import Draws, mean_delays
-from ipu_pipe.schedule.history import HistoryDelays, global_history_delay, history_delays
 from ipu_pipe.schedule.methods import Method, Reads
-from ipu_pipe.schedule.runs import ALL_STAGES, PASSES, IntArray
+from ipu_pipe.schedule.runs import ALL_STAGES, IntArray
+from ipu_pipe.schedule.segments import recompute_slots
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
+
+WINDOW = 1 << 22  # cells of a (stages, microbatches) window: some tens of MiB for each array
 
 
 class VersionTable:
@@ -34,15 +35,13 @@ class VersionTable:
 
     def __init__(self, schedule: Schedule, method: Method, seed: int = 0) -> None:
         """`seed`: of the delays that are drawn, if the method draws any."""
-        self.schedule = schedule
-        if (
-            schedule.stages == 1 and method.delay is None
-        ):  # one stage is no pipeline: plain training, whatever the method
-            method = replace(method, forward_reads=Reads.NEWEST)
-        self.method = method
-        self._seed = seed
+        if schedule.passes != PASSES:
+            raise BadInput("schedule: which versions its passes read is known only where a backward is one pass")
+        if schedule.stages == 1 and method.delay is None:
+            method = replace(method, forward_reads=Reads.NEWEST)  # one stage is no pipeline: plain training
+        self.schedule, self.method = schedule, method
         if method.delay is not None and method.delay.drawn:
-            self._draws = Draws(method.delay, mean_delays(self), seed)
+            self._draws = Draws(method.delay, self._mean_delays, seed)
 
     # --- the table
 
@@ -67,16 +66,10 @@ class VersionTable:
     def recompute(self, first: int, last: int, stages: slice = ALL_STAGES) -> IntArray:
         """The versions (P, last - first) with which the activations of the microbatches [first, last) are recomputed.
 
-        A segment's recomputation runs forward through it, one stage a step, and ends with the step in which its last stage
-        turns a microbatch around (PipeMare, appendix A): stage s of a segment that ends with stage z recomputes
-        2 (z - s) + turn steps before its own backward, and reads the newest weights then.
+        They are the newest ones then (PipeMare, appendix A).
         """
-        assert self.method.segments is not None
-        ends = segment_ends(self.schedule.stages, self.method.segments)
-        begins = np.arange(self.schedule.stages)
-        turn = self.method.turn if self.schedule.stages > 1 else 0
-        slots = self.schedule.slots(Kind.BACKWARD, first, last)[ends] - turn - (ends - begins)[:, None]
-        versions = self.schedule.count_before(Kind.UPDATE, slots[stages], stages) if last > first else slots[stages]
+        slots = recompute_slots(self.schedule, self.method, first, last, stages)
+        versions = self.schedule.count_before(Kind.UPDATE, slots, stages) if last > first else slots
         forward, backward = self.window(first, last, stages)
         assert ((forward <= versions) & (versions <= backward)).all(), "recomputed between forward and backward"
         return versions
@@ -140,8 +133,18 @@ class VersionTable:
     def rule_lag(self) -> NDArray[np.float64]:
         """The lag (P,) by which the update rules go: the greatest steady one, or, where delays are drawn, their mean."""
         if self.method.delay is not None and self.method.delay.drawn:
-            return mean_delays(self)
+            return self._mean_delays
         return self.greatest_lag().astype(np.float64)
+
+    @cached_property
+    def _mean_delays(self) -> NDArray[np.float64]:
+        """Of delays that are drawn; where the method states none, the lags of its pipeline (PipeMare, appendix E)."""
+        delay, own = self.method.delay, None
+        assert delay is not None
+        if delay.mean is None:
+            pipeline = replace(self.method, forward_reads=Reads.NEWEST, backward_reads=Reads.NEWEST, delay=None)
+            own = VersionTable(self.schedule, pipeline).greatest_lag()
+        return mean_delays(delay, self.schedule.stages, own)
 
     @cached_property
     def _steady_lags(self) -> Tuple[IntArray, IntArray]:
@@ -160,27 +163,3 @@ class VersionTable:
             forward_lag = np.maximum(forward_lag, (batch - forward).max(axis=1))
             backward_lag = np.maximum(backward_lag, (batch - backward).max(axis=1))
         return forward_lag, backward_lag
-
-    # --- what follows from the table
-
-    def weight_copies(self) -> IntArray:
-        """The most versions (P,) of each stage that are alive at once in this run, the newest included (`copies`)."""
-        return weight_copies(self)
-
-    def global_history_delay(self) -> Tuple[Optional[int], Optional[float]]:
-        """The greatest and the mean global-history delay in the steady state (`history`)."""
-        return global_history_delay(self)
-
-    def history_delays(self, first: int, last: int) -> HistoryDelays:
-        """The history before the backwards, and seen by the forwards, of the microbatches [first, last) (`history`)."""
-        return history_delays(self, first, last)
-
-
-def segment_ends(stages: int, segments: int) -> IntArray:
-    """The last stage of each stage's segment (P,): `segments` consecutive ones as equal as possible, longer ones first;
-    0 stands for as many as the square root of P, rounded (PipeMare's optimum). Raises BadInput for more than P."""
-    segments = segments or max(round(stages**0.5), 1)
-    if not 1 <= segments <= stages:
-        raise BadInput(f"method_args.recompute.segments: {segments}: must be from 1 to the number of stages, {stages}")
-    lengths = [len(part) for part in np.array_split(np.arange(stages), segments)]
-    return np.repeat(np.cumsum(lengths) - 1, lengths)

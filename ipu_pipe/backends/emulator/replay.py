@@ -35,7 +35,7 @@ from ipu_pipe.local.blocks import Outputs, blocks_of, losses_of
 from ipu_pipe.model.probe import random_modules
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.stages import Partition
-from ipu_pipe.schedule.versions import segment_ends
+from ipu_pipe.schedule.segments import segment_ends
 
 Microbatch = Tuple[torch.Tensor, torch.Tensor]  # x, y
 Forward = Tuple[Any, List[torch.Tensor]]  # output, losses

@@ -44,7 +44,7 @@ class Passes:
     def __init__(self, work: Work, place: Place, mail: Mail) -> None:
         self._work, self._place, self._mail = work, place, mail
         self._stage = place.layout.stage
-        self._segments = Segments(work, self._stage)
+        self._segments = Segments(work)
         self._plan = ReplayPlan(work.source([place.layout.replica]), work.rules, work.microbatch)
         self._flights: Dict[int, _Flight] = {}
         self.weights = weights_of(work, [self._stage])

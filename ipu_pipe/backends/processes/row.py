@@ -1,7 +1,7 @@
 """A stage's row of the schedule: its actions in order, some updates at a time, and the messages that they need.
 
-Sends and receives follow from the schedule: F(m) of stage s is sent when done to s + 1, B(m) to s - 1. Every wait is for an
-action of an earlier slot, which the schedule was proved to have (`Schedule`), so ranks cannot wait in a circle.
+Receives follow from what passes need (`pass_needs`); F(m) of stage s is sent when done to s + 1, B(m) to s - 1. Every wait is for
+an action of an earlier slot, which the schedule was proved to have (`Schedule`), so ranks cannot wait in a circle.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, NORM, ORDER, REC
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.work import Work
 from ipu_pipe.model.cutting import Shape
-from ipu_pipe.schedule.table import IntArray, Kind
-from ipu_pipe.schedule.versions import segment_ends
+from ipu_pipe.schedule.actions import Kind, pass_needs
+from ipu_pipe.schedule.runs import IntArray
+from ipu_pipe.schedule.segments import recompute_slots, segment_ends, segment_heads
 from ipu_pipe.update.clipping import DelayedGlobalNorm
 
 CHUNK = 512  # microbatches of which the row is spelled out at a time
@@ -28,21 +29,16 @@ Wanted = Tuple[Message, Tuple[Shape, ...]]
 
 
 class Segments:
-    """The segments of stages of which activations are recomputed, seen from one stage."""
+    """The segments of stages of which activations are recomputed."""
 
-    def __init__(self, work: Work, stage: int) -> None:
+    def __init__(self, work: Work) -> None:
         depth, count = work.schedule.stages, work.method.segments
         self.recomputes = count is not None and work.method.reads_old(depth)
-        self._ends, self._stage = segment_ends(depth, count or 0), stage
-
-    @property
-    def end(self) -> int:
-        """The last stage of this one's."""
-        return int(self._ends[self._stage])
+        self._heads = segment_heads(segment_ends(depth, count or 0))
 
     def is_head(self, stage: int) -> bool:
         """Whether a segment begins there."""
-        return stage == 0 or bool(self._ends[stage] != self._ends[stage - 1])
+        return bool(self._heads[stage])
 
 
 class Row:
@@ -50,7 +46,7 @@ class Row:
 
     def __init__(self, work: Work, stage: int) -> None:
         self._work, self._stage, self._schedule = work, stage, work.schedule
-        self._segments = Segments(work, stage)
+        self._segments = Segments(work)
         self._source = work.source([0])
 
     def _slots(self, kind: Kind, first: int, last: int) -> IntArray:
@@ -58,10 +54,8 @@ class Row:
         return self._schedule.slots(kind, first, last, slice(s, s + 1))[0]
 
     def _recompute_slots(self, first: int, last: int) -> IntArray:
-        end = self._segments.end
-        turn = self._work.method.turn if self._schedule.stages > 1 else 0
-        slots = self._schedule.slots(Kind.BACKWARD, first, last, slice(end, end + 1))[0]
-        return np.asarray(slots - turn - (end - self._stage))
+        s = self._stage
+        return recompute_slots(self._schedule, self._work.method, first, last, slice(s, s + 1))[0]
 
     def chunks(self, first: int) -> Iterator[List[Action]]:
         """The actions from microbatch `first` on, in order, some updates at a time: those after the last update of one chunk up
@@ -102,29 +96,34 @@ class Needs:
 
     def __init__(self, work: Work, place: Place, delayed: Optional[DelayedGlobalNorm]) -> None:
         self._place, self._stage, self._delayed = place, place.layout.stage, delayed
-        self._segments = Segments(work, self._stage)
-        self._of = {FORWARD: self._forward, RECOMPUTE: self._recompute, BACKWARD: self._backward, UPDATE: self._update}
+        self._is_head = Segments(work).is_head(self._stage)
+        self._of_passes = {kind: self._of_pass(Kind(kind)) for kind in (FORWARD, RECOMPUTE, BACKWARD)}
 
     def messages(self, actions: Sequence[Action]) -> Dict[int, List[Wanted]]:
         """By the stage that sends them, in the order in which they are needed."""
         wanted: Dict[int, List[Wanted]] = {}
         for kind, index in actions:
-            for source, message, shapes in self._of[kind](index):
-                wanted.setdefault(source, []).append((message, shapes))
+            if kind == UPDATE:
+                for source, message, shapes in self._update(index):
+                    wanted.setdefault(source, []).append((message, shapes))
+            else:
+                for source, shapes in self._of_passes[kind]:
+                    wanted.setdefault(source, []).append((Message(kind, index), shapes))
         return wanted
 
-    def _forward(self, m: int) -> Iterator[Tuple[int, Message, Tuple[Shape, ...]]]:
-        if self._place.enter is not None:
-            yield self._stage - 1, Message(FORWARD, m), self._place.enter.tensors
+    def _of_pass(self, kind: Kind) -> List[Tuple[int, Tuple[Shape, ...]]]:
+        """The other stages whose pass of this kind comes before this stage's, and what each sends."""
+        place, s = self._place, self._stage
+        if kind is Kind.FORWARD and place.enter is None:
+            return []  # the data: of the first stage, and of the second where they share a layer
+        sources = [s + need.offset for need in pass_needs(kind, place.is_local, self._is_head) if need.offset]
+        return [(source, self._crossing(kind, source)) for source in sources if 0 <= source < place.layout.depth]
 
-    def _recompute(self, m: int) -> Iterator[Tuple[int, Message, Tuple[Shape, ...]]]:
-        if not self._segments.is_head(self._stage):
-            yield self._stage - 1, Message(RECOMPUTE, m), self._place.crossings[self._stage - 1].tensors
-
-    def _backward(self, m: int) -> Iterator[Tuple[int, Message, Tuple[Shape, ...]]]:
-        if not self._place.is_last and not self._place.is_local:
-            back = tuple(shape for shape in self._place.crossings[self._stage].tensors if shape.differentiable)
-            yield self._stage + 1, Message(BACKWARD, m), back
+    def _crossing(self, kind: Kind, source: int) -> Tuple[Shape, ...]:
+        if kind is Kind.FORWARD and self._place.enter is not None:
+            return self._place.enter.tensors
+        tensors = self._place.crossings[min(source, self._stage)].tensors
+        return tuple(t for t in tensors if t.differentiable) if kind is Kind.BACKWARD else tensors
 
     def _update(self, k: int) -> Iterator[Tuple[int, Message, Tuple[Shape, ...]]]:
         for neighbour, weights in self._place.shared:

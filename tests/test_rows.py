@@ -1,0 +1,224 @@
+"""Rows written by hand for devices with several stages, and with backwards split in two: proved, drawn, timed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import numpy as np
+import pytest
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.schedule.actions import SPLIT_PASSES, Action, Kind, needs
+from ipu_pipe.schedule.clock import Costs, clock, slot_costs
+from ipu_pipe.schedule.drawing import format_csv, format_text
+from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.schedule.rows import from_rows
+from ipu_pipe.schedule.runs import CODE
+from ipu_pipe.schedule.table import Schedule, SlotHolds
+from ipu_pipe.schedule.versions import VersionTable
+
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
+V = ["F0@0 F1@0 F0@3 B0@3 F1@3 B1@3 B0@0 B1@0".split(), "F0@1 F0@2 F1@1 F1@2 B0@2 B0@1 B1@2 B1@1".split()]
+
+
+def interleaved(P: int, v: int, M: int) -> Schedule:
+    """Interleaved 1F1B (Narayanan et al. 2021, Megatron-LM, section 2.2): P devices, v stages on each, batches of P at a time."""
+    rows = []
+    for r in range(P):
+        order = [(g * P + j, c) for g in range(M // P) for c in range(v) for j in range(P)]
+        forwards = [f"F{m}@{c * P + r}" for m, c in order]
+        backwards = [f"B{m}@{(v - 1 - c) * P + r}" for m, c in order]
+        warm = min(2 * (P - 1 - r) + (v - 1) * P, len(order))
+        turns = [cell for pair in zip(forwards[warm:], backwards) for cell in pair]
+        rows.append([*forwards[:warm], *turns, *backwards[len(order) - warm :]])
+    return from_rows(rows, M, placement=[s % P for s in range(P * v)])
+
+
+def zero_bubble(P: int, M: int) -> List[List[str]]:
+    """ZB-H1 (Qi et al. 2023): 1F1B, whose weight gradients follow s microbatches later on stage s."""
+    rows = []
+    for s in range(P):
+        row = [f"F{m}" for m in range(min(P - s, M))]
+        for m in range(M):
+            row += [f"I{m}", *([f"W{m - s}"] if m >= s else []), *([f"F{m + P - s}"] if m + P - s < M else [])]
+        rows.append(row + [f"W{m}" for m in range(max(M - s, 0), M)])
+    return rows
+
+
+def slots_of(schedule: Schedule) -> Dict[Action, int]:
+    """Of every action, updates included, by stage."""
+    counts = {**dict.fromkeys(schedule.passes, schedule.microbatches), Kind.UPDATE: schedule.update_count}
+    return {
+        Action(kind, index, s): int(slot)
+        for kind, count in counts.items()
+        for s, row in enumerate(schedule.slots(kind, 0, count))
+        for index, slot in enumerate(row)
+    }
+
+
+# --- several stages on a device
+
+
+@pytest.mark.parametrize(("P", "v", "M"), [(2, 2, 4), (2, 3, 4), (3, 2, 6), (4, 2, 8)])
+def test_interleaved_1f1b_has_the_papers_bubble(P: int, v: int, M: int) -> None:
+    """(P - 1)(F + B)/v beside M (F + B): F and B of a device's v stages together, v slots each."""
+    schedule = interleaved(P, v, M)
+    assert schedule.device_of_stage == tuple(range(P)) * v
+    assert schedule.slot_count == 2 * v * M + (P - 1) * (v + v) // v
+    assert schedule.busy_share() == 2 * v * M / schedule.slot_count
+    slots = slots_of(schedule)
+    for action, slot in slots.items():
+        late = action.kind is Kind.UPDATE  # in the slot of its batch's last backward
+        assert all(slots[need] < slot + late for need in needs(action, P * v, M))
+    f, b = 3.0, 5.0  # of each stage
+    finish = clock(schedule, Costs([f] * P * v, [b] * P * v, [0.0] * P * v)).finish
+    assert finish == v * M * (f + b) + (P - 1) * (f + b)
+
+
+def test_a_v_is_drawn_by_device() -> None:
+    schedule = from_rows(V, 1, placement=[0, 1, 1, 0])
+    text = (
+        "slot      0     1     2     3     4     5     6     7     8     9\n"
+        "device 0  F0@0  F1@0  .     F0@3  B0@3* F1@3  B1@3* B0@0* .     B1@0*\n"
+        "device 1  .     F0@1  F0@2  F1@1  F1@2  B0@2* B0@1* B1@2* B1@1* .\n"
+    )
+    assert format_text(schedule) == text
+    assert format_text(schedule, 3, 5, stages=1) == (
+        "slot      3     4\ndevice 0  F0@3  B0@3*\n(slots 3 to 4 of 10, 1 of 2 devices shown)\n"
+    )
+    assert schedule.max_in_flight().tolist() == [2, 2, 2, 1] and schedule.busy_share() == 0.8
+    with pytest.raises(BadInput, match="device 0 has two actions in slot 1"):  # F1 of stage 0 and F0 of stage 1
+        replace(schedule, placement=(0, 0, 1, 1))
+
+
+def test_a_device_with_one_stage_needs_no_stage_in_its_cells() -> None:
+    rows = [["F0", "B0"], "F0@0 F0@2 B0@2 B0@0".split()]
+    schedule = from_rows(rows, 1, placement=(1, 0, 1))
+    assert format_text(schedule).splitlines()[1:] == [
+        "device 0  .     F0    .     .     B0*   .",
+        "device 1  F0@0  .     F0@2  B0@2* .     B0@0*",
+    ]
+    alone = from_rows([["F0", "B0"], ["F0", "B0"]], 1, placement=(1, 0))  # stage 0 on device 1
+    assert alone.device_of_stage == (1, 0) and format_text(alone).splitlines()[1].startswith("stage 0  F0")
+
+
+def test_two_stages_of_a_device_may_share_a_step_that_holds_both() -> None:
+    rows = ["F0@0 F1@0 F0@2 B0@2 F1@2 B0@0 B1@2 B1@0".split(), "F0 B0 F1 B1".split()]
+    schedule = from_rows(rows, 1, SlotHolds.BOTH, placement=(0, 1, 0))
+    assert format_text(schedule) == (
+        "slot      0          1          2          3          4          5          6          7          8\n"
+        "device 0  F0@0       F1@0       F0@2 B0@2* .          .          F1@2 B0@0* B1@2*      .          B1@0*\n"
+        "device 1  .          F0         .          B0*        F1         .          .          B1*        .\n"
+    )
+    assert schedule.busy_share() == 12 / (2 * 9 * 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "placement", "message"),
+    [
+        ([["F0", "B0@0"]], (0, 0), "rows: device 0: F0: say of which stage: F0@0 or F0@1"),
+        ([["F0@1", "B0@0"], ["F0@1", "B0"]], (0, 1), "rows: stage 0: F0 on stage 1: belongs to another row"),
+        ([["F0@2"], []], (0, 0, 1), "rows: device 0: F0 on stage 2: belongs to another row"),
+        ([["F0"]], (0, 1), "rows: placement: stage 1: device 1: there are rows of 1 devices"),
+        ([["F0@0"], []], (0, 0), "rows: placement: device 1: has no stage"),
+        ([["F0@0", "F0@1", "B0@1"]], (0, 0), "rows: B0 on stage 0: appears 0 times"),
+        ([["F0@0", "B0@0", "F0@1", "B0@1"]], (0, 0), "B0 on stage 0 waits for B0 on stage 1, which waits for B0 on stage 0"),
+        ([["F0@", "B0"]], (), "rows: stage 0: F0@: must be F, B, I or W and a microbatch"),
+        ([["F0", "I0", "W0"], ["F0", "B0"]], (), "rows: B0 on stage 1: other backwards are split"),
+        ([["F0", "I0"]], (), "rows: W0 on stage 0: appears 0 times"),
+        ([["F0", "W0", "I0"]], (), "W0 on stage 0 waits for I0 on stage 0, which waits for W0 on stage 0 (before it in"),
+        ([[Action(Kind.RECOMPUTE, 0, 0)]], (), "R0 on stage 0: must be a forward or a backward"),
+        ([[Action(Kind.FORWARD, 0, 0, replica=1)]], (), "F0 on stage 0 of replica 1: must be a forward or a backward of the one"),
+    ],
+)  # fmt: skip
+def test_rows_that_name_no_schedule_are_refused(rows: Any, placement: Tuple[int, ...], message: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        from_rows(rows, 1, placement=placement)
+    assert message in str(refused.value)
+
+
+def test_the_pages_example_prints_what_it_says() -> None:
+    text = DOCS.read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.S)
+    assert code is not None
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code.group(1), {})
+    assert "\n".join(f"    {line}" for line in printed.getvalue().splitlines()) in text
+
+
+# --- backwards split in two
+
+
+@pytest.mark.parametrize(("P", "M"), [(2, 4), (3, 7), (4, 4), (4, 8), (6, 13)])
+def test_zero_bubble_has_the_papers_bubble_and_1f1bs_memory(P: int, M: int) -> None:
+    """(P - 1)(F + B - 2W) beside M (F + B), B being both halves; weights wait for their gradients alone."""
+    schedule = from_rows(zero_bubble(P, M), M)
+    assert schedule.passes == SPLIT_PASSES
+    assert schedule.slot_count == 3 * M + (P - 1) * (1 + 2 - 2 * 1)
+    assert schedule.max_in_flight().tolist() == [P] * P  # microbatches: activations wait for W
+    slots = slots_of(schedule)
+    for action, slot in slots.items():
+        late = action.kind is Kind.UPDATE
+        assert all(slots[need] < slot + late for need in needs(action, P, M, passes=SPLIT_PASSES))
+    f, b, w = 3.0, 6.0, 2.0
+    times = clock(schedule, Costs([f] * P, [b] * P, [0.5] * P, weight_gradient=[w] * P))
+    assert times.finish == M * (f + b) + (P - 1) * (f + b - 2 * w) + 0.5
+    assert times.start[Kind.UPDATE].tolist() == times.end[Kind.WEIGHT_GRADIENT].max(axis=1)[:, None].tolist()
+    units = clock(schedule, slot_costs(schedule))
+    assert all((units.start[kind] == schedule.slots(kind, 0, M)).all() for kind in SPLIT_PASSES)
+
+
+def test_split_backwards_are_drawn_and_update_with_the_last_weight_gradient() -> None:
+    """Whichever microbatch's that is: on stage 0 the first one's."""
+    schedule = from_rows(["F0 F1 I0 I1 W1 W0".split(), "F0 I0 F1 I1 W0 W1".split()], 2)
+    assert format_text(schedule) == (
+        "slot     0   1   2   3   4   5   6   7\n"
+        "stage 0  F0  F1  .   I0  .   I1  W1  W0*\n"
+        "stage 1  .   F0  I0  F1  I1  W0  W1* .\n"
+    )
+    assert not schedule.in_order and schedule.slots(Kind.UPDATE, 0, 1).tolist() == [[7], [6]]
+
+
+def test_a_split_schedule_that_cannot_run_is_refused() -> None:
+    schedule = from_rows(zero_bubble(3, 4), 4)
+    part = schedule.parts[0]
+    runs = part.runs.copy()
+    first = np.flatnonzero((runs["stage"] == 0) & (runs["kind"] == CODE[Kind.INPUT_GRADIENT]))[0]
+    runs["first_slot"][first] -= 1
+    with pytest.raises(BadInput, match="I0 on stage 0 is in slot 4, but needs I0 on stage 1, which is in slot 4"):
+        replace(schedule, parts=(replace(part, runs=runs),))
+
+
+def test_versions_of_split_backwards_are_refused() -> None:
+    with pytest.raises(BadInput, match="only where a backward is one pass"):
+        VersionTable(from_rows(zero_bubble(2, 2), 2), METHODS["gpipe"])
+
+
+# --- what PyTorch reads
+
+
+@pytest.mark.parametrize("which", ["interleaved", "zero bubble"])
+def test_csv_loads_in_pytorch(which: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 4):
+        pytest.skip("torch.distributed.pipelining begins with torch 2.4")
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+    schedule = interleaved(2, 2, 4) if which == "interleaved" else from_rows(zero_bubble(2, 4), 4)
+    path = tmp_path / "schedule.csv"
+    path.write_text("".join(format_csv(schedule)))
+    loader = PipelineScheduleMulti.__new__(PipelineScheduleMulti)  # needs of a real one only its sizes
+    loader.pipeline_order, loader._stages = {}, []
+    loader.pp_group_size, loader._num_stages, loader._n_microbatches = 2, schedule.stages, 4
+    loader._load_csv(str(path))
+    for s in range(schedule.stages):
+        for slot, cell in enumerate(schedule.cells(s)):
+            action = loader.pipeline_order[schedule.device_of_stage[s]][slot]
+            if cell:
+                assert (action.stage_index, f"{action.computation_type.value}{action.microbatch_index}") == (s, cell)
