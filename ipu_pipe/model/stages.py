@@ -14,7 +14,7 @@ that runs from its first module to the next boundary, in the order of execution 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
+from typing import Any, List, Mapping, Sequence, Tuple, TypeVar, Union
 
 import torch
 from torch import nn
@@ -95,7 +95,7 @@ def _read_choice(stages: Any) -> Tuple[int, str, bool]:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Extent:
     """Of a module in one forward: the stages of the first and the last thing that is computed in it, and its FLOPs."""
 
     first: int
@@ -103,7 +103,7 @@ class Profile:
     flops: float
 
 
-def profile(model: nn.Module, part: Partition, example: torch.Tensor, names: Sequence[str]) -> List[Profile]:
+def extents(model: nn.Module, part: Partition, example: torch.Tensor, names: Sequence[str]) -> List[Extent]:
     """The modules `names`, which run one after another, seen in one forward of `example`. FLOPs as for `by: flops`."""
     calls, _ = execution(model, example)
     at_call = stage_at_call(calls, part.begins)
@@ -111,7 +111,7 @@ def profile(model: nn.Module, part: Partition, example: torch.Tensor, names: Seq
     for name in names:
         inside = [call for call in calls if f"{call.name}.".startswith(f"{name}.")]
         stages = [at_call[call.name] for call in inside if call.works] or [at_call.get(name, 0)]
-        found.append(Profile(stages[0], stages[-1], sum(call.flops for call in inside)))
+        found.append(Extent(stages[0], stages[-1], sum(call.flops for call in inside)))
     return found
 
 
@@ -125,7 +125,7 @@ def stage_flops(model: nn.Module, part: Partition, example: torch.Tensor) -> Lis
     return total
 
 
-def describe(part: Partition, model: nn.Module, limit: Optional[int] = None) -> List[Tuple[int, str, int]]:
-    """(index, first module, number of parameters) of each stage, for printing; the first `limit` stages."""
+def describe(part: Partition, model: nn.Module) -> List[Tuple[int, str, int]]:
+    """(index, first module, number of parameters) of each stage, for printing."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    return [(s.index, s.name, sum(sizes[n] for n in s.parameters)) for s in part.stages[:limit]]
+    return [(s.index, s.name, sum(sizes[n] for n in s.parameters)) for s in part.stages]
