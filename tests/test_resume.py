@@ -15,8 +15,9 @@ import torch
 
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.comparing import dump
-from ipu_pipe.job.config import Config, load_config
+from ipu_pipe.job.config import load_config
 from ipu_pipe.job.identity import ROLES, Role
+from ipu_pipe.job.schema import Config
 from ipu_pipe.run import checkpoint, manifest
 from ipu_pipe.run.build import build
 from ipu_pipe.run.folder import RunDir

@@ -13,7 +13,7 @@ from ipu_pipe.cli.arguments import add_set, config_of, folder
 from ipu_pipe.errors import BadInput, Parser, traceback_shown
 
 if TYPE_CHECKING:
-    from ipu_pipe.job.config import Config
+    from ipu_pipe.job.schema import Config
 
 EPILOG = """\
 examples:

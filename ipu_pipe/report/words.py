@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, List, Mapping, Optional, Sequence
 
-from ipu_pipe.job.config import Config
 from ipu_pipe.job.record import DTYPES, Job
+from ipu_pipe.job.schema import Config
 from ipu_pipe.model.stages import describe
 from ipu_pipe.report.memory import memory_figures, memory_table
 from ipu_pipe.schedule.drawing import format_text

@@ -13,10 +13,10 @@ from ipu_pipe.data import DataSource
 from ipu_pipe.data.labels import LabelRange, label_range
 from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.job.blame import attributed
-from ipu_pipe.job.config import Config
 from ipu_pipe.job.determinism import set_numerics
 from ipu_pipe.job.given import describe, describe_optimizer, refuse_missing, with_given, with_optimizer
 from ipu_pipe.job.record import DTYPES, Job, Setup, drains_of, rate_of
+from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import Given
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
 from ipu_pipe.local.footprint import footprint_of

@@ -16,12 +16,13 @@ from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.blame import attributed, keep_traceback
 from ipu_pipe.job.comparing import as_recorded, differences, dump
-from ipu_pipe.job.config import Config, load_config
+from ipu_pipe.job.config import load_config
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.given import refuse_missing, with_given
 from ipu_pipe.job.identity import MADE_LATER, changes, follows_length
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import GIVEN
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.report.executed import write_trace

@@ -12,8 +12,8 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 from ipu_pipe.backends.table import backend_of
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import Config
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.schema import Config
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.stages import stage_flops
 from ipu_pipe.report.memory import memory_table

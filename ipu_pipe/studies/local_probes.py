@@ -26,10 +26,11 @@ from ipu_pipe.data import DataSource, TensorData
 from ipu_pipe.data.batches import Pair
 from ipu_pipe.data.images import ImageFolder
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import Config, configure
+from ipu_pipe.job.config import configure
 from ipu_pipe.job.evaluation import TEST_BATCH, Tally
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.schema import Config
 from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.run.build import build
