@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import gc
+import inspect
 import json
 import os
 import pickle
