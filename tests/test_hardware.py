@@ -9,13 +9,13 @@ import pytest
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware import files, links, memory, times
-from ipu_pipe.hardware.description import Hardware
+from ipu_pipe.hardware.description import Figure, Hardware
 from ipu_pipe.hardware.files import FOLDER, names, read_hardware
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.units import Measured, Unit, joined
 from ipu_pipe.schedule.clock import Message
 from ipu_pipe.schedule.methods import METHODS, resolve_method
-from ipu_pipe.yaml_files import write
+from ipu_pipe.yaml_files import parse, write
 
 # 1 GB of memory, 1 TFLOP/s of which half is reached, 100 GB/s; two servers of four that share 1 GB/s, 10 GB/s inside
 PLAIN: Dict[str, Any] = {
@@ -309,3 +309,31 @@ def test_precisions_are_those_of_a_config_and_one_for_plans() -> None:
 
     assert set(PRECISIONS) == {*Config.model_fields["precision"].annotation.__args__, "float16"}
     assert FOLDER.is_dir()
+
+
+def test_the_page_shows_the_named_ones_as_their_files_have_them() -> None:
+    def row(name: str) -> str:
+        found = read_hardware(name)
+        device = found.device
+
+        def told(figure: Figure, scale: float = 1.0) -> str:
+            return f"{figure.value / scale:.4g}{'' if figure.confirmed else '*'}"
+
+        rates = "; ".join(
+            f"{arithmetic} {told(rate.peak_flops, 1e12)} x {told(rate.achievable_share)}"
+            for arithmetic, rate in device.rates.items()
+        )
+        level = "; ".join(
+            f"{link.name} {told(link.bandwidth, 1e9)}, {told(link.latency, 1e-6)} us"
+            + (f", shared by {link.shared_by}" if link.shared_by > 1 else "")
+            for link in found.links
+        )
+        sizes = f"{told(device.memory_bytes, 1e9)} | {rates} | {told(device.memory_bandwidth, 1e9)}"
+        return f"| `{name}` | {found.devices} | {sizes} | {level} |"
+
+    page = (FOLDER.parents[1] / "docs" / "hardware.md").read_text(encoding="utf-8").splitlines()
+    example = [
+        line for line in page[: page.index("## The named ones")] if line.startswith("    ") and "extends" not in line
+    ]
+    assert read_hardware({"name": "page", **parse("\n".join(example), "page")}).with_devices(64).devices == 64
+    assert [line for line in page if line.startswith("| `")] == [row(name) for name in names() if name != "this"]

@@ -193,3 +193,14 @@ def test_lock_step_with_unit_costs_gives_the_slots_of_schedules_that_do_one_pass
         times = clock(schedule, replace(slot_costs(schedule), slot=0.0, lockstep=True))
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             assert (times.start[kind] == schedule.slots(kind, 0, 12)).all()
+
+
+@pytest.mark.parametrize("P, N, bound", [(4, 8, 0.375), (8, 16, 0.4375), (8, 32, 0.21875)])
+def test_equal_stages_in_lock_step_gain_the_balanced_bound_by_local_blocks(P: int, N: int, bound: float) -> None:
+    """Laskin et al. 2020, Table 1, if all stages were alike: (N + P - 1)/N over a pipeline that is flushed."""
+    flushed, local = (
+        clock(lockstep_schedule(resolve_method(name), P, 10 * N, accumulate), alike(P, lockstep=True))
+        for name, accumulate in (("gpipe", N), ("local_chunked", 1))
+    )
+    steady = local.end[Kind.BACKWARD][-1, -1] - local.end[Kind.BACKWARD][-1, 0]
+    assert (flushed.finish / (10 * N)) / (steady / (10 * N - 1)) - 1 == pytest.approx(bound)

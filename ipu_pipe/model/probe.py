@@ -49,9 +49,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 p.grad = None
             yield
         finally:
-            for p, value in zip(parameters, values):
+            for p, value, gradient in zip(parameters, values, gradients):
                 p.data.copy_(value)
-            for p, gradient in zip(parameters, gradients):
                 p.grad = gradient
 
 
@@ -129,9 +128,7 @@ def random_modules(model: nn.Module, x: torch.Tensor) -> List[str]:
         start = stack.pop()
         if not all(torch.equal(a, b) for a, b in zip(start, states())):
             drawn.add(names[id(module)])
-            for generator, state in zip(
-                drawing, start
-            ):  # so that the module around is seen to draw only if it does itself
+            for generator, state in zip(drawing, start):  # the module around is seen to draw only if it does itself
                 generator.set_state(state)
 
     with undisturbed(model), torch.no_grad():
@@ -180,18 +177,26 @@ def derived_weights(model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tens
     """
     if pays(model, x) and not _may_derive(model, loss, x, y):
         return []
+
+    def changed_by(parameters: List[nn.Parameter]) -> bool:
+        """Whether one of the suspects differs with other values of these parameters."""
+        values = [p.detach().clone() for p in parameters]
+        _nudge(parameters)
+        after = _saved(model, loss, x, y)
+        for p, value in zip(parameters, values):
+            p.data.copy_(value)
+        return any(i < len(after) and after[i] is not None and not _same(here[i], after[i]) for i in suspects)
+
     with undisturbed(model):
         model.train()
-        other = _shuffled(x)
+        other = x.flatten()[torch.randperm(x.numel(), device=x.device)].view_as(x)
         _nudge(list(model.parameters()))  # away from special points, such as scales that start at zero
         here, there = _saved(model, loss, x, y), _saved(model, loss, other, y)
         suspects = [i for i, (a, b) in enumerate(zip(here, there)) if _same(a, b)]
-        guilty = []
-        if suspects and _changed_by(model, list(model.parameters()), suspects, here, loss, x, y):
-            for name, parameter in model.named_parameters():
-                if not _first_state(model, name) and _changed_by(model, [parameter], suspects, here, loss, x, y):
-                    guilty.append(name)
-    return guilty
+        if not suspects or not changed_by(list(model.parameters())):
+            return []
+        named = [(name, p) for name, p in model.named_parameters() if not _first_state(model, name)]
+        return [name for name, parameter in named if changed_by([parameter])]
 
 
 class _Origins(TorchDispatchMode):
@@ -255,11 +260,7 @@ def _first_state(model: nn.Module, name: str) -> bool:
     return isinstance(model.get_submodule(module), nn.RNNBase) and own.startswith("bias")
 
 
-def _shuffled(x: torch.Tensor) -> torch.Tensor:
-    return x.flatten()[torch.randperm(x.numel(), device=x.device)].view_as(x)
-
-
-def _nudge(parameters: List[torch.Tensor]) -> None:
+def _nudge(parameters: List[nn.Parameter]) -> None:
     for p in parameters:
         p.data.mul_(1.1).add_(torch.rand_like(p.data), alpha=0.05)
 
@@ -284,20 +285,3 @@ def _saved(model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> Li
 
 def _same(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
     return a is not None and b is not None and a.shape == b.shape and torch.equal(a, b)
-
-
-def _changed_by(
-    model: nn.Module,
-    parameters: List[torch.Tensor],
-    suspects: List[int],
-    before: List[Optional[torch.Tensor]],
-    loss: Loss,
-    x: torch.Tensor,
-    y: torch.Tensor,
-) -> bool:
-    values = [p.detach().clone() for p in parameters]
-    _nudge(parameters)
-    after = _saved(model, loss, x, y)
-    for p, value in zip(parameters, values):
-        p.data.copy_(value)
-    return any(i < len(after) and after[i] is not None and not _same(before[i], after[i]) for i in suspects)

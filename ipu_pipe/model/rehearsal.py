@@ -79,7 +79,7 @@ def _run(model: nn.Module, parts: Sequence[Piece], x: torch.Tensor, keyed: Seque
 
         return after
 
-    own = dict(vars(model))
+    own = set(vars(model))
     with undisturbed(model):
         model.train()
         randomness = KeyedRandomness(model, keyed, 0, x.device)
@@ -101,7 +101,7 @@ def _run(model: nn.Module, parts: Sequence[Piece], x: torch.Tensor, keyed: Seque
             randomness.remove()
             for handle in handles:
                 handle.remove()
-            for name in set(vars(model)) - set(own):
+            for name in set(vars(model)) - own:
                 delattr(model, name)
         named = model.named_parameters()
         found.update({f"gradient {name}": None if p.grad is None else p.grad.clone() for name, p in named})

@@ -14,7 +14,7 @@ that runs from its first module to the next boundary, in the order of execution 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar, Union
+from typing import Any, List, Mapping, NamedTuple, Sequence, Tuple, TypeVar, Union
 
 import torch
 from torch import nn
@@ -98,7 +98,7 @@ def _read_choice(stages: Any) -> Tuple[int, str, bool]:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Extent:
     """Of a module: the stages of the first and the last thing that is computed in it, and its forward FLOPs."""
 
     first: int
@@ -106,7 +106,7 @@ class Profile:
     flops: float
 
 
-def profile(model: nn.Module, part: Partition, example: torch.Tensor, names: Sequence[str]) -> List[Profile]:
+def extents(model: nn.Module, part: Partition, example: torch.Tensor, names: Sequence[str]) -> List[Extent]:
     """The modules `names`, which run one after another, seen in one forward of `example`. FLOPs as for `by: flops`."""
     calls, _ = execution(model, example, counted=True)
     at_call = stage_at_call(calls, part.begins)
@@ -114,7 +114,7 @@ def profile(model: nn.Module, part: Partition, example: torch.Tensor, names: Seq
     for name in names:
         inside = [call for call in calls if f"{call.name}.".startswith(f"{name}.")]
         stages = [at_call[call.name] for call in inside if call.works] or [at_call.get(name, 0)]
-        found.append(Profile(stages[0], stages[-1], sum(call.flops for call in inside)))
+        found.append(Extent(stages[0], stages[-1], sum(call.flops for call in inside)))
     return found
 
 
@@ -135,7 +135,7 @@ def stage_flops(model: nn.Module, part: Partition, example: torch.Tensor) -> Lis
     return [StageFlops(sum(c.flops for c in own), sum(c.backward_flops for c in own)) for own in stages]
 
 
-def describe(part: Partition, model: nn.Module, limit: Optional[int] = None) -> List[Tuple[int, str, int]]:
-    """(index, first module, number of parameters) of each stage, for printing; the first `limit` stages."""
+def describe(part: Partition, model: nn.Module) -> List[Tuple[int, str, int]]:
+    """(index, first module, number of parameters) of each stage, for printing."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    return [(s.index, s.name, sum(sizes[n] for n in s.parameters)) for s in part.stages[:limit]]
+    return [(s.index, s.name, sum(sizes[n] for n in s.parameters)) for s in part.stages]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Set
+from typing import Any, List, Mapping, Optional, Sequence, Set
 
-import numpy as np
-
-from ipu_pipe.job.config import Config
 from ipu_pipe.job.record import DTYPES, Job
+from ipu_pipe.job.schema import Config
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.stages import describe
 from ipu_pipe.report.memory import memory_figures, memory_table
@@ -132,38 +130,53 @@ def model_name(config: Config) -> str:
     return config.model.entry if given is None else given.name
 
 
-def closing(report: Dict[str, Any], folder: Path) -> str:
+def closing(report: Mapping[str, Any], folder: Path) -> str:
     """The readable summary at the end of a run; its last line is the contract's throughput line."""
     first, last = report["initial"], report["final"]
     lags = [stage["forward_delay"] for stage in report["stages"]]
-    copies = np.array([stage["weight_copies"] for stage in report["stages"]])
+    copies = [stage["weight_copies"] for stage in report["stages"]]
     lines = [
         "",
         f"{report['method']} on {report['model']['stages']} stages: {report['steps']} updates of "
         f"{report['batch']['global_batch_size']} samples",
-        f"  test accuracy {_percent(first['test_accuracy'])} -> {_percent(last['test_accuracy'])}, "
-        f"test loss {_number(first['test_loss'])} -> {_number(last['test_loss'])}, training loss {_number(last['train_loss'])}",
+        f"  test accuracy {_number(first['test_accuracy'], 3)} -> {_number(last['test_accuracy'], 3)}, "
+        f"test loss {_number(first['test_loss'], 4)} -> {_number(last['test_loss'], 4)}, "
+        f"training loss {_number(last['train_loss'], 4)}",
         f"  stages busy {report['utilization']:.1%} of the schedule's slots; greatest lag {_range(lags)} updates; "
-        f"weight copies {_range(copies.tolist())} a stage",
+        f"weight copies {_range(copies)} a stage",
         "  where to look:",
         f"    {folder / 'summary.json'}   all numbers",
         f"    {folder / 'trace.json.gz'}  the schedule as executed: open it in ui.perfetto.dev",
         f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir {folder}",
         f"    {folder / 'checkpoints'}    weights",
     ]
-    rate = report["throughput_samples_per_second"]
-    lines.append(
-        f"throughput: {rate:.1f} samples/sec" if rate is not None else "throughput: not measured (one update only)"
-    )
+    return "\n".join([*lines, _throughput(report)])
+
+
+def comparison(report: Mapping[str, Any], against: Mapping[str, Any]) -> str:
+    """How far apart two runs ended, from their summaries; the last line is the throughput of the first."""
+    what, unit, scale = "test accuracy", " points", 100
+    if report["final"]["test_accuracy"] is None or against["final"]["test_accuracy"] is None:
+        what, unit, scale = "test loss", "", 1
+    ours, theirs = (run["final"][what.replace(" ", "_")] for run in (report, against))
+    apart = f"{(ours - theirs) * scale:+.1f}{unit}" if ours is not None and theirs is not None else "unknown"
+    one, other = report["method"], against["method"]
+    lines = [
+        "",
+        f"{what}: {_number(ours, 3)} by {one}, {_number(theirs, 3)} by {other} after as many samples: {apart}",
+        f"stages busy: {report['utilization']:.0%} by {one}, {against['utilization']:.0%} by {other}",
+        _throughput(report),
+    ]
     return "\n".join(lines)
 
 
-def _percent(value: Optional[float]) -> str:
-    return "unknown" if value is None else f"{value:.3f}"
+def _throughput(report: Mapping[str, Any]) -> str:
+    rate = report["throughput_samples_per_second"]
+    return f"throughput: {rate:.1f} samples/sec" if rate is not None else "throughput: not measured (one update only)"
 
 
-def _number(value: Optional[float]) -> str:
-    return "unknown" if value is None else f"{value:.4f}"
+def _number(value: Optional[float], digits: int) -> str:
+    return "unknown" if value is None else f"{value:.{digits}f}"
 
 
 def _range(values: Sequence[int]) -> str:

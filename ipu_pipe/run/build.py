@@ -12,10 +12,10 @@ from ipu_pipe.backends.table import backend_of
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.blame import attributed
-from ipu_pipe.job.config import Config
 from ipu_pipe.job.determinism import set_numerics
 from ipu_pipe.job.given import describe, describe_optimizer, refuse_missing, with_given, with_optimizer
 from ipu_pipe.job.record import DTYPES, Job, Setup, drains_of, rate_of
+from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import Given
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
 from ipu_pipe.local.footprint import footprint_of
@@ -31,13 +31,12 @@ from ipu_pipe.schedule.methods import check, resolve_method
 from ipu_pipe.schedule.segments import segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.shown import first_of
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import only, parameter_groups, stage_groups
 from ipu_pipe.update.rates import anneal_default
 from ipu_pipe.values import MOST_STOPS, MOST_UPDATES
-
-BLOCK_KEYS = ("block_rates", "block_accumulation", "head")
 
 
 def set_up(
@@ -76,10 +75,7 @@ def _refuse_tensors(model: nn.Module) -> None:
         ],
         "gradients must be dense: sparse=False gives the same numbers": [name for name, m in modules if m.sparse],
     }
-    faults = []
-    for fault, names in found.items():
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        faults += [f"model: {', '.join(names[:4])}{more}: {fault}"] if names else []
+    faults = [f"model: {first_of(names)}: {fault}" for fault, names in found.items() if names]
     if faults:
         raise BadInput(faults)
 
@@ -88,9 +84,8 @@ def _refuse_unkeyed(model: nn.Module, device: torch.device) -> None:
     """Refuse modules whose draws cannot be repeated on the device."""
     names = drawn_unkeyed(model, device)
     if names:
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise BadInput(
-            f"model: {', '.join(names[:4])}{more}: on a GPU cuDNN draws a recurrent layer's dropout from a state of its own, "
+            f"model: {first_of(names)}: on a GPU cuDNN draws a recurrent layer's dropout from a state of its own, "
             "which no seed reaches: use dropout=0 with nn.Dropout between layers of num_layers=1, or backend.device: cpu"
         )
 
@@ -172,8 +167,7 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     factory = optimizer or make_factory(config)
     with without_compiler():
         made = factory(held)
-        if optimizer is not None:
-            _check_groups(made)
+        _check_groups(made)
         whole = made if held is groups else factory(groups)  # a process holds its own stage's alone
     if optimizer is not None:
         config = with_optimizer(config, whole)
