@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Tuple
 
 import torch
@@ -23,4 +24,5 @@ def footprint_of(model: nn.Module, part: Partition, loss: Loss, example: Tuple[t
     saved = found.saved_bytes
     if overlap:  # the layer behind is on each block's device, too
         saved = tuple(own + (saved[s - 1] if s else 0) for s, own in enumerate(saved))
-    return Footprint(saved, tuple(sum(t.bytes for t in crossing.tensors) for crossing in blocks.crossings))
+    sent = tuple(sum(t.bytes for t in crossing.tensors) for crossing in blocks.crossings)
+    return replace(found, saved_bytes=saved, boundary_bytes=sent)

@@ -32,8 +32,8 @@ class Footprint:
 
     saved_bytes: Tuple[int, ...]
     boundary_bytes: Tuple[int, ...]
-    forward_flops: Tuple[float, ...] = ()
-    backward_flops: Optional[Tuple[float, ...]] = None
+    forward_flops: Tuple[float, ...]
+    backward_flops: Optional[Tuple[float, ...]]
 
 
 @contextlib.contextmanager
