@@ -68,12 +68,12 @@ def chain(error: Optional[BaseException]) -> Iterator[BaseException]:
 
 
 @contextlib.contextmanager
-def writing(place: Any) -> Iterator[None]:
-    """A disk that refuses `place`, a file or stream outside a run's folder, is a fault in one line."""
+def writing(place: Any, what: str = "") -> Iterator[None]:
+    """A disk that refuses `place`, a file or stream, is a fault in one line, which may say `what` that is."""
     try:
         yield
     except OSError as error:
-        raise RunFault(f"{place}: cannot be written: {error.strerror or error}") from error
+        raise RunFault(f"{place}: {what and what + ' '}cannot be written: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager

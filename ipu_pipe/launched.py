@@ -11,12 +11,13 @@ GREATEST = 10**6  # ranks
 
 @dataclass(frozen=True)
 class Launched:
-    """One of `world` processes. `address`, `port`: where rank 0 (or the launcher, `has_agent`) keeps what the processes tell each
-    other before they are joined. `faults`: a line for each variable that makes no sense, which is taken as not set."""
+    """One of `world` processes. `local_rank`: that on its machine, None where nobody said. `address`, `port`: where rank 0 (or
+    the launcher, `has_agent`) keeps what the processes tell each other before they are joined. `faults`: a line for each variable
+    that makes no sense, which is taken as not set."""
 
     rank: int = 0
     world: int = 1
-    local_rank: int = 0
+    local_rank: Optional[int] = None
     local_world: int = 1
     address: Optional[str] = None
     port: Optional[int] = None
@@ -48,7 +49,7 @@ def read(environment: Optional[Mapping[str, str]] = None) -> Launched:
         if alone and other not in given:
             faults.append(f"{key}: {given[key]}: set without {other}: a launcher sets both: unset it, or set both")
     local_world = whole("LOCAL_WORLD_SIZE", 1, 1, GREATEST, "a whole number of processes, at least 1")
-    local = whole("LOCAL_RANK", 0, 0, GREATEST, "a whole number from 0")
+    local = whole("LOCAL_RANK", 0, 0, GREATEST, "a whole number from 0") if "LOCAL_RANK" in given else None
     port = whole("MASTER_PORT", 0, 1, 65535, "a port from 1 to 65535") if "MASTER_PORT" in given else None
     return Launched(
         rank, world, local, local_world, given.get("MASTER_ADDR"), port or None,
@@ -56,3 +57,8 @@ def read(environment: Optional[Mapping[str, str]] = None) -> Launched:
         whole("TORCHELASTIC_RESTART_COUNT", 0, 0, GREATEST, "a whole number"),
         "RANK" in given and "WORLD_SIZE" in given, tuple(faults),
     )  # fmt: skip
+
+
+def announce(rank: int, world: int) -> None:
+    """Where a launcher tells by other ways which of its processes this is: have it read here, and by what it starts."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))

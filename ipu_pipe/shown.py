@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Iterable
+from typing import Any, Iterable, Sequence
 
 MOST_OF_A_VALUE = 160  # characters
 MOST_OF_A_LINE = 2000
@@ -33,6 +33,11 @@ def escaped(text: str) -> str:
 def nearest(name: Any, known: Iterable[Any], most: int = 1, alike: float = 0.6) -> str:
     """Which of `known` names may have been meant, the likeliest first, with commas; "" if none is `alike` (0 to 1) enough."""
     return ", ".join(difflib.get_close_matches(shown(name), [str(each) for each in known], most, alike))
+
+
+def first_of(names: Sequence[Any], most: int = 4) -> str:
+    """The first `most` of `names`, with commas, and how many more there are."""
+    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _cut(text: str, most: int) -> str:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.files import names, read_hardware
 from ipu_pipe.job.comparing import as_recorded, differences, dump
-from ipu_pipe.job.config import Config, configure, load_config
+from ipu_pipe.job.config import configure, load_config
 from ipu_pipe.job.entries import accepts, call_entry, resolve_entry
+from ipu_pipe.job.schema import Config
 from ipu_pipe.schedule.methods import METHODS
 
 SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"

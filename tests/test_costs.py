@@ -10,7 +10,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.local import costs
 from ipu_pipe.local.blocks import Blocks, blocks_of
 from ipu_pipe.local.costs import BACKPROPAGATION
-from ipu_pipe.local.laws import Costs
+from ipu_pipe.local.laws import Flops
 from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.schedule.methods import Structure
 from models.mlp import mlp
@@ -34,7 +34,7 @@ def test_the_papers_perceptron_has_the_papers_numbers() -> None:
 
 
 def test_the_laws_term_by_term() -> None:
-    c = Costs(forward=100.0, auxiliary=7.0, backward=2.0, layers=5, parameters=1000)
+    c = Flops(forward=100.0, auxiliary=7.0, backward=2.0, layers=5, parameters=1000)
     assert costs.per_example(BACKPROPAGATION, c) == 3 * (500 + 7)
     assert costs.per_example("local_greedy", c) == 3 * 107 * 5
     # forwards once; backwards of blocks of two layers and of one of one
@@ -52,14 +52,14 @@ def test_the_laws_term_by_term() -> None:
 
 
 def test_the_laws_meet_where_the_methods_are_one() -> None:
-    c = Costs(50.0, 9.0, 1.7, 6, 10)
+    c = Flops(50.0, 9.0, 1.7, 6, 10)
     assert costs.per_example("local_chunked", c, 1) == costs.per_example(BACKPROPAGATION, c)
     assert costs.per_example("local_chunked", c, 6) == pytest.approx(costs.per_example("local_greedy", c), rel=1e-15)
     assert costs.per_example("last_layers", c, 6) == pytest.approx(costs.per_example(BACKPROPAGATION, c), rel=1e-15)
     assert costs.sequential("last_layers", c, 3, 4, 6) == pytest.approx(
         costs.sequential(BACKPROPAGATION, c, 3, 4), rel=1e-15
     )
-    one = Costs(50.0, 9.0, 1.7, 1, 10)
+    one = Flops(50.0, 9.0, 1.7, 1, 10)
     assert costs.per_example("local_overlapping", one) == pytest.approx(
         costs.per_example(BACKPROPAGATION, one), rel=1e-15
     )

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import BackendConfig, load_config
+from ipu_pipe.job.config import load_config
 from ipu_pipe.job.determinism import CUBLAS, numerics, set_numerics
+from ipu_pipe.job.schema import BackendConfig
 
 DIGITS = Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml"
 

@@ -9,10 +9,11 @@ from typing import Any, List
 
 import pytest
 
+from ipu_pipe.cli import reproduce
 from ipu_pipe.errors import BadInput, run_command
 from ipu_pipe.studies import experiments
 from ipu_pipe.studies.experiments import Run, load_experiment, normalized_time, results, run_experiment, table
-from tools import reproduce
+from tests.interrupted import interrupted_at
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = """
@@ -75,22 +76,11 @@ def test_rows_and_seeds_are_run_once_and_compared(file: Path, tmp_path: Path, mo
 
 
 def test_an_interrupted_run_goes_on(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ipu_pipe.backends.emulator.replay import Emulator
-
     monkeypatch.chdir(ROOT)
     config = load_experiment(file).config("sync", 0, False)
     whole = experiments._work(config, str(tmp_path / "whole"))
-    step = Emulator.step
-
-    def die(self: Any, microbatches: Any) -> Any:
-        if self.update == 9:
-            raise KeyboardInterrupt
-        return step(self, microbatches)
-
-    monkeypatch.setattr(Emulator, "step", die)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_at(9):
         experiments._work(config, str(tmp_path / "cut"))
-    monkeypatch.setattr(Emulator, "step", step)
     assert experiments._work(config, str(tmp_path / "cut"))["curve"] == whole["curve"]
 
 

@@ -23,6 +23,7 @@ from ipu_pipe import launched
 from ipu_pipe.backends.processes import joining
 from ipu_pipe.backends.processes.evaluation import wait_for_first_replica
 from ipu_pipe.backends.processes.joining import differing, meet, what_is_asked
+from ipu_pipe.cli import train as tool
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, RunFault, UserFault, run_command, user_fault
 from ipu_pipe.job.config import configure, load_config
@@ -32,7 +33,6 @@ from ipu_pipe.run.training import train
 from ipu_pipe.studies import experiments
 from ipu_pipe.studies.collection import write as write_collected
 from ipu_pipe.studies.worker_pool import _told
-from tools import train as tool
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gzip
 import hashlib
-import importlib.util
 import json
 import os
 import shlex
@@ -20,9 +20,11 @@ from typing import Callable, Dict, List, NamedTuple, Tuple
 import numpy as np
 import pytest
 
+from ipu_pipe.cli import fetch_data
 from ipu_pipe.data import fetch as fetch_set
 from ipu_pipe.data import load_data, sets
-from ipu_pipe.errors import BadInput, RunFault, run_command
+from ipu_pipe.errors import BadInput, RunFault
+from tests.command_line import Done, run_here
 
 fetch_module = sys.modules["ipu_pipe.data.fetch"]  # the package's `fetch` is the function
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "fetch_data.py"
@@ -321,33 +323,13 @@ def test_root_that_cannot_be_made(tmp_path: Path, mnist: Dict[str, bytes]) -> No
 # ---- the command line
 
 
-class Done(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 Run = Callable[..., Done]
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command line run in this process, which is faster than starting Python for each of its tests."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    spec = importlib.util.spec_from_file_location("fetch_tool", TOOL)
-    assert spec is not None and spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-
-    def run_here(*arguments: object) -> Done:
-        monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            run_command(tool.main)
-        told = capsys.readouterr()
-        assert isinstance(left.value.code, int)
-        return Done(left.value.code, told.out, told.err)
-
-    return run_here
+    """The command with arguments."""
+    return functools.partial(run_here, fetch_data, monkeypatch=monkeypatch, capsys=capsys)
 
 
 def test_command_fetches(mnist: Dict[str, bytes], run: Run, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_loses_nothing(
         "import sys\nfrom ipu_pipe.backends.emulator.replay import Emulator\nstep = Emulator.step\n"
         f"def waiting(self, microbatches):\n    if self.update == {steps // 2}:\n        exec({waits!r})\n"
         f"    return step(self, microbatches)\nEmulator.step = waiting\nsys.argv = ['train', *{arguments!r}]\n"
-        "from tools.train import main\nmain()\n"
+        "from ipu_pipe.cli.train import main\nmain()\n"
     )
     live = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:

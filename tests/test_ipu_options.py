@@ -13,11 +13,10 @@ from typing import Any, Dict, List, Tuple
 import pytest
 import torch
 
-from ipu_pipe.backends.ipu import session, wrapping
+from ipu_pipe.backends.ipu import options, refusals, session, wrapping
 from ipu_pipe.backends.ipu.facts import ModelFacts
 from ipu_pipe.backends.ipu.facts import facts as facts_of
-from ipu_pipe.backends.ipu.options import RECOMPUTATION, make_options
-from ipu_pipe.backends.ipu.refusals import refuses
+from ipu_pipe.backends.ipu.options import RECOMPUTATION
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.comparing import dump
@@ -26,7 +25,7 @@ from ipu_pipe.job.ipu.config import IpuConfig
 from ipu_pipe.job.ipu.methods import Execution, execution_of, method_faults
 from ipu_pipe.job.ipu.placement import Placement, placement
 from ipu_pipe.run.build import build
-from ipu_pipe.schedule.methods import METHODS, DefaultAccumulate, Method, Pipeline, Reads
+from ipu_pipe.schedule.methods import METHODS, DefaultAccumulate, Method, Pipeline, Reads, resolve_method
 from ipu_pipe.yaml_files import read_yaml
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
@@ -37,6 +36,18 @@ PODS = sorted(path for path in (ROOT / "configs" / "pod").glob("pod*.yaml"))
 def config(ipu: Any = None, **keys: Any) -> Any:
     base = {"method": "gpipe", "gradient_accumulation": 16, "stages": 4}
     return configure(backend={"name": "poptorch", "ipu": ipu or {}}, **{**base, **keys})
+
+
+def method_of(settings: Any) -> Method:
+    return resolve_method(settings.method, settings.method_settings())
+
+
+def refuses(settings: Any, facts: ModelFacts, **replicas: int) -> List[str]:
+    return refusals.refuses(settings, method_of(settings), facts, **replicas)
+
+
+def make_options(settings: Any, *others: Any, **more: Any) -> Any:
+    return options.make_options(settings, method_of(settings), *others, **more)
 
 
 def faults(ipu: Any = None, **keys: Any) -> List[str]:
@@ -419,4 +430,4 @@ def test_docs_name_every_key() -> None:
     missing = [key for key in IpuConfig.model_fields if f"`{key}`" not in text]
     assert missing == [] and "not run on hardware" in text.lower()
     assert all(f"`{name}`" in text for name in METHODS)
-    assert json.dumps(RECOMPUTATION) and session.make_options is make_options  # what the engine reads is this one
+    assert json.dumps(RECOMPUTATION) and session.make_options is options.make_options  # what the engine reads is this one

@@ -16,7 +16,8 @@ from torch import nn
 
 from ipu_pipe.data import TensorData, load_data, sets
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import Config, load_config
+from ipu_pipe.job.config import load_config
+from ipu_pipe.job.schema import Config
 from ipu_pipe.local.blocks import BlockedModel, Outputs, SumOfLosses, blocks_of
 from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.run.build import build

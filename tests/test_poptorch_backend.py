@@ -19,13 +19,13 @@ from torch import nn
 
 from ipu_pipe.backends.ipu import backend as row
 from ipu_pipe.backends.ipu.feed import as_input, as_label
+from ipu_pipe.cli import train as tool
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.errors import BadInput, RunFault, run_command
 from ipu_pipe.job.config import configure
 from ipu_pipe.run.build import build
 from ipu_pipe.run.training import check, train
 from tests.staged_models import MODELS, Odd, Skipping, whole
-from tools import train as tool
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 ROOT = Path(__file__).resolve().parents[1]

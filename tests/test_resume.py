@@ -15,12 +15,13 @@ import torch
 
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.comparing import dump
-from ipu_pipe.job.config import Config, load_config
+from ipu_pipe.job.config import load_config
 from ipu_pipe.job.identity import ROLES, Role
+from ipu_pipe.job.schema import Config
 from ipu_pipe.run import checkpoint, manifest
 from ipu_pipe.run.build import build
 from ipu_pipe.run.folder import RunDir
-from ipu_pipe.run.resume import origin, refuse_foreign_run
+from ipu_pipe.run.resume import refuse_foreign_run
 from ipu_pipe.run.training import evaluate_checkpoint, train
 from tests.test_train import DIGITS, config, run_tool, same, sets, weights  # noqa: F401
 
@@ -77,9 +78,8 @@ def told_by(
     change(held.optimizer, held.state)
     if layout:
         held = dataclasses.replace(held, manifest=None)
-    own = origin(job, job.config.to_dict())
     try:
-        refuse_foreign_run(job, held, own, path)
+        refuse_foreign_run(job, held, path)
     except BadInput as error:
         return error.faults
     return []

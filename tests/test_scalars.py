@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Dict, List, Tuple
 
 import pytest
 
 pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
-from ipu_pipe.backends.emulator.replay import Emulator  # noqa: E402
 from ipu_pipe.errors import RunFault  # noqa: E402
 from ipu_pipe.job.config import load_config  # noqa: E402
 from ipu_pipe.run.scalars import ScalarFile  # noqa: E402
 from ipu_pipe.run.training import train  # noqa: E402
+from tests.interrupted import interrupted_at  # noqa: E402
 
 DIGITS = str(Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml")
 
@@ -41,20 +41,12 @@ def test_each_scalar_is_readable_as_soon_as_it_is_added(tmp_path: Path) -> None:
     scalars.close()
 
 
-def test_a_resumed_run_shows_each_update_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_shows_each_update_once(tmp_path: Path) -> None:
     sets = ["steps=6", "log.every=1", "checkpoint.every=2", "evaluate.every=0", "gradient_accumulation=4"]
-    chosen, step = load_config(DIGITS, sets), Emulator.step
-
-    def die(self: Any, microbatches: Any) -> Any:
-        if self.update == 5:
-            raise KeyboardInterrupt
-        return step(self, microbatches)
-
-    monkeypatch.setattr(Emulator, "step", die)
-    with pytest.raises(KeyboardInterrupt):
+    chosen = load_config(DIGITS, sets)
+    with interrupted_at(5):
         train(chosen, tmp_path, quiet=True)
     assert [k for k, _ in read(tmp_path / "tensorboard")["train_loss"]] == [1, 2, 3, 4, 5]
-    monkeypatch.setattr(Emulator, "step", step)
     train(chosen, tmp_path, resume=True, quiet=True)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -10,7 +10,7 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.cutting import crossings, cuttable, links_of, merge_stages, pieces
-from ipu_pipe.model.stages import begin_stage, partition, profile
+from ipu_pipe.model.stages import begin_stage, extents, partition
 from models.resnet import preact_resnet20, resnet18
 from models.transformer import transformer_lm, transformer_translation
 from tests.staged_models import Skipping, residual, whole
@@ -90,7 +90,7 @@ def test_cuts_inside_a_block_are_left_out() -> None:
     model, x = preact_resnet20(), torch.randn(2, 3, 16, 16)
     part = partition(model, x)
     names = [name for name, _ in links_of(model, x)]
-    starts = [names[index] for index in cuttable(profile(model, part, x, names))]
+    starts = [names[index] for index in cuttable(extents(model, part, x, names))]
     assert len(part) == 34
     assert starts == [f"layer{i}.{j}" for i in (1, 2, 3) for j in range(3)] + ["norm", "avgpool", "fc", "loss"]
     assert merge_stages(model, part, 1, x) == []

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Callable, List, NamedTuple
+from typing import Callable, List
 
 import pytest
 
-from ipu_pipe.errors import run_command
+from ipu_pipe.cli import schedule
+from tests.command_line import Done, run_here
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "schedule.py"
-
-
-class Done(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
 
 
 Run = Callable[..., Done]
@@ -27,20 +22,8 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command line run in this process, which is faster than starting Python for each of its tests."""
-    spec = importlib.util.spec_from_file_location("schedule_tool", TOOL)
-    assert spec is not None and spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    spec.loader.exec_module(tool)
-
-    def run_here(*arguments: object) -> Done:
-        monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            run_command(tool.main)
-        return Done(int(left.value.code or 0), *capsys.readouterr())
-
-    return run_here
+    """The command with arguments."""
+    return functools.partial(run_here, schedule, monkeypatch=monkeypatch, capsys=capsys)
 
 
 def test_as_a_command_from_another_folder(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple
 
@@ -14,10 +15,11 @@ from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.report import trace
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import Times, clock, modelled_events, slot_costs
-from ipu_pipe.schedule.events import Counter, Event
+from ipu_pipe.schedule.events import KINDS, Counter, Event, Trace
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
+from tests.chrome_traces import merge, read_chrome
 
 # GPipe, 3 stages, 2 microbatches an update, 2 updates:
 #     slot      0  1  2  3  4  5  6  7 |  8  9
@@ -190,14 +192,14 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     counters = [Counter(0, 'memory "peak" (MiB)', 7, 1.25), Counter(1, "microbatches in flight", 8, 3)]
     metadata = {"modelled": False, "method": "gpipe", "nested": {"é": [1, None]}}
     trace.write_chrome(tmp_path / "t.json.gz", MIXED, counters, metadata)
-    assert trace.read_chrome(tmp_path / "t.json.gz") == (MIXED, counters, metadata)
-    assert {event.kind for event in MIXED} == set(trace.KINDS)
+    assert read_chrome(tmp_path / "t.json.gz") == (MIXED, counters, metadata)
+    assert {event.kind for event in MIXED} == set(KINDS)
 
 
 def test_a_counter_that_is_not_a_number_is_null(tmp_path: Path) -> None:
     trace.write_chrome(tmp_path / "t", [], [Counter(0, "loss", 1, float("nan"))], {})
     assert records(tmp_path / "t", "C")[0]["args"]["value"] is None
-    _, (counter,), _ = trace.read_chrome(tmp_path / "t")
+    _, (counter,), _ = read_chrome(tmp_path / "t")
     assert counter.value != counter.value
 
 
@@ -276,7 +278,7 @@ def test_a_hundred_thousand_events(tmp_path: Path) -> None:
     )  # fmt: skip
     assert len(events) == 2 * stages * count + stages * count // 8
     trace.write_chrome(tmp_path / "t", events, counters, {"modelled": True})
-    assert trace.read_chrome(tmp_path / "t") == (events, counters, {"modelled": True})
+    assert read_chrome(tmp_path / "t") == (events, counters, {"modelled": True})
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -296,27 +298,27 @@ def test_a_disk_that_refuses_late_leaves_nothing_behind(tmp_path: Path, monkeypa
     def full(one: Any, other: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trace.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(RunFault, match="t.json.gz: the trace cannot be written: No space left on device"):
         trace.write_chrome(path, MIXED, [], {})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_merged_traces_are_in_order_of_time(tmp_path: Path) -> None:
-    halves: List[trace.Trace] = [
+    halves: List[Trace] = [
         ([e for e in MIXED if e.device == d], [Counter(d, "memory", 10 - d, d)], {"rank": d, f"of {d}": 1})
         for d in (0, 1)
     ]
-    events, counters, metadata = trace.merge(halves)
+    events, counters, metadata = merge(halves)
     assert sorted(events) == sorted(MIXED) and [e.start_ns for e in events] == sorted(e.start_ns for e in MIXED)
     assert [c.device for c in counters] == [1, 0]
     assert metadata == {"rank": 0, "of 0": 1, "of 1": 1}
-    assert trace.merge([]) == ([], [], {})
+    assert merge([]) == ([], [], {})
 
 
 def test_a_merged_trace_is_modelled_if_a_part_is() -> None:
-    assert trace.merge([([], [], {"modelled": False}), ([], [], {"modelled": True})])[2] == {"modelled": True}
-    assert trace.merge([([], [], {"modelled": False}), ([], [], {})])[2] == {"modelled": False}
+    assert merge([([], [], {"modelled": False}), ([], [], {"modelled": True})])[2] == {"modelled": True}
+    assert merge([([], [], {"modelled": False}), ([], [], {})])[2] == {"modelled": False}
 
 
 # ---- files that are no traces
@@ -365,18 +367,18 @@ BROKEN = {
 def test_a_file_that_is_no_trace_is_bad_input(tmp_path: Path, name: str) -> None:
     (tmp_path / "t").write_bytes(BROKEN[name])
     with pytest.raises(BadInput) as error:
-        trace.read_chrome(tmp_path / "t")
+        read_chrome(tmp_path / "t")
     (fault,) = error.value.faults
     assert fault.startswith(f"{tmp_path / 't'}: cannot be read as a gzipped Chrome trace") and "\n" not in fault
 
 
 def test_the_file_that_the_broken_ones_are_made_of_is_read(tmp_path: Path) -> None:
     (tmp_path / "t").write_bytes(changed())
-    assert trace.read_chrome(tmp_path / "t") == ([Event(0, 0, "forward", 1, 1000, 2000, 0, None)], [], {})
+    assert read_chrome(tmp_path / "t") == ([Event(0, 0, "forward", 1, 1000, 2000, 0, None)], [], {})
 
 
 def test_a_missing_file_and_a_folder_are_bad_input(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="t: no such trace file"):
-        trace.read_chrome(tmp_path / "t")
+        read_chrome(tmp_path / "t")
     with pytest.raises(BadInput, match="cannot be read as a gzipped Chrome trace: Is a directory"):
-        trace.read_chrome(tmp_path)
+        read_chrome(tmp_path)

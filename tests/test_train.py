@@ -20,14 +20,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ipu_pipe
+from ipu_pipe.cli import train as tool
 from ipu_pipe.errors import BadInput, RunFault, run_command
 from ipu_pipe.job.config import load_config
+from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.run import checkpoint, scalars
 from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.folder import RunDir, check_folder
-from ipu_pipe.run.training import evaluate, evaluate_checkpoint, train
+from ipu_pipe.run.training import evaluate_checkpoint, train
+from tests.command_line import run_here
+from tests.interrupted import interrupted_at
 from tools import bench
-from tools import train as tool
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")
@@ -57,12 +60,8 @@ def same(a: Dict[str, torch.Tensor], b: Dict[str, torch.Tensor]) -> bool:
 
 def command(*args: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Tuple[int, str, str]:
     """Exit code, standard output and standard error of tools/train.py with these arguments."""
-    monkeypatch.setattr(sys, "argv", ["tools/train.py", *args])
     monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit) as left:
-        run_command(tool.main)
-    captured = capsys.readouterr()
-    return int(left.value.code or 0), captured.out, captured.err
+    return run_here(tool, *args, monkeypatch=monkeypatch, capsys=capsys)
 
 
 @pytest.fixture()
@@ -154,23 +153,12 @@ def with_state() -> nn.Module:
 
 @pytest.mark.parametrize("method", ["pipemare", "pipedream", "pipedream_2bw", "gpipe"])
 def test_resuming_continues_to_the_bit(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ipu_pipe.backends.emulator.replay import Emulator
-
     chosen = config(
         f"method={method}", "checkpoint.every=5", "optimizer.momentum=0.9", "stages=null", "lr_schedule.name=cosine"
     )
     whole = train(chosen, tmp_path / "whole", model=with_state(), quiet=True)
-    step = Emulator.step
-
-    def die(self: Any, microbatches: Any) -> Any:
-        if self.update == 8:
-            raise KeyboardInterrupt
-        return step(self, microbatches)
-
-    monkeypatch.setattr(Emulator, "step", die)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_at(8):
         train(chosen, tmp_path / "cut", model=with_state(), quiet=True)
-    monkeypatch.setattr(Emulator, "step", step)
     cut = train(chosen, tmp_path / "cut", model=with_state(), resume=True, quiet=True)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
     assert cut["final"] == whole["final"] and cut["initial"] == whole["initial"]

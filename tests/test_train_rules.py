@@ -16,6 +16,7 @@ from ipu_pipe.report.words import plan
 from ipu_pipe.run.build import build
 from ipu_pipe.run.training import train
 from ipu_pipe.update.apply import FORWARD, PLAIN
+from tests.interrupted import interrupted_at
 from tests.test_rules import ROWS, Row
 from tests.test_train import DIGITS, config, run_tool, same, sets, weights, with_state  # noqa: F401
 
@@ -32,22 +33,11 @@ def keys(row: Row) -> List[str]:
 
 
 @pytest.mark.parametrize("name", list(ROWS))
-def test_every_rule_is_saved_and_resumed_to_the_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ipu_pipe.backends.emulator.replay import Emulator
-
+def test_every_rule_is_saved_and_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
     chosen = config("checkpoint.every=5", "stages=null", "lr_schedule.name=cosine", *SGD, *keys(ROWS[name]))
     whole = train(chosen, tmp_path / "whole", model=with_state(), quiet=True)
-    step = Emulator.step
-
-    def die(self: Any, microbatches: Any) -> Any:
-        if self.update == 8:
-            raise KeyboardInterrupt
-        return step(self, microbatches)
-
-    monkeypatch.setattr(Emulator, "step", die)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_at(8):
         train(chosen, tmp_path / "cut", model=with_state(), quiet=True)
-    monkeypatch.setattr(Emulator, "step", step)
     cut = train(chosen, tmp_path / "cut", model=with_state(), resume=True, quiet=True)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
     assert cut["final"] == whole["final"]
@@ -56,9 +46,9 @@ def test_every_rule_is_saved_and_resumed_to_the_bit(name: str, tmp_path: Path, m
 
 
 def test_a_rule_with_accumulators_on_adam_resumes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    test_every_rule_is_saved_and_resumed_to_the_bit("t1+t2", tmp_path / "sgd", monkeypatch)
+    test_every_rule_is_saved_and_resumed_to_the_bit("t1+t2", tmp_path / "sgd")
     monkeypatch.setattr("tests.test_train_rules.SGD", ADAMW)
-    test_every_rule_is_saved_and_resumed_to_the_bit("t1+t2", tmp_path / "adamw", monkeypatch)
+    test_every_rule_is_saved_and_resumed_to_the_bit("t1+t2", tmp_path / "adamw")
 
 
 # ---- figures

@@ -8,15 +8,19 @@ import pytest
 import torch
 from torch import nn
 
+from ipu_pipe.backends.clipping import Clipping, Elsewhere
+from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import begin_stage, partition
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update import clipping
 from ipu_pipe.update import optimizer as update
+from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.clipping import DelayedGlobalNorm
-from ipu_pipe.update.groups import parameter_groups, parameters_by_stage
+from ipu_pipe.update.groups import parameter_groups
 from ipu_pipe.update.state import import_state, optimizer_bytes
 
 
@@ -45,6 +49,14 @@ def test_what_cannot_be_trained_is_refused() -> None:
         parameter_groups(model.requires_grad_(False), part)
 
 
+def clip(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:
+    """As a run's update does, all stages in one process."""
+    method = resolve_method("gpipe")
+    table = VersionTable(make_schedule(method, 2, 4, 2), method)
+    rules = UpdateRules({}, method, table.rule_lag(), 2, optimizer, lambda k: 0.1)
+    Clipping(Work(nn.functional.mse_loss, table, rules, (norm, scope)), Elsewhere())(0)
+
+
 @pytest.mark.parametrize("scope", ["global", "stage"])
 def test_clipping_bounds_the_norm_of_its_scope(scope: str) -> None:
     model, part = staged()
@@ -52,7 +64,7 @@ def test_clipping_bounds_the_norm_of_its_scope(scope: str) -> None:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     model[0].weight.grad.mul_(10)
-    clipping.clip(optimizer, 2.0, scope)
+    clip(optimizer, 2.0, scope)
     norms = [torch.cat([p.grad.flatten() for p in g["params"]]).norm().item() for g in optimizer.param_groups]
     if scope == "stage":
         assert norms == pytest.approx([2.0, 2.0], rel=1e-4)
@@ -65,11 +77,11 @@ def test_clipping_takes_the_kernels_that_a_process_takes(scope: str, monkeypatch
     """A stage's process knows the norms of its own gradients alone: torch's clipping takes all at once on a GPU."""
     model, part = staged()
     optimizer = torch.optim.SGD(parameter_groups(model, part), lr=0.1)
-    stages = parameters_by_stage(optimizer)
+    stages = {group["stage"]: group["params"] for group in optimizer.param_groups}
     model(torch.randn(2, 4)).square().sum().backward()
     given = {p: p.grad.clone() for p in model.parameters()}
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", None)
-    clipping.clip(optimizer, 0.5, scope)
+    clip(optimizer, 0.5, scope)
     clipped = {p: p.grad.clone() for p in model.parameters()}
     for p, gradient in given.items():
         p.grad = gradient

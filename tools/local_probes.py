@@ -18,7 +18,7 @@ from ipu_pipe import interrupts  # noqa: E402
 if __name__ == "__main__":
     interrupts.end_at_once()  # before the imports that take time
 
-from ipu_pipe.cli.arguments import folder  # noqa: E402
+from ipu_pipe.cli.arguments import add_set, folder, say  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, run_command  # noqa: E402
 from ipu_pipe.written import write, write_json  # noqa: E402
 
@@ -77,14 +77,7 @@ def parser() -> Parser:
         own.add_argument("--json", action="store_true", help="print the results as JSON")
         if trains:
             own.add_argument("--config", type=Path, metavar="FILE", help=f"default: {CONFIG.relative_to(ROOT)}, small")
-            own.add_argument(
-                "--set",
-                nargs="+",
-                action="extend",
-                default=[],
-                metavar="KEY=VALUE",
-                help="change keys of the config; VALUE is YAML",
-            )
+            add_set(own)
             own.add_argument("--updates", type=whole, metavar="N", help="of each run (default: 600 or 800)")
             own.add_argument("--jobs", type=whole, default=2, metavar="N", help="runs at a time (%(default)s)")
         return own
@@ -138,9 +131,9 @@ def main() -> None:
     start = time.monotonic()
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        from ipu_pipe.studies import probe_pictures
+        from ipu_pipe.studies.plots import check_plots
 
-        probe_pictures.check_plots()
+        check_plots()
         found, draw = {"angles": angles, "chunks": chunks, "labels": labels, "filters": filters}[args.probe](args)
         found = {"probe": args.probe, **found, "command": _command(), "seconds": time.monotonic() - start}
         files = [write_json(args.out / f"{args.probe}.json", found), args.out / f"{args.probe}.png"]
@@ -159,10 +152,6 @@ def _command() -> str:
     return "python tools/local_probes.py " + " ".join(map(shlex.quote, sys.argv[1:]))
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _config(args: argparse.Namespace) -> Any:
     from ipu_pipe.job.config import load_config
 
@@ -177,14 +166,14 @@ def _runs(
 ) -> List[Any]:
     from ipu_pipe.studies import local_probes as lib
 
-    _say(f"{args.probe}: {len(runs)} runs, {min(args.jobs, len(runs))} at a time")
-    return lib.in_processes(work, runs, args.jobs, _say)
+    say(f"{args.probe}: {len(runs)} runs, {min(args.jobs, len(runs))} at a time")
+    return lib.in_processes(work, runs, args.jobs, say)
 
 
 def angles(args: argparse.Namespace) -> Result:
     """Angles by method, block and update."""
     from ipu_pipe.studies import (
-        local_probes as lib,  # holds torch, for which --help and the faults of arguments must not wait
+        local_probes as lib,  # holds torch, for which --help and faults of arguments must not wait
     )
     from ipu_pipe.studies import probe_pictures
 

@@ -15,8 +15,9 @@ from ipu_pipe import interrupts  # noqa: E402
 if __name__ == "__main__":
     interrupts.end_at_once()  # before the imports that take time
 
-from ipu_pipe.cli.arguments import folder  # noqa: E402
+from ipu_pipe.cli.arguments import folder, say  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, run_command, writing  # noqa: E402
+from ipu_pipe.written import write, write_json  # noqa: E402
 
 LAYERS = 8
 # label -> (method of the run, its arguments, cost law, its k)
@@ -75,7 +76,6 @@ def main() -> None:
     from ipu_pipe.studies.experiments import run_experiment
 
     experiment = _experiment(args)
-    say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     say(f"{len(experiment.rows)} runs of {args.examples} examples, {args.jobs} at a time, into {args.runs}")
     try:
         run_experiment(experiment, args.runs, [0], args.jobs, say=say)
@@ -87,8 +87,8 @@ def main() -> None:
     out = args.out or args.runs
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        (out / "pareto.json").write_text(json.dumps(found, indent=1) + "\n")
-        (out / "table.md").write_text(_table(found, args))
+        write_json(out / "pareto.json", found)
+        write(out / "table.md", _table(found, args))
         _plot(found, out / "pareto.png")
     print(json.dumps(found, indent=1) if args.json else _table(found, args))
     say(f"where to look: {out / 'pareto.png'}, {out / 'pareto.json'}, {out / 'table.md'}")
@@ -202,12 +202,13 @@ def _least(points: Sequence[Sequence[float]], base: Sequence[Sequence[float]], p
 
 
 def _plot(found: Dict[str, Any], file: Path) -> None:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import NullFormatter
-    except ImportError:
-        raise BadInput("plots need matplotlib, which is not installed: pip install matplotlib") from None
+    from ipu_pipe.studies.plots import check_plots
+
+    check_plots()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
+
     entries = found["cutoffs"]
     figure = Figure(figsize=(4.6 * len(entries), 4.4), layout="constrained")
     FigureCanvasAgg(figure)

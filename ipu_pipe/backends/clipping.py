@@ -4,7 +4,7 @@
     global           all stages by that of all: where the pipeline is empty before every update
     delayed_global   all by the norm of the newest update that all have done before any does this one (DelayedGlobalNorm)
 
-The arithmetic is `ipu_pipe.update.optimizer`'s. Where stages are in other processes, `Elsewhere` asks these for their norms.
+The arithmetic is `ipu_pipe.update.clipping`'s. Where stages are in other processes, `Elsewhere` asks these for their norms.
 """
 
 from __future__ import annotations

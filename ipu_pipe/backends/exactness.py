@@ -7,6 +7,7 @@ from typing import List
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.probe import derived_weights
 from ipu_pipe.schedule.methods import Reads
+from ipu_pipe.shown import first_of
 
 
 def exactness_faults(job: Job) -> List[str]:
@@ -25,10 +26,9 @@ def exactness_faults(job: Job) -> List[str]:
     if method.reads_old(stages) and method.backward_reads is Reads.NEWEST:
         names = derived_weights(job.model, job.loss, *job.example)
         if names:
-            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             reasons.append(
                 f"model: with {method.name} the backward must read newer weights than the forward, but the forward keeps "
-                f"tensors derived from {shown} (weight norm, autocast, InstanceNorm and the like do): use layers that use "
-                "their weights directly, or method_args: {stash: true}"
+                f"tensors derived from {first_of(names)} (weight norm, autocast, InstanceNorm and the like do): use layers "
+                "that use their weights directly, or method_args: {stash: true}"
             )
     return reasons

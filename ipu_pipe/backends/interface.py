@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import BackendConfig, Config
 from ipu_pipe.job.placing import Placed
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.schema import BackendConfig, Config
+from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.schedule.methods import Method
 
 
@@ -94,6 +95,12 @@ class Engine:
         """After a fault: nothing left behind in the user's model, without waiting for anyone."""
         self.close()
 
+    def release_blocks(self) -> None:
+        """The model as it was before it was cut into blocks, where it was."""
+        blocks = blocks_of(self.job.model)
+        if blocks is not None:
+            blocks.release()
+
 
 class Backend(NamedTuple):
     """A row of the table of backends.
@@ -123,7 +130,6 @@ def refuse_foreign(optimizer: torch.optim.Optimizer) -> None:
     """Refuse (BadInput) PopTorch's optimizer state on another backend."""
     if any(str(entry).startswith(f"{MARK}:") for state in optimizer.state.values() for entry in state):
         raise BadInput(
-            "--resume: the checkpoint's optimizer state is PopTorch's, which backend.name poptorch alone can load: go "
-            "on with that, "
-            "or start anew from its weights (init_from: .../model.safetensors)"
+            "--resume: the checkpoint's optimizer state is PopTorch's, which backend.name poptorch alone can load: "
+            "go on with that, or start anew from its weights (init_from: .../model.safetensors)"
         )

@@ -1,4 +1,4 @@
-"""What each pass of a microbatch reads, ahead of time: the version table by microbatch, with the rules' corrections."""
+"""What each pass of a replay reads, ahead of time: a source's replays in windows, checked, with the rules' corrections."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Dict, List, NamedTuple, Optional, Set
 
 import numpy as np
 
-from ipu_pipe.schedule.methods import Reads
+from ipu_pipe.backends.replays import Replays, Window
+from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.table import IntArray
-from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
+
+WINDOW = 512  # replays read ahead, at least
 
 
 class Read(NamedTuple):
@@ -24,83 +26,107 @@ class Read(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """The unit of work: one microbatch, and what its passes read. `recompute`: None where activations are kept."""
+    """The unit of work: one microbatch of one replica, what its passes read, and the stages that are updated when it is done.
+    `recompute`: None where activations are kept."""
 
     microbatch: int
+    replica: int
     forward: Read
     backward: Read
     recompute: Optional[Read]
+    updates: IntArray
 
     def on(self, stage: int) -> Replay:
         """One stage's part."""
         again = self.recompute.on(stage) if self.recompute is not None else None
-        return Replay(self.microbatch, self.forward.on(stage), self.backward.on(stage), again)
+        own = self.updates[self.updates == stage]
+        return Replay(self.microbatch, self.replica, self.forward.on(stage), self.backward.on(stage), again, own)
 
 
-def reach_of(table: VersionTable) -> int:
-    """Microbatches after which no version older than the newest now is read: a read reaches back over the microbatches in flight,
-    the batches being gathered, and a delay of so many updates."""
-    delay, accumulate = table.method.delay, table.schedule.accumulate
-    if delay is not None:
-        return (delay.greatest + 2) * accumulate
-    return 2 * table.schedule.stages + 2 * accumulate + 2
+class ReplayPlan:
+    """A source's replays from number `first` on, read ahead, and which views later ones read. Raises BadInput, when they are
+    read, where a pass reads what no earlier replay has made."""
 
-
-class ReadPlan:
-    """The version table by microbatch, read ahead in windows: its replays, and which views later ones read."""
-
-    def __init__(self, table: VersionTable, rules: UpdateRules) -> None:
-        schedule = table.schedule
-        self._table, self._rules, self._reach = table, rules, reach_of(table)
-        self.stages, self.microbatches, self._accumulate = schedule.stages, schedule.microbatches, schedule.accumulate
-        self.recomputes = table.method.segments is not None and table.method.reads_old(schedule.stages)
-        self._stashes = table.method.backward_reads is Reads.STASHED
-        self._start = self._stop = 0
+    def __init__(self, source: Replays, rules: UpdateRules, first: int = 0) -> None:
+        self._source, self._rules = source, rules
+        self.count = source.count
+        self._start = self._stop = first
+        self._made = source.made(first)[:, None]  # (P, n): updates of the stages before each replay of the window
         self._reads: Dict[str, Read] = {}
 
-    def _window(self, microbatch: int) -> int:
-        """Offset of `microbatch` in the window at hand, moved on if need be."""
-        if not self._start <= microbatch < self._stop:
-            self._start = microbatch
-            self._stop = min(microbatch + max(512, 2 * self._accumulate), self.microbatches)
-            last = min(self._stop + self._reach, self.microbatches)
-            forward, backward = self._table.window(self._start, last)
-            codes = self._rules.forward_codes(forward)
-            self._reads = {"forward": Read(forward, codes)}
-            self._reads["backward"] = Read(
-                backward, codes if self._stashes else self._rules.backward_codes(backward, forward)
-            )
-            if self.recomputes:
-                again = self._table.recompute(self._start, last)
-                self._reads["recompute"] = Read(again, self._rules.backward_codes(again, forward))
-            # a view goes when no microbatch to come reads its version; drawn delays make versions go up and down
-            self._oldest = np.minimum.accumulate(forward[:, ::-1], axis=1)[:, ::-1]
-        return microbatch - self._start
+    def _offset(self, number: int) -> int:
+        """Of replay `number` in the window at hand, moved on if need be; the replay before it stays there."""
+        if number >= self._stop:
+            source, start = self._source, max(number - 1, self._start)
+            made = self._made[:, start - self._start, None]
+            self._start, self._stop = start, min(number + max(WINDOW, source.reach // 2), source.count)
+            self._found = found = source.window(start, min(self._stop + source.reach, source.count))
+            self._made = made + np.cumsum(found.updates, axis=1) - found.updates
+            check(found, self._made, start, source.reach)
+            self._reads = self._corrected(found)
+            # a view goes when no replay to come reads its version; drawn delays make versions go up and down
+            self._oldest = np.minimum.accumulate(found.forward[:, ::-1], axis=1)[:, ::-1]
+        assert self._start <= number < self._stop, f"replay {number} is not of those from {self._start} to {self._stop}"
+        return number - self._start
 
-    def replay(self, microbatch: int) -> Replay:
-        """That of a microbatch."""
-        offset = self._window(microbatch)
-        reads = {what: Read(read.versions[:, offset], read.codes[:, offset]) for what, read in self._reads.items()}
-        return Replay(microbatch, reads["forward"], reads["backward"], reads.get("recompute"))
+    def _corrected(self, found: Window) -> Dict[str, Read]:
+        """The versions by pass, with their codes."""
+        forward = Read(found.forward, self._rules.forward_codes(found.forward))
+        reads = {"forward": forward, "backward": forward}
+        for what, versions in (("backward", found.backward), ("recompute", found.recompute)):
+            if versions is not None:
+                reads[what] = Read(versions, self._rules.backward_codes(versions, found.forward))
+        return reads
 
-    def oldest(self, microbatch: int) -> IntArray:
-        """Oldest version of each stage that `microbatch` and those after it read, shape (P,); none at the run's end."""
-        if microbatch >= self.microbatches:
-            return np.full(len(self._oldest), np.iinfo(np.int64).max)
-        offset = self._window(microbatch)
-        return self._oldest[:, offset]
+    def replay(self, number: int) -> Replay:
+        """That of a number."""
+        at, found = self._offset(number), self._found
+        reads = {what: Read(read.versions[:, at], read.codes[:, at]) for what, read in self._reads.items()}
+        passes = reads["forward"], reads["backward"], reads.get("recompute")
+        return Replay(int(found.microbatch[at]), int(found.replica[at]), *passes, np.flatnonzero(found.updates[:, at]))
 
-    def read_later(self, version: int, after: int) -> List[Set[int]]:
-        """Per stage, the codes with which a forward or recomputation of a microbatch later than `after` reads `version`.
+    def made(self, number: int) -> IntArray:
+        """The updates (P,) that the stages have had before a replay."""
+        return self._made[:, self._offset(number)]
+
+    def oldest(self, number: int) -> IntArray:
+        """Oldest version of each stage that a replay and those after it read, shape (P,); none at the run's end."""
+        if number >= self.count:
+            return np.full(len(self._made), np.iinfo(np.int64).max)
+        return self._oldest[:, self._offset(number)]
+
+    def read_later(self, versions: IntArray, after: int) -> List[Set[int]]:
+        """Per stage, the codes with which a forward or recomputation of a replay later than `after` reads its version of
+        `versions` (P,).
 
         A backward reads the newest version or, stashed, what its forward read: it needs none kept for itself.
         """
-        start = self._window(after) + 1
-        stop = start + self._reach
-        codes: List[Set[int]] = [set() for _ in range(len(self._oldest))]
-        for what in ("forward", "recompute") if self.recomputes else ("forward",):
-            versions, how = (array[:, start:stop] for array in self._reads[what])
-            rows, columns = np.nonzero(versions == version)
+        start = self._offset(after) + 1
+        stop = start + self._source.reach
+        codes: List[Set[int]] = [set() for _ in versions]
+        for what in ("forward", "recompute") if "recompute" in self._reads else ("forward",):
+            read, how = (array[:, start:stop] for array in self._reads[what])
+            rows, columns = np.nonzero(read == versions[:, None])
             for stage, code in set(zip(rows.tolist(), how[rows, columns].tolist())):
                 codes[stage].add(code)
         return codes
+
+
+def check(found: Window, made: IntArray, first: int, reach: int) -> None:
+    """Refuse (BadInput, one line: the first) replays from number `first` on of which a pass reads what it cannot. `made`: updates
+    (P, n) by the replays before each."""
+    kept = np.zeros_like(made)  # what is as old is kept no longer
+    kept[:, reach:] = made[:, : max(made.shape[1] - reach, 0)]
+    passes = {"forward": found.forward, "recomputation": found.recompute, "backward": found.backward}
+    for what, versions in passes.items():
+        if versions is None:
+            continue
+        least = kept if what == "forward" else found.forward
+        wrong = (versions > made) | (versions < least)
+        if wrong.any():
+            column, stage = (int(i) for i in np.argwhere(wrong.T)[0])
+            low, high = int(least[stage, column]), int(made[stage, column])
+            raise BadInput(
+                f"replay {first + column}: {what} of microbatch {found.microbatch[column]}, stage {stage}: version "
+                f"{versions[stage, column]}: must be from {low} to {high}, the updates that earlier replays have made"
+            )

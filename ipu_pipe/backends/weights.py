@@ -44,8 +44,9 @@ class Unversioned:
     def release(self, oldest: IntArray) -> None:
         """After a microbatch; `oldest`: versions that are read from now on."""
 
-    def before_update(self, keep: Sequence[Set[int]]) -> None:
-        """Before the optimizer steps; `keep`: per stage, the codes with which the newest version will be read later."""
+    def before_update(self, keep: Sequence[Set[int]], updates: Optional[Sequence[int]] = None) -> None:
+        """Before the optimizer steps the stages `updates` (all if None); `keep`: per stage, the codes with which the newest
+        version will be read later."""
 
     def rest(self) -> None:
         """Put the newest weights into the parameters."""
@@ -60,20 +61,14 @@ class _Kept(Unversioned):
         """`version`: that of all stages now. `offset`: how the newest version is corrected."""
         self._parameters = [list(stage) for stage in stages]
         self._offset = offset
-        self._newest = version
-        self._loaded: List[View] = [(version, PLAIN)] * len(stages)
-        self._loaded_versions = np.full(len(stages), version, dtype=np.int64)
-        self._loaded_codes = np.zeros(len(stages), dtype=np.int64)
-        self._oldest = self._loaded_versions.copy()  # that is read from now on
+        self._newest = [version] * len(stages)
+        self._loaded = self._plain  # what is in the parameters
+        self._oldest = self._loaded.versions  # that is read from now on
         self._kept: List[Dict[View, Tensors]] = [{} for _ in stages]
         self._pool: List[List[Tensors]] = [[] for _ in stages]
         self._size = [sum(p.numel() * p.element_size() for p in stage) for stage in stages]
         self._held = 0
         self.peak_bytes = 0
-
-    def versions_held(self) -> List[int]:
-        """Views that each stage holds besides what is in its parameters."""
-        return [len(kept) for kept in self._kept]
 
     def _fresh(self, stage: int) -> Tensors:
         self._held += self._size[stage]
@@ -91,24 +86,27 @@ class _Kept(Unversioned):
 
     def release(self, oldest: IntArray) -> None:
         for stage in np.flatnonzero(oldest > self._oldest).tolist():
-            for view in [v for v in self._kept[stage] if v[0] < oldest[stage] and v[0] != self._newest]:
+            newest = self._newest[stage]
+            for view in [v for v in self._kept[stage] if v[0] < oldest[stage] and v[0] != newest]:
                 self._drop(stage, view)
         self._oldest = np.minimum(oldest, self._newest)
 
+    @property
+    def _plain(self) -> Read:
+        """The newest weights of all stages."""
+        return Read(np.array(self._newest, np.int64), np.full(len(self._newest), PLAIN))
+
     def rest(self) -> None:
-        P = len(self._parameters)
-        self.load(Read(np.full(P, self._newest), np.zeros(P, np.int64)))
+        self.load(self._plain)
 
     def load(self, read: Read) -> None:
         versions, codes = read
-        changed = np.flatnonzero((versions != self._loaded_versions) | (codes != self._loaded_codes)).tolist()
+        changed = np.flatnonzero((versions != self._loaded.versions) | (codes != self._loaded.codes)).tolist()
         self._put([(stage, (int(versions[stage]), int(codes[stage]))) for stage in changed])
-        self._set_loaded(changed, versions, codes)
+        self._loaded = read
 
-    def _set_loaded(self, changed: Sequence[int], versions: IntArray, codes: IntArray) -> None:
-        for stage in changed:
-            self._loaded[stage] = (int(versions[stage]), int(codes[stage]))
-        self._loaded_versions, self._loaded_codes = versions.copy(), codes.copy()
+    def _holds_newest(self, stage: int) -> bool:
+        return self._loaded.codes[stage] == PLAIN and self._loaded.versions[stage] == self._newest[stage]
 
     def _put(self, views: Sequence[Tuple[int, View]]) -> None:
         raise NotImplementedError
@@ -118,13 +116,20 @@ class _Kept(Unversioned):
         if code == PLAIN or not to:
             return
         assert self._offset is not None
-        for x, c in self._offset(stage, code, self._newest):
+        for x, c in self._offset(stage, code, self._newest[stage]):
             torch._foreach_add_(to, x, alpha=c)
 
-    def _advance(self) -> None:
-        self._newest += 1
-        P = len(self._parameters)
-        self._set_loaded(range(P), np.full(P, self._newest), np.zeros(P, np.int64))
+    def before_update(self, keep: Sequence[Set[int]], updates: Optional[Sequence[int]] = None) -> None:
+        self.rest()
+        chosen = range(len(self._newest)) if updates is None else updates
+        self._keep(chosen, keep)
+        for stage in chosen:
+            self._newest[stage] += 1
+        self._loaded = self._plain
+
+    def _keep(self, stages: Sequence[int], keep: Sequence[Set[int]]) -> None:
+        """Of these stages, whose newest weights are in the parameters and about to change, the views that are read later."""
+        raise NotImplementedError
 
 
 class Overwriting(_Kept):
@@ -137,19 +142,18 @@ class Overwriting(_Kept):
         self._home = [[p.data for p in stage] for stage in self._parameters]
 
     def _put(self, views: Sequence[Tuple[int, View]]) -> None:
-        newest = (self._newest, PLAIN)
         saved, written = _Copies(), _Copies()
         corrected: List[Tuple[int, int]] = []
         for stage, view in views:
-            kept, home = self._kept[stage], self._home[stage]
+            kept, home, newest = self._kept[stage], self._home[stage], (self._newest[stage], PLAIN)
             if newest not in kept:  # it is in the parameters, about to be overwritten
                 kept[newest] = self._fresh(stage)
                 saved.add(kept[newest], home)
             if view in kept:
                 written.add(home, kept[view])
             else:
-                assert view[0] == self._newest, f"stage {stage}: view {view} is read but was not kept"
-                if self._loaded[stage] != newest:
+                assert view[0] == newest[0], f"stage {stage}: view {view} is read but was not kept"
+                if not self._holds_newest(stage):
                     written.add(home, kept[newest])
                 corrected.append((stage, view[1]))
         saved.do()
@@ -157,16 +161,15 @@ class Overwriting(_Kept):
         for stage, code in corrected:
             self._correct(stage, code, self._home[stage])
 
-    def before_update(self, keep: Sequence[Set[int]]) -> None:
-        self.rest()
-        newest = (self._newest, PLAIN)
+    def _keep(self, stages: Sequence[int], keep: Sequence[Set[int]]) -> None:
         copies = _Copies()
         made: List[Tuple[int, int, Tensors]] = []
-        for stage, codes in enumerate(keep):
+        for stage in stages:
+            codes, newest = keep[stage], self._newest[stage]
             if PLAIN not in codes:
-                self._drop(stage, newest)
+                self._drop(stage, (newest, PLAIN))
             for code in codes:
-                view = (self._newest, code)
+                view = (newest, code)
                 if view not in self._kept[stage]:
                     self._kept[stage][view] = self._fresh(stage)
                     copies.add(self._kept[stage][view], self._home[stage])
@@ -174,20 +177,18 @@ class Overwriting(_Kept):
         copies.do()
         for stage, code, tensors in made:
             self._correct(stage, code, tensors)
-        self._advance()
 
 
 class Swapping(_Kept):
     """Parameters pointed at the tensors of the view both passes read."""
 
     def _put(self, views: Sequence[Tuple[int, View]]) -> None:
-        newest = (self._newest, PLAIN)
         for stage, view in views:
-            kept = self._kept[stage]
-            if self._loaded[stage] == newest:
+            kept, newest = self._kept[stage], (self._newest[stage], PLAIN)
+            if self._holds_newest(stage):
                 kept[newest] = [p.data for p in self._parameters[stage]]
             if view not in kept:
-                assert view[0] == self._newest, f"stage {stage}: view {view} is read but was not kept"
+                assert view[0] == newest[0], f"stage {stage}: view {view} is read but was not kept"
                 self._make(stage, view[1], kept[newest])
             self._point(stage, kept[view])
 
@@ -197,31 +198,29 @@ class Swapping(_Kept):
         copies.add(tensors, plain)
         copies.do()
         self._correct(stage, code, tensors)
-        self._kept[stage][(self._newest, code)] = tensors
+        self._kept[stage][(self._newest[stage], code)] = tensors
 
     def _point(self, stage: int, tensors: Tensors) -> None:
         for parameter, tensor in zip(self._parameters[stage], tensors):
             parameter.data = tensor
 
-    def before_update(self, keep: Sequence[Set[int]]) -> None:
-        self.rest()
-        newest = (self._newest, PLAIN)
+    def _keep(self, stages: Sequence[int], keep: Sequence[Set[int]]) -> None:
         copies = _Copies()
-        for stage, codes in enumerate(keep):
+        for stage in stages:
+            codes, kept, newest = keep[stage], self._kept[stage], self._newest[stage]
             own = [p.data for p in self._parameters[stage]]
             for code in codes - {PLAIN}:
-                if (self._newest, code) not in self._kept[stage]:
+                if (newest, code) not in kept:
                     self._make(stage, code, own)
-            for view in [v for v in self._kept[stage] if v[0] == self._newest and v[1] not in codes and v[1] != PLAIN]:
+            for view in [v for v in kept if v[0] == newest and v[1] not in codes and v[1] != PLAIN]:
                 self._drop(stage, view)
-            self._kept[stage].pop(newest, None)
+            kept.pop((newest, PLAIN), None)
             if PLAIN in codes:  # the parameters' tensors stay as they are, the update steps a copy
-                self._kept[stage][newest] = own
+                kept[newest, PLAIN] = own
                 new = self._fresh(stage)
                 self._point(stage, new)
                 copies.add(new, own)
         copies.do()
-        self._advance()
 
 
 def weights_of(work: Work, stages: Sequence[int]) -> Unversioned:

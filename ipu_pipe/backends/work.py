@@ -1,11 +1,12 @@
-"""What emulator and processes carry out of a job, and the check of its losses that they have in common."""
+"""What emulator and processes carry out of a job, and the check of losses that all backends have in common."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Iterable, Optional, Tuple
+from typing import Iterable, Optional, Sequence, Tuple
 
+from ipu_pipe.backends.replays import Replays, TableReplays
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.probe import Loss
@@ -21,7 +22,7 @@ class Work:
 
     `table`: who reads what, over the schedule. `rules`: the update rules, over an optimizer that holds the parameters of the
     stages that are here. `clip`: (norm, scope) or None. `allow_nonfinite`: a loss that is no finite number ends nothing.
-    `microbatch`: the first to come, after a resume.
+    `microbatch`: the first to come, after a resume. `replays`: what is read and updated, where that is not the table's.
     """
 
     loss: Loss
@@ -30,6 +31,7 @@ class Work:
     clip: Optional[Tuple[float, str]] = None
     allow_nonfinite: bool = False
     microbatch: int = 0
+    replays: Optional[Replays] = None
 
     @classmethod
     def of(cls, job: Job, first_update: int) -> Work:
@@ -38,6 +40,10 @@ class Work:
         clip = (config.clip.norm, config.clip.scope) if config.clip else None
         first = first_update * config.gradient_accumulation
         return cls(job.loss, job.table, job.rules, clip, config.allow_nonfinite, first)
+
+    def source(self, replicas: Sequence[int]) -> Replays:
+        """The replays of these replicas of the pipeline."""
+        return self.replays if self.replays is not None else TableReplays(self.table, replicas)
 
     @property
     def method(self) -> Method:
@@ -61,9 +67,15 @@ class Work:
 
     def refuse_nonfinite(self, k: int, losses: Iterable[float]) -> None:
         """Raises RunFault where a loss of update k is not a finite number, unless that is allowed."""
-        wrong = [loss for loss in losses if not math.isfinite(loss)]
-        if wrong and not self.allow_nonfinite:
-            raise RunFault(
-                f"update {k} of method {self.method.name}: the training loss is {wrong[0]}; a smaller optimizer.lr or "
-                "lr_schedule.warmup_steps may help (allow_nonfinite: true goes on regardless)"
-            )
+        if not self.allow_nonfinite:
+            refuse_nonfinite(self.method.name, k, losses)
+
+
+def refuse_nonfinite(method: str, k: int, losses: Iterable[float], more_advice: str = "") -> None:
+    """Raises RunFault where a loss of update k is not a finite number."""
+    wrong = [loss for loss in losses if not math.isfinite(loss)]
+    if wrong:
+        raise RunFault(
+            f"update {k} of method {method}: the training loss is {wrong[0]}; a smaller optimizer.lr or "
+            f"lr_schedule.warmup_steps may help{more_advice} (allow_nonfinite: true goes on regardless)"
+        )

@@ -1,9 +1,12 @@
-"""Kinds of command-line arguments, for argparse's `type`."""
+"""What command lines have in common: kinds of arguments for argparse's `type`, CONFIG and --set, lines of progress."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+
+from ipu_pipe.errors import BadInput
 
 
 def folder(text: str) -> Path:
@@ -11,3 +14,22 @@ def folder(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r}: must name a folder")
     return Path(text)
+
+
+def add_set(parser: argparse.ArgumentParser, says: str = "change keys of the config; VALUE is YAML") -> None:
+    """The option --set, with what its help `says`."""
+    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help=says)
+
+
+def config_of(args: argparse.Namespace, example: str) -> str:
+    """CONFIG, which may stand behind the last --set too (--set a=1 CONFIG). Raises BadInput, which names `example`."""
+    if args.config is None and args.set and "=" not in args.set[-1]:
+        args.config = args.set.pop()
+    if args.config is None:
+        raise BadInput(f"CONFIG: missing: must be a YAML file, such as {example}")
+    return str(args.config)
+
+
+def say(text: str) -> None:
+    """A line of progress, on standard error: standard output is the result's."""
+    print(text, file=sys.stderr, flush=True)

@@ -124,6 +124,13 @@ def check_limit(key: str, wanted: Optional[int], held: Optional[int] = None) -> 
     )
 
 
+def limited(train: Pair, test: Pair, subset: Optional[int], test_subset: Optional[int]) -> Tuple[Pair, Pair]:
+    """The first `subset` training and `test_subset` test samples, all where None. Raises BadInput."""
+    check_limit("subset", subset, len(train[0]))
+    check_limit("test_subset", test_subset, len(test[0]))
+    return (train[0][:subset], train[1][:subset]), (test[0][:test_subset], test[1][:test_subset])
+
+
 class SyntheticData:
     """Random inputs and labels of a stated shape, drawn when asked for: for throughput, memory and traffic.
 
@@ -170,7 +177,7 @@ class LoaderData:
         self._train, self._test, self._seed = train, test, seed
         self._epoch, self._next = -1, 0
         self._iterator: Iterator[Any] = iter(())
-        self._first: Optional[Any] = None
+        self._newest: Optional[Any] = None
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
         """The loader's length, less a last batch that is not full where it can be known."""
@@ -199,7 +206,7 @@ class LoaderData:
                 self._epoch, self._next = epoch, 0
                 return self._advance(index, batch_size)
         if index == self._next - 1:
-            return self._checked(self._first, batch_size)
+            return self._checked(self._newest, batch_size)
         return self._advance(index, batch_size)
 
     def _generators(self) -> List[torch.Generator]:
@@ -213,13 +220,13 @@ class LoaderData:
     def _advance(self, index: int, batch_size: int) -> Pair:
         while self._next <= index:
             try:
-                self._first = next(self._iterator)
+                self._newest = next(self._iterator)
             except StopIteration:
                 raise BadInput(
                     f"data: the training loader ended after {self._next} batches, its length says more"
                 ) from None
             self._next += 1
-        return self._checked(self._first, batch_size)
+        return self._checked(self._newest, batch_size)
 
     def _checked(self, batch: Any, batch_size: int) -> Pair:
         x, y = _pair(batch)

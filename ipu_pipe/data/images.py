@@ -46,19 +46,17 @@ class ImageFolder:
             raise BadInput("data.root: must be given for image_folder: the folder that holds train/ and val/")
         classes = _classes(Path(root) / "train")
         self.classes = len(classes)
-        self._train = _listed(Path(root) / "train", classes)
-        check_limit("subset", subset, len(self._train))
         generator = torch.Generator().manual_seed(derived_seed(0, "subset"))
-        if subset is not None:  # the first files are all of one class
-            self._train = [
-                self._train[i] for i in torch.randperm(len(self._train), generator=generator)[:subset].tolist()
-            ]
-        self._test = _listed(Path(root) / "val", classes)
-        check_limit("test_subset", test_subset, len(self._test))
-        if test_subset is not None:
-            self._test = [
-                self._test[i] for i in torch.randperm(len(self._test), generator=generator)[:test_subset].tolist()
-            ]
+
+        def some(key: str, count: Optional[int], files: List[Tuple[Path, int]]) -> List[Tuple[Path, int]]:
+            check_limit(key, count, len(files))
+            if count is None:
+                return files
+            # drawn: the first files are all of one class
+            return [files[i] for i in torch.randperm(len(files), generator=generator)[:count].tolist()]
+
+        self._train = some("subset", subset, _listed(Path(root) / "train", classes))
+        self._test = some("test_subset", test_subset, _listed(Path(root) / "val", classes))
         self._threads, self._pool = threads, ThreadPoolExecutor(threads)
         self._epoch, self._order = -1, torch.empty(0)
 

@@ -20,14 +20,15 @@ from __future__ import annotations
 import gzip
 import inspect
 import os
+from concurrent.futures import ThreadPoolExecutor
 from importlib import util
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
 
-from ipu_pipe.data.batches import DataSource, Pair, SyntheticData, TensorData, check_limit, split
+from ipu_pipe.data.batches import DataSource, Pair, SyntheticData, TensorData, check_limit, limited, split
 from ipu_pipe.data.hashes import file_hash
 from ipu_pipe.data.text import TextData, TranslationData
 from ipu_pipe.errors import BadInput
@@ -90,16 +91,30 @@ def check_files(name: str, folder: Path, root: Union[str, Path, None]) -> None:
         raise BadInput(f"data: {name}: {folder}: not there: {remedy}")
     remedy = f"delete the folder and {remedy}"  # fetching leaves a folder that is there alone
     faults = []
+    whole = [folder / file for file, (_, size) in FILES[name].items() if _size(folder / file) == size]
+    with ThreadPoolExecutor() as pool:
+        sums = dict(zip(whole, pool.map(lambda path: file_hash(path, "md5"), whole)))
     for file, (md5, size) in FILES[name].items():
         path = folder / file
         if not path.is_file():
             faults.append(f"data: {name}: {path}: missing: {remedy}")
         elif path.stat().st_size != size:
             faults.append(f"data: {name}: {path}: {path.stat().st_size} bytes, must be {size}: {remedy}")
-        elif file_hash(path, "md5") != md5:
+        elif sums.get(path) != md5:
             faults.append(f"data: {name}: {path}: its MD5 is not {md5}: {remedy}")
     if faults:
         raise BadInput(faults)
+
+
+def _size(path: Path) -> Optional[int]:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _folder(name: str, root: Optional[str]) -> Path:
+    """The folder of a set whose files are those of its official layout. Raises BadInput."""
+    folder = Path(root or default_root()) / FOLDERS[name]
+    check_files(name, folder, root)
+    return folder
 
 
 # ---- layouts
@@ -124,8 +139,7 @@ def read_idx(images: Path, labels: Path) -> Pair:
 def _cifar10(root: Optional[str], seed: int, augment: bool = True, size: int = 32, **limits: Any) -> DataSource:
     if type(size) is not int or size not in (8, 16, 32):
         raise BadInput(f"data.size: {shown(size)}: must be 32, or 16 or 8, to which images are averaged")
-    folder = Path(root or default_root()) / FOLDERS["cifar10"]
-    check_files("cifar10", folder, root)
+    folder = _folder("cifar10", root)
     parts = [read_cifar(folder / file) for file in CIFAR10]
     train = torch.cat([x for x, _ in parts[:-1]]), torch.cat([y for _, y in parts[:-1]])
     small = [(_averaged(x, 32 // size), y) for x, y in (train, parts[-1])]
@@ -144,8 +158,7 @@ def _averaged(x: torch.Tensor, factor: int) -> torch.Tensor:
 
 def _idx_set(name: str, mean: float, std: float) -> Callable[..., DataSource]:
     def load(root: Optional[str], seed: int, augment: bool = False, **limits: Any) -> DataSource:
-        folder = Path(root or default_root()) / FOLDERS[name]
-        check_files(name, folder, root)
+        folder = _folder(name, root)
         train, test = (
             read_idx(folder / f"{part}-images-idx3-ubyte", folder / f"{part}-labels-idx1-ubyte")
             for part in ("train", "t10k")
@@ -156,14 +169,11 @@ def _idx_set(name: str, mean: float, std: float) -> Callable[..., DataSource]:
 
 
 def _shakespeare(root: Optional[str], seed: int, **options: Any) -> DataSource:
-    folder = Path(root or default_root()) / FOLDERS["shakespeare"]
-    check_files("shakespeare", folder, root)
-    return TextData((folder / "shakespeare.txt").read_bytes(), seed, **options)
+    return TextData((_folder("shakespeare", root) / "shakespeare.txt").read_bytes(), seed, **options)
 
 
 def _translation(root: Optional[str], seed: int, **options: Any) -> DataSource:
-    folder = Path(root or default_root()) / FOLDERS["translation"]
-    check_files("translation", folder, root)
+    folder = _folder("translation", root)
     english, spanish = (
         (folder / file).read_text(encoding="utf-8").rstrip("\n").split("\n") for file in ("english.txt", "spanish.txt")
     )
@@ -194,12 +204,9 @@ def _limited(
     random_labels: bool = False,
 ) -> DataSource:
     """The first `subset` training and `test_subset` test samples, all if None."""
-    check_limit("subset", subset, len(train[0]))
-    check_limit("test_subset", test_subset, len(test[0]))
     if random_labels:  # drawn for the whole set, so that a subset's are the first of them
         train, test = _relabelled(train, seed, "train"), _relabelled(test, seed, "test")
-    train, test = (train[0][:subset], train[1][:subset]), (test[0][:test_subset], test[1][:test_subset])
-    return TensorData(train, test, seed, augment, mean, std)
+    return TensorData(*limited(train, test, subset, test_subset), seed, augment, mean, std)
 
 
 CLASSES = 10  # of each set whose labels can be random
@@ -221,12 +228,7 @@ def _synthetic(
     bytes: bool = False,
 ) -> DataSource:
     sizes = [*shape] if isinstance(shape, (list, tuple)) else [0]
-    if (
-        not sizes
-        or not all(isinstance(n, int) and n >= 1 for n in sizes)
-        or not isinstance(classes, int)
-        or classes < 1
-    ):
+    if not sizes or not all(isinstance(n, int) and n >= 1 for n in [*sizes, classes]):
         raise BadInput(
             f"data.shape: {shown(shape)}, data.classes: {shown(classes)}: must be whole numbers >= 1, as shape: [3, 32, 32]"
         )
@@ -262,6 +264,11 @@ _OPTIONS: Dict[str, List[str]] = {
 }
 
 
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = nearest(name, known)
+    return f", nearest is {near}" if near else ""
+
+
 def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **options: Any) -> DataSource:
     """The set called `name`, from the folder `root` (default: `default_root()`), in the order of `seed`.
 
@@ -270,15 +277,13 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
     is missing or damaged.
     """
     if name not in SETS:
-        near = nearest(name, SETS)
-        hint = f", nearest is {near}" if near else ""
+        hint = _hint(name, SETS)
         raise BadInput(f"data.name: {shown(name)}: must be one of {', '.join(SETS)} or an import string module:name{hint}")
     allowed = _OPTIONS.get(name, ["augment", "subset", "test_subset", "random_labels"])
     faults = []
     for key, value in options.items():
         if key not in allowed:
-            near = nearest(key, allowed)
-            hint = f", nearest is {near}" if near else ""
+            hint = _hint(key, allowed)
             faults.append(
                 f"data.{shown(key)}: {shown(value)}: unknown key for {name}, allowed are {', '.join(['root', *allowed])}{hint}"
             )

@@ -9,7 +9,7 @@ from typing import Any, Iterator, List, Optional, Sequence
 import numpy as np
 import torch
 
-from ipu_pipe.data.batches import Pair, TensorData, check_limit, split
+from ipu_pipe.data.batches import Pair, TensorData, check_limit, limited, split
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.shown import shown
@@ -135,9 +135,7 @@ class TranslationData(TensorData):
         self.target_tokens = _most_frequent([pairs[i][1] for i in chosen.tolist()], vocabulary)
         self.source_vocabulary, self.target_vocabulary = len(self.source_tokens), len(self.target_tokens)
         train, test = split(*_numbers(pairs, length, self.source_tokens, self.target_tokens), TEST_PAIRS)
-        check_limit("subset", subset, len(train[0]))
-        check_limit("test_subset", test_subset, len(test[0]))
-        super().__init__((train[0][:subset], train[1][:subset]), (test[0][:test_subset], test[1][:test_subset]), seed)
+        super().__init__(*limited(train, test, subset, test_subset), seed)
 
 
 def _most_frequent(lines: Sequence[Sequence[str]], vocabulary: int) -> List[str]:

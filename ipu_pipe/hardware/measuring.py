@@ -2,7 +2,8 @@
 
     rates     the faster of a matrix product and a convolution, forward, in each arithmetic that runs here; the slower one's part
               of it stands for the share that training reaches
-    memory    a copy of 64 MiB, its reading and its writing; what a device has is the machine's by the number of devices
+    memory    a copy of 64 MiB (on a GPU 256), its reading and its writing; what a device has is the machine's by the number of
+              devices
     links     messages between two processes by gloo, there and back: short ones are the latency, long ones the bandwidth; of
               several the fastest, since a process that is kept waiting for a core says nothing of the link
 
@@ -12,6 +13,7 @@ where the machine has room for both. With CUDA a device is a GPU, and links are 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -22,7 +24,7 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import torch
 import torch.distributed as dist
@@ -31,12 +33,24 @@ from ipu_pipe import orphans
 from ipu_pipe.errors import RunFault
 
 SHORT, LONG = 4, 2**22  # bytes of the messages
-COPIED = 2**26  # bytes of the tensor that is copied
 LIMIT = 120.0  # seconds that a process waits for the other
-PRODUCT = 256  # rows and columns
-CONVOLVED = (2, 64, 28, 28)  # images, channels, rows, columns; 3 x 3, as many channels again
+
 Work = Callable[[], Any]
-ARITHMETIC = {"cpu": ("float32", "float64", "bfloat16"), "cuda": ("float32", "float64", "bfloat16", "float16")}
+
+
+class Sizes(NamedTuple):
+    """Of what is computed and copied on a kind of device: enough to occupy it, not more."""
+
+    arithmetic: Tuple[str, ...]
+    copied: int  # bytes of a tensor
+    product: int  # rows and columns of the matrices
+    images: int  # that are convolved, 64 channels of 28 x 28 by 3 x 3 to as many
+
+
+SIZES = {
+    "cpu": Sizes(("float32", "float64", "bfloat16"), 2**26, 256, 2),
+    "cuda": Sizes(("float32", "float64", "bfloat16", "float16"), 2**28, 4096, 256),
+}
 
 
 def measure(threads: int, device: str = "cpu", seconds: float = 0.3) -> Dict[str, Any]:
@@ -91,15 +105,14 @@ def _process(rank: int, folder: str, parent: int, threads: int, device: str, tog
     torch.set_num_threads(threads)
     store = dist.FileStore(str(Path(folder) / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT))
-    own: Optional[Dict[str, Any]] = None
     place = torch.device(device, rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
-    if rank == 0 or together:
-        own = {
-            "rates": {name: _rates(getattr(torch, name), place, seconds) for name in ARITHMETIC[device]},
-            "copied": _copied(place, seconds),
-        }
+    own = _computed(place, seconds) if rank == 0 or together else None
     dist.barrier()
-    link = _across_gpus(seconds) if device == "cuda" and together else _by_gloo(rank, seconds)
+    link: Dict[str, float] = {}
+    if device == "cpu" or not together:
+        link = _by_gloo(rank, seconds)
+    elif rank == 0:
+        link = _across_gpus(seconds)
     both: List[Any] = [None, None]
     dist.all_gather_object(both, own)
     if rank == 0:
@@ -123,35 +136,41 @@ def _memory(place: torch.device) -> int:
 
 def typical(work: Work, place: torch.device, seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
     """The median time of `work`, done again and again for `seconds`, at least once; a first time before that is not counted."""
-    times: List[float] = []
-    work()
-    begun = clock()
-    while not times or clock() - begun < seconds:
+
+    def once() -> float:
         start = clock()
         work()
         if place.type == "cuda":
             torch.cuda.synchronize(place)
-        times.append(clock() - start)
+        return clock() - start
+
+    once()
+    begun, times = clock(), [once()]
+    while clock() - begun < seconds:
+        times.append(once())
     return statistics.median(times)
 
 
-def _rates(dtype: torch.dtype, place: torch.device, seconds: float) -> List[float]:
-    """FLOPs a second of a matrix product and of a convolution."""
-    a = torch.ones(PRODUCT, PRODUCT, dtype=dtype, device=place)
-    images, channels, rows, columns = CONVOLVED
-    x = torch.ones(*CONVOLVED, dtype=dtype, device=place)
-    kernel = torch.ones(channels, channels, 3, 3, dtype=dtype, device=place)
-    product = 2 * PRODUCT**3 / typical(lambda: a @ a, place, seconds)
-    flops = 2 * images * channels * channels * 9 * rows * columns
-    convolution = flops / typical(lambda: torch.nn.functional.conv2d(x, kernel, padding=1), place, seconds)
-    return [product, convolution]
-
-
-def _copied(place: torch.device, seconds: float) -> float:
-    """Bytes a second, read and written."""
-    a = torch.ones(COPIED // 4, device=place)
+def _computed(place: torch.device, seconds: float) -> Dict[str, Any]:
+    """Rates by arithmetic, those left out that have no such product or convolution here, and bytes copied a second."""
+    sizes = SIZES[place.type]
+    rates = {}
+    for name in sizes.arithmetic:
+        with contextlib.suppress(RuntimeError):
+            rates[name] = _rates(getattr(torch, name), place, sizes, seconds)
+    a = torch.ones(sizes.copied // 4, device=place)
     b = torch.empty_like(a)
-    return 2 * COPIED / typical(lambda: b.copy_(a), place, seconds)
+    return {"rates": rates, "copied": 2 * sizes.copied / typical(lambda: b.copy_(a), place, seconds)}
+
+
+def _rates(dtype: torch.dtype, place: torch.device, sizes: Sizes, seconds: float) -> List[float]:
+    """FLOPs a second of a matrix product and of a convolution."""
+    a = torch.ones(sizes.product, sizes.product, dtype=dtype, device=place)
+    x = torch.ones(sizes.images, 64, 28, 28, dtype=dtype, device=place)
+    kernel = torch.ones(64, 64, 3, 3, dtype=dtype, device=place)
+    product = 2 * sizes.product**3 / typical(lambda: a @ a, place, seconds)
+    convolution = typical(lambda: torch.nn.functional.conv2d(x, kernel, padding=1), place, seconds)
+    return [product, 2 * x.numel() * 64 * 9 / convolution]
 
 
 def _by_gloo(rank: int, seconds: float) -> Dict[str, float]:

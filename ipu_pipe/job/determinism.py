@@ -15,7 +15,7 @@ from typing import Any, Dict, Optional
 
 import torch
 
-from ipu_pipe.job.config import BackendConfig
+from ipu_pipe.job.schema import BackendConfig
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 REPEATABLE = (":4096:8", ":16:8")  # workspaces with which cuBLAS gives the same numbers each time, by its manual

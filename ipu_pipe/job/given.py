@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import Config
+from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import GIVEN, DataConfig, Description, Given, ModelConfig, OptimizerConfig
 
 NOT_SETTINGS = ("params", "stage", "initial_lr")

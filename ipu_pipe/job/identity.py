@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, Dict, List, Mapping, NamedTuple, Tuple
 
 from ipu_pipe.job.comparing import changed, flat
-from ipu_pipe.job.config import Config
+from ipu_pipe.job.schema import Config
 from ipu_pipe.schedule.methods import METHODS
 
 MADE_LATER = "given.optimizer"  # described when it is made: compared then

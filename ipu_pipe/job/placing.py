@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import Config
 from ipu_pipe.job.entries import resolve_entry
+from ipu_pipe.job.schema import Config
 from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.model.stages import Partition, partition
 from ipu_pipe.schedule.methods import Method, Structure

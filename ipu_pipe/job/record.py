@@ -11,7 +11,7 @@ from torch import nn
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.labels import LabelRange
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import Config
+from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import Given
 from ipu_pipe.model.precision import OwnTypes
 from ipu_pipe.model.probe import Footprint, Loss
@@ -90,11 +90,6 @@ class Job(Setup):
     def rate(self, k: int) -> float:
         """Learning rate of update k."""
         return rate_of(self.config, self.base_rate, k, self.updates, self.updates_per_epoch)
-
-    @property
-    def synchronous_updates(self) -> int:
-        """Updates of the synchronous warm-up, before the switch to the method."""
-        return self.rules.switch
 
     def phases(self) -> List[Dict[str, Any]]:
         """The run in order: updates by GPipe (the warm-up), then by the method, and the share of the schedule's slots of

@@ -105,13 +105,12 @@ class Blocks:
 
     def _examples(self, x: torch.Tensor) -> Tuple[torch.Tensor, List[Any]]:
         """The model's output, and what is handed on at each boundary."""
-        model, found, value = self.model, [], x
-        with torch.no_grad(), buffers_restored(model), modes_restored(model):
-            model.eval()
+        found: List[Any] = [x]
+        with torch.no_grad(), buffers_restored(self.model), modes_restored(self.model):
+            self.model.eval()
             for piece in self.pieces:
-                value = piece(value)
-                found.append(value)
-        return found[-1], found[:-1]
+                found.append(piece(found[-1]))
+        return found[-1], found[1:-1]
 
     def head(self, index: int) -> Optional[nn.Module]:
         """The auxiliary head of a block; None for the last one, and where there are none."""
@@ -180,8 +179,8 @@ class BlockedModel(nn.Module):
         if hasattr(model, HEADS):
             raise BadInput(f"model: {HEADS}: is the name of the auxiliary heads: must be called otherwise")
         self._modules.update(model._modules)  # whatever their names: add_module refuses those of attributes
-        self._parameters.update(model._parameters)
-        self._buffers.update(model._buffers)
+        self._parameters = model._parameters  # the same tables: what stands in one stands in the other
+        self._buffers = model._buffers
         self._non_persistent_buffers_set = set(model._non_persistent_buffers_set)
         self._modules[HEADS] = blocks.heads
         self._local_blocks = blocks

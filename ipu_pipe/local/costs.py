@@ -10,7 +10,7 @@ from torch import nn
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local import laws
 from ipu_pipe.local.blocks import Blocks, one_activation
-from ipu_pipe.local.laws import Costs, Law
+from ipu_pipe.local.laws import Flops, Law
 from ipu_pipe.local.structures import STRUCTURES
 from ipu_pipe.model.probe import Loss
 
@@ -19,17 +19,17 @@ BACKPROPAGATION = "backpropagation"
 LAWS = {BACKPROPAGATION: laws.BACKPROPAGATION, **{name: row.law for name, row in STRUCTURES.items()}}
 
 
-def per_example(method: str, costs: Costs, k: int = 1) -> float:
+def per_example(method: str, costs: Flops, k: int = 1) -> float:
     """FLOPs of one example in one step. `k`: blocks of local_chunked, layers of last_layers."""
     return _law(method).example(costs, k)
 
 
-def total(method: str, costs: Costs, steps: int, batch: int, k: int = 1) -> float:
+def total(method: str, costs: Flops, steps: int, batch: int, k: int = 1) -> float:
     """FLOPs of `steps` updates of `batch` examples."""
     return per_example(method, costs, k) * steps * batch + steps * _law(method).update * costs.parameters
 
 
-def sequential(method: str, costs: Costs, steps: int, batch: int, k: int = 1) -> float:
+def sequential(method: str, costs: Flops, steps: int, batch: int, k: int = 1) -> float:
     """FLOPs of `steps` updates that must follow one another, the paper's time."""
     return total(method, costs, steps, batch, k) / (batch * _law(method).parallel(costs, k))
 
@@ -43,7 +43,7 @@ def _law(method: str) -> Law:
 # ---- counting on the modules themselves
 
 
-def counted_by_paper(blocks: Blocks, x: torch.Tensor, classes: int) -> Costs:
+def counted_by_paper(blocks: Blocks, x: torch.Tensor, classes: int) -> Flops:
     """The four numbers of a multi-layer perceptron by the paper's counting: a linear layer of I inputs and N outputs
     (2 I N - I) + N, its ReLU 2 N, softmax cross-entropy 5 a class, r = 1.5. Raises BadInput for other modules."""
     samples = len(x)
@@ -68,7 +68,7 @@ def counted_by_paper(blocks: Blocks, x: torch.Tensor, classes: int) -> Costs:
     auxiliary = sum(heads) / len(heads)
     layers = len(blocks.pieces)
     forward = (sum(counts) + LOSS_FLOPS * classes - auxiliary) / layers  # the last block ends with the model's own head
-    return Costs(forward, auxiliary, 1.5, layers, _parameters(blocks))
+    return Flops(forward, auxiliary, 1.5, layers, _parameters(blocks))
 
 
 def _run(blocks: Blocks, x: torch.Tensor, count: Any, counts: List[float]) -> List[float]:
@@ -79,17 +79,13 @@ def _run(blocks: Blocks, x: torch.Tensor, count: Any, counts: List[float]) -> Li
         places.update({id(module): (counts, index) for module in piece.modules()})
     for place, head in enumerate(blocks.heads.values()):
         places.update({id(module): (heads, place) for module in head.modules()})
-    handles = []
 
     def add(module: nn.Module, inputs: Any, output: Any) -> None:
         where, index = places[id(module)]
         where[index] += count(module, inputs, output)
 
-    counted: List[nn.Module] = [*blocks.pieces, *blocks.heads.values()]
-    for part in counted:
-        for module in part.modules():
-            if not any(True for _ in module.children()):
-                handles.append(module.register_forward_hook(add))
+    modules = nn.ModuleList([*blocks.pieces, *blocks.heads.values()]).modules()
+    handles = [module.register_forward_hook(add) for module in modules if not module._modules]
     try:
         with torch.no_grad():
             blocks.outputs(x)
@@ -99,7 +95,7 @@ def _run(blocks: Blocks, x: torch.Tensor, count: Any, counts: List[float]) -> Li
     return heads
 
 
-def counted(blocks: Blocks, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> Costs:
+def counted(blocks: Blocks, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> Flops:
     """The four numbers of any model, by PyTorch's counter of the FLOPs of products and convolutions, forward and backward
     (torch 2.1 or later). A multiplication and an addition are two."""
     try:
@@ -126,7 +122,7 @@ def counted(blocks: Blocks, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> Cos
     backward, _ = flops(lambda: torch.autograd.grad(result, trained, allow_unused=True))
     auxiliary = sum(heads) / len(heads) if heads else 0.0
     layers = len(blocks.pieces)
-    return Costs((forward - auxiliary) / layers, auxiliary, backward / forward, layers, _parameters(blocks))
+    return Flops((forward - auxiliary) / layers, auxiliary, backward / forward, layers, _parameters(blocks))
 
 
 def _parameters(blocks: Blocks) -> int:

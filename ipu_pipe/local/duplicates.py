@@ -21,44 +21,33 @@ class Duplicates:
 
     def __init__(self, pieces: Sequence[Piece], overlap: int) -> None:
         self._pieces = pieces
-        for index in range(len(pieces)):
-            for again in range(max(0, index - overlap), index):
-                if pieces[again].own_weights():
-                    raise BadInput(
-                        "model: local_overlapping: weights of the model itself cannot be duplicated: put them into modules"
-                    )
-        self._held = [self._of_block(index, overlap) for index in range(len(pieces))]
+        # of each block: the number of a piece before its own -> name -> tensor in the same memory
+        self._held = [
+            {again: self._duplicate(pieces[again]) for again in range(max(0, index - overlap), index)}
+            for index in range(len(pieces))
+        ]
 
-    def _of_block(self, index: int, overlap: int) -> Dict[str, torch.Tensor]:
-        """Of the weights of the pieces before block `index` that it holds too: "piece/name" -> tensor in the same memory."""
-        found = {}
-        for again in range(max(0, index - overlap), index):
-            for name, parameter in self._pieces[again].named_parameters():
-                found[f"{again}/{name}"] = parameter.detach().requires_grad_(parameter.requires_grad)
-        return found
+    def _duplicate(self, piece: Piece) -> Dict[str, torch.Tensor]:
+        if piece.own_weights():
+            raise BadInput(
+                "model: local_overlapping: weights of the model itself cannot be duplicated: put them into modules"
+            )
+        return {name: p.detach().requires_grad_(p.requires_grad) for name, p in piece.named_parameters()}
 
     def run(self, index: int, again: int, value: Any) -> Any:
         """Piece `again`, as block `index` holds it, on what enters it."""
-        own = {
-            key.partition("/")[2]: tensor
-            for key, tensor in self._held[index].items()
-            if key.partition("/")[0] == str(again)
-        }
         piece = self._pieces[again]
         with buffers_restored(piece):  # the block that owns the layer moves its running statistics
-            return torch.func.functional_call(piece, own, (value,))
+            return torch.func.functional_call(piece, self._held[index][again], (value,))
 
     def average(self) -> None:
         """Each layer's gradient becomes the mean over the blocks that hold it."""
         for again, piece in enumerate(self._pieces):
+            duplicates = [held[again] for held in self._held if again in held]
             for name, parameter in piece.named_parameters():
-                held = [parameter.grad]
-                for duplicates in self._held:
-                    tensor = duplicates.get(f"{again}/{name}")
-                    if tensor is not None:
-                        held.append(tensor.grad)
-                        tensor.grad = None
-                parameter.grad = mean_gradient(held)
+                parameter.grad = mean_gradient([parameter.grad, *(tensors[name].grad for tensors in duplicates)])
+                for tensors in duplicates:
+                    tensors[name].grad = None
 
 
 def mean_gradient(gradients: Sequence[Optional[torch.Tensor]]) -> Optional[torch.Tensor]:

@@ -16,15 +16,13 @@ from ipu_pipe.model.stages import Partition
 def footprint_of(model: nn.Module, part: Partition, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]) -> Footprint:
     """As seen in one microbatch. Blocks with losses of their own take these where they are: only activations are handed on."""
     blocks = blocks_of(model)
-    overlap, alone = (blocks.overlap, blocks) if blocks is not None else (0, None)
-    if alone is not None:
-        alone.overlap = 0
-    found = footprint(model, part, loss, *example)
-    if alone is not None:
-        alone.overlap = overlap
     if blocks is None:
-        return found
-    if blocks.overlap:  # the layer behind is on each block's device, too
-        saved = found.saved_bytes
-        found = replace(found, saved_bytes=tuple(own + (saved[s - 1] if s else 0) for s, own in enumerate(saved)))
-    return replace(found, boundary_bytes=tuple(sum(t.bytes for t in crossing.tensors) for crossing in blocks.crossings))
+        return footprint(model, part, loss, *example)
+    overlap, blocks.overlap = blocks.overlap, 0
+    found = footprint(model, part, loss, *example)
+    blocks.overlap = overlap
+    saved = found.saved_bytes
+    if overlap:  # the layer behind is on each block's device, too
+        saved = tuple(own + (saved[s - 1] if s else 0) for s, own in enumerate(saved))
+    sent = tuple(sum(t.bytes for t in crossing.tensors) for crossing in blocks.crossings)
+    return replace(found, saved_bytes=saved, boundary_bytes=sent)

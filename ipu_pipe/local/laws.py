@@ -23,7 +23,7 @@ AVERAGING_FLOPS = 2  # a parameter and step, of duplicated layers
 
 
 @dataclass(frozen=True)
-class Costs:
+class Flops:
     """FLOPs of a model for one example: `forward` of a layer (mean), `auxiliary` of a head with its loss, `backward` as a
     multiple of the forward; `layers`, `parameters` without auxiliary heads."""
 
@@ -39,12 +39,12 @@ class Law:
     """`example(costs, k)`: FLOPs of one example in one step; `parallel(costs, k)`: what the total is divided by beside the
     batch; `update`: FLOPs a parameter and step. `k`: blocks of local_chunked, layers of last_layers."""
 
-    example: Callable[[Costs, int], float]
-    parallel: Callable[[Costs, int], float]
+    example: Callable[[Flops, int], float]
+    parallel: Callable[[Flops, int], float]
     update: int = OPTIMIZER_FLOPS
 
 
-def _overlapping(c: Costs, k: int) -> float:
+def _overlapping(c: Flops, k: int) -> float:
     f, x, r, L = c.forward, c.auxiliary, c.backward, c.layers
     return (f + x) * L + (L - 1) * r * (2 * f + x) + r * (f + x)
 

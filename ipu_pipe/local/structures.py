@@ -41,8 +41,22 @@ class Staged(NamedTuple):
         return partition(self.model, self.x, self.stages, between_top=True)
 
     def links_at(self, begins: List[str], key: str) -> List[str]:
-        """Each of `begins` as the link that it is or begins with."""
-        return _links_at(self.model, self.x, begins, self.links, key)
+        """Each of `begins` as the link that it is or begins with; BadInput for what lies in a block with a skip connection."""
+        partition(self.model, self.x, begins if begins else 1)  # refuses unknown names and a wrong order
+        found, faults = [], []
+        for begin in begins:
+            link = next((name for name in self.links if f"{name}.".startswith(f"{begin}.")), None)
+            if link is None:
+                around = next((name for name in self.links if f"{begin}.".startswith(f"{name}.")), "a module")
+                faults.append(
+                    f"{key}: {begin}: lies inside {around}, whose other paths (a skip connection) cross there: must be one of"
+                    f" the model's top-level sequence, such as {around}"
+                )
+            else:
+                found.append(link)
+        if faults:
+            raise BadInput(faults)
+        return found
 
 
 @dataclass(frozen=True)
@@ -117,22 +131,3 @@ def make_blocks(
     if structure.overlap:
         blocks.share(structure.overlap)
     return made, part
-
-
-def _links_at(model: nn.Module, x: torch.Tensor, begins: List[str], names: List[str], key: str) -> List[str]:
-    """Each of `begins` as the link that it is or begins with; BadInput for what lies inside a block with a skip connection."""
-    partition(model, x, begins if begins else 1)  # refuses unknown names and a wrong order
-    found, faults = [], []
-    for begin in begins:
-        link = next((name for name in names if f"{name}.".startswith(f"{begin}.")), None)
-        if link is None:
-            around = next((name for name in names if f"{begin}.".startswith(f"{name}.")), "a module")
-            faults.append(
-                f"{key}: {begin}: lies inside {around}, whose other paths (a skip connection) cross there: must be one of"
-                f" the model's top-level sequence, such as {around}"
-            )
-        else:
-            found.append(link)
-    if faults:
-        raise BadInput(faults)
-    return found

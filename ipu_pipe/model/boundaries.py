@@ -8,7 +8,8 @@ from typing import Dict, List, Mapping, Sequence, Set, Tuple
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.execution import Call, answering, full_name, parameters_by_module
+from ipu_pipe.model.execution import answering, full_name, parameters_by_module
+from ipu_pipe.model.observation import Call
 from ipu_pipe.shown import nearest
 
 

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ipu_pipe.model.execution import Call
+from ipu_pipe.model.observation import Call
 
 COSTS = ("flops", "parameters", "time")
 
 
 def costs_of(model: nn.Module, calls: List[Call], groups: List[Tuple[Call, List[str]]], by: str) -> List[float]:
-    """Cost of each call: of what runs from there to the next one."""
+    """Cost of each call: of what runs from there to the next one, forward and backward."""
     if by == "flops":
-        return [call.flops for call in calls]
+        return [call.flops + call.backward_flops for call in calls]
     if by == "time":
         return [_seconds(call) if call.alone else 0.0 for call in calls]
     owned: Dict[str, float] = {}

@@ -10,7 +10,8 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.model.balance import Cuts, greatest
 from ipu_pipe.model.boundaries import Partition, Stage, begins_at, finish, from_begins
 from ipu_pipe.model.costs import costs_of
-from ipu_pipe.model.execution import Call, answering, modules_around, parameters_by_module
+from ipu_pipe.model.execution import answering, parameters_by_module
+from ipu_pipe.model.observation import Call, modules_around
 
 TOP_SLACK = 1.5  # how much more the greatest stage may cost for a cut that every backend can make
 MOST_PLACES = 2000  # among which the best cut is searched, in time and memory of their square
@@ -79,6 +80,13 @@ def balanced(
         return spread(model, calls, runs, groups, count)
     begins = begins_at(calls, {chosen[start].name for start in starts[1:]})
     return from_begins(model, calls, runs, begins)
+
+
+def top_places(model: nn.Module, calls: List[Call], runs: List[str]) -> List[str]:
+    """Names of the modules at which a stage may begin on every backend, in order: between modules of the top-level sequence, and
+    not between two uses of one weight."""
+    places = _places(calls, _held_together(model, calls, runs))
+    return [place.name for place in places if place.through == 0]
 
 
 def _places(calls: List[Call], together: Set[int]) -> List[_Place]:

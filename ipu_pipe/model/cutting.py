@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import inspect
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any, Dict, Iterator, List, Mapping, Sequence, Set, Tuple
@@ -31,7 +32,7 @@ from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.model.balance import balance
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.modes import modes_restored
-from ipu_pipe.model.stages import Partition, Profile, profile
+from ipu_pipe.model.stages import Extent, Partition, extents
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,7 @@ class Shape:
     @property
     def bytes(self) -> int:
         """Of one message."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * torch.empty((), dtype=self.dtype).element_size()
+        return math.prod(self.shape) * torch.empty((), dtype=self.dtype).element_size()
 
 
 @dataclass(frozen=True)
@@ -185,19 +183,19 @@ def links_of(model: nn.Module, x: torch.Tensor) -> List[Tuple[str, nn.Module]]:
 # ---- where to cut
 
 
-def cuttable(profiles: Sequence[Profile]) -> List[int]:
-    """The links, by their profiles, before which the model may be cut: those with which a stage begins. What begins inside a
+def cuttable(found: Sequence[Extent]) -> List[int]:
+    """The links, by their extents, before which the model may be cut: those with which a stage begins. What begins inside a
     link (a residual block, say), after something of it has run, is left out."""
-    reached = np.maximum.accumulate([p.last for p in profiles])
-    return [i for i in range(1, len(profiles)) if profiles[i].first > reached[i - 1]]
+    reached = np.maximum.accumulate([p.last for p in found])
+    return [i for i in range(1, len(found)) if found[i].first > reached[i - 1]]
 
 
 def merge_stages(model: nn.Module, part: Partition, count: int, x: torch.Tensor) -> List[str]:
     """Names of the modules at which `count` stages begin that are consecutive stages of `part` taken together, the greatest
     sum of FLOPs being least. Empty for one. Raises BadInput where there are not so many cuts."""
     names = [name for name, _ in links_of(model, x)]
-    profiles = profile(model, part, x, names)
-    starts = cuttable(profiles)
+    found = extents(model, part, x, names)
+    starts = cuttable(found)
     if count > len(starts) + 1:
         inside = len(part) - 1 - len(starts)
         raise BadInput(
@@ -205,7 +203,7 @@ def merge_stages(model: nn.Module, part: Partition, count: int, x: torch.Tensor)
             + (f": {inside} of its stages begin inside a module of its top-level sequence" if inside > 0 else "")
         )
     edges = [0, *starts, len(names)]
-    costs = [sum(p.flops for p in profiles[a:b]) for a, b in zip(edges, edges[1:])]
+    costs = [sum(p.flops for p in found[a:b]) for a, b in zip(edges, edges[1:])]
     return [names[edges[k]] for k in balance(costs, count)[1:]]
 
 
@@ -224,9 +222,8 @@ class Piece(nn.Module):
         self.links = nn.ModuleList([model.get_submodule(name) for name in self.names])
         self._own = [str(node.target) for node in nodes if node.op == "get_attr" and CONSTANT not in node.meta]
         self._whole = [model]  # in a list: not a child
-        self.begins_in_place = (
-            False  # its first module overwrites what it is given, which autograd allows of copies only
-        )
+        # whether its first module overwrites what it is given, which autograd allows of copies only
+        self.begins_in_place = False
         self._nodes, self._enters, self._leaves = list(nodes), list(enters), leaves
         self._last_of = _last_uses(self._nodes, self._leaves)
 
@@ -256,8 +253,7 @@ class Piece(nn.Module):
     def own_weights(self) -> List[str]:
         """Weights of the model itself, of no module of it, that are used here and train."""
         own = {id(p) for p in self._whole[0].parameters(recurse=False) if p.requires_grad}
-        gotten = {name: operator.attrgetter(name)(self._whole[0]) for name in self._own}
-        return [name for name, p in gotten.items() if id(p) in own]
+        return [name for name in self._own if id(operator.attrgetter(name)(self._whole[0])) in own]
 
     def weights_handed_on(self) -> List[str]:
         """Weights of the model itself that a later piece uses."""
@@ -302,12 +298,8 @@ def _apart(value: Any) -> Any:
 def pieces(model: nn.Module, begins: Sequence[str], x: torch.Tensor) -> List[Piece]:
     """The model, which takes `x`, cut before each of `begins`, names of links or of nn.Sequentials around them."""
     nodes = list(_trace(model, x).nodes)
-    starts = [
-        next(
-            i for i, node in enumerate(nodes) if node.op == "call_module" and f"{node.target}.".startswith(f"{begin}.")
-        )
-        for begin in begins
-    ]
+    called = [(i, f"{node.target}.") for i, node in enumerate(nodes) if node.op == "call_module"]
+    starts = [next(i for i, name in called if name.startswith(f"{begin}.")) for begin in begins]
     place = {node: 0 if node.op == "get_attr" else bisect.bisect_right(starts, i) for i, node in enumerate(nodes)}
     nodes.sort(key=lambda node: node.op != "get_attr")  # weights of the model itself lie on stage 0
     crossing = [
@@ -338,13 +330,11 @@ def crossings(parts: Sequence[Piece], model: nn.Module, x: torch.Tensor) -> List
             if part is parts[-1]:
                 break
             tensors, structure = tree_flatten(value)
-            for t in tensors:
-                if not isinstance(t, torch.Tensor):
-                    kind = type(t).__name__
-                    raise BadInput(
-                        f"model: a {kind} would cross between devices after {part.names[-1]}: must be tensors"
-                    )
-            seen.append(
-                Crossing(tuple(Shape(tuple(t.shape), t.dtype, t.is_floating_point()) for t in tensors), structure)
-            )
+            others = [type(t).__name__ for t in tensors if not isinstance(t, torch.Tensor)]
+            if others:
+                raise BadInput(
+                    f"model: a {others[0]} would cross between devices after {part.names[-1]}: must be tensors"
+                )
+            shapes = tuple(Shape(tuple(t.shape), t.dtype, t.is_floating_point()) for t in tensors)
+            seen.append(Crossing(shapes, structure))
     return seen

@@ -1,8 +1,7 @@
-"""The order of execution of a model's modules, seen in one forward of an example, and the parameters that each answers for."""
+"""The order of execution of a model's modules, seen in a forward of an example, and the parameters that each answers for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Dict, Iterable, List, Mapping, Tuple
 
 import torch
@@ -10,76 +9,39 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.buffers import buffers_restored
-from ipu_pipe.model.flops import by_formula, metered
 from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.observation import Call, Observed, count, watch
+from ipu_pipe.model.shapes import by_shape, pays, stand_in
 
 
-@dataclass
-class Call:
-    """A module's first run: its place in the order of execution, what it computes, and the parameters it answers for."""
-
-    name: str
-    module: nn.Module
-    works: bool  # computes something itself: none of its children runs, or it owns parameters
-    alone: bool = True  # none of its children runs
-    flops: float = 0.0  # of all that runs from here to the next module's first run
-    inputs: Any = ()  # (arguments, keyword arguments)
-
-
-def execution(model: nn.Module, example: torch.Tensor) -> Tuple[List[Call], List[str]]:
-    """First runs of all modules in order, and the names of every run (repeats too), seen in one forward.
+def execution(
+    model: nn.Module, example: torch.Tensor, counted: bool = False, values: bool = False
+) -> Tuple[List[Call], List[str]]:
+    """First runs of all modules in order, and the names of every run (repeats too), seen in one forward: by shape, unless that
+    cannot be or `values` are asked for. `counted`: with what each costs, forward and backward.
 
     In evaluation mode, in which nothing is left to chance (stochastic depth), unless training runs more modules than that.
     """
-    calls, runs = _observe(model, example, training=False)
-    more, more_runs = _observe(model, example, training=True)
-    return (more, more_runs) if set(more_runs) - set(runs) else (calls, runs)
+    seen = _observe(model, example, False, counted, values)
+    more = _observe(model, example, True, False, values)
+    if set(more.runs) - set(seen.runs):
+        seen = _observe(model, example, True, counted, values) if counted else more
+    return seen.calls, seen.runs
 
 
-def _observe(model: nn.Module, example: torch.Tensor, training: bool) -> Tuple[List[Call], List[str]]:
-    names = {id(module): name for name, module in model.named_modules()}
-    calls: List[Call] = []
-    runs: List[str] = []
-    seen: Dict[str, Call] = {}
-
-    def before(module: nn.Module, inputs: Any, keywords: Any) -> None:
-        name = names[id(module)]
-        runs.append(name)
-        if meter is not None and calls:
-            calls[-1].flops += meter.read()
-        if name not in seen:
-            own = any(True for _ in module.parameters(recurse=False))
-            seen[name] = Call(name, module, own, inputs=(inputs, keywords))
-            calls.append(seen[name])
-
-    def after(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
-        if meter is None:
-            seen[names[id(module)]].flops += by_formula(module, [*inputs, *keywords.values()], output)
-
-    handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in model.modules()]
-    handles += [m.register_forward_hook(after, with_kwargs=True) for m in model.modules()]
-    try:
-        with torch.no_grad(), metered() as meter:
-            _run_quietly(model, example, training)
-            if meter is not None and calls:
-                calls[-1].flops += meter.read()
-    finally:
-        for handle in handles:
-            handle.remove()
-    around = {outer for name in seen for outer in modules_around(name)}
-    for call in calls:
-        call.alone = call.name not in around
-        call.works = call.works or call.alone
-    return calls, runs
+def _observe(model: nn.Module, example: torch.Tensor, training: bool, counted: bool, values: bool) -> Observed:
+    look = count if counted else watch
+    if not values and pays(model, example):
+        try:
+            with by_shape(model):
+                x = stand_in(example)
+                return look(model, x, lambda: _run_quietly(model, x, training))
+        except Exception:  # its forward looks at values: what the user's code raises then may be anything
+            pass
+    return look(model, example, lambda: _run_quietly(model, example, training))
 
 
-def modules_around(name: str) -> List[str]:
-    """Names of the modules around a module, the model's own ("") and the outermost first."""
-    parts = name.split(".") if name else []
-    return [".".join(parts[:n]) for n in range(len(parts))]
-
-
-def _run_quietly(model: nn.Module, example: torch.Tensor, training: bool) -> None:
+def _run_quietly(model: nn.Module, example: torch.Tensor, training: bool) -> Any:
     """One forward that leaves buffers, modes and random states as they were.
 
     BatchNorm stays in evaluation mode: in training it refuses an example of one value a channel.
@@ -90,7 +52,7 @@ def _run_quietly(model: nn.Module, example: torch.Tensor, training: bool) -> Non
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 module.training = False
-        model(example)
+        return model(example.clone())
 
 
 def refuse_unused(calls: List[Call]) -> None:

@@ -1,14 +1,14 @@
-"""Forward FLOPs of what runs between two looks, by PyTorch's own counter: matrix products, convolutions and attention, also those
-that are called as functions. A multiplication and an addition are two.
+"""FLOPs of operations by the formulas of PyTorch's own counter: matrix products, convolutions and attention, also those that are
+called as functions, forward and backward. A multiplication and an addition are two.
 
 torch 2.0 has no counter: there the layers' own formulas are taken (`by_formula`), which leave out attention and functional calls
-and count 2 an output for other modules with weights. `HOW` says which.
+and count 2 an output for other modules with weights, and a backward counts twice its forward. `HOW` says which.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator
 
 import torch
 from torch import nn
@@ -22,41 +22,35 @@ HOW = (
     "counted by PyTorch"
     if FlopCounterMode is not None
     else f"by formulas of linear and convolution layers (torch {torch.__version__} has no counter): attention and functional "
-    "calls are left out"
+    "calls are left out, a backward counts twice its forward"
+)
+BACKWARD = (
+    2.0  # FLOPs of a backward for each of its forward, where they are not counted: gradients of inputs and of weights
 )
 
-
-class Meter:
-    """FLOPs since the last look."""
-
-    def __init__(self, counter: Any) -> None:
-        self._counter, self._seen = counter, 0
-
-    def read(self) -> float:
-        """FLOPs since the last `read`."""
-        total = int(self._counter.get_total_flops())
-        new, self._seen = total - self._seen, total
-        return float(new)
+Formula = Callable[..., Any]
 
 
-@contextlib.contextmanager
-def metered() -> Iterator[Optional[Meter]]:
-    """A meter of all that runs inside; None where this PyTorch has no counter."""
+def formulas() -> Dict[Any, Formula]:
+    """Operation -> its FLOPs from its arguments and `out_val`, what it gives; empty where this PyTorch has no counter."""
     if FlopCounterMode is None:
-        yield None
-        return
-    with _separate_attention(), FlopCounterMode(display=False, custom_mapping=_uncounted()) as counter:
-        yield Meter(counter)
+        return {}
+    return dict(FlopCounterMode(display=False, custom_mapping=_uncounted()).flop_registry)
 
 
-def _uncounted() -> Dict[Any, Any]:
-    """Formulas of operations of the CPU that PyTorch's counter does not know."""
-    found = {}
-    for name, formula in (("_scaled_dot_product_flash_attention_for_cpu", _attention), ("mkldnn_rnn_layer", _recurrent)):
-        operation = getattr(torch.ops.aten, name, None)
-        if operation is not None:
-            found[operation] = formula
-    return found
+def _uncounted() -> Dict[Any, Formula]:
+    """Formulas of operations of the CPU that the counter does not know, and of one that it counts too high: the gradients of
+    a convolution's weights in groups."""
+    attention, recurrent = "_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer"
+    own: Dict[str, Formula] = {
+        attention: _attention,
+        f"{attention}_backward": _attention_backward,
+        "convolution_backward": _convolution_backward,
+        recurrent: _recurrent,
+        f"{recurrent}_backward": _recurrent_backward,
+    }
+    found = {getattr(torch.ops.aten, name, None): formula for name, formula in own.items()}
+    return {operation: formula for operation, formula in found.items() if operation is not None}
 
 
 def _attention(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
@@ -65,17 +59,34 @@ def _attention(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> 
     return int(2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1]))
 
 
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
+    """The products with keys once more, and two for each of the forward's."""
+    batch, heads, length, width = query.shape
+    return int(2 * batch * heads * length * key.shape[-2] * (3 * width + 2 * value.shape[-1]))
+
+
+def _convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any, **options: Any) -> int:
+    """As many products for the input's gradient as in the forward, and for the weight's; the mask says which are wanted."""
+    transposed, mask = rest[4], options.get("output_mask", rest[-1])
+    return int(2 * (x if transposed else gradient).numel() * weight[0].numel() * (bool(mask[0]) + bool(mask[1])))
+
+
 def _recurrent(x: Any, into: Any, again: Any, *rest: Any, **options: Any) -> int:
     """One layer of an LSTM: x (n, b, i), weights from the input and from the state before."""
     return int(2 * x.shape[0] * x.shape[1] * (into.numel() + again.numel()))
 
 
-_attention._get_raw = True  # type: ignore[attr-defined]
-_recurrent._get_raw = True  # type: ignore[attr-defined]
+def _recurrent_backward(x: Any, into: Any, again: Any, *rest: Any, **options: Any) -> int:
+    """Two products for each of the forward's."""
+    return 2 * _recurrent(x, into, again)
+
+
+for _formula in (_attention, _attention_backward, _convolution_backward, _recurrent, _recurrent_backward):
+    vars(_formula)["_get_raw"] = True  # they take tensors, not shapes
 
 
 @contextlib.contextmanager
-def _separate_attention() -> Iterator[None]:
+def separate_attention() -> Iterator[None]:
     """Without the fused attention that layers take in evaluation without gradients, of which the counter sees nothing."""
     switches = getattr(torch.backends, "mha", None)
     if switches is None:

@@ -8,28 +8,32 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
+from ipu_pipe.model.boundaries import Partition, stage_at_call
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.observation import count, kept_bytes, storage
 from ipu_pipe.model.randomness import generators
-from ipu_pipe.model.stages import Partition
+from ipu_pipe.model.shapes import by_shape, pays, stand_in, tensors_in
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Per microbatch: `saved_bytes[s]` that stage s keeps for its backward (weights and buffers apart), and
-    `boundary_bytes[s]` of activations that travel from stage s to stage s + 1, those on their way further included."""
+    """Per microbatch: `saved_bytes[s]` that stage s keeps for its backward (weights and buffers apart), `boundary_bytes[s]` of
+    activations that travel from stage s to stage s + 1, those on their way further included, and FLOPs of each stage's passes;
+    `backward_flops`: None where the backward cannot be run."""
 
     saved_bytes: Tuple[int, ...]
     boundary_bytes: Tuple[int, ...]
+    forward_flops: Tuple[float, ...]
+    backward_flops: Optional[Tuple[float, ...]]
 
 
 @contextlib.contextmanager
@@ -45,9 +49,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 p.grad = None
             yield
         finally:
-            for p, value in zip(parameters, values):
+            for p, value, gradient in zip(parameters, values, gradients):
                 p.data.copy_(value)
-            for p, gradient in zip(parameters, gradients):
                 p.grad = gradient
 
 
@@ -80,53 +83,29 @@ def _storage(tensor: torch.Tensor) -> Tuple[int, str]:
 # ---- footprint
 
 
-class _Crossings(TorchDispatchMode):
-    """Sees every operation: a tensor made on an earlier stage than the one that reads it crosses each boundary between."""
-
-    def __init__(self, clock: StageClock, boundaries: int) -> None:
-        super().__init__()
-        self.bytes = [0] * boundaries
-        self._clock = clock
-        self._made: Dict[int, Tuple[int, torch.Tensor]] = {}  # the tensor is held so that its id stays its own
-        self._reached: Dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        stage = self._clock.stage
-        for tensor in tree_flatten((args, kwargs or {}))[0]:
-            if isinstance(tensor, torch.Tensor) and id(tensor) in self._made:
-                reached = self._reached.get(id(tensor), self._made[id(tensor)][0])
-                for boundary in range(reached, stage):
-                    self.bytes[boundary] += tensor.numel() * tensor.element_size()
-                self._reached[id(tensor)] = max(reached, stage)
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_flatten(result)[0]:
-            if isinstance(tensor, torch.Tensor):
-                self._made[id(tensor)] = (stage, tensor)
-                self._reached.pop(id(tensor), None)
-        return result
-
-
 def footprint(model: nn.Module, part: Partition, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> Footprint:
-    """Measure what one microbatch `x`, `y` leaves on each stage and sends over each boundary (bytes)."""
-    weights = {_storage(t) for t in [*model.parameters(), *model.buffers()]}
-    kept: List[Dict[Tuple[int, str], Tuple[int, torch.Tensor]]] = [{} for _ in part.stages]
-    with undisturbed(model):
-        with StageClock(model, part) as clock, _Crossings(clock, len(part) - 1) as crossings, torch.no_grad():
-            loss(model(x), y)
-        with StageClock(model, part) as clock:
-
-            def keep(tensor: torch.Tensor) -> torch.Tensor:
-                place = _storage(tensor)
-                if place not in weights:  # two views of one storage are kept once, the longer counts
-                    size = tensor.numel() * tensor.element_size()
-                    held = kept[clock.stage].get(place, (0, tensor))
-                    kept[clock.stage][place] = (max(size, held[0]), tensor.detach())
-                return tensor.detach()  # the tensor itself would be a cycle that is never freed
-
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                loss(model(x), y)
-    saved = tuple(sum(size for size, _ in stage.values()) for stage in kept)
-    return Footprint(saved, tuple(crossings.bytes))
+    """What one microbatch `x`, `y` computes and leaves on each stage and sends over each boundary: by shape, where the
+    model can run so, else of the microbatch itself."""
+    seen = None
+    if pays(model, x):
+        try:
+            with by_shape(model):
+                a, b = stand_in((x, y))
+                seen = count(model, a, lambda: loss(model(a), b))
+        except Exception:  # model or loss look at values: what the user's code raises then may be anything
+            pass
+    if seen is None:
+        with undisturbed(model):
+            seen = count(model, x, lambda: loss(model(x), y))
+    stages, at_call = len(part), stage_at_call(seen.calls, part.begins)
+    own = seen.by_stage(at_call, stages)
+    backward = tuple(sum(call.backward_flops for call in calls) for calls in own) if seen.backward else None
+    return Footprint(
+        tuple(map(kept_bytes, own)),
+        tuple(seen.crossing(at_call, stages)),
+        tuple(sum(call.flops for call in calls) for calls in own),
+        backward,
+    )
 
 
 # ---- randomness
@@ -149,9 +128,7 @@ def random_modules(model: nn.Module, x: torch.Tensor) -> List[str]:
         start = stack.pop()
         if not all(torch.equal(a, b) for a, b in zip(start, states())):
             drawn.add(names[id(module)])
-            for generator, state in zip(
-                drawing, start
-            ):  # so that the module around is seen to draw only if it does itself
+            for generator, state in zip(drawing, start):  # the module around is seen to draw only if it does itself
                 generator.set_state(state)
 
     with undisturbed(model), torch.no_grad():
@@ -198,18 +175,83 @@ def derived_weights(model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tens
     values, and so the method would silently become another one. Such a saved tensor is known by three properties: it lies
     in no parameter's storage, it stays when the input changes, and it changes when the weights change.
     """
+    if pays(model, x) and not _may_derive(model, loss, x, y):
+        return []
+
+    def changed_by(parameters: List[nn.Parameter]) -> bool:
+        """Whether one of the suspects differs with other values of these parameters."""
+        values = [p.detach().clone() for p in parameters]
+        _nudge(parameters)
+        after = _saved(model, loss, x, y)
+        for p, value in zip(parameters, values):
+            p.data.copy_(value)
+        return any(i < len(after) and after[i] is not None and not _same(here[i], after[i]) for i in suspects)
+
     with undisturbed(model):
         model.train()
-        other = _shuffled(x)
+        other = x.flatten()[torch.randperm(x.numel(), device=x.device)].view_as(x)
         _nudge(list(model.parameters()))  # away from special points, such as scales that start at zero
         here, there = _saved(model, loss, x, y), _saved(model, loss, other, y)
         suspects = [i for i, (a, b) in enumerate(zip(here, there)) if _same(a, b)]
-        guilty = []
-        if suspects and _changed_by(model, list(model.parameters()), suspects, here, loss, x, y):
-            for name, parameter in model.named_parameters():
-                if not _first_state(model, name) and _changed_by(model, [parameter], suspects, here, loss, x, y):
-                    guilty.append(name)
-    return guilty
+        if not suspects or not changed_by(list(model.parameters())):
+            return []
+        named = [(name, p) for name, p in model.named_parameters() if not _first_state(model, name)]
+        return [name for name, parameter in named if changed_by([parameter])]
+
+
+class _Origins(TorchDispatchMode):
+    """Follows, by memory, what is computed from weights alone."""
+
+    def __init__(self, weights: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.derived: Set[int] = set()
+        self._held = [*weights, *given]
+        self._weights = {storage(t) for t in weights}
+        self._given = {storage(t) for t in given}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # its name in PyTorch: the compiler is not imported to be told of this class
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = {storage(t) for t in tensors_in((*args, *(kwargs or {}).values()))}
+        result = func(*args, **(kwargs or {}))
+        sized = (
+            "like" in func.overloadpacket.__name__ or "new_" in func.overloadpacket.__name__
+        )  # its numbers are read by nobody
+        for tensor in tensors_in((result,)):
+            place = storage(tensor)
+            self._held.append(tensor)
+            if place in self._weights or place in self._given:
+                continue
+            if read & self._given and not sized:
+                self._given.add(place)
+                self.derived.discard(place)
+            elif read & (self._weights | self.derived):
+                self.derived.add(place)
+        return result
+
+
+def _may_derive(model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether the forward saves what is computed from weights and not from the input, seen by shape; True where that cannot be
+    seen."""
+    saved: List[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            saved.append(storage(tensor))
+        return tensor.detach()
+
+    try:
+        with modes_restored(model), by_shape(model):
+            model.train()
+            a, b = stand_in((x, y))
+            origins = _Origins(list(model.parameters()), [a, b])
+            with origins, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss(model(a), b)
+            return not origins.derived.isdisjoint(saved)
+    except Exception:  # model or loss look at values: what the user's code raises then may be anything
+        return True
 
 
 def _first_state(model: nn.Module, name: str) -> bool:
@@ -218,11 +260,7 @@ def _first_state(model: nn.Module, name: str) -> bool:
     return isinstance(model.get_submodule(module), nn.RNNBase) and own.startswith("bias")
 
 
-def _shuffled(x: torch.Tensor) -> torch.Tensor:
-    return x.flatten()[torch.randperm(x.numel(), device=x.device)].view_as(x)
-
-
-def _nudge(parameters: List[torch.Tensor]) -> None:
+def _nudge(parameters: List[nn.Parameter]) -> None:
     for p in parameters:
         p.data.mul_(1.1).add_(torch.rand_like(p.data), alpha=0.05)
 
@@ -247,20 +285,3 @@ def _saved(model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> Li
 
 def _same(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
     return a is not None and b is not None and a.shape == b.shape and torch.equal(a, b)
-
-
-def _changed_by(
-    model: nn.Module,
-    parameters: List[torch.Tensor],
-    suspects: List[int],
-    before: List[Optional[torch.Tensor]],
-    loss: Loss,
-    x: torch.Tensor,
-    y: torch.Tensor,
-) -> bool:
-    values = [p.detach().clone() for p in parameters]
-    _nudge(parameters)
-    after = _saved(model, loss, x, y)
-    for p, value in zip(parameters, values):
-        p.data.copy_(value)
-    return any(i < len(after) and after[i] is not None and not _same(before[i], after[i]) for i in suspects)

@@ -14,7 +14,7 @@ that runs from its first module to the next boundary, in the order of execution 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
+from typing import Any, List, Mapping, NamedTuple, Sequence, Tuple, TypeVar, Union
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from ipu_pipe.model.boundaries import Partition, begins_at, check_names, from_be
 from ipu_pipe.model.costs import COSTS
 from ipu_pipe.model.counts import balanced, spread
 from ipu_pipe.model.execution import execution, refuse_unused, weight_groups
+from ipu_pipe.model.observation import Call
 
 Module = TypeVar("Module", bound=nn.Module)
 StageChoice = Union[None, str, int, Sequence[str], Mapping[str, Any]]
@@ -57,7 +58,9 @@ def partition(
 
     Raises BadInput: unknown module names, impossible counts, a weight used in two stages.
     """
-    calls, stages_of_calls = execution(model, example)
+    balances = not (stages is None or isinstance(stages, (list, tuple)) or stages == "finest")
+    by_time = isinstance(stages, Mapping) and stages.get("by") == "time"
+    calls, stages_of_calls = execution(model, example, counted=balances, values=by_time)
     refuse_unused(calls)
     if stages is None:
         begins = begins_at(calls, {c.name for c in calls if getattr(c.module, "begins_stage", False)})
@@ -95,37 +98,44 @@ def _read_choice(stages: Any) -> Tuple[int, str, bool]:
 
 
 @dataclass(frozen=True)
-class Profile:
-    """Of a module in one forward: the stages of the first and the last thing that is computed in it, and its FLOPs."""
+class Extent:
+    """Of a module: the stages of the first and the last thing that is computed in it, and its forward FLOPs."""
 
     first: int
     last: int
     flops: float
 
 
-def profile(model: nn.Module, part: Partition, example: torch.Tensor, names: Sequence[str]) -> List[Profile]:
+def extents(model: nn.Module, part: Partition, example: torch.Tensor, names: Sequence[str]) -> List[Extent]:
     """The modules `names`, which run one after another, seen in one forward of `example`. FLOPs as for `by: flops`."""
-    calls, _ = execution(model, example)
+    calls, _ = execution(model, example, counted=True)
     at_call = stage_at_call(calls, part.begins)
     found = []
     for name in names:
         inside = [call for call in calls if f"{call.name}.".startswith(f"{name}.")]
         stages = [at_call[call.name] for call in inside if call.works] or [at_call.get(name, 0)]
-        found.append(Profile(stages[0], stages[-1], sum(call.flops for call in inside)))
+        found.append(Extent(stages[0], stages[-1], sum(call.flops for call in inside)))
     return found
 
 
-def stage_flops(model: nn.Module, part: Partition, example: torch.Tensor) -> List[float]:
-    """Forward FLOPs of each stage for the microbatch `example`, as for `by: flops`."""
-    calls, _ = execution(model, example)
+class StageFlops(NamedTuple):
+    """FLOPs of a stage's passes of a microbatch."""
+
+    forward: float
+    backward: float
+
+
+def stage_flops(model: nn.Module, part: Partition, example: torch.Tensor) -> List[StageFlops]:
+    """Of each stage for the microbatch `example`, as for `by: flops`."""
+    calls, _ = execution(model, example, counted=True)
     at_call = stage_at_call(calls, part.begins)
-    total = [0.0] * len(part)
+    stages: List[List[Call]] = [[] for _ in range(len(part))]
     for call in calls:
-        total[at_call[call.name]] += call.flops
-    return total
+        stages[at_call[call.name]].append(call)
+    return [StageFlops(sum(c.flops for c in own), sum(c.backward_flops for c in own)) for own in stages]
 
 
-def describe(part: Partition, model: nn.Module, limit: Optional[int] = None) -> List[Tuple[int, str, int]]:
-    """(index, first module, number of parameters) of each stage, for printing; the first `limit` stages."""
+def describe(part: Partition, model: nn.Module) -> List[Tuple[int, str, int]]:
+    """(index, first module, number of parameters) of each stage, for printing."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    return [(s.index, s.name, sum(sizes[n] for n in s.parameters)) for s in part.stages[:limit]]
+    return [(s.index, s.name, sum(sizes[n] for n in s.parameters)) for s in part.stages]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict
 
+from ipu_pipe.backends.interface import Report
 from ipu_pipe.job.position import Position
 from ipu_pipe.job.record import Job
 from ipu_pipe.report import trace
 from ipu_pipe.schedule import clock
 
 
-def slot_nanoseconds(job: Job, position: Position) -> float:
+def _slot_ns(job: Job, position: Position) -> float:
     """Measured mean time of a slot: the emulator does all stages' work in turn, so a slot stands for P stages' share."""
     if not position.timed_updates:
         return 1e6
@@ -19,18 +20,11 @@ def slot_nanoseconds(job: Job, position: Position) -> float:
     return 1e9 * seconds / job.schedule.slot_count
 
 
-def write_trace(
-    job: Job,
-    path: Path,
-    slot_ns: float,
-    measured: Optional[Sequence[trace.Event]] = None,
-    measured_counters: Sequence[trace.Counter] = (),
-) -> None:
+def write_trace(job: Job, path: Path, position: Position, measured: Report) -> None:
     """Write what the devices did, or, where they have no clocks of their own, the schedule as executed; of long runs the first
     microbatches (the metadata say which)."""
     schedule, table = job.schedule, job.table
-    most = job.config.log.trace_microbatches
-    count = min(schedule.microbatches, most)
+    count = min(schedule.microbatches, job.config.log.trace_microbatches)
     batch = schedule.accumulate
     if count < schedule.microbatches:
         count = max(batch, count // batch * batch)
@@ -41,12 +35,13 @@ def write_trace(
         "traced_microbatches": count,
         "gradients_cross": job.method.structure is None,
     }
-    if measured is not None:
-        begin = min((event.start_ns for event in measured), default=0)
-        events = [e._replace(start_ns=e.start_ns - begin, end_ns=e.end_ns - begin) for e in measured]
-        values = [c._replace(time_ns=c.time_ns - begin) for c in measured_counters]
+    if measured.events is not None:
+        begin = min((event.start_ns for event in measured.events), default=0)
+        events = [e._replace(start_ns=e.start_ns - begin, end_ns=e.end_ns - begin) for e in measured.events]
+        values = [c._replace(time_ns=c.time_ns - begin) for c in measured.counters]
         trace.write_chrome(path, sorted(events, key=lambda e: e.start_ns), values, {**metadata, "modelled": False})
         return
+    slot_ns = _slot_ns(job, position)
     events, counters = clock.modelled_events(
         clock.clock(schedule, clock.slot_costs(schedule), count),
         (table.forward(0, count), table.backward(0, count)),

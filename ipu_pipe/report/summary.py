@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, Sequence
 
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.job.determinism import numerics
-from ipu_pipe.job.position import Position
+from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
 from ipu_pipe.report.memory import memory_figures, memory_table
 from ipu_pipe.report.traffic import links, measured_links, shared_links
 from ipu_pipe.report.words import model_name
 
+OF_A_STAGE = (
+    "parameters", "weight_copies", "weight_bytes", "optimizer_bytes", "activation_bytes", "forward_delay", "backward_delay",
+)  # fmt: skip
+
 
 def summarise(
     job: Job,
     position: Position,
-    final: Tuple[Optional[float], Optional[float]],
+    final: Measured,
     measured: Report,
-    tested: Sequence[Tuple[Optional[float], Optional[float]]] = (),
+    tested: Sequence[Measured] = (),
 ) -> Dict[str, Any]:
     """The contents of `summary.json`."""
     config = job.config
@@ -57,16 +61,17 @@ def summarise(
         "bubble_fraction": 1 - busy,
         "stages_begin_at": job.part.begin_names(),
         "phases": job.phases(),
-        "stages": [_stage_record(index, row) for index, row in enumerate(memory_table(job, measured.optimizer_bytes))],
+        "stages": [
+            {"index": index, **{key: row[key] for key in OF_A_STAGE}}
+            for index, row in enumerate(memory_table(job, measured.optimizer_bytes))
+        ],
         "links": links(job) if measured.links is None else measured_links(measured.links, measured.microbatches),
         **_block_records(job, measured, tested),
         "memory": memory_figures(job),
     }
 
 
-def _block_records(
-    job: Job, measured: Report, tested: Sequence[Tuple[Optional[float], Optional[float]]]
-) -> Dict[str, Any]:
+def _block_records(job: Job, measured: Report, tested: Sequence[Measured]) -> Dict[str, Any]:
     """Of methods with losses of their own: each block's test loss and accuracy by its own head, the model's own last; and the
     traffic of gradients of shared layers, apart from `links`."""
     if job.method.structure is None:
@@ -77,16 +82,3 @@ def _block_records(
     ]
     shared = shared_links(job) if measured.shared is None else measured_links(measured.shared, measured.microbatches)
     return {"blocks": blocks, "shared_layer_links": shared}
-
-
-def _stage_record(index: int, row: Dict[str, int]) -> Dict[str, Any]:
-    return {
-        "index": index,
-        "parameters": row["parameters"],
-        "weight_copies": row["weight_copies"],
-        "weight_bytes": row["weight_bytes"],
-        "optimizer_bytes": row["optimizer_bytes"],
-        "activation_bytes": row["activation_bytes"],
-        "forward_delay": row["forward_delay"],
-        "backward_delay": row["backward_delay"],
-    }

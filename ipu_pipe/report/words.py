@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, List, Mapping, Optional, Sequence, Set
 
-import numpy as np
-
-from ipu_pipe.job.config import Config
 from ipu_pipe.job.record import DTYPES, Job
+from ipu_pipe.job.schema import Config
+from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.stages import describe
 from ipu_pipe.report.memory import memory_figures, memory_table
 from ipu_pipe.schedule.drawing import format_text
 
 MIB = 2**20
 SHOWN_STAGES = 12
+FLOPS_SHOWN = 1e9  # of GFLOPs
 
 
 def opening(job: Job, done: int = 0) -> str:
@@ -38,7 +38,7 @@ def opening(job: Job, done: int = 0) -> str:
 
 
 def plan(job: Job) -> str:
-    """All that `--dry-run` prints: stages, schedule, delays, predicted memory and traffic."""
+    """All that `--dry-run` prints: stages, schedule, delays, planned memory and traffic, FLOPs."""
     table = memory_table(job)
     lines = [
         opening(job),
@@ -46,9 +46,10 @@ def plan(job: Job) -> str:
         "stage  begins with                      parameters   lag  copies  in flight  memory (MiB)  sends on (KiB)",
     ]
     rows = describe(job.part, job.model)
+    shown = _shown(len(rows))
     for (index, name, size), row in zip(rows, table):
-        if SHOWN_STAGES // 2 <= index < len(rows) - SHOWN_STAGES // 2:
-            lines += ["  ..."] if index == SHOWN_STAGES // 2 else []
+        if index not in shown:
+            lines += ["  ..."] if index - 1 in shown else []
             continue
         total = (row["weight_bytes"] + row["optimizer_bytes"] + row["activation_bytes"] + row["gradient_bytes"]) / MIB
         sends = job.footprint.boundary_bytes[index] / 1024 if index < len(rows) - 1 else 0.0
@@ -66,11 +67,45 @@ def plan(job: Job) -> str:
         "memory: weight versions, gradients, optimizer state and activations in flight, as planned from one microbatch",
         f"in all: {weights:.1f} MiB weights, {state:.1f} optimizer, {activations:.1f} activations",
         *_rated(job),
+        *_work(job),
         f"schedule: {job.schedule.slot_count:,} slots, stages busy {busy:.1%} of them (fill and drain included)",
         "",
         *_schedule_beginning(job),
     ]
     return "\n".join(lines)
+
+
+def _work(job: Job) -> List[str]:
+    """FLOPs of each stage for a sample, its share, and bytes of a microbatch that cross to the next."""
+    found = job.footprint
+    per = [FLOPS_SHOWN * job.config.micro_batch_size] * len(job.part)
+    forward = [flops / size for flops, size in zip(found.forward_flops, per)]
+    backward = [flops / size for flops, size in zip(found.backward_flops or (), per)]
+    both = [f + b for f, b in zip(forward, backward)] if backward else forward
+    whole = sum(both)
+    lines = ["", "stage     forward    backward   share   sends on (bytes)"]
+    shown = _shown(len(both))
+    for stage, own in enumerate(both):
+        if stage not in shown:
+            lines += ["  ..."] if stage - 1 in shown else []
+            continue
+        back = f"{backward[stage]:11.4g}" if backward else f"{'-':>11s}"
+        share = f"{own / whole:7.1%}" if whole else f"{'-':>7s}"
+        sends = f"{found.boundary_bytes[stage]:18,d}" if stage < len(both) - 1 else f"{'-':>18s}"
+        lines.append(f"{stage:5d} {forward[stage]:11.4g} {back} {share} {sends}")
+    lines.append(
+        f"  all {sum(forward):11.4g} {sum(backward):11.4g}" if backward else f"  all {sum(forward):11.4g} {'-':>11s}"
+    )
+    if whole:
+        lines.append(f"imbalance: the greatest stage has {max(both) * len(both) / whole:.2f} times the mean")
+    lines += [f"GFLOPs of a sample ({HOW}); bytes of a microbatch, one way: the gradients of these come back", ""]
+    return lines
+
+
+def _shown(stages: int) -> Set[int]:
+    """Stages that are printed: of many the first and the last."""
+    half = SHOWN_STAGES // 2
+    return {s for s in range(stages) if s < half or s >= stages - half}
 
 
 def _rated(job: Job) -> List[str]:
@@ -95,38 +130,53 @@ def model_name(config: Config) -> str:
     return config.model.entry if given is None else given.name
 
 
-def closing(report: Dict[str, Any], folder: Path) -> str:
+def closing(report: Mapping[str, Any], folder: Path) -> str:
     """The readable summary at the end of a run; its last line is the contract's throughput line."""
     first, last = report["initial"], report["final"]
     lags = [stage["forward_delay"] for stage in report["stages"]]
-    copies = np.array([stage["weight_copies"] for stage in report["stages"]])
+    copies = [stage["weight_copies"] for stage in report["stages"]]
     lines = [
         "",
         f"{report['method']} on {report['model']['stages']} stages: {report['steps']} updates of "
         f"{report['batch']['global_batch_size']} samples",
-        f"  test accuracy {_percent(first['test_accuracy'])} -> {_percent(last['test_accuracy'])}, "
-        f"test loss {_number(first['test_loss'])} -> {_number(last['test_loss'])}, training loss {_number(last['train_loss'])}",
+        f"  test accuracy {_number(first['test_accuracy'], 3)} -> {_number(last['test_accuracy'], 3)}, "
+        f"test loss {_number(first['test_loss'], 4)} -> {_number(last['test_loss'], 4)}, "
+        f"training loss {_number(last['train_loss'], 4)}",
         f"  stages busy {report['utilization']:.1%} of the schedule's slots; greatest lag {_range(lags)} updates; "
-        f"weight copies {_range(copies.tolist())} a stage",
+        f"weight copies {_range(copies)} a stage",
         "  where to look:",
         f"    {folder / 'summary.json'}   all numbers",
         f"    {folder / 'trace.json.gz'}  the schedule as executed: open it in ui.perfetto.dev",
         f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir {folder}",
         f"    {folder / 'checkpoints'}    weights",
     ]
-    rate = report["throughput_samples_per_second"]
-    lines.append(
-        f"throughput: {rate:.1f} samples/sec" if rate is not None else "throughput: not measured (one update only)"
-    )
+    return "\n".join([*lines, _throughput(report)])
+
+
+def comparison(report: Mapping[str, Any], against: Mapping[str, Any]) -> str:
+    """How far apart two runs ended, from their summaries; the last line is the throughput of the first."""
+    what, unit, scale = "test accuracy", " points", 100
+    if report["final"]["test_accuracy"] is None or against["final"]["test_accuracy"] is None:
+        what, unit, scale = "test loss", "", 1
+    ours, theirs = (run["final"][what.replace(" ", "_")] for run in (report, against))
+    apart = f"{(ours - theirs) * scale:+.1f}{unit}" if ours is not None and theirs is not None else "unknown"
+    one, other = report["method"], against["method"]
+    lines = [
+        "",
+        f"{what}: {_number(ours, 3)} by {one}, {_number(theirs, 3)} by {other} after as many samples: {apart}",
+        f"stages busy: {report['utilization']:.0%} by {one}, {against['utilization']:.0%} by {other}",
+        _throughput(report),
+    ]
     return "\n".join(lines)
 
 
-def _percent(value: Optional[float]) -> str:
-    return "unknown" if value is None else f"{value:.3f}"
+def _throughput(report: Mapping[str, Any]) -> str:
+    rate = report["throughput_samples_per_second"]
+    return f"throughput: {rate:.1f} samples/sec" if rate is not None else "throughput: not measured (one update only)"
 
 
-def _number(value: Optional[float]) -> str:
-    return "unknown" if value is None else f"{value:.4f}"
+def _number(value: Optional[float], digits: int) -> str:
+    return "unknown" if value is None else f"{value:.{digits}f}"
 
 
 def _range(values: Sequence[int]) -> str:

@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Optional
 
 import torch
 from torch import nn
 
 from ipu_pipe.backends.table import backend_of
 from ipu_pipe.data import DataSource
-from ipu_pipe.data.labels import LabelRange, label_range
-from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.errors import BadInput
 from ipu_pipe.job.blame import attributed
-from ipu_pipe.job.config import Config
 from ipu_pipe.job.determinism import set_numerics
 from ipu_pipe.job.given import describe, describe_optimizer, refuse_missing, with_given, with_optimizer
 from ipu_pipe.job.record import DTYPES, Job, Setup, drains_of, rate_of
+from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import Given
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
 from ipu_pipe.local.footprint import footprint_of
-from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.precision import OwnTypes
 from ipu_pipe.model.probe import Loss, drawn_unkeyed
 from ipu_pipe.model.randomness import derived_seed
+from ipu_pipe.model.uncompiled import without_compiler
 from ipu_pipe.run import checks
 from ipu_pipe.run.checkpoint import load_weights, read_weights
 from ipu_pipe.run.parts import make_data, make_factory, make_loss, make_model
+from ipu_pipe.run.trying import try_model
 from ipu_pipe.schedule.methods import check, resolve_method
 from ipu_pipe.schedule.segments import segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.shown import first_of
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import only, parameter_groups, stage_groups
 from ipu_pipe.update.rates import anneal_default
 from ipu_pipe.values import MOST_STOPS, MOST_UPDATES
-
-BLOCK_KEYS = ("block_rates", "block_accumulation", "head")
 
 
 def set_up(
@@ -76,10 +75,7 @@ def _refuse_tensors(model: nn.Module) -> None:
         ],
         "gradients must be dense: sparse=False gives the same numbers": [name for name, m in modules if m.sparse],
     }
-    faults = []
-    for fault, names in found.items():
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        faults += [f"model: {', '.join(names[:4])}{more}: {fault}"] if names else []
+    faults = [f"model: {first_of(names)}: {fault}" for fault, names in found.items() if names]
     if faults:
         raise BadInput(faults)
 
@@ -88,9 +84,8 @@ def _refuse_unkeyed(model: nn.Module, device: torch.device) -> None:
     """Refuse modules whose draws cannot be repeated on the device."""
     names = drawn_unkeyed(model, device)
     if names:
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise BadInput(
-            f"model: {', '.join(names[:4])}{more}: on a GPU cuDNN draws a recurrent layer's dropout from a state of its own, "
+            f"model: {first_of(names)}: on a GPU cuDNN draws a recurrent layer's dropout from a state of its own, "
             "which no seed reaches: use dropout=0 with nn.Dropout between layers of num_layers=1, or backend.device: cpu"
         )
 
@@ -140,7 +135,7 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     _check_length(config, updates, per_epoch)
     x, y = setup.to_device(*data.train_batch(0, 0, config.micro_batch_size))
     example = x.clone(), y.clone()  # a model that works in place must not change the data
-    setup.label_range = _try_model(model, chosen_loss, example)
+    setup.label_range = try_model(model, chosen_loss, example)
     args = config.method_settings()
     method = resolve_method(config.method, args)
     placed = backend_of(config).place(config, method, model, example[0])
@@ -170,10 +165,10 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
         shared = {id(p) for p in blocks.pieces[own - 1].parameters()}
         held = [*held, *only(stage_groups(groups, own - 1), shared)]
     factory = optimizer or make_factory(config)
-    made = factory(held)
-    if optimizer is not None:
+    with without_compiler():
+        made = factory(held)
         _check_groups(made)
-    whole = made if held is groups else factory(groups)  # a process holds its own stage's alone
+        whole = made if held is groups else factory(groups)  # a process holds its own stage's alone
     if optimizer is not None:
         config = with_optimizer(config, whole)
     used = Given(optimizer=describe_optimizer(whole), loss=describe(setup.loss))
@@ -244,30 +239,3 @@ def _device(config: Config) -> torch.device:
     if config.backend.threads:
         torch.set_num_threads(config.backend.threads)
     return torch.device(config.backend.device)
-
-
-def _try_model(model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]) -> Optional[LabelRange]:
-    """One forward with the loss, so that a model that does not fit the data, or cannot learn, is told in one line. Returns what
-    labels the loss allows, where it is known."""
-    x, y = example
-    devices = [x.device] if x.is_cuda else []
-    try:
-        with torch.random.fork_rng(devices=devices), buffers_restored(model):
-            output = model(x)
-            allowed = label_range(loss, output, y)
-            if allowed is not None:
-                allowed.check(y)
-            value = loss(output, y)
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
-                value.item()  # what a GPU's kernels find wrong is told here, not wherever the run waits for them next
-    except BadInput:
-        raise
-    except Exception as error:  # whatever the user's model raises
-        raise BadInput(
-            f"model: it fails on a microbatch of shape {tuple(x.shape)}, {x.dtype}: {first_line(error)}"
-        ) from error
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        raise BadInput("loss: must give one number, the mean over the microbatch")
-    if not value.requires_grad:
-        raise BadInput("loss: depends on no parameter of the model that needs a gradient: nothing to train")
-    return allowed

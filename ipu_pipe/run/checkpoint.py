@@ -34,6 +34,7 @@ TENSORS = ("model", "optimizer")
 STATE = "state.json"
 FILES = (*(f"{name}.safetensors" for name in TENSORS), STATE)
 EARLIER_KEYS = {"position", "optimizer", "schema", "step", "sha256"}  # of state.json of schema 1
+SHOWN = 5  # faults told of one checkpoint; the others are counted
 SAFE_TORCH = (2, 6)  # before it torch.load could run a file's code in spite of weights_only (CVE-2025-32434)
 _NAME = re.compile(r"step-(\d+)$")
 _LEFTOVER = re.compile(r"\.step-(\d+)\.(part|old)$")
@@ -254,24 +255,23 @@ def load_weights(
     """Copy a state dict into `model`; all names and shapes must agree. `place` names the source in the error. `heads_too` false:
     auxiliary heads are taken where they are there and fit, and stay as they are otherwise."""
     own = model.state_dict()
-    if not heads_too:
-        heads = {name: value for name, value in own.items() if name.startswith(HEADS)}
-        fits = {n: v for n, v in heads.items() if n in tensors and tensors[n].shape == v.shape}
-        tensors = {
-            **{n: v for n, v in tensors.items() if not n.startswith(HEADS)},
-            **heads,
-            **{n: tensors[n] for n in fits},
-        }
-    if not any(name.startswith(HEADS) for name in own):  # auxiliary heads only train
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(HEADS)}
-    faults = [f"{place}: {name}: missing, the model needs it" for name in own if name not in tensors]
-    faults += [f"{place}: {name}: the model has no such parameter or buffer" for name in tensors if name not in own]
+    heads = {name: value for name, value in own.items() if name.startswith(HEADS)}
+    if not heads or not heads_too:  # auxiliary heads only train
+        fits = {n: v for n, v in tensors.items() if n in heads and heads[n].shape == v.shape}
+        tensors = {**{n: v for n, v in tensors.items() if not n.startswith(HEADS)}, **heads, **fits}
+    faults = [f"{name}: missing, the model needs it" for name in own if name not in tensors]
+    faults += [f"{name}: the model has no such parameter or buffer" for name in tensors if name not in own]
     faults += [
-        f"{place}: {name}: shape {tuple(tensors[name].shape)}, the model has {tuple(own[name].shape)}"
+        f"{name}: shape {tuple(tensors[name].shape)}, the model has {tuple(own[name].shape)}"
         for name in own
         if name in tensors and own[name].shape != tensors[name].shape
     ]
-    if faults:
-        shown = faults[:5] + ([f"{place}: {len(faults) - 5} more such faults"] if len(faults) > 5 else [])
-        raise BadInput(shown)
+    refuse(place, faults)
     model.load_state_dict(dict(tensors))
+
+
+def refuse(place: object, faults: List[str]) -> None:
+    """Raise BadInput where there are faults: the first few, `place` before each, and how many more there are."""
+    more = [f"{len(faults) - SHOWN} more such faults"] if len(faults) > SHOWN else []
+    if faults:
+        raise BadInput([f"{place}: {fault}" for fault in faults[:SHOWN] + more])

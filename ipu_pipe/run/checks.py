@@ -7,7 +7,7 @@ from typing import List, Sequence
 from ipu_pipe.backends.table import backend_of
 from ipu_pipe.job.record import Job, drains_of
 from ipu_pipe.model.probe import changing_buffers
-from ipu_pipe.shown import shown
+from ipu_pipe.shown import first_of, shown
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update import rules
 
@@ -30,13 +30,12 @@ def backend(job: Job) -> List[str]:
 
 def clipped_warmup(job: Job) -> List[str]:
     """Norms of the synchronous warm-up are not delayed."""
-    if (
-        job.config.clip is None
-        or job.config.clip.scope != "delayed_global"
-        or "warmup" not in job.config.method_settings()
-    ):
-        return []
-    return ["clip.scope: delayed_global: not together with method_args.warmup, whose norms are not delayed: use stage"]
+    clip = job.config.clip
+    if clip is not None and clip.scope == "delayed_global" and "warmup" in job.config.method_settings():
+        return [
+            "clip.scope: delayed_global: not together with method_args.warmup, whose norms are not delayed: use stage"
+        ]
+    return []
 
 
 def own_buffers(job: Job) -> List[str]:
@@ -47,10 +46,9 @@ def own_buffers(job: Job) -> List[str]:
     names = changing_buffers(job.model, job.example[0])
     if not names:
         return []
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return [
-        f"model: {shown}: buffers that training changes and reads: with replicas, or layers that two blocks hold, each copy "
-        "would need its own: leave them out"
+        f"model: {first_of(names)}: buffers that training changes and reads: with replicas, or layers that two blocks hold, "
+        "each copy would need its own: leave them out"
     ]
 
 
@@ -71,26 +69,21 @@ def blocks(job: Job) -> List[str]:
             )
             break
     if method.structure is None:
-        faults += [f"method_args.{key}: {method.name} has no blocks" for key in BLOCK_KEYS if args.get(key) is not None]
-    else:
-        if config.clip and config.clip.scope != "stage":
-            faults.append(f"clip.scope: {config.clip.scope}: a block knows no gradient but its own: must be stage")
-        if method.structure.overlap and config.clip:
-            faults.append(
-                "clip: local_overlapping: a layer's gradient is the mean of two blocks', which are not clipped"
-            )
-        if method.structure.overlap and args.get("block_accumulation"):
-            faults.append(
-                "method_args.block_accumulation: not with local_overlapping, whose blocks share gradients at each update"
-            )
-        if method.structure.overlap and config.replicas > 1:
-            faults.append(
-                f"replicas: {config.replicas}: not with local_overlapping, whose layers have duplicates already"
-            )
-        if args.get("block_accumulation") and config.replicas > 1:
-            faults.append(
-                f"replicas: {config.replicas}: not with method_args.block_accumulation: use gradient_accumulation"
-            )
+        absent = [key for key in BLOCK_KEYS if args.get(key) is not None]
+        return faults + [f"method_args.{key}: {method.name} has no blocks" for key in absent]
+    overlap, gathers, replicas = bool(method.structure.overlap), bool(args.get("block_accumulation")), config.replicas
+    if config.clip and config.clip.scope != "stage":
+        faults.append(f"clip.scope: {config.clip.scope}: a block knows no gradient but its own: must be stage")
+    if overlap and config.clip:
+        faults.append("clip: local_overlapping: a layer's gradient is the mean of two blocks', which are not clipped")
+    if overlap and gathers:
+        faults.append(
+            "method_args.block_accumulation: not with local_overlapping, whose blocks share gradients at each update"
+        )
+    if overlap and replicas > 1:
+        faults.append(f"replicas: {replicas}: not with local_overlapping, whose layers have duplicates already")
+    if gathers and replicas > 1:
+        faults.append(f"replicas: {replicas}: not with method_args.block_accumulation: use gradient_accumulation")
     return faults
 
 

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, TextIO, Union
 
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.errors import BadInput, RunFault, writing
 from ipu_pipe.run import checkpoint, folder_lock
 from ipu_pipe.written import write
 from ipu_pipe.yaml_files import read_yaml
@@ -144,11 +144,9 @@ class RunDir:
     def metric(self, record: Dict[str, Any]) -> None:
         """Append one record to metrics.jsonl."""
         assert self._metrics is not None
-        try:
+        with writing(self.path / "metrics.jsonl"):
             self._metrics.write(json.dumps(finite(record)) + "\n")
             self._metrics.flush()
-        except OSError as error:
-            raise RunFault(f"{self.path / 'metrics.jsonl'}: cannot be written: {error.strerror or error}") from error
 
     def close(self) -> None:
         """Close metrics.jsonl."""

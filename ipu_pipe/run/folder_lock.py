@@ -12,8 +12,7 @@ import os
 import socket
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Callable, List, Optional, Set, Type
+from typing import Callable, List, Optional, Set
 
 from ipu_pipe.errors import BadInput
 
@@ -51,7 +50,7 @@ class FolderLock:
                 return
             raise BadInput(f"--out: {self._folder}: {error.strerror or error}") from None
         if self._descriptor is None:
-            raise BadInput(f"--out: {self._folder}: {_used_by(self._file)}: wait for it, or give another folder")
+            raise _in_use(self._folder)
 
     def _make(self) -> None:
         self._made = []
@@ -80,9 +79,7 @@ class FolderLock:
         self.take()
         return self
 
-    def __exit__(
-        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.release()
 
 
@@ -97,7 +94,7 @@ def refuse_used(folder: Path) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in TAKEN:
-                raise BadInput(f"--out: {folder}: {_used_by(file)}: wait for it, or give another folder") from None
+                raise _in_use(folder) from None
         finally:
             os.close(descriptor)
 
@@ -146,13 +143,12 @@ def _name_holder(descriptor: int) -> None:
         os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
 
 
-def _used_by(file: Path) -> str:
-    try:
-        pid, host = file.read_text().split()
-    except (OSError, ValueError):
-        return "another process writes a run there"
-    here = f" on {host}" if host != socket.gethostname() else ""
-    return f"process {pid}{here} writes a run there"
+def _in_use(folder: Path) -> BadInput:
+    holder = "another process"
+    with contextlib.suppress(OSError, ValueError):
+        pid, host = (folder / NAME).read_text().split()
+        holder = f"process {pid}" + (f" on {host}" if host != socket.gethostname() else "")
+    return BadInput(f"--out: {folder}: {holder} writes a run there: wait for it, or give another folder")
 
 
 def _close(descriptor: int) -> None:

@@ -23,25 +23,22 @@ def log_of(run: Optional[RunDir], tensorboard: bool, done: int, say: Callable[[s
     if run is None:
         yield nothing
         return
-    scalars: Optional[ScalarFile] = None
-    if tensorboard and has_tensorboard():
-        scalars = ScalarFile(run.path / "tensorboard", done + 1 if done else None)
-    elif tensorboard:
-        say("TensorBoard is not installed (extra `board`): no scalars are written")
+    if not tensorboard or not has_tensorboard():
+        if tensorboard:
+            say("TensorBoard is not installed (extra `board`): no scalars are written")
+        yield lambda **record: run.metric(record)
+        return
 
     def log(**record: Any) -> None:
         run.metric(record)
         for name, value in record.items():
             values = {f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
             for key, number in values.items():
-                if scalars is not None and name not in ("step", "epoch") and number is not None:
+                if name not in ("step", "epoch") and number is not None:
                     scalars.add(key, number, record["step"])
 
-    try:
+    with contextlib.closing(ScalarFile(run.path / "tensorboard", done + 1 if done else None)) as scalars:
         yield log
-    finally:
-        if scalars is not None:
-            scalars.close()
 
 
 def has_tensorboard() -> bool:

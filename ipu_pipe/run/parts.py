@@ -10,8 +10,8 @@ from torch import nn
 
 from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import Config
 from ipu_pipe.job.entries import call_entry, resolve_entry
+from ipu_pipe.job.schema import Config
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.rates import scaled_for_update_size

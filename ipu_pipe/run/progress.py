@@ -73,12 +73,7 @@ class Progress:
         if self._quiet or not self._console.is_terminal:
             yield Bar(total, done, None, self._quiet)
             return
-        columns = (
-            BarColumn(30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[shown]}"),
-        )
-        with RichProgress(*columns, console=self._console, refresh_per_second=4) as rich:
+        columns = BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        shown = TextColumn("{task.fields[shown]}")
+        with RichProgress(*columns, shown, console=self._console, refresh_per_second=4) as rich:
             yield Bar(total, done, rich, False)

@@ -20,13 +20,12 @@ from ipu_pipe.run import checkpoint
 from ipu_pipe.run.checkpoint import Checkpoint
 from ipu_pipe.run.manifest import Origin
 
-SHOWN = 5  # faults told of one checkpoint; the others are counted
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # the user's, which a trial must not run
 
 
-def origin(job: Job, resolved: Mapping[str, Any]) -> Origin:
-    """Whose the checkpoints of `job` are; `resolved`: the run's config as plain data."""
-    return Origin(deciding(resolved), job.updates, [len(stage.parameters) for stage in job.part.stages])
+def origin(job: Job) -> Origin:
+    """Whose the checkpoints of `job` are."""
+    return Origin(deciding(job.config.to_dict()), job.updates, [len(stage.parameters) for stage in job.part.stages])
 
 
 def choose(folder: Path, step: Optional[int]) -> int:
@@ -43,25 +42,19 @@ def choose(folder: Path, step: Optional[int]) -> int:
     return step
 
 
-def refuse_foreign_run(job: Job, held: Checkpoint, own: Origin, path: Path) -> None:
+def refuse_foreign_run(job: Job, held: Checkpoint, path: Path) -> None:
     """Refuse (BadInput) a checkpoint that is not this run's, or whose position or optimizer state cannot be."""
-    faults = _key_faults(held, own) or _position_faults(job, held, _step(path))
+    own = origin(job)
+    faults = _key_faults(held, own) or _position_faults(job, held, int(path.name.partition("-")[2]))
     if not faults:
         faults = _model_faults(job, held) + _optimizer_faults(job, held, own)
-    if faults:
-        shown = [f"{path}: {fault}" for fault in faults[:SHOWN]]
-        more = [f"{path}: {len(faults) - SHOWN} more such faults"] if len(faults) > SHOWN else []
-        raise BadInput(shown + more)
+    checkpoint.refuse(path, faults)
 
 
 def position_of(held: Checkpoint) -> Position:
     """How far the run had come."""
     saved = held.state["position"]
     return Position(**{**saved, "initial": tuple(saved["initial"])})
-
-
-def _step(path: Path) -> int:
-    return int(path.name.partition("-")[2])
 
 
 # ---- whose it is
@@ -222,7 +215,8 @@ def _tried(
     own = torch.nn.Parameter(torch.zeros_like(parameter))
     own.grad = torch.zeros_like(own)
     trial = object.__new__(type(optimizer))
-    begun = {key: _copied(value) for key, value in optimizer.state.get(parameter, {}).items()}
+    kept = optimizer.state.get(parameter, {}).items()
+    begun = {key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in kept}
     trial.__dict__.update(optimizer.__dict__)
     trial.param_groups, trial.state = [{**settings, "params": [own]}], defaultdict(dict, {own: begun} if begun else {})
     trial.__dict__.update({hooks: OrderedDict() for hooks in _STEP_HOOKS})
@@ -235,10 +229,6 @@ def _tried(
 
 def _shape_of(value: Any) -> Any:
     return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _moved(job: Job) -> List[str]:

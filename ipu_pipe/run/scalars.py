@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO, Optional
 
-from ipu_pipe.errors import RunFault
+from ipu_pipe.errors import writing
 
 VERSION = "brain.Event:2"  # of the format, the first record of a file
 
@@ -28,11 +28,9 @@ class ScalarFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary, self._folder = event_pb2, summary_pb2, folder
-        try:
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = _new_file(folder)
-        except OSError as error:
-            raise self._fault(error) from error
         self._records = RecordWriter(self._file)
         self._write(event_pb2.Event(wall_time=time.time(), file_version=VERSION))
         if purge_from is not None:
@@ -51,14 +49,9 @@ class ScalarFile:
             self._file.close()
 
     def _write(self, event: Any) -> None:
-        try:
+        with writing(self._folder):
             self._records.write(event.SerializeToString())
             self._records.flush()
-        except OSError as error:
-            raise self._fault(error) from error
-
-    def _fault(self, error: OSError) -> RunFault:
-        return RunFault(f"{self._folder}: cannot be written: {error.strerror or error}")
 
 
 def _new_file(folder: Path) -> BinaryIO:

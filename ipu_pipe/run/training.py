@@ -16,15 +16,16 @@ from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.blame import attributed, keep_traceback
 from ipu_pipe.job.comparing import as_recorded, differences, dump
-from ipu_pipe.job.config import Config, load_config
+from ipu_pipe.job.config import load_config
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.given import refuse_missing, with_given
 from ipu_pipe.job.identity import MADE_LATER, changes, follows_length
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import GIVEN
 from ipu_pipe.model.probe import Loss
-from ipu_pipe.report.executed import slot_nanoseconds, write_trace
+from ipu_pipe.report.executed import write_trace
 from ipu_pipe.report.memory import memory_record
 from ipu_pipe.report.summary import summarise
 from ipu_pipe.report.words import closing, opening
@@ -33,7 +34,6 @@ from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.folder import RunDir, as_folder, check_folder, finished_summary
 from ipu_pipe.run.folder_lock import FolderLock, refuse_used
 from ipu_pipe.run.log import Log, log_of, nothing
-from ipu_pipe.run.manifest import Origin
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.resume import choose, origin, position_of, refuse_foreign_run, saved_state
 from ipu_pipe.schedule.methods import METHODS
@@ -182,28 +182,26 @@ class _Run:
     def __init__(self, job: Job, out: Path, resume: bool, overwrite: bool, quiet: bool) -> None:
         self.job = job
         self.run: Optional[RunDir] = None
-        made = on_main(lambda: self._open(out, resume, overwrite))
-        assert made
+
+        def begin() -> None:
+            self.run = RunDir(out, resume=resume, overwrite=overwrite)
+
+        on_main(begin)
         self.out, self.resume, self.progress = out, resume, Progress(quiet or not is_main())
         self.position = Position()
         self.unread_seconds = 0.0  # of training since a loss was last read
         self.tested: List[Measured] = []  # at the last evaluation, by block
         self.names = {parameter: name for name, parameter in job.model.named_parameters()}
 
-    def _open(self, out: Path, resume: bool, overwrite: bool) -> bool:
-        self.run = RunDir(out, resume=resume, overwrite=overwrite)
-        return True
-
     def go(self) -> Dict[str, Any]:
         job = self.job
         if self.resume:
             self._restore()
-        if self.run:
-            if self.resume:
-                self.run.forget_after(self.position.update, self.progress.say)
-            self.run.write_text("config.yaml", dump(job.config))
         position = self.position
         if self.run:
+            if self.resume:
+                self.run.forget_after(position.update, self.progress.say)
+            self.run.write_text("config.yaml", dump(job.config))
             self.run.open_metrics(position.update)
         self.progress.say(opening(job, position.update))
         engine = make_engine(job, position.update)
@@ -253,15 +251,11 @@ class _Run:
             position.epoch_loss, position.epoch_updates = position.epoch_loss + result.loss, position.epoch_updates + 1
             bar.advance(result.loss, result.accuracy, rate)
         if position.update % job.config.log.every == 0 or position.update == job.updates:
+            each = {"block_train_loss": [loss for loss, _ in result.blocks]} if result.blocks else {}
             epoch = position.update / job.updates_per_epoch
             log(
-                step=position.update,
-                epoch=epoch,
-                train_loss=result.loss,
-                lr=job.rate(k),
-                samples_per_second=rate,
-                **({"block_train_loss": [loss for loss, _ in result.blocks]} if result.blocks else {}),
-            )
+                step=position.update, epoch=epoch, train_loss=result.loss, lr=job.rate(k), samples_per_second=rate, **each
+            )  # fmt: skip
 
     def _reads_after(self, done: int) -> bool:
         """Whether what was measured must be known when `done` updates are done: for a line, an evaluation or a checkpoint; after
@@ -277,12 +271,7 @@ class _Run:
         if bar is not None:
             bar.evaluated(test_loss, accuracy)
         epoch = position.update / self.job.updates_per_epoch
-        each = {}
-        if len(found) > 1:
-            each = {
-                "block_test_loss": [loss for loss, _ in found],
-                "block_test_accuracy": [right for _, right in found],
-            }
+        each = dict(zip(("block_test_loss", "block_test_accuracy"), map(list, zip(*found)))) if len(found) > 1 else {}
         log(step=position.update, epoch=epoch, test_loss=test_loss, test_accuracy=accuracy, **each)
         if test_loss is not None and (position.best_loss is None or test_loss < position.best_loss) and position.update:
             position.best_loss, position.best_step = test_loss, position.update
@@ -294,11 +283,8 @@ class _Run:
             return
         position, config = self.position, self.job.config
         state = saved_state(position, held.plain)
-        checkpoint.save(self.run.checkpoints, position.update, held.model, held.optimizer, state, self._origin())
+        checkpoint.save(self.run.checkpoints, position.update, held.model, held.optimizer, state, origin(self.job))
         checkpoint.prune(self.run.checkpoints, config.checkpoint.keep, position.best_step)
-
-    def _origin(self) -> Origin:
-        return origin(self.job, self.job.config.to_dict())
 
     def _restore(self) -> None:
         job, path = self.job, self.out / "checkpoints" / f"step-{self.job.done}"
@@ -306,7 +292,7 @@ class _Run:
             self.progress.say("the run ended before its first checkpoint: it starts from the beginning")
             return
         held = checkpoint.load(path)
-        on_main(lambda: refuse_foreign_run(job, held, self._origin(), path))
+        on_main(lambda: refuse_foreign_run(job, held, path))
         if held.manifest is None:
             self.progress.say(f"{path}: of the earlier layout, which does not say whose run it is: that is not checked")
         checkpoint.load_weights(job.model, held.model, str(path))
@@ -316,13 +302,14 @@ class _Run:
 
     def _finish(self, engine: Engine, final: Measured) -> Dict[str, Any]:
         measured = engine.report()
-        return on_main(lambda: self._written(measured, final))
 
-    def _written(self, measured: Optional[Report], final: Measured) -> Dict[str, Any]:
-        assert self.run is not None and measured is not None
-        report = _write_results(self.job, self.run, self.position, final, self.tested, measured)
-        self.progress.say(closing(report, self.run.path))
-        return report
+        def write() -> Dict[str, Any]:
+            assert self.run is not None and measured is not None
+            report = _write_results(self.job, self.run, self.position, final, self.tested, measured)
+            self.progress.say(closing(report, self.run.path))
+            return report
+
+        return on_main(write)
 
 
 def _write_results(
@@ -330,8 +317,7 @@ def _write_results(
 ) -> Dict[str, Any]:
     """Write what a run that has ended leaves; returns its summary."""
     report = summarise(job, position, final, measured, tested)
-    slot_ns = slot_nanoseconds(job, position)
-    write_trace(job, run.path / "trace.json.gz", slot_ns, measured.events, measured.counters)
+    write_trace(job, run.path / "trace.json.gz", position, measured)
     for name, value in (measured.files or {}).items():
         run.write_json(name, value)
     run.write_json("memory.json", memory_record(job, measured))
@@ -348,5 +334,3 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
         test_loss, accuracy = evaluate(setup)[-1]
     return {"weights": str(path), "test_loss": test_loss, "test_accuracy": accuracy}
 
-
-__all__: List[str] = ["check", "evaluate", "evaluate_checkpoint", "train"]

@@ -11,24 +11,22 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 from ipu_pipe.backends.table import backend_of
-from ipu_pipe.errors import BadInput, writing
-from ipu_pipe.job.config import Config
+from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
-from ipu_pipe.model.flops import HOW
-from ipu_pipe.model.stages import stage_flops
+from ipu_pipe.job.schema import Config
+from ipu_pipe.model.flops import BACKWARD, HOW
 from ipu_pipe.report.memory import memory_table
 from ipu_pipe.report.traffic import links, shared_links
 from ipu_pipe.run.build import build
 from ipu_pipe.run.folder import check_folder
 from ipu_pipe.run.folder_lock import refuse_used
 from ipu_pipe.run.training import train
-from ipu_pipe.schedule import figures as accounting
 from ipu_pipe.schedule import timelines
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.methods import METHODS, resolve_method
+from ipu_pipe.written import write_json
 
 MIB = 2**20
-BACKWARD = 2.0  # FLOPs of a backward for each of its forward: gradients of inputs and of weights
 
 
 def collect(
@@ -63,7 +61,8 @@ def collect(
         size = chosen.micro_batch_size * chosen.gradient_accumulation * chosen.replicas
         say(f"{name}: {chosen.steps} updates of {size} samples")
         job = build(chosen)
-        rates[name] = modelled_rate(job)
+        rate = rates[name] = modelled_rate(job)
+        first = rates[methods[0]]
         if steps == 0:
             report: Mapping[str, Any] = {"links": links(job), "shared_layer_links": shared_links(job)}
             memory = {"stages": [{"index": s, **row} for s, row in enumerate(memory_table(job))]}
@@ -77,7 +76,7 @@ def collect(
             "gradient_accumulation": chosen.gradient_accumulation,
             "utilization": busy,
             "utilization_steady": timelines.utilization(job.method, len(job.part), chosen.gradient_accumulation),
-            "modelled_speedup": _quotient(rates[name], rates[methods[0]]),
+            "modelled_speedup": None if rate is None or first is None else rate / first,
         }
         found["memory"][name] = {**memory, "devices": _device_memory(memory["stages"])}
         found["communication"][name] = _communication(report, len(job.part))
@@ -106,10 +105,6 @@ def of_method(config: Config, name: str, steps: Optional[int], boundaries: Seque
     return config.model_copy(update=changes)
 
 
-def _quotient(a: Optional[float], b: Optional[float]) -> Optional[float]:
-    return None if a is None or b is None else a / b
-
-
 def modelled_rate(job: Job) -> Optional[float]:
     """Microbatches in a unit of time in the steady state, by the schedule and each stage's FLOPs, auxiliary heads included; a
     backward counts twice its forward, messages and updates nothing. None where layers are shared or frozen: the FLOPs of a stage
@@ -117,9 +112,9 @@ def modelled_rate(job: Job) -> Optional[float]:
     structure = job.method.structure
     if structure is not None and (structure.overlap or structure.layers is not None):
         return None
-    flops = stage_flops(job.model, job.part, job.example[0])
     stages, accumulate = len(job.part), job.schedule.accumulate
     length = accumulate * -(-4 * stages // accumulate)
+    flops = job.footprint.forward_flops
     costs = Costs(flops, [BACKWARD * f for f in flops], [0.0] * stages)
     times = []
     for count in (length, 2 * length):
@@ -128,31 +123,25 @@ def modelled_rate(job: Job) -> Optional[float]:
     return length / (times[1] - times[0])
 
 
-def balanced_speedup(stages: int, accumulate: int) -> float:
-    """What a pipeline that never empties gains over one that does after N microbatches, all stages alike: (N+P-1)/N."""
-    return 1 / accounting.gpipe_utilization(stages, accumulate)
-
-
 def _device_memory(stages: Sequence[Mapping[str, Any]]) -> List[Dict[str, int]]:
     kinds = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
     return [{"index": row["index"], "bytes": sum(row[kind] for kind in kinds)} for row in stages]
 
 
 def _communication(report: Mapping[str, Any], devices: int) -> Dict[str, Any]:
-    links = [{key: link[key] for key in ("src", "dst", "bytes_per_microbatch")} for link in report["links"]]
-    shared = report.get("shared_layer_links") or []
-    extra = [{key: link[key] for key in ("src", "dst", "bytes_per_microbatch")} for link in shared]
+    links, shared = (
+        [{key: link[key] for key in ("src", "dst", "bytes_per_microbatch")} for link in report.get(kind) or ()]
+        for kind in ("links", "shared_layer_links")
+    )
+
+    def passing(end: str, device: int) -> int:
+        return sum(link["bytes_per_microbatch"] for link in [*links, *shared] if link[end] == device)
+
     amounts = [
-        {
-            "index": device,
-            "received_bytes": sum(link["bytes_per_microbatch"] for link in [*links, *extra] if link["dst"] == device),
-            "transmitted_bytes": sum(
-                link["bytes_per_microbatch"] for link in [*links, *extra] if link["src"] == device
-            ),
-        }
-        for device in range(devices)
+        {"index": d, "received_bytes": passing("dst", d), "transmitted_bytes": passing("src", d)}
+        for d in range(devices)
     ]
-    return {"links": links, **({"shared_layer_links": extra} if extra else {}), "devices": amounts}
+    return {"links": links, **({"shared_layer_links": shared} if shared else {}), "devices": amounts}
 
 
 def write(found: Mapping[str, Mapping[str, Any]], out: Path) -> List[Path]:
@@ -161,13 +150,7 @@ def write(found: Mapping[str, Mapping[str, Any]], out: Path) -> List[Path]:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"--out: {out}: cannot be made: {error.strerror or error}") from error
-    files = []
-    for name, methods in found.items():
-        file = out / f"{name}.json"
-        with writing(file):
-            file.write_text(json.dumps({"methods": methods}, indent=1) + "\n")
-        files.append(file)
-    return files
+    return [write_json(out / f"{name}.json", {"methods": methods}) for name, methods in found.items()]
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:
@@ -183,7 +166,8 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
         lines.append(
             f"{name:22s} {rate:>10s} {speed['utilization_steady']:>15.1%} {gain:>18s} {most:>23.1f} {crossing:>29.3f}"
         )
-    lines += ["", "a microbatch, MiB             " + "  ".join(f"device {d:<9d}" for d in range(_count(found)))]
+    count = max(len(traffic["devices"]) for traffic in found["communication"].values())
+    lines += ["", "a microbatch, MiB             " + "  ".join(f"device {d:<9d}" for d in range(count))]
     for name, traffic in found["communication"].items():
         for key in ("received", "transmitted"):
             amounts = "  ".join(f"{device[f'{key}_bytes'] / MIB:<16.4f}" for device in traffic["devices"])
@@ -194,7 +178,3 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
         f"speedup by FLOPs: the schedule with each stage's FLOPs as times ({HOW}), against the first method.",
     ]
     return "\n".join(lines)
-
-
-def _count(found: Mapping[str, Mapping[str, Any]]) -> int:
-    return max(len(traffic["devices"]) for traffic in found["communication"].values())

@@ -26,6 +26,7 @@ from ipu_pipe.errors import BadInput, RunFault, writing
 from ipu_pipe.job.comparing import differences
 from ipu_pipe.job.config import configure, load_config
 from ipu_pipe.shown import shown
+from ipu_pipe.studies.plots import figure, mean_with_range
 from ipu_pipe.studies.worker_pool import in_workers
 from ipu_pipe.written import write
 from ipu_pipe.yaml_files import merge, read_yaml
@@ -159,13 +160,9 @@ def run_experiment(
 
 
 def _outcome(run: Run) -> str:
-    return (
-        f"diverged: {run.diverged}"
-        if run.diverged
-        else f"test accuracy {run.final:.4f}"
-        if run.final is not None
-        else "done"
-    )
+    if run.diverged:
+        return f"diverged: {run.diverged}"
+    return f"test accuracy {run.final:.4f}" if run.final is not None else "done"
 
 
 def _folder(label: str) -> str:
@@ -180,11 +177,9 @@ def _work(config: Dict[str, Any], folder: str) -> Dict[str, Any]:
     out, start = Path(folder), time.monotonic()
     marker = out / "diverged.json"
     settings = configure(**config)
-    again = False
-    if marker.is_file():
-        again = bool(differences(load_config(out / "config.yaml"), settings))
-        if not again:
-            return dict(json.loads(marker.read_text()))
+    again = marker.is_file() and bool(differences(load_config(out / "config.yaml"), settings))
+    if marker.is_file() and not again:
+        return dict(json.loads(marker.read_text()))
     try:
         resume = (out / "config.yaml").exists() and not again
         summary = training.train(settings, out, resume=resume, overwrite=again, quiet=True)
@@ -194,14 +189,11 @@ def _work(config: Dict[str, Any], folder: str) -> Dict[str, Any]:
         job = build(settings)
         result = _result(out, job.phases(), job.updates_per_epoch)
         result.update(diverged=str(error).split(";")[0], seconds=time.monotonic() - start)
-        with writing(marker):
-            marker.write_text(json.dumps(result))
+        write(marker, json.dumps(result))
         return result
-    per_epoch = summary["updates_per_epoch"]
     rate = summary["throughput_samples_per_second"]
-    result = _result(out, summary["phases"], per_epoch)
-    result.update(diverged=None, seconds=summary["samples"] / rate if rate else 0.0)
-    return result
+    seconds = summary["samples"] / rate if rate else 0.0
+    return {**_result(out, summary["phases"], summary["updates_per_epoch"]), "diverged": None, "seconds": seconds}
 
 
 def _result(out: Path, phases: Sequence[Mapping[str, Any]], per_epoch: int) -> Dict[str, Any]:
@@ -248,7 +240,7 @@ def results(experiment: Experiment, runs: Sequence[Run], full: bool) -> Dict[str
             "diverged": sum(run.diverged is not None for run in own),
             "normalized_time": statistics.mean(times) if times else None,
         })  # fmt: skip
-    differences = _differences(experiment, {row["label"]: row for row in rows})
+    unmet = _differences(experiment, {row["label"]: row for row in rows})
     return {
         "experiment": experiment.name,
         "title": experiment.title,
@@ -256,8 +248,8 @@ def results(experiment: Experiment, runs: Sequence[Run], full: bool) -> Dict[str
         "full_size": full,
         "seeds": sorted({run.seed for run in runs}),
         "rows": rows,
-        "agrees": not differences,
-        "differences": differences,
+        "agrees": not unmet,
+        "differences": unmet,
     }
 
 
@@ -304,43 +296,28 @@ def table(found: Mapping[str, Any], command: str) -> str:
 
 def plot(runs: Sequence[Run], labels: Sequence[str], title: str, folder: Path) -> List[Path]:
     """Test accuracy against epoch and against normalized time, mean over seeds with the range shaded, as PNG files."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise BadInput("plots need matplotlib, which is not installed: pip install matplotlib") from None
-    files = []
-    for place, name, axis in (
-        (0, "accuracy_by_epoch", "epoch"),
-        (1, "accuracy_by_time", "time (epochs / utilization)"),
-    ):
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots()
-        for label in labels:
-            own = [run for run in runs if run.label == label and run.curve]
-            length = min((len(run.curve) for run in own), default=0)
-            # on the logarithmic axis of time there is no place for the beginning
-            points = [[run.curve[i] for run in own] for i in range(place, length)]
-            if not points:
-                continue
-            x = [statistics.mean(point[place] for point in group) for group in points]
-            y = [statistics.mean(point[3] for point in group) for group in points]
-            shown = label + (" (diverged)" if any(run.diverged for run in own) else "")
-            (line,) = axes.plot(x, y, marker="o", markersize=3, label=shown)
-            low = [min(point[3] for point in group) for group in points]
-            high = [max(point[3] for point in group) for group in points]
-            axes.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-        if place:
-            axes.set_xscale("log")
-        axes.set(xlabel=axis, ylabel="test accuracy", title=title)
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize="small")
-        files.append(folder / f"{name}.png")
-        with writing(files[-1]):
-            figure.savefig(files[-1], dpi=100)
-    return files
+    pictures = {
+        folder / "accuracy_by_epoch.png": "epoch",
+        folder / "accuracy_by_time.png": "time (epochs / utilization)",
+    }
+    for place, (file, axis) in enumerate(pictures.items()):
+        with figure(file, (8, 5)) as (axes,):
+            for label in labels:
+                own = [run for run in runs if run.label == label and run.curve]
+                length = min((len(run.curve) for run in own), default=0)
+                # on the logarithmic axis of time there is no place for the beginning
+                points = [[run.curve[i] for run in own] for i in range(place, length)]
+                if points:
+                    x = [statistics.mean(point[place] for point in group) for group in points]
+                    accuracies = [[point[3] for point in group] for group in points]
+                    diverged = " (diverged)" if any(run.diverged for run in own) else ""
+                    mean_with_range(axes, x, accuracies, markersize=3, label=label + diverged)
+            if place:
+                axes.set_xscale("log")
+            axes.set(xlabel=axis, ylabel="test accuracy", title=title)
+            if axes.lines:
+                axes.legend(fontsize="small")
+    return list(pictures)
 
 
 def write_results(
@@ -349,11 +326,6 @@ def write_results(
     """results.json, table.md and the plots, in `folder`."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / "results.json", folder / "table.md"]
     curves = [{"label": r.label, "seed": r.seed, "diverged": r.diverged, "curve": r.curve} for r in runs]
-    for file, text in (
-        (files[0], json.dumps({**found, "curves": curves}, indent=1)),
-        (files[1], table(found, command)),
-    ):
-        write(file, text)
-    return files + plot(runs, labels, found["title"], folder)
+    results = write(folder / "results.json", json.dumps({**found, "curves": curves}, indent=1))
+    return [results, write(folder / "table.md", table(found, command)), *plot(runs, labels, found["title"], folder)]

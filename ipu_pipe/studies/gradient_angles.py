@@ -11,6 +11,7 @@ from torch import nn
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local.blocks import blocks_of, losses_of
 from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.probe import Loss, random_modules, undisturbed
 from ipu_pipe.model.randomness import KeyedRandomness
 
@@ -47,8 +48,7 @@ class GradientProbe:
     def angles(self) -> List[Optional[Angle]]:
         """One for each block, in order; None where a gradient is zero, not finite, or the block does not train."""
         whole = self._blocks.model
-        mode = whole.training
-        with undisturbed(self._model):
+        with undisturbed(self._model), modes_restored(whole):
             keyed = KeyedRandomness(self._model, self._random, self._seed, self._x.device)
             try:
                 self._model.train()
@@ -57,7 +57,6 @@ class GradientProbe:
                 true = self._gradients(whole, lambda: None)
             finally:
                 keyed.remove()
-                whole.training = mode
         return [angle(a, b) for a, b in zip(local, true)]
 
     def _gradients(self, model: nn.Module, finish: Callable[[], None]) -> List[torch.Tensor]:

@@ -26,10 +26,11 @@ from ipu_pipe.data import DataSource, TensorData
 from ipu_pipe.data.batches import Pair
 from ipu_pipe.data.images import ImageFolder
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import Config, configure
+from ipu_pipe.job.config import configure
 from ipu_pipe.job.evaluation import TEST_BATCH, Tally
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.schema import Config
 from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.run.build import build
@@ -193,16 +194,9 @@ def in_processes(
     """`work(*arguments)` of each of `runs`, label -> arguments, `jobs` at a time in processes of their own (in this one if 1);
     in the order of `runs`. A fault of one ends all."""
     done: Dict[str, Dict[str, Any]] = {}
-
-    def finished(label: str, result: Dict[str, Any]) -> None:
-        done[label] = result
-        say(f"[{len(done)}/{len(runs)}] {label} ({result['seconds']:.0f} s)")
-
-    if jobs == 1:
-        for label, arguments in runs.items():
-            finished(label, work(*arguments))
-        return list(done.values())
-    with contextlib.closing(in_workers(work, runs, jobs)) as results:
+    here = ((label, work(*arguments)) for label, arguments in runs.items())
+    with contextlib.closing(here if jobs == 1 else in_workers(work, runs, jobs)) as results:
         for label, result in results:
-            finished(label, result)
+            done[label] = result
+            say(f"[{len(done)}/{len(runs)}] {label} ({result['seconds']:.0f} s)")
     return [done[label] for label in runs]

@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import statistics
-from importlib import util
 from pathlib import Path
-from typing import Any, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Iterable, Mapping, Optional, Sequence
 
-from ipu_pipe.errors import BadInput, writing
-
-
-def check_plots() -> None:
-    """Refuse (BadInput) before anything is trained where nothing can be drawn."""
-    if util.find_spec("matplotlib") is None:
-        raise BadInput("plots need matplotlib, which is not installed: pip install matplotlib")
-
-
-@contextlib.contextmanager
-def _figure(file: Path, size: Tuple[float, float], panels: int = 1) -> Iterator[List[Any]]:
-    """The axes of so many panels side by side, each of `size` inches; written to `file` at the end."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(size[0] * panels, size[1]), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = list(figure.subplots(1, panels, squeeze=False)[0])
-    yield axes
-    for each in axes:
-        each.grid(alpha=0.3)
-    with writing(file):
-        figure.savefig(file, dpi=100)
+from ipu_pipe.studies.plots import figure, mean_with_range
 
 
 def plot_angles(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Angle by update, a line a block, a panel a method."""
     from matplotlib import colormaps
 
-    with _figure(file, (6.5, 5), len(runs)) as panels:
+    with figure(file, (6.5, 5), len(runs)) as panels:
         for axes, run in zip(panels, runs):
             updates = [point["update"] for point in run["points"]]
             for j, name in enumerate(run["blocks"]):
@@ -57,23 +33,21 @@ def plot_angles(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 def plot_chunks(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Accuracy and loss on training and test samples by chunk size, mean over seeds with the range shaded."""
-    with _figure(file, (6, 4.5), 2) as panels:
+    with figure(file, (6, 4.5), 2) as panels:
         for axes, what in zip(panels, ("accuracy", "loss")):
             sizes = sorted({run["chunk"] for run in runs})
             for part in ("train", "test"):
                 values = [[run[f"{part}_{what}"] for run in runs if run["chunk"] == size] for size in sizes]
                 if any(value is None for group in values for value in group):
                     continue
-                (line,) = axes.plot(sizes, [statistics.mean(group) for group in values], marker="o", label=part)
-                low, high = [min(group) for group in values], [max(group) for group in values]
-                axes.fill_between(sizes, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+                mean_with_range(axes, sizes, values, label=part)
             axes.set(xlabel="stages a block", ylabel=what, xticks=sizes)
             axes.legend()
 
 
 def plot_labels(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Training loss and accuracy on random labels by update, a line a method."""
-    with _figure(file, (6, 4.5), 2) as panels:
+    with figure(file, (6, 4.5), 2) as panels:
         for axes, what in zip(panels, ("loss", "accuracy")):
             for run in runs:
                 points = [point for point in run["points"] if point[f"train_{what}"] is not None]
@@ -121,18 +95,8 @@ def chunks_table(runs: Sequence[Mapping[str, Any]]) -> str:
         gap = None if loss is None or test_loss is None else test_loss - loss
         lost = None if right is None or test_right is None else right - test_right
         rows.append([size, own[0]["blocks"], len(own), loss, test_loss, gap, right, test_right, lost])
-    head = [
-        "stages a block",
-        "blocks",
-        "seeds",
-        "train loss",
-        "test loss",
-        "gap",
-        "train accuracy",
-        "test accuracy",
-        "gap",
-    ]
-    return table(head, rows)
+    head = "stages a block, blocks, seeds, train loss, test loss, gap, train accuracy, test accuracy, gap"
+    return table(head.split(", "), rows)
 
 
 def labels_table(runs: Sequence[Mapping[str, Any]]) -> str:

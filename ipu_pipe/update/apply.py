@@ -41,11 +41,7 @@ class StageState:
         return [torch.zeros_like(p) if value is None else value for p, value in zip(self.parameters, held)]
 
 
-class _Acting(NamedTuple):
-    """A rule with its setting for each stage of the run, in order."""
-
-    rule: Rule
-    settings: Sequence[Setting]
+_Acting = Tuple[Rule, Sequence[Setting]]  # a rule with its setting for each stage of the run, in order
 
 
 class _Moved(NamedTuple):
@@ -78,8 +74,8 @@ class UpdateRules:
         for group in optimizer.param_groups:
             by_stage.setdefault(group["stage"], []).append(group)
         self.stages = {index: StageState(index, groups, optimizer.state) for index, groups in by_stage.items()}
-        self._rules = [
-            _Acting(rule, [Setting(values, s, own, method, accumulate) for s, own in enumerate(lag.tolist())])
+        self._rules: List[_Acting] = [
+            (rule, [Setting(values, s, own, method, accumulate) for s, own in enumerate(lag.tolist())])
             for rule, values in acting(args, method)
         ]
         self._every: List[int] = args.get("block_accumulation") or [1] * len(lag)
@@ -135,7 +131,7 @@ class UpdateRules:
     def corrections(self, stage: int, code: int, version: int) -> List[Tuple[Tensors, float]]:
         """(x, c) pairs: the weights w of the *newest* version of a stage are corrected to w + c x by each; none where there is
         nothing to correct yet."""
-        rate = self._stage_rate(stage, version)
+        rate = self._stage_rate(stage, version, float(self._rate(version)))
         read = self._read(stage, Reading(code == FORWARD, max(-code, 0), rate))
         found = [(self.stages[stage].entries(entry), c) for entry, c in read if c]
         return [(x, c) for x, c in found if x is not None]
@@ -144,24 +140,22 @@ class UpdateRules:
 
     def rates(self, k: int) -> Floats:
         """Learning rate (P,) of update k."""
-        rates = np.full(self._count, self._rate(k))
-        for rule, settings in self._rules if k >= self.switch else ():
-            if rule.rate is not None:
-                changed = [rule.rate(at, rate, k - self.switch) for at, rate in zip(settings, rates.tolist())]
-                rates = np.array(changed)
-        return rates
+        base = float(self._rate(k))
+        return np.array([self._stage_rate(stage, k, base) for stage in range(self._count)])
 
-    def _stage_rate(self, stage: int, k: int) -> float:
-        """That of one stage alone."""
-        rate = float(self._rate(k))
+    def _stage_rate(self, stage: int, k: int, rate: float) -> float:
+        """That of one stage alone, from that of the schedule."""
         for rule, settings in self._rules if k >= self.switch else ():
             rate = rule.rate(settings[stage], rate, k - self.switch) if rule.rate is not None else rate
         return rate
 
-    def step(self, k: int, clip: Callable[[], None]) -> None:
-        """Update k of every stage from the gradients at hand, which are then gone; those of blocks that gather more of them
-        stay."""
+    def step(self, k: int, clip: Callable[[], None], stages: Optional[Sequence[int]] = None) -> None:
+        """Update k of these stages (all if None) from the gradients at hand, which are then gone, those of other stages, too;
+        those of blocks that gather more of them stay."""
         active = self._active if k >= self.switch else []
+        if stages is not None:
+            active = [(stage, rule, at) for stage, rule, at in active if stage.index in stages]
+            self._forget_others(stages)
         gathering = _gather(self.stages.values(), self._every, k)
         rates = self.rates(k)
         for group in self._optimizer.param_groups:
@@ -184,6 +178,13 @@ class UpdateRules:
         self._optimizer.zero_grad(set_to_none=True)
         for p, gradient in gathering:
             p.grad = gradient
+
+    def _forget_others(self, stages: Sequence[int]) -> None:
+        """The gradients of all stages but these are gone: what has none, no optimizer steps."""
+        for index, stage in self.stages.items():
+            if index not in stages:
+                for p in stage.parameters:
+                    p.grad = None
 
     def _acting_here(self) -> List[Tuple[StageState, Rule, Setting]]:
         """What acts on the stages at hand, rule by rule."""

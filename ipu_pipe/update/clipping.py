@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence
+from typing import Dict, Iterable, List, Optional, Sequence, Union
 
 import torch
 
 from ipu_pipe.schedule.table import Kind, Schedule
-from ipu_pipe.update.groups import parameters_by_stage
 
-
-def clip(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:
-    """Scale gradients to a Euclidean norm of at most `norm`: over all stages (`global`) or each stage alone (`stage`)."""
-    stages: Mapping[Any, List[torch.Tensor]] = parameters_by_stage(optimizer)
-    chosen = stages.values() if scope == "stage" else [[p for ps in stages.values() for p in ps]]
-    for parameters in chosen:
-        scale_to(norm, parameters, gradient_norms(parameters))
+MARGIN = 1e-6  # added to a norm, as torch's own clipping does
 
 
 def gradient_norms(parameters: Iterable[torch.Tensor]) -> List[torch.Tensor]:
@@ -30,10 +23,13 @@ def scale_to(norm: float, parameters: Iterable[torch.Tensor], norms: Sequence[to
     if not norms:
         return
     total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
-    scale = torch.clamp(norm / (total + 1e-6), max=1.0)
+    _multiply(parameters, torch.clamp(norm / (total + MARGIN), max=1.0))
+
+
+def _multiply(parameters: Iterable[torch.Tensor], scale: Union[float, torch.Tensor]) -> None:
     for p in parameters:
         if p.grad is not None:
-            p.grad.mul_(scale.to(p.grad.device))
+            p.grad.mul_(scale.to(p.grad.device) if isinstance(scale, torch.Tensor) else scale)
 
 
 def own_norm(parameters: Iterable[torch.Tensor]) -> Optional[float]:
@@ -71,12 +67,8 @@ class DelayedGlobalNorm:
         """Scale a stage's gradients of update k, whose own norm is `own`."""
         source = self.source(k)
         total = own if source is None else self._totals[source]
-        if total is None:
-            return
-        scale = min(self._norm / (total + 1e-6), 1.0)
-        for p in parameters:
-            if p.grad is not None:
-                p.grad.mul_(scale)
+        if total is not None:
+            _multiply(parameters, min(self._norm / (total + MARGIN), 1.0))
 
 
 def _common_lag(schedule: Schedule) -> int:

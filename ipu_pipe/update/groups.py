@@ -55,14 +55,6 @@ def only(groups: Groups, wanted: Set[int]) -> Groups:
     return [group for group in kept if group["params"]]
 
 
-def parameters_by_stage(optimizer: torch.optim.Optimizer) -> Dict[int, List[torch.Tensor]]:
-    """The optimizer's parameters, by stage."""
-    by_stage: Dict[int, List[torch.Tensor]] = {}
-    for group in optimizer.param_groups:
-        by_stage.setdefault(group["stage"], []).extend(group["params"])
-    return by_stage
-
-
 def _undecayed(model: nn.Module, names: Iterable[str], patterns: Sequence[str]) -> List[str]:
     chosen: List[str] = []
     for pattern in patterns:

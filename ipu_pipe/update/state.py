@@ -59,9 +59,7 @@ def import_state(
         if id(parameter) not in own:
             continue
         group = own[id(parameter)]
-        counts_there = bool(
-            group.get("fused") or group.get("capturable")
-        )  # other optimizers keep step counts on the CPU
+        counts_there = bool(group.get("fused") or group.get("capturable"))  # others keep step counts on the CPU
         for entry, value in state.items():
             if isinstance(value, torch.Tensor):
                 state[entry] = value.to(parameter.device if entry != "step" or counts_there else "cpu")

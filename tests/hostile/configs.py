@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Tuple
 
 import yaml
 
-from ipu_pipe.job.config import Config
+from ipu_pipe.job.schema import Config
 from ipu_pipe.schedule.methods import METHODS
 from tests.hostile.cases import BASE, Bases, Case, damage, value
 

@@ -61,7 +61,8 @@ def prepare() -> None:
     import torch
 
     torch.set_num_threads(1)
-    for name in ("sklearn.datasets", "PIL.Image", "torch.utils.tensorboard", *(f"tools.{tool}" for tool in TOOLS)):
+    commands = [f"ipu_pipe.cli.{tool}" for tool in TOOLS]
+    for name in ("sklearn.datasets", "PIL.Image", "torch.utils.tensorboard", *commands):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     for name in ("report.summary", "run.training", "backends.table", "studies.experiments"):
@@ -140,7 +141,7 @@ def _be(case: Case, folder: Path, out: Path) -> NoReturn:
         for name in ("RANK", "WORLD_SIZE"):
             os.environ.pop(name, None)
         sys.argv = [f"tools/{case.tool}.py", *case.argv]
-        run_command(sys.modules[f"tools.{case.tool}"].main)
+        run_command(sys.modules[f"ipu_pipe.cli.{case.tool}"].main)
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 0 if left.code is None else 1
     except BaseException:

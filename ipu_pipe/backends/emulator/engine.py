@@ -13,12 +13,11 @@ from ipu_pipe.backends.interface import Backend, Engine, Report, State, StepResu
 from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.blame import attributed
-from ipu_pipe.job.config import BackendConfig
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.placing import place_whole
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
-from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.job.schema import BackendConfig
 from ipu_pipe.update.state import export_state, optimizer_bytes
 
 
@@ -31,21 +30,22 @@ class EmulatorEngine(Engine):
         self._emulator = Emulator(work, job.model, job.part, job.example, config.seed, config.replicas)
 
     def step(self, k: int) -> StepResult:
-        accumulate = self.job.config.gradient_accumulation
         with attributed(lambda: self._emulator.whereabouts):
-            return self._emulator.step(self._microbatches(k * accumulate, (k + 1) * accumulate))
+            return self._emulator.step(self._microbatches())
 
     def advance(self, k: int, read: bool) -> List[StepResult]:
         if not reading_waits(self.job.device):
             return [self.step(k)]
-        accumulate = self.job.config.gradient_accumulation
-        self._emulator.advance(self._microbatches(k * accumulate, (k + 1) * accumulate))
+        self._emulator.advance(self._microbatches())
         return self._emulator.read() if read else []
 
-    def _microbatches(self, first: int, last: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
-        for m in range(first, last):
-            for replica in range(self.job.config.replicas):
-                yield self.job.microbatch(m, replica)
+    def _microbatches(self) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
+        """Those of the replays up to the next that updates, each when it is that one's turn."""
+        is_done = False
+        while not is_done:
+            replay = self._emulator.replay
+            is_done = len(replay.updates) > 0
+            yield self.job.microbatch(replay.microbatch, replay.replica)
 
     def evaluate(self) -> List[Measured]:
         with attributed(lambda: f"evaluation before update {self._emulator.update}"):
@@ -60,9 +60,7 @@ class EmulatorEngine(Engine):
 
     def close(self) -> None:
         self._emulator.close()
-        blocks = blocks_of(self.job.model)
-        if blocks is not None:
-            blocks.release()
+        self.release_blocks()
 
 
 def reading_waits(device: torch.device) -> bool:

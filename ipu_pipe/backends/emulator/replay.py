@@ -1,11 +1,11 @@
-"""The exact single-process emulator: a schedule replayed microbatch after microbatch on the whole, unsplit model.
+"""The exact single-process emulator: replays, one after another, on the whole, unsplit model.
 
-Why this is exact: a stage's forward and backward of microbatch m read weights that only updates made by *earlier*
-microbatches have reached (the version table checks it), so the microbatches can be done one after another:
+Why this is exact: a stage's forward and backward read weights that only updates made by *earlier* replays have reached (the plan
+of the replays checks it), so the microbatches that a pipeline works on at once can be done one after another:
 
-    for each microbatch m:   [1] load what the forwards read    [2] forward
-                             [3] load what the backwards read   [4] backward
-                             [5] if m completes a batch: update every stage
+    for each replay:   [1] load what the forwards read    [2] forward
+                       [3] load what the backwards read   [4] backward
+                       [5] update the stages that it updates
 
 With recomputation the model runs forward twice, [2] with the forward's weights and again with those of the recomputation.
 
@@ -26,7 +26,7 @@ from ipu_pipe.backends.emulator.measuring import BatchSums, Measurements
 from ipu_pipe.backends.emulator.recompute import Recomputation
 from ipu_pipe.backends.emulator.replicas import Replicas
 from ipu_pipe.backends.interface import StepResult
-from ipu_pipe.backends.reads import ReadPlan, Replay
+from ipu_pipe.backends.reads import Replay, ReplayPlan
 from ipu_pipe.backends.weights import weights_of
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.blame import StageWatch
@@ -52,8 +52,10 @@ class Emulator:
         self, work: Work, model: nn.Module, part: Partition, example: Microbatch, seed: int = 0, replicas: int = 1
     ) -> None:
         self.work, self.model, self._blocks = work, model, blocks_of(model)
-        self.update, self._microbatch = work.update, work.microbatch
-        self._plan = ReadPlan(work.table, work.rules)
+        self.update, self._number = work.update, work.microbatch * replicas
+        self._plan = ReplayPlan(work.source(range(replicas)), work.rules, self._number)
+        self._replay: Optional[Replay] = None
+        self._microbatch = work.microbatch
         self.weights = weights_of(work, range(len(part)))
         self._clipping = Clipping(work, Elsewhere())
         self._measured = Measurements(work)
@@ -67,48 +69,55 @@ class Emulator:
             self._recomputation = Recomputation(model, part, segment_ends(len(part), work.method.segments).tolist())
 
     def step(self, microbatches: Iterable[Microbatch]) -> StepResult:
-        """Forward and backward of one batch's microbatches (x, y), in order, then the update of every stage. With replicas:
-        each one's first microbatch, then each one's second, and so on."""
-        self._batch(microbatches)
+        """The replays up to the next that updates, each with its microbatch (x, y) of those given, then the update. With
+        replicas: each one's first microbatch, then each one's second, and so on."""
+        replay = self._batch(microbatches)
         result = self.read()[-1]
-        self._update()
+        self._update(replay)
         return result
 
     def advance(self, microbatches: Iterable[Microbatch]) -> None:
         """`step`, of which `read` tells what it measured: a GPU goes on meanwhile. A loss that is not finite is told as late."""
-        self._batch(microbatches)
-        self._update()
+        self._update(self._batch(microbatches))
 
     def read(self) -> List[StepResult]:
         """What was measured since the last reading, by update. Raises RunFault where a loss is not finite."""
         return self._measured.read()
 
-    def _batch(self, microbatches: Iterable[Microbatch]) -> None:
-        sums, expected = BatchSums(), self.work.accumulate * self._width
+    @property
+    def replay(self) -> Replay:
+        """The one that is next."""
+        if self._replay is None:
+            self._replay = self._plan.replay(self._number)
+            self._microbatch = self._replay.microbatch
+        return self._replay
+
+    def _batch(self, microbatches: Iterable[Microbatch]) -> Replay:
+        """The replays of an update, the last of which says which stages it is of."""
+        sums = BatchSums()
         for x, y in microbatches:
-            sums.add(*self._pass(x, y, sums.count % self._width), len(x))
+            replay = self.replay
+            sums.add(*self._pass(replay, x, y), len(x))
             self._doing = "data"  # of the next one, if there is any
-        assert sums.count == expected, f"{sums.count} microbatches given, a batch has {expected}"
+        assert sums.count and len(replay.updates), f"{sums.count} microbatches given: not those up to the next update"
         self._measured.add(self.update, sums)
+        return replay
 
     def _pass(
-        self, x: torch.Tensor, y: torch.Tensor, replica: int
+        self, replay: Replay, x: torch.Tensor, y: torch.Tensor
     ) -> Tuple[List[torch.Tensor], List[Optional[torch.Tensor]]]:
         """Loss and right answers of the output; of each block's where they have losses of their own."""
-        m = self._microbatch
-        self._random.microbatch = m * self._width + replica
+        self._random.microbatch = replay.microbatch * self._width + replay.replica
         if self._replicas:
-            self._replicas.enter(replica)
-        replay = self._plan.replay(m)
+            self._replicas.enter(replay.replica)
         (output, losses), to_backward = self._forward(replay, x, y)
         self.weights.load(replay.backward)
         self._doing = "backward"
         torch.autograd.backward([loss / self.work.accumulate for loss in to_backward])
         if self._replicas:
-            self._replicas.leave(replica)
-        if replica == self._width - 1:
-            self._microbatch += 1
-            self.weights.release(self._plan.oldest(self._microbatch))
+            self._replicas.leave(replay.replica)
+        self._number, self._replay = self._number + 1, None
+        self.weights.release(self._plan.oldest(self._number))
         outputs = output if isinstance(output, Outputs) else [output]
         return [loss.detach() for loss in losses], [right_answers(own, y) for own in outputs]
 
@@ -132,16 +141,17 @@ class Emulator:
         self._doing = "recomputation"
         return done, self._recomputation.repeat(forward)[1]
 
-    def _update(self) -> None:
-        self._doing = "update"
-        self.weights.before_update(self._plan.read_later(self.update, self._microbatch - 1))
+    def _update(self, replay: Replay) -> None:
+        self._doing, done = "update", self._number - 1
+        stages = None if len(replay.updates) == self._last_stage + 1 else replay.updates.tolist()
+        self.weights.before_update(self._plan.read_later(self._plan.made(done), done), stages)
         if self._replicas:
             self._replicas.average()
         if self._blocks is not None:
             self._blocks.average_duplicates()
-        self.work.rules.step(self.update, lambda: self._clipping(self.update))
+        self.work.rules.step(self.update, lambda: self._clipping(self.update), stages)
         self.update += 1
-        self.weights.release(self._plan.oldest(self._microbatch))
+        self.weights.release(self._plan.oldest(self._number))
         self._doing = "data"
 
     @property

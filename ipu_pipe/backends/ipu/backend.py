@@ -17,17 +17,15 @@ from ipu_pipe.backends.ipu.poprun import instance, join_poprun
 from ipu_pipe.backends.ipu.refusals import refuses
 from ipu_pipe.backends.ranks import is_distributed
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import BackendConfig, Config
-from ipu_pipe.job.ipu.config import section_of
 from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import placement, under_poprun
 from ipu_pipe.job.placing import place_whole
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.schema import BackendConfig, Config
 
 MISSING = (
     "PopTorch is not installed: it is a wheel inside Graphcore's Poplar SDK 3.4 (not on PyPI), for Python 3.8 and "
-    "torch 2.0.1; "
-    "what runs here is backend.name=emulator with backend.ipu=null and precision=float32"
+    "torch 2.0.1; what runs here is backend.name=emulator with backend.ipu=null and precision=float32"
 )
 
 
@@ -58,7 +56,7 @@ def check_launch(backend: BackendConfig) -> None:
 
 def start(config: Config, asked: Mapping[str, object]) -> None:
     """Import PopTorch, with what it and Poplar read from the environment at that time, and join other processes."""
-    backend, ipu = config.backend, section_of(config)
+    backend, ipu = config.backend, config.ipu
     if ipu.profile.pvti is not None:
         text = json.dumps({"enable": "true", "directory": ipu.profile.pvti})
         os.environ.setdefault("PVTI_OPTIONS", text)  # libpvti looks at it when it is imported
@@ -71,8 +69,7 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
         said = " ".join(str(error).split())[:200]
         raise BadInput(
             f"backend.name: poptorch: PopTorch is there but cannot be imported: {said}: source the SDK's enable "
-            "scripts, and use its "
-            "Python 3.8 and torch 2.0.1"
+            "scripts, and use its Python 3.8 and torch 2.0.1"
         ) from error
     if under_poprun():
         join_poprun(backend.deadline)
@@ -99,13 +96,13 @@ def faults(job: Job) -> List[str]:
     config = job.config
     found = facts(job.model, job.part, job.example[0], job.optimizer, job.updates, job.updates_per_epoch)
     local = instance(config).replicas if importlib.util.find_spec("poptorch") is not None else None
-    return refuses(config, found, local if local != config.replicas else None)
+    return refuses(config, job.method, found, local if local != config.replicas else None)
 
 
 def note(job: Job) -> str:
     """How PopTorch will run the stages, for the user."""
     config, stages = job.config, len(job.part)
-    ipu = section_of(config)
+    ipu = config.ipu
     if ipu.local == "decoupled":
         return f"{stages} blocks on {stages} IPUs, each in a process of its own; activations go through the hosts"
     place = placement(ipu, stages)
@@ -114,15 +111,14 @@ def note(job: Job) -> str:
     accumulation = config.gradient_accumulation
     share = accumulation / place.cycles(accumulation)
     return (
-        f"{stages} stages on {place.ipus} IPUs of each replica (PipelinedExecution): "
-        f"{place.cycles(accumulation)} pipeline cycles "
-        f"an update, {share:.1%} of them full"
+        f"{stages} stages on {place.ipus} IPUs of each replica (PipelinedExecution): {place.cycles(accumulation)} "
+        f"pipeline cycles an update, {share:.1%} of them full"
     )
 
 
 def make(job: Job, first_update: int) -> Engine:
     """The engine of this process."""
-    if section_of(job.config).local == "decoupled":
+    if job.config.ipu.local == "decoupled":
         return ipu_blocks.BlockEngine(job, first_update)
     return PoptorchEngine(job, first_update)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 import torch
 
+from ipu_pipe import launched
 from ipu_pipe.backends.ipu.evaluation import in_calls, judged
 from ipu_pipe.backends.ipu.executors import Executors
 from ipu_pipe.backends.ipu.faults import told
@@ -16,11 +16,10 @@ from ipu_pipe.backends.ipu.optimizer import export_state, import_state
 from ipu_pipe.backends.ipu.options import make_options
 from ipu_pipe.backends.ipu.profile import Timeline
 from ipu_pipe.backends.ipu.wrapping import unsplit, wrap_block
-from ipu_pipe.job.config import Config
 from ipu_pipe.job.evaluation import Tally, test_batches
-from ipu_pipe.job.ipu.config import section_of
 from ipu_pipe.job.ipu.placement import Placement
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.schema import Config
 from ipu_pipe.local.blocks import HEADS, blocks_of
 from ipu_pipe.model.randomness import derived_seed
 
@@ -38,7 +37,7 @@ class Block:
         self.is_last = rank == len(job.part) - 1
         self._crossings, self._first = blocks.crossings, first_update
         self._config = own_config(job.config, rank)
-        self._ipu = section_of(self._config)
+        self._ipu = self._config.ipu
         self.messages = Messages(rank, OUTSTANDING * (1 + every), job.config.precision.startswith("16"))
         wrapped = wrap_block(job.model, job.loss, rank, job.config.precision, self._ipu)
         held = import_state(job.optimizer)
@@ -50,11 +49,14 @@ class Block:
 
     def _options(self, training: bool) -> Any:
         ids = self._ipu.ipu_ids
-        ipu_id = ids[self.rank] if ids else int(os.environ.get("LOCAL_RANK", self.rank))
+        local = launched.read().local_rank
+        ipu_id = ids[self.rank] if ids else self.rank if local is None else local
         seed = derived_seed(self._config.seed, "ipu", self._first, self.rank) % 2**32
         accumulation = self._config.gradient_accumulation * self.every
         with torch.random.fork_rng(devices=[]):
-            return make_options(self._config, Placement((0,)), training, seed, None, ipu_id, accumulation)
+            return make_options(
+                self._config, self.job.method, Placement((0,)), training, seed, None, ipu_id, accumulation
+            )
 
     def train(self, updates: range) -> List[torch.Tensor]:
         """What the model gives for the updates of which this block makes one, in one call; the activations go on."""
@@ -117,7 +119,7 @@ class Block:
 
     def state(self) -> Tuple[Dict[str, torch.Tensor], Dict[str, torch.Tensor], Dict[str, Any]]:
         """Weights, and tensors and plain values of the optimizer's state, of this block alone."""
-        held = self.executors.held(0)
+        held = self.executors.snapshot(0)
         names = [unsplit(name) for name, _ in self.executors.wrapped.named_parameters()]
         own = [name for name in names if name is not None]
         return (held.model, *export_state(held.optimizer or {}, own))
@@ -125,7 +127,7 @@ class Block:
 
 def own_config(config: Config, rank: int) -> Config:
     """The config with a block's share of what is told by IPU."""
-    backend, ipu = config.backend, section_of(config)
+    backend, ipu = config.backend, config.ipu
     shares = ipu.available_memory_proportion
     if not isinstance(shares, list):
         return config

@@ -22,11 +22,10 @@ from ipu_pipe.backends.ipu.block import Block
 from ipu_pipe.backends.ipu.faults import check_finite, check_hardware, told_of_block
 from ipu_pipe.backends.ipu.optimizer import state_bytes
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import BackendConfig
 from ipu_pipe.job.evaluation import Tally
-from ipu_pipe.job.ipu.config import section_of
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.schema import BackendConfig
 from ipu_pipe.local.blocks import blocks_of
 
 COMPILATION = 3600.0  # seconds that a process may have to wait for another's compiler
@@ -68,10 +67,9 @@ class BlockEngine(Engine):
         if wide:
             raise BadInput(
                 f"stages: more than one tensor crosses to block {wide[0] + 1}: with backend.ipu.local decoupled it "
-                "must be one, or"
-                " set fused"
+                "must be one, or set fused"
             )
-        check_hardware(section_of(self.job.config), 1)
+        check_hardware(self.job.config.ipu, 1)
 
     # --- training
 
@@ -177,6 +175,4 @@ class BlockEngine(Engine):
 
     def abort(self) -> None:
         self.block.executors.drop()
-        blocks = blocks_of(self.job.model)
-        if blocks is not None:
-            blocks.release()
+        self.release_blocks()

@@ -20,18 +20,17 @@ import torch.distributed as dist
 
 from ipu_pipe.backends.interface import Engine, Report, State, StepResult
 from ipu_pipe.backends.ipu import profile as ipu_profile
-from ipu_pipe.backends.ipu.executors import Held
+from ipu_pipe.backends.ipu.executors import Snapshot
 from ipu_pipe.backends.ipu.faults import check_hardware, forget_frames, said_by
 from ipu_pipe.backends.ipu.optimizer import export_state, import_state, state_bytes
 from ipu_pipe.backends.ipu.poprun import instance
 from ipu_pipe.backends.ipu.session import Session
+from ipu_pipe.backends.ranks import are_joined
 from ipu_pipe.errors import BadInput, RunFault, end_process
-from ipu_pipe.job.ipu.config import section_of
 from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import Placement, placement, reserved
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
-from ipu_pipe.local.blocks import blocks_of
 
 Result = TypeVar("Result")
 
@@ -42,14 +41,14 @@ class PoptorchEngine(Engine):
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
         config = job.config
-        self.ipu = section_of(config)
+        self.ipu = config.ipu
         self._share = instance(config)
         self.is_main = self._share.first == 0
         self._place = placement(self.ipu, len(job.part))
         optimizer = import_state(job.optimizer)
         job.optimizer.state.clear()  # PopTorch's entries mean nothing to it
         start = {name: value.detach().clone() for name, value in job.model.state_dict().items()}
-        self._last = Held(first_update, start, optimizer)
+        self._last = Snapshot(first_update, start, optimizer)
         if first_update % self.ipu.device_iterations:
             raise BadInput(
                 f"backend.ipu.device_iterations: {self.ipu.device_iterations}: must divide the {first_update} updates "
@@ -105,7 +104,7 @@ class PoptorchEngine(Engine):
     @property
     def _others(self) -> bool:
         """Whether poprun's other instances take part, which cannot go back."""
-        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return are_joined() and dist.get_world_size() > 1
 
     def _recover(self, said: str) -> None:
         """A new session, brought to where the lost one was. `said`: of the error."""
@@ -147,13 +146,12 @@ class PoptorchEngine(Engine):
         assert not self._results, "a checkpoint inside a call"
         start = time.perf_counter_ns()
         with self._channel.tracepoint("checkpoint"):
-            self._last = self._guarded(lambda session: session.held(self._done))
+            self._last = self._guarded(lambda session: session.snapshot(self._done))
         self._may_retry = True
         self._timeline.add("checkpoint", self._done, start, time.perf_counter_ns())
         if not self.is_main:
             return None
-        names = [name for name, _ in self.job.model.named_parameters()]
-        return State(self._last.model, *export_state(self._last.optimizer or {}, names))
+        return State(self._last.model, *export_state(self._last.optimizer or {}, list(self.names.values())))
 
     def report(self) -> Optional[Report]:
         return _report(self.job, self._place, self._last.optimizer or {}, self._timeline) if self.is_main else None
@@ -163,7 +161,7 @@ class PoptorchEngine(Engine):
         if self._session is None:
             return
         if self._last.update != self._done:
-            self._last = self._guarded(lambda session: session.held(self._done))
+            self._last = self._guarded(lambda session: session.snapshot(self._done))
         self.job.model.load_state_dict(self._last.model)
         self.abort()
 
@@ -172,9 +170,7 @@ class PoptorchEngine(Engine):
             self._session.drop()
             self._session = None
             gc.collect()
-        blocks = blocks_of(self.job.model)
-        if blocks is not None:
-            blocks.release()
+        self.release_blocks()
 
 
 def _report(job: Job, place: Placement, optimizer: Mapping[str, Any], timeline: ipu_profile.Timeline) -> Report:
@@ -194,7 +190,7 @@ def _report(job: Job, place: Placement, optimizer: Mapping[str, Any], timeline: 
         "full_cycles_share": busy,
         "latency_seconds": timeline.latency or None,
         "cycles_of_the_last_call": timeline.cycles,
-        "profiles": ipu_profile.profiles(section_of(config)),
+        "profiles": ipu_profile.profiles(config.ipu),
     }
     return Report(
         state_bytes(tensors, job.part), [0], None, timeline.events,
@@ -211,7 +207,6 @@ def _given_up(error: Any, done: int, others: bool) -> RunFault:
             "instances cannot go back: do what it asks for, then go on with --resume"
         )
     return RunFault(
-        f"poptorch: after update {done}: device error ({error.recovery_action}) for the second time since "
-        "the last checkpoint: "
-        f"{said_by(error)}: do what it asks for (vipu reset partition, gc-reset), then go on with --resume"
+        f"poptorch: after update {done}: device error ({error.recovery_action}) for the second time since the last "
+        f"checkpoint: {said_by(error)}: do what it asks for (vipu reset partition, gc-reset), then go on with --resume"
     )

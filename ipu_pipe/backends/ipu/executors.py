@@ -13,11 +13,11 @@ from ipu_pipe.backends.ipu.feed import as_input
 from ipu_pipe.backends.ipu.optimizer import read_state, set_rates, translate
 from ipu_pipe.backends.ipu.profile import Timeline
 from ipu_pipe.backends.ipu.wrapping import Wrapped, unsplit
-from ipu_pipe.job.ipu.config import section_of
 from ipu_pipe.job.record import Job
+from ipu_pipe.model.modes import modes_restored
 
 
-class Held(NamedTuple):
+class Snapshot(NamedTuple):
     """Weights and optimizer state when `update` updates are done, by unsplit names and by PopTorch's."""
 
     update: int
@@ -41,7 +41,7 @@ class Executors:
         names = {p: name for name, p in job.model.named_parameters()}
         clip = job.config.clip.norm if job.config.clip else None
         with told("making the optimizer"):
-            self.optimizer: Any = translate(job.optimizer, names, own, section_of(job.config), clip)
+            self.optimizer: Any = translate(job.optimizer, names, own, job.config.ipu, clip)
             if optimizer is not None:
                 self.optimizer.load_state_dict({**self.optimizer.get_state_dict(), **optimizer, "ipu_param": {}})
         self._set_rates(first_update)
@@ -91,15 +91,9 @@ class Executors:
         import poptorch
 
         if self.inference is None:
-            modes = [(module, module.training) for module in self.wrapped.modules()]
-            self.wrapped.eval()
-            try:
-                with told("compiling the inference model"):
-                    made = poptorch.inferenceModel(self.wrapped, self.options(False))
-                    made.compile(as_input(example(made), self.job.config.precision))
-            finally:
-                for module, mode in modes:
-                    module.training = mode
+            with modes_restored(self.wrapped), told("compiling the inference model"):
+                made = poptorch.inferenceModel(self.wrapped.eval(), self.options(False))
+                made.compile(as_input(example(made), self.job.config.precision))
             self.inference = made
         return self.inference
 
@@ -128,7 +122,7 @@ class Executors:
 
     # --- state
 
-    def held(self, update: int) -> Held:
+    def snapshot(self, update: int) -> Snapshot:
         """Weights and optimizer state as they are, copies."""
         with told("reading the weights"):
             if self._is_training_attached:
@@ -140,7 +134,7 @@ class Executors:
                     model[own] = value.detach().clone()
             optimizer = read_state(self.optimizer)
         like = self.job.model.state_dict()
-        return Held(update, {name: value.to(like[name].dtype) for name, value in model.items()}, optimizer)
+        return Snapshot(update, {name: value.to(like[name].dtype) for name, value in model.items()}, optimizer)
 
     def drop(self) -> None:
         """Give the IPUs back, without a word where they are lost already. `destroy` first reads what a lost device no longer

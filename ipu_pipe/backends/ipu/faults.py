@@ -7,9 +7,10 @@ import os
 import traceback
 from typing import Any, Iterator, Optional, Sequence
 
+from ipu_pipe.backends.work import refuse_nonfinite
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.job.config import Config
 from ipu_pipe.job.ipu.config import IpuConfig
+from ipu_pipe.job.schema import Config
 
 FRONT_END = (
     AssertionError,
@@ -85,15 +86,10 @@ def check_hardware(ipu: IpuConfig, count: int) -> None:
 
 
 def check_finite(config: Config, update: int, losses: Sequence[float]) -> None:
-    """RunFault for a loss that is no finite number."""
-    wrong = [loss for loss in losses if loss != loss or abs(loss) == float("inf")]
-    if wrong and not config.allow_nonfinite:
-        raise RunFault(
-            f"update {update} of method {config.method}: the training loss is {wrong[0]}; a smaller optimizer.lr or "
-            "lr_schedule.warmup_steps may help, with half precision another backend.ipu.loss_scaling "
-            "(allow_nonfinite: true goes "
-            "on regardless)"
-        )
+    """Raises RunFault for a loss that is no finite number, unless that is allowed."""
+    if not config.allow_nonfinite:
+        scaling = ", with half precision another backend.ipu.loss_scaling"
+        refuse_nonfinite(config.method, update, losses, scaling)
 
 
 @contextlib.contextmanager
@@ -107,9 +103,8 @@ def told_of_block(rank: int, doing: str) -> Iterator[None]:
         raise
     except poptorch.RecoverableError as error:
         raise RunFault(
-            f"rank {rank}, block {rank}: device error ({error.recovery_action}): {error.message}: do "
-            "what it asks for, then"
-            " go on with --resume"
+            f"rank {rank}, block {rank}: device error ({error.recovery_action}): {error.message}: do what it asks "
+            "for, then go on with --resume"
         ) from error
     except RunFault as error:
         raise RunFault(f"rank {rank}, block {rank}: {error}") from error

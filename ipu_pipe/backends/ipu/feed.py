@@ -16,17 +16,11 @@ from typing import Any, Iterator, NoReturn, Optional, Tuple
 import torch
 from torch.utils.data import Dataset
 
+from ipu_pipe.backends.ipu.options import named
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, RunFault, first_line
-from ipu_pipe.job.config import Config
-from ipu_pipe.job.ipu.config import DataLoading, section_of
-
-STRATEGIES = {
-    "shared_memory": "SharedMemory",
-    "file_system": "FileSystem",
-    "fork": "Fork",
-    "forkserver": "ForkServer",
-}
+from ipu_pipe.job.ipu.config import DataLoading
+from ipu_pipe.job.schema import Config
 
 
 def as_input(value: torch.Tensor, precision: str) -> torch.Tensor:
@@ -49,7 +43,7 @@ class Calls(Dataset):  # type: ignore[type-arg]
         self, data: DataSource, config: Config, updates_per_epoch: int, first: int, updates: int, replica: int, replicas: int
     ) -> None:  # fmt: skip
         self._data, self._config, self._per_epoch = data, config, updates_per_epoch
-        self._first, self._iterations = first, section_of(config).device_iterations
+        self._first, self._iterations = first, config.ipu.device_iterations
         self._count = max(updates - first, 0) // self._iterations
         self._replicas = range(replica, replica + replicas)
 
@@ -128,7 +122,7 @@ class Feed:
                     "miss_sleep_time_in_ms": float(loading.miss_sleep_time_in_ms),
                     "early_preload": loading.early_preload,
                     "load_indefinitely": False,
-                    "sharing_strategy": getattr(poptorch.SharingStrategy, STRATEGIES[loading.sharing_strategy]),
+                    "sharing_strategy": named(poptorch.SharingStrategy, loading.sharing_strategy),
                 },
             )  # fmt: skip
             self._source = iter(self._loader)

@@ -135,9 +135,8 @@ def import_state(optimizer: torch.optim.Optimizer) -> Optional[Dict[str, Dict[st
                 foreign = foreign or value is not None
     if foreign:
         raise BadInput(
-            "--resume: the checkpoint's optimizer state is torch.optim's, of which PopTorch can load none: go on with "
-            "the backend "
-            "that wrote it, or start anew from its weights (init_from: .../model.safetensors)"
+            "--resume: the checkpoint's optimizer state is torch.optim's, of which PopTorch can load none: go on "
+            "with the backend that wrote it, or start anew from its weights (init_from: .../model.safetensors)"
         )
     return found if found["ipu_state"] else None
 

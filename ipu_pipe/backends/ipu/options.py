@@ -7,26 +7,26 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-from ipu_pipe.job.config import Config
-from ipu_pipe.job.ipu.config import LOCATIONS, IpuConfig, TensorLocation, TensorLocations, section_of
+from ipu_pipe.job.ipu.config import LOCATIONS, IpuConfig, TensorLocation, TensorLocations
 from ipu_pipe.job.ipu.methods import Execution, execution_of
 from ipu_pipe.job.ipu.placement import Placement
-from ipu_pipe.schedule.methods import resolve_method
+from ipu_pipe.job.schema import Config
+from ipu_pipe.schedule.methods import Method
 
 RECOMPUTATION = {"none": 0, "standard": 1, "norm_only": 2, "pipeline": 3, "recompute_all": 4}  # popart's numbers
 
 
 def make_options(
-    config: Config, place: Placement, training: bool, seed: int, base: Optional[Any] = None, ipu_id: Optional[int] = None,
-    accumulation: Optional[int] = None,
+    config: Config, method: Method, place: Placement, training: bool, seed: int, base: Optional[Any] = None,
+    ipu_id: Optional[int] = None, accumulation: Optional[int] = None,
 ) -> Any:  # fmt: skip
     """poptorch.Options of a run's training or inference model. `base`: options to fill in, those of popdist, which has set
     replicas and processes. `ipu_id`: of gc-info, None: any device. `accumulation`: microbatches an update, None: the config's.
     """
     import poptorch  # only here
 
-    ipu = section_of(config)
-    execution = execution_of(resolve_method(config.method, config.method_settings()))
+    ipu = config.ipu
+    execution = execution_of(method)
     assert execution is not None, "a config with a method that no row says runs is refused"
     pipelined = execution is Execution.PIPELINED
     options = poptorch.Options() if base is None else base
@@ -46,6 +46,11 @@ def make_options(
     return options
 
 
+def named(enum: Any, key: str) -> Any:
+    """The member of a PopTorch enum that a config calls `key`: EveryN is every_n, ForkServer is forkserver."""
+    return next(getattr(enum, name) for name in dir(enum) if name.lower() == key.replace("_", ""))
+
+
 def stage_name(stage: int) -> str:
     """The block with which a stage begins."""
     return f"stage{stage}"
@@ -56,7 +61,7 @@ def _set_execution(
 ) -> None:
     import poptorch
 
-    ipu = section_of(config)
+    ipu = config.ipu
     stages = [poptorch.Stage(*map(stage_name, stages)).ipu(index) for index, stages in place.runs]
     options.setExecutionStrategy(getattr(poptorch, execution.value)(*stages))
     options.autoRoundNumIPUs(ipu.auto_round_num_ipus)
@@ -68,18 +73,12 @@ def _set_execution(
     options.deviceIterations(ipu.device_iterations)
     options.Training.gradientAccumulation(accumulation or config.gradient_accumulation)
     options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Mean)
-    strategies = {"post": "Post", "running": "Running", "post_and_loss": "PostAndLoss"}
-    options.Training.setMeanAccumulationAndReplicationReductionStrategy(
-        getattr(poptorch.MeanReductionStrategy, strategies[ipu.mean_reduction_strategy])
-    )
+    strategy = named(poptorch.MeanReductionStrategy, ipu.mean_reduction_strategy)
+    options.Training.setMeanAccumulationAndReplicationReductionStrategy(strategy)
     if ipu.automatic_loss_scaling:
         options.Training.setAutomaticLossScaling(True)
-    modes = {"all": "All", "final": "Final", "sum": "Sum", "every_n": "EveryN"}
-    mode = getattr(poptorch.OutputMode, modes[ipu.output_mode])
-    if ipu.output_mode == "every_n":
-        options.outputMode(mode, ipu.output_return_period)
-    else:
-        options.outputMode(mode)
+    period = [ipu.output_return_period] if ipu.output_mode == "every_n" else []
+    options.outputMode(named(poptorch.OutputMode, ipu.output_mode), *period)
 
 
 def inference_iterations(ipu: IpuConfig, place: Placement, pipelined: bool) -> int:
@@ -154,12 +153,10 @@ def _set_target(options: Any, ipu: IpuConfig) -> None:
     if ipu.offline_target is not None:
         options.useOfflineIpuTarget(ipu.offline_target)
     else:
-        types = {"always": "Always", "on_demand": "OnDemand"}
-        options.connectionType(getattr(poptorch.ConnectionType, types[ipu.connection_type]))
+        options.connectionType(named(poptorch.ConnectionType, ipu.connection_type))
     if ipu.use_ipu_model:
         options.useIpuModel(True)
-    patterns = {"full": "Full", "single_pipeline": "SinglePipeline", "replica_and_ladder": "ReplicaAndLadder"}
-    options.syncPattern(getattr(poptorch.SyncPattern, patterns[ipu.sync_pattern]))
+    options.syncPattern(named(poptorch.SyncPattern, ipu.sync_pattern))
     options.showCompilationProgressBar(ipu.progress_bar)
     if ipu.synthetic_data:
         options.enableSyntheticData(True)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import datetime
-import os
 from typing import Any, Callable, NamedTuple, Optional
 
 import torch.distributed as dist
 
+from ipu_pipe import launched
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import Config
 from ipu_pipe.job.ipu.placement import under_poprun
+from ipu_pipe.job.schema import Config
 
 
 class Instance(NamedTuple):
-    """This process's share: replicas `first` to `first + replicas`. `base`: makes popdist's options, None without "
-    "poprun."""
+    """This process's share: replicas `first` to `first + replicas`. `base`: makes popdist's options, None without poprun."""
 
     first: int
     replicas: int
@@ -45,8 +44,9 @@ def join_poprun(deadline: float) -> None:
 
     popdist.init()
     rank, world = popdist.getInstanceIndex(), popdist.getNumInstances()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))  # what the rest of the package asks
+    launched.announce(rank, world)
     if world > 1 and not dist.is_initialized():
-        where = f"tcp://{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '29500')}"
+        told = launched.read()
+        where = f"tcp://{told.address or '127.0.0.1'}:{told.port or 29500}"
         patience = datetime.timedelta(seconds=max(deadline, 3600.0))  # one compiles while the others wait
         dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world, timeout=patience)

@@ -6,21 +6,21 @@ from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 from ipu_pipe.backends.ipu.facts import ModelFacts
 from ipu_pipe.backends.ipu.optimizer import ACCUMULATORS
-from ipu_pipe.job.config import Config
-from ipu_pipe.job.ipu.config import IpuConfig, key_said, section_of
+from ipu_pipe.job.ipu.config import IpuConfig, key_said
 from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import MOST_IPUS, Placement, placement, placement_faults, reserved
 from ipu_pipe.job.ipu.refusals import location_faults
-from ipu_pipe.schedule.methods import Method, resolve_method
+from ipu_pipe.job.schema import Config
+from ipu_pipe.schedule.methods import Method
+from ipu_pipe.shown import first_of
 
 _UNREAD = ("maximize", "differentiable", "capturable", "amsgrad", "nesterov")
 
 
-def refuses(config: Config, facts: ModelFacts, local_replicas: Optional[int] = None) -> List[str]:
+def refuses(config: Config, method: Method, facts: ModelFacts, local_replicas: Optional[int] = None) -> List[str]:
     """Reasons why PopTorch cannot run the job, each with its remedy; empty if none is known. `local_replicas`: of this process,
     where poprun started several."""
-    ipu = section_of(config)
-    method = resolve_method(config.method, config.method_settings())
+    ipu = config.ipu
     if local_replicas is not None:
         config = config.model_copy(update={"replicas": local_replicas})
     decoupled = ipu.local == "decoupled" and method.structure is not None
@@ -39,9 +39,9 @@ def refuses(config: Config, facts: ModelFacts, local_replicas: Optional[int] = N
         faults += _layout_faults(facts, place, method)
     if facts.moving and config.replicas > 1 and ipu.broadcast_buffers:
         faults.append(
-            f"{key_said('broadcast_buffers', True)}: training writes {_some(facts.moving)} on each of {config.replicas} "
-            "replicas apart, which "
-            "PopTorch does not broadcast: set it to false (the first replica's are kept), or use GroupNorm"
+            f"{key_said('broadcast_buffers', True)}: training writes {first_of(facts.moving, 3)} on each of "
+            f"{config.replicas} replicas apart, which PopTorch does not broadcast: set it to false (the first "
+            "replica's are kept), or use GroupNorm"
         )
     if local_replicas is not None:
         faults += location_faults(config, ipu)  # weights are sharded over a process's own replicas
@@ -72,9 +72,8 @@ def _layout_faults(facts: ModelFacts, place: Placement, method: Method) -> List[
         used = sorted({place.ipu_of[s] for s in stages})
         if len(used) > 1 and is_pipelined(method):
             faults.append(
-                f"model: {name}: used by stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, used))}, but "
-                "a weight or buffer "
-                "lies on one: put them on the same with backend.ipu.ipus, or cut elsewhere"
+                f"model: {name}: used by stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, used))}, "
+                "but a weight or buffer lies on one: put them on the same with backend.ipu.ipus, or cut elsewhere"
             )
     return faults
 
@@ -110,7 +109,3 @@ def _alignment_faults(config: Config, iterations: int, facts: ModelFacts) -> Lis
             f"{key}: the updates of a call share one learning rate: must divide lr_schedule.milestones in updates"
         )
     return faults
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

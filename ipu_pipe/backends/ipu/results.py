@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.ipu.faults import check_finite
-from ipu_pipe.job.ipu.config import section_of
+from ipu_pipe.backends.ranks import are_joined
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
 
@@ -22,7 +22,7 @@ def losses_of(job: Job) -> int:
 
 def results_of(job: Job, k: int, found: Sequence[torch.Tensor]) -> List[StepResult]:
     """Of update k and the others of its call: mean losses and shares of right answers over what the output mode gives."""
-    config, ipu, blocks = job.config, section_of(job.config), losses_of(job)
+    config, ipu, blocks = job.config, job.config.ipu, losses_of(job)
     iterations = ipu.device_iterations
     losses = found[1].double().reshape(-1, blocks)
     answers = found[2].double().reshape(-1, blocks, 2) if len(found) > 2 else None
@@ -48,7 +48,7 @@ def results_of(job: Job, k: int, found: Sequence[torch.Tensor]) -> List[StepResu
 
 def _over_instances(means: torch.Tensor, right: Optional[torch.Tensor]) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     """Over poprun's instances, where there are several."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not are_joined():
         return means, right
     dist.all_reduce(means)
     if right is not None:

@@ -8,7 +8,7 @@ import torch
 
 from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.ipu.evaluation import filled, in_calls, judged
-from ipu_pipe.backends.ipu.executors import Executors, Held
+from ipu_pipe.backends.ipu.executors import Executors, Snapshot
 from ipu_pipe.backends.ipu.faults import told
 from ipu_pipe.backends.ipu.feed import Calls, Feed, as_input
 from ipu_pipe.backends.ipu.options import make_options
@@ -17,7 +17,7 @@ from ipu_pipe.backends.ipu.profile import Timeline
 from ipu_pipe.backends.ipu.results import losses_of, results_of
 from ipu_pipe.backends.ipu.wrapping import Wrapped, unsplit, wrap
 from ipu_pipe.job.evaluation import Tally, test_batches
-from ipu_pipe.job.ipu.config import DataLoading, section_of
+from ipu_pipe.job.ipu.config import DataLoading
 from ipu_pipe.job.ipu.placement import Placement, reserved
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
@@ -27,9 +27,9 @@ from ipu_pipe.model.randomness import derived_seed
 class Session:
     """The whole model on its IPUs, and the input of its calls from update `held.update` on."""
 
-    def __init__(self, job: Job, held: Held, share: Instance, place: Placement, timeline: Timeline) -> None:
+    def __init__(self, job: Job, held: Snapshot, share: Instance, place: Placement, timeline: Timeline) -> None:
         config = job.config
-        self.job, self.ipu, self.share, self.place = job, section_of(config), share, place
+        self.job, self.ipu, self.share, self.place = job, config.ipu, share, place
         self._first = held.update
         wrapped = wrap(job.model, job.loss, job.part, config.precision, self.ipu)
         _load(wrapped, held.model)
@@ -49,7 +49,7 @@ class Session:
         seed = derived_seed(self.job.config.seed, "ipu", self._first) % 2**32
         with torch.random.fork_rng(devices=[]):  # randomSeed seeds the host's generator, too
             ipu_id = self.ipu.ipu_ids[0] if self.ipu.ipu_ids else None
-            return make_options(self.job.config, self.place, training, seed, base, ipu_id)
+            return make_options(self.job.config, self.job.method, self.place, training, seed, base, ipu_id)
 
     def compile(self) -> None:
         """Compile both models, run none. Compiling attaches, and the second model needs the first one's IPUs."""
@@ -95,9 +95,9 @@ class Session:
                 tally.add(judged(output, count), y[:count], count)
         return [tally.measured for tally in tallies]
 
-    def held(self, update: int) -> Held:
+    def snapshot(self, update: int) -> Snapshot:
         """Weights and optimizer state as they are, copies."""
-        return self.executors.held(update)
+        return self.executors.snapshot(update)
 
     def drop(self) -> None:
         """Give the IPUs back and end the input."""

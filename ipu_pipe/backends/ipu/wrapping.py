@@ -185,8 +185,7 @@ def wrap(model: nn.Module, loss: Loss, part: Partition, precision: str, ipu: Ipu
 
 
 def wrap_block(model: nn.Module, loss: Loss, index: int, precision: str, ipu: IpuConfig) -> Wrapped:
-    """A copy of one block with a loss of its own, for an IPU of its own; it hands its activations on unless it is "
-    "the last."""
+    """A copy of one block with a loss of its own, for an IPU of its own; it hands its activations on unless it is the last."""
     blocks = blocks_of(model)
     assert blocks is not None
     piece, head = blocks.pieces[index], blocks.head(index)

@@ -10,13 +10,16 @@ from typing import List, Optional
 
 import torch.distributed as dist
 
-from ipu_pipe.backends.interface import Engine, Report, State, StepResult
+from ipu_pipe.backends.exactness import exactness_faults
+from ipu_pipe.backends.interface import Backend, Engine, Report, State, StepResult, refuse_foreign
 from ipu_pipe.backends.processes.assembling import cut_out, forget_others, make_channels, replica_groups
 from ipu_pipe.backends.processes.clocks import offset_to_first
 from ipu_pipe.backends.processes.evaluation import Evaluation
 from ipu_pipe.backends.processes.gathering import gather, stage_report, stage_state, whole_report, whole_state
+from ipu_pipe.backends.processes.group import check_launch, start
 from ipu_pipe.backends.processes.losses import Telling
 from ipu_pipe.backends.processes.mail import Layout, Mail, Timeline
+from ipu_pipe.backends.processes.placing import place
 from ipu_pipe.backends.processes.player import RowPlayer
 from ipu_pipe.backends.processes.told import named_faults
 from ipu_pipe.backends.work import Work
@@ -35,12 +38,12 @@ class ProcessEngine(Engine):
         self.is_main = self.layout.rank == 0
         self._first_update, self._blocks = first_update, blocks_of(job.model)
         groups = replica_groups(self.layout)
-        place, cut = cut_out(job, self.layout)
+        own, cut = cut_out(job, self.layout)
         timeline = Timeline(self.layout, work.microbatch + config.log.trace_microbatches)
         channels = make_channels(job, self.layout)
         mail = Mail(self.layout, job.device, timeline, config.backend.deadline, channels=channels)
-        self._player = RowPlayer(work, place, mail, groups[self.layout.stage] if groups else None)
-        forget_others(job, place, cut)
+        self._player = RowPlayer(work, own, mail, groups[self.layout.stage] if groups else None)
+        forget_others(job, own, cut)
         self._telling = Telling(mail, self.layout, self._with_loss(), job.batch, groups[0] if groups else None)
         self._evaluation = Evaluation(job, self._player, self._telling.with_loss)
         with named_faults(self._player):
@@ -92,5 +95,13 @@ class ProcessEngine(Engine):
 
     def abort(self) -> None:
         self._player.release()
-        if self._blocks is not None:
-            self._blocks.release()
+        self.release_blocks()
+
+
+def make(job: Job, first_update: int) -> ProcessEngine:
+    """This process's engine, to go on with update `first_update`."""
+    refuse_foreign(job.optimizer)
+    return ProcessEngine(job, first_update)
+
+
+BACKEND = Backend(check_launch, start, place, exactness_faults, lambda job: "", make)

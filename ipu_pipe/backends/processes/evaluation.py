@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from typing import Any, Iterator, List
+from typing import Any, List
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from ipu_pipe.job.evaluation import Tally, test_batches
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import one_activation
+from ipu_pipe.model.modes import modes_restored
 
 EVALUATION_TAG = (1 << 30) + 2  # beyond all messages of the schedule
 COUNTED = "ipu_pipe/evaluated"  # batches that any stage has done, in the store
@@ -35,7 +35,10 @@ class Evaluation:
         layout = self._place.layout
         self._player.weights.rest()
         sums = torch.zeros(layout.depth, 5, dtype=torch.float64)
-        with self._evaluating(), torch.no_grad():
+        modules = [module for module in (self._place.piece, self._place.head) if module is not None]
+        with torch.no_grad(), modes_restored(*modules):
+            for module in modules:
+                module.eval()
             if layout.replica == 0:
                 sums[layout.stage] = self._tallied()
         if layout.width > 1:
@@ -43,19 +46,6 @@ class Evaluation:
             wait_for_first_replica(layout, self._player, self._count)
         self._player.mail.wait(dist.all_reduce(sums, async_op=True))
         return [Tally(self._job.loss, row).measured for row in sums[self._with_loss]]
-
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        head = self._place.head
-        modules = [*self._place.piece.modules(), *(head.modules() if head is not None else ())]
-        modes = [(module, module.training) for module in modules]
-        for module in modules:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
 
     def _tallied(self) -> torch.Tensor:
         tally, place, s = Tally(self._job.loss), self._place, self._place.layout.stage

@@ -13,8 +13,8 @@ from ipu_pipe.backends.processes.joining import Asked, differing, meet, wait_lim
 from ipu_pipe.backends.processes.stopping import Stopping
 from ipu_pipe.backends.ranks import is_distributed, told_as_lost
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import BackendConfig, Config
 from ipu_pipe.job.determinism import set_numerics
+from ipu_pipe.job.schema import BackendConfig, Config
 
 
 def check_launch(backend: BackendConfig) -> None:
@@ -48,7 +48,7 @@ def start(config: Config, options: Mapping[str, object]) -> None:
         # a kernel that is loaded when first used waits for an idle GPU, which one with a receive posted is not
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
         set_numerics(backend)
-        torch.cuda.set_device(where.local_rank % max(torch.cuda.device_count(), 1))
+        torch.cuda.set_device((where.local_rank or 0) % max(torch.cuda.device_count(), 1))
     with told_as_lost(where.rank):
         dist.init_process_group(
             "gloo", store=dist.PrefixStore("group", store), rank=where.rank, world_size=where.world, timeout=limit

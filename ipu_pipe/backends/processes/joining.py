@@ -22,8 +22,9 @@ import torch.distributed as dist
 from ipu_pipe import __version__
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.comparing import flat
-from ipu_pipe.job.config import Config
+from ipu_pipe.job.schema import Config
 from ipu_pipe.launched import Launched
+from ipu_pipe.shown import first_of
 
 POLL = 0.05  # seconds between looks at the store
 LINGER = 2.0  # seconds at most that the store stays for the others to read why it ends
@@ -153,8 +154,7 @@ def _end_for_all(store: Any, where: Launched, error: Union[BadInput, RunFault]) 
 
 
 def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {first_of(ranks, 8)}"
 
 
 def _place(where: Launched) -> str:

@@ -183,9 +183,8 @@ class Mail:
         """Wait for a message."""
         start = time.perf_counter_ns()
         received = self._posted.pop((source, message))
-        wait = self._wait_for_channel if self._by_channel(message.kind) else self.wait
         for work, _ in received:
-            wait(work, self._layout.rank_of(source))
+            self._finish(work, source, message.kind)
         self._in_post[source, message.kind] -= 1
         self._post(source, message.kind)
         size = sum(buffer.numel() * buffer.element_size() for _, buffer in received)
@@ -223,8 +222,12 @@ class Mail:
 
     def _let_go(self, target: int) -> None:
         work, _, kind = self._out[target].popleft()
+        self._finish(work, target, kind)
+
+    def _finish(self, work: Any, stage: int, kind: str) -> None:
+        """Wait for a message from or to a stage."""
         wait = self._wait_for_channel if self._by_channel(kind) else self.wait
-        wait(work, self._layout.rank_of(target))
+        wait(work, self._layout.rank_of(stage))
 
     def flush(self) -> None:
         """Wait until all that was sent is through."""

@@ -18,7 +18,7 @@ from ipu_pipe.backends.processes.losses import Losses
 from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, Mail, Message
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.processes.row import Segments
-from ipu_pipe.backends.reads import ReadPlan, Replay
+from ipu_pipe.backends.reads import Replay, ReplayPlan
 from ipu_pipe.backends.weights import weights_of
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.evaluation import right_answers
@@ -45,7 +45,7 @@ class Passes:
         self._work, self._place, self._mail = work, place, mail
         self._stage = place.layout.stage
         self._segments = Segments(work)
-        self._plan = ReadPlan(work.table, work.rules)
+        self._plan = ReplayPlan(work.source([place.layout.replica]), work.rules, work.microbatch)
         self._flights: Dict[int, _Flight] = {}
         self.weights = weights_of(work, [self._stage])
         self.losses = Losses()
@@ -157,7 +157,8 @@ class Passes:
         reads = [flight.replay.backward for flight in self._flights.values()]
         codes = {int(read.codes[0]) for read in reads if read.versions[0] == self.update}
         if method.forward_reads is Reads.DOUBLE_BUFFERED:
-            codes |= self._plan.read_later(self.update, self.forwarded)[self._stage]
+            versions = np.full(self._work.schedule.stages, self.update)
+            codes |= self._plan.read_later(versions, self.forwarded)[self._stage]
         return codes
 
     def _release(self) -> None:

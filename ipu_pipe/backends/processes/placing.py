@@ -12,12 +12,13 @@ from torch import nn
 from ipu_pipe.backends.processes.mail import Layout
 from ipu_pipe.backends.ranks import on_all_ranks
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import Config
 from ipu_pipe.job.placing import Placed, place_blocks
+from ipu_pipe.job.schema import Config
 from ipu_pipe.model.cutting import Piece, crossings, merge_stages, pieces
 from ipu_pipe.model.rehearsal import refuse_other_pieces
 from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import Method, Reads
+from ipu_pipe.shown import first_of
 
 
 def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> Placed:
@@ -42,8 +43,8 @@ def _place_stages(config: Config, method: Method, model: nn.Module, x: torch.Ten
     begins = merge_stages(model, wished, depth, x)
     note = ""
     if len(wished) != depth:
-        shown = ", ".join(begins) if len(begins) <= 8 else f"{', '.join(begins[:8])} and {len(begins) - 8} more"
-        note = f"{len(wished)} stages on {depth} processes: taken together, stages begin at {shown or 'the model'}"
+        shown = first_of(begins, 8) or "the model"
+        note = f"{len(wished)} stages on {depth} processes: taken together, stages begin at {shown}"
     cut = pieces(model, begins, x)
     crossings(cut, model, x)  # refuses what cannot cross
     refuse_other_pieces(model, cut, x)  # on every rank alike, before any waits for another

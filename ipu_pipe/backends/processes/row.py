@@ -14,7 +14,6 @@ import torch
 
 from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, NORM, ORDER, RECOMPUTE, SHARED, UPDATE, Message
 from ipu_pipe.backends.processes.place import Place
-from ipu_pipe.backends.reads import reach_of
 from ipu_pipe.backends.work import Work
 from ipu_pipe.model.cutting import Shape
 from ipu_pipe.schedule.actions import Kind, pass_needs
@@ -48,7 +47,7 @@ class Row:
     def __init__(self, work: Work, stage: int) -> None:
         self._work, self._stage, self._schedule = work, stage, work.schedule
         self._segments = Segments(work)
-        self._reach = reach_of(work.table)
+        self._source = work.source([0])
 
     def _slots(self, kind: Kind, first: int, last: int) -> IntArray:
         s = self._stage
@@ -70,10 +69,11 @@ class Row:
         for begin in range(first, count, length):
             end = min(begin + length, count)
             backward = self._slots(Kind.BACKWARD, begin, end)
-            updates = np.arange(begin // batch, end // batch)
-            parts = [(BACKWARD, backward, np.arange(begin, end)), (UPDATE, backward[batch - 1 :: batch], updates)]
+            ends = np.flatnonzero(self._source.window(begin, end).updates[self._stage])  # the replays that update this stage
+            updates = self._source.made(begin)[self._stage] + np.arange(len(ends))
+            parts = [(BACKWARD, backward, np.arange(begin, end)), (UPDATE, backward[ends], updates)]
             for kind, slots_of in ahead.items():
-                most = min(end + self._reach, count)
+                most = min(end + self._source.reach, count)
                 found = slots_of(begun[kind], most)
                 taken = int(np.searchsorted(found, backward[-1], side="right"))
                 assert taken < len(found) or most == count, "the reach is too short"

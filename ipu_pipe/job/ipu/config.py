@@ -5,15 +5,12 @@ Source: PopTorch, branch sdk-release-3.4 (poptorch/python/options.py).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Union
+from typing import Any, Dict, List, Optional, Union
 
 from pydantic import BeforeValidator, StrictBool, field_validator
 from typing_extensions import Annotated, Literal
 
 from ipu_pipe.values import Count, NotNegative, Positive, Section, Whole, number
-
-if TYPE_CHECKING:
-    from ipu_pipe.job.config import Config
 
 LOCATIONS = ("activation", "weight", "optimizer", "accumulator")
 
@@ -65,7 +62,7 @@ class DataLoading(Section):
     sharing_strategy: Literal["shared_memory", "file_system", "fork", "forkserver"] = "forkserver"
 
 
-class Profile(Section):
+class IpuProfile(Section):
     """Graph and execution profile (`profile.pop`) under `directory`, and system trace (`.pvti`) under `pvti`. Full profiles
     change memory and times. `blocks`: only Block programs whose names match (PopVision's lightweight profile)."""
 
@@ -122,7 +119,7 @@ class IpuConfig(Section):
     progress_bar: StrictBool = True
 
     log_cycle_count: StrictBool = False
-    profile: Profile = Profile()
+    profile: IpuProfile = IpuProfile()
     engine_options: Dict[str, str] = {}
     popart_options: Dict[str, Any] = {}
 
@@ -133,12 +130,6 @@ class IpuConfig(Section):
         if wrong:
             raise ValueError(f"{wrong[0]}: must be a number, text, true, false, a list or a mapping")
         return value
-
-
-def section_of(config: Config) -> IpuConfig:
-    """`backend.ipu` of a config whose backend is poptorch, which always has it."""
-    assert config.backend.ipu is not None
-    return config.backend.ipu
 
 
 def key_said(name: str, value: Any) -> str:

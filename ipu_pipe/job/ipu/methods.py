@@ -83,8 +83,7 @@ def method_faults(method: Method) -> List[str]:
     if method.is_stale:
         return [
             f"method: {method.name}: a PopTorch pipeline is flushed at every weight update and keeps one version of "
-            "the weights, "
-            f"so no pass can read old ones: use {nearest}, or backend.name emulator or distributed"
+            f"the weights, so no pass can read old ones: use {nearest}, or backend.name emulator or distributed"
         ]
     if method.structure is not None and method.structure.overlap:
         return [

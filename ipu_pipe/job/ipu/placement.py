@@ -10,14 +10,12 @@ Sources: PopTorch, branch sdk-release-3.4 (popart_compiler/source/CompilerImpl.c
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, List, NamedTuple, Tuple
+from typing import List, NamedTuple, Tuple
 
 from ipu_pipe.job.ipu.config import IpuConfig, key_said
 from ipu_pipe.job.ipu.methods import is_pipelined
+from ipu_pipe.job.schema import Config
 from ipu_pipe.schedule.methods import Method
-
-if TYPE_CHECKING:
-    from ipu_pipe.job.config import Config
 
 MOST_IPUS = 64  # of one process
 
@@ -80,10 +78,9 @@ def placement_faults(config: Config, ipu: IpuConfig, method: Method, stages: int
     accumulation, least = config.gradient_accumulation, place.least_accumulation
     if is_pipelined(method) and place.ipus > 1 and accumulation < least:
         faults.append(
-            f"gradient_accumulation: {accumulation}: a PopTorch pipeline of {place.forward_stages} stages needs at least "
-            f"2 x {place.forward_stages} - 1 = {least} microbatches an update: raise it (and lower micro_batch_size), "
-            "take fewer "
-            "stages, or method naive"
+            f"gradient_accumulation: {accumulation}: a PopTorch pipeline of {place.forward_stages} stages needs at "
+            f"least 2 x {place.forward_stages} - 1 = {least} microbatches an update: raise it (and lower "
+            "micro_batch_size), take fewer stages, or method naive"
         )
     wished = ipu.inference_device_iterations
     if wished is not None and is_pipelined(method) and wished < place.forward_stages:
@@ -118,14 +115,12 @@ def _count_faults(config: Config, ipu: IpuConfig, place: Placement) -> List[str]
     if not whole_powers and not ipu.auto_round_num_ipus:
         return [
             f"stages: {said}: IPUs are reserved by powers of 2, here {reserved(total)}: take another number of stages "
-            "or replicas, "
-            "put two stages on one with backend.ipu.ipus, or auto_round_num_ipus: true, which leaves "
+            "or replicas, put two stages on one with backend.ipu.ipus, or auto_round_num_ipus: true, which leaves "
             f"{reserved(total) - total} idle"
         ]
     if reserved(total) > MOST_IPUS and not under_poprun():
         return [
             f"replicas: {replicas}: {said}: a process drives at most {MOST_IPUS}: take fewer, or start several "
-            "processes with"
-            " poprun --num-instances"
+            "processes with poprun --num-instances"
         ]
     return []

@@ -5,22 +5,20 @@ Sources: PopTorch, branch sdk-release-3.4 (poptorch/python/options.py, popart_co
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, List, Mapping
+from typing import Any, List, Mapping
 
-from ipu_pipe.job.ipu.config import LOCATIONS, IpuConfig, Profile, TensorLocation, key_said, section_of
+from ipu_pipe.job.ipu.config import LOCATIONS, IpuConfig, IpuProfile, TensorLocation, key_said
 from ipu_pipe.job.ipu.methods import is_pipelined, method_faults
 from ipu_pipe.job.ipu.placement import placement_faults, under_poprun
-from ipu_pipe.schedule.methods import Method, resolve_method
-
-if TYPE_CHECKING:
-    from ipu_pipe.job.config import Config
+from ipu_pipe.job.schema import Config
+from ipu_pipe.schedule.methods import Method
 
 PRECISIONS = ("float32", "16.16", "16.32", "32.32")
 
 
-def config_faults(config: Config) -> List[str]:
-    """What no IPU can do of a whole Config, `key: value: what is allowed`, before model and data are made; and what of the
-    keys of IPUs another backend cannot."""
+def config_faults(config: Config, method: Method) -> List[str]:
+    """What no IPU can do of a whole Config, whose method is given in full, `key: value: what is allowed`, before model and data
+    are made; and what of the keys of IPUs another backend cannot."""
     backend = config.backend
     if backend.name != "poptorch":
         if config.precision in ("16.16", "16.32", "32.32"):
@@ -29,8 +27,7 @@ def config_faults(config: Config) -> List[str]:
                 f"with {backend.name}"
             ]
         return []
-    ipu, args = section_of(config), config.method_settings()
-    method = resolve_method(config.method, args)
+    ipu, args = config.ipu, config.method_settings()
     faults = method_faults(method)
     if config.precision not in PRECISIONS:
         faults.append(
@@ -68,9 +65,8 @@ def _execution_faults(config: Config, ipu: IpuConfig, method: Method) -> List[st
     if ipu.overlapped_io != "none":
         if is_pipelined(method):
             faults.append(
-                f"{key_said('overlapped_io', ipu.overlapped_io)}: PopTorch overlaps no input and output with a pipeline: "
-                "must be none "
-                "(prefetch_buffering_depth buffers instead), or method naive"
+                f"{key_said('overlapped_io', ipu.overlapped_io)}: PopTorch overlaps no input and output with a "
+                "pipeline: must be none (prefetch_buffering_depth buffers instead), or method naive"
             )
         if ipu.tensor_locations.num_io_tiles is None:
             faults.append(
@@ -139,10 +135,9 @@ def _local_faults(config: Config, ipu: IpuConfig, method: Method, args: Mapping[
     elif args.get("block_accumulation") is not None:
         faults.append(
             f"method_args.block_accumulation: {args['block_accumulation']}: in one graph all blocks are updated "
-            "together: leave it"
-            " out, or set backend.ipu.local=decoupled"
+            "together: leave it out, or set backend.ipu.local=decoupled"
         )
-    if ipu.local == "decoupled" and ipu.profile != Profile():
+    if ipu.local == "decoupled" and ipu.profile != IpuProfile():
         why = "its processes would write one profile over the other: leave backend.ipu.profile out"
         faults.append(f"{key_said('local', ipu.local)}: {why}")
     if ipu.ipu_ids is not None and under_poprun():
@@ -163,9 +158,8 @@ def location_faults(config: Config, ipu: IpuConfig) -> List[str]:
         key = f"tensor_locations.{name}"
         if location.replicated_tensor_sharding and config.replicas == 1:
             faults.append(
-                f"{key_said(key + '.replicated_tensor_sharding', True)}: shards over replicas, of which there is one: must "
-                "be false, or "
-                "replicas 2 or more"
+                f"{key_said(key + '.replicated_tensor_sharding', True)}: shards over replicas, of which there is one: "
+                "must be false, or replicas 2 or more"
             )
         for tiles in ("io_tiles_to_load", "io_tiles_to_store"):
             if getattr(location, tiles) and locations.num_io_tiles is None:

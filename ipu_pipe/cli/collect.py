@@ -1,0 +1,66 @@
+"""Compare methods on the same work: throughput, memory, communication and a trace of each."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Optional, Sequence
+
+from ipu_pipe.cli.arguments import add_set, config_of, folder, say
+from ipu_pipe.errors import BadInput, Parser, traceback_shown
+
+EPILOG = """
+DIR gets throughput.json, memory.json, communication.json and a run for each method with its trace.
+
+examples:
+  python tools/collect.py configs/resnet34_ipu4.yaml --out runs/ipu4             the local-updates paper's Table 2
+  python tools/collect.py configs/mlp_digits.yaml --methods gpipe,pipedream,pipemare --steps 50 --out runs/compared
+  python tools/collect.py configs/resnet50_ipu8.yaml --steps 0 --out runs/ipu8   plans only, in seconds
+"""
+
+
+def parser() -> Parser:
+    """The command line."""
+    p = Parser(prog="tools/collect.py", description=__doc__, epilog=EPILOG)
+    p.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file")
+    add_set(p, "replace keys of the config")
+    p.add_argument(
+        "--methods", metavar="A,B,...", help="default: the config's own, then local_chunked at the same boundaries"
+    )
+    p.add_argument(
+        "--steps",
+        type=int,
+        metavar="K",
+        help="updates (default the config's; at least 2 to time; 0: plan only)",
+    )
+    p.add_argument("--out", type=folder, metavar="DIR", help="the folder to write into")
+    p.add_argument("--overwrite", action="store_true", help="replace runs that DIR holds")
+    p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
+    return p
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> None:
+    """Run the command."""
+    args = parser().parse_args(arguments)
+    args.config = config_of(args, "configs/resnet34_ipu4.yaml")
+    if args.out is None:
+        raise BadInput("--out: missing: must be the folder to write into")
+    if args.steps is not None and args.steps < 0:
+        raise BadInput(f"--steps: {args.steps}: must be at least 0")
+    with traceback_shown(args.traceback):
+        _run(args)
+
+
+def _run(args: argparse.Namespace) -> None:
+    from ipu_pipe.job.config import load_config
+    from ipu_pipe.studies import collection
+
+    config = load_config(args.config, args.set)
+    methods = list(dict.fromkeys([config.method, "local_chunked"]))
+    if args.methods is not None:
+        methods = [name for name in args.methods.split(",") if name]
+    if not methods:
+        raise BadInput(f"--methods: {args.methods}: must be names of methods, by commas")
+    found = collection.collect(config, methods, args.out, args.steps, args.overwrite, say)
+    files = collection.write(found, args.out)
+    print(collection.table(found))
+    print("where to look:\n  " + "\n  ".join(map(str, files)))

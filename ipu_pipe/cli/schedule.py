@@ -1,0 +1,190 @@
+"""Print the schedule of a training method: who does what when, and which weights every pass reads.
+
+python tools/schedule.py pipedream --stages 4 --microbatches 8
+python tools/schedule.py gpipe --stages 4 --microbatches 16 --accumulate 8 --format csv
+python tools/schedule.py pipelined_backprop --stages 4 --microbatches 8 --stash true --format json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any, Callable, List, Optional, Sequence, TextIO, Tuple
+
+from ipu_pipe.errors import BadInput, Parser
+from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.copies import weight_copies
+from ipu_pipe.schedule.drawing import format_csv, format_text
+from ipu_pipe.schedule.history import global_history_delay
+from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
+from ipu_pipe.schedule.table import Schedule
+from ipu_pipe.schedule.timelines import make_schedule, utilization
+from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.shown import shown
+from ipu_pipe.values import MOST_STAGES
+
+# What a terminal can still show; JSON and CSV spell out everything.
+SHOWN_SLOTS, SHOWN_STAGES = 120, 64
+MOST_SLOTS = 100_000
+# passes of a schedule, stages times microbatches: proving and drawing takes a microsecond each, spelling out ten
+MOST_PASSES = {"text": 10_000_000, "csv": 2_000_000, "json": 2_000_000}
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> None:
+    """Run the command."""
+    args = _parser().parse_args(arguments)
+    method = resolve_method(args.method, {"schedule": args.schedule, "turn": args.turn, "stash": args.stash})
+    given = args.accumulate is not None
+    accumulate = args.accumulate if given else max(1, method.accumulate_for(args.stages, args.microbatches))
+    _check_size(args)
+    schedule = make_schedule(method, args.stages, args.microbatches, accumulate, args.drains)
+    if args.slots is not None and args.format != "text":
+        raise BadInput(f"--slots: only --format text prints a part of the slots; {args.format} spells out all")
+    {"text": _write_text, "csv": _write_csv, "json": _write_json}[args.format](schedule, method, args, sys.stdout)
+
+
+def _check_size(args: argparse.Namespace) -> None:
+    """Whether the schedule can be proved and written within half a minute and a gigabyte."""
+    faults = []
+    if args.stages > MOST_STAGES:
+        faults.append(f"--stages: {shown(args.stages)}: at most {MOST_STAGES}: every stage is proved")
+    most, passes = MOST_PASSES[args.format], max(args.stages, 0) * max(args.microbatches, 0)
+    if not faults and passes > most:
+        faults.append(
+            f"--microbatches: {shown(args.microbatches)}: on {args.stages} stages at most {most // args.stages} can be proved"
+            f" and written as {args.format}"
+        )
+    if args.slots and args.slots[1] - args.slots[0] > MOST_SLOTS:
+        faults.append(f"--slots: {shown(args.slots[1] - args.slots[0])} slots: at most {MOST_SLOTS} can be shown")
+    if faults:
+        raise BadInput(faults)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="tools/schedule.py", description=__doc__)
+    parser.add_argument("method", metavar="METHOD", help=f"one of {', '.join(METHODS)}")
+    parser.add_argument("--stages", metavar="P", type=int, required=True, help="stages of the pipeline")
+    parser.add_argument("--microbatches", metavar="M", type=int, required=True, help="microbatches in the whole run")
+    parser.add_argument(
+        "--accumulate", metavar="N", type=int,
+        help="microbatches an update (default: M for gpipe and pipedream_flush, P for pipedream_2bw, 1 for the others);"
+        " a last batch that is not full runs without an update",
+    )  # fmt: skip
+    parser.add_argument(
+        "--format", choices=("text", "csv", "json"), default="text",
+        help="text: the timeline as papers draw it (default); csv: what PyTorch's pipeline schedules load, flush"
+        " methods only; json: everything, for programs",
+    )  # fmt: skip
+    parser.add_argument("--slots", metavar="A:B", type=_slots, help="text: print the slots from A up to, not with, B")
+    parser.add_argument(
+        "--drains", metavar="m", type=int, nargs="+", default=[],
+        help="microbatches, multiples of N, before which the pipeline empties and refills",
+    )  # fmt: skip
+    axes = parser.add_argument_group("changes to an asynchronous method (method_args in a config)")
+    axes.add_argument("--schedule", choices=("1f1b", "dataflow"), help="one pass a slot, or both in each step")
+    axes.add_argument("--turn", metavar="0|1", type=int, help="dataflow: steps from the last forward to its backward")
+    axes.add_argument("--stash", metavar="true|false", type=_truth, help="backwards read their forward's weights")
+    return parser
+
+
+def _slots(text: str) -> Tuple[int, int]:
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be two slots A:B, A below B")
+    return int(first), int(last)
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be true or false")
+    return text.lower() == "true"
+
+
+def _write_text(schedule: Schedule, method: Method, args: argparse.Namespace, out: TextIO) -> None:
+    first, last = args.slots or (0, SHOWN_SLOTS)
+    if first >= schedule.slot_count:
+        raise BadInput(f"--slots: {first}:{last}: the schedule ends before slot {schedule.slot_count}")
+    table = VersionTable(schedule, method)
+    every = "microbatch" if schedule.accumulate == 1 else f"{schedule.accumulate} microbatches"
+    out.write(
+        f"{method.name}: {schedule.stages} stages, {schedule.microbatches} microbatches, an update every {every}\n"
+        f"forwards read {method.forward_reads.value} weights, backwards {method.backward_reads.value}\n\n"
+    )
+    out.write(format_text(schedule, first, last, SHOWN_STAGES))
+    out.write("F forward, B backward, * the stage's weights are updated, . idle\n\n")
+    out.write(_stage_table(schedule, table))
+    greatest, mean = global_history_delay(table)
+    delay = (
+        "none, no pass reads old weights" if greatest is None else f"at most {greatest}, mean {mean:.10g} block updates"
+    )
+    out.write(
+        f"\nslots: {schedule.slot_count}\n"
+        f"utilization: {utilization(method, schedule.stages, schedule.accumulate):.4g} in the steady state,"
+        f" {schedule.busy_share():.4g} over this run\n"
+        f"global-history delay: {delay}\n"
+    )
+
+
+def _stage_table(schedule: Schedule, table: VersionTable) -> str:
+    columns: List[Tuple[str, List[int]]] = [
+        ("in flight", schedule.max_in_flight().tolist()),
+        ("weight copies", weight_copies(table).tolist()),
+        ("forward lag", table.greatest_lag().tolist()),
+        ("backward lag", table.greatest_backward_lag().tolist()),
+    ]
+    shown = min(schedule.stages, SHOWN_STAGES)
+    lines = ["stage  " + "  ".join(name for name, _ in columns)]
+    for stage in range(shown):
+        lines.append(f"{stage:>5}  " + "  ".join(f"{values[stage]:>{len(name)}}" for name, values in columns))
+    if shown < schedule.stages:
+        lines.append(f"({shown} of {schedule.stages} stages shown)")
+    return "\n".join(lines) + "\n"
+
+
+def _write_csv(schedule: Schedule, method: Method, args: argparse.Namespace, out: TextIO) -> None:
+    rows = format_csv(schedule)
+    if schedule.microbatches > schedule.accumulate:
+        print("note: the rows hold several batches; PyTorch's loader knows no updates between them", file=sys.stderr)
+    out.writelines(rows)
+
+
+def _write_json(schedule: Schedule, method: Method, args: argparse.Namespace, out: TextIO) -> None:
+    """One stage's row at a time, so that a large schedule's text is never held whole."""
+    table = VersionTable(schedule, method)
+    greatest, mean = global_history_delay(table)
+    M = schedule.microbatches
+
+    def versions(read: Callable[[int, int, slice], Any]) -> Callable[[int], List[int]]:
+        return lambda stage: list(read(0, M, slice(stage, stage + 1))[0].tolist())
+
+    def updates(stage: int) -> List[List[int]]:
+        slots = schedule.slots(Kind.UPDATE, 0, schedule.update_count, slice(stage, stage + 1))[0]
+        return [[slot, k] for k, slot in enumerate(slots.tolist())]
+
+    parts = {
+        "method": method.name,
+        "stages": schedule.stages,
+        "microbatches": M,
+        "accumulate": schedule.accumulate,
+        "slots": schedule.slot_count,
+        "rows": schedule.cells,
+        "utilization": utilization(method, schedule.stages, schedule.accumulate),
+        "forward_version": versions(table.forward),
+        "backward_version": versions(table.backward),
+        "updates": updates,
+        "max_in_flight": schedule.max_in_flight().tolist(),
+        "weight_copies": weight_copies(table).tolist(),
+        "max_delay": greatest,
+        "mean_delay": mean,
+    }
+    before = "{"
+    for key, value in parts.items():
+        out.write(f"{before}{json.dumps(key)}: ")
+        before = ",\n"
+        if callable(value):  # of each stage
+            out.writelines((", " if stage else "[") + json.dumps(value(stage)) for stage in range(schedule.stages))
+            out.write("]")
+        else:
+            out.write(json.dumps(value))
+    out.write("}\n")

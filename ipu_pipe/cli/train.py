@@ -1,0 +1,133 @@
+"""Train a staged model as a config file says: python tools/train.py configs/mlp_digits.yaml"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Dict, Optional, Sequence
+
+from ipu_pipe.cli.arguments import add_set, config_of, folder
+from ipu_pipe.errors import BadInput, Parser, traceback_shown
+
+if TYPE_CHECKING:
+    from ipu_pipe.job.schema import Config
+
+EPILOG = """\
+examples:
+  python tools/train.py configs/mlp_digits.yaml
+  python tools/train.py configs/mlp_digits.yaml --set method=pipedream --set optimizer.lr=0.05 --out runs/digits
+  python tools/train.py configs/mlp_digits.yaml --dry-run
+  python tools/train.py configs/mlp_digits.yaml --out runs/digits --resume
+  python tools/train.py configs/mlp_digits.yaml --out runs/digits --resume-from 100
+  python tools/train.py configs/mlp_digits.yaml --evaluate runs/digits/checkpoints/step-100
+
+Data that the config names is looked for in its data.root, in the folder $IPU_PIPE_DATA, or in the cache that
+tools/fetch_data.py fills. Exit codes: 0 done, 2 bad input, 1 fault while running, 130 Ctrl-C.
+"""
+
+
+def parser() -> Parser:
+    """The command line."""
+    p = Parser(prog="tools/train.py", description="Train a staged model as a config file says.", epilog=EPILOG)
+    p.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file, such as those in configs/")
+    add_set(p)
+    p.add_argument("--out", type=folder, metavar="DIR", help="folder of the run (default: a dated folder under runs/)")
+    how = p.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in DIR")
+    how.add_argument(
+        "--resume-from",
+        type=int,
+        metavar="STEP",
+        help="go on from the checkpoint of this step in DIR; later checkpoints and lines of metrics are deleted",
+    )
+    how.add_argument("--overwrite", action="store_true", help="delete the run that DIR holds")
+    p.add_argument(
+        "--dry-run", action="store_true", help="print stages, schedule, delays, memory; train nothing, write nothing"
+    )
+    p.add_argument(
+        "--evaluate", type=Path, metavar="PATH", help="evaluate a checkpoint folder or state dict, print JSON"
+    )
+    p.add_argument(
+        "--against",
+        metavar="METHOD",
+        help="then train the same by METHOD in DIR/METHOD and print how far apart they end",
+    )
+    p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
+    return p
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> None:
+    """Run the command."""
+    args = parser().parse_args(arguments)
+    args.config = config_of(args, "configs/mlp_digits.yaml")
+    option = "--resume" if args.resume else "--resume-from"
+    if (args.resume or args.resume_from is not None) and args.out is None:
+        raise BadInput(f"{option}: needs --out DIR, the folder of the run to resume")
+    if args.resume_from is not None and args.against:
+        raise BadInput(f"--resume-from: {args.resume_from}: not together with --against, which has two runs")
+    with traceback_shown(args.traceback):
+        _run(args)
+
+
+def _run(args: argparse.Namespace) -> None:
+    """The command, its arguments read."""
+    from ipu_pipe.job.config import load_config  # after the arguments are read: --help must not wait for torch
+
+    config = load_config(args.config, args.set)
+    other = load_config(args.config, [*args.set, f"method={args.against}", "method_args={}"]) if args.against else None
+
+    from ipu_pipe.backends.ranks import is_main, told_once
+    from ipu_pipe.backends.table import launch, leave
+
+    with told_once():
+        launch(config, _asked(args))
+        said = _done(args, config, other)
+        leave()
+        if said is not None and is_main():
+            print(said)
+
+
+def _done(args: argparse.Namespace, config: Config, other: Optional[Config]) -> Optional[str]:
+    """What is asked for, done; what is to be printed at the end. `other`: the config of the run to compare with."""
+    from ipu_pipe.backends.ranks import is_main, on_main
+    from ipu_pipe.job.comparing import as_recorded
+    from ipu_pipe.job.config import load_config
+    from ipu_pipe.report.words import comparison, plan
+    from ipu_pipe.run.build import build
+    from ipu_pipe.run.training import check, evaluate_checkpoint, reserved, train
+
+    if args.dry_run:
+        return plan(build(config))
+    if args.evaluate:
+        return json.dumps(evaluate_checkpoint(config, args.evaluate), indent=1)
+    out = args.out or on_main(lambda: _dated(Path(args.config).stem))  # the same on all processes
+    run = functools.partial(
+        train, config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite
+    )
+    if other is None:
+        run()
+        return None
+    second = out / other.method
+    again = args.resume and (second / "config.yaml").exists()
+    # the second's faults are told before the first has taken its time
+    check(other, second, resume=again, overwrite=args.overwrite)
+    with reserved(second, resume=again, overwrite=args.overwrite):
+        report = run()
+    if is_main():
+        print(f"\nthe same budget by {other.method}:", flush=True)
+    other = as_recorded(load_config(out / "config.yaml"), other)  # the same stages
+    return comparison(report, train(other, second, resume=again, overwrite=args.overwrite))
+
+
+def _asked(args: argparse.Namespace) -> Dict[str, object]:
+    """What all processes of a run must be asked for alike, besides the config."""
+    options = ("out", "resume", "resume_from", "overwrite", "dry_run", "evaluate", "against")
+    return {f"--{name.replace('_', '-')}": getattr(args, name) for name in options}
+
+
+def _dated(name: str) -> Path:
+    stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    return Path("runs") / f"{stamp}_{name}"

@@ -1,0 +1,196 @@
+"""A model's units: the places where a stage may begin and what runs from each to the next, counted by shape or measured.
+
+Counted: one forward and backward on shapes, which take no memory: a model of billions of parameters, made under
+`torch.device("meta")`, is counted on any machine. Where the forward looks at values, of a few real samples. Measured: seconds of
+each unit's passes of a real microbatch, on the device where it lies.
+"""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+import time
+from dataclasses import replace
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Set, Tuple
+
+import torch
+from torch import nn
+
+from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.hardware.units import Measured, Unit
+from ipu_pipe.model.counts import top_places
+from ipu_pipe.model.execution import answering, execution, parameters_by_module, refuse_unused
+from ipu_pipe.model.flops import HOW
+from ipu_pipe.model.observation import Observed, count
+from ipu_pipe.model.probe import Loss, undisturbed
+from ipu_pipe.model.shapes import by_shape, fits, stand_in
+
+FEW = 2  # samples of a real forward; a batch norm refuses one
+
+
+class Costed(NamedTuple):
+    """Units in the order of execution, and how their figures were come by, for the user."""
+
+    units: Tuple[Unit, ...]
+    how: str
+
+
+def count_units(model: nn.Module, x: torch.Tensor) -> Costed:
+    """The units of a model that takes microbatches like `x`, between modules of its top-level sequence, figures for a sample.
+    Model and `x` may lie on the meta device. What two units keep of one memory is the first one's. Raises BadInput."""
+    try:
+        calls, runs = execution(model, x)
+        refuse_unused(calls)
+        seen, samples = _counted(model, x)
+    except BadInput:
+        raise
+    except Exception as error:  # whatever the user's model raises
+        raise BadInput(f"model: it cannot be counted on {tuple(x.shape)}, {x.dtype}: {first_line(error)}") from error
+    how = "by shape" if samples == len(x) and fits(model, x) else f"in a forward and backward of {samples} samples"
+    ran = {call.name for call in seen.calls}
+    places = top_places(model, calls, runs)
+    first = places[0] or next(call.name for call in seen.calls if call.works)
+    names = [first, *[name for name in places[1:] if name in ran]]
+    starts = [0, *[i for i, call in enumerate(seen.calls) if call.name in names[1:]]]
+    owned = _parameters(model, seen)
+    kept: Set[int] = set()
+    units = []
+    for name, a, b in zip(names, starts, [*starts[1:], len(seen.calls)]):
+        own = seen.calls[a:b]
+        saved = {place: size for call in own for place, size in call.saved.items() if place not in kept}
+        kept.update(saved)
+        units.append(
+            Unit(
+                name,
+                sum(call.flops for call in own) / samples,
+                sum(call.backward_flops for call in own) / samples,
+                sum(owned.get(call.name, 0) for call in own),
+                (seen.live[b] if b < len(seen.calls) else 0) / samples,
+                sum(saved.values()) / samples,
+                next((p.element_size() for p in model.parameters()), 4),
+            )
+        )
+    return Costed(tuple(units), f"FLOPs {HOW}, {how}")
+
+
+def _counted(model: nn.Module, x: torch.Tensor) -> Tuple[Observed, int]:
+    """A pass, and of how many samples."""
+    if fits(model, x):
+        try:
+            with by_shape(model):
+                shapes = stand_in(x)
+                return count(model, shapes, lambda: model(shapes)), len(x)
+        except Exception:  # its forward looks at values: what the user's code raises then may be anything
+            if x.is_meta:
+                raise
+    few = x[:FEW].clone()
+    with undisturbed(model):
+        return count(model, few, lambda: model(few)), len(few)
+
+
+def _parameters(model: nn.Module, seen: Observed) -> Dict[str, int]:
+    """Trained numbers that each call answers for, a weight used twice where it is used first."""
+    order = {call.name: i for i, call in enumerate(seen.calls)}
+    first: Dict[int, Tuple[int, int]] = {}
+    for module, _, parameter in parameters_by_module(model):
+        if parameter.requires_grad:
+            place = order[answering(module, order)]
+            first[id(parameter)] = (min(place, first.get(id(parameter), (place, 0))[0]), parameter.numel())
+    found: Dict[str, int] = {}
+    for place, size in first.values():
+        found[seen.calls[place].name] = found.get(seen.calls[place].name, 0) + size
+    return found
+
+
+# ---- measured
+
+
+def measure_units(
+    costed: Costed, model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor, warm_up: int = 2, repeats: int = 5
+) -> Costed:
+    """The units with the seconds of their passes of the microbatch `x`, `y` on its device, medians of `repeats` after a
+    `warm_up`. The model is left as it was. On torch 2.0 a backward's time is divided as the FLOPs of the backwards are."""
+    names = [unit.name for unit in costed.units]
+    with undisturbed(model):
+        passes = [_timed(model, loss, x, y, names) for _ in range(warm_up + repeats)][warm_up:]
+    made = []
+    for i, unit in enumerate(costed.units):
+        forward = statistics.median(seconds[i] for seconds, _, _ in passes)
+        if passes[0][1]:
+            backward = statistics.median(seconds[i] for _, seconds, _ in passes)
+        else:
+            whole = sum(each.backward_flops for each in costed.units) or 1.0
+            backward = statistics.median(total for _, _, total in passes) * unit.backward_flops / whole
+        made.append(replace(unit, measured=(*unit.measured, Measured(len(x), forward, backward))))
+    return Costed(tuple(made), f"{costed.how}; seconds measured with {len(x)} samples on {x.device.type}")
+
+
+def _timed(
+    model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor, names: Sequence[str]
+) -> Tuple[List[float], List[float], float]:
+    """Seconds of each unit's forward and backward (the loss is the last one's), and of the whole backward."""
+    clock = _Clock(len(names), x.is_cuda)
+    handles = []
+    next_node = getattr(torch._C._autograd, "_get_sequence_nr", None)
+    nodes: List[int] = []  # the first autograd node of each unit
+    for i, name in enumerate(names):
+
+        def enter(module: nn.Module, inputs: Any, i: int = i) -> None:
+            if i == len(nodes):  # its first run
+                clock.enter(i)
+                nodes.append(next_node() if next_node is not None else 0)
+
+        handles.append(model.get_submodule(name).register_forward_pre_hook(enter))
+    try:
+        clock.enter(0)
+        value = loss(model(x.clone()), y)
+        forward = clock.leave()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if next_node is not None and value.grad_fn is not None:
+        _hook(value.grad_fn, lambda node: clock.enter(max(0, bisect.bisect_right(nodes, node) - 1)))
+    start = time.perf_counter()
+    clock.enter(len(names) - 1)
+    value.backward()
+    backward = clock.leave()
+    return forward, backward if next_node is not None else [], time.perf_counter() - start
+
+
+def _hook(root: Any, enter: Callable[[int], None]) -> None:
+    """Call `enter` with its number before each autograd node behind `root` that computes."""
+    todo, seen = [root], {root}
+    while todo:
+        node = todo.pop()
+        if node.next_functions:  # a leaf's only adds up
+            number = node._sequence_nr()
+            node.register_prehook(lambda gradients, number=number: enter(number))
+        found = [other for other, _ in node.next_functions if other is not None and other not in seen]
+        seen.update(found)
+        todo += found
+
+
+class _Clock:
+    """Seconds of each unit, of which one runs at a time."""
+
+    def __init__(self, units: int, waits: bool) -> None:
+        self._seconds, self._unit, self._since, self._waits = [0.0] * units, 0, 0.0, waits
+
+    def enter(self, unit: int) -> None:
+        """From now on it is this unit's time."""
+        if unit != self._unit or not self._since:
+            self._stop()
+            self._unit = unit
+            self._since = time.perf_counter()
+
+    def leave(self) -> List[float]:
+        """The seconds of all, from nothing again."""
+        self._stop()
+        found, self._seconds, self._since = self._seconds, [0.0] * len(self._seconds), 0.0
+        return found
+
+    def _stop(self) -> None:
+        if self._waits:
+            torch.cuda.synchronize()
+        if self._since:
+            self._seconds[self._unit] += time.perf_counter() - self._since

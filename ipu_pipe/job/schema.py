@@ -1,0 +1,165 @@
+"""The schema of a run's config: every key with its type and its limits, and what keys of different sections have against each
+other. `ipu_pipe.job.config` reads one."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Mapping, Optional, Tuple, Type, Union
+
+from pydantic import PrivateAttr, StrictBool, field_validator, model_validator
+from typing_extensions import Literal
+
+from ipu_pipe.hardware.description import Hardware
+from ipu_pipe.job.ipu.config import IpuConfig
+from ipu_pipe.job.method_args import MethodArgs
+from ipu_pipe.job.sections import (
+    GIVEN,
+    CheckpointConfig,
+    ClipConfig,
+    DataConfig,
+    EvaluateConfig,
+    Given,
+    LogConfig,
+    LrSchedule,
+    ModelConfig,
+    OptimizerConfig,
+    StageCount,
+    StageFinest,
+)
+from ipu_pipe.schedule.methods import METHODS, Reads
+from ipu_pipe.values import MOST_STAGES, Count, PathText, Seconds, Section, Seed, Threads, Updates, fault_at
+
+
+class BackendConfig(Section):
+    """Where it runs. `threads`: of PyTorch on the CPU, its own default if null. `deadline`: seconds that a process of several
+    waits for another before it gives up. `deterministic`, `tf32`: of GPUs alone, see ipu_pipe.job.determinism. `ipu`: of poptorch
+    alone, see ipu_pipe.job.ipu.config."""
+
+    name: Literal["emulator", "distributed", "poptorch"] = "emulator"
+    device: Literal["cpu", "cuda"] = "cpu"
+    threads: Optional[Threads] = None
+    deadline: Seconds = 300.0
+    deterministic: StrictBool = True
+    tf32: StrictBool = False
+    ipu: Optional[IpuConfig] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, value: Any) -> Any:
+        """poptorch has its section in full, also where nothing is said."""
+        if isinstance(value, Mapping) and value.get("name") == "poptorch" and value.get("ipu") is None:
+            return {**value, "ipu": {}}
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> "BackendConfig":
+        if self.ipu is not None and self.name != "poptorch":
+            raise fault_at("ipu", "given", f"belongs to backend.name poptorch, not {self.name}: set backend.ipu=null")
+        for key, usual in (("deterministic", True), ("tf32", False)):
+            if self.device != "cuda" and getattr(self, key) != usual:
+                value = str(not usual).lower()
+                raise fault_at(key, value, f"belongs to backend.device cuda, not {self.device}: leave it out")
+        return self
+
+
+class Config(Section):
+    """A run. docs/configuration.md and the sections say what the keys mean."""
+
+    model: ModelConfig
+    data: DataConfig
+    method: str = "gpipe"
+    method_args: MethodArgs = MethodArgs()
+    stages: Any = None
+    loss: str = "cross_entropy"
+    backend: BackendConfig = BackendConfig()
+    micro_batch_size: Count = 8
+    gradient_accumulation: Count = 1
+    replicas: Count = 1
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lr_schedule: LrSchedule = LrSchedule()
+    clip: Optional[ClipConfig] = None
+    epochs: Updates = 1
+    steps: Optional[Updates] = None
+    evaluate: EvaluateConfig = EvaluateConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    seed: Seed = 0
+    precision: Literal["float32", "float64", "bfloat16", "16.16", "16.32", "32.32"] = "float32"
+    recompute: StrictBool = False
+    hardware: Union[None, str, Dict[str, Any]] = None
+    init_from: Optional[PathText] = None
+    allow_nonfinite: StrictBool = False
+    given: Optional[Given] = None
+    # what the update rules have against the config's own optimizer, with places: told if no other one is given
+    _optimizer_faults: Tuple[str, ...] = PrivateAttr(default=())
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _precision(cls, value: Any) -> Any:
+        """16.16 without quotes is a number to YAML."""
+        return f"{value:.2f}" if isinstance(value, float) else value
+
+    @field_validator("hardware", mode="before")
+    @classmethod
+    def _hardware(cls, value: Any) -> Any:
+        """None, a name or file, which is read with the config, or a mapping of a file's keys."""
+        if isinstance(value, Mapping):
+            Hardware.model_validate({"name": "given", **value})
+        elif not (value is None or isinstance(value, str)):
+            allowed = "null, a name of configs/hardware, a YAML file such as those there, or a mapping of its keys"
+            raise ValueError(f"must be {allowed}")
+        return value
+
+    @field_validator("stages")
+    @classmethod
+    def _stages(cls, value: Any) -> Any:
+        """None, "finest", a count, names, {count, by} or {finest}."""
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        names = isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
+        if whole and value > MOST_STAGES:
+            raise ValueError(f"must be a whole number from 1 to {MOST_STAGES}: a schedule is planned before it starts")
+        if value is None or value == "finest" or whole or names:
+            return value
+        if isinstance(value, Mapping) and ("count" in value or "finest" in value):
+            section: Type[Section] = StageFinest if "finest" in value else StageCount
+            return section.model_validate(value).model_dump()
+        raise ValueError(
+            "must be null (the model's own), finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
+        )
+
+    @model_validator(mode="after")
+    def _no_optimizer_is_lost(self) -> "Config":
+        if self.optimizer.name == GIVEN and (self.given is None or self.given.optimizer is None):
+            raise fault_at("optimizer.name", GIVEN, "without given.optimizer: must be sgd, adam or adamw")
+        return self
+
+    @model_validator(mode="after")
+    def _recompute_is_said_once(self) -> "Config":
+        method = METHODS.get(self.method)
+        if not self.recompute or method is None or self.method_args.recompute:
+            return self
+        reads_newest = method.backward_reads is Reads.NEWEST and method.is_stale and not self.method_args.stash
+        if reads_newest and self.method_args.constant_delay:
+            why = "not together with recompute: true, which recomputes with a forward's weights: its backward reads newer ones"
+            raise fault_at("method_args.constant_delay", self.method_args.constant_delay.updates, why)
+        if reads_newest and not self.method_args.hogwild:
+            why = f"with {self.method} the weights of the recomputation matter: set method_args: {{recompute: {{segments: ...}}}}"
+            raise fault_at("recompute", True, why)
+        return self
+
+    @property
+    def ipu(self) -> IpuConfig:
+        """`backend.ipu` of a config whose backend is poptorch, which always has it."""
+        assert self.backend.ipu is not None
+        return self.backend.ipu
+
+    def to_dict(self) -> Dict[str, Any]:
+        """Every key with its value, as plain data that YAML and JSON can hold."""
+        return self.model_dump(mode="json")
+
+    def optimizer_faults(self) -> Tuple[str, ...]:
+        """What the update rules have against the config's own optimizer, each with the place it comes from."""
+        return self._optimizer_faults
+
+    def method_settings(self) -> Dict[str, Any]:
+        """`method_args` that are given."""
+        return {key: value for key, value in self.method_args.model_dump().items() if value is not None}

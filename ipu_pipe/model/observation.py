@@ -1,0 +1,245 @@
+"""One pass of a model watched, operation by operation: in which order its modules run, and what each costs.
+
+A *call* is a module's first run; what happens from there to the next module's first run is the call's: FLOPs of the forward and,
+by the autograd nodes that this makes, of the backward; what is saved for the backward; tensors that are made. So every way to cut
+the calls into stages is answered from one pass:
+
+    calls      conv1    norm1    relu     conv2     ...
+    live            c1       n1       r1             bytes that cross if a stage ends here: all that was made before and is read
+                                                     behind, the model's input too where it is
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+from dataclasses import dataclass, field
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from ipu_pipe.model.flops import BACKWARD, FlopCounterMode, by_formula, formulas, separate_attention
+from ipu_pipe.model.shapes import tensors_in
+
+
+@dataclass
+class Call:
+    """A module's first run: its place in the order of execution, what it computes, and the parameters it answers for."""
+
+    name: str
+    module: nn.Module
+    works: bool  # computes something itself: none of its children runs, or it owns parameters
+    alone: bool = True  # none of its children runs
+    flops: float = 0.0  # forward, of all that runs from here to the next module's first run
+    backward_flops: float = 0.0
+    inputs: Any = ()  # (arguments, keyword arguments)
+    saved: Dict[int, int] = field(default_factory=dict)  # storage kept for the backward -> its bytes; weights apart
+
+
+@dataclass
+class Observed:
+    """What one pass showed: `runs`, names of all runs of modules in order, repeats too; `live[k]`, bytes that cross if a stage
+    begins with call k; `backward`: whether that of the pass could be run."""
+
+    calls: List[Call]
+    runs: List[str]
+    live: List[int] = field(default_factory=list)
+    backward: bool = False
+
+    def by_stage(self, stage_of: Mapping[str, int], count: int) -> List[List[Call]]:
+        """The calls of each of `count` stages."""
+        stages: List[List[Call]] = [[] for _ in range(count)]
+        for call in self.calls:
+            stages[stage_of[call.name]].append(call)
+        return stages
+
+    def crossing(self, stage_of: Mapping[str, int], count: int) -> List[int]:
+        """Bytes that cross each of the boundaries of `count` stages."""
+        found = [0] * (count - 1)
+        before = 0
+        for call, size in zip(self.calls, self.live):
+            for boundary in range(before, stage_of[call.name]):
+                found[boundary] = size
+            before = max(before, stage_of[call.name])
+        return found
+
+
+def kept_bytes(calls: Sequence[Call]) -> int:
+    """What `calls` together keep for the backward, each storage once."""
+    return sum({storage: size for call in calls for storage, size in call.saved.items()}.values())
+
+
+def watch(model: nn.Module, x: torch.Tensor, forward: Callable[[], Any]) -> Observed:
+    """Only the order of `forward`, a pass of the model's input `x`. Nothing is counted."""
+    with _calls(model, lambda: None) as seen, torch.no_grad():
+        forward()
+    return seen
+
+
+def count(model: nn.Module, x: torch.Tensor, forward: Callable[[], Any]) -> Observed:
+    """All of `forward`, a pass of the model's input `x` that gives a loss or outputs, and of its backward."""
+    weights = {storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    counter = _Counter(x)
+    with _calls(model, counter.begin) as seen, separate_attention(), torch.enable_grad():
+        counter.calls = seen.calls
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            place = storage(tensor)
+            if seen.calls and place not in weights:
+                seen.calls[-1].saved[place] = _bytes(tensor)
+                counter.held.append(tensor.detach())
+            return tensor.detach()  # the tensor itself would be a cycle that is never freed
+
+        with counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            results = [t for t in tree_flatten(forward())[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        seen.live = counter.live()
+        counter.forward = False
+        trained = [p for p in model.parameters() if p.requires_grad]
+        try:
+            if results and trained:
+                with counter:
+                    torch.autograd.grad(
+                        sum((t.sum() for t in results[1:]), results[0].sum()), trained, allow_unused=True
+                    )
+            seen.backward = True
+        except Exception:  # whatever the user's model raises: it is told where it trains
+            if any(t.is_meta for t in results):
+                raise
+    if FlopCounterMode is None:
+        for call in seen.calls:
+            call.backward_flops = BACKWARD * call.flops
+    return seen
+
+
+@contextlib.contextmanager
+def _calls(model: nn.Module, begun: Callable[[], None]) -> Iterator[Observed]:
+    """Fills in the calls of what runs inside; `begun` is called at the beginning of each."""
+    names = {id(module): name for name, module in model.named_modules()}
+    seen = Observed([], [])
+    at: Dict[str, Call] = {}
+
+    def before(module: nn.Module, inputs: Any, keywords: Any) -> None:
+        name = names[id(module)]
+        seen.runs.append(name)
+        if name not in at:
+            own = any(True for _ in module.parameters(recurse=False))
+            at[name] = Call(name, module, own, inputs=(inputs, keywords))
+            seen.calls.append(at[name])
+            begun()
+
+    def after(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
+        at[names[id(module)]].flops += by_formula(module, [*inputs, *keywords.values()], output)
+
+    handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in model.modules()]
+    if FlopCounterMode is None:
+        handles += [m.register_forward_hook(after, with_kwargs=True) for m in model.modules()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+    around = {outer for name in at for outer in modules_around(name)}
+    for call in seen.calls:
+        call.alone = call.name not in around
+        call.works = call.works or call.alone
+
+
+def modules_around(name: str) -> List[str]:
+    """Names of the modules around a module, the model's own ("") and the outermost first."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:n]) for n in range(len(parts))]
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """A number that a tensor shares with those in the same memory."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Of the memory that a tensor lies in."""
+    dense = tensor.layout is torch.strided
+    return int(tensor.untyped_storage().nbytes()) if dense else tensor.numel() * tensor.element_size()
+
+
+def _view(tensor: torch.Tensor) -> Tuple[Any, ...]:
+    """What tensors have in common that show the same numbers of one memory."""
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    return (storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+class _Counter(TorchDispatchMode):
+    """Sees every operation of a forward, and of its backward."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        super().__init__()
+        self.calls: List[Call] = []
+        self.held: List[torch.Tensor] = [x]  # so that a storage's number stays its own
+        self.forward = True
+        self._formulas = formulas()
+        self._first: List[int] = []  # autograd node of each call
+        self._made: Dict[Any, int] = {_view(x): 0}  # call in which a tensor is made
+        self._reached: Dict[Any, int] = {}  # the last that reads it
+        self._steps = [0]  # by how much more bytes cross before each call than before the one before
+
+    def begin(self) -> None:
+        """A call."""
+        self._steps.append(0)
+        if self._formulas:
+            self._first.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+    def live(self) -> List[int]:
+        """Bytes that cross before each call."""
+        return list(itertools.accumulate(self._steps))[: len(self.calls)]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # its name in PyTorch: the compiler is not imported to be told of this class
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        formula = self._formulas.get(func.overloadpacket)
+        if formula is None and torch.is_inference_mode_enabled():  # functions come whole then
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if self.forward:
+            self._read(args, kwargs)
+        result = func(*args, **kwargs)
+        if formula is not None and self.calls:
+            flops = float(formula(*args, **kwargs, out_val=result))
+            if self.forward:
+                self.calls[-1].flops += flops
+            else:
+                self.calls[self._of_node()].backward_flops += flops
+        if self.forward:
+            self._make(result)
+        return result
+
+    def _of_node(self) -> int:
+        """The call that made the autograd node that runs."""
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        return max(0, bisect.bisect_right(self._first, node._sequence_nr()) - 1)
+
+    def _read(self, args: Any, kwargs: Any) -> None:
+        call = len(self.calls) - 1
+        for tensor in tensors_in((*args, *kwargs.values())):
+            key = _view(tensor)
+            reached = self._reached.get(key, self._made.get(key, call))
+            if reached < call:
+                size = tensor.numel() * tensor.element_size()
+                self._steps[reached + 1] += size
+                self._steps[call + 1] -= size
+                self._reached[key] = call
+
+    def _make(self, result: Any) -> None:
+        for tensor in tensors_in((result,)):
+            key = _view(tensor)
+            self._made[key] = max(0, len(self.calls) - 1)
+            self._reached.pop(key, None)
+            self.held.append(tensor)

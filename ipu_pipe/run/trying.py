@@ -1,0 +1,67 @@
+"""Whether model, loss and data fit, found out before anything trains: by shape, and by the numbers of as few samples as tell."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ipu_pipe.data.labels import LabelRange, label_range
+from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.probe import Loss
+from ipu_pipe.model.shapes import by_shape, looks_at_values, pays, stand_in
+
+FEW = 2  # samples; a batch norm refuses one
+
+
+def try_model(model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]) -> Optional[LabelRange]:
+    """Run a forward of the microbatch with the loss, so that a model that does not fit the data, or cannot learn, is told in one
+    line. Returns what labels the loss allows, where it is known. Raises BadInput."""
+    x, y = example
+    devices = [x.device] if x.is_cuda else []
+    try:
+        with torch.random.fork_rng(devices=devices), buffers_restored(model):
+            output = _few(model, x)
+            if output is None:
+                output = model(x)
+            allowed = label_range(loss, output, y)
+            if allowed is not None:
+                allowed.check(y)
+            value = loss(output, y)
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value.item()  # what a GPU's kernels find wrong is told here, not wherever the run waits for them next
+    except BadInput:
+        raise
+    except Exception as error:  # whatever the user's model raises
+        raise BadInput(
+            f"model: it fails on a microbatch of shape {tuple(x.shape)}, {x.dtype}: {first_line(error)}"
+        ) from error
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        raise BadInput("loss: must give one number, the mean over the microbatch")
+    if not value.requires_grad:
+        raise BadInput("loss: depends on no parameter of the model that needs a gradient: nothing to train")
+    return allowed
+
+
+def _few(model: nn.Module, x: torch.Tensor) -> Any:
+    """Outputs of the shape that the microbatch's have, with the numbers of its first samples over and over. None where that does
+    not tell what all of its samples would: where the forward of all fails by shape, or looks at values."""
+    if len(x) <= FEW or not x.is_floating_point() or not pays(model, x):
+        return None
+    try:
+        with by_shape(model), looks_at_values() as looks, torch.no_grad():
+            whole = model(stand_in(x))
+        if looks():
+            return None
+        few = model(x[:FEW].clone())
+        again = torch.arange(len(x)) % FEW
+        made = tree_map(lambda t: t[again] if isinstance(t, torch.Tensor) else t, few)
+    except Exception:  # a model for microbatches of one size, say: all samples tell
+        return None
+    shapes = [
+        [t.shape if isinstance(t, torch.Tensor) else t for t in tree_flatten(value)[0]] for value in (whole, made)
+    ]
+    return made if shapes[0] == shapes[1] else None

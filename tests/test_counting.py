@@ -1,0 +1,279 @@
+"""What a model's passes cost: FLOPs against formulas by hand and a real backward, bytes against real tensors, shapes against
+numbers."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any, List, Tuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ipu_pipe.hardware.costing import Costed, count_units, measure_units
+from ipu_pipe.hardware.units import joined
+from ipu_pipe.model import flops
+from ipu_pipe.model.cutting import crossings, pieces
+from ipu_pipe.model.observation import Observed, count, kept_bytes
+from ipu_pipe.model.probe import footprint, undisturbed
+from ipu_pipe.model.shapes import RULES, by_shape, fits, stand_in
+from ipu_pipe.model.stages import begin_stage, partition, stage_flops
+from ipu_pipe.model.uncompiled import without_compiler
+from models.resnet import resnet18
+from models.transformer import transformer_lm, transformer_translation
+
+counted = pytest.mark.skipif(flops.FlopCounterMode is None, reason="torch 2.0 has no counter")
+
+
+class Attend(nn.Module):
+    """Attention by a function, and a residual."""
+
+    def __init__(self, width: int, causal: bool = False) -> None:
+        super().__init__()
+        self.made, self.out, self.causal = nn.Linear(width, 3 * width), nn.Linear(width, width), causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.made(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class UNet(nn.Module):
+    """Skips over one and over two modules, and the input read at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), begin_stage(nn.Conv2d(4, 5, 3, stride=2, padding=1))
+        self.c = begin_stage(nn.ConvTranspose2d(5, 4, 2, stride=2))
+        self.d = begin_stage(nn.Conv2d(11, 2, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.a(x).relu()
+        c = self.c(self.b(a))
+        return self.d(torch.cat((a, c, x), 1)).mean((2, 3))
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, stride=2, padding=1, groups=3), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1),
+        nn.ConvTranspose2d(6, 4, 3, stride=2, output_padding=1, dilation=2), nn.GroupNorm(2, 4), nn.GELU(), nn.Dropout(0.1),
+        nn.MaxPool2d(2, ceil_mode=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+IMAGES, TOKENS = torch.randn(4, 3, 17, 15), torch.randint(0, 32, (3, 12))
+MODELS: List[Tuple[str, Any, torch.Tensor]] = [
+    ("convolutions", convolutions, IMAGES),
+    ("resnet", lambda: resnet18(classes=10, small_images=True), torch.randn(2, 3, 32, 32)),
+    ("unet", UNet, torch.randn(2, 3, 8, 8)),
+    ("attention", lambda: nn.Sequential(Attend(8), Attend(8, True)), torch.randn(2, 5, 8)),
+    ("encoder", lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), torch.randn(2, 5, 8)),
+    ("gpt", lambda: transformer_lm(32, 16, 2, 3, 16, dropout=0.1), TOKENS),
+    ("translation", lambda: transformer_translation(20, 20, 8, 2, 2, 16), torch.randint(1, 20, (2, 2, 7))),
+    ("recurrent", lambda: nn.Sequential(Squeeze(nn.LSTM(8, 4, batch_first=True)), nn.Linear(4, 2)), torch.randn(2, 5, 8)),
+]  # fmt: skip
+NAMED = pytest.mark.parametrize("make, x", [row[1:] for row in MODELS], ids=[row[0] for row in MODELS])
+
+
+class Squeeze(nn.Module):
+    """The outputs of a recurrent layer, without its state."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)[0]
+
+
+def real(model: nn.Module, x: torch.Tensor) -> Observed:
+    with undisturbed(model):
+        return count(model, x, lambda: model(x))
+
+
+def shaped(model: nn.Module, x: torch.Tensor) -> Observed:
+    with by_shape(model):
+        shapes = stand_in(x)
+        return count(model, shapes, lambda: model(shapes))
+
+
+@NAMED
+def test_shapes_tell_what_the_numbers_do(make: Any, x: torch.Tensor) -> None:
+    model = make()
+    if not fits(model, x):
+        return
+    a, b = real(model, x), shaped(model, x)
+    assert [c.name for c in a.calls] == [c.name for c in b.calls] and a.runs == b.runs
+    assert [(c.flops, c.backward_flops) for c in a.calls] == [(c.flops, c.backward_flops) for c in b.calls]
+    assert [kept_bytes([c]) for c in a.calls] == [kept_bytes([c]) for c in b.calls]
+    assert a.live == b.live and kept_bytes(a.calls) == kept_bytes(b.calls)
+    assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+
+
+@counted
+@NAMED
+def test_forward_and_backward_add_up_to_what_the_counter_says(make: Any, x: torch.Tensor) -> None:
+    model = make()
+    seen = real(model, x)
+    with flops.separate_attention(), flops.FlopCounterMode(display=False, custom_mapping=flops._uncounted()) as counter:
+        value = model(x)
+    with flops.FlopCounterMode(display=False, custom_mapping=flops._uncounted()) as back:
+        value.sum().backward()
+    assert sum(c.flops for c in seen.calls) == counter.get_total_flops() > 0
+    assert sum(c.backward_flops for c in seen.calls) == back.get_total_flops() > 0
+
+
+@counted
+def test_flops_of_passes_by_hand() -> None:
+    b, n, w = 2, 5, 8
+    model, x = nn.Sequential(nn.Linear(w, w), Attend(w)), torch.randn(b, n, w)
+    linear, made, attention = 2 * b * n * w * w, 2 * b * n * w * 3 * w, 4 * b * n * n * w
+    first, second = stage_flops(model, partition(model, x, ["1"]), x)
+    assert first == (linear, linear)  # no gradient of the data
+    assert second.forward == made + attention + linear
+    fused = flops.FlopCounterMode is not None and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+    assert second.backward == 2 * (made + linear) + (2.5 if fused else 2) * attention  # scores once more
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 6, 3, groups=2))
+    images = torch.randn(2, 3, 8, 8)
+    a, c = 2 * 2 * 4 * 36 * 27, 2 * 2 * 6 * 16 * 18
+    assert stage_flops(net, partition(net, images, ["1"]), images) == [(a, a), (c, 2 * c)]
+
+
+@NAMED
+def test_what_is_kept_is_what_autograd_saves(make: Any, x: torch.Tensor) -> None:
+    model = make()
+    weights = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    saved = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage()
+        if place.data_ptr() not in weights:
+            saved[place.data_ptr()] = (place.nbytes(), tensor)
+        return tensor
+
+    with undisturbed(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        made = model(x)
+    assert kept_bytes(real(model, x).calls) == sum(size for size, _ in saved.values()) > 0
+    del made
+
+
+@pytest.mark.parametrize("name", ["convolutions", "resnet", "unet", "gpt", "translation"])
+def test_what_crosses_is_what_pieces_hand_on(name: str) -> None:
+    make, x = next(row[1:] for row in MODELS if row[0] == name)
+    model = make()
+    units = count_units(model, x).units
+    cut = pieces(model, [unit.name for unit in units[1:]], x)
+    handed = [sum(shape.bytes for shape in crossing.tensors) for crossing in crossings(cut, model, x)]
+    assert [unit.output_bytes * len(x) for unit in units[:-1]] == handed
+
+
+def test_a_footprint_carries_skips_and_the_input_over_every_boundary() -> None:
+    x, model = torch.randn(2, 3, 8, 8), UNet()
+    made = footprint(model, partition(model, x), lambda out, y: out.sum(), x, torch.zeros(2))
+    a, b, c, given = (2 * size * 4 for size in (4 * 64, 5 * 16, 4 * 64, 3 * 64))
+    assert made.boundary_bytes == (a + given, a + b + given, a + c + given)
+
+
+def test_units_hold_every_weight_once_and_add_up() -> None:
+    for tied in (False, True):
+        model = transformer_lm(32, 16, 2, 3, 16, tied=tied)
+        costed = count_units(model, TOKENS)
+        whole = joined(costed.units)
+        assert whole.parameters == sum(p.numel() for p in model.parameters())
+        assert whole.activation_bytes * len(TOKENS) == kept_bytes(real(model, TOKENS).calls)
+        assert [u.name for u in costed.units] == (
+            ["embedding"] if tied else ["embedding", "block1", "block2", "block3", "norm", "head"]
+        )
+        assert "by shape" in costed.how
+
+
+class Looking(nn.Module):
+    """Its path depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(x) if float(x.sum()) > 1e9 else self.b(self.a(x))
+
+
+def test_a_forward_that_looks_at_values_is_run_and_said_so() -> None:
+    model, x = Looking(), torch.randn(6, 4)
+    costed = count_units(model, x)
+    assert "of 2 samples" in costed.how
+    assert [(u.name, u.forward_flops) for u in costed.units] == [("a", 32), ("b", 32)]
+    assert all(p.grad is None for p in model.parameters())
+
+
+@counted
+def test_billions_of_parameters_are_counted_without_memory() -> None:
+    """2.2 billion: 48 blocks of width 1920 (Narayanan et al. 2021)."""
+    with torch.device("meta"):
+        model = transformer_lm(vocabulary=51200, width=1920, heads=20, blocks=48, context=512)
+        x = torch.zeros(1, 512, dtype=torch.long)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    units = count_units(model, x).units
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert 2.2e9 < sum(u.parameters for u in units) < 2.5e9
+    assert len(units) == 51 and len({(u.forward_flops, u.parameters) for u in units[1:-2]}) == 1
+    assert units[1].forward_flops == 2 * 512 * 12 * 1920**2 + 4 * 512**2 * 1920
+    assert units[1].backward_flops == 2 * units[1].forward_flops
+    assert grown < 300e3  # KiB; the weights alone would be 9 GB
+
+
+def test_measured_units_have_seconds_of_each_pass() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 4)).eval()
+    x, y = torch.randn(8, 3, 8, 8), torch.randint(0, 4, (8,))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    costed: Costed = measure_units(count_units(model, x), model, F.cross_entropy, x, y, warm_up=1, repeats=3)
+    assert all(u.measured[0].samples == 8 and u.measured[0].forward > 0 for u in costed.units)
+    assert sum(u.measured[0].backward > 0 for u in costed.units) >= 3  # a flattening has none
+    assert "measured with 8 samples on cpu" in costed.how
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Caching(nn.Module):
+    """Keeps masks of its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.masks = nn.Linear(4, 4), {}  # type: ignore[var-annotated]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.inner(x)
+        mask = self.masks.setdefault(x.shape[0], torch.ones_like(x))
+        return self.last * mask + torch.ones(4)
+
+
+def test_a_look_by_shape_leaves_no_shape_behind() -> None:
+    model, x = Caching(), torch.randn(2, 4)
+    weight = model.inner.weight
+    shaped(model, x)
+    assert model.masks == {} and not hasattr(model, "last") and model.inner.weight is weight
+    assert model(x).device.type == "cpu"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 9), reason="that PyTorch imports no compiler")
+def test_rules_of_shapes_are_those_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = IMAGES
+    ours = shaped(convolutions(), x)
+    monkeypatch.setattr("ipu_pipe.model.shapes.POINTWISE", set())
+    for rule in list(RULES):
+        monkeypatch.delitem(RULES, rule)
+    theirs = shaped(convolutions(), x)
+    assert [(c.flops, c.backward_flops, kept_bytes([c])) for c in ours.calls] == [
+        (c.flops, c.backward_flops, kept_bytes([c])) for c in theirs.calls
+    ]
+
+
+def test_the_compiler_is_there_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name == "torch._dynamo"]:
+        monkeypatch.delitem(sys.modules, name)
+    with without_compiler():
+        standing = sys.modules["torch._dynamo"]
+        assert standing.disable(len) is len
+    assert sys.modules.get("torch._dynamo") is not standing

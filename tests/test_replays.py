@@ -1,0 +1,224 @@
+"""Replays from other sources than a schedule: the emulator carries them out as they are stated, and refuses what cannot be."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import List, NamedTuple, Optional, Tuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ipu_pipe.backends.emulator.replay import Emulator
+from ipu_pipe.backends.reads import ReplayPlan
+from ipu_pipe.backends.replays import TableReplays, Window
+from ipu_pipe.backends.work import Work
+from ipu_pipe.errors import BadInput
+from ipu_pipe.model.stages import partition
+from ipu_pipe.schedule.methods import resolve_method
+from ipu_pipe.schedule.table import IntArray
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.groups import parameter_groups
+from tests.literal_replay import LiteralStage
+from tests.staged_models import MODELS, batches, whole
+
+SGD = functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9, weight_decay=1e-3)
+cross_entropy = nn.functional.cross_entropy
+
+
+class Stated(NamedTuple):
+    """A replay: its microbatch, the version that each stage reads in the forward and the backward, the stages it updates."""
+
+    microbatch: int
+    forward: List[int]
+    backward: List[int]
+    updates: List[int]
+
+
+class Listed:
+    """A source that is a list of replays. `reach`: the greatest number of replays that a version may be old."""
+
+    def __init__(self, replays: List[Stated], reach: int, stashes: bool = False) -> None:
+        self.replays, self.count, self.reach, self.stashes = replays, len(replays), reach, stashes
+
+    def made(self, number: int) -> IntArray:
+        return np.zeros(len(self.replays[0].forward), np.int64)
+
+    def window(self, first: int, last: int) -> Window:
+        chosen = self.replays[first:last]
+        stages = range(len(self.replays[0].forward))
+        backward = None if self.stashes else np.array([r.backward for r in chosen]).T
+        return Window(
+            np.array([r.microbatch for r in chosen]), np.zeros(len(chosen), np.int64),
+            np.array([r.forward for r in chosen]).T, backward, None,
+            np.array([[s in r.updates for r in chosen] for s in stages]),
+        )  # fmt: skip
+
+
+def drawn(stages: int, count: int, bound: int, stashes: bool, every: int = 1) -> List[Stated]:
+    """Each replay reads every stage a drawn number of replays late and updates one drawn stage, as randomized PipeDream does.
+    `every`: of so many replays the last one alone updates."""
+    generator = np.random.default_rng(5)
+    history = [[0] * stages]  # updates of the stages before each replay
+    replays = []
+    for number in range(count):
+        now = history[-1]
+        late = generator.integers(0, min(bound, number) + 1, stages)
+        forward = [history[number - int(d)][s] for s, d in enumerate(late)]
+        updates = [int(generator.integers(stages))] if (number + 1) % every == 0 else []
+        replays.append(Stated(int(generator.integers(12)), forward, forward if stashes else list(now), updates))
+        history.append([n + (s in updates) for s, n in enumerate(now)])
+    return replays
+
+
+def literally(modules: List[nn.Module], replays: List[Stated], data: list) -> None:  # type: ignore[type-arg]
+    """The replays carried out in plain torch, each stage by itself with all its old weights at hand."""
+    stages = [LiteralStage(module, SGD) for module in modules]
+    for replay in replays:
+        x, y = data[replay.microbatch]
+        inputs: Tuple[torch.Tensor, ...] = (x,)
+        for stage, version in zip(stages, replay.forward):
+            inputs = stage.forward(replay.microbatch, inputs, version)
+        gradients: list = [None]  # type: ignore[type-arg]
+        for s, stage in reversed(list(enumerate(stages))):
+            outputs = (cross_entropy(inputs[0], y),) if stage is stages[-1] else stage.in_flight[replay.microbatch][2]
+            newest = replay.backward[s] == stage.version
+            assert newest or replay.backward[s] == replay.forward[s]
+            gradients = stage.backward(replay.microbatch, outputs, gradients, newest)
+        if replay.updates:
+            for s, stage in enumerate(stages):
+                if s in replay.updates:
+                    stage.update()
+                stage.module.zero_grad(set_to_none=True)
+
+
+def emulated(modules: List[nn.Module], source: Listed, data: list) -> Emulator:  # type: ignore[type-arg]
+    model = whole(modules)
+    part = partition(model, data[0][0])
+    method = resolve_method("pipelined_backprop", {"stash": source.stashes})
+    table = VersionTable(make_schedule(method, len(part), source.count, 1), method)
+    optimizer = SGD(parameter_groups(model, part))
+    rules = UpdateRules({}, method, table.rule_lag(), 1, optimizer, lambda k: 0.2)
+    emulator = Emulator(Work(cross_entropy, table, rules, replays=source), model, part, data[0])
+    for _ in range(sum(1 for replay in source.replays if replay.updates)):
+        emulator.step(data[replay.microbatch] for replay in until_update(emulator))
+    emulator.close()
+    return emulator
+
+
+def until_update(emulator: Emulator):  # type: ignore[no-untyped-def]
+    while True:
+        replay = emulator.replay
+        yield replay
+        if len(replay.updates):
+            return
+
+
+@pytest.mark.parametrize(
+    "model, stashes, every, count",
+    [
+        ("mlp", False, 1, 530),  # more than one window
+        ("mlp", True, 3, 90),
+        ("residual", True, 1, 60),
+        ("residual", False, 3, 60),
+    ],
+)
+def test_updates_of_single_stages_are_those_of_the_literal_replay(
+    model: str, stashes: bool, every: int, count: int
+) -> None:
+    torch.manual_seed(3)
+    modules = [stage.double() for stage in MODELS[model]()]
+    twin, data = copy.deepcopy(modules), batches(12)
+    replays = drawn(len(modules), count, 7, stashes, every)
+    emulator = emulated(modules, Listed(replays, 7, stashes), data)
+    literally(twin, replays, data)
+    for ours, theirs in zip(whole(modules).state_dict().values(), whole(twin).state_dict().values()):
+        assert torch.equal(ours, theirs)
+    assert [int(p.item()) for p in emulator._plan.made(len(replays) - 1)] == [
+        sum(s in r.updates for r in replays[:-1]) for s in range(len(modules))
+    ]
+
+
+def plan(replays: List[Stated], reach: int = 3) -> ReplayPlan:
+    weights = [nn.Parameter(torch.zeros(1)) for _ in replays[0].forward]
+    optimizer = SGD([{"params": [weight], "stage": s} for s, weight in enumerate(weights)])
+    method = resolve_method("pipelined_backprop")
+    rules = UpdateRules({}, method, np.zeros(len(weights)), 1, optimizer, lambda k: 0.1)
+    return ReplayPlan(Listed(replays, reach), rules)
+
+
+GOOD = [Stated(4, [0, 0], [0, 0], [1]), Stated(2, [0, 1], [0, 1], [0]), Stated(3, [0, 1], [1, 1], [0, 1])]
+
+
+@pytest.mark.parametrize(
+    "number, wrong, said",
+    [
+        (None, None, None),
+        (
+            1,
+            Stated(2, [0, 2], [0, 2], [0]),
+            "replay 1: forward of microbatch 2, stage 1: version 2: must be from 0 to 1",
+        ),
+        (
+            2,
+            Stated(3, [0, 1], [2, 1], []),
+            "replay 2: backward of microbatch 3, stage 0: version 2: must be from 0 to 1",
+        ),
+        (
+            2,
+            Stated(3, [1, 1], [0, 1], []),
+            "replay 2: backward of microbatch 3, stage 0: version 0: must be from 1 to 1",
+        ),
+        (
+            0,
+            Stated(4, [0, -1], [0, 0], [1]),
+            "replay 0: forward of microbatch 4, stage 1: version -1: must be from 0 to 0",
+        ),
+        (
+            1,
+            Stated(2, [0, 1], [0, 1], []),
+            "replay 2: backward of microbatch 3, stage 0: version 1: must be from 0 to 0",
+        ),
+    ],
+)
+def test_a_read_of_what_no_earlier_replay_has_made_is_refused_in_one_line(
+    number: Optional[int], wrong: Optional[Stated], said: Optional[str]
+) -> None:
+    replays = list(GOOD)
+    if number is None or wrong is None:
+        good = plan(replays)
+        assert [good.replay(i).updates.tolist() for i in range(3)] == [[1], [0], [0, 1]]
+        return
+    replays[number] = wrong
+    with pytest.raises(BadInput) as refused:
+        plan(replays).replay(0)
+    assert refused.value.faults == [f"{said}, the updates that earlier replays have made"]
+
+
+def test_a_version_older_than_the_source_said_is_refused() -> None:
+    late = [Stated(m, [max(m - 2, 0)], [m], [0]) for m in range(9)]
+    assert plan(late, reach=2).replay(0).microbatch == 0
+    with pytest.raises(BadInput, match="^replay 2: forward of microbatch 2, stage 0: version 0: must be from 1 to 2"):
+        plan(late, reach=1).replay(0)
+
+
+@pytest.mark.parametrize("replicas, own", [([0], [0]), ([0, 1, 2], [0, 1, 2]), ([2], [2])])
+def test_a_schedules_replays_take_turns_by_replica_and_update_when_a_batch_is_full(
+    replicas: List[int], own: List[int]
+) -> None:
+    method = resolve_method("pipemare")
+    table = VersionTable(make_schedule(method, 3, 1300, 2), method)
+    source = TableReplays(table, replicas)
+    window, width = source.window(1, source.count), len(own)
+    expected = [
+        (i // width, own[i % width], (i // width + 1) % 2 == 0 and i % width == width - 1) for i in range(source.count)
+    ]
+    found = zip(window.microbatch.tolist(), window.replica.tolist(), window.updates.all(axis=0).tolist())
+    assert list(found) == expected[1 : source.count]
+    columns = [m for m, _, _ in expected[1 : source.count]]
+    assert (window.forward == table.forward(0, 1300)[:, columns]).all()
+    assert source.made(7 * 2 * width).tolist() == [7, 7, 7]
