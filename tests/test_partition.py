@@ -11,7 +11,9 @@ import pytest
 from ipu_pipe.plan.partition import FloatArray, IntArray, best_cuts
 
 
-def model(rng: np.random.Generator, units: int, limit: float) -> Callable[[IntArray, IntArray], Callable[[int], FloatArray]]:
+def model(
+    rng: np.random.Generator, units: int, limit: float
+) -> Callable[[IntArray, IntArray], Callable[[int], FloatArray]]:
     """Work, what crosses a stage's two boundaries, and memory that grows with the stages that follow."""
     work = np.concatenate([[0.0], np.cumsum(rng.integers(1, 9, units))])
     crossing = np.concatenate([[0.0], rng.integers(0, 9, units - 1), [0.0]])
@@ -25,7 +27,9 @@ def model(rng: np.random.Generator, units: int, limit: float) -> Callable[[IntAr
     return costs
 
 
-def every_cut(units: int, count: int, costs: Callable[[IntArray, IntArray], Callable[[int], FloatArray]]) -> Optional[List[float]]:
+def every_cut(
+    units: int, count: int, costs: Callable[[IntArray, IntArray], Callable[[int], FloatArray]]
+) -> Optional[List[float]]:
     """Greatest cost and sum of squares of the best of all cuts."""
     found = []
     for inner in itertools.combinations(range(1, units), count - 1):
@@ -53,7 +57,8 @@ def test_no_cut_is_better(count: int, limit: float) -> None:
             assert starts is not None and starts[0] == 0 and len(starts) == count
             edges = [*starts, units]
             each = [
-                float(costs(np.array([a]), np.array([b]))(count - s)[0]) for s, (a, b) in enumerate(zip(edges, edges[1:]))
+                float(costs(np.array([a]), np.array([b]))(count - s)[0])
+                for s, (a, b) in enumerate(zip(edges, edges[1:]))
             ]
             assert max(each) == best[0]
             assert sum(x * x for x in each) == pytest.approx(best[1])

@@ -93,7 +93,10 @@ def _table(answer: Answer) -> List[str]:
 
 def _best(problem: Problem, found: Prediction, reason: Binding) -> List[str]:
     work, total = found.work, sum(found.work)
-    lines = ["the best one's stages", "stage  begins with                      share of the work     memory  of it activations"]
+    lines = [
+        "the best one's stages",
+        "stage  begins with                      share of the work     memory  of it activations",
+    ]
     for s, (start, memory) in enumerate(zip(found.starts, found.memory)):
         name = problem.units[start].name or "(the model's beginning)"
         lines.append(
@@ -102,7 +105,7 @@ def _best(problem: Problem, found: Prediction, reason: Binding) -> List[str]:
         )
     lines += ["", f"held back by {reason}"]
     devices = found.asked.devices
-    if found.asked.width > 1 and devices <= MAP_SHOWN:
+    if found.asked.width > 1 and found.asked.depth > 1 and devices <= MAP_SHOWN:
         lines += ["", "devices of each replica's stages, neighbours numbered next to one another:"]
         lines += [f"  replica {r}: {' '.join(map(str, row))}" for r, row in enumerate(found.layout.map())]
     return lines

@@ -7,7 +7,7 @@ its global batch, microbatch x accumulation x w, is at most the greatest that th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Iterator, List, Sequence
+from typing import Iterator, List, Sequence, Tuple
 
 from ipu_pipe.schedule.methods import METHODS, Pipeline, Reads
 
@@ -28,6 +28,11 @@ class Candidate:
     def devices(self) -> int:
         """How many it takes."""
         return self.depth * self.width
+
+    @property
+    def shape(self) -> Tuple[str, int, int, bool]:
+        """All but how an update's samples are divided."""
+        return self.method, self.depth, self.width, self.recompute
 
     @property
     def global_batch_size(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -68,10 +68,9 @@ class Sums:
         def between(sums: FloatArray) -> FloatArray:
             return sums[end] - sums[first]
 
-        zero = np.zeros(np.broadcast(first, end).shape)
-        return Unit(  # type: ignore[arg-type]
-            "", zero, zero, between(self.parameters), zero, between(self.activations), self.number_bytes
-        )
+        parameters: Any = between(self.parameters)
+        activations: Any = between(self.activations)
+        return Unit("", 0.0, 0.0, parameters, 0.0, activations, self.number_bytes)
 
 
 def _sums(values: Sequence[float]) -> FloatArray:
@@ -141,7 +140,7 @@ class Costing:
         """Bytes of the fullest stage's device, cut so that these are least."""
 
         def costs(first: IntArray, end: IntArray) -> StageCosts:
-            return lambda k: self._memory(self.asked.depth - k, first, end).total
+            return lambda k: np.asarray(self._memory(self.asked.depth - k, first, end).total, np.float64)
 
         starts = best_cuts([0.0] * len(self.work), self.asked.depth, costs)
         return None if starts is None else max(memory.total for memory in self.memories(starts))
@@ -212,6 +211,9 @@ def _differences(sums: FloatArray, first: IntArray, end: IntArray) -> FloatArray
     return found
 
 
+STEADY = 1e-6  # of the time of a microbatch: by how much less it changes where it changes no more
+
+
 class Played(NamedTuple):
     """Seconds of a batch, and of it those in which each link was busy."""
 
@@ -220,19 +222,24 @@ class Played(NamedTuple):
 
 
 def batch_time(method: Method, depth: int, accumulate: int, costs: Costs) -> Played:
-    """Of an update of N = `accumulate` microbatches on a pipeline of `depth` stages, in the steady state."""
-    longest = max(3 * depth, 4)
-    if accumulate <= longest:
-        return _played(method, depth, accumulate, costs)
-    short = max(2 * depth, 2)
-    one, other = (_played(method, depth, count, costs) for count in (short, longest))
-    more = (accumulate - longest) / (longest - short)
+    """Of an update of N = `accumulate` microbatches on a pipeline of `depth` stages, in the steady state.
 
-    def extended(a: float, b: float) -> float:
-        return b + more * (b - a)
-
-    carried = {link: extended(one.carried.get(link, 0.0), busy) for link, busy in other.carried.items()}
-    return Played(extended(one.seconds, other.seconds), carried)
+    Batches of three lengths are played. Where a microbatch more takes as long between the first two as between the others, the
+    steady state is reached, and N follows on that line; else longer ones are played, at last N itself.
+    """
+    step = max(depth, 4)
+    while accumulate > 3 * step:
+        lengths = step, 2 * step, 3 * step
+        first, second, third = (_played(method, depth, length, costs) for length in lengths)
+        slope, before = third.seconds - second.seconds, second.seconds - first.seconds
+        if abs(slope - before) <= STEADY * slope:
+            more = (accumulate - lengths[-1]) / step
+            carried = {
+                link: busy + more * (busy - second.carried.get(link, 0.0)) for link, busy in third.carried.items()
+            }
+            return Played(third.seconds + more * slope, carried)
+        step *= 2
+    return _played(method, depth, accumulate, costs)
 
 
 def _played(method: Method, depth: int, accumulate: int, costs: Costs) -> Played:

@@ -20,7 +20,7 @@ SMALL = 0.02  # shares of the time below it hold nothing back
 
 
 class Binding(NamedTuple):
-    """`kind`: memory, link, bubble, imbalance or compute. `share` of the time that it takes. `what` it is, and what `lifts` it."""
+    """`kind`: memory, link, bubble, imbalance or compute. `share` of the time that it takes; `what` it is; what `lifts` it."""
 
     kind: str
     share: float
@@ -73,7 +73,9 @@ def _held_back(problem: Problem, found: Prediction) -> List[Binding]:
                 (seconds - quiet) / seconds,
                 f"{(seconds - quiet) / seconds:.0%} of the time is waited for messages; {link} is busy "
                 f"{min(found.carried[link] / seconds, 1.0):.0%} of it, with {what}",
-                "a faster link, or more microbatches an update" if reduces else "a faster link, or a cut where less crosses",
+                "a faster link, or more microbatches an update"
+                if reduces
+                else "a faster link, or a cut where less crosses",
             )
         )
     if asked.recompute and not _fits_without(problem, found):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.placing import Layout, Neighbours, layouts, neighbours
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, least_seconds, predict_cut
 
 NO_ROOM = "the fullest stage needs more memory than a device has, however the model is cut"
+ALIKE = "other microbatches and accumulations of those shown, slower"
 SLOWER = "slower than those shown, even if nothing but its slowest stage or its fill and drain took time"
 
 
@@ -37,9 +38,10 @@ class _Looked:
 
 
 def search(problem: Problem, asked: Iterable[Candidate], count: int) -> Found:
-    """The `count` candidates with the greatest predicted throughput, each with its best cut and layout. Exact: what is not cut or
-    not played cannot be better."""
-    refused = {NO_ROOM: 0, SLOWER: 0}
+    """The `count` candidates with the greatest predicted throughput, each with its best cut and layout; of those that differ in
+    microbatch and accumulation alone, the best. Exact: what is not cut or not played cannot be better."""
+    refused = {NO_ROOM: 0, ALIKE: 0, SLOWER: 0}
+    shown: Set[Tuple[Any, ...]] = set()
     sums: Dict[int, Sums] = {}
     messages: Dict[Layout, Neighbours] = {}
     waiting: List[Tuple[float, int, int, _Looked]] = []  # by least seconds a sample, then as they came
@@ -63,7 +65,11 @@ def search(problem: Problem, asked: Iterable[Candidate], count: int) -> Found:
         if looked.asked in done:
             continue
         if looked.played is not None:
-            best.append(looked.played)
+            if looked.asked.shape in shown:
+                refused[ALIKE] += 1
+            else:
+                best.append(looked.played)
+            shown.add(looked.asked.shape)
             done[looked.asked] = True
             continue
         if looked.starts is not None:

@@ -115,7 +115,9 @@ class _Played:
         longest = 1 + max(row[-1] for row in self.rows)
         self.start = [[0.0] * longest for _ in self.duration]
         self.end = [[0.0] * longest for _ in self.duration]
-        self.updates: List[List[Tuple[float, float]]] = [[(0.0, 0.0)] * (count // schedule.accumulate) for _ in range(P)]
+        self.updates: List[List[Tuple[float, float]]] = [
+            [(0.0, 0.0)] * (count // schedule.accumulate) for _ in range(P)
+        ]
         self.carried: Dict[str, float] = {}
         self._left = [[schedule.accumulate] * (1 + longest // schedule.accumulate) for _ in range(P)]
         self.needs = {
@@ -283,7 +285,7 @@ class _Lockstep(_Played):
 
 
 def _rows(schedule: Schedule, count: int) -> List[Tuple[int, int, int]]:
-    """All passes (slot, kind * P + stage, microbatch) of the slots in which the first `count` microbatches are at work, in order."""
+    """All passes (slot, kind * P + stage, microbatch) of the slots in which the first `count` microbatches are at work."""
     passes = schedule.passes
     end = 1 + max(int(schedule.slots(kind, 0, count).max()) for kind in passes)
     found = []

@@ -1,0 +1,144 @@
+"""Which configuration to run, and why: splits of a model over devices, ranked by predicted samples a second."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any, List, Optional, Sequence, Tuple
+
+from ipu_pipe.cli.arguments import add_set, config_of, say
+from ipu_pipe.errors import BadInput, Parser, traceback_shown
+
+EPILOG = """
+All figures are predicted: from the model's FLOPs and bytes and the figures of the hardware's file, or, with --measure, from the
+times that the model's parts take on this machine. docs/planner.md says how, and how well it agrees with what was measured.
+
+examples:
+  python tools/plan.py configs/resnet50_ipu4.yaml --hardware pod16 --devices 8
+  python tools/plan.py configs/resnet50_cifar10_finest.yaml --hardware v100x8 --memory 16GB --write runs/planned.yaml
+  python tools/train.py runs/planned.yaml
+"""
+SIZES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def _size(text: str) -> float:
+    """Bytes of "16GB", "900MiB", "16e9"."""
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kMGT]i?)?B?", text.strip())
+    try:
+        assert match is not None
+        size = float(match.group(1)) * SIZES[match.group(2) or ""]
+    except (AssertionError, ValueError):
+        size = 0.0
+    if not 0 < size < 1e18:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of bytes, such as 16GB or 900MiB")
+    return size
+
+
+def parser() -> Parser:
+    """The command line."""
+    p = Parser(prog="tools/plan.py", description=__doc__, epilog=EPILOG)
+    p.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file")
+    add_set(p, "replace keys of the config")
+    p.add_argument(
+        "--hardware", metavar="NAME|FILE", help="of configs/hardware/, or a file like those (default: the config's)"
+    )
+    p.add_argument("--devices", type=int, metavar="N", help="how many (default: as many as the hardware's file says)")
+    p.add_argument("--memory", type=_size, metavar="SIZE", help="of a device, such as 16GB, in place of the file's")
+    p.add_argument("--methods", metavar="A,B,...", help="default: the pipelines that the hardware runs")
+    p.add_argument("--batch", type=int, metavar="SAMPLES", help="greatest global batch (default: the config's)")
+    p.add_argument(
+        "--precision", metavar="P", help="in place of the config's; also float16, of GPUs, with a float32 master copy"
+    )
+    p.add_argument("--measure", action="store_true", help="time the model's parts here instead of counting their FLOPs")
+    p.add_argument("--top", type=int, default=10, metavar="K", help="how many configurations to show (default 10)")
+    p.add_argument("--json", action="store_true", help="for programs")
+    p.add_argument("--write", type=Path, metavar="FILE", help="write the best one as a config that tools/train.py runs")
+    p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
+    return p
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> None:
+    """Run the command."""
+    args = parser().parse_args(arguments)
+    args.config = config_of(args, "configs/resnet50_ipu4.yaml")
+    faults = [
+        f"--{name}: {value}: must be at least 1"
+        for name, value in (("devices", args.devices), ("batch", args.batch), ("top", args.top))
+        if value is not None and value < 1
+    ]
+    if faults:
+        raise BadInput(faults)
+    with traceback_shown(args.traceback):
+        _run(args)
+
+
+def _run(args: argparse.Namespace) -> None:
+    from ipu_pipe.job.config import load_config
+    from ipu_pipe.plan import answer
+    from ipu_pipe.plan.planner import make_plan
+    from ipu_pipe.plan.writing import planned_config
+    from ipu_pipe.written import write
+
+    config = load_config(args.config, args.set)
+    problem, how = _problem(config, args)
+    methods = _methods(config, args, problem.hardware.lockstep)
+    batch = args.batch or config.micro_batch_size * config.gradient_accumulation * config.replicas
+    found = make_plan(problem, methods, problem.hardware.devices, batch, args.top)
+    if args.json:
+        print(json.dumps(answer.as_json(found), indent=1))
+    else:
+        print(answer.in_words(found))
+        print(f"\nthe model: {how}")
+    if not found.plans:
+        raise BadInput(
+            f"no configuration fits {problem.hardware.name}: {found.smallest_change or 'the batch is too small'}"
+        )
+    if args.write is not None:
+        hardware = args.hardware if args.hardware is not None else config.hardware
+        args.write.parent.mkdir(parents=True, exist_ok=True)
+        write(args.write, planned_config(config, problem, found.plans[0][0], hardware))
+        say(f"written: {args.write}: python tools/train.py {args.write}")
+
+
+def _problem(config: Any, args: argparse.Namespace) -> Tuple[Any, str]:
+    """What is to be planned, and how the model's figures were come by."""
+    from ipu_pipe.hardware.files import read_hardware
+    from ipu_pipe.hardware.precision import PRECISIONS
+    from ipu_pipe.plan.prediction import Problem
+    from ipu_pipe.run.units import units_of
+
+    if args.hardware is None and config.hardware is None:
+        raise BadInput("--hardware: missing, and the config names none: must be a name of configs/hardware/ or a file")
+    hardware = read_hardware(args.hardware) if args.hardware is not None else read_hardware(config.hardware, "hardware")
+    if args.devices is not None:
+        hardware = hardware.with_devices(args.devices)
+    precision = args.precision or config.precision
+    if precision not in PRECISIONS:
+        raise BadInput(f"--precision: {precision}: must be one of {', '.join(PRECISIONS)}")
+    hardware.rate(precision)
+    device = hardware.device
+    usable = device.usable_bytes if args.memory is None else args.memory * device.usable_share.value
+    costed, entering = units_of(config, args.measure)
+    optimizer = {"adam": "adam", "adamw": "adam"}.get(
+        config.optimizer.name, "momentum" if config.optimizer.momentum else "sgd"
+    )
+    problem = Problem(costed.units, entering * PRECISIONS[precision].activation / costed.units[0].number_bytes, hardware,
+                      usable, precision, optimizer)  # fmt: skip
+    return problem, costed.how
+
+
+def _methods(config: Any, args: argparse.Namespace, lockstep: bool) -> List[str]:
+    from ipu_pipe.schedule.methods import METHODS
+
+    pipelines = [name for name, row in METHODS.items() if row.structure is None and name != "naive"]
+    if args.methods is not None:
+        asked = [name for name in args.methods.split(",") if name]
+        faults = [f"--methods: {name}: must be of {', '.join(pipelines)}" for name in asked if name not in pipelines]
+        if faults or not asked:
+            raise BadInput(faults or f"--methods: {args.methods}: must be names of methods, by commas")
+        return asked
+    usual = ["pipedream_flush"] if lockstep else ["pipedream_2bw", "pipedream_flush", "gpipe"]
+    own = [config.method] if config.method in pipelines and not lockstep else []
+    return list(dict.fromkeys([*own, *usual]))

@@ -1,0 +1,29 @@
+"""A plan as a config that trains it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ipu_pipe.job.comparing import dump
+from ipu_pipe.job.method_args import MethodArgs
+from ipu_pipe.job.schema import Config
+from ipu_pipe.plan.answer import begin_names
+from ipu_pipe.plan.prediction import Prediction, Problem
+
+
+def planned_config(config: Config, problem: Problem, found: Prediction, hardware: Any) -> str:
+    """The text of the config `config` changed to what was found; `hardware` as the user named it. Settings of the method
+    (`method_args`) stay where the method does."""
+    asked = found.asked
+    changes = {
+        "method": asked.method,
+        "stages": begin_names(problem, found) or 1,
+        "micro_batch_size": asked.micro_batch_size,
+        "gradient_accumulation": asked.gradient_accumulation,
+        "replicas": asked.width,
+        "recompute": asked.recompute,
+        "hardware": hardware,
+    }
+    if asked.method != config.method:
+        changes["method_args"] = MethodArgs()
+    return dump(config.model_copy(update=changes))

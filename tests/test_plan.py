@@ -1,0 +1,233 @@
+"""The planner: predictions against the clock played in full, bounds that are none, the search against all candidates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
+
+import numpy as np
+import pytest
+
+from ipu_pipe.cli import plan as command
+from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.description import Hardware
+from ipu_pipe.hardware.files import read_hardware
+from ipu_pipe.hardware.memory import lockstep_schedule
+from ipu_pipe.hardware.units import Unit
+from ipu_pipe.job.config import load_config
+from ipu_pipe.plan.candidates import Candidate, candidates
+from ipu_pipe.plan.placing import Layout, boundary_message, layouts, reduce_message
+from ipu_pipe.plan.planner import make_plan
+from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, batch_time, predict_cut
+from ipu_pipe.plan.reasons import binding
+from ipu_pipe.plan.search import NO_ROOM, least_memory, search
+from ipu_pipe.schedule.clock import clock
+from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.schedule.timelines import make_schedule
+
+PIPELINES = ["pipedream_2bw", "pipedream_flush", "gpipe", "pipedream"]
+
+
+def hardware(**changes: Any) -> Hardware:
+    """Servers of two devices of 1 FLOP a second, and slow links between the servers."""
+    figures: Dict[str, Any] = {
+        "devices": 4,
+        "device": {
+            "memory_bytes": 1e4,
+            "usable_share": 1.0,
+            "memory_bandwidth": 1e9,
+            "rates": {"float32": {"peak_flops": 1.0, "achievable_share": 1.0}},
+        },
+        "links": [
+            {"name": "inside", "holds": 2, "bandwidth": 1e6, "latency": 0.0},
+            {"name": "network", "bandwidth": 1e2, "latency": 0.0, "shared_by": 2},
+        ],
+        **changes,
+    }
+    return read_hardware(figures, "here")
+
+
+def units(rng: np.random.Generator, count: int) -> Tuple[Unit, ...]:
+    """Of any size."""
+    return tuple(
+        Unit(
+            f"unit{i}", f := float(rng.integers(1, 9)), 2 * f, int(rng.integers(0, 30)), 4.0 * rng.integers(1, 9), 40.0
+        )
+        for i in range(count)
+    )
+
+
+def problem(seed: int = 0, count: int = 6, memory: Optional[float] = None, **changes: Any) -> Problem:
+    """A small one."""
+    own = hardware(**changes)
+    found = units(np.random.default_rng(seed), count)
+    return Problem(found, 8.0, own, own.device.usable_bytes if memory is None else memory, "float32", "momentum")
+
+
+def predict(given: Problem, asked: Candidate) -> Optional[Prediction]:
+    """With the best cut, on the better layout; None where none fits."""
+    found = []
+    for layout in layouts(asked.depth, asked.width):
+        costing = Costing(given, asked, layout, Sums(given, asked.micro_batch_size))
+        starts = costing.cut()
+        if starts is not None:
+            found.append(predict_cut(costing, starts))
+    return max(found, key=lambda each: each.samples_per_second, default=None)
+
+
+@pytest.mark.parametrize(
+    "method, lockstep", [*((method, False) for method in PIPELINES), ("gpipe", True), ("pipedream_flush", True)]
+)
+def test_long_batches_are_extended_as_the_clock_would_play_them(method: str, lockstep: bool) -> None:
+    """The time of a batch of 160 microbatches, not played, is that of the clock that plays all of them."""
+    links = [{"name": "all", "bandwidth": 50.0, "latency": 0.1}]
+    for seed in range(3):
+        asked = Candidate(method, 3, 1, 2, 160, False)
+        given = problem(seed, memory=1e9, devices=3, lockstep=lockstep, links=links)
+        costing = Costing(given, asked, layouts(3, 1)[0], Sums(given, 2))
+        starts = costing.cut()
+        assert starts is not None
+        costs = costing.costs(starts)
+        found = batch_time(METHODS[method], 3, 160, costs).seconds
+        if METHODS[method].flushes:
+            make = lockstep_schedule if lockstep else make_schedule
+            assert found == pytest.approx(clock(make(METHODS[method], 3, 160, 160), costs).finish, rel=1e-9)
+        else:  # the whole run's rate, its fill and drain apart
+            times = [clock(make_schedule(METHODS[method], 3, n * 160, 160), costs).finish for n in (2, 4)]
+            assert found == pytest.approx((times[1] - times[0]) / 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_bounds_are_never_above_what_is_played(lockstep: bool) -> None:
+    """Else the search would pass over what is best."""
+    looked = 0
+    for seed in range(4):
+        given = problem(seed, lockstep=lockstep)
+        for asked in candidates(PIPELINES[:3] if not lockstep else ["pipedream_flush"], 4, 6, 32):
+            for layout in layouts(asked.depth, asked.width):
+                costing = Costing(given, asked, layout, Sums(given, asked.micro_batch_size))
+                starts = costing.cut()
+                if starts is not None:
+                    costs = costing.costs(starts)
+                    seconds = batch_time(METHODS[asked.method], asked.depth, asked.gradient_accumulation, costs).seconds
+                    assert costing.least_seconds(costs) <= seconds * (1 + 1e-9), asked
+                    looked += 1
+    assert looked > 40
+
+
+@pytest.mark.parametrize("memory", [1e9, 4000.0, 1500.0])
+def test_the_search_finds_what_trying_all_finds(memory: float) -> None:
+    for seed in range(3):
+        given = problem(seed, memory=memory)
+        asked = list(candidates(PIPELINES, 4, 6, 16))
+        found = search(given, asked, 5)
+        every = [predict(given, each) for each in asked]
+        rates: Dict[Any, float] = {}
+        for each in (each for each in every if each is not None):
+            rates[each.asked.shape] = max(each.samples_per_second, rates.get(each.asked.shape, 0.0))
+        assert [each.samples_per_second for each in found.best] == sorted(rates.values(), reverse=True)[:5]
+        assert sum(found.refused.values()) + len(found.best) == len(asked)
+        if not found.best:
+            assert found.refused == {NO_ROOM: len(asked)}
+        for each in found.best:
+            assert max(stage.total for stage in each.memory) <= memory
+
+
+def test_least_memory_is_where_it_begins_to_fit() -> None:
+    given = problem(memory=10.0)
+    asked = list(candidates(PIPELINES, 4, 6, 16))
+    assert not search(given, asked, 5).best
+    found = least_memory(given, asked)
+    assert found is not None
+    enough, short = (problem(memory=found[0] + more) for more in (0, -1))
+    assert search(enough, asked, 1).best and not search(short, asked, 1).best
+
+
+def test_the_dearer_messages_stay_inside_a_server() -> None:
+    """Two servers of two devices, two replicas of two stages: large weights keep a stage's replicas in a server, large
+    activations the stages of a replica."""
+    for parameters, crossing, together in ((100000, 4.0, True), (1, 40000.0, False)):
+        each = Unit("", 1.0, 2.0, parameters, crossing, 0.0)
+        own = hardware()
+        given = Problem((each, each), 8.0, own, 1e12, "float32", "sgd")
+        asked = Candidate("pipedream_flush", 2, 2, 1, 4, False)
+        found = predict(given, asked)
+        assert found is not None and found.layout.replicas_together is together
+    inside, outside = Layout(2, 2, False), Layout(2, 2, True)
+    assert inside.map() == [[0, 1], [2, 3]] and outside.map() == [[0, 2], [1, 3]]
+    assert boundary_message(hardware(), inside, 0).seconds == 1e-6
+    assert boundary_message(hardware(), outside, 0).seconds == 2e-2  # both replicas at once through one link
+    assert reduce_message(hardware(), outside, 0, 100.0).seconds == pytest.approx(1e-4)
+
+
+def test_what_holds_back_is_named() -> None:
+    """One stage with most of the work, one microbatch an update, a link that is too slow."""
+    one = Unit("", 1.0, 2.0, 1, 4.0, 4.0)
+    heavy = Unit("heavy", 9.0, 18.0, 1, 4.0, 4.0)
+    own = hardware(devices=2, links=[{"name": "all", "bandwidth": 1e6, "latency": 0.0}])
+
+    def kind(found: Tuple[Unit, ...], count: int, own: Hardware = own) -> Tuple[str, str]:
+        given = Problem(found, 8.0, own, 1e12, "float32", "sgd")
+        made = predict(given, Candidate("pipedream_flush", 2, 1, 1, count, False))
+        assert made is not None
+        reason = binding(given, made)
+        return reason.kind, str(reason)
+
+    assert kind((one, heavy), 500)[0] == "imbalance" and "heavy" in kind((one, heavy), 500)[1]
+    assert kind((one, one), 1)[0] == "bubble"
+    assert kind((one, one), 2000)[0] == "compute"
+    slow = hardware(devices=2, links=[{"name": "all", "bandwidth": 1.0, "latency": 0.0}])
+    assert kind((one, one), 500, slow)[0] == "link"
+
+
+def test_nothing_fits_and_what_would_is_told() -> None:
+    found = make_plan(problem(memory=10.0), PIPELINES, 4, 16)
+    assert not found.plans and found.smallest_change is not None and "usable memory a device" in found.smallest_change
+
+
+def run(capsys: Any, *arguments: str) -> str:
+    """Standard output of the command."""
+    command.main(["configs/mlp_digits.yaml", *arguments])
+    return str(capsys.readouterr().out)
+
+
+def test_its_json_is_the_contracts_and_what_it_writes_trains(capsys: Any, tmp_path: Path) -> None:
+    file = tmp_path / "planned.yaml"
+    told = run(capsys, "--hardware", "v100x8", "--devices", "4", "--top", "3", "--json", "--write", str(file))
+    found = json.loads(told)
+    assert set(found) >= {"hardware", "devices", "plans", "refused", "smallest_change"} and found["devices"] == 4
+    keys = {
+        "method", "depth", "width", "micro_batch_size", "gradient_accumulation", "recompute", "stages",
+        "samples_per_second", "utilization", "global_batch_size", "memory_bytes", "binding",
+    }  # fmt: skip
+    assert len(found["plans"]) == 3 and all(keys <= set(each) for each in found["plans"])
+    rates = [each["samples_per_second"] for each in found["plans"]]
+    assert rates == sorted(rates, reverse=True)
+    best = found["plans"][0]
+    assert len(best["memory_bytes"]) == best["depth"] == len(best["stages"]) + 1
+    assert best["global_batch_size"] == best["micro_batch_size"] * best["gradient_accumulation"] * best["width"] <= 64
+    written = load_config(file)
+    assert (written.method, written.replicas, written.recompute) == (best["method"], best["width"], best["recompute"])
+    assert written.micro_batch_size == best["micro_batch_size"] and written.hardware == "v100x8"
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ([], "--hardware: missing"),
+        (["--hardware", "v100"], "--hardware: v100: must be one of"),
+        (["--hardware", "v100x8", "--devices", "0"], "--devices: 0: must be at least 1"),
+        (["--hardware", "v100x8", "--methods", "pipedrem"], "--methods: pipedrem: must be of"),
+        (["--hardware", "v100x8", "--precision", "int8"], "--precision: int8: must be one of"),
+        (["--hardware", "v100x8", "--devices", "2", "--memory", "1kB"], "no configuration fits v100x8"),
+    ],
+)
+def test_bad_input_is_told(arguments: List[str], said: str, capsys: Any) -> None:
+    with pytest.raises(BadInput) as caught:
+        run(capsys, *arguments)
+    assert any(said in fault for fault in caught.value.faults)
+
+
+def test_sizes_are_bytes() -> None:
+    assert [command._size(text) for text in ("16GB", "900MiB", "16e9", "1.5TB")] == [16e9, 900 * 2**20, 16e9, 1.5e12]
