@@ -137,7 +137,7 @@ def _process(rank: int, folder: str, accumulate: int, methods: List[str], rounds
             turn()
             if number >= 2:  # the first turns fill pipelines and caches
                 times[name].append(time.perf_counter() - begun)
-    events = [e for e in engines["pipedream_flush"].timeline.events if e.microbatch >= accumulate]
+    events = [e for e in engines["pipedream_flush"].mail.timeline.events if e.microbatch >= accumulate]
     costs = {kind: _pass_seconds(events, kind) for kind in ("forward", "backward", "update")}
     (Path(folder) / f"{rank}.json").write_text(json.dumps({"times": times, "costs": costs}))
     dist.barrier()
