@@ -79,9 +79,9 @@ def main() -> None:
     print("method           cut        microbatch   predicted    measured samples/s   error (of all rounds)")
     for row in rows:
         errors = row["errors"]
-        case = f"{row['method']:16s} {row['cut']:10s} {row['micro_batch_size']:10d}"
+        place = f"{row['method']:16s} {row['cut']:10s} {row['micro_batch_size']:10d}"
         rates = f"{row['predicted']:11.1f} {row['measured']:11.1f} {row['error']:15.1%}"
-        print(f"{case} {rates} ({min(errors):.1%} to {max(errors):.1%})")
+        print(f"{place} {rates} ({min(errors):.1%} to {max(errors):.1%})")
     print(f"mean error {statistics.mean(abs(row['error']) for row in rows):.1%}")
 
 
