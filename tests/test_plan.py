@@ -212,6 +212,17 @@ def test_its_json_is_the_contracts_and_what_it_writes_trains(capsys: Any, tmp_pa
     assert written.micro_batch_size == best["micro_batch_size"] and written.hardware == "v100x8"
 
 
+def test_a_config_is_written_for_what_was_planned_or_not_at_all(capsys: Any, tmp_path: Path) -> None:
+    """Also the precision that the plan is for; float16 is for plans alone."""
+    file = tmp_path / "planned.yaml"
+    run(capsys, "--hardware", "v100x8", "--devices", "2", "--precision", "float64", "--write", str(file))
+    assert load_config(file).precision == "float64"
+    before = file.read_text()
+    with pytest.raises(BadInput, match="precision"):
+        run(capsys, "--hardware", "v100x8", "--devices", "2", "--precision", "float16", "--write", str(file))
+    assert file.read_text() == before
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [

@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from ipu_pipe.job.comparing import dump
+from ipu_pipe.job.config import configure
 from ipu_pipe.job.method_args import MethodArgs
 from ipu_pipe.job.schema import Config
 from ipu_pipe.plan.answer import begin_names
 from ipu_pipe.plan.prediction import Prediction, Problem
+from ipu_pipe.yaml_files import parse
 
 
 def planned_config(config: Config, problem: Problem, found: Prediction, hardware: Any) -> str:
     """The text of the config `config` changed to what was found; `hardware` as the user named it. Settings of the method
-    (`method_args`) stay where the method does."""
+    (`method_args`) stay where the method does. Raises BadInput where that is no config that trains."""
     asked = found.asked
     changes = {
         "method": asked.method,
@@ -22,8 +24,11 @@ def planned_config(config: Config, problem: Problem, found: Prediction, hardware
         "gradient_accumulation": asked.gradient_accumulation,
         "replicas": asked.width,
         "recompute": asked.recompute,
+        "precision": problem.precision,
         "hardware": hardware,
     }
     if asked.method != config.method:
         changes["method_args"] = MethodArgs()
-    return dump(config.model_copy(update=changes))
+    text = dump(config.model_copy(update=changes))
+    configure(**parse(text, "--write"))  # checked before anything is written
+    return text
