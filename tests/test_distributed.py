@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 def cases() -> List[Case]:
     made: List[Case] = []
-    for method in (name for name, chosen in METHODS.items() if chosen.structure is None):  # see test_local
+    for method in (name for name, chosen in METHODS.items() if chosen.is_pipeline):  # see test_local
         for model in ("mlp", "convolution", "residual"):
             for accumulate in (1, 4):
                 made.append((f"{method}-{model}-{accumulate}", method, {}, accumulate, model, 0))

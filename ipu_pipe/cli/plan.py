@@ -132,7 +132,7 @@ def _problem(config: Any, args: argparse.Namespace) -> Tuple[Any, str]:
 def _methods(config: Any, args: argparse.Namespace, lockstep: bool) -> List[str]:
     from ipu_pipe.schedule.methods import METHODS
 
-    pipelines = [name for name, row in METHODS.items() if row.structure is None and name != "naive"]
+    pipelines = [name for name, row in METHODS.items() if row.is_pipeline and name != "naive"]
     if args.methods is not None:
         asked = [name for name in args.methods.split(",") if name]
         faults = [f"--methods: {name}: must be of {', '.join(pipelines)}" for name in asked if name not in pipelines]

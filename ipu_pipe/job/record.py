@@ -79,11 +79,17 @@ class Job(Setup):
     @property
     def batch(self) -> int:
         """Samples of one update, the global batch size."""
-        return self.config.micro_batch_size * self.config.gradient_accumulation * self.config.replicas
+        return self.config.micro_batch_size * self.config.gradient_accumulation * self.width
+
+    @property
+    def width(self) -> int:
+        """Replicas that take turns in the data: of the pipeline, or those that the method has for itself."""
+        rounds = self.method.rounds
+        return self.config.replicas if rounds is None else rounds.replicas or len(self.part)
 
     def microbatch(self, m: int, replica: int = 0) -> Tuple[torch.Tensor, torch.Tensor]:
         """Microbatch m of a replica of the pipeline, on the run's device. Replicas take turns in an epoch's order."""
-        accumulate, width = self.config.gradient_accumulation, self.config.replicas
+        accumulate, width = self.config.gradient_accumulation, self.width
         epoch, within = divmod(m, self.updates_per_epoch * accumulate)
         return self.to_device(*self.data.train_batch(epoch, within * width + replica, self.config.micro_batch_size))
 

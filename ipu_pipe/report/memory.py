@@ -33,6 +33,7 @@ def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[st
     copies, in_flight = weight_copies(job.table), job.schedule.max_in_flight()
     kept = held_microbatches(in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn)
     moments = MOMENTS.get(_optimizer_kind(job) or "", 0)
+    own = job.width if job.method.rounds is not None else 1  # replicas with weights and optimizer state of their own
     trained, behind = _trained_bytes(job), _behind_bytes(job)
     rows = []
     for stage, entering in zip(job.part.stages, _input_bytes(job)):
@@ -41,7 +42,7 @@ def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[st
             weights=sum(sizes[name] for name in stage.parameters) + behind[s],
             copies=int(copies[s]),
             gradients=trained[s] + behind[s],
-            optimizer=moments * (trained[s] + behind[s]),
+            optimizer=moments * (trained[s] + behind[s]) * own,
             accumulators=len(job.rules.entries(s)) * trained[s],
             saved=job.footprint.saved_bytes[s],
             entering=entering,

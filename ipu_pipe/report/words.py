@@ -31,7 +31,7 @@ def opening(job: Job, done: int = 0) -> str:
         f"{model_name(config)}: {parameters:,} parameters on {len(job.part)} stages; method {job.method.name}, "
         f"backend {config.backend.name} on {job.device_kind}",
         f"global batch size {job.batch} = micro_batch_size {config.micro_batch_size} x "
-        f"gradient_accumulation {config.gradient_accumulation} x replicas {config.replicas}; "
+        f"gradient_accumulation {config.gradient_accumulation} x replicas {job.width}; "
         f"{job.updates - done} updates, {job.updates_per_epoch} an epoch",
     ]
     return "\n".join(lines)

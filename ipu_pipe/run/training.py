@@ -144,8 +144,7 @@ def _checked(
         raise BadInput(f"--resume: {out}: holds no run to resume")
     recorded = load_config(saved)
     config = as_recorded(recorded, config)
-    if METHODS[config.method].structure is not None:  # its blocks are what is trained
-        config = _with_recorded_blocks(recorded, config)
+    config = _with_recorded_counts(recorded, config)
     if recorded.given is not None:
         now = {"model": config.model.entry, "data": config.data.name, "loss": config.loss, "optimizer": config.optimizer.name}
         refuse_missing(recorded, **{key: value if value == GIVEN else None for key, value in now.items()})
@@ -169,11 +168,14 @@ def _same_optimizer(config: Config, out: Path) -> None:
         raise BadInput([f"--resume: {saved}: {change}: the optimizer of a run cannot change" for change in changes])
 
 
-def _with_recorded_blocks(old: Config, new: Config) -> Config:
-    """`new` with the number of blocks that a run of `old` chose where `new` leaves it open."""
-    if new.method != old.method or new.method_args.blocks is not None:
+def _with_recorded_counts(old: Config, new: Config) -> Config:
+    """`new` with the number of blocks or of the method's replicas that a run of `old` chose where `new` leaves it open."""
+    method = METHODS[new.method]
+    key = "blocks" if method.structure is not None else "replicas" if method.rounds is not None else None
+    if key is None or new.method != old.method or getattr(new.method_args, key) is not None:
         return new
-    return new.model_copy(update={"method_args": new.method_args.model_copy(update={"blocks": old.method_args.blocks})})
+    own = new.method_args.model_copy(update={key: getattr(old.method_args, key)})
+    return new.model_copy(update={"method_args": own})
 
 
 class _Run:

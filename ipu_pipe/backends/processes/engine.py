@@ -104,4 +104,13 @@ def make(job: Job, first_update: int) -> ProcessEngine:
     return ProcessEngine(job, first_update)
 
 
-BACKEND = Backend(check_launch, start, place, exactness_faults, lambda job: "", make)
+def faults(job: Job) -> List[str]:
+    """What processes cannot train: what is no pipeline's schedule, or not exactly."""
+    method = job.method
+    if method.history is not None or method.rounds is not None:
+        why = "draws what it reads, whatever a pipeline does" if method.rounds is None else "steps replicas by themselves"
+        return [f"method: {method.name}: {why}, which processes do not carry out: use backend.name: emulator"]
+    return exactness_faults(job)
+
+
+BACKEND = Backend(check_launch, start, place, faults, lambda job: "", make)
