@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Optional, Sequence
+from typing import TYPE_CHECKING, Any, Dict, Mapping, Optional, Sequence
 
 from ipu_pipe.cli.arguments import folder, say
 from ipu_pipe.errors import BadInput, Parser
+
+if TYPE_CHECKING:
+    from ipu_pipe.studies.asynchrony.experiments import Study
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "experiments"
 EPILOG = """\
@@ -19,7 +23,7 @@ examples:
   python tools/reproduce.py all --out docs/results   run all
   python tools/reproduce.py pb_resnet20 --full       at the paper's size, for a GPU
 
-An experiment is a file in configs/experiments/ (or any other, by its path). What was interrupted goes on where it was.
+An experiment is a file in configs/experiments/ (or any other, by its path), or one of ipu_pipe.studies.asynchrony. What was interrupted goes on where it was.
 Exit codes: 0 done (also where results differ from what was expected: the table says so), 2 bad input, 1 fault, 130 Ctrl-C.
 """
 
@@ -57,17 +61,27 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         raise BadInput(f"--seeds: {' '.join(map(str, args.seeds))}: must be different")
     known = sorted(FOLDER.glob("*.yaml"))
     from ipu_pipe.studies import experiments
+    from ipu_pipe.studies.asynchrony.experiments import STUDIES
 
     if not args.experiment:
         listed = [experiments.load_experiment(path) for path in known]
         if args.json:
-            print(json.dumps([{"experiment": e.name, "title": e.title, "source": e.source} for e in listed], indent=1))
+            all_known = [*listed, *STUDIES.values()]
+            print(json.dumps([{"experiment": e.name, "title": e.title, "source": e.source} for e in all_known], indent=1))
             return
         for e in listed:
             print(f"{e.name:24s} {e.title} ({e.source}); {len(e.rows)} rows, {len(e.seeds)} seeds")
+        for study in STUDIES.values():
+            print(f"{study.name:24s} {study.title} ({study.source}); {len(study.seeds)} seeds")
         return
-    chosen = known if args.experiment == ["all"] else [_find(name, known) for name in args.experiment]
+    asked = [*(path.stem for path in known), *STUDIES] if args.experiment == ["all"] else args.experiment
+    chosen = [_find(name, known, STUDIES) for name in asked if name not in STUDIES]
     all_found = []
+    for study in (STUDIES[name] for name in asked if name in STUDIES):
+        for option in ("full", "rows"):
+            if getattr(args, option):
+                raise BadInput(f"--{option}: {study.name}: has one size and no runs of its own: leave it out")
+        all_found.append(_study(study, args))
     for path in chosen:
         experiment = experiments.load_experiment(path)
         unknown = [label for label in args.rows or () if label not in experiment.rows]
@@ -93,8 +107,24 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         print(json.dumps(all_found[0] if len(all_found) == 1 else all_found, indent=1))
 
 
-def _find(name: str, known: "list[Path]") -> Path:
+def _study(study: "Study", args: argparse.Namespace) -> Dict[str, Any]:
+    """Run a study on vectors, or whose runs are too small to keep; write and print what it gives."""
+    from ipu_pipe.studies.asynchrony import results
+
+    seeds = args.seeds or study.seeds
+    say(f"{study.title}: {len(seeds)} seeds")
+    found = results.run_study(study, seeds, args.jobs, say)
+    command = f"python tools/reproduce.py {study.name}"
+    target = (args.out or args.runs) / study.name
+    made = results.write_study(study, found, command, target)
+    if not args.json:
+        print(results.table(made, command))
+        print(f"where to look:\n  {target}")
+    return made
+
+
+def _find(name: str, known: "list[Path]", studies: Mapping[str, Any]) -> Path:
     path = next((path for path in known if path.stem == name), Path(name))
     if not path.is_file():
-        raise BadInput(f"EXPERIMENT: {name}: must be one of {', '.join(p.stem for p in known)}, all, or a file")
+        raise BadInput(f"EXPERIMENT: {name}: must be one of {', '.join([*(p.stem for p in known), *studies])}, all, or a file")
     return path
