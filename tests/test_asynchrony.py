@@ -84,7 +84,9 @@ def test_a_drain_ends_a_round() -> None:
 # ---- what is drawn
 
 
-def replays(args: Dict[str, Any], P: int = 3, M: int = 40, drains: Sequence[int] = (), seed: int = 4) -> RandomizedReplays:
+def replays(
+    args: Dict[str, Any], P: int = 3, M: int = 40, drains: Sequence[int] = (), seed: int = 4
+) -> RandomizedReplays:
     method = resolve_method("randomized_pipedream", args)
     assert method.history is not None
     table = VersionTable(make_schedule(method, P, M, 1, drains), method)
@@ -107,10 +109,10 @@ def test_delays_and_draws_are_uniform_within_their_bounds() -> None:
     source = replays({"delay_bound": 7}, M=4000)
     delays = source.delays(0, source.count)
     assert (delays[:, :5] <= np.arange(5)).all() and delays.max() == 7
-    for counts in (
-        [np.bincount(row[7:], minlength=8) for row in delays]
-        + [np.bincount(source.stages_of(0, 12000)), np.bincount(source.microbatches_of(0, 12000) % 10)]
-    ):
+    for counts in [np.bincount(row[7:], minlength=8) for row in delays] + [
+        np.bincount(source.stages_of(0, 12000)),
+        np.bincount(source.microbatches_of(0, 12000) % 10),
+    ]:
         expected = counts.sum() / len(counts)
         assert (abs(counts - expected) < 5 * np.sqrt(expected)).all()
     assert (source.microbatches_of(0, 12000) // 10 == np.arange(12000) // 30).all()  # of the epoch at hand
@@ -144,7 +146,12 @@ def test_the_schedules_order_is_that_of_its_slots() -> None:
 
 
 def emulated(
-    modules: List[nn.Module], method: Method, steps: int, data: Sequence[Any], drains: Sequence[int] = (), batch: int = 10
+    modules: List[nn.Module],
+    method: Method,
+    steps: int,
+    data: Sequence[Any],
+    drains: Sequence[int] = (),
+    batch: int = 10,
 ) -> Emulator:
     model = whole(modules)
     part = partition(model, data[0][0])
@@ -207,7 +214,7 @@ def by_the_algorithm(
     modules: List[nn.Module], source: RandomizedReplays, data: Sequence[Any], beta: Optional[float], in_order: bool
 ) -> None:
     """Algorithm 1 with all iterates kept as copies; momentum and decay as torch.optim.SGD does them."""
-    parameters = [[p for p in module.parameters()] for module in modules]
+    parameters = [list(module.parameters()) for module in modules]
     history = [[[p.detach().clone() for p in own] for own in parameters]]
     velocity: Dict[int, List[torch.Tensor]] = {}
     P, net = len(modules), whole(modules)
@@ -260,9 +267,7 @@ def test_weights_are_those_of_algorithm_1(args: Dict[str, Any], model: str) -> N
 
 @pytest.mark.parametrize("model", ["mlp", "normed"])
 @pytest.mark.parametrize("R, K, drains", [(3, 2, []), (2, 5, [6]), (1, 3, []), (4, 1, [])])
-def test_local_sgd_is_replicas_that_train_by_themselves_and_meet(
-    R: int, K: int, drains: List[int], model: str
-) -> None:
+def test_local_sgd_is_replicas_that_train_by_themselves_and_meet(R: int, K: int, drains: List[int], model: str) -> None:
     steps, data = 9, batches(9 * R)
     make = normed if model == "normed" else lambda: fresh(model)
     ours, first = make(), make()
@@ -310,7 +315,11 @@ def meet(nets: List[nn.Module], optimizers: List[torch.optim.Optimizer]) -> None
         ("pipedream", {"delay_bound": 4}, "method_args: delay_bound: 4: belongs to randomized_pipedream alone"),
         ("gpipe", {"replicas": 4}, "method_args: replicas: 4: belongs to local_sgd alone"),
         ("randomized_pipedream", {"delay_bound": -1}, "method_args: delay_bound: -1: must be a whole number >= 0"),
-        ("randomized_pipedream", {"delays": "drawn"}, "method_args: delays: drawn: must be uniform, offsets or schedule"),
+        (
+            "randomized_pipedream",
+            {"delays": "drawn"},
+            "method_args: delays: drawn: must be uniform, offsets or schedule",
+        ),
         (
             "randomized_pipedream",
             {"delays": "schedule"},

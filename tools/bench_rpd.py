@@ -22,7 +22,7 @@ from ipu_pipe.studies.objectives.functions import random_quadratic  # noqa: E402
 
 STAGES, MICROBATCHES, BOUND = 8, 400, 420
 OTHER_BOUNDS = (8, 30, 60, 180)
-RATES = 2.0 ** np.arange(-8, 1)
+RATES = np.asarray(2.0 ** np.arange(-8, 1))
 COMPARED = 3  # steps, the least ones, which do not diverge
 
 

@@ -68,7 +68,9 @@ class RandomizedReplays:
         low = max(first - self.reach, 0)
         before = self.stages_of(low, last)
         steps = (np.arange(self.stages)[:, None] == before).astype(np.int64)
-        made = np.concatenate([self.made(low)[:, None], steps], axis=1).cumsum(axis=1)  # (P, n + 1): at iterate low, ...
+        made = np.concatenate([self.made(low)[:, None], steps], axis=1).cumsum(
+            axis=1
+        )  # (P, n + 1): at iterate low, ...
         iterate = np.arange(first, last) - self.delays(first, last) - low  # (P, n)
         versions = np.take_along_axis(made, iterate, axis=1)
         if self._history.nag is None:

@@ -76,8 +76,8 @@ class Work:
         return self.microbatch // self.accumulate
 
     def step_of(self, update: int, stage: int, made: int) -> int:
-        """The step whose learning rate an update has, `update` of the run and `made` of its stage: in the schedule's order of single
-        stages that of the pipeline, whose stages are not at one step."""
+        """The step whose learning rate an update has, which is `update` of the run and `made` of its stage: for single stages in
+        the schedule's order that of the pipeline, whose stages are not at one step."""
         history = self.method.history
         if history is None or self.block_updates == 1:
             return update

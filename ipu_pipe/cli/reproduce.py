@@ -23,7 +23,8 @@ examples:
   python tools/reproduce.py all --out docs/results   run all
   python tools/reproduce.py pb_resnet20 --full       at the paper's size, for a GPU
 
-An experiment is a file in configs/experiments/ (or any other, by its path), or one of ipu_pipe.studies.asynchrony. What was interrupted goes on where it was.
+An experiment is a file in configs/experiments/ (or any other, by its path), or one of ipu_pipe.studies.asynchrony.
+What was interrupted goes on where it was.
 Exit codes: 0 done (also where results differ from what was expected: the table says so), 2 bad input, 1 fault, 130 Ctrl-C.
 """
 
@@ -66,8 +67,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     if not args.experiment:
         listed = [experiments.load_experiment(path) for path in known]
         if args.json:
-            all_known = [*listed, *STUDIES.values()]
-            print(json.dumps([{"experiment": e.name, "title": e.title, "source": e.source} for e in all_known], indent=1))
+            told = [(e.name, e.title, e.source) for e in listed] + [(s.name, s.title, s.source) for s in STUDIES.values()]
+            print(json.dumps([dict(zip(("experiment", "title", "source"), each)) for each in told], indent=1))
             return
         for e in listed:
             print(f"{e.name:24s} {e.title} ({e.source}); {len(e.rows)} rows, {len(e.seeds)} seeds")

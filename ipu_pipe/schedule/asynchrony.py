@@ -114,7 +114,9 @@ def faults(method: str, given: Mapping[str, Any]) -> List[str]:
         found.append(f"method_args: nag: {shown(beta)}: must be a number > 0, beta of the extrapolation")
     if not found and given.get("delays") == "schedule":
         if given.get("order") != "schedule":
-            found.append("method_args: delays: schedule: are those of PipeDream's order of updates: set order: schedule")
+            found.append(
+                "method_args: delays: schedule: are those of PipeDream's order of updates: set order: schedule"
+            )
         if "delay_bound" in given:
             value = shown(given["delay_bound"])
             found.append(f"method_args: delay_bound: {value}: delays: schedule has PipeDream's own: leave it out")

@@ -200,8 +200,8 @@ def _pipedream_1f1b(P: int, M: int, turn: int) -> Stretch:
 
 
 def local_sgd(sight: Sight) -> Tuple[Kind, ...]:
-    """As `pipedream_1f1b`, over the steps of a round, R replicas (N here) in turn: a replica's next step begins on a stage when its
-    last one is done there. P = 3, R = 2, two steps each:
+    """As `pipedream_1f1b`, over the steps of a round, R replicas (N here) in turn: a replica's next step begins on a stage when
+    its last one is done there. P = 3, R = 2, two steps each:
 
     stage 0  F0  F1  .   .   .   B0  F2  B1  F3  .   .   B2  .   B3
     stage 1  .   F0  F1  .   B0  .   B1  F2  .   F3  B2  .   B3  .

@@ -56,7 +56,8 @@ class VersionTable:
     def window(self, first: int, last: int, stages: slice = ALL_STAGES) -> Tuple[IntArray, IntArray]:
         """Forward and backward versions of the microbatches [first, last), checked."""
         newest = {kind: self._newest(kind, first, last, stages) for kind in PASSES}
-        if self.method.delay is not None or self.method.rounds is not None:  # counted from the gradient's use; the schedule does not bound it
+        # counted from the gradient's use, or by the replica: the schedule does not bound it
+        if self.method.delay is not None or self.method.rounds is not None:
             newest[Kind.FORWARD] = newest[Kind.BACKWARD] = self._batch(first, newest[Kind.BACKWARD])
         forward = self._read(self.method.forward_reads, newest[Kind.FORWARD], None, first, stages)
         backward = self._read(self.method.backward_reads, newest[Kind.BACKWARD], forward, first, stages)

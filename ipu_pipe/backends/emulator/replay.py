@@ -164,15 +164,12 @@ class Emulator:
             self._replicas.average()
         if self._blocks is not None:
             self._blocks.average_duplicates()
-        step = self._step_of(replay)
+        first = int(replay.updates[0])
+        step = self.work.step_of(self.update, first, int(self._plan.made(done)[first]))
         self.work.rules.step(step, lambda: self._clipping(step), stages)
         self.update += 1
         self.weights.release(self._plan.oldest(self._number))
         self._doing = "data"
-
-    def _step_of(self, replay: Replay) -> int:
-        stage = int(replay.updates[0])
-        return self.work.step_of(self.update, stage, int(self._plan.made(self._number - 1)[stage]))
 
     @property
     def peak_bytes(self) -> int:
@@ -182,14 +179,11 @@ class Emulator:
     @property
     def whereabouts(self) -> str:
         """What it is doing, in words for a fault. The backward of the whole model does not tell its stages apart."""
+        place = f"{'block ' * (self.work.block_updates > 1)}update {self.update}"
         if self._doing == "update":
-            return f"{self._update_now}"
+            return place
         stage = f", stage {self._watch.stage}" if self._doing in ("forward", "recomputation") else ""
-        return f"{self._update_now}, microbatch {self._microbatch}{stage}, {self._doing}"
-
-    @property
-    def _update_now(self) -> str:
-        return f"{'block ' * (self.work.block_updates > 1)}update {self.update}"
+        return f"{place}, microbatch {self._microbatch}{stage}, {self._doing}"
 
     def close(self) -> None:
         """Leave the model as an ordinary one: newest weights in its parameters, no hooks."""

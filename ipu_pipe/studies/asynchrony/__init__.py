@@ -1,1 +1,1 @@
-"""PipeDream, randomized PipeDream and LocalSGD on objectives that are known exactly: the randomized PipeDream paper's experiments."""
+"""PipeDream, randomized PipeDream and LocalSGD on known objectives: the randomized PipeDream paper's experiments."""

@@ -41,7 +41,9 @@ def _marks(count: int, points: int) -> IntArray:
     return np.unique(np.linspace(0, count, min(points, count) + 1).round().astype(np.int64))
 
 
-def pipedream(objective: Objective, stages: int, microbatches: int, rates: Floats, seed: int, points: int = 60) -> Curve:
+def pipedream(
+    objective: Objective, stages: int, microbatches: int, rates: Floats, seed: int, points: int = 60
+) -> Curve:
     """PipeDream over its timeline, microbatch after microbatch; the batches in fixed order, over and over."""
     method = resolve_method("pipedream")
     schedule = make_schedule(method, stages, microbatches, 1)
@@ -65,7 +67,11 @@ def pipedream(objective: Objective, stages: int, microbatches: int, rates: Float
 
 
 def randomized(
-    objective: Objective, sources: Sequence[RandomizedReplays], rates: Floats, seed: int, beta: Optional[float] = None,
+    objective: Objective,
+    sources: Sequence[RandomizedReplays],
+    rates: Floats,
+    seed: int,
+    beta: Optional[float] = None,
     points: int = 60,
 ) -> List[Curve]:
     """Randomized PipeDream: a source says what each block update reads and is. Several of them (delay bounds) go together, which

@@ -74,7 +74,7 @@ class Study:
 
 def powers(low: int, high: int) -> Floats:
     """2^low to 2^high."""
-    return 2.0 ** np.arange(low, high + 1)
+    return np.asarray(2.0 ** np.arange(low, high + 1))
 
 
 def _tried(label: str, method: str, args: Dict[str, Any], rates: Floats, curve: Curve, least: float) -> List[Tried]:
@@ -110,7 +110,9 @@ def rpd_quadratic(seed: int) -> List[Tried]:
 LOCAL_STEPS = (2, 5, 30)
 
 
-def _against_local_sgd(objective: Objective, P: int, slots: int, rates: Floats, local_rates: Floats, seed: int) -> List[Tried]:
+def _against_local_sgd(
+    objective: Objective, P: int, slots: int, rates: Floats, local_rates: Floats, seed: int
+) -> List[Tried]:
     least = objective.optimum
     curve = pipedream(objective, P, microbatches_for(slots, P), rates, seed)
     found = _tried("PipeDream", "pipedream", {}, rates, curve, least)

@@ -45,7 +45,7 @@ def results(study: Study, found: Mapping[int, List[Tried]]) -> Dict[str, Any]:
     """The results as JSON. `step`, `final`: of the best step, the mean of the finals over the seeds."""
     best = best_runs(found)
     finals = {label: statistics.mean(run.final for run in own.values()) for label, own in best.items()}
-    rows = []
+    rows, any_seed = [], next(iter(found.values()))
     for label, own in best.items():
         first, values = next(iter(own.values())), [run.final for run in own.values()]
         rows.append({
@@ -54,7 +54,7 @@ def results(study: Study, found: Mapping[int, List[Tried]]) -> Dict[str, Any]:
             "step_by_seed": {str(seed): run.step for seed, run in own.items()},
             "final_by_seed": {str(seed): run.final for seed, run in own.items()},
             "updates": first.curve[-1][0], "slots": first.curve[-1][1],
-            "stable_steps": sorted({run.step for run in next(iter(found.values())) if run.label == label and run.final < run.curve[0][2]}),
+            "stable_steps": sorted(run.step for run in any_seed if run.label == label and run.final < run.curve[0][2]),
         })  # fmt: skip
     said = [{"statement": each.text, "reproduced": bool(each.holds(finals))} for each in study.statements]
     return {
@@ -84,9 +84,13 @@ def table(found: Mapping[str, Any], command: str) -> str:
         steps = ", ".join(f"2^{math.log2(step):.0f}" for step in row["step_by_seed"].values())
         each = ", ".join(f"{value:.6g}" for value in row["final_by_seed"].values())
         spread = "" if row["std"] is None else f" +- {row['std']:.2g}"
-        lines.append(f"| {row['label']} | {steps} | {row['final']:.6g}{spread} | {each} | {row['updates']:,} | {row['slots']:,} |")
+        lines.append(
+            f"| {row['label']} | {steps} | {row['final']:.6g}{spread} | {each} | {row['updates']:,} | {row['slots']:,} |"
+        )
     lines += ["", "| the paper says | |", "| --- | --- |"]
-    lines += [f"| {s['statement']} | {'reproduced' if s['reproduced'] else 'not reproduced'} |" for s in found["statements"]]
+    lines += [
+        f"| {s['statement']} | {'reproduced' if s['reproduced'] else 'not reproduced'} |" for s in found["statements"]
+    ]
     return "\n".join(lines) + "\n"
 
 

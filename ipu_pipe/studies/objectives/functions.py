@@ -49,10 +49,9 @@ class Quadratic:
         return np.matmul(parts.transpose(0, 2, 1), targets) / self.size
 
     @cached_property
-    def _whole(self) -> "tuple[Floats, Floats]":
-        """A^T A / n and the coordinates of the optimum."""
-        best, *_ = np.linalg.lstsq(self.A, self.b, rcond=None)
-        return self.A.T @ self.A / len(self.A), best
+    def _best(self) -> Floats:
+        """The optimum, (d,)."""
+        return np.asarray(np.linalg.lstsq(self.A, self.b, rcond=None)[0])
 
     def gradient(self, x: Floats, batch: int, block: slice = slice(None)) -> Floats:
         """Of f_b at the columns of x, the coordinates of a block: (block, G)."""
@@ -68,7 +67,7 @@ class Quadratic:
     @property
     def optimum(self) -> float:
         """The least value."""
-        return float(self.value(self._whole[1][:, None])[0])
+        return float(self.value(self._best[:, None])[0])
 
 
 @dataclass(frozen=True)
