@@ -41,7 +41,7 @@ class Work:
         """A job's, to go on with update `first_update`."""
         config = job.config
         clip = (config.clip.norm, config.clip.scope) if config.clip else None
-        first = first_update * config.gradient_accumulation
+        first = first_update * (config.gradient_accumulation if job.method.rounds is None else job.width)
         replays: Optional[Replays] = None
         history = job.method.history
         if history is not None:
@@ -73,7 +73,11 @@ class Work:
     @property
     def update(self) -> int:
         """The first update to come."""
-        return self.microbatch // self.accumulate
+        return self.microbatch // self.schedule.accumulate
+
+    def first_replay(self, replicas: int) -> int:
+        """The number of the first replay to come, of so many replicas that take turns."""
+        return self.microbatch * (1 if self.method.rounds is not None else replicas) * self.block_updates
 
     def step_of(self, update: int, stage: int, made: int) -> int:
         """The step whose learning rate an update has, which is `update` of the run and `made` of its stage: for single stages in

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Dict, Mapping, Optional, Sequence
 
 from ipu_pipe.cli.arguments import folder, say
 from ipu_pipe.errors import BadInput, Parser
+from ipu_pipe.shipped import configs
 
 if TYPE_CHECKING:
     from ipu_pipe.studies.asynchrony.experiments import Study
 
-FOLDER = Path(__file__).resolve().parents[2] / "configs" / "experiments"
+FOLDER = configs() / "experiments"
 EPILOG = """\
 examples:
   python tools/reproduce.py                          list the experiments

@@ -23,11 +23,11 @@ from torch import nn
 
 from ipu_pipe.backends.clipping import Clipping, Elsewhere
 from ipu_pipe.backends.emulator.measuring import BatchSums, Measurements
-from ipu_pipe.backends.emulator.own_weights import OwnWeights
 from ipu_pipe.backends.emulator.recompute import Recomputation
 from ipu_pipe.backends.emulator.replicas import Replicas
 from ipu_pipe.backends.emulator.single_stage import BuffersOfOneStage
 from ipu_pipe.backends.interface import StepResult
+from ipu_pipe.backends.own_weights import OwnWeights
 from ipu_pipe.backends.reads import Replay, ReplayPlan
 from ipu_pipe.backends.weights import weights_of
 from ipu_pipe.backends.work import Work
@@ -54,7 +54,7 @@ class Emulator:
         self, work: Work, model: nn.Module, part: Partition, example: Microbatch, seed: int = 0, replicas: int = 1
     ) -> None:
         self.work, self.model, self._blocks = work, model, blocks_of(model)
-        self.update, self._number = work.update * work.block_updates, work.microbatch * replicas * work.block_updates
+        self.update, self._number = work.update * work.block_updates, work.first_replay(replicas)
         self._plan = ReplayPlan(work.source(range(replicas)), work.rules, self._number)
         self._replay: Optional[Replay] = None
         self._microbatch = work.microbatch
@@ -63,7 +63,7 @@ class Emulator:
         self._measured = Measurements(work)
         self._random = KeyedRandomness(model, random_modules(model, example[0]), seed, example[0].device)
         self._width = replicas
-        self._own = OwnWeights(model, work.rules.optimizer, replicas) if work.method.rounds is not None else None
+        self._own = OwnWeights.of(work, model)
         self._replicas = Replicas(model, replicas) if replicas > 1 and self._own is None else None
         self._watch, self._last_stage = StageWatch(model, part), len(part) - 1
         self._buffers = BuffersOfOneStage(model, self._watch) if work.block_updates > 1 else None
@@ -154,8 +154,7 @@ class Emulator:
     def _update(self, replay: Replay) -> None:
         self._doing, done = "update", self._number - 1
         if self._own:
-            if self.work.schedule.stretch(self.update)[1] == self.update + 1:  # the round's last step
-                self._own.average()
+            self._own.end_step(self.work, self.update)
             self.update, self._doing = self.update + 1, "data"
             return
         stages = None if len(replay.updates) == self._last_stage + 1 else replay.updates.tolist()

@@ -84,7 +84,7 @@ class ProcessEngine(Engine):
         self._player.doing = "report"
         with named_faults(self._player):
             gathered = gather(self._player.mail, stage_report(self.job, self._player, self._clock_offset))
-        done = (self._player.update - self._first_update) * self.job.config.gradient_accumulation
+        done = (self._player.update - self._first_update) * self.job.schedule.accumulate
         return None if gathered is None else whole_report(gathered, self.layout.depth, done)
 
     def close(self) -> None:
@@ -107,8 +107,8 @@ def make(job: Job, first_update: int) -> ProcessEngine:
 def faults(job: Job) -> List[str]:
     """What processes cannot train: what is no pipeline's schedule, or not exactly."""
     method = job.method
-    if method.history is not None or method.rounds is not None:
-        why = "draws what it reads, whatever a pipeline does" if method.rounds is None else "steps replicas by themselves"
+    if method.history is not None:
+        why = "draws what it reads, whatever a pipeline does"
         return [f"method: {method.name}: {why}, which processes do not carry out: use backend.name: emulator"]
     return exactness_faults(job)
 

@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, Iterator, Optional
 
 import torch
 
+from ipu_pipe.backends.own_weights import OwnWeights
 from ipu_pipe.backends.processes.channels import links, rehearsal
 from ipu_pipe.backends.processes.losses import Measured
 from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, THROUGH_CHANNELS, UPDATE, Mail
@@ -36,12 +37,13 @@ class RowPlayer:
         self._updating = Updating(work, place, mail, replicas)
         self._passes = Passes(work, place, mail)
         self._needs = Needs(work, place, self._updating.clipping.delayed)
+        self._own = OwnWeights.of(work, place.piece)
         self._is_ready = not mail.has_channels
         self._measured: Optional[Measured] = None  # by the newest update
         self._carry_out: Dict[str, Callable[[int], int]] = {
-            FORWARD: self._passes.forward,
+            FORWARD: self._passes.forward if self._own is None else self._own_forward,
             RECOMPUTE: self._passes.recompute,
-            BACKWARD: self._passes.backward,
+            BACKWARD: self._passes.backward if self._own is None else self._own_backward,
             UPDATE: self._update,
         }
         self._row = self._actions(work.microbatch)
@@ -65,7 +67,7 @@ class RowPlayer:
             return f"{self.doing} before update {self.update}"
         if kind == UPDATE:
             return f"update {index}"
-        return f"update {int(index) // self._work.accumulate}, microbatch {index}, action {self.doing}"
+        return f"update {int(index) // self._work.schedule.accumulate}, microbatch {index}, action {self.doing}"
 
     def _actions(self, first: int) -> Iterator[Action]:
         """The row from microbatch `first` on; what a chunk of it needs is expected before it begins."""
@@ -84,7 +86,7 @@ class RowPlayer:
             self.doing = f"{kind}{index}"
             start = time.perf_counter_ns()
             version = self._carry_out[kind](index)
-            microbatch = index if kind != UPDATE else index * self._work.accumulate
+            microbatch = index if kind != UPDATE else index * self._work.schedule.accumulate
             self.mail.timeline.add(EVENTS[kind], index, start, version, microbatch=microbatch)
             if kind == UPDATE:
                 assert index == k
@@ -97,11 +99,29 @@ class RowPlayer:
         further ahead, is that far."""
         return k - self._work.update >= (self.place.layout.depth + 1 if self.place.is_local else 0)
 
+    def _own_forward(self, m: int) -> int:
+        """F(m) of the replica whose turn it is, with its own weights."""
+        assert self._own is not None
+        self._own.enter(m % self._own.count)
+        return self._passes.forward(m)
+
+    def _own_backward(self, m: int) -> int:
+        """B(m), and the replica's step at once."""
+        assert self._own is not None
+        self._own.enter(m % self._own.count)
+        version = self._passes.backward(m)
+        self._updating.step(m // self._own.count)
+        return version
+
     def _update(self, k: int) -> int:
         """U(k); the version that it makes."""
         if self.place.has_loss:
-            self._measured = self._passes.losses.take(self._work.accumulate)
+            self._measured = self._passes.losses.take(self._work.schedule.accumulate)
             self._work.refuse_nonfinite(k, [self._measured[0]])
+        if self._own is not None:
+            self._own.end_step(self._work, k)
+            self._passes.after_update()
+            return self.update
         self._updating.gather(k)
         self._passes.before_update()
         self._updating.step(k)
@@ -115,7 +135,7 @@ class RowPlayer:
             self._rehearse()
             self._is_ready = True
         end = self._work.schedule.stretch(k)[1]
-        self.mail.open(end * self._work.accumulate, end)
+        self.mail.open(end * self._work.schedule.accumulate, end)
 
     def _rehearse(self) -> None:
         """Forward, backward and update of the first microbatch, or of zeros where it comes from another stage."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional, Sequence
 
 import torch
 from torch import nn
+
+from ipu_pipe.backends.work import Work
 
 
 class OwnWeights:
@@ -16,9 +18,12 @@ class OwnWeights:
     there holds one of them.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, count: int
+    ) -> None:
+        """`parameters`: those that the optimizer trains; `model`: whose buffers."""
         self.count, self._inside = count, 0
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = list(parameters)
         self._places = [(module, name) for module in model.modules() for name in module._buffers]
         self._optimizer_state = optimizer.state
         self._weights = [[p.data for p in self._parameters]]
@@ -31,6 +36,8 @@ class OwnWeights:
 
     def enter(self, replica: int) -> None:
         """Put a replica's into the model and the optimizer, in place of what is there."""
+        if replica == self._inside:
+            return
         self._keep()
         self._inside = replica
         for p, w in zip(self._parameters, self._weights[replica]):
@@ -58,6 +65,19 @@ class OwnWeights:
                 for key in own:
                     average([state[p][key] for state in self._states])
         self.enter(0)
+
+    @classmethod
+    def of(cls, work: Work, model: nn.Module) -> Optional[OwnWeights]:
+        """Those of a job's replicas of the stages that are here, where it has such."""
+        if work.method.rounds is None:
+            return None
+        held = [p for stage in work.rules.stages.values() for p in stage.parameters]
+        return cls(model, held, work.rules.optimizer, work.schedule.accumulate)
+
+    def end_step(self, work: Work, step: int) -> None:
+        """All replicas have done a step; the last of a round ends with the barrier."""
+        if work.schedule.stretch(step)[1] == step + 1:
+            self.average()
 
     @property
     def held_bytes(self) -> int:
