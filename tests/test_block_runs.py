@@ -18,7 +18,7 @@ from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.studies.asynchrony import block_runs, experiments, results
+from ipu_pipe.studies.asynchrony import block_runs, delays, experiments, results
 from ipu_pipe.studies.asynchrony.plain import PLAIN
 from ipu_pipe.studies.asynchrony.sources import randomized_source
 from ipu_pipe.studies.objectives import modules
@@ -242,6 +242,20 @@ def test_the_studies_are_listed_and_the_quadratic_runs(capsys: pytest.CaptureFix
     labels: List[str] = list(dict.fromkeys(run.label for run in found))
     assert labels == ["PipeDream", "LocalSGD K=2", "LocalSGD K=5", "LocalSGD K=30"]
     assert {run.curve[-1][1] for run in found} == {830}
+
+
+def test_delay_statistics_and_their_fit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
+    reproduce.main([delays.NAME, "--json", "--out", str(tmp_path)])
+    found = json.loads(capsys.readouterr().out)
+    by_stages = {row["args"]["stages"]: row for row in found["rows"]}
+    assert sorted(by_stages) == list(range(2, 41)) and found["agrees"] and not found["differences"]
+    assert {key: by_stages[8][key] for key in ("least", "mean", "greatest")} == {
+        "least": 3,
+        "mean": 31.5,
+        "greatest": 60,
+    }
+    assert all((tmp_path / delays.NAME / name).stat().st_size > 10_000 for name in ("delays.png", "timelines.png"))
+    assert delays.exponent([2, 4, 8], [12, 48, 192]) == pytest.approx(2)
 
 
 def test_other_sources_draw_the_same_stages_whatever_their_bound() -> None:

@@ -7,14 +7,11 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Dict, Mapping, Optional, Sequence
+from typing import Any, Dict, Optional, Sequence
 
 from ipu_pipe.cli.arguments import folder, say
 from ipu_pipe.errors import BadInput, Parser
 from ipu_pipe.shipped import configs
-
-if TYPE_CHECKING:
-    from ipu_pipe.studies.asynchrony.experiments import Study
 
 FOLDER = configs() / "experiments"
 EPILOG = """\
@@ -63,27 +60,32 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         raise BadInput(f"--seeds: {' '.join(map(str, args.seeds))}: must be different")
     known = sorted(FOLDER.glob("*.yaml"))
     from ipu_pipe.studies import experiments
+    from ipu_pipe.studies.asynchrony import delays
     from ipu_pipe.studies.asynchrony.experiments import STUDIES
 
     if not args.experiment:
         listed = [experiments.load_experiment(path) for path in known]
         if args.json:
-            told = [(e.name, e.title, e.source) for e in listed] + [(s.name, s.title, s.source) for s in STUDIES.values()]
+            told = [(e.name, e.title, e.source) for e in listed]
+            told += [(delays.NAME, delays.TITLE, delays.SOURCE)]
+            told += [(study.name, study.title, study.source) for study in STUDIES.values()]
             print(json.dumps([dict(zip(("experiment", "title", "source"), each)) for each in told], indent=1))
             return
         for e in listed:
             print(f"{e.name:24s} {e.title} ({e.source}); {len(e.rows)} rows, {len(e.seeds)} seeds")
+        print(f"{delays.NAME:24s} {delays.TITLE} ({delays.SOURCE})")
         for study in STUDIES.values():
             print(f"{study.name:24s} {study.title} ({study.source}); {len(study.seeds)} seeds")
         return
-    asked = [*(path.stem for path in known), *STUDIES] if args.experiment == ["all"] else args.experiment
-    chosen = [_find(name, known, STUDIES) for name in asked if name not in STUDIES]
+    others = [delays.NAME, *STUDIES]
+    asked = [*(path.stem for path in known), *others] if args.experiment == ["all"] else args.experiment
+    chosen = [_find(name, known, others) for name in asked if name not in others]
     all_found = []
-    for study in (STUDIES[name] for name in asked if name in STUDIES):
+    for name in (name for name in asked if name in others):
         for option in ("full", "rows"):
-            if getattr(args, option):
-                raise BadInput(f"--{option}: {study.name}: has one size and no runs of its own: leave it out")
-        all_found.append(_study(study, args))
+            if getattr(args, option) and args.experiment != ["all"]:
+                raise BadInput(f"--{option}: {name}: has one size and no rows to choose from: leave it out")
+        all_found.append(_study(name, args))
     for path in chosen:
         experiment = experiments.load_experiment(path)
         unknown = [label for label in args.rows or () if label not in experiment.rows]
@@ -109,23 +111,30 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         print(json.dumps(all_found[0] if len(all_found) == 1 else all_found, indent=1))
 
 
-def _study(study: "Study", args: argparse.Namespace) -> Dict[str, Any]:
-    """Run a study on vectors, or whose runs are too small to keep; write and print what it gives."""
-    from ipu_pipe.studies.asynchrony import results
+def _study(name: str, args: argparse.Namespace) -> Dict[str, Any]:
+    """Run a study whose runs are too small to keep; write and print what it gives."""
+    from ipu_pipe.studies.asynchrony import delays, results
+    from ipu_pipe.studies.asynchrony.experiments import STUDIES
 
+    command, target = f"python tools/reproduce.py {name}", (args.out or args.runs) / name
+    if name == delays.NAME:
+        found = delays.write_delays(command, target)
+        if not args.json:
+            print(delays.table(found, command))
+            print(f"where to look:\n  {target}")
+        return found
+    study = STUDIES[name]
     seeds = args.seeds or study.seeds
     say(f"{study.title}: {len(seeds)} seeds")
-    found = results.run_study(study, seeds, args.jobs, say)
-    command = f"python tools/reproduce.py {study.name}"
-    target = (args.out or args.runs) / study.name
-    made = results.write_study(study, found, command, target)
+    runs = results.run_study(study, seeds, args.jobs, say)
+    made = results.write_study(study, runs, command, target)
     if not args.json:
         print(results.table(made, command))
         print(f"where to look:\n  {target}")
     return made
 
 
-def _find(name: str, known: "list[Path]", studies: Mapping[str, Any]) -> Path:
+def _find(name: str, known: "list[Path]", studies: Sequence[str]) -> Path:
     path = next((path for path in known if path.stem == name), Path(name))
     if not path.is_file():
         raise BadInput(f"EXPERIMENT: {name}: must be one of {', '.join([*(p.stem for p in known), *studies])}, all, or a file")
