@@ -211,7 +211,7 @@ def tried(label: str, step: float, *values: float) -> experiments.Tried:
 
 def test_the_best_step_of_each_row_is_told_with_what_the_paper_says(tmp_path: Path) -> None:
     study = experiments.Study(
-        "tiny", "Tiny", "nobody", "f - f*", "slots", lambda seed: [],
+        "tiny", "Tiny", "nobody", "f - f*", lambda seed: [],
         [
             experiments.Statement("A is better than B", lambda finals: finals["A"] < finals["B"]),
             experiments.Statement("B is better than A", lambda finals: finals["B"] < finals["A"]),

@@ -64,7 +64,7 @@ WRONG = {
     "method_args: {t3: 3}": "method_args.t3: 3: unknown key, nearest is t2",
     "method_args: {qqqqq: 3}": "method_args.qqqqq: 3: unknown key, allowed are schedule, turn, stash, hogwild, constant_delay, "
     "recompute, warmup, t1, t2, spike_compensation, weight_prediction, gradient_shrinking, "
-    "blocks, overlap, layers, head, block_rates, block_accumulation",
+    "blocks, overlap, layers, head, block_rates, block_accumulation, delay_bound, delays, order, nag, replicas, local_steps",
     "method_args: {t1: 3}": "method_args.t1: 3: must be a mapping of keys to values",
     "method_args: {t2: {gamma: 3}}": "method_args.t2.gamma: 3: unknown key, allowed are decay",
     "method_args: {t2: {decay: 1}}": "method_args.t2.decay: 1: must be a number > 0 and < 1, or optimal",

@@ -117,7 +117,7 @@ def _draw_timelines(file: Path) -> None:
     """Figure 3: 1F1B and LocalSGD with short and long rounds, a row a stage, a column a slot (planned)."""
     P, M = 4, 16
     shown = {"PipeDream": make_schedule(resolve_method("pipedream"), P, M, 1)}
-    for K in (1, 4):
+    for K in (1, 2):
         method = resolve_method("local_sgd", {"local_steps": K})
         shown[f"LocalSGD, R = {P}, K = {K}"] = make_schedule(method, P, M, P)
     longest = max(schedule.slot_count for schedule in shown.values())

@@ -59,13 +59,12 @@ class Statement:
 
 @dataclass(frozen=True)
 class Study:
-    """An experiment of the paper. `measures`: what is small where a method does well; `axis`: which progress the figure shows."""
+    """An experiment of the paper. `measures`: what is small where a method does well."""
 
     name: str
     title: str
     source: str
     measures: str
-    axis: str
     runs: Callable[[int], List[Tried]]
     statements: Sequence[Statement]
     seeds: Sequence[int] = (0, 1, 2)
@@ -188,7 +187,7 @@ STUDIES: Dict[str, Study] = {
     for study in (
         Study(
             "rpd_quadratic", "PipeDream and randomized PipeDream on a random quadratic",
-            "randomized PipeDream, Figure 2(a)", "f - f*", "block updates", rpd_quadratic,
+            "randomized PipeDream, Figure 2(a)", "f - f*", rpd_quadratic,
             [
                 Statement("RPD with bound P^2 - P/2 = 60 tracks PipeDream (within a factor of 2 at the end)", _tracks),
                 Statement("the larger the delay bound, the slower", _falls_off),
@@ -197,13 +196,13 @@ STUDIES: Dict[str, Study] = {
         ),
         Study(
             "local_sgd_quadratic", "PipeDream and LocalSGD on Nesterov's tridiagonal quadratic",
-            "randomized PipeDream, Figure 4(a)", "f - f*", "slots", local_sgd_quadratic,
+            "randomized PipeDream, Figure 4(a)", "f - f*", local_sgd_quadratic,
             [Statement("PipeDream is better than LocalSGD", _below("PipeDream", *LOCAL_LABELS))],
             setting="d = 512, n = 600, batch 5, P = R = 16, 1230 slots, steps 2^-12 to 2^2",
         ),
         Study(
             "scaling_logistic", "Scaling with the number of stages on logistic regression",
-            "randomized PipeDream, Figure 2(b)", "f - f*", "slots", scaling_logistic,
+            "randomized PipeDream, Figure 2(b)", "f - f*", scaling_logistic,
             [
                 Statement("PipeDream deteriorates as P grows", _deteriorates("PipeDream")),
                 Statement("RPD deteriorates as P grows", _deteriorates("RPD")),
@@ -214,7 +213,7 @@ STUDIES: Dict[str, Study] = {
         ),
         Study(
             "local_sgd_logistic", "PipeDream and LocalSGD on logistic regression",
-            "randomized PipeDream, Figure 4(b)", "f - f*", "slots", local_sgd_logistic,
+            "randomized PipeDream, Figure 4(b)", "f - f*", local_sgd_logistic,
             [
                 Statement(
                     "LocalSGD, with the best K, is better than PipeDream",
@@ -225,7 +224,7 @@ STUDIES: Dict[str, Study] = {
         ),
         Study(
             "local_sgd_transformer", "PipeDream and LocalSGD on a character Transformer",
-            "randomized PipeDream, Figure 4(c)", "training loss of the last 64 microbatches", "slots",
+            "randomized PipeDream, Figure 4(c)", "training loss of the last 64 microbatches",
             lambda seed: [Tried(*run) for run in transformer_runs(seed)],
             [
                 Statement("PipeDream is better than LocalSGD", _below("PipeDream", *(f"LocalSGD K={K}" for K in (1, 4, 8)))),

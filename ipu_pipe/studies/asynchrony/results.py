@@ -95,30 +95,35 @@ def table(found: Mapping[str, Any], command: str) -> str:
 
 
 def plot(study: Study, found: Mapping[int, List[Tried]], file: Path) -> Path:
-    """The best runs against block updates or slots, or, where rows tell stages apart, their ends against these."""
+    """The best runs against block updates and against slots, or, where rows tell stages apart, their ends against these."""
     best = best_runs(found)
-    with figure(file, (8, 5)) as (axes,):
-        if study.name == "scaling_logistic":
+    scales = study.name == "scaling_logistic"
+    with figure(file, (8, 5), 1 if scales else 2) as panels:
+        if scales:
             for method in ("PipeDream", "RPD", "LocalSGD"):
                 groups = [[run.final for run in best[f"{method} P={P}"].values()] for P in STAGES]
-                mean_with_range(axes, STAGES, groups, label=method)
-            axes.set_xscale("log", base=2)
-            axes.set(xlabel="stages", ylabel=f"final {study.measures}")
+                mean_with_range(panels[0], STAGES, groups, label=method)
+            panels[0].set_xscale("log", base=2)
+            panels[0].set(xlabel="stages", ylabel=f"final {study.measures}")
         else:
-            place = 0 if study.axis == "block updates" else 1
-            for label, own in best.items():
-                points = list(zip(*(run.curve for run in own.values())))
-                steps = {f"2^{math.log2(run.step):.0f}" for run in own.values()}
-                mean_with_range(
-                    axes, [point[0][place] for point in points], [[at[2] for at in point] for point in points],
-                    markersize=2, label=f"{label}, step {' or '.join(sorted(steps))}",
-                )  # fmt: skip
-            axes.set(xlabel=study.axis, ylabel=study.measures)
-        if study.measures == "f - f*":
-            axes.set_yscale("log")
-        axes.set_title(study.title)
-        axes.legend(fontsize="small")
+            for place, axis in enumerate(("block updates", "slots")):
+                _curves(panels[place], best, place)
+                panels[place].set(xlabel=axis, ylabel=study.measures)
+        for axes in panels:
+            if study.measures == "f - f*":
+                axes.set_yscale("log")
+            axes.set_title(study.title)
+            axes.legend(fontsize="small")
     return file
+
+
+def _curves(axes: Any, best: Mapping[str, Mapping[int, Tried]], place: int) -> None:
+    for label, own in best.items():
+        points = list(zip(*(run.curve for run in own.values())))
+        steps = sorted({f"2^{math.log2(run.step):.0f}" for run in own.values()})
+        values = [[at[2] for at in point] for point in points]
+        x = [point[0][place] for point in points]
+        mean_with_range(axes, x, values, markersize=2, label=f"{label}, step {' or '.join(steps)}")
 
 
 def write_study(study: Study, found: Mapping[int, List[Tried]], command: str, folder: Path) -> Dict[str, Any]:
