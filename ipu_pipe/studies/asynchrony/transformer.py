@@ -15,7 +15,8 @@ from ipu_pipe.studies.asynchrony.block_runs import jobs_for, microbatches_for
 
 STAGES, SLOTS, STEP, WINDOW = 16, 2078, 2.0**-3, 64
 
-MODEL = {"vocabulary": 84, "width": 64, "heads": 4, "blocks": STAGES - 2, "context": 32}  # 0.7 M parameters
+# 0.7 M parameters
+MODEL = {"vocabulary": 84, "width": 64, "heads": 4, "blocks": STAGES - 2, "context": 32, "gpt2": False}
 
 Run = Tuple[str, str, Dict[str, Any], float, List[Tuple[int, int, float]]]
 
