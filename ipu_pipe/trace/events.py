@@ -90,7 +90,9 @@ class Events(NamedTuple):
 
     def of_kind(self, *kinds: str) -> NDArray[np.bool_]:
         """Which are of one of these kinds."""
-        return np.isin(self.kind, [_KIND_CODE[kind] for kind in kinds])
+        chosen = np.zeros(len(KINDS), np.bool_)
+        chosen[[_KIND_CODE[kind] for kind in kinds]] = True
+        return np.asarray(chosen[self.kind])
 
     def rows(self) -> Iterable[Event]:
         """One record each: for few of them."""

@@ -16,7 +16,7 @@ from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.shown import escaped
 from ipu_pipe.trace.events import COMMUNICATION, COMPUTE, OUTSIDE, UNTOLD, WAIT, Events, Trace
 
-MOST = 3000  # rectangles: more are not told apart
+MOST, A_DEVICE = 3000, 150  # rectangles: of more, passes are not told apart
 MOST_DEVICES = 64
 NUMBERED = 160  # passes that have room for their microbatch's number
 _BACKWARDS = (Kind.BACKWARD.word, Kind.INPUT_GRADIENT.word, Kind.WEIGHT_GRADIENT.word)
@@ -57,13 +57,12 @@ def draw(file: Path, trace: Trace, found: Dict[str, Any]) -> None:
 
 def window(events: Events) -> Tuple[int, int]:
     """The span, or of many events the time around the middle one that has so many that they can be told apart."""
-    if len(events.start) <= MOST:
+    most = min(MOST, A_DEVICE * len(np.unique(events.device)))
+    if len(events.start) <= most:
         return span_of(events)
-    passes = np.sort(events.start[events.of_kind(*COMPUTE)])
-    starts = passes if len(passes) else np.sort(events.start)
-    share = min(1.0, MOST / len(events.start)) * len(starts)
-    middle, half = len(starts) // 2, max(1, int(share / 2))
-    return int(starts[max(0, middle - half)]), int(starts[min(len(starts) - 1, middle + half)]) + 1
+    starts = np.sort(events.start)
+    middle, half = len(starts) // 2, most // 2
+    return int(starts[middle - half]), int(starts[middle + half - 1]) + 1
 
 
 def _title(found: Dict[str, Any], begin: int, end: int) -> str:

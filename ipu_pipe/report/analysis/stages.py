@@ -71,8 +71,7 @@ class StageTimes(NamedTuple):
 
 def stage_times(events: Events) -> List[StageTimes]:
     """Of all stages that compute, in order."""
-    computes = np.isin(np.arange(len(KINDS)), [KINDS.index(kind) for kind in COMPUTE])[events.kind]
-    places = np.flatnonzero(computes & (events.stage >= 0))
+    places = np.flatnonzero(events.of_kind(*COMPUTE) & (events.stage >= 0))
     return [_times(stage, events, places[own]) for stage, own in grouped(events.stage[places])]
 
 

@@ -121,7 +121,8 @@ def _stages(found: Figures) -> List[str]:
         "stage", "forward", "backward", "update", "a microbatch", "of the slowest", "GFLOP/s", "forward's lag", "backward's lag",
         "until applied",
     ]  # fmt: skip
-    return table(head, rows) if rows else []
+    told = any(s["microbatches"] for s in found["stages"])
+    return table(head, rows) if told else []
 
 
 def _lag(lag: Optional[Figures]) -> str:
