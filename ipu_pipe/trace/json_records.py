@@ -7,7 +7,7 @@ import io
 import json
 import zlib
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, Dict, List, TextIO, TypeVar
+from typing import Any, BinaryIO, Callable, Dict, List, TextIO
 
 from ipu_pipe.errors import BadInput
 
@@ -15,13 +15,11 @@ PIECE = 1 << 20  # characters read at once
 BATCH = 1 << 14  # records handed on at once
 GZIP = b"\x1f\x8b"
 _decode = json.JSONDecoder().raw_decode
-T = TypeVar("T")
 
 
-def read_records(path: Path, take: Callable[[List[Any], Dict[str, Any]], None]) -> Dict[str, Any]:
-    """Hand the records of a Chrome trace, plain or gzipped, to `take`, many at a time, together with what was read of the file's
-    other keys so far. Returns all of these keys, in the end. Raises BadInput where it is none, or where `take` finds what it
-    cannot use (ValueError, KeyError, TypeError, OverflowError)."""
+def read_records(path: Path, take: Callable[[List[Any]], None]) -> Dict[str, Any]:
+    """Hand the records of a Chrome trace, plain or gzipped, to `take`, many at a time. Returns the file's other keys. Raises
+    BadInput where it is none, or where `take` finds what it cannot use (ValueError, KeyError, TypeError, OverflowError)."""
     try:
         with path.open("rb") as raw:
             held: BinaryIO = gzip.open(raw) if raw.read(2) == GZIP else raw  # type: ignore[assignment]
@@ -32,7 +30,9 @@ def read_records(path: Path, take: Callable[[List[Any], Dict[str, Any]], None]) 
     except json.JSONDecodeError as error:
         what = "ends too early" if error.pos >= len(error.doc) else f"is no JSON: {error.msg}"
         raise BadInput(f"{path}: cannot be read as a Chrome trace: {what}") from None
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError, AttributeError) as error:
+    except KeyError as error:
+        raise BadInput(f"{path}: cannot be read as a Chrome trace: {error}: missing, or not known") from None
+    except (ValueError, TypeError, OverflowError, RecursionError, AttributeError) as error:
         raise BadInput(f"{path}: cannot be read as a Chrome trace: {type(error).__name__}: {error}") from None
 
 
@@ -42,11 +42,11 @@ class _Reader:
     def __init__(self, file: TextIO) -> None:
         self._file, self._text, self._at, self._ended = file, "", 0, False
 
-    def read(self, take: Callable[[List[Any], Dict[str, Any]], None]) -> Dict[str, Any]:
+    def read(self, take: Callable[[List[Any]], None]) -> Dict[str, Any]:
         """As `read_records`."""
         keys: Dict[str, Any] = {}
         if self._next() == "[":  # the records alone
-            self._array(take, keys)
+            self._array(take)
             return keys
         found = False
         self._expect("{")
@@ -56,16 +56,16 @@ class _Reader:
             if key == "traceEvents":
                 found = True
                 self._next()
-                self._array(take, keys)
+                self._array(take)
             else:
                 keys[str(key)] = self._value()
             if self._next() == ",":
                 self._at += 1
         if not found:
-            raise KeyError("traceEvents: missing")
+            raise KeyError("traceEvents")
         return keys
 
-    def _array(self, take: Callable[[List[Any], Dict[str, Any]], None], keys: Dict[str, Any]) -> None:
+    def _array(self, take: Callable[[List[Any]], None]) -> None:
         self._expect("[")
         some: List[Any] = []
         while self._next() != "]":
@@ -75,10 +75,10 @@ class _Reader:
             elif self._text[self._at] != "]":
                 self._expect(",")
             if len(some) == BATCH:
-                take(some, keys)
+                take(some)
                 some = []
         self._at += 1
-        take(some, keys)
+        take(some)
 
     def _value(self) -> Any:
         self._next()

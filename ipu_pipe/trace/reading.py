@@ -99,7 +99,7 @@ def read_json(files: Sequence[Path]) -> Trace:
     for path in files:
         taker = _Taker()
         keys = read_records(path, taker.take)
-        if taker.ours is not None:
+        if taker.ours is not None and (taker.told or "otherData" in keys):
             own.append(taker.ours.trace(path, keys))
         else:
             foreign.append((path, keys, taker.kineto))
@@ -123,21 +123,20 @@ def _of_ranks(files: Any) -> Trace:
 
 
 class _Taker:
-    """Records go to who can read them, as the first events tell."""
+    """Records go to who can read them, as the first event tells: ours until then."""
 
     def __init__(self) -> None:
-        self.ours: Optional[_ChromeColumns] = None
+        self.ours: Optional[_ChromeColumns] = _ChromeColumns()
         self.kineto = KinetoColumns()
-        self._told = False
+        self.told = False
 
-    def take(self, records: List[Any], keys: Dict[str, Any]) -> None:
+    def take(self, records: List[Any]) -> None:
         """Hand on some records."""
-        if not self._told:
-            first = next((r for r in records if r["ph"] == "X"), None)
-            if first is not None or keys.get("otherData", {}).get("method"):
-                self._told = True
-                if first is None or (first.get("cat") in _KIND_CODE and "stage" in first.get("args", {})):
-                    self.ours = _ChromeColumns()
+        first = None if self.told else next((r for r in records if r["ph"] == "X"), None)
+        if first is not None:
+            self.told, args = True, first.get("args")
+            if first.get("cat") not in _KIND_CODE or not isinstance(args, dict) or "stage" not in args:
+                self.ours = None
         if self.ours is not None:
             self.ours.take(records)
         else:
