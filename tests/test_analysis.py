@@ -61,7 +61,9 @@ def event(device: int, kind: str, start: int, end: int, microbatch: int = 0, **m
 # ---- the bottleneck, and what moving a boundary gains
 
 
-@pytest.mark.parametrize("name, accumulate, batches", [("gpipe", 6, 2), ("pipedream_flush", 6, 2), ("pipedream", 1, 400)])
+@pytest.mark.parametrize(
+    "name, accumulate, batches", [("gpipe", 6, 2), ("pipedream_flush", 6, 2), ("pipedream", 1, 400)]
+)
 def test_what_a_move_gains_is_what_moving_it_gives(name: str, accumulate: int, batches: int) -> None:
     """The gain that is told of one cut is found by cutting so and looking at the clock's trace of that."""
     before = analyze(modelled(name, [0, 1, 2], accumulate, batches), "before")
@@ -105,7 +107,9 @@ def test_why_there_is_no_gain() -> None:
 
 def test_a_link_or_evaluations_may_hold_a_run_up() -> None:
     passes = [event(d, "forward", 1000 * m + 100 * d, 1000 * m + 100 * d + 100, m) for m in range(4) for d in (0, 1)]
-    sends = [event(0, "send", 1000 * m + 100, 1000 * m + 900, m, peer=1, carries="activations", bytes=8) for m in range(4)]
+    sends = [
+        event(0, "send", 1000 * m + 100, 1000 * m + 900, m, peer=1, carries="activations", bytes=8) for m in range(4)
+    ]
     found = by_hand([*passes, *sends])["bottleneck"]
     assert (found["what"], found["device"]) == ("link", 0) and "800 ns" in found["why"]
     found = by_hand([*passes, event(1, "evaluate", 4000, 40000)])["bottleneck"]
@@ -120,7 +124,10 @@ def test_a_waiting_device_names_whom_it_waits_for() -> None:
         events += [event(0, "forward", at, at + 2_000_000, m), event(0, WAIT, at + 2_000_000, at + 20_000_000, m, peer=1),
                    event(1, "forward", at, at + 20_000_000, m)]  # fmt: skip
     found = by_hand(events)
-    assert found["devices"][0]["busy_ns"] == 10_000_000 and found["devices"][1]["busy_ns"] == found["span_ns"] == 100_000_000
+    assert (
+        found["devices"][0]["busy_ns"] == 10_000_000
+        and found["devices"][1]["busy_ns"] == found["span_ns"] == 100_000_000
+    )
     assert found["devices"][0]["waits_for"] == {"1": 72_000_000} and found["devices"][0]["ramp_down_ns"] == 18_000_000
     assert found["bottleneck"]["stage"] == 1 and "device 0 waits for it 72.0% of the time" in found["bottleneck"]["why"]
     assert found["stages"][0]["of_greatest"] == pytest.approx(0.1) and found["imbalance"] == pytest.approx(0.45)
@@ -160,9 +167,12 @@ def test_staleness_is_the_version_tables(name: str) -> None:
         assert each.forward is not None and each.backward is not None and each.time_ns is not None
         assert each.forward == ((made - forward).mean(), (made - forward).max())
         assert each.backward == ((made - backward).mean(), (made - backward).max())
-    assert analyze(trace, "x")["staleness"] == analyze(
-        trace._replace(metadata={k: v for k, v in trace.metadata.items() if k != "accumulate"}), "x"
-    )["staleness"]
+    assert (
+        analyze(trace, "x")["staleness"]
+        == analyze(trace._replace(metadata={k: v for k, v in trace.metadata.items() if k != "accumulate"}), "x")[
+            "staleness"
+        ]
+    )
 
 
 def test_staleness_in_time() -> None:
@@ -182,7 +192,7 @@ def test_links_by_messages_and_their_latency() -> None:
         at = 100 * m
         events.append(event(0, "send", at, at + 5, m, peer=1, carries="activations", bytes=64))
     events += [
-        event(1, WAIT, 0, 12, 0, peer=0, carries="activations"), event(1, WAIT, 250, 216, 2, peer=0, carries="activations")._replace(start_ns=210),
+        event(1, WAIT, 0, 12, 0, peer=0, carries="activations"), event(1, WAIT, 210, 216, 2, peer=0, carries="activations"),
         event(1, WAIT, 0, 1, 9, peer=0, carries="activations"), event(1, WAIT, 0, 1, 0, peer=0, carries="gradients"),
         event(1, "send", 300, 330, 0, peer=0, carries="gradients", bytes=None),
     ]  # fmt: skip
@@ -210,11 +220,18 @@ def test_links_by_what_passes_hand_on() -> None:
 
 def test_memory_at_its_peak() -> None:
     counters = [
-        Counter(0, "weights", 0, 100.0), Counter(0, "stashed activations", 5, 40.0), Counter(0, "gradients", 20, 30.0),
-        Counter(0, "stashed activations", 20, 10.0), Counter(0, "stashed activations", 30, 60.0), Counter(0, "gradients", 40, 0.0),
+        Counter(0, "weights", 0, 100.0), Counter(0, "stashed activations", 5, 40.0),
+        Counter(0, "gradients", 20, 30.0),
+        Counter(0, "stashed activations", 20, 10.0), Counter(0, "stashed activations", 30, 60.0),
+        Counter(0, "gradients", 40, 0.0),
         Counter(0, "microbatches in flight", 31, 1e9), Counter(1, "weights", 7, float("nan")),
     ]  # fmt: skip
-    events = [event(0, "forward", 0, 10, 3), event(0, "forward", 10, 25, 4), event(0, "backward", 26, 29, 3), event(0, "forward", 50, 60, 5)]
+    events = [
+        event(0, "forward", 0, 10, 3),
+        event(0, "forward", 10, 25, 4),
+        event(0, "backward", 26, 29, 3),
+        event(0, "forward", 50, 60, 5),
+    ]
     (found,) = by_hand(events, counters)["memory"]
     assert (found["device"], found["peak_bytes"], found["at_ns"]) == (0, 190, 30)
     assert found["categories"] == {"weights": 100, "gradients": 30, "stashed activations": 60}
@@ -225,7 +242,10 @@ def test_memory_at_its_peak() -> None:
 def test_memory_over_time_is_thinned_but_keeps_its_peak() -> None:
     counters = [Counter(0, "weights", t, 1.0 + (t == 1234) * 98) for t in range(5000)]
     (found,) = by_hand([event(0, "forward", 0, 5000)], counters)["memory"]
-    assert len(found["over_time"]) == MOST_POINTS and max(size for _, size in found["over_time"]) == found["peak_bytes"] == 99
+    assert (
+        len(found["over_time"]) == MOST_POINTS
+        and max(size for _, size in found["over_time"]) == found["peak_bytes"] == 99
+    )
 
 
 # ---- the whole
@@ -240,7 +260,15 @@ def test_replicas_devices_are_told_apart() -> None:
 
 def test_metadata_that_no_run_writes() -> None:
     with pytest.raises(BadInput) as caught:
-        by_hand([event(0, "forward", 0, 1)], stages="x", accumulate=0, units=[3], replicas=True, device_of_stage=[-1], method=5)
+        by_hand(
+            [event(0, "forward", 0, 1)],
+            stages="x",
+            accumulate=0,
+            units=[3],
+            replicas=True,
+            device_of_stage=[-1],
+            method=5,
+        )
     assert len(caught.value.faults) == 6 and all("a trace: metadata: " in fault for fault in caught.value.faults)
 
 

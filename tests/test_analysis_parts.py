@@ -123,7 +123,11 @@ def test_parts_add_up_and_equal_a_count_of_every_nanosecond(drawn: List[Drawn]) 
     span = span_of(events)
     for found in parts_of(events, [0, 1, 2], span):
         assert found.span_ns == span[1] - span[0]
-        told = {key: value for key, value in found._asdict().items() if key not in ("device", "stages", "messages_ns", "hidden_ns")}
+        told = {
+            key: value
+            for key, value in found._asdict().items()
+            if key not in ("device", "stages", "messages_ns", "hidden_ns")
+        }
         assert told == literal(drawn, found.device, span)
         messages = {t for e in drawn if e[0] == found.device and e[1] in COMMUNICATION for t in range(e[2], e[3])}
         passes = {t for e in drawn if e[0] == found.device and e[1] in COMPUTE for t in range(e[2], e[3])}
@@ -141,7 +145,7 @@ def test_unions_are_sets_of_moments(drawn: List[Tuple[int, int]], begin: int, en
     assert found.within(begin, end).length == len([t for t in moments if begin <= t < end])
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS])
+@pytest.mark.parametrize("name", list(METHODS))
 @pytest.mark.parametrize("stages, accumulate, batches", [(1, 1, 3), (2, 2, 3), (4, 4, 3), (5, 8, 2)])
 def test_parts_of_every_methods_slots(name: str, stages: int, accumulate: int, batches: int) -> None:
     """In unit slots the bubble is the schedule's, device by device."""

@@ -1,8 +1,8 @@
 """How long the analysis of a large trace takes, and how much memory: python tools/bench_analyze.py --events 10000000
 
-Two made-up traces: a run's folder with a file a rank, eight ranks under one forward and one backward in turn, with messages, waits,
-updates and counters of memory; and one rank's Chrome trace as PyTorch's profiler writes it. `tools/analyze.py --json` reads each in
-a process of its own, whose time and greatest resident memory are printed.
+Two made-up traces: a run's folder with a file a rank, eight ranks under one forward and one backward in turn, with
+messages, waits, updates and counters of memory; and one rank's Chrome trace as PyTorch's profiler writes it. `tools/analyze.py
+--json` reads each in a process of its own, whose time and greatest resident memory are printed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def main() -> None:
     args = parser().parse_args()
     found: List[Dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, count, make in (("own files", args.events, make_run), ("profiler's JSON", args.foreign, make_foreign)):
+        for name, count, make in (
+            ("own files", args.events, make_run),
+            ("profiler's JSON", args.foreign, make_foreign),
+        ):
             if count:
                 path = Path(folder) / name.replace(" ", "-").replace("'", "")
                 path.mkdir()
@@ -140,16 +143,19 @@ def _held(rank: int, each: int) -> Counters:
 
 def make_foreign(path: Path, events: int) -> int:
     """One rank's trace as PyTorch's profiler writes it, with so many events."""
-    head = '{"schemaVersion":1,"distributedInfo":{"backend":"nccl","rank":0,"world_size":1},"baseTimeNanoseconds":1700000000000000000,'
+    keys = {"schemaVersion": 1, "distributedInfo": {"backend": "nccl", "rank": 0}, "baseTimeNanoseconds": 17 * 10**17}
+    sends, computes = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "void gemm_kernel_{}<float>"
     with (path / "rank0.json").open("w", encoding="utf-8") as file:
-        file.write(head + '"traceEvents":[\n')
+        file.write(json.dumps(keys)[:-1] + ', "traceEvents": [\n')
         for i in range(events):
-            name = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)" if i % 9 == 0 else f"void gemm_kernel_{i % 50}<float>"
-            file.write(
-                f'{{"ph":"X","cat":"kernel","name":"{name}","pid":0,"tid":{7 + 6 * (i % 9 == 0)},"ts":{4464592638518.35 + 12.5 * i:.3f},'
-                f'"dur":{8 + i % 11}.375,"args":{{"External id":{i},"device":0,"stream":7,"correlation":{i},"grid":[128,1,1],'
-                f'"block":[256,1,1],"registers per thread":64}}}}' + (",\n" if i < events - 1 else "\n")
-            )
+            stream = 7 if i % 9 else 13
+            record = {
+                "ph": "X", "cat": "kernel", "name": computes.format(i % 50) if i % 9 else sends, "pid": 0, "tid": stream,
+                "ts": round(4464592638518.35 + 12.5 * i, 3), "dur": 8.375 + i % 11,
+                "args": {"External id": i, "device": 0, "stream": stream, "correlation": i, "registers per thread": 64,
+                         "grid": [128, 1, 1], "block": [256, 1, 1]},
+            }  # fmt: skip
+            file.write((",\n" if i else "") + json.dumps(record))
         file.write("]}\n")
     return events
 

@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 
 from ipu_pipe.schedule.actions import Kind
 
-UNTOLD, COLLECTIVE = "compute", "collective"  # of other tools' traces: what it computed, or told many others, is not told
+UNTOLD, COLLECTIVE = (
+    "compute",
+    "collective",
+)  # of other tools' traces: what was computed, and to whom a message went, is not told
 COMPUTE = (*(kind.word for kind in Kind if kind is not Kind.AVERAGE), UNTOLD)
 # the host's time for a message, or for an all-reduce
 COMMUNICATION = ("send", "recv", Kind.AVERAGE.word, COLLECTIVE)

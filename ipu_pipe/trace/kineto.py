@@ -19,7 +19,7 @@ from ipu_pipe.trace.events import COLLECTIVE, KINDS, UNTOLD, Counters, Events, T
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_HOST = ("cpu_op", "user_annotation")
 COLLECTIVES = re.compile(r"nccl|gloo:|c10d::|record_param_comms|ncclx|rccl", re.IGNORECASE)
-TOWARDS = ((re.compile(r"all_?|reduce", re.IGNORECASE), COLLECTIVE), (re.compile("send|DtoH|PtoP"), "send"),
+TOWARDS = ((re.compile("all_?|reduce|sendrecv", re.IGNORECASE), COLLECTIVE), (re.compile("send|DtoH|PtoP"), "send"),
            (re.compile("recv|HtoD", re.IGNORECASE), "recv"))  # fmt: skip
 RANK_IN_NAME = re.compile(r"rank[-_.]?(\d{1,6})", re.IGNORECASE)
 NOTE = (

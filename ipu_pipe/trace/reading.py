@@ -32,8 +32,8 @@ _CARRIED_CODE = {what: code for code, what in enumerate(CARRIED)}
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a run's folder, a file, or a folder of a profiler's files. Raises BadInput, a line a fault, where there is none
-    that can be read, or where it has no events."""
+    """The trace in a run's folder, a file, or a folder of a profiler's files. Raises BadInput, a line a fault, where there is
+    none that can be read, or where it has no events."""
     try:
         files = _files(path)
         if not files:
@@ -73,13 +73,15 @@ def _begins_as_ours(path: Path) -> bool:
     if not begin:
         raise BadInput(f"{path}: is empty")
     if begin[:2] != GZIP and begin.lstrip()[:1] not in (b"{", b"["):
-        raise BadInput(f"{path}: is no trace: must be ipu_pipe's (*{SUFFIX}) or a Chrome trace in JSON, plain or gzipped")
+        raise BadInput(
+            f"{path}: is no trace: must be ipu_pipe's (*{SUFFIX}) or a Chrome trace in JSON, plain or gzipped"
+        )
     return False
 
 
 def merged(traces: Sequence[Trace]) -> Trace:
-    """One of several, such as one a rank, whose times count from one moment; what the first says of the run stands. It is modelled
-    if any of them is."""
+    """One of several, such as one a rank, whose times count from one moment; what the first says of the run stands. It is
+    modelled if any of them is."""
     if len(traces) == 1:
         return traces[0]
     metadata: Dict[str, Any] = {}
@@ -170,9 +172,7 @@ class _ChromeColumns:
                 (moment,) = nanoseconds("ts", [r["ts"]]).tolist()
                 for name, value in r["args"].items():
                     value = float("nan") if value is None else float(value)
-                    self._counters.append(
-                        Counter(r["pid"], str(r["name"] if name == "value" else name), moment, value)
-                    )
+                    self._counters.append(Counter(r["pid"], str(r["name"] if name == "value" else name), moment, value))
 
     def trace(self, path: Path, keys: Dict[str, Any]) -> Trace:
         """All that was read."""

@@ -20,7 +20,11 @@ def numbers(found: Any, name: str = "") -> Iterator[Tuple[str, float]]:
         yield name, found
     elif isinstance(found, dict):
         for key, value in found.items():
-            if key != "begin_ns" and not (key in LEFT_OUT and isinstance(value, (list, dict))) and not _names(key, name):
+            if (
+                key != "begin_ns"
+                and not (key in LEFT_OUT and isinstance(value, (list, dict)))
+                and not _names(key, name)
+            ):
                 yield from numbers(value, f"{name}.{key}" if name else str(key))
     else:
         for value in found:
@@ -53,9 +57,8 @@ def in_words(found: Figures, other: Figures) -> str:
     rows = [("", "this", "other", "this - other", "of other")]
     for each in differences(found, other):
         part = each["difference"] / abs(each["other"]) if each["difference"] is not None and each["other"] else None
-        rows.append((
-            each["name"], _shown(each["this"]), _shown(each["other"]), _shown(each["difference"]), "-" if part is None else f"{part:+.1%}",
-        ))  # fmt: skip
+        values = (_shown(each[key]) for key in ("this", "other", "difference"))
+        rows.append((each["name"], *values, "-" if part is None else f"{part:+.1%}"))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = [f"this:  {found['source']} ({how(found)})", f"other: {other['source']} ({how(other)})", ""]
     lines += [

@@ -10,8 +10,8 @@ from ipu_pipe.report.analysis.links import Link, links_of
 from ipu_pipe.report.analysis.memory import Memory, memory_of
 from ipu_pipe.report.analysis.moving import Move, best_move
 from ipu_pipe.report.analysis.parts import Parts, parts_of, span_of
-from ipu_pipe.report.analysis.staleness import Lag, Staleness, accumulate_of, staleness_of
 from ipu_pipe.report.analysis.stages import StageTimes, Stragglers, busy_by_device, stage_times
+from ipu_pipe.report.analysis.staleness import Lag, Staleness, accumulate_of, staleness_of
 from ipu_pipe.trace.events import Trace
 
 Figures = Dict[str, Any]
@@ -156,7 +156,7 @@ def _stragglers(each: Stragglers, begin: int) -> Figures:
     longest = [
         {"microbatch": m if m >= 0 else None, "at_ns": at - begin, "duration_ns": took} for m, at, took in each.longest
     ]
-    return {**each._asdict(), "longest": longest}
+    return {**vars(each), "longest": longest}
 
 
 def _notes(trace: Trace, facts: Facts, links: Sequence[Link], memory: Sequence[Memory]) -> List[str]:

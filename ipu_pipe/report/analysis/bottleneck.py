@@ -53,9 +53,7 @@ def find(seen: Seen) -> Optional[Bottleneck]:
         kinds = {kind: ns for kind, ns in outside.idle_in.items() if kind != "host" and ns}
         most = f" ({max(kinds, key=lambda kind: kinds[kind])} most)" if kinds else ""
         why = f"evaluation, checkpoints and pauses take {share(outside.outside_ns, outside.span_ns)} of the span{most}"
-        return Bottleneck(
-            stage, device, OUTSIDE, why, "evaluate or save less often (evaluate.every, checkpoint.every)"
-        )
+        return Bottleneck(stage, device, OUTSIDE, why, "evaluate or save less often (evaluate.every, checkpoint.every)")
     slow = max(seen.links, key=lambda link: link.busy_each_ns, default=None)
     if slow is not None and seen.loads and slow.busy_each_ns > loads[device]:
         why = (
@@ -67,10 +65,12 @@ def find(seen: Seen) -> Optional[Bottleneck]:
     talks = max(seen.parts, key=lambda part: part.communication_ns)
     if sum(part.communication_ns for part in seen.parts) > sum(part.busy_ns for part in seen.parts):
         why = (
-            f"messages under which nothing is computed take {share(talks.communication_ns, talks.own_ns)} of device {talks.device}'s "
-            f"time, and compute {share(talks.busy_ns, talks.own_ns)}"
+            f"messages under which nothing is computed take {share(talks.communication_ns, talks.own_ns)} of the time of "
+            f"device {talks.device}, and compute {share(talks.busy_ns, talks.own_ns)}"
         )
-        return Bottleneck(stage, talks.device, COMMUNICATION, why, "see what they wait for; then send less, or larger messages")
+        return Bottleneck(
+            stage, talks.device, COMMUNICATION, why, "see what they wait for; then send less, or larger messages"
+        )
     return Bottleneck(stage, device, STAGE, "; ".join(_why(seen, device, stage, loads)), _do(seen, loads))
 
 
@@ -91,7 +91,7 @@ def _why(seen: Seen, device: int, stage: Optional[int], loads: Dict[int, float])
         waits = share(waiting.waits_for[device], waiting.own_ns)
         found.append(f"device {waiting.device} waits for it {waits} of the time")
     if seen.bubble is not None and seen.planned is not None and len(seen.parts) > 1:
-        found.append(f"of the bubble of {seen.bubble:.1%}, {seen.planned:.1%} is the schedule's own (planned)")
+        found.append(f"the bubble is {seen.bubble:.1%}, the schedule's own {seen.planned:.1%} (planned)")
     silent = max(seen.parts, key=lambda part: part.idle_in["host"])
     if 4 * silent.idle_in["host"] > silent.span_ns:
         found.append(

@@ -24,8 +24,8 @@ class Latency(NamedTuple):
 
 
 class Link(NamedTuple):
-    """One direction between two devices, of one thing carried. `bytes`, `busy_ns`: None where not told. `counted`: whether messages
-    were, or what passes hand on."""
+    """One direction between two devices, of one thing carried. `bytes`, `busy_ns`: None where not told. `counted`: whether
+    messages were, or what passes hand on."""
 
     source: int
     target: int
@@ -75,9 +75,7 @@ def _of_messages(events: Events, sends: NDArray[np.intp]) -> List[Link]:
     return found
 
 
-def _latencies(
-    sent: Events, link: NDArray[np.intp], awaited: Events, of_wait: NDArray[np.intp]
-) -> Dict[int, Latency]:
+def _latencies(sent: Events, link: NDArray[np.intp], awaited: Events, of_wait: NDArray[np.intp]) -> Dict[int, Latency]:
     """By link. A microbatch's message is told by its link and number; where several have the same, none of them is."""
     send_keys, wait_keys = (
         (number.astype(np.int64) << 32) + microbatch + 1

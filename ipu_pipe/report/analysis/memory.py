@@ -20,8 +20,8 @@ _ENDS = (Kind.BACKWARD.word, Kind.WEIGHT_GRADIENT.word)
 
 
 class Memory(NamedTuple):
-    """Of a device: the greatest bytes, when (by the trace's clock), of what, and the microbatches under way then; `over_time`: from
-    each time on so many bytes, thinned to the greatest of each interval."""
+    """Of a device: the greatest bytes, when (by the trace's clock), of what, and the microbatches under way then; `over_time`:
+    from each time on so many bytes, thinned to the greatest of each interval."""
 
     device: int
     peak_bytes: int

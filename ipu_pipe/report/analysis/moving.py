@@ -1,4 +1,4 @@
-"""What moving boundaries would gain: the units cut anew by what stages were measured to take, and both cuts played by the clock."""
+"""What moving boundaries would gain: the units cut anew by what stages were seen to take, both cuts played by the clock."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ FloatArray = NDArray[np.float64]
 @dataclass(frozen=True)
 class Move:
     """Where stages begin now and where they might, what each computes for a microbatch, and how much more throughput that gives
-    (0.25: a quarter more), all by the clock with measured times; `if_balanced`: the same if all took equally long. `why_not`: what
-    is missing to know."""
+    (0.25: a quarter more), all by the clock with measured times; `if_balanced`: the same if all took equally long. `why_not`:
+    what is missing to know."""
 
     begins_now: Tuple[str, ...] = ()
     begins_then: Tuple[str, ...] = ()
@@ -135,7 +135,11 @@ class _Played:
         devices = facts.device_of_stage or tuple(stage.devices[0] for stage in stages)
 
         def message(source: int, target: int) -> Message:
-            took = [link.latency.median_ns for link in links if link.latency and (link.source, link.target) == (source, target)]
+            took = [
+                link.latency.median_ns
+                for link in links
+                if link.latency and (link.source, link.target) == (source, target)
+            ]
             return Message(latency=max(0.0, *took)) if took else Message()
 
         pairs = list(zip(devices, devices[1:]))
@@ -146,5 +150,3 @@ class _Played:
         """Of an update, in whatever unit the passes are given."""
         costs = Costs(forward.tolist(), backward.tolist(), self._update, onward=self._onward, back=self._back)
         return batch_time(self._method, len(forward), self._accumulate, costs).seconds
-
-

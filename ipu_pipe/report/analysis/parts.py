@@ -37,9 +37,7 @@ class Parts(NamedTuple):
     @property
     def span_ns(self) -> int:
         """The whole."""
-        return (
-            self.busy_ns + self.wait_ns + self.communication_ns + self.ramp_up_ns + self.ramp_down_ns + self.idle_ns
-        )
+        return self.busy_ns + self.wait_ns + self.communication_ns + self.ramp_up_ns + self.ramp_down_ns + self.idle_ns
 
     @property
     def own_ns(self) -> int:
@@ -65,7 +63,9 @@ def grouped(column: NDArray[np.int32]) -> Iterator[Tuple[int, NDArray[np.intp]]]
     if low == high:
         yield low, np.arange(len(column))
         return
-    small = column - low if high - low > 1 << 15 else (column - low).astype(np.int16)  # sorted by counting, without comparing
+    small = (
+        column - low if high - low > 1 << 15 else (column - low).astype(np.int16)
+    )  # sorted by counting, without comparing
     order = np.argsort(small, kind="stable")
     held = column[order]
     edges = np.concatenate([[0], np.flatnonzero(held[1:] != held[:-1]) + 1, [len(held)]])

@@ -114,20 +114,27 @@ def _timeline(axes: Any, events: Events, devices: Any, found: Dict[str, Any], wh
 _NUMBERED = tuple(kind for kind in COMPUTE if kind not in (UNTOLD, Kind.UPDATE.word))
 
 
-def _numbers(
-    axes: Any, passes: Events, row: Dict[int, int], begin: int, scale: float, when: Tuple[int, int]
-) -> None:
+def _numbers(axes: Any, passes: Events, row: Dict[int, int], begin: int, scale: float, when: Tuple[int, int]) -> None:
     """Microbatches' numbers in passes wide enough."""
     for each in passes.rows():
         if each.device in row and each.end_ns - each.start_ns > (when[1] - when[0]) / 90 and each.microbatch >= 0:
             middle = ((each.start_ns + each.end_ns) / 2 - begin) / scale
             axes.text(
-                middle, row[each.device], each.microbatch, ha="center", va="center", fontsize=7, color="white", clip_on=True
+                middle,
+                row[each.device],
+                each.microbatch,
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white",
+                clip_on=True,
             )
 
 
 def _unit(span: int) -> Tuple[float, str]:
-    return next(((10.0**power, unit) for power, unit in ((9, "s"), (6, "ms"), (3, "us")) if span >= 10**power), (1.0, "ns"))
+    return next(
+        ((10.0**power, unit) for power, unit in ((9, "s"), (6, "ms"), (3, "us")) if span >= 10**power), (1.0, "ns")
+    )
 
 
 def _memory(axes: Any, memory: Any, when: Tuple[int, int], span: int) -> None:

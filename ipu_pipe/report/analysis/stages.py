@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
@@ -25,7 +26,8 @@ class Straggler(NamedTuple):
     duration_ns: int
 
 
-class Stragglers(NamedTuple):
+@dataclass(frozen=True)
+class Stragglers:
     """Of one kind on one stage: how many, and what they took beyond the median, `longest` ones first."""
 
     stage: int
@@ -87,9 +89,7 @@ def _times(stage: int, events: Events, places: NDArray[np.intp]) -> StageTimes:
         passes += 0.0 if kind == Kind.UPDATE.word else float(durations.sum(dtype=np.float64))
         forwards += len(at) if kind == Kind.FORWARD.word else 0
         stragglers += _far(stage, kind, medians[kind], own.where(at), durations)
-    return StageTimes(
-        stage, tuple(np.unique(own.device).tolist()), forwards, busy, passes, medians, tuple(stragglers)
-    )
+    return StageTimes(stage, tuple(np.unique(own.device).tolist()), forwards, busy, passes, medians, tuple(stragglers))
 
 
 def _far(stage: int, kind: str, median: float, own: Events, durations: NDArray[np.int64]) -> List[Stragglers]:

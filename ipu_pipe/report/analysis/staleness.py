@@ -23,8 +23,8 @@ class Lag(NamedTuple):
 
 
 class Staleness(NamedTuple):
-    """Of a stage: versions that its passes read behind the newest when the update that applies their gradient is made, and the time
-    from the forward's begin to that update's end, median and greatest. None where nothing of it is told."""
+    """Of a stage: versions that its passes read behind the newest when the update that applies their gradient is made, and the
+    time from the forward's begin to that update's end, median and greatest. None where nothing of it is told."""
 
     stage: int
     forward: Optional[Lag]
@@ -44,7 +44,9 @@ def staleness_of(events: Events, accumulate: Optional[int]) -> List[Staleness]:
     if not accumulate:
         return []
     passes = np.flatnonzero(
-        (events.stage >= 0) & (events.of_kind(Kind.FORWARD.word, Kind.UPDATE.word, *_BACKWARDS)) & (events.microbatch >= 0)
+        (events.stage >= 0)
+        & (events.of_kind(Kind.FORWARD.word, Kind.UPDATE.word, *_BACKWARDS))
+        & (events.microbatch >= 0)
     )
     found = [_of_stage(stage, events.where(passes[own]), accumulate) for stage, own in grouped(events.stage[passes])]
     return [each for each in found if each is not None]
@@ -55,9 +57,7 @@ def _of_stage(stage: int, own: Events, accumulate: int) -> Optional[Staleness]:
     if not len(forward.start):
         return None
     backward, update = own.where(own.of_kind(*_BACKWARDS)), own.where(own.kind == _UPDATE)
-    return Staleness(
-        stage, _lag(forward, accumulate), _lag(backward, accumulate), _time(forward, update, accumulate)
-    )
+    return Staleness(stage, _lag(forward, accumulate), _lag(backward, accumulate), _time(forward, update, accumulate))
 
 
 def _lag(passes: Events, accumulate: int) -> Optional[Lag]:

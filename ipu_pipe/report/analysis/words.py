@@ -62,8 +62,8 @@ def _answer(found: Figures) -> List[str]:
     planned = found["planned_bubble_fraction"]
     bound = "" if planned is None else f"; the schedule alone leaves {percent(planned)} (planned)"
     lines += [
-        f"Devices are busy {percent(found['utilization'])} of their time, bubble {percent(found['bubble_fraction'])} ({how(found)})"
-        f"{bound}"
+        f"Devices are busy {percent(found['utilization'])} of their time, bubble {percent(found['bubble_fraction'])} "
+        f"({how(found)}){bound}"
     ]
     overlap = found["overlap"]
     if overlap["communication_ns"]:
