@@ -13,6 +13,7 @@ from ipu_pipe.report.analysis.stages import StageTimes
 
 STAGE, LINK, COMMUNICATION, OUTSIDE = "stage", "link", "communication", "outside"
 EVEN = 0.05  # stages that differ by no more take equally long
+NOTABLE = 0.05  # of the span
 WORTH = 0.02  # a gain below that is none
 
 
@@ -92,6 +93,12 @@ def _why(seen: Seen, device: int, stage: Optional[int], loads: Dict[int, float])
         found.append(f"device {waiting.device} waits for it {waits} of the time")
     if seen.bubble is not None and seen.planned is not None and len(seen.parts) > 1:
         found.append(f"the bubble is {seen.bubble:.1%}, the schedule's own {seen.planned:.1%} (planned)")
+    far = max((each for own in seen.stages for each in own.stragglers), key=lambda each: each.lost_ns, default=None)
+    if far is not None and far.lost_ns > NOTABLE * seen.parts[0].span_ns:
+        found.append(
+            f"{far.count} of stage {far.stage}'s passes ({far.kind}) take far longer than its others, in all "
+            f"{share(far.lost_ns, seen.parts[0].span_ns)} of the span, one {time_text(far.longest[0].duration_ns)}"
+        )
     silent = max(seen.parts, key=lambda part: part.idle_in["host"])
     if 4 * silent.idle_in["host"] > silent.span_ns:
         found.append(

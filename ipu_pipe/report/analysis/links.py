@@ -16,7 +16,7 @@ _ONWARD, _BACK = (Kind.FORWARD.word,), (Kind.BACKWARD.word, Kind.INPUT_GRADIENT.
 
 
 class Latency(NamedTuple):
-    """From the begin of a send to the end of the wait for it, of those messages that were waited for."""
+    """From the begin of a send to the end of the wait for it, of messages that were waited for before they were sent."""
 
     waited: int
     min_ns: int
@@ -86,8 +86,9 @@ def _latencies(sent: Events, link: NDArray[np.intp], awaited: Events, of_wait: N
     if not len(keys):
         return {}
     place = np.minimum(np.searchsorted(keys, wait_keys), len(keys) - 1)
-    matched = keys[place] == wait_keys
-    took, where = awaited.end[matched] - sent.start[first[place[matched]]], of_wait[matched]
+    sent_at = sent.start[first[place]]
+    matched = (keys[place] == wait_keys) & (awaited.start <= sent_at)  # later waits may be for what is there already
+    took, where = (awaited.end - sent_at)[matched], of_wait[matched]
     found = {}
     for number in np.unique(where).tolist():
         own = took[where == number]

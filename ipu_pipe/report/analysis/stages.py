@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ipu_pipe.report.analysis.intervals import merged
 from ipu_pipe.report.analysis.parts import by_device, grouped
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.trace.events import COMPUTE, KINDS, Events
+from ipu_pipe.trace.events import COMPUTE, KINDS, UNTOLD, Events
 
 FAR = 3.0  # times the median: from here on a pass is a straggler
 LONGEST = 5  # of the stragglers told one by one
@@ -51,8 +51,10 @@ class StageTimes(NamedTuple):
 
     @property
     def each_ns(self) -> Optional[float]:
-        """Busy for a microbatch; None where none is told."""
-        return self.busy_ns / self.microbatches if self.microbatches else None
+        """Busy for a microbatch, stragglers taken as long as others of their kind: a first update of seconds is no property of
+        the stage. None where no microbatches are told."""
+        lost = sum(each.lost_ns for each in self.stragglers)
+        return max(0, self.busy_ns - lost) / self.microbatches if self.microbatches else None
 
     @property
     def forward_ns(self) -> Optional[float]:
@@ -93,7 +95,7 @@ def _times(stage: int, events: Events, places: NDArray[np.intp]) -> StageTimes:
 
 
 def _far(stage: int, kind: str, median: float, own: Events, durations: NDArray[np.int64]) -> List[Stragglers]:
-    if not median or kind not in (Kind.FORWARD.word, *(each.word for each in _BACKWARDS)):
+    if not median or kind == UNTOLD:  # of other tools: one kind of all sizes
         return []
     far = np.flatnonzero(durations > FAR * median)
     if not len(far):

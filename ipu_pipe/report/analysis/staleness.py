@@ -34,7 +34,8 @@ class Staleness(NamedTuple):
 
 def accumulate_of(events: Events) -> Optional[int]:
     """Microbatches an update, by the counts of both, where the trace does not say; None where they do not fit."""
-    updates = np.count_nonzero(events.kind == _UPDATE)
+    made = events.where(events.kind == _UPDATE)
+    updates = len(np.unique(np.stack([made.stage, made.device, made.microbatch]), axis=1).T)
     forwards = np.count_nonzero(events.kind == _FORWARD)
     return forwards // updates if updates and forwards >= updates and forwards % updates == 0 else None
 
@@ -71,10 +72,10 @@ def _time(forward: Events, update: Events, accumulate: int) -> Optional[Tuple[fl
     if not len(update.start):
         return None
     keys = _keys(update.device, update.microbatch)
-    order = np.argsort(keys, kind="stable")
+    order = np.lexsort((update.end, keys))
     keys, ends = keys[order], update.end[order]
     asked = _keys(forward.device, forward.microbatch // accumulate)
-    place = np.minimum(np.searchsorted(keys, asked), len(keys) - 1)
+    place = np.maximum(np.searchsorted(keys, asked, side="right") - 1, 0)  # the last part, of updates in several
     applied = keys[place] == asked  # the last ones may have none
     took = (ends[place] - forward.start)[applied]
     return (float(np.median(took)), int(took.max())) if len(took) else None
