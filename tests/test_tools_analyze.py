@@ -56,8 +56,8 @@ def test_the_answer_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[st
     said = answered(capsys, run_folder(tmp_path / "run")).splitlines()
     assert said[0].endswith("run: pipedream, 2 stages, 2 devices, 240 ms, measured")
     assert said[2] == "What holds it up: stage 1 on device 1"
-    assert "10 times what the others do" in said[3] and "device 0 waits for it 90.0% of the time" in said[3]
-    assert "begin stage 1 at layer4 instead of layer2" in said[4] and "predicted" in said[4]
+    assert "10 times what the others do" in said[3] and "device 0 waits for it 90.0% of the time" in said[4]
+    assert "begin stage 1 at layer4 instead of layer2" in said[6] and "predicted" in said[6]
 
 
 def test_the_contract_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

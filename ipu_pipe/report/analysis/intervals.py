@@ -24,7 +24,7 @@ class Intervals(NamedTuple):
     def within(self, begin: int, end: int) -> "Intervals":
         """What of them lies between two moments."""
         first, last = np.searchsorted(self.end, begin, side="right"), np.searchsorted(self.start, end, side="left")
-        if last <= first:
+        if last <= first or end <= begin:
             return NONE
         start, stop = self.start[first:last].copy(), self.end[first:last].copy()
         start[0], stop[-1] = max(int(start[0]), begin), min(int(stop[-1]), end)

@@ -58,7 +58,8 @@ def _answer(found: Figures) -> List[str]:
         "communication": "communication",
         "outside": "what is outside of training",
     }[what["what"]]  # fmt: skip
-    lines = [f"What holds it up: {holds}", f"  why: {what['why']}", f"  do:  {what['do']}"]
+    why = "\n       ".join(what["why"].split("; "))
+    lines = [f"What holds it up: {holds}", f"  why: {why}", f"  do:  {what['do']}"]
     planned = found["planned_bubble_fraction"]
     bound = "" if planned is None else f"; the schedule alone leaves {percent(planned)} (planned)"
     lines += [
