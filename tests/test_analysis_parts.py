@@ -58,6 +58,11 @@ def test_what_overlaps_is_counted_once() -> None:
     assert (only.messages_ns, only.hidden_ns, only.outside_ns) == (15, 5, 20)
 
 
+def test_a_wait_within_a_wait() -> None:
+    (only,) = parts((0, WAIT, 12, 15, 2), (0, WAIT, 10, 20, 1), (0, "forward", 0, 5, -1), (0, "forward", 30, 35, -1))
+    assert only.waits_for == {1: 10} and only.wait_ns == 10 and only.idle_ns == 15
+
+
 def test_ramps_are_what_lies_before_and_after_compute_whatever_it_is() -> None:
     (only,) = parts((0, WAIT, 0, 20, 1), (0, "update", 20, 20, -1), (0, "recv", 20, 30, 1), (0, "forward", 25, 40, -1),
                     (0, WAIT, 35, 60, 1), (0, "evaluate", 60, 75, -1))  # fmt: skip
@@ -77,12 +82,12 @@ def test_an_instant_alone() -> None:
     assert only.span_ns == only.busy_ns == 0
 
 
+KINDS_DRAWN = ["forward", "update", "send", "recv", WAIT, WAIT, WAIT, WAIT, *OUTSIDE]
 events_drawn = st.lists(
     st.tuples(
-        st.integers(0, 2), st.sampled_from(["forward", "update", "send", "recv", WAIT, WAIT, *OUTSIDE]), st.integers(0, 40),
-        st.integers(0, 15), st.integers(-1, 2),
+        st.integers(0, 1), st.sampled_from(KINDS_DRAWN), st.integers(0, 30), st.integers(0, 25), st.integers(-1, 2),
     ).map(lambda e: (e[0], e[1], e[2], e[2] + e[3], e[4])),
-    min_size=1, max_size=25,
+    min_size=1, max_size=12,
 )  # fmt: skip
 
 
