@@ -221,11 +221,11 @@ def test_links_by_what_passes_hand_on() -> None:
 
 def test_memory_at_its_peak() -> None:
     counters = [
-        Counter(0, "weights", 0, 100.0), Counter(0, "stashed activations", 5, 40.0),
-        Counter(0, "gradients", 20, 30.0),
-        Counter(0, "stashed activations", 20, 10.0), Counter(0, "stashed activations", 30, 60.0),
-        Counter(0, "gradients", 40, 0.0),
-        Counter(0, "microbatches in flight", 31, 1e9), Counter(1, "weights", 7, float("nan")),
+        Counter(0, "weights (bytes)", 0, 100.0), Counter(0, "activations (bytes)", 5, 40.0),
+        Counter(0, "gradients (bytes)", 20, 30.0),
+        Counter(0, "activations (bytes)", 20, 10.0), Counter(0, "activations (bytes)", 30, 60.0),
+        Counter(0, "gradients (bytes)", 40, 0.0),
+        Counter(0, "microbatches in flight", 31, 1e9), Counter(1, "weights (bytes)", 7, float("nan")),
     ]  # fmt: skip
     events = [
         event(0, "forward", 0, 10, 3),
@@ -235,13 +235,13 @@ def test_memory_at_its_peak() -> None:
     ]
     (found,) = by_hand(events, counters)["memory"]
     assert (found["device"], found["peak_bytes"], found["at_ns"]) == (0, 190, 30)
-    assert found["categories"] == {"weights": 100, "gradients": 30, "stashed activations": 60}
+    assert found["categories"] == {"weights": 100, "gradients": 30, "activations": 60}
     assert found["microbatches"] == [4]
     assert found["over_time"] == [[0, 100], [5, 140], [20, 140], [30, 190], [40, 160]]
 
 
 def test_memory_over_time_is_thinned_but_keeps_its_peak() -> None:
-    counters = [Counter(0, "weights", t, 1.0 + (t == 1234) * 98) for t in range(5000)]
+    counters = [Counter(0, "weights (bytes)", t, 1.0 + (t == 1234) * 98) for t in range(5000)]
     (found,) = by_hand([event(0, "forward", 0, 5000)], counters)["memory"]
     assert (
         len(found["over_time"]) == MOST_POINTS

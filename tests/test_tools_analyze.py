@@ -42,7 +42,7 @@ def run_folder(path: Path, slow: int = 20, microbatches: int = 6) -> Path:
                     Event(0, 0, WAIT, m, (at + each) * 1_000_000, (end - each) * 1_000_000, -1, None, 1, "gradients")
                 )
             writer.add(Event(rank, rank, "update", m, end * 1_000_000, end * 1_000_000, m + 1, None))
-            writer.count(Counter(rank, "weights", at * 1_000_000, 1e6 * (rank + 1)))
+            writer.count(Counter(rank, "weights (bytes)", at * 1_000_000, 1e6 * (rank + 1)))
         writer.close()
     return path
 

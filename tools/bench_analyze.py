@@ -27,7 +27,7 @@ if __name__ == "__main__":
 import numpy as np  # noqa: E402
 
 from ipu_pipe.errors import Parser, RunFault, run_command  # noqa: E402
-from ipu_pipe.trace.events import CARRIED, KINDS, Counters, Events  # noqa: E402
+from ipu_pipe.trace.events import CARRIED, KINDS, MEMORY, Counters, Events  # noqa: E402
 from ipu_pipe.trace.store import TraceWriter  # noqa: E402
 
 RANKS = 8
@@ -137,7 +137,7 @@ def _held(rank: int, each: int) -> Counters:
     count = each // 10
     time_ns = np.arange(count, dtype=np.int64) * 7_000_000
     held = (np.arange(count) % 17).astype(np.float64) * 1e6
-    names = ("stashed activations", "gradients")
+    names = (MEMORY["activations"], MEMORY["gradients"])
     return Counters(np.full(count, rank, np.int32), (np.arange(count) % 2).astype(np.int16), time_ns, held, names)
 
 

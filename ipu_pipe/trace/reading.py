@@ -11,9 +11,9 @@ import numpy as np
 from ipu_pipe.errors import BadInput
 from ipu_pipe.trace.columns import check_columns, nanoseconds, whole_numbers
 from ipu_pipe.trace.events import (
-    CARRIED,
+    CARRIED_CODE,
     EVENT_TYPES,
-    KINDS,
+    KIND_CODE,
     Counter,
     Counters,
     Events,
@@ -27,8 +27,6 @@ from ipu_pipe.trace.store import MAGIC, SUFFIX, read_store, store_files
 
 CHROME = "trace.json.gz"
 PROFILE = "profile.pop"  # PopVision's; read by Graphcore's library
-_KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
-_CARRIED_CODE = {what: code for code, what in enumerate(CARRIED)}
 
 
 def read_trace(path: Path) -> Trace:
@@ -137,7 +135,7 @@ class _Taker:
         first = None if self.told else next((r for r in records if r["ph"] == "X"), None)
         if first is not None:
             self.told, args = True, first.get("args")
-            if first.get("cat") not in _KIND_CODE or not isinstance(args, dict) or "stage" not in args:
+            if first.get("cat") not in KIND_CODE or not isinstance(args, dict) or "stage" not in args:
                 self.ours = None
         if self.ours is not None:
             self.ours.take(records)
@@ -156,8 +154,8 @@ class _ChromeColumns:
         """Read some records."""
         rows = [
             (
-                a["stage"], r["pid"], _KIND_CODE[r["cat"]], a["k"] if "k" in a else a["microbatch"], r["ts"], r["dur"],
-                a["version"], a.get("bytes", -1), a.get("peer", -1), _CARRIED_CODE[a.get("carries", "")],
+                a["stage"], r["pid"], KIND_CODE[r["cat"]], a["k"] if "k" in a else a["microbatch"], r["ts"], r["dur"],
+                a["version"], a.get("bytes", -1), a.get("peer", -1), CARRIED_CODE[a.get("carries", "")],
             )
             for r in records if r["ph"] == "X" for a in (r["args"],)
         ]  # fmt: skip

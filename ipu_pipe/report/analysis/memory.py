@@ -9,15 +9,8 @@ from numpy.typing import NDArray
 
 from ipu_pipe.report.analysis.parts import grouped
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.trace.events import Counters, Events
+from ipu_pipe.trace.events import MEMORY, Counters, Events
 
-# The counters that are bytes held, and how they are called here.
-CATEGORIES = {
-    **{name: name for name in ("weights", "extra versions", "gradients")},
-    **{name: name for name in ("optimizer state", "stashed activations", "buffers in flight")},
-    "weights (bytes)": "weights", "versions (bytes)": "extra versions", "gradients (bytes)": "gradients",
-    "optimizer (bytes)": "optimizer state", "activations (bytes)": "stashed activations", "buffers (bytes)": "buffers in flight",
-}  # fmt: skip
 FAR_TOO_MUCH = 2.0**60
 MOST_POINTS = 400
 MOST_MICROBATCHES = 64
@@ -38,7 +31,7 @@ class Memory(NamedTuple):
 
 def memory_of(counters: Counters, events: Events) -> List[Memory]:
     """Of each device that has counters of memory."""
-    codes = [code for code, name in enumerate(counters.names) if name in CATEGORIES]
+    codes = [code for code, name in enumerate(counters.names) if name in MEMORY.values()]
     told = np.flatnonzero(np.isin(counters.name, codes) & (np.abs(counters.value) < FAR_TOO_MUCH))  # nor what is none
     return [_of_device(device, counters, told[own], events) for device, own in grouped(counters.device[told])]
 
@@ -59,7 +52,7 @@ def _of_device(device: int, counters: Counters, places: NDArray[np.intp], events
     for code in np.unique(name).tolist():
         own = value[(name == code) & (time <= at)]
         held[counters.names[code]] = int(own[-1]) if len(own) else 0
-    held = {category: held[name] for name, category in CATEGORIES.items() if name in held}
+    held = {category: held[name] for category, name in MEMORY.items() if name in held}
     return Memory(
         device, int(bytes_then[peak]), at, held, _under_way(events, device, at), _thinned(moments, bytes_then)
     )
