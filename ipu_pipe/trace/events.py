@@ -101,9 +101,7 @@ class Events(NamedTuple):
 
     def of_kind(self, *kinds: str) -> NDArray[np.bool_]:
         """Which are of one of these kinds."""
-        chosen = np.zeros(len(KINDS), np.bool_)
-        chosen[[KIND_CODE[kind] for kind in kinds]] = True
-        return np.asarray(chosen[self.kind])
+        return np.isin(self.kind, [KIND_CODE[kind] for kind in kinds])
 
     def rows(self) -> Iterable[Event]:
         """One record each: for few of them."""
