@@ -298,7 +298,7 @@ def test_stages_in_lock_step_stash_as_poptorch_does() -> None:
 
 def test_precision_optimizer_code_and_frozen_weights_count(plain: Hardware) -> None:
     mixed = needed("gpipe", 0, precision="float16", optimizer="adam", accumulators=1, device=plain.device)
-    assert (mixed.weights, mixed.gradients, mixed.optimizer, mixed.accumulators) == (200, 200, 1200, 200)
+    assert (mixed.weights, mixed.gradients, mixed.optimizer, mixed.accumulators) == (200, 200, 1600, 200)
     assert mixed.activations == 8 * 2 * KEPT / 2 and mixed.code == 1e8
     frozen = needed("gpipe", 0, trained=False)
     assert frozen.total == frozen.weights == 400
