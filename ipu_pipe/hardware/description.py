@@ -74,7 +74,8 @@ class Rate(Section):
 
 class Device(Section):
     """One device. `usable_share` of `memory_bytes` is a run's, of which `code_share` (of the whole memory) goes to code and
-    exchange, on devices that hold their program in it. `bandwidth_share` of `memory_bandwidth` is reached (null: all). `streaming_bytes`: more memory, behind `streaming_bandwidth`."""
+    exchange, on devices that hold their program in it. `bandwidth_share` of `memory_bandwidth` is reached (null: all).
+    `streaming_bytes`: more memory, behind `streaming_bandwidth`."""
 
     memory_bytes: Positive
     usable_share: Fraction

@@ -58,7 +58,7 @@ def _sharing(level: Level, device: int) -> str:
 
 
 def host_seconds(hardware: Hardware, devices: Sequence[int], size: float) -> float:
-    """Until `size` bytes for each of `devices` are there from their hosts, all at once; 0 where no link to a host is described."""
+    """Until `size` bytes for each of `devices` have come from their hosts, all at once; 0 where no host is described."""
     if hardware.host is None:
         return 0.0
     crowds = Counter(device // hardware.host.shared_by for device in devices)

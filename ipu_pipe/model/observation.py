@@ -173,10 +173,13 @@ def _view(tensor: torch.Tensor) -> Tuple[Any, ...]:
     return (storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
+TAKES_MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
 def _moved(operation: Any, arguments: Any, result: Any) -> float:
-    """Bytes that an operation reads and writes, each tensor once; 0 of those that only look at memory in another way, or take it."""
+    """Bytes that an operation reads and writes, each tensor once; 0 of those that look at memory in another way, or take it."""
     looks = any(r.alias_info is not None and not r.alias_info.is_write for r in operation._schema.returns)
-    if looks or operation.overloadpacket.__name__ in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"):
+    if looks or operation.overloadpacket.__name__ in TAKES_MEMORY:
         return 0.0
     return float(sum(min(_bytes(t), t.numel() * t.element_size()) for t in tensors_in((*arguments, result))))
 
@@ -235,7 +238,9 @@ class _Counter(TorchDispatchMode):
     def _of_node(self) -> int:
         """The call that made the autograd node that runs."""
         node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
-        return len(self.calls) - 1 if node is None else max(0, bisect.bisect_right(self._first, node._sequence_nr()) - 1)
+        if node is None:
+            return len(self.calls) - 1
+        return max(0, bisect.bisect_right(self._first, node._sequence_nr()) - 1)
 
     def _read(self, args: Any, kwargs: Any) -> None:
         call = len(self.calls) - 1

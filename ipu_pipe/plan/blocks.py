@@ -4,7 +4,7 @@
     beside            head    head         a head at the end of each but the last
     spared              c       e          no gradient of a block's input, which is detached
 
-Source: Laskin et al. 2020, section 3. Counted by shape, in one pass for all places where a block may begin: every unit as a block.
+Source: Laskin et al. 2020, section 3. Counted by shape, in one pass for all places where a block may begin.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ class BlockUnits:
 def count_blocks(
     model: nn.Module, x: torch.Tensor, units: Sequence[Unit], head: Optional[MakeHead] = None
 ) -> BlockUnits:
-    """Those of a model whose `units` are known, figures for a sample; `x`: as they were counted with. `head` makes the heads, else
-    the model's `local_head` or that of its family. Raises BadInput where a block cannot begin at every unit (a skip connection
-    crosses) or no head is known."""
-    make = head or getattr(model, "local_head", None) or (lambda activation, output: make_head(model, activation, output))
+    """Those of a model whose `units` are known, figures for a sample; `x`: as they were counted with. `head` makes the heads,
+    else the model's `local_head` or that of its family. Raises BadInput where a block cannot begin at every unit (a skip
+    connection crosses) or no head is known."""
+    make = (
+        head or getattr(model, "local_head", None) or (lambda activation, output: make_head(model, activation, output))
+    )
     try:
         with by_shape(model):
             whole = _EveryUnit(model, [unit.name for unit in units[1:]])

@@ -76,7 +76,10 @@ class Sums:
         activations: Any = between(self.activations)
         if local:
             assert self.blocks is not None
-            parameters, activations = parameters + self.blocks.parameters[end], activations + self.blocks.activations[end]
+            parameters, activations = (
+                parameters + self.blocks.parameters[end],
+                activations + self.blocks.activations[end],
+            )
         return Unit("", 0.0, 0.0, parameters, 0.0, activations, self.number_bytes)
 
 
@@ -232,15 +235,15 @@ class Costing:
         first, end = np.array(starts), np.array([*starts[1:], len(self.work)])
         sums, asked, hardware = self.sums, self.asked, self.problem.hardware
         forward, backward = self._seconds(first, end)
-        update = _differences(sums.update, first, end) + (sums.blocks.update[end] if self.local and sums.blocks else 0.0)
+        update = _differences(sums.update, first, end) + (
+            sums.blocks.update[end] if self.local and sums.blocks else 0.0
+        )
         sizes = sums.entering[first[1:]]
         owned: Any = sums.stage(first, end, self.local).parameters
         gradients = owned * PRECISIONS[self.problem.precision].gradient
         reduce: Tuple[Message, ...] = ()
         if asked.width > 1:
-            reduce = tuple(
-                reduce_message(hardware, self.layout, s, float(size)) for s, size in enumerate(gradients)
-            )
+            reduce = tuple(reduce_message(hardware, self.layout, s, float(size)) for s, size in enumerate(gradients))
         return Costs(
             forward.tolist(),
             backward.tolist(),
@@ -249,7 +252,9 @@ class Costing:
             back=tuple(sized(each, float(size)) for each, size in zip(self.back, sizes)),
             reduce=reduce,
             lockstep=self.problem.lockstep,
-            enter=host_seconds(hardware, self.layout.replicas(0), float(sums.entering[0])) if self.problem.lockstep else 0.0,
+            enter=host_seconds(hardware, self.layout.replicas(0), float(sums.entering[0]))
+            if self.problem.lockstep
+            else 0.0,
         )
 
 
