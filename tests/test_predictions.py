@@ -43,7 +43,9 @@ def same_as_docs(found: Predicted) -> None:
     for row, own in zip(given["rows"], as_json(found)["rows"]):
         numbers = {key: value for key, value in row.items() if isinstance(value, float)}
         assert {key: own[key] for key in numbers} == pytest.approx(numbers, rel=0.01, abs=0.11)
-        assert {k: v for k, v in own.items() if isinstance(v, str)} == {k: v for k, v in row.items() if isinstance(v, str)}
+        assert {k: v for k, v in own.items() if isinstance(v, str)} == {
+            k: v for k, v in row.items() if isinstance(v, str)
+        }
 
 
 # ---- tables
@@ -126,7 +128,9 @@ def test_the_command_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: Any
         return int(left.value.code or 0)
 
     row = {"what": "a", "printed": 1, "predicted": 2.0}
-    made = Predicted("plan_2bw", "Title", "Paper", (("what", "what"), ("predicted", "predicted")), [row], ["note"], ["less"])
+    made = Predicted(
+        "plan_2bw", "Title", "Paper", (("what", "what"), ("predicted", "predicted")), [row], ["note"], ["less"]
+    )
     monkeypatch.setattr(predicted_2bw, "table_2bw", lambda: made)
     assert tool("plan_2bw", "--json", "--out", str(tmp_path)) == 0
     found = json.loads(capsys.readouterr().out)
@@ -157,12 +161,17 @@ def test_operations_without_flops_cost_what_they_move() -> None:
     assert (linear.forward_moved, linear.forward_flops) == (0.0, 64.0)
     assert (relu.forward_moved, relu.backward_moved) == (2 * 4 * 4, 3 * 4 * 4)
     (whole,) = count_units(Small(), torch.zeros(3, 8)).units[:1]
-    assert whole.forward_moved + sum(unit.forward_moved for unit in count_units(Small(), torch.zeros(3, 8)).units[1:]) == 32
+    assert (
+        whole.forward_moved + sum(unit.forward_moved for unit in count_units(Small(), torch.zeros(3, 8)).units[1:])
+        == 32
+    )
 
 
 # ---- blocks with losses of their own
 
-NETWORK = nn.Sequential(nn.Linear(8, 6, bias=False), nn.ReLU(), nn.Linear(6, 6, bias=False), nn.Linear(6, 3, bias=False))
+NETWORK = nn.Sequential(
+    nn.Linear(8, 6, bias=False), nn.ReLU(), nn.Linear(6, 6, bias=False), nn.Linear(6, 3, bias=False)
+)
 
 
 @counts
@@ -201,10 +210,10 @@ def simple(lockstep: bool = True, host: Any = None) -> Any:
     return read_hardware({"devices": 4, "lockstep": lockstep, "device": device, "links": links, "host": host})
 
 
-def blocks(units: Any) -> BlockUnits:
-    """Heads of a fifth of a unit; a third of a backward is spared."""
-    heads = tuple(Unit("", 0.2, 0.4, 0, 0.0, 0.0) for _ in units[1:])
-    first = tuple(Unit(u.name, u.forward_flops, u.backward_flops * 2 / 3, 0, 4.0, 0.0) for u in units)
+def blocks(units: Any, head: float = 0.2, spared: float = 1 / 3) -> BlockUnits:
+    """Heads of `head` FLOPs, and so large a part of a backward is spared."""
+    heads = tuple(Unit("", head, 2 * head, 0, 0.0, 0.0) for _ in units[1:])
+    first = tuple(Unit(u.name, u.forward_flops, u.backward_flops * (1 - spared), 0, 4.0, 0.0) for u in units)
     return BlockUnits(heads, first)
 
 
@@ -219,11 +228,12 @@ def test_a_block_takes_its_passes_its_head_and_no_gradient_of_its_input(lockstep
 
 
 @pytest.mark.parametrize("lockstep", [True, False])
-def test_the_search_is_exact_with_blocks(lockstep: bool) -> None:
+@pytest.mark.parametrize("work, head, spared", [((1.0, 2.0, 1.5, 0.5, 2.5, 1.0), 0.2, 1 / 3), ((1.0,) * 5, 0.0, 1.0)])
+def test_the_search_is_exact_with_blocks(lockstep: bool, work: Any, head: float, spared: float) -> None:
     """The best local configuration is found by bounds as by trying all, and its cut is the best of all cuts."""
-    units = tuple(Unit(str(i), w, 3 * w, 0, 4.0, 0.0) for i, w in enumerate((1.0, 2.0, 1.5, 0.5, 2.5, 1.0)))
-    given = Problem(units, 4.0, simple(lockstep), 1e9, "float32", "sgd", blocks(units))
-    asked = list(candidates(["local_greedy", "pipedream_flush"], 4, 6, 8, (False,)))
+    units = tuple(Unit(str(i), w, 3 * w, 0, 4.0, 0.0) for i, w in enumerate(work))
+    given = Problem(units, 4.0, simple(lockstep), 1e9, "float32", "sgd", blocks(units, head, spared))
+    asked = list(candidates(["local_greedy", "pipedream_flush"], 4, len(units), 8, (False,)))
     best = search(given, asked, 3).best
     rates = []
     for each in asked:
@@ -237,7 +247,7 @@ def test_the_search_is_exact_with_blocks(lockstep: bool) -> None:
             rates.append(each.global_batch_size / seconds)
     assert best[0].samples_per_second == pytest.approx(max(rates))
     costing = Costing(given, Candidate("local_greedy", 2, 2, 1, 4, False), layouts(2, 2)[0], Sums(given, 1))
-    slowest = {k: max(predict_cut(costing, [0, k]).work) for k in range(1, 6)}
+    slowest = {k: max(predict_cut(costing, [0, k]).work) for k in range(1, len(units))}
     assert costing.cut() == [0, min(slowest, key=lambda k: slowest[k])]
 
 
@@ -253,9 +263,7 @@ def test_in_lock_step_all_wait_for_samples_from_the_host() -> None:
     for lockstep in (True, False):
         for link in (None, host):
             given = Problem(units, 4.0, simple(lockstep, link), 1e9, "float32", "sgd")
-            found[lockstep, link is host] = predict_cut(
-                Costing(given, asked, layouts(2, 1)[0], Sums(given, 1)), [0, 1]
-            )
+            found[lockstep, link is host] = predict_cut(Costing(given, asked, layouts(2, 1)[0], Sums(given, 1)), [0, 1])
     assert found[True, True].seconds == pytest.approx(found[True, False].seconds + 8)
     assert found[False, True].seconds == found[False, False].seconds
     assert found[True, True].carried[HOST] == pytest.approx(8) and HOST not in found[False, True].carried

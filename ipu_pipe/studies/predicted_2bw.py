@@ -20,6 +20,7 @@ from ipu_pipe.hardware.files import read_hardware
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.units import Unit
 from ipu_pipe.job.entries import resolve_entry
+from ipu_pipe.model.flops import HOW
 from ipu_pipe.plan.candidates import Candidate, candidates
 from ipu_pipe.plan.placing import layouts
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
@@ -234,6 +235,7 @@ def table_2bw() -> Predicted:
         ["assumed: 48 blocks of width 1920 and 2560, vocabulary 50,304, sequences of 512, float16 with Adam, recomputation by"
          " stage, as many blocks on each stage but for the planner's own choice, microbatches of 8 (batches of 512 with as many"
          " microbatches as stages); GPipe flushes after as many as fit, the logits of all of which its last stage keeps",
+         f"FLOPs {HOW}",
          "the paper's ratios of Figure 6 are the greatest (\"up to\") of the models and batches that it tried"],
         differences,
     )  # fmt: skip
