@@ -273,6 +273,22 @@ def test_metadata_that_no_run_writes() -> None:
     assert len(caught.value.faults) == 6 and all("a trace: metadata: " in fault for fault in caught.value.faults)
 
 
+def test_metadata_of_which_no_schedule_can_be_made() -> None:
+    passes = [
+        event(0, "forward", 0, 1),
+        event(0, "backward", 1, 2),
+        event(1, "forward", 1, 2),
+        event(1, "backward", 2, 3),
+    ]
+    for odd in (
+        {"stages": 1 << 30},
+        {"method": "pipedream_2bw", "accumulate": 1},
+        {"accumulate": 1 << 30, "method": "gpipe"},
+    ):
+        found = by_hand(passes, **{"method": "gpipe", "stages": 2, "accumulate": 1, "microbatches": 4, **odd})
+        assert found["span_ns"] == 3 and (found["planned_bubble_fraction"] is None) == ("gpipe" != odd.get("method"))
+
+
 def test_two_side_by_side() -> None:
     one, two = (by_hand([event(0, "forward", 0, end), event(1, "forward", 5, 20)]) for end in (10, 16))
     rows = {row["name"]: row for row in against.differences(one, two)}

@@ -10,6 +10,7 @@ from ipu_pipe.schedule.timelines import make_schedule, utilization
 from ipu_pipe.shown import shown
 from ipu_pipe.trace.metadata import Unit
 
+MOST_STAGES = 1 << 12
 MOST_PLANNED = 1 << 20  # stages times microbatches: a schedule longer than that is not made again only to be counted
 
 
@@ -46,9 +47,14 @@ class Facts(NamedTuple):
         """As told, or of the schedule made again: of all of it, or where that is long, of the steady state."""
         if self.planned_bubble is not None or self.method is None or not self.stages or not self.accumulate:
             return self.planned_bubble
-        if not self.microbatches or self.stages * self.microbatches > MOST_PLANNED:
-            return 1 - utilization(self.method, self.stages, self.accumulate)
-        return 1 - make_schedule(self.method, self.stages, self.microbatches, self.accumulate).busy_share()
+        try:
+            if self.stages > MOST_STAGES:
+                return None
+            if not self.microbatches or self.stages * self.microbatches > MOST_PLANNED:
+                return 1 - utilization(self.method, self.stages, self.accumulate)
+            return 1 - make_schedule(self.method, self.stages, self.microbatches, self.accumulate).busy_share()
+        except BadInput:  # what the trace says of its run does not fit together
+            return None
 
 
 def facts_of(where: Any, metadata: Mapping[str, Any]) -> Facts:
