@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any, Dict, Optional
 
@@ -22,6 +23,7 @@ from ipu_pipe.local.footprint import footprint_of
 from ipu_pipe.model.precision import OwnTypes
 from ipu_pipe.model.probe import Loss, drawn_unkeyed
 from ipu_pipe.model.randomness import derived_seed
+from ipu_pipe.model.shapes import made_by_shape
 from ipu_pipe.model.uncompiled import without_compiler
 from ipu_pipe.run import checks
 from ipu_pipe.run.checkpoint import load_weights, read_weights
@@ -40,14 +42,24 @@ from ipu_pipe.values import MOST_STOPS, MOST_UPDATES
 
 
 def set_up(
-    config: Config, model: Optional[nn.Module] = None, data: Optional[DataSource] = None, loss: Optional[Loss] = None
+    config: Config,
+    model: Optional[nn.Module] = None,
+    data: Optional[DataSource] = None,
+    loss: Optional[Loss] = None,
+    by_shape: bool = False,
 ) -> Setup:
-    """The model, loss and data that `config` describes, ready to run. What is given takes the place of the config's entry."""
+    """The model, loss and data that `config` describes, ready to run. What is given takes the place of the config's entry;
+    `by_shape`: model and microbatches are shapes without numbers (see `ipu_pipe.run.planning`)."""
     refuse_missing(config, model=model, data=data, loss=loss)
     device = _device(config)
+    kind = device.type
     torch.manual_seed(derived_seed(config.seed, "model"))
     given = model is not None
-    model = model if model is not None else make_model(config)
+    if by_shape:
+        device = torch.device("meta")
+    if model is None:
+        with made_by_shape() if by_shape else contextlib.nullcontext():
+            model = make_model(config)
     _refuse_tensors(model)
     _refuse_unkeyed(model, device)
     if config.init_from:
@@ -60,7 +72,7 @@ def set_up(
         chosen_loss = chosen_loss.to(device)
     made = Setup(config, model, chosen_loss, data, device, own_types)
     backend = backend_of(config)
-    made.device_kind, made.pins_memory = backend.trains_on or device.type, backend.pins_memory
+    made.device_kind, made.pins_memory = backend.trains_on or kind, backend.pins_memory
     return made
 
 
@@ -97,9 +109,10 @@ def build(
     loss: Optional[Loss] = None,
     optimizer: Optional[update.OptimizerFactory] = None,
     done: int = 0,
+    by_shape: bool = False,
 ) -> Job:
     """Build the job that `config` describes. What is given as an object takes the place of the config's entry; `done`: updates
-    of the run that are done already, in a checkpoint that it goes on from.
+    of the run that are done already, in a checkpoint that it goes on from; `by_shape`: as in `set_up`.
 
     `optimizer`: a function from parameter groups to a torch.optim optimizer, such as
     `functools.partial(torch.optim.SGD, lr=0.1)`. Raises BadInput where anything does not fit, what the user's own code raises
@@ -107,7 +120,7 @@ def build(
     """
     with attributed(lambda: "before training"):
         refuse_missing(config, model=model, data=data, loss=loss, optimizer=optimizer)
-        setup = set_up(with_given(config, model, data, loss, optimizer), model, data, loss)
+        setup = set_up(with_given(config, model, data, loss, optimizer), model, data, loss, by_shape)
     trained = [p for p in setup.model.parameters() if p.requires_grad]
     try:
         with attributed(lambda: "before training"):
@@ -133,9 +146,10 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
         )
     updates = config.steps if config.steps is not None else config.epochs * per_epoch
     _check_length(config, updates, per_epoch)
-    x, y = setup.to_device(*data.train_batch(0, 0, config.micro_batch_size))
+    taken = data.train_batch(0, 0, config.micro_batch_size)
+    x, y = setup.to_device(*taken)
     example = x.clone(), y.clone()  # a model that works in place must not change the data
-    setup.label_range = try_model(model, chosen_loss, example)
+    setup.label_range = try_model(model, chosen_loss, example, taken[1])
     args = config.method_settings()
     method = resolve_method(config.method, args)
     placed = backend_of(config).place(config, method, model, example[0])
