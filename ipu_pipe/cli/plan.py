@@ -106,7 +106,7 @@ def _problem(config: Any, args: argparse.Namespace) -> Tuple[Any, str]:
     """What is to be planned, and how the model's figures were come by."""
     from ipu_pipe.hardware.files import read_hardware
     from ipu_pipe.hardware.precision import PRECISIONS
-    from ipu_pipe.plan.prediction import Problem
+    from ipu_pipe.plan.of_config import problem_of
     from ipu_pipe.run.units import units_of
 
     if args.hardware is None and config.hardware is None:
@@ -117,16 +117,9 @@ def _problem(config: Any, args: argparse.Namespace) -> Tuple[Any, str]:
     precision = args.precision or config.precision
     if precision not in PRECISIONS:
         raise BadInput(f"--precision: {precision}: must be one of {', '.join(PRECISIONS)}")
-    hardware.rate(precision)
-    device = hardware.device
-    usable = device.usable_bytes if args.memory is None else args.memory * device.usable_share.value
+    usable = None if args.memory is None else args.memory * hardware.device.usable_share.value
     costed, entering = units_of(config, args.measure)
-    optimizer = {"adam": "adam", "adamw": "adam"}.get(
-        config.optimizer.name, "momentum" if config.optimizer.momentum else "sgd"
-    )
-    problem = Problem(costed.units, entering * PRECISIONS[precision].activation / costed.units[0].number_bytes, hardware,
-                      usable, precision, optimizer)  # fmt: skip
-    return problem, costed.how
+    return problem_of(config, costed.units, entering, hardware, memory=usable, precision=precision), costed.how
 
 
 def _methods(config: Any, args: argparse.Namespace, lockstep: bool) -> List[str]:

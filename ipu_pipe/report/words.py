@@ -9,6 +9,7 @@ from ipu_pipe.job.record import DTYPES, Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.stages import describe
+from ipu_pipe.plan.answer import own_cut_in_words
 from ipu_pipe.report.memory import memory_figures, memory_table
 from ipu_pipe.schedule.drawing import format_text
 
@@ -68,6 +69,7 @@ def plan(job: Job) -> str:
         f"in all: {weights:.1f} MiB weights, {state:.1f} optimizer, {activations:.1f} activations",
         *_rated(job),
         *_work(job),
+        *own_cut_in_words(job),
         f"schedule: {job.schedule.slot_count:,} slots, stages busy {busy:.1%} of them (fill and drain included)",
         "",
         *_schedule_beginning(job),

@@ -9,6 +9,8 @@ from typing import Any, Dict, Optional
 import torch
 from torch import nn
 
+from ipu_pipe import launched
+from ipu_pipe.backends.ranks import on_main
 from ipu_pipe.backends.table import backend_of
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
@@ -25,11 +27,12 @@ from ipu_pipe.model.probe import Loss, drawn_unkeyed
 from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.model.shapes import made_by_shape
 from ipu_pipe.model.uncompiled import without_compiler
+from ipu_pipe.plan.of_config import chosen_stages, is_chosen
 from ipu_pipe.run import checks
 from ipu_pipe.run.checkpoint import load_weights, read_weights
 from ipu_pipe.run.parts import make_data, make_factory, make_loss, make_model
 from ipu_pipe.run.trying import try_model
-from ipu_pipe.schedule.methods import check, resolve_method
+from ipu_pipe.schedule.methods import Method, check, resolve_method
 from ipu_pipe.schedule.segments import segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
@@ -152,6 +155,8 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     setup.label_range = try_model(model, chosen_loss, example, taken[1])
     args = config.method_settings()
     method = resolve_method(config.method, args)
+    if is_chosen(config.stages):
+        config = _with_chosen_stages(config, method, model, example[0])
     placed = backend_of(config).place(config, method, model, example[0])
     model, part, own = placed.model, placed.part, placed.own
     if method.structure is not None:
@@ -198,6 +203,14 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
         raise BadInput(reasons)
     job.note = job.note or backend_of(config).note(job)
     return job
+
+
+def _with_chosen_stages(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> Config:
+    """The config with the names of the modules at which the planner has stages begin, the same on all processes: each may have
+    measured its own machine."""
+    processes = launched.read().world // config.replicas if config.backend.name == "distributed" else None
+    begins = on_main(lambda: chosen_stages(config, method, model, x, processes))
+    return config.model_copy(update={"stages": begins or 1})
 
 
 def _check_length(config: Config, updates: int, per_epoch: int) -> None:
