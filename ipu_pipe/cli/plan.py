@@ -55,6 +55,7 @@ def parser() -> Parser:
     p.add_argument("--top", type=int, default=10, metavar="K", help="how many configurations to show (default 10)")
     p.add_argument("--json", action="store_true", help="for programs")
     p.add_argument("--write", type=Path, metavar="FILE", help="write the best one as a config that tools/train.py runs")
+    p.add_argument("--overwrite", action="store_true", help="replace FILE")
     p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
     return p
 
@@ -68,6 +69,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         for name, value in (("devices", args.devices), ("batch", args.batch), ("top", args.top))
         if value is not None and value < 1
     ]
+    if args.write is not None and args.write.exists() and not args.overwrite:
+        faults.append(f"--write: {args.write}: exists already: take another name, or --overwrite")
     if faults:
         raise BadInput(faults)
     with traceback_shown(args.traceback):
@@ -99,7 +102,16 @@ def _run(args: argparse.Namespace) -> None:
         hardware = args.hardware if args.hardware is not None else config.hardware
         args.write.parent.mkdir(parents=True, exist_ok=True)
         write(args.write, planned_config(config, problem, found.plans[0][0], hardware))
-        say(f"written: {args.write}: python tools/train.py {args.write}")
+        say(f"written: {args.write}: {_how_to_train(config, args.write, found.plans[0][0].asked.devices)}")
+
+
+def _how_to_train(config: Any, path: Path, devices: int) -> str:
+    """The command lines."""
+    here = f"python tools/train.py {path}"
+    if devices == 1 or config.backend.name == "poptorch":
+        return here
+    processes = f"torchrun --nproc_per_node {devices} tools/train.py {path}"
+    return processes if config.backend.name == "distributed" else f"{processes} --set backend.name=distributed, or {here}"
 
 
 def _problem(config: Any, args: argparse.Namespace) -> Tuple[Any, str]:
@@ -133,5 +145,7 @@ def _methods(config: Any, args: argparse.Namespace, lockstep: bool) -> List[str]
             raise BadInput(faults or f"--methods: {args.methods}: must be names of methods, by commas")
         return asked
     usual = ["pipedream_flush"] if lockstep else ["pipedream_2bw", "pipedream_flush", "gpipe"]
+    if METHODS[config.method].structure is not None:
+        say(f"method: {config.method}: its blocks are not planned: pipelines of one loss are, in its place")
     own = [config.method] if config.method in pipelines and not lockstep else []
     return list(dict.fromkeys([*own, *usual]))

@@ -5,7 +5,7 @@ All of it is predicted, for the config's own method, microbatch, accumulation, r
 
 from __future__ import annotations
 
-from typing import Any, List, NamedTuple, Optional, Sequence
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -162,3 +162,14 @@ def own_cut(job: Job) -> OwnCut:
     costings = [Costing(problem, asked, layout, sums) for layout in layouts(depth, asked.width)]
     found = max((predict_cut(each, starts) for each in costings), key=lambda each: each.samples_per_second)
     return OwnCut(problem, found, binding(problem, found))
+
+
+def predicted_rate(job: Job) -> Optional[Tuple[str, float]]:
+    """The hardware's name and the samples a second that are predicted on it; None where its config names none, or they cannot."""
+    if job.config.hardware is None:
+        return None
+    try:
+        own = own_cut(job)
+    except BadInput:
+        return None
+    return own.problem.hardware.name, own.found.samples_per_second

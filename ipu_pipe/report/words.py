@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, List, Mapping, Optional, Sequence, Set
+from typing import Any, List, Mapping, Optional, Sequence, Set, Tuple
 
 from ipu_pipe.job.record import DTYPES, Job
 from ipu_pipe.job.schema import Config
@@ -132,8 +132,9 @@ def model_name(config: Config) -> str:
     return config.model.entry if given is None else given.name
 
 
-def closing(report: Mapping[str, Any], folder: Path) -> str:
-    """The readable summary at the end of a run; its last line is the contract's throughput line."""
+def closing(report: Mapping[str, Any], folder: Path, predicted: Optional[Tuple[str, float]] = None) -> str:
+    """The readable summary at the end of a run; its last line is the contract's throughput line. `predicted`: for which hardware,
+    and so many samples a second."""
     first, last = report["initial"], report["final"]
     lags = [stage["forward_delay"] for stage in report["stages"]]
     copies = [stage["weight_copies"] for stage in report["stages"]]
@@ -152,6 +153,11 @@ def closing(report: Mapping[str, Any], folder: Path) -> str:
         f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir {folder}",
         f"    {folder / 'checkpoints'}    weights",
     ]
+    measured = report["throughput_samples_per_second"]
+    if predicted is not None and measured is not None:
+        name, rate = predicted
+        error = f"the prediction is {abs(rate / measured - 1):.1%} too {'high' if rate > measured else 'low'}"
+        lines.append(f"  predicted on {name}: {rate:.1f} samples/s, measured: {measured:.1f}; {error}")
     return "\n".join([*lines, _throughput(report)])
 
 
