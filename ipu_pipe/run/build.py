@@ -30,7 +30,7 @@ from ipu_pipe.model.uncompiled import without_compiler
 from ipu_pipe.plan.of_config import chosen_stages, is_chosen
 from ipu_pipe.run import checks
 from ipu_pipe.run.checkpoint import load_weights, read_weights
-from ipu_pipe.run.parts import make_data, make_factory, make_loss, make_model
+from ipu_pipe.run.parts import make_data, make_factory, make_loss, make_model, refuse_wrapped
 from ipu_pipe.run.trying import try_model
 from ipu_pipe.schedule.methods import Method, check, resolve_method
 from ipu_pipe.schedule.segments import segment_ends
@@ -63,6 +63,7 @@ def set_up(
     if model is None:
         with made_by_shape() if by_shape else contextlib.nullcontext():
             model = make_model(config)
+    refuse_wrapped(model)
     _refuse_tensors(model)
     _refuse_unkeyed(model, device)
     if config.init_from:

@@ -1,4 +1,4 @@
-"""The clock: when each pass of a schedule runs if passes take time, and the events of a run that went so.
+"""The clock: when each pass of a schedule runs if passes take time.
 
 Every device does its row in order, every pass waits for what it needs, messages that share a link follow one another. With unit
 costs the clock gives the slots:
@@ -17,9 +17,7 @@ from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.schedule.actions import PASSES, Kind, pass_needs
-from ipu_pipe.schedule.events import Counter, Event
-from ipu_pipe.schedule.runs import IntArray
+from ipu_pipe.schedule.actions import Kind, pass_needs
 from ipu_pipe.schedule.table import Schedule
 
 FloatArray = NDArray[np.float64]
@@ -169,69 +167,74 @@ class _Eager(_Played):
         """Find the times."""
         P, costs, device_of = self.schedule.stages, self.costs, self.device
         later = costs.slot / 2 if self.schedule.slot_capacity == 2 else 0.0  # in its slot, of what follows a forward
-        self._queues: Dict[int, List[Tuple[float, int, int]]] = {device: [] for device in device_of}
+        queues: Dict[int, List[Tuple[float, int, int]]] = {device: [] for device in device_of}
         for slot, which, m in self.rows:
-            self._queues[device_of[which]].append((slot * costs.slot + (later if which >= P else 0.0), which, m))
-        self._next = dict.fromkeys(device_of, 0)
-        self._free = dict.fromkeys(device_of, 0.0)  # when each device is through with what it has begun
-        self._runs = dict.fromkeys(device_of, False)
-        self._link_free: Dict[str, float] = {}
-        self._ends: List[Tuple[float, int, int, int]] = []  # of passes that run, a heap: time, order, pass, microbatch
+            queues[device_of[which]].append((slot * costs.slot + (later if which >= P else 0.0), which, m))
+        coming = {device: iter(queue) for device, queue in queues.items()}
+        following = {device: next(queue, None) for device, queue in coming.items()}
+        free = dict.fromkeys(queues, 0.0)  # when each device is through with what it has begun
+        runs = dict.fromkeys(queues, False)
+        link_free: Dict[str, float] = {}
+        running: List[Tuple[float, int, int, int]] = []  # a heap: end, order, pass, microbatch
         # when what a pass needs is there, by need and microbatch; and for whom each pass's result is
         longest = len(self.start[0])
-        self._there = {which: [[math.inf] * longest for _ in needed] for which, needed in self.needs.items()}
+        there = {which: [[math.inf] * longest for _ in needed] for which, needed in self.needs.items()}
         results: Dict[int, List[Tuple[int, List[float], Optional[Message]]]] = {which: [] for which in self.needs}
         for which, needed in self.needs.items():
             for place, source in enumerate(needed):
-                results[source].append((which, self._there[which][place], self.message(source, which)))
-        for device in self._queues:
-            self._try(device)
-        while self._ends:
-            end, _, done, m = heapq.heappop(self._ends)
-            device = device_of[done]
+                results[source].append((device_of[which], there[which][place], self.message(source, which)))
+        starts, ends, duration, carried = self.start, self.end, self.duration, self.carried
+        begun = 0
+
+        def begin(device: int) -> None:
+            """The device's next pass, unless something that it needs is not on its way yet."""
+            nonlocal begun
+            action = following[device]
+            if action is None:
+                return
+            start, which, m = action
+            if free[device] > start:
+                start = free[device]
+            for moments in there[which]:
+                if moments[m] > start:
+                    start = moments[m]
+            if start == math.inf:
+                return
+            end = free[device] = start + duration[which]
+            starts[which][m], ends[which][m] = start, end
+            following[device], runs[device] = next(coming[device], None), True
+            begun += 1
+            heapq.heappush(running, (end, begun, which, m))
+
+        def arrival(message: Message, at: float) -> float:
+            """When a message that is ready `at` a time is there."""
+            seconds, latency, links = message
+            for link in links:
+                if link_free.get(link, 0.0) > at:
+                    at = link_free[link]
+            at += seconds
+            for link in links:
+                link_free[link] = at
+                carried[link] = carried.get(link, 0.0) + seconds
+            return at + latency
+
+        for device in queues:
+            begin(device)
+        while running:
+            end, _, done, m = heapq.heappop(running)
+            own = device_of[done]
             k = self.completes(done, m)
             if k is not None:
                 stage = done % P
-                start = self._arrival(costs.reduce[stage], end) if costs.reduce else end
-                self._free[device] = start + costs.update[stage]
-                self.note_update(stage, k, start, self._free[device])
-            for target, there, message in results[done]:
-                there[m] = end if message is None else self._arrival(message, end)
-                if message is not None and not self._runs[device_of[target]] and device_of[target] != device:
-                    self._try(device_of[target])
-            self._runs[device] = False
-            self._try(device)
-
-    def _try(self, device: int) -> None:
-        """Begin the device's next pass, unless something that it needs is not on its way yet."""
-        queue, place = self._queues[device], self._next[device]
-        if place == len(queue):
-            return
-        start, which, m = queue[place]
-        if self._free[device] > start:
-            start = self._free[device]
-        for there in self._there[which]:
-            if there[m] > start:
-                start = there[m]
-        if start == math.inf:
-            return
-        end = self._free[device] = start + self.duration[which]
-        self.start[which][m], self.end[which][m] = start, end
-        self._next[device], self._runs[device] = place + 1, True
-        self._begun += 1
-        heapq.heappush(self._ends, (end, self._begun, which, m))
-
-    _begun = 0
-
-    def _arrival(self, message: Message, at: float) -> float:
-        """When a message that is ready `at` a time is there."""
-        begin = at
-        for link in message.links:
-            begin = max(begin, self._link_free.get(link, 0.0))
-        for link in message.links:
-            self._link_free[link] = begin + message.seconds
-            self.carried[link] = self.carried.get(link, 0.0) + message.seconds
-        return begin + message.seconds + message.latency
+                start = arrival(costs.reduce[stage], end) if costs.reduce else end
+                free[own] = start + costs.update[stage]
+                self.note_update(stage, k, start, free[own])
+            for device, moments, message in results[done]:
+                moments[m] = end if message is None else arrival(message, end)
+                if message is not None and not runs[device] and device != own:
+                    begin(device)
+            runs[own] = False
+            begin(own)
 
 
 class _Lockstep(_Played):
@@ -298,54 +301,3 @@ def _rows(schedule: Schedule, count: int) -> List[Tuple[int, int, int]]:
     slot, which, microbatch = np.concatenate(found, axis=1)
     by_slot = np.lexsort((microbatch, which, slot))
     return list(zip(slot[by_slot].tolist(), which[by_slot].tolist(), microbatch[by_slot].tolist()))
-
-
-def modelled_events(
-    times: Times,
-    versions: Tuple[IntArray, IntArray],
-    accumulate: int,
-    unit_ns: float,
-    device_of_stage: Sequence[int],
-    boundary_bytes: Optional[Sequence[int]] = None,
-    gradients_cross: bool = True,
-) -> Tuple[List[Event], List[Counter]]:
-    """Events and in-flight counters of a schedule whose actions went by `times`, a unit of which takes `unit_ns`.
-
-    `versions`: of each forward and of each backward (P, M). `boundary_bytes[s]`: what goes from stage s to s + 1, None if not
-    known; back the same unless `gradients_cross` is false. The counters tell, for each device, the microbatches in flight,
-    summed over its stages.
-    """
-    start, end = (
-        {kind: np.rint(moments * unit_ns).astype(np.int64) for kind, moments in column.items()} for column in times[:2]
-    )
-    events: List[Event] = []
-    for s, device in enumerate(device_of_stage):
-        onward = boundary_bytes[s] if boundary_bytes is not None and s < len(device_of_stage) - 1 else None
-        back = boundary_bytes[s - 1] if boundary_bytes is not None and s and gradients_cross else None
-        forwards, backwards, updates = (
-            list(zip(start[kind][s].tolist(), end[kind][s].tolist())) for kind in (*PASSES, Kind.UPDATE)
-        )
-        for m, ((begin, done), version) in enumerate(zip(forwards, versions[0][s].tolist())):
-            events.append(Event(s, device, Kind.FORWARD.word, m, begin, done, version, onward))
-        for m, ((begin, done), version) in enumerate(zip(backwards, versions[1][s].tolist())):
-            events.append(Event(s, device, Kind.BACKWARD.word, m, begin, done, version, back))
-            if (m + 1) % accumulate == 0:
-                k = m // accumulate
-                events.append(Event(s, device, Kind.UPDATE.word, k, *updates[k], k + 1, None))
-    counters: List[Counter] = []
-    for device in dict.fromkeys(device_of_stage):
-        stages = [s for s, place in enumerate(device_of_stage) if place == device]
-        counters += _in_flight(device, end[Kind.FORWARD][stages].ravel(), end[Kind.BACKWARD][stages].ravel())
-    return events, counters
-
-
-def _in_flight(device: int, f_end: IntArray, b_end: IntArray) -> List[Counter]:
-    """Microbatches whose activations a device holds: from the end of the forward to the end of the backward."""
-    times = np.concatenate([f_end, b_end])
-    steps = np.concatenate([np.ones(len(f_end), np.int64), -np.ones(len(b_end), np.int64)])
-    order = np.argsort(times, kind="stable")
-    values, times = np.cumsum(steps[order]), times[order]
-    last = np.append(times[1:] != times[:-1], True)  # of those at one time, the last stands
-    return [
-        Counter(device, "microbatches in flight", t, v) for t, v in zip(times[last].tolist(), values[last].tolist())
-    ]
