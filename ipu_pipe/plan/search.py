@@ -1,8 +1,8 @@
 """The best configurations: every candidate is bounded, and only those that may be among the best are cut and played.
 
-A candidate's throughput is at most that of stages balanced perfectly; then at most that of its slowest stage, cut as if memory was
-enough and messages took no time; once cut, that of what it has; once played by the clock, what it is. The one with the greatest
-bound is looked at next, so that what comes out first, all steps done, is the best of all, and what follows the next best.
+A candidate's throughput is at most that of stages balanced perfectly; then at most that of its slowest stage, cut as if memory
+were enough and messages took no time; once cut, that of what it has; once played by the clock, what it is. The one with the
+greatest bound is looked at next. So what comes out first, all steps done, is the best of all, and what follows the next best.
 """
 
 from __future__ import annotations
