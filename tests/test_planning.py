@@ -10,10 +10,13 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import configure
+from ipu_pipe.model.observation import count
+from ipu_pipe.model.shapes import by_shape, stand_in
 from ipu_pipe.report.memory import memory_table
 from ipu_pipe.report.words import plan
 from ipu_pipe.run.build import build
 from ipu_pipe.run.planning import planned
+from models.transformer import transformer_lm
 
 DATA = {"name": "synthetic", "shape": [3, 32, 32], "classes": 10, "subset": 32, "test_subset": 8}
 LARGE = {"entry": "models.resnet:preact_resnet32", "args": {"classes": 10}}
@@ -85,3 +88,19 @@ def test_faults_are_those_of_a_run() -> None:
                 make(config(**keys))
             told.append(caught.value.faults)
         assert told[0] == told[1]
+
+
+def test_a_language_models_shapes_are_those_of_its_numbers() -> None:
+    """Its norms, activations, positions and attention, forward and backward."""
+    model, x = (
+        transformer_lm(vocabulary=50, width=32, heads=2, blocks=3, context=16),
+        torch.zeros(2, 16, dtype=torch.int64),
+    )
+    numbers = count(model, x, lambda: model(x))
+    with by_shape(model):
+        shape = stand_in(x)
+        shapes = count(model, shape, lambda: model(shape))
+    assert shapes.live == numbers.live and shapes.runs == numbers.runs
+    for one, other in zip(shapes.calls, numbers.calls):
+        assert (one.name, one.flops, one.backward_flops) == (other.name, other.flops, other.backward_flops)
+        assert sorted(one.saved.values()) == sorted(other.saved.values())
