@@ -111,7 +111,9 @@ def _how_to_train(config: Any, path: Path, devices: int) -> str:
     if devices == 1 or config.backend.name == "poptorch":
         return here
     processes = f"torchrun --nproc_per_node {devices} tools/train.py {path}"
-    return processes if config.backend.name == "distributed" else f"{processes} --set backend.name=distributed, or {here}"
+    return (
+        processes if config.backend.name == "distributed" else f"{processes} --set backend.name=distributed, or {here}"
+    )
 
 
 def _problem(config: Any, args: argparse.Namespace) -> Tuple[Any, str]:
