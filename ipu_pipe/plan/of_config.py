@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.hardware.costing import count_units
+from ipu_pipe.hardware.costing import FEW, count_units
 from ipu_pipe.hardware.description import Hardware
 from ipu_pipe.hardware.files import read_hardware
 from ipu_pipe.hardware.precision import PRECISIONS
@@ -74,7 +74,7 @@ def chosen_stages(
             "or finest"
         )
     count = processes if config.stages == "auto" else config.stages["count"]
-    units = count_units(model, x).units
+    units = count_units(model, x[:FEW]).units
     starts: Optional[Sequence[int]]
     if config.hardware is None:
         starts = _by_flops(units, count)
@@ -153,7 +153,7 @@ def own_cut(job: Job) -> OwnCut:
         raise BadInput("stages: single weights are spread over them: the planner predicts stages of whole modules")
     hardware = hardware.with_devices(max(hardware.devices, depth * config.replicas))
     begins = job.part.begin_names()
-    units = count_units(job.model, x, begins).units
+    units = count_units(job.model, x[:FEW], begins).units
     problem = problem_of(config, units, _sample_bytes(x), hardware)
     names = [unit.name for unit in units]
     starts = [0, *[names.index(name) for name in begins]]
