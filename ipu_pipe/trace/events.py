@@ -24,6 +24,9 @@ CARRIED = (
     "", "activations", "recomputed activations", "gradients", "shared gradients", "norms", "losses", "weights", "data",
 )  # fmt: skip
 
+# Counters of the bytes that a device holds; what it holds is their sum.
+MEMORY = ("weights", "extra versions", "gradients", "optimizer state", "stashed activations", "buffers in flight")
+
 
 class Event(NamedTuple):
     """Something that a device did for a stage. Times in nanoseconds; -1, "" or None: does not apply or not known."""
