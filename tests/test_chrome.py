@@ -178,7 +178,7 @@ def test_memory_is_one_counter_a_device_with_what_each_category_holds(tmp_path: 
     found = [(r["name"], r["pid"], r["ts"], r["args"]) for r in held(tmp_path / "t")["traceEvents"] if r["ph"] == "C"]
     assert found == [
         ("memory", 0, 0.0, {"weights": 7}),
-        ("memory", 0, 0.01, {"gradients": 5, "weights": 7}),
+        ("memory", 0, 0.01, {"weights": 7, "gradients": 5}),
         ("memory", 0, 0.02, {"gradients": 6.5, "weights": 7}),
         ("memory", 0, 0.03, {"gradients": 0, "weights": 8}),
         ("memory", 1, 0.01, {"weights": 1}),

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from ipu_pipe.schedule.actions import PASSES, Kind
 from ipu_pipe.trace.arrows import Arrows, arrows
-from ipu_pipe.trace.events import CARRIED, COMMUNICATION, KINDS, MEMORY, WAIT, Counter, Counters, Event, Events
+from ipu_pipe.trace.events import CARRIED, COMMUNICATION, KINDS, WAIT, Counter, Counters, Event, Events
+from ipu_pipe.trace.series import series
 from ipu_pipe.written import whole
 
 LETTERS = {kind.word: kind.value for kind in (*PASSES, Kind.UPDATE)}
@@ -179,24 +180,20 @@ def _drawn(events: Events, thread: NDArray[np.int64], some: Arrows, number: int)
 
 def _counted(counters: Counters) -> Iterator[str]:
     """Counters, those of memory in one record, each with its last value."""
-    memory = [place for place, name in enumerate(counters.names) if name in MEMORY]
-    for places in [memory, *([place] for place in range(len(counters.names)) if place not in memory)]:
-        name = "memory" if places is memory else counters.names[places[0]]
+    for name, device, times, values in series(counters):
+        args = np.full(len(times), "", object)
+        for key, column in values.items():
+            label = json.dumps(key if name == "memory" else "value")
+            unknown = "" if name == "memory" else f",{label}:null"
+            args += np.array(
+                [f",{label}:{_number(v)}" if math.isfinite(v) else unknown for v in column.tolist()], object
+            )
         form = '{"ph":"C","pid":%d,"name":' + json.dumps(name).replace("%", "%%") + ',"ts":%d.%03d,"args":{%s}}'
-        for device in np.unique(counters.device[np.isin(counters.name, places)]).tolist():
-            of = [np.flatnonzero((counters.device == device) & (counters.name == place)) for place in places]
-            times = np.unique(counters.time[np.concatenate(of)])
-            args = np.full(len(times), "", object)
-            for place, mine in zip(places, of):
-                mine = mine[np.argsort(counters.time[mine], kind="stable")]
-                last = np.searchsorted(counters.time[mine], times, side="right") - 1  # -1: none yet
-                key = json.dumps(counters.names[place] if places is memory else "value")
-                args += _words([*(f",{key}:{_number(value)}" for value in counters.value[mine].tolist()), ""], last)
-            for begin in range(0, len(times), ROWS):
-                part, told = times[begin : begin + ROWS], [text[1:] for text in args[begin : begin + ROWS]]
-                yield _text(form, np.full(len(part), device), *np.divmod(part, 1000), np.array(told, object))
+        for begin in range(0, len(times), ROWS):
+            part, told = times[begin : begin + ROWS], [text[1:] for text in args[begin : begin + ROWS]]
+            yield _text(form, np.full(len(part), device), *np.divmod(part, 1000), np.array(told, object))
 
 
 def _number(value: float) -> str:
-    """As JSON, whole ones without a point; null where it is no number."""
-    return "null" if not math.isfinite(value) else str(int(value)) if value.is_integer() else repr(value)
+    """As JSON, whole ones without a point."""
+    return str(int(value)) if value.is_integer() else repr(value)
