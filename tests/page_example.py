@@ -56,7 +56,7 @@ def _analysis(events: List[Event], span: int) -> Dict[str, Any]:
     """By the shape that docs/traces.md gives; the numbers need only be such as can be."""
     devices = []
     for d in range(STAGES):
-        took = {kind: 0 for kind in ("busy", "wait")}
+        took = dict.fromkeys(("busy", "wait"), 0)
         for e in events:
             if e.device == d and e.kind != "send":
                 took["wait" if e.kind == "wait" else "busy"] += e.end_ns - e.start_ns
@@ -80,23 +80,26 @@ def _analysis(events: List[Event], span: int) -> Dict[str, Any]:
         ],
         "overlap": {"communication_ns": 9_000_000, "hidden_ns": 7_000_000, "share": 7 / 9},
         "bottleneck": {
-            "stage": 1, "device": 1, "what": "stage", "why": "it computes 6.2 ms for a microbatch, 2.0 times what the next slowest does",
+            "stage": 1, "device": 1, "what": "stage", "why": "it computes 6.2 ms for a microbatch, twice the next",
             "do": "Let stage 2 begin at blocks.1.conv2.", "gain": 0.31, "why_no_gain": None, "gain_if_balanced": 0.65,
             "move": {"begins_now": ["stem", "blocks.1"], "begins_then": ["stem", "blocks.0.conv2"],
                      "busy_now_ns": [2.95e6, 6.15e6], "busy_then_ns": [3.9e6, 5.2e6]},
         },
         "links": [
-            {"src": a, "dst": b, "carries": what, "messages": MICROBATCHES, "bytes": SIZE * MICROBATCHES, "bytes_per_microbatch": SIZE,
-             "busy_ns": 3_600_000, "latency_ns": {"waited": 31, "min": 90_000, "median": 131_000.0}, "counted": "messages"}
+            {"src": a, "dst": b, "carries": what, "messages": MICROBATCHES, "bytes": SIZE * MICROBATCHES,
+             "bytes_per_microbatch": SIZE, "busy_ns": 3_600_000,
+             "latency_ns": {"waited": 31, "min": 90_000, "median": 131_000.0}, "counted": "messages"}
             for s in range(STAGES - 1) for a, b, what in ((s, s + 1, "activations"), (s + 1, s, "gradients"))
         ],
         "staleness": [
-            {"stage": s, "forward_versions": {"mean": 3.0 - s, "greatest": 3 - s}, "backward_versions": {"mean": 0.0, "greatest": 0},
+            {"stage": s, "forward_versions": {"mean": 3.0 - s, "greatest": 3 - s},
+             "backward_versions": {"mean": 0.0, "greatest": 0},
              "time_ns": {"median": 1e7 * (4 - s), "greatest": 20_000_000 * (4 - s)}} for s in range(STAGES)
         ],
         "memory": [
             {"device": d, "peak_bytes": (2 * (d + 2) + 3 * (STAGES - d)) * SIZE, "at_ns": span // 3, "microbatches": [4, 5, 6],
-             "categories": {"weights": (d + 2) * SIZE, "stashed activations": 3 * (STAGES - d) * SIZE}, "over_time": [[0, 5], [9, 7]]}
+             "categories": {"weights": (d + 2) * SIZE, "stashed activations": 3 * (STAGES - d) * SIZE},
+             "over_time": [[0, 5], [9, 7]]}
             for d in range(STAGES)
         ],
         "stragglers": [{"stage": 3, "kind": "forward", "count": 2, "lost_ns": 5_000_000, "median_ns": 9e5,

@@ -18,7 +18,7 @@ MOST_MOMENTS = 1000  # of a curve
 MOST_CURVES = 256
 # What the overview tells apart, and the colour that stands for it.
 CLASSES = {"forward": COMPUTE, "send": COMMUNICATION, WAIT: (WAIT,), "evaluate": OUTSIDE}
-_TYPES = ("u1", "i2", "i4", "u4", "f8")  # little-endian, the first that holds a column
+_TYPES = ("u1", "i2", "i4", "u4")  # little-endian, the first that holds a column; else f8
 
 
 def embedded(trace: Trace, analysis: Dict[str, Any]) -> Dict[str, Any]:

@@ -25,8 +25,8 @@ function table(caption, heads, rows, {text = [0], wide = true} = {}) {
       : make(k ? "td" : "th", {class: left(k), scope: k ? null : "row"}, cell))))));
 }
 
-function section(id, title, ...children) {
-  const heading = make("h2", {id: id + "-h"}, title);
+function section(id, title, origin, ...children) {
+  const heading = make("h2", {id: id + "-h"}, title, ...(origin ? [" ", badge(origin)] : []));
   const made = make("section", {id, "aria-labelledby": id + "-h"}, heading, ...children);
   byId("main").append(made);
   return made;
@@ -75,7 +75,7 @@ function devices(analysis, measured) {
       })));
     return [`device ${device.index}`, list(device.stages).join(", "), make("td", {class: "stack"}, bar), ...PARTS.map(([key]) => duration(device[key])), percent(device.utilization)];
   });
-  section("devices", "What each device did", badge(measured), partKey([...PARTS.slice(0, 3), ["", "ramp-up and ramp-down", "ramp"], PARTS[5]].map(([, name, ink]) => [name, ink])),
+  section("devices", "What each device did", measured, partKey([...PARTS.slice(0, 3), ["", "ramp-up and ramp-down", "ramp"], PARTS[5]].map(([, name, ink]) => [name, ink])),
     rows.length ? make("div", {class: "scroll"}, table(`Parts of the span of ${duration(analysis.span_ns)}`,
       ["Device", "Stages", "", ...PARTS.map(([, name]) => name), "utilization"], rows)) : make("p", {class: "note"}, "Not known."));
 }
@@ -94,7 +94,7 @@ function waits(analysis, measured) {
   const others = [...new Set(found.flatMap(device => Object.keys(device.waits_for || {})))].filter(name => !indices.includes(name));
   const of = Object.fromEntries(found.map(device => [device.index, device.waits_for || {}]));
   const any = found.some(device => Object.values(device.waits_for || {}).some(ns => ns > 0));
-  section("waits", "Who waits for whom", badge(measured), any
+  section("waits", "Who waits for whom", measured, any
     ? matrix("Time that the row's device waits for the column's device", "waits \u2193  for \u2192", indices, [...indices, ...others], (a, b) => of[a][b], duration)
     : make("p", {class: "note"}, "No waits are recorded."));
 }
@@ -130,7 +130,7 @@ function memory(analysis, trace, measured) {
   const peaks = list(analysis.memory);
   if (!curves.length) // no counters here, but the analysis has their sum
     curves = peaks.filter(peak => list(peak.over_time).length).map(peak => ({name: "memory", device: peak.device, times: peak.over_time.map(point => point[0]), values: {all: peak.over_time.map(point => point[1])}}));
-  if (!curves.length) return void section("memory", "Memory over time", make("p", {class: "note"}, "No memory was recorded."));
+  if (!curves.length) return void section("memory", "Memory over time", null, make("p", {class: "note"}, "No memory was recorded."));
   const most = 16, tallest = greatest(curves.map(curve => greatest(whole(curve))));
   const shown = curves.length > most ? [...curves].sort((a, b) => greatest(whole(b)) - greatest(whole(a))).slice(0, most) : curves;
   const names = [...new Set(curves.flatMap(curve => Object.keys(curve.values)))];
@@ -144,7 +144,7 @@ function memory(analysis, trace, measured) {
     return make("figure", {"data-device": curve.device}, make("figcaption", {}, make("b", {}, text)), chart(curve, analysis.span_ns || trace.span_ns, tallest, bytes, MEMORY, {at, text}),
       ...more.filter(Boolean).map(line => make("p", {class: "hint"}, line)));
   });
-  section("memory", "Memory over time", badge(measured), partKey(names.map(name => [name, MEMORY[name] || "forward"])),
+  section("memory", "Memory over time", measured, partKey(names.map(name => [name, MEMORY[name] || "forward"])),
     shown.length < curves.length ? make("p", {class: "note"}, `The ${most} devices that hold most, of ${curves.length}.`) : null, make("div", {class: "charts"}, ...figures),
     peaks.length ? make("details", {}, make("summary", {}, "Peaks as a table"), make("div", {class: "scroll"}, table("What each device held at its peak", ["Device", "peak", "at", ...names],
       peaks.map(peak => [`device ${peak.device}`, bytes(peak.peak_bytes), duration(peak.at_ns), ...names.map(name => bytes((peak.categories || {})[name]))])))) : null);
@@ -152,12 +152,12 @@ function memory(analysis, trace, measured) {
 
 function traffic(analysis, measured) {
   const links = list(analysis.links);
-  if (!links.length) return void section("traffic", "Traffic", make("p", {class: "note"}, "No messages are recorded."));
+  if (!links.length) return void section("traffic", "Traffic", null, make("p", {class: "note"}, "No messages are recorded."));
   const names = [...new Set(links.flatMap(link => [link.src, link.dst]))].sort((a, b) => a - b), total = {};
   for (const link of links) total[[link.src, link.dst]] = (total[[link.src, link.dst]] || 0) + (link.bytes || 0);
   const rows = links.map(link => [`${link.src} \u2192 ${link.dst}`, link.carries || "", plain(link.messages), bytes(link.bytes), bytes(link.bytes_per_microbatch), duration(link.busy_ns),
     link.latency_ns ? `${duration(link.latency_ns.median)} (least ${duration(link.latency_ns.min)})` : "not known", link.counted || ""]);
-  section("traffic", "Traffic", badge(measured), matrix("Bytes from the row's device to the column's device", "from \u2193  to \u2192", names, names, (a, b) => total[[a, b]], bytes),
+  section("traffic", "Traffic", measured, matrix("Bytes from the row's device to the column's device", "from \u2193  to \u2192", names, names, (a, b) => total[[a, b]], bytes),
     make("h3", {}, "Links"), make("div", {class: "scroll"}, table("By direction and by what is carried; latency from the send's begin to the end of the wait for it, median",
       ["Link", "carries", "messages", "bytes", "a microbatch", "busy", "latency", "counted by"], rows, {text: [0, 1, 7]})));
 }
@@ -167,7 +167,7 @@ const meter = (value, most, ink) => make("td", {class: "stack"}, make("i", {clas
 function stages(analysis, measured) {
   const found = list(analysis.stages), stale = list(analysis.staleness);
   const most = greatest(found.map(stage => stage.busy_ns_per_microbatch || 0)), worst = (analysis.bottleneck || {}).stage;
-  section("stages", "Imbalance of the stages", badge(measured), found.length ? make("div", {class: "scroll"}, table("What each stage computes for a microbatch; passes and updates: medians",
+  section("stages", "Imbalance of the stages", measured, found.length ? make("div", {class: "scroll"}, table("What each stage computes for a microbatch; passes and updates: medians",
     ["Stage", "devices", "", "a microbatch", "of the greatest", "forward", "backward", "update", "FLOP/s"], found.map(stage => [
       stageName(analysis, stage.index), list(stage.devices).join(", "), meter(stage.busy_ns_per_microbatch, most, stage.index === worst ? "mark" : "forward"), duration(stage.busy_ns_per_microbatch),
       percent(stage.of_greatest), duration(stage.forward_ns), duration(stage.backward_ns), duration(stage.update_ns),
@@ -175,7 +175,7 @@ function stages(analysis, measured) {
     ]))) : make("p", {class: "note"}, "Not known."));
   const versions = one => one ? `${plain(one.mean)} (at most ${plain(one.greatest)})` : "not known";
   const old = greatest(stale.map(one => (one.forward_versions || {}).mean || 0));
-  section("staleness", "Staleness", badge(measured), stale.length ? make("div", {class: "scroll"}, table(
+  section("staleness", "Staleness", measured, stale.length ? make("div", {class: "scroll"}, table(
     "How many updates older than the newest the weights are that passes read, when their gradient is applied: mean; time from the forward to the end of that update",
     ["Stage", "", "forward reads", "backward reads", "time, median", "time, greatest"], stale.map(one => [
       stageName(analysis, one.stage), meter((one.forward_versions || {}).mean, old, "update"), versions(one.forward_versions), versions(one.backward_versions),
@@ -186,7 +186,7 @@ function stages(analysis, measured) {
 function stragglers(analysis, measured) {
   const found = list(analysis.stragglers);
   if (!found.length) return;
-  section("stragglers", "Stragglers", badge(measured), make("div", {class: "scroll"}, table("Passes that take more than three times the median of their kind on their stage",
+  section("stragglers", "Stragglers", measured, make("div", {class: "scroll"}, table("Passes that take more than three times the median of their kind on their stage",
     ["Stage", "kind", "count", "lost", "median", "longest"], found.map(one => [stageName(analysis, one.stage), one.kind, plain(one.count), duration(one.lost_ns), duration(one.median_ns),
       list(one.longest).slice(0, 3).map(pass => `${duration(pass.duration_ns)}${known(pass.microbatch) ? ` (microbatch ${pass.microbatch})` : ""}`).join(", ")]), {text: [0, 1, 5]})));
 }
@@ -196,6 +196,6 @@ function counters(trace, measured) {
   if (!curves.length) return;
   const tops = {};
   for (const curve of curves) tops[curve.name] = greatest([tops[curve.name] || 0, ...whole(curve)]);
-  section("counters", "Other counters", badge(measured), make("div", {class: "charts"}, ...curves.map(curve => make("figure", {},
+  section("counters", "Other counters", measured, make("div", {class: "charts"}, ...curves.map(curve => make("figure", {},
     make("figcaption", {}, `device ${curve.device}: ${curve.name}`), chart(curve, trace.span_ns, tops[curve.name], plain, {}, null)))));
 }

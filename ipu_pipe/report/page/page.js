@@ -26,7 +26,7 @@ async function start() {
   stragglers(analysis, measured);
   counters(trace, measured);
   const notes = [...new Set([...list(analysis.notes), ...list(trace.notes)])];
-  if (notes.length) section("notes", "Notes", make("ul", {class: "notes"}, ...notes.map(note => make("li", {}, note))));
+  if (notes.length) section("notes", "Notes", null, make("ul", {class: "notes"}, ...notes.map(note => make("li", {}, note))));
   for (const heading of document.querySelectorAll("main h2"))
     byId("nav").append(make("a", {href: "#" + heading.parentElement.id}, heading.firstChild.textContent));
   document.documentElement.dataset.ready = "true";
