@@ -46,8 +46,13 @@ def example(name: str = "an example") -> Tuple[Trace, Dict[str, Any]]:
             at = e.end_ns
     span = max(e.end_ns for e in events)
     metadata = {
-        "run": name, "method": "pipedream_flush", "planned_utilization": 0.57, "device_of_stage": [*range(STAGES)],
-        "units": [{"name": name if s == 2 else f"blocks.{s}", "stage": s} for s in range(STAGES)],
+        "schema": 2, "run": name, "method": "pipedream_flush", "method_args": {}, "backend": "distributed", "stages": STAGES,
+        "replicas": 1, "microbatches": MICROBATCHES, "accumulate": ACCUMULATE, "step_samples": 8 * ACCUMULATE,
+        "device_of_stage": [*range(STAGES)], "modelled": False, "gradients_cross": True, "planned_utilization": 0.57,
+        "units": [
+            {"name": name if u == 2 * 2 else f"blocks.{u // 2}.{u % 2}", "stage": u // 2, "forward_flops": 5e8,
+             "backward_flops": 1e9, "crossing_bytes": SIZE} for u in range(2 * STAGES)
+        ],
     }  # fmt: skip
     return Trace(Events.of(events), Counters.of(counters), metadata), _analysis(events, span)
 
@@ -81,8 +86,8 @@ def _analysis(events: List[Event], span: int) -> Dict[str, Any]:
         "overlap": {"communication_ns": 9_000_000, "hidden_ns": 7_000_000, "share": 7 / 9},
         "bottleneck": {
             "stage": 1, "device": 1, "what": "stage", "why": "it computes 6.2 ms for a microbatch, twice the next",
-            "do": "Let stage 2 begin at blocks.1.conv2.", "gain": 0.31, "why_no_gain": None, "gain_if_balanced": 0.65,
-            "move": {"begins_now": ["stem", "blocks.1"], "begins_then": ["stem", "blocks.0.conv2"],
+            "do": "Let stage 2 begin at blocks.1.1.", "gain": 0.31, "why_no_gain": None, "gain_if_balanced": 0.65,
+            "move": {"begins_now": ["blocks.0.0", "blocks.1.0"], "begins_then": ["blocks.0.0", "blocks.0.1"],
                      "busy_now_ns": [2.95e6, 6.15e6], "busy_then_ns": [3.9e6, 5.2e6]},
         },
         "links": [

@@ -131,14 +131,14 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Page]]:
 def test_the_answer_comes_first_and_every_figure_says_what_it_is(opened: Callable[..., Page]) -> None:
     page = opened(*example())
     assert page.text("h1") == "Trace of an example" and "740 events" in page.text("#subtitle")
-    assert page.text("#bottleneck").startswith("Stage 1 (from blocks.1) on device 1: it computes 6.2 ms")
+    assert page.text("#bottleneck").startswith("Stage 1 (from blocks.1.0) on device 1: it computes 6.2 ms")
     tiles = {
         t.text.split("\n")[0]: t.text.replace("\u202f", " ").split("\n")[1:]
         for t in page.driver.find_elements("css selector", ".tile")
     }
     assert tiles["Utilization of devices"] == ["50.3 %", "measured"]
     assert tiles["Utilization of the schedule"] == ["57.0 %", "planned"]
-    assert tiles["Gain by moving boundaries"] == ["+31.0 %", "modelled"]
+    assert tiles["Gain by moving boundaries"] == ["+31.0 %", "predicted"]
     sections = page.driver.find_elements("css selector", "main > section:not(#answer):not(#notes) h2")
     assert len(sections) == 8 and all(heading.text.endswith("measured") for heading in sections)
     assert page.one("html").get_attribute("lang") == "en"
@@ -241,7 +241,7 @@ def test_memory_traffic_and_the_other_views(opened: Callable[..., Page]) -> None
     waits = page.text("#waits tbody").split("\n")
     assert len(waits) == STAGES and waits[0].split()[1] == "\u00b7"
     assert "0 (at most 0)" in page.text("#staleness") and "3.5 ms (microbatch 7)" in page.text("#stragglers")
-    assert "stage 1 (from blocks.1)" in page.text("#stages")
+    assert "stage 1 (from blocks.1.0)" in page.text("#stages")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -9,15 +9,13 @@ from typing import Any, Dict, List
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.trace.events import CARRIED, COMMUNICATION, COMPUTE, KINDS, OUTSIDE, WAIT, Counters, Events, Trace
+from ipu_pipe.trace.events import CARRIED, COMMUNICATION, KINDS, Counters, Events, Trace
 from ipu_pipe.trace.series import series
 
 MOST_EVENTS = 1_000_000  # each with its own box; of more, those in the middle of the run
 BINS = 2048  # of the overview
 MOST_MOMENTS = 1000  # of a curve
 MOST_CURVES = 256
-# What the overview tells apart, and the colour that stands for it.
-CLASSES = {"forward": COMPUTE, "send": COMMUNICATION, WAIT: (WAIT,), "evaluate": OUTSIDE}
 _TYPES = ("u1", "i2", "i4", "u4")  # little-endian, the first that holds a column; else f8
 
 
@@ -31,7 +29,7 @@ def embedded(trace: Trace, analysis: Dict[str, Any]) -> Dict[str, Any]:
     count, span = len(events.start), int(events.end.max(initial=0))
     found: Dict[str, Any] = {
         "metadata": trace.metadata, "notes": trace.notes, "kinds": KINDS, "carried": CARRIED, "span_ns": span,
-        "compute": COMPUTE, "communication": COMMUNICATION, "outside": OUTSIDE, "count": count,
+        "communication": COMMUNICATION, "count": count,
         "devices": np.unique(events.device).tolist(), "curves": _curves(trace.counters, begin),
     }  # fmt: skip
     if count > MOST_EVENTS:
@@ -52,15 +50,19 @@ def _packed(column: NDArray[Any]) -> Dict[str, str]:
 
 
 def _overview(events: Events, span: int) -> List[Dict[str, Any]]:
-    """Of each device and class the share of each of BINS equal parts of the span, in 255ths."""
+    """Of each device and kind the share of each of BINS equal parts of the span, in 255ths."""
     edges = np.linspace(0, span, BINS + 1)
+    kinds = np.unique(events.kind).tolist()
+    order = np.argsort(events.device, kind="stable")
+    names, firsts = np.unique(events.device[order], return_index=True)
     found = []
-    for device in np.unique(events.device).tolist():
+    for device, mine in zip(names.tolist(), np.split(order, firsts[1:])):
+        kind, start, end = events.kind[mine], events.start[mine], events.end[mine]
         shares = {}
-        for kind, kinds in CLASSES.items():
-            some = events.where((events.device == device) & events.of_kind(*kinds))
-            share = np.diff(_until(edges, some.start) - _until(edges, np.sort(some.end))) / max(span / BINS, 1)
-            shares[kind] = _packed(np.rint(255 * share.clip(0, 1)).astype(np.int64))
+        for code in kinds:
+            own = kind == code
+            share = np.diff(_until(edges, start[own]) - _until(edges, np.sort(end[own]))) / max(span / BINS, 1)
+            shares[KINDS[code]] = _packed(np.rint(255 * share.clip(0, 1)).astype(np.int64))
         found.append({"device": device, "shares": shares})
     return found
 

@@ -10,6 +10,7 @@ const MEMORY = {
 };
 
 const badge = origin => make("span", {class: "origin " + origin}, origin);
+const capital = text => text.charAt(0).toUpperCase() + text.slice(1);
 const list = value => Array.isArray(value) ? value : [];
 const stageName = (analysis, index) => {
   const names = [...new Set(list((analysis.metadata || {}).units).filter(unit => unit.stage === index).map(unit => unit.name))];
@@ -36,12 +37,12 @@ function answer(analysis, measured) {
   const at = byId("answer"), worst = analysis.bottleneck;
   if (worst) {
     const where = known(worst.stage) ? stageName(analysis, worst.stage) + (known(worst.device) ? ` on device ${worst.device}` : "") : worst.what || "not known";
-    at.append(make("p", {class: "lead", id: "bottleneck"}, make("b", {}, where[0].toUpperCase() + where.slice(1)), worst.why ? `: ${worst.why}` : "", " ", badge(measured)));
-    if (worst.do) at.append(make("p", {class: "lead"}, worst.do));
+    at.append(make("p", {class: "lead", id: "bottleneck"}, make("b", {}, capital(where)), worst.why ? `: ${worst.why}` : "", " ", badge(measured)));
+    if (worst.do) at.append(make("p", {class: "lead"}, capital(worst.do)));
     if (worst.why_no_gain) at.append(make("p", {class: "hint"}, `What moving boundaries would gain is not known: ${worst.why_no_gain}`));
     const move = worst.move;
     if (move) at.append(make("details", {}, make("summary", {}, "Boundaries now and then"), make("div", {class: "scroll"}, table(
-      "Where stages begin and what each computes for a microbatch (modelled)", ["Stage", "begins now", "busy now", "begins then", "busy then"],
+      "Where stages begin and what each computes for a microbatch (measured now, predicted then)", ["Stage", "begins now", "busy now", "begins then", "busy then"],
       list(move.begins_now).map((name, s) => [s, name, duration(list(move.busy_now_ns)[s]), list(move.begins_then)[s] || "", duration(list(move.busy_then_ns)[s])]),
       {text: [0, 1, 3]}))));
   } else at.append(make("p", {class: "lead", id: "bottleneck"}, "The trace does not say enough to name a bottleneck."));
@@ -52,8 +53,8 @@ function answer(analysis, measured) {
     ["Utilization of the schedule", percent(known(planned) ? planned : known(missing) ? 1 - missing : null), "planned"],
     ["Bubble: time not computing", percent(analysis.bubble_fraction), measured],
     ["Span", duration(analysis.span_ns), measured],
-    ["Gain by moving boundaries", worst && known(worst.gain) ? "+" + percent(worst.gain) : "not known", "modelled"],
-    ["Gain if stages were equal", worst && known(worst.gain_if_balanced) ? "+" + percent(worst.gain_if_balanced) : "not known", "modelled"],
+    ["Gain by moving boundaries", worst && known(worst.gain) ? "+" + percent(worst.gain) : "not known", "predicted"],
+    ["Gain if stages were equal", worst && known(worst.gain_if_balanced) ? "+" + percent(worst.gain_if_balanced) : "not known", "predicted"],
     ["Imbalance of devices", percent(analysis.imbalance), measured],
     ["Communication under compute", percent(overlap.share), measured],
     ["Greatest memory" + (peak ? `, device ${peak.device}` : ""), peak ? bytes(peak.peak_bytes) : "not known", measured],

@@ -12,7 +12,7 @@ async function start() {
   byId("timeline-h").append(" ", badge(measured));
   if (trace.window_ns)
     byId("legend").before(make("p", {class: "note", id: "window"}, `Of ${trace.count.toLocaleString("en-US")} events the page holds ${trace.rows.toLocaleString("en-US")}, from `
-      + `${duration(trace.window_ns[0])} to ${duration(trace.window_ns[1])}. Where more of the run is in view, each pixel shows the shares of computing, waiting and the rest.`));
+      + `${duration(trace.window_ns[0])} to ${duration(trace.window_ns[1])}. Where more of the run is in view, each pixel shows each kind's share of its time.`));
   const timeline = new Timeline(trace, analysis);
   if (trace.window_ns) {
     const go = make("button", {type: "button", id: "zoom-window", onclick: () => timeline.show(...trace.window_ns)}, "Window of events");

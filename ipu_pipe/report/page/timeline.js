@@ -40,7 +40,7 @@ class Timeline {
 
   legend() {
     const {trace} = this, seen = new Set(trace.kind);
-    if (trace.overview) trace.kinds.forEach((_, code) => seen.add(code));
+    if (trace.overview) Object.keys(trace.overview[0].shares).forEach(kind => seen.add(trace.kinds.indexOf(kind)));
     for (const code of [...seen].sort((a, b) => a - b)) {
       const kind = trace.kinds[code];
       const swatch = make("i", {class: "swatch" + (kind === "wait" ? " hatched" : ""), style: {"background-color": `var(--${slug(kind)})`}});
