@@ -27,7 +27,9 @@ def example(name: str = "an example") -> Tuple[Trace, Dict[str, Any]]:
         accumulate=ACCUMULATE, unit_ns=1e6, device_of_stage=range(STAGES), boundary_bytes=[SIZE] * (STAGES - 1),
     )  # fmt: skip
     events = [*made]
-    counters = [Counter(s, name, 0, (s + 2.0) * SIZE) for s in range(STAGES) for name in MEMORY[:2]]
+    counters = [
+        Counter(s, name, 0, (s + 2.0) * SIZE) for s in range(STAGES) for name in (MEMORY["weights"], MEMORY["versions"])
+    ]
     for s in range(STAGES):
         alive, at = 0, 0
         for e in sorted((e for e in made if e.device == s), key=lambda e: (e.end_ns, e.start_ns)):
@@ -41,8 +43,8 @@ def example(name: str = "an example") -> Tuple[Trace, Dict[str, Any]]:
                 )
             if e.kind != "update":
                 alive += towards
-                counters.append(Counter(s, "stashed activations", e.end_ns, 3.0 * alive * SIZE))
-                counters.append(Counter(s, "gradients", e.end_ns, 2.0 * SIZE * (towards < 0)))
+                counters.append(Counter(s, MEMORY["activations"], e.end_ns, 3.0 * alive * SIZE))
+                counters.append(Counter(s, MEMORY["gradients"], e.end_ns, 2.0 * SIZE * (towards < 0)))
             at = e.end_ns
     span = max(e.end_ns for e in events)
     metadata = {

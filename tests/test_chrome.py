@@ -86,7 +86,7 @@ def check(path: Path, events: int) -> None:
 
 def test_a_measured_trace(tmp_path: Path) -> None:
     path = tmp_path / "t.json.gz"
-    write_chrome(path, MEASURED, [Counter(0, "weights", 5, 10.0), Counter(1, "loss", 5, 0.1)], {"method": "x"})
+    write_chrome(path, MEASURED, [Counter(0, "weights (bytes)", 5, 10.0), Counter(1, "loss", 5, 0.1)], {"method": "x"})
     check(path, len(MEASURED))
     assert held(path)["otherData"] == {"method": "x"}
     work = {(r["cat"], r["pid"], r["ts"]): r for r in held(path)["traceEvents"] if r["ph"] == "X"}
@@ -169,19 +169,19 @@ def test_an_arrow_never_goes_back_in_time_though_clocks_differ(tmp_path: Path) -
 
 def test_memory_is_one_counter_a_device_with_what_each_category_holds(tmp_path: Path) -> None:
     counters = [
-        Counter(0, "gradients", 10, 5.0), Counter(0, "weights", 0, 7.0), Counter(0, "gradients", 30, 0.0),
-        Counter(0, "weights", 30, 8.0), Counter(0, "gradients", 20, 6.5), Counter(1, "weights", 10, 1.0),
+        Counter(0, "gradients (bytes)", 10, 5.0), Counter(0, "weights (bytes)", 0, 7.0), Counter(0, "gradients (bytes)", 30, 0.0),
+        Counter(0, "weights (bytes)", 30, 8.0), Counter(0, "gradients (bytes)", 20, 6.5), Counter(1, "weights (bytes)", 10, 1.0),
         Counter(1, 'a "% b', 1, 2),
     ]  # fmt: skip
     write_chrome(tmp_path / "t", MEASURED, counters, {})
     check(tmp_path / "t", len(MEASURED))
     found = [(r["name"], r["pid"], r["ts"], r["args"]) for r in held(tmp_path / "t")["traceEvents"] if r["ph"] == "C"]
     assert found == [
-        ("memory", 0, 0.0, {"weights": 7}),
-        ("memory", 0, 0.01, {"weights": 7, "gradients": 5}),
-        ("memory", 0, 0.02, {"gradients": 6.5, "weights": 7}),
-        ("memory", 0, 0.03, {"gradients": 0, "weights": 8}),
-        ("memory", 1, 0.01, {"weights": 1}),
+        ("memory", 0, 0.0, {"weights (bytes)": 7}),
+        ("memory", 0, 0.01, {"weights (bytes)": 7, "gradients (bytes)": 5}),
+        ("memory", 0, 0.02, {"gradients (bytes)": 6.5, "weights (bytes)": 7}),
+        ("memory", 0, 0.03, {"gradients (bytes)": 0, "weights (bytes)": 8}),
+        ("memory", 1, 0.01, {"weights (bytes)": 1}),
         ('a "% b', 1, 0.001, {"value": 2}),
     ]
     assert {"weights", "gradients"} < set(MEMORY)
@@ -190,9 +190,9 @@ def test_memory_is_one_counter_a_device_with_what_each_category_holds(tmp_path: 
 def test_times_of_a_wall_clock_keep_their_nanoseconds(tmp_path: Path) -> None:
     begin = 1_765_000_000_123_456_789
     moved = [event._replace(start_ns=event.start_ns + begin, end_ns=event.end_ns + begin) for event in MEASURED]
-    write_chrome(tmp_path / "t", moved, [Counter(0, "weights", begin + 5, 1.0)], {"method": "x"})
+    write_chrome(tmp_path / "t", moved, [Counter(0, "weights (bytes)", begin + 5, 1.0)], {"method": "x"})
     check(tmp_path / "t", len(MEASURED))
-    write_chrome(tmp_path / "plain", MEASURED, [Counter(0, "weights", 5, 1.0)], {"method": "x"})
+    write_chrome(tmp_path / "plain", MEASURED, [Counter(0, "weights (bytes)", 5, 1.0)], {"method": "x"})
     assert held(tmp_path / "t")["otherData"] == {"method": "x", "begin_ns": begin}
     assert held(tmp_path / "t")["traceEvents"] == held(tmp_path / "plain")["traceEvents"]
 

@@ -116,11 +116,11 @@ def test_of_more_events_than_a_page_holds_there_are_a_window_and_an_overview(
 
 
 def test_of_many_moments_a_curve_keeps_the_greatest(tmp_path: Path) -> None:
-    counters = [Counter(0, "weights", t, float(t == 1234)) for t in range(5000)]
+    counters = [Counter(0, "weights (bytes)", t, float(t == 1234)) for t in range(5000)]
     trace = Trace(Events.of([]), Counters.of(counters), {})
     (curve,) = data(written(tmp_path / "p", trace, {}))["trace"]["curves"]
     assert len(curve["times"]) == embedding.MOST_MOMENTS and 1234 in curve["times"]
-    assert sum(curve["values"]["weights"]) == 1.0
+    assert sum(curve["values"]["weights (bytes)"]) == 1.0
 
 
 def test_a_disk_that_refuses_is_told(tmp_path: Path) -> None:

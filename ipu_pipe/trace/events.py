@@ -24,9 +24,6 @@ CARRIED = (
     "", "activations", "recomputed activations", "gradients", "shared gradients", "norms", "losses", "weights", "data",
 )  # fmt: skip
 
-# Counters of the bytes that a device holds; what it holds is their sum.
-MEMORY = ("weights", "extra versions", "gradients", "optimizer state", "stashed activations", "buffers in flight")
-
 
 class Event(NamedTuple):
     """Something that a device did for a stage. Times in nanoseconds; -1, "" or None: does not apply or not known."""
@@ -51,6 +48,14 @@ class Counter(NamedTuple):
     time_ns: int
     value: float
 
+
+# Names of the counters of memory, bytes that a device's tensors take, by category. `versions`: of weights besides those in the
+# model; `activations`: what microbatches in flight keep for their backward; `buffers`: receives posted and what was sent and is
+# not known to be through, unless it is in `activations`. ALLOCATED: by PyTorch's allocator of a GPU, whatever for.
+MEMORY = {
+    name: f"{name} (bytes)" for name in ("weights", "versions", "gradients", "optimizer", "activations", "buffers")
+}
+ALLOCATED = "allocated (bytes)"
 
 EVENT_TYPES: Dict[str, Any] = {
     "stage": np.int32, "device": np.int32, "kind": np.int8, "microbatch": np.int32, "start": np.int64, "end": np.int64,

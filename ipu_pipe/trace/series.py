@@ -22,7 +22,7 @@ class Series(NamedTuple):
 
 def series(counters: Counters) -> Iterator[Series]:
     """All of them, those of memory first; of values at one time the last stands."""
-    memory = [counters.names.index(name) for name in MEMORY if name in counters.names]
+    memory = [counters.names.index(name) for name in MEMORY.values() if name in counters.names]
     for places in [memory, *([place] for place in range(len(counters.names)) if place not in memory)]:
         name = "memory" if places is memory else counters.names[places[0]]
         for device in np.unique(counters.device[np.isin(counters.name, places)]).tolist():

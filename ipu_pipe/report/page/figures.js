@@ -4,10 +4,11 @@ const PARTS = [ // of a device's span, as they add up
   ["busy_ns", "busy", "forward"], ["communication_ns", "communication", "send"], ["wait_ns", "waiting", "wait"],
   ["ramp_up_ns", "ramp-up", "ramp"], ["ramp_down_ns", "ramp-down", "ramp"], ["idle_ns", "idle", "idle"],
 ];
-const MEMORY = {
-  weights: "forward", "extra versions": "recompute", gradients: "backward", "optimizer state": "update",
-  "stashed activations": "send", "buffers in flight": "input-gradient",
+const MEMORY = { // counters of memory: how they are called here, and their colour
+  "weights (bytes)": ["weights", "forward"], "versions (bytes)": ["extra versions", "recompute"], "gradients (bytes)": ["gradients", "backward"],
+  "optimizer (bytes)": ["optimizer state", "update"], "activations (bytes)": ["stashed activations", "send"], "buffers (bytes)": ["buffers in flight", "input-gradient"],
 };
+const INKS = Object.fromEntries(Object.values(MEMORY));
 
 const badge = origin => make("span", {class: "origin " + origin}, origin);
 const capital = text => text.charAt(0).toUpperCase() + text.slice(1);
@@ -127,7 +128,8 @@ function chart(curve, spanNs, top, told, inks, mark) {
 const whole = curve => curve.times.map((_, i) => sum(Object.values(curve.values).map(values => values[i] || 0)));
 
 function memory(analysis, trace, measured) {
-  let curves = trace.curves.filter(curve => curve.name === "memory");
+  const called = values => Object.fromEntries(Object.entries(values).map(([name, held]) => [(MEMORY[name] || [name])[0], held]));
+  let curves = trace.curves.filter(curve => curve.name === "memory").map(curve => ({...curve, values: called(curve.values)}));
   const peaks = list(analysis.memory);
   if (!curves.length) // no counters here, but the analysis has their sum
     curves = peaks.filter(peak => list(peak.over_time).length).map(peak => ({name: "memory", device: peak.device, times: peak.over_time.map(point => point[0]), values: {all: peak.over_time.map(point => point[1])}}));
@@ -142,10 +144,10 @@ function memory(analysis, trace, measured) {
     const alive = peak ? list(peak.microbatches) : [];
     const text = `device ${curve.device}: peak ${bytes(highest)} at ${duration(at)}`;
     const more = [held.length ? `made of ${held.join(", ")}` : null, alive.length ? `microbatches under way: ${alive.slice(0, 24).join(", ")}${alive.length > 24 ? ", …" : ""}` : null];
-    return make("figure", {"data-device": curve.device}, make("figcaption", {}, make("b", {}, text)), chart(curve, analysis.span_ns || trace.span_ns, tallest, bytes, MEMORY, {at, text}),
+    return make("figure", {"data-device": curve.device}, make("figcaption", {}, make("b", {}, text)), chart(curve, analysis.span_ns || trace.span_ns, tallest, bytes, INKS, {at, text}),
       ...more.filter(Boolean).map(line => make("p", {class: "hint"}, line)));
   });
-  section("memory", "Memory over time", measured, partKey(names.map(name => [name, MEMORY[name] || "forward"])),
+  section("memory", "Memory over time", measured, partKey(names.map(name => [name, INKS[name] || "forward"])),
     shown.length < curves.length ? make("p", {class: "note"}, `The ${most} devices that hold most, of ${curves.length}.`) : null, make("div", {class: "charts"}, ...figures),
     peaks.length ? make("details", {}, make("summary", {}, "Peaks as a table"), make("div", {class: "scroll"}, table("What each device held at its peak", ["Device", "peak", "at", ...names],
       peaks.map(peak => [`device ${peak.device}`, bytes(peak.peak_bytes), duration(peak.at_ns), ...names.map(name => bytes((peak.categories || {})[name]))])))) : null);
