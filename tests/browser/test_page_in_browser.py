@@ -194,7 +194,7 @@ def test_searching_hovering_and_choosing_kinds(opened: Callable[..., Page]) -> N
     page.hover(((forward.start_ns + forward.end_ns) / 2 - found[0]) / (found[1] - found[0]), row=1)
     page.until(lambda: page.one("#tip").is_displayed())
     assert page.text("#tip").split("\n") == [
-        "forward of microbatch 13", "stage 1, device 1", "2.1 ms from 92 ms (measured)", "reads weights' version 3",
+        "forward of microbatch 13", "stage 1, device 1", "2.1 ms from 92.0 ms (measured)", "reads weights' version 3",
         "512 KiB handed on",
     ]  # fmt: skip
     (wait,) = [e for e in mine if e.kind == "wait" and e.stage == 2 and e.carries == "activations"]
@@ -264,11 +264,12 @@ def test_both_colour_schemes_and_a_narrow_window(opened: Callable[..., Page], sc
 
 def test_names_are_only_ever_text(opened: Callable[..., Page]) -> None:
     trace, analysis = example(HOSTILE)
-    analysis["bottleneck"].update(why=HOSTILE, do=HOSTILE)
+    analysis["bottleneck"].update(what="link", device=3, why=HOSTILE, do=HOSTILE)
     analysis["notes"] = [HOSTILE, "</script>" + HOSTILE]
     page = opened(trace, analysis)
     assert page.text("h1") == f"Trace of {HOSTILE}" and page.script("return document.title") == f"Trace of {HOSTILE}"
     assert page.script("return window.hostile === undefined && document.images.length === 0")
+    assert page.text("#bottleneck").startswith(f"The link from device 3: {HOSTILE}")
     assert HOSTILE in page.text("#stages") and HOSTILE in page.text("#answer")
 
 

@@ -37,7 +37,9 @@ function section(id, title, origin, ...children) {
 function answer(analysis, measured) {
   const at = byId("answer"), worst = analysis.bottleneck;
   if (worst) {
-    const where = known(worst.stage) ? stageName(analysis, worst.stage) + (known(worst.device) ? ` on device ${worst.device}` : "") : worst.what || "not known";
+    const onDevice = known(worst.device) ? ` on device ${worst.device}` : "";
+    const where = worst.what === "link" ? `the link from device ${worst.device}` : worst.what === "outside" ? "evaluation, checkpoints and pauses"
+      : known(worst.stage) ? stageName(analysis, worst.stage) + onDevice : worst.what || "not known";
     at.append(make("p", {class: "lead", id: "bottleneck"}, make("b", {}, capital(where)), worst.why ? `: ${worst.why}` : "", " ", badge(measured)));
     if (worst.do) at.append(make("p", {class: "lead"}, capital(worst.do)));
     if (worst.why_no_gain) at.append(make("p", {class: "hint"}, `What moving boundaries would gain is not known: ${worst.why_no_gain}`));
@@ -169,7 +171,7 @@ const meter = (value, most, ink) => make("td", {class: "stack"}, make("i", {clas
 
 function stages(analysis, measured) {
   const found = list(analysis.stages), stale = list(analysis.staleness);
-  const most = greatest(found.map(stage => stage.busy_ns_per_microbatch || 0)), worst = (analysis.bottleneck || {}).stage;
+  const most = greatest(found.map(stage => stage.busy_ns_per_microbatch || 0)), worst = (analysis.bottleneck || {}).what === "stage" ? analysis.bottleneck.stage : null;
   section("stages", "Imbalance of the stages", measured, found.length ? make("div", {class: "scroll"}, table("What each stage computes for a microbatch; passes and updates: medians",
     ["Stage", "devices", "", "a microbatch", "of the greatest", "forward", "backward", "update", "FLOP/s"], found.map(stage => [
       stageName(analysis, stage.index), list(stage.devices).join(", "), meter(stage.busy_ns_per_microbatch, most, stage.index === worst ? "mark" : "forward"), duration(stage.busy_ns_per_microbatch),

@@ -164,7 +164,7 @@ class Timeline {
   paintLane(lane, which, top) {
     const {pen, trace} = this, y = top + (which ? this.heights[0] + 1 : 0), tall = this.heights[which];
     const pixels = new Float32Array(Math.ceil(this.width) * trace.kinds.length), kinds = trace.kinds.length;
-    const wait = trace.kinds.indexOf("wait");
+    const wait = trace.kinds.indexOf("wait"), marks = [];
     let narrow = false;
     for (let k = this.first(lane, this.from); k < lane.events.length; k++) {
       const event = lane.events[k], kind = trace.kind[event];
@@ -173,6 +173,7 @@ class Timeline {
       const left = Math.max(this.x(trace.start[event]), LEFT), right = Math.min(this.x(trace.end[event]), this.width);
       if (right - left < 1.5) { // too narrow to be seen alone: each pixel's share of each kind is drawn
         narrow = true;
+        if (event === this.chosen || (this.found !== null && this.isFound(event))) marks.push(left);
         const pixel = Math.min(Math.floor(left), Math.ceil(this.width) - 1);
         pixels[pixel * kinds + kind] += Math.max(right - left, .15);
         continue;
@@ -201,6 +202,8 @@ class Timeline {
       }
     }
     pen.globalAlpha = 1;
+    pen.fillStyle = colour("mark");
+    for (const left of marks) pen.fillRect(left - .5, y, 2, tall);
   }
 
   label(event, kind, left, right, y) {
@@ -242,7 +245,8 @@ class Timeline {
     const lines = [kind + of];
     const where = trace.stage[event] >= 0 ? `stage ${trace.stage[event]}, ` : "";
     lines.push(`${where}device ${trace.device[event]}`);
-    lines.push(`${duration(trace.end[event] - trace.start[event])} from ${duration(trace.start[event])} (${this.measured})`);
+    const took = trace.end[event] - trace.start[event];
+    lines.push(`${duration(took)} from ${moment(trace.start[event], greatest([took / 10, 1]))} (${this.measured})`);
     if (kind === "wait") lines.push(`waits for ${carries || "something"}${peer >= 0 ? ` from device ${peer}` : ""}`);
     else if (carries || peer >= 0) lines.push(`${carries || "message"}${peer >= 0 ? ` ${kind === "recv" ? "from" : "to"} device ${peer}` : ""}`);
     if (version >= 0) lines.push(kind === "update" ? `makes weights' version ${version}` : `reads weights' version ${version}`);
@@ -262,22 +266,23 @@ class Timeline {
 
   say(text) { byId("status").value = text; }
 
-  // Search a microbatch: bring all that was done for it into view.
+  // Search a microbatch: bring its passes into view; a wait until its buffer is free again may come long after them.
   search(text) {
     const number = /^\s*\d+\s*$/.test(text) ? Number(text) : null;
     this.found = null;
-    let from = Infinity, to = -Infinity, count = 0;
+    let from = Infinity, to = -Infinity, found = [];
     if (number !== null) {
       this.found = number;
-      for (let i = 0; i < this.trace.rows; i++) {
-        if (!this.isFound(i)) continue;
+      for (let i = 0; i < this.trace.rows; i++) if (this.isFound(i)) found.push(i);
+      const passes = found.filter(i => !["wait", ...this.trace.communication].includes(this.trace.kinds[this.trace.kind[i]]));
+      for (const i of passes.length ? passes : found) {
         from = Math.min(from, this.trace.start[i]);
         to = Math.max(to, this.trace.end[i]);
-        count++;
       }
     }
+    const count = found.length;
     if (count) {
-      this.say(`microbatch ${number}: ${count} events, ${duration(from)} to ${duration(to)}`);
+      this.say(`microbatch ${number}: ${count} events, passes from ${moment(from, (to - from) / 100)} to ${moment(to, (to - from) / 100)}`);
       const edge = greatest([(to - from) * .06, LEAST_SPAN]);
       this.show(from - edge, to + edge);
     } else {
@@ -312,7 +317,7 @@ class Timeline {
     const {trace} = this, rows = [], most = 200;
     for (let i = 0; i < trace.rows && rows.length < most; i++) {
       if (trace.end[i] <= this.from || trace.start[i] >= this.to || this.hidden.has(trace.kind[i])) continue;
-      rows.push([trace.device[i], ...this.words(i).slice(0, 1), duration(trace.start[i]), duration(trace.end[i] - trace.start[i]), this.words(i).slice(3).join("; ")]);
+      rows.push([trace.device[i], ...this.words(i).slice(0, 1), moment(trace.start[i], (this.to - this.from) / 1000), duration(trace.end[i] - trace.start[i]), this.words(i).slice(3).join("; ")]);
     }
     byId("in-view").querySelector(".scroll").replaceChildren(table(
       `The first ${rows.length} events in view, ${this.measured} times`, ["Device", "Event", "Begins", "Takes", "More"], rows, {text: [1, 4]}));
