@@ -233,3 +233,4 @@ def test_many_events_that_overlap_at_random(tmp_path: Path) -> None:
         assert last.get(r["tid"], 0) <= nanoseconds(r["ts"])
         last[r["tid"]] = nanoseconds(r["ts"] + r["dur"])
     assert any(r["ph"] == "s" for r in found)
+    assert (tmp_path / "t").stat().st_size < 50 * len(events)  # though drawn at random: a million are below 50 MB
