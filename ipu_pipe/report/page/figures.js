@@ -197,10 +197,11 @@ function stragglers(analysis, measured) {
 }
 
 function counters(trace, measured) {
-  const curves = trace.curves.filter(curve => curve.name !== "memory").slice(0, 32);
+  const curves = trace.curves.filter(curve => curve.name !== "memory").slice(0, 12);
   if (!curves.length) return;
   const tops = {};
   for (const curve of curves) tops[curve.name] = greatest([tops[curve.name] || 0, ...whole(curve)]);
-  section("counters", "Other counters", measured, make("div", {class: "charts"}, ...curves.map(curve => make("figure", {},
+  const left = trace.curves.filter(curve => curve.name !== "memory").length - curves.length;
+  section("counters", "Other counters", measured, left ? make("p", {class: "note"}, `The first ${curves.length} of ${curves.length + left}.`) : null, make("div", {class: "charts"}, ...curves.map(curve => make("figure", {},
     make("figcaption", {}, `device ${curve.device}: ${curve.name}`), chart(curve, trace.span_ns, tops[curve.name], plain, {}, null)))));
 }

@@ -174,8 +174,8 @@ class Timeline {
       if (right - left < 1.5) { // too narrow to be seen alone: each pixel's share of each kind is drawn
         narrow = true;
         if (event === this.chosen || (this.found !== null && this.isFound(event))) marks.push(left);
-        const pixel = Math.min(Math.floor(left), Math.ceil(this.width) - 1);
-        pixels[pixel * kinds + kind] += Math.max(right - left, .15);
+        for (let pixel = Math.floor(left); pixel < Math.max(right, left + .01) && pixel < Math.floor(this.width); pixel++)
+          pixels[pixel * kinds + kind] += Math.max(Math.min(right, pixel + 1) - Math.max(left, pixel), .1);
         continue;
       }
       const gap = right - left > 4 ? .6 : 0, dim = this.found !== null && !this.isFound(event);
