@@ -49,6 +49,14 @@ class Counter(NamedTuple):
     value: float
 
 
+# Names of the counters of memory, bytes that a device's tensors take, by category. `versions`: of weights besides those in the
+# model; `activations`: what microbatches in flight keep for their backward; `buffers`: receives posted and what was sent and is
+# not known to be through, unless it is in `activations`. ALLOCATED: by PyTorch's allocator of a GPU, whatever for.
+MEMORY = {
+    name: f"{name} (bytes)" for name in ("weights", "versions", "gradients", "optimizer", "activations", "buffers")
+}
+ALLOCATED = "allocated (bytes)"
+
 EVENT_TYPES: Dict[str, Any] = {
     "stage": np.int32, "device": np.int32, "kind": np.int8, "microbatch": np.int32, "start": np.int64, "end": np.int64,
     "version": np.int32, "bytes": np.int64, "peer": np.int32, "carries": np.int8,
