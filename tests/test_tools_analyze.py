@@ -96,6 +96,13 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "made" / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_folder(tmp_path / "run")
+    answered(capsys, run, "--html", tmp_path / "made" / "a.html")
+    page = (tmp_path / "made" / "a.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>") and "times what the others do on average" in page
+
+
 def test_of_many_events_a_window_is_drawn() -> None:
     events = Events.of(Event(d, d, "forward", m, 10 * m, 10 * m + 9, 0, None) for m in range(10_000) for d in range(4))
     begin, end = picture.window(events)

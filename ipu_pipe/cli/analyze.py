@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Tuple
 
 from ipu_pipe.cli.arguments import say
-from ipu_pipe.errors import BadInput, Parser, traceback_shown, writing
+from ipu_pipe.errors import BadInput, Parser, traceback_shown
 
 EPILOG = """
 RUN is a run's folder, a *.trace, a Chrome trace of ipu_pipe (trace.json.gz), a trace of PyTorch's profiler or a folder of
@@ -18,10 +17,10 @@ them (a file a rank), or PopVision's profile.pop. docs/traces.md says what each 
 
 examples:
   python tools/analyze.py runs/digits                         what holds the run up, and why
+  python tools/analyze.py runs/digits --html digits.html      a page with a timeline to zoom into
   python tools/analyze.py runs/digits --png timeline.png      its timeline as a picture
   python tools/analyze.py runs/digits --against runs/gpipe    two runs side by side
 """
-PAGE = "ipu_pipe.report.page"
 
 
 def parser() -> Parser:
@@ -59,9 +58,10 @@ def _run(args: argparse.Namespace) -> None:
         draw(args.png, trace, found)
         say(f"written: {args.png}")
     if args.html is not None:
-        with writing(args.html):
-            args.html.parent.mkdir(parents=True, exist_ok=True)
-        importlib.import_module(PAGE).write_page(args.html, trace, found)
+        from ipu_pipe.report.page import write_page
+
+        args.html.parent.mkdir(parents=True, exist_ok=True)
+        write_page(args.html, trace, found)
         say(f"written: {args.html}")
     _print(found, other, args.json)
 
@@ -72,8 +72,6 @@ def _check_outputs(args: argparse.Namespace) -> None:
         for name, file in (("png", args.png), ("html", args.html))
         if file is not None and file.is_dir()
     ]
-    if args.html is not None and importlib.util.find_spec(PAGE) is None:
-        faults.append("--html: there is no page yet: use --png or --json")
     if faults:
         raise BadInput(faults)
     if args.png is not None:
