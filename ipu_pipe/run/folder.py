@@ -19,6 +19,7 @@ from ipu_pipe.yaml_files import read_yaml
 # what a run writes, and so what `--overwrite` may delete: nothing else in the folder is touched
 FOLDERS = {  # and what of these is a run's own
     "tensorboard": re.compile(r"events\.out\.tfevents\..*"),
+    "trace": re.compile(r"rank-\d+\.trace"),
     "checkpoints": re.compile(r"step-\d+|\.step-\d+\.(part|old)"),
 }
 OUTPUTS = (
