@@ -61,6 +61,45 @@ class _Sent(NamedTuple):
     is_lent: bool
 
 
+class Outbox:
+    """What was sent, by target, until it is known to be through; `bytes` of it."""
+
+    def __init__(self) -> None:
+        self._out: Dict[int, Deque[_Sent]] = {}
+        self._lent: Dict[int, int] = {}  # bytes that microbatches keep, too
+        self.bytes = 0
+
+    def add(self, target: int, sent: _Sent) -> None:
+        """One more."""
+        self._out.setdefault(target, deque()).append(sent)
+        self.bytes += sent.bytes
+        if sent.is_lent:
+            self._lent[sent.message.microbatch] = self.lent(sent.message.microbatch) + sent.bytes
+
+    def take(self, target: int) -> _Sent:
+        """The oldest."""
+        sent = self._out[target].popleft()
+        self.bytes -= sent.bytes
+        if sent.is_lent:
+            left = self._lent.pop(sent.message.microbatch) - sent.bytes
+            if left:
+                self._lent[sent.message.microbatch] = left
+        return sent
+
+    def count(self, target: int) -> int:
+        """Of those to a target."""
+        return len(self._out.get(target, ()))
+
+    def lent(self, m: int) -> int:
+        """Bytes that microbatch m keeps, as long as it is in flight."""
+        return self._lent.get(m, 0)
+
+    @property
+    def targets(self) -> List[int]:
+        """To which something was sent."""
+        return list(self._out)
+
+
 class Mail:
     """Messages with the other stages over torch.distributed.
 
@@ -83,11 +122,10 @@ class Mail:
         self._wanted: Dict[Tuple[int, str], Deque[Tuple[Message, Tuple[Shape, ...]]]] = {}  # by source and kind
         self._posted: Dict[Tuple[int, Message], List[Tuple[Any, torch.Tensor]]] = {}
         self._in_post: Dict[Tuple[int, str], int] = {}
-        self._out: Dict[int, Deque[_Sent]] = {}
+        self.out = Outbox()
         self._open: Dict[str, int] = {}  # by kind, the first microbatch or update whose receive may not be posted yet
         self._kept = 8 * (layout.depth + 1)  # tensors on their way to one stage
-        self._posted_bytes, self._sent_bytes = 0, 0
-        self._lent: Dict[int, int] = {}  # bytes of what was sent and is held by its microbatch, too
+        self._posted_bytes = 0
         self.waiting_for: Optional[int] = None  # the rank, while waiting
         self.is_warm = False  # the first step is done
 
@@ -154,9 +192,8 @@ class Mail:
         received = self._posted.pop((source, message))
         for work, _ in received:
             self._finish(work, source, message.kind)
-        came = timeline.add("wait", message.microbatch, start, peer=rank, carries=carries)
+        came, size = timeline.add("wait", message.microbatch, start, peer=rank, carries=carries), _bytes(received)
         self._in_post[source, message.kind] -= 1
-        size = _bytes(received)
         self._posted_bytes -= size
         self._post(source, message.kind)
         taken = [buffer if message.kind in ON_HOST else buffer.to(self._device) for _, buffer in received]
@@ -178,40 +215,30 @@ class Mail:
         """Send without waiting for it to be through; where too many are on their way, the oldest are waited for."""
         timeline = self.timeline
         start = timeline.mark()
-        out, size = self._out.setdefault(target, deque()), 0
+        size, rank = 0, self._layout.rank_of(target)
         for index, tensor in enumerate(tensors):
             value = tensor.detach().contiguous()
             value = value.cpu() if self._through_host or message.kind in ON_HOST else value
             group, tag = self._way(self._layout.stage, target, message, index)
             own = value.numel() * value.element_size()
             is_lent = message.kind in LENT and value.data_ptr() == tensor.data_ptr()
-            out.append(_Sent(dist.isend(value, self._layout.rank_of(target), group, tag), value, message, own, is_lent))
+            self.out.add(target, _Sent(dist.isend(value, rank, group, tag), value, message, own, is_lent))
             size += own
-            if is_lent:
-                self._lent[message.microbatch] = self._lent.get(message.microbatch, 0) + own
-        self._sent_bytes += size
         if message.kind not in ON_HOST:
             timeline.count_message(target, message.kind == SHARED, size)
-        rank = self._layout.rank_of(target)
         begun = timeline.add("send", message.microbatch, start, size=size, peer=rank, carries=CARRIES[message.kind])
-        while len(out) > self._kept:  # the oldest was for an action of a slot long past: it is through, or soon
+        while self.out.count(target) > self._kept:  # the oldest was for an action of a slot long past: it is through, or soon
             oldest = self._let_go(target)
             begun = timeline.add("wait", oldest.microbatch, begun, peer=rank, carries=CARRIES[oldest.kind])
 
     def _let_go(self, target: int) -> Message:
-        sent = self._out[target].popleft()
-        self._finish(sent.work, target, sent.message.kind)
-        self._sent_bytes -= sent.bytes
-        if sent.is_lent:
-            left = self._lent.pop(sent.message.microbatch) - sent.bytes
-            if left:
-                self._lent[sent.message.microbatch] = left
-        return sent.message
+        work, _, message, *_ = self.out.take(target)
+        self._finish(work, target, message.kind)
+        return message
 
     def buffer_bytes(self, in_flight: Iterable[int]) -> int:
-        """Bytes of receives that are posted, and of what was sent and is not known to be through, but for what microbatches
-        `in_flight` keep."""
-        return self._posted_bytes + self._sent_bytes - sum(self._lent.get(m, 0) for m in in_flight)
+        """Bytes of posted receives, and of what was sent and may not be through, but for what microbatches `in_flight` keep."""
+        return self._posted_bytes + self.out.bytes - sum(map(self.out.lent, in_flight))
 
     def _finish(self, work: Any, stage: int, kind: str) -> None:
         """Wait for a message from or to a stage."""
@@ -220,8 +247,8 @@ class Mail:
 
     def flush(self) -> None:
         """Wait until all that was sent is through."""
-        for target, out in self._out.items():
-            while out:
+        for target in self.out.targets:
+            while self.out.count(target):
                 self._let_go(target)
 
 

@@ -28,7 +28,6 @@ from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Reads
 
-Data = Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]  # inputs and labels, where this stage needs them
 Results = Tuple[List[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]  # outputs, loss, right answers
 
 
@@ -60,7 +59,11 @@ class Passes:
 
     def forward(self, m: int) -> None:
         """F(m), whose time begins when its inputs are there."""
-        (x, labels), received = self._data(m), self._received(m)
+        begun = self._timeline.mark()
+        x, labels = self._place.data(m)
+        if x is not None or labels is not None:
+            self._timeline.add("wait", m, begun, carries="data")
+        received = [] if self._place.enter is None else self._mail.receive(self._stage - 1, Message(FORWARD, m))
         begun = self._timeline.mark()
         replay = self._plan.replay(m).on(self._stage)
         inputs = self._inputs(received) if x is None else [x]
@@ -75,18 +78,6 @@ class Passes:
         self._timeline.add(Kind.FORWARD.word, m, begun, version=version)
         if self._place.leave is not None:
             self._mail.send(self._stage + 1, Message(FORWARD, m), outputs)
-
-    def _data(self, m: int) -> Data:
-        place = self._place
-        if place.enter is not None and not place.has_loss:
-            return None, None
-        start = self._timeline.mark()
-        x, y = place.source(m)
-        self._timeline.add("wait", m, start, carries="data")
-        return x if place.enter is None else None, y if place.has_loss else None
-
-    def _received(self, m: int) -> List[torch.Tensor]:
-        return [] if self._place.enter is None else self._mail.receive(self._stage - 1, Message(FORWARD, m))
 
     def _inputs(self, received: List[torch.Tensor]) -> List[torch.Tensor]:
         if self._place.is_local or self._place.enter is None:

@@ -61,6 +61,13 @@ class Place:
             own += [*self.head.parameters(), *self.head.buffers()]
         return list({id(t): t for t in own}.values())
 
+    def data(self, m: int) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+        """Inputs and labels of microbatch m; None what this stage does not need."""
+        if self.enter is not None and not self.has_loss:
+            return None, None
+        x, y = self.source(m)
+        return x if self.enter is None else None, y if self.has_loss else None
+
     @property
     def others(self) -> List[int]:
         """The other stages."""

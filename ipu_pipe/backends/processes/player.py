@@ -123,8 +123,8 @@ class RowPlayer:
         """Forward, backward and update of the first microbatch, or of zeros where it comes from another stage."""
         m, place, rules = self._passes.forwarded + 1, self.place, self._work.rules
         with rehearsal([place.piece, place.head, place.behind], rules):
-            x, labels = place.source(m) if place.enter is None or place.has_loss else (None, None)
-            inputs = [x] if place.enter is None and x is not None else []
+            x, labels = place.data(m)
+            inputs = [x] if x is not None else []
             for shape in place.enter.tensors if place.enter is not None else ():
                 zeros = torch.zeros(shape.shape, dtype=shape.dtype, device=place.device)
                 inputs.append(zeros.requires_grad_(shape.differentiable and not place.is_local))

@@ -39,7 +39,9 @@ def record(job: Job, layout: Layout, timeline: Timeline, first_update: int, offs
     _forget_others(job.folder, layout)
     end = -1 if earlier is None or not len(earlier.events.end) else int(earlier.events.end.max())
     last = torch.tensor([end, time.perf_counter_ns() if layout.rank == 0 else -1])
-    dist.all_reduce(last, op=dist.ReduceOp.MAX)  # the end of the earlier start, and now: by rank 0's clocks of then and now
+    dist.all_reduce(
+        last, op=dist.ReduceOp.MAX
+    )  # the end of the earlier start, and now: by rank 0's clocks of then and now
     timeline.write_to(TraceWriter(path, dict(metadata)), offset_ns)
     if earlier is not None and end >= 0:
         timeline.take_up(earlier, int(last[1] - last[0]) - offset_ns, first_update)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from typing import Any, Deque, Dict, List, Optional, Tuple
+from typing import Any, Deque, Dict, List, Optional, Tuple, cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from ipu_pipe.backends.processes.streams import StreamClock
 from ipu_pipe.trace.events import (
     CARRIED_CODE,
     COMMUNICATION,
+    EVENT_TYPES,
     KIND_CODE,
     OUTSIDE,
     WAIT,
@@ -41,18 +42,53 @@ _TOTAL: Dict[str, Optional[int]] = dict.fromkeys(KIND_CODE, 0)
 _TOTAL.update({WAIT: 1, **dict.fromkeys(COMMUNICATION, 2), **dict.fromkeys(OUTSIDE)})
 
 
+class _Kept:
+    """Events and counters of a rank that are not written yet: where there is no file, all."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout, self.out, self._written = layout, cast(Optional[TraceWriter], None), time.monotonic()
+        self._rows: List[Row] = []
+        self._counters: List[Counter] = []
+        self.add = self._rows.append
+
+    def count(self, name: str, value: float, now: int, _: int = 0) -> None:
+        """A value from `now` on."""
+        self._counters.append(Counter(self._layout.rank, name, now, value))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to write."""
+        return len(self._rows) >= ROWS or time.monotonic() - self._written > SECONDS
+
+    def columns(self) -> Events:
+        """The events."""
+        table = np.array(self._rows, np.int64).reshape(len(self._rows), len(EVENT_TYPES) - 2).T
+        stage, device = (np.full(len(self._rows), number) for number in (self._layout.stage, self._layout.rank))
+        kind, index, start, end, version, size, peer, carries = table
+        return Events(stage, device, kind, index, start, end, version, size, peer, carries)
+
+    def write(self) -> None:
+        """All, if there is a file."""
+        self._written = time.monotonic()
+        if self.out is not None:
+            if self._rows:
+                self.out.write_events(self.columns())
+            self.out.write_counters(Counters.of(self._counters))
+            self._rows.clear()
+            self._counters.clear()
+            self.out.flush()
+
+
 class Timeline:
     """Of the rank at `layout`. `traced`: the updates that are recorded, here until there is a file; `stream`: a GPU's clock;
     `update`: that at which the rank works."""
 
     def __init__(self, layout: Layout, traced: range, stream: Optional[StreamClock] = None) -> None:
         self._layout, self._traced, self._stream = layout, traced, stream
-        self._out: Optional[TraceWriter] = None
-        self._rows: List[Row] = []
-        self._counters: List[Counter] = []
+        self._kept = _Kept(layout)
         self._unread: Deque[Tuple[Any, Any, Any]] = deque()  # of a GPU: two marks, and what is done when they are read
         self._totals, self._span = [0, 0, 0], 0
-        self.update, self._written = 0, time.monotonic()
+        self.update = 0
         self._begun: Any = 0  # mark of the step
         self._stopped: Optional[Any] = None  # mark at which recording stopped
         self.is_recording, self.is_timed = False, False
@@ -68,7 +104,7 @@ class Timeline:
             self._stopped = self.mark()
         elif now and not before and self._stopped is not None:
             self.add("pause", -1, self._stopped, version=update)
-        if before and (not now or len(self._rows) >= ROWS or time.monotonic() - self._written > SECONDS):
+        if before and (not now or self._kept.is_due):
             self.flush()
 
     def add(
@@ -91,24 +127,25 @@ class Timeline:
             self._unread.append((start, end, functools.partial(self._keep, *about)))
         return end
 
-    def _keep(self, recorded: bool, timed: bool, kind: str, about: Tuple[int, int, int, int, str], start: int, end: int) -> None:
+    def _keep(
+        self, recorded: bool, timed: bool, kind: str, about: Tuple[int, int, int, int, str], start: int, end: int
+    ) -> None:
         if timed:
             total = _TOTAL[kind]
             if total is not None:
                 self._totals[total] += end - start
         if recorded:
             index, version, size, peer, carries = about
-            self._rows.append((KIND_CODE[kind], index, start, end, version, size, peer, CARRIED_CODE[carries]))
+            self._kept.add((KIND_CODE[kind], index, start, end, version, size, peer, CARRIED_CODE[carries]))
 
     def count(self, name: str, value: float, moment: Any) -> None:
         """A value from the mark `moment` on, where it is recorded."""
         if not self.is_recording:
             return
         if self._stream is None:
-            self._counters.append(Counter(self._layout.rank, name, moment, value))
+            self._kept.count(name, value, moment)
         else:
-            keep = lambda now, _: self._counters.append(Counter(self._layout.rank, name, now, value))  # noqa: E731
-            self._unread.append((moment, moment, keep))
+            self._unread.append((moment, moment, functools.partial(self._kept.count, name, value)))
 
     def count_message(self, stage: int, is_shared: bool, size: int) -> None:
         """A message sent to `stage`; `is_shared`: with gradients of a shared layer."""
@@ -141,13 +178,7 @@ class Timeline:
     def events(self) -> Events:
         """Those that are kept here."""
         self._read(wait=True)
-        return self._columns(self._rows)
-
-    def _columns(self, rows: List[Row]) -> Events:
-        table = np.array(rows, np.int64).reshape(-1, len(Row.__args__)).T  # type: ignore[attr-defined]
-        stage, device = (np.full(len(rows), number) for number in (self._layout.stage, self._layout.rank))
-        kind, index, start, end, version, size, peer, carries = table
-        return Events(stage, device, kind, index, start, end, version, size, peer, carries)
+        return self._kept.columns()
 
     def _read(self, wait: bool) -> None:
         """Take what a GPU has passed; `wait` for all of it."""
@@ -158,16 +189,17 @@ class Timeline:
 
     def write_to(self, out: TraceWriter, offset_ns: int) -> None:
         """From now on there is a file; `offset_ns`: as `synchronize` takes it."""
-        self._out = out
+        self._kept.out = out
         out.synchronize(time.perf_counter_ns(), offset_ns)
 
     def take_up(self, earlier: Trace, shift_ns: int, update: int) -> None:
         """Write first what an earlier start did, `shift_ns` later; a pause from its end to now."""
-        assert self._out is not None
+        out = self._kept.out
+        assert out is not None
         events, values = earlier.events, earlier.counters
         events = events._replace(start=events.start + shift_ns, end=events.end + shift_ns)
-        self._out.write_events(events)
-        self._out.write_counters(values._replace(time=values.time + shift_ns))
+        out.write_events(events)
+        out.write_counters(values._replace(time=values.time + shift_ns))
         end = int(events.end.max())
         if self.is_recording:
             self._keep(True, False, "pause", (-1, update, -1, -1, ""), end, time.perf_counter_ns())
@@ -179,23 +211,16 @@ class Timeline:
         self._read(wait=True)
         if self._stream is not None:
             self._stream.anchor()
-        if self._out is not None:
-            self._out.synchronize(time.perf_counter_ns(), offset_ns)
+        if self._kept.out is not None:
+            self._kept.out.synchronize(time.perf_counter_ns(), offset_ns)
 
     def flush(self, wait: bool = False) -> None:
         """Write what is kept, if there is a file; of a GPU's what it has passed."""
         self._read(wait)
-        self._written = time.monotonic()
-        if self._out is not None:
-            if self._rows:
-                self._out.write_events(self._columns(self._rows))
-            if self._counters:
-                self._out.write_counters(Counters.of(self._counters))
-            self._rows, self._counters = [], []
-            self._out.flush()
+        self._kept.write()
 
     def close(self) -> None:
         """Write all, and end the file."""
         self.flush(wait=True)
-        if self._out is not None:
-            self._out.close()
+        if self._kept.out is not None:
+            self._kept.out.close()
