@@ -20,6 +20,7 @@ from ipu_pipe.trace.events import ALLOCATED, MEMORY
 from ipu_pipe.update.apply import UpdateRules
 
 TOTAL = "total"  # beside the categories: the greatest sum of all at one moment
+_NAMES = tuple(MEMORY.values())
 Key = Tuple[Any, ...]
 
 
@@ -89,30 +90,36 @@ class Memory:
         self._parameters, self._weights = parameters, weights
         self._stash, self._mail, self._own = stash, mail, size_of(place.held)
         self._device, self._filled = place.device, first + place.layout.depth + 2
-        self._state, self._told = -1, dict.fromkeys(MEMORY, -1)
-        self.peaks: Dict[str, int] = dict.fromkeys([*MEMORY, TOTAL], 0)
+        self._state, self._gradients, self._total = -1, 0, 0
+        self._before: Tuple[int, ...] = (-1,) * len(MEMORY)
+        self._greatest = [0] * len(MEMORY)
 
-    def sample(self, update: int, is_new_state: bool = False) -> None:
-        """Now; `is_new_state`: the optimizer has stepped since the last time."""
+    def sample(self, update: int, gradients: bool = True, state: bool = False) -> None:
+        """Now. `gradients`: some may have come or gone since the last time; `state`: the optimizer has stepped."""
         timeline = self._mail.timeline
         if not (timeline.is_recording or update < self._filled):
             return
-        if is_new_state or self._state < 0:
+        if gradients:
+            self._gradients = size_of([p.grad for p in self._parameters])
+        if state or self._state < 0:
             self._state = size_of([v for s in self._states.values() for v in s.values() if torch.is_tensor(v)])
-        values = {
-            "weights": self._own,
-            "versions": self._weights.held_bytes,
-            "gradients": size_of([p.grad for p in self._parameters]),
-            "optimizer": self._state,
-            "activations": self._stash.held,
-            "buffers": self._mail.buffer_bytes(self._stash.microbatches),
-        }
-        moment = timeline.mark()
-        for name, value in values.items():
-            if value != self._told[name]:
-                timeline.count(MEMORY[name], value, moment)
-                self._told[name], self.peaks[name] = value, max(self.peaks[name], value)
-        self.peaks[TOTAL] = max(self.peaks[TOTAL], sum(values.values()))
+        buffers = self._mail.buffer_bytes(self._stash.microbatches)
+        # in the order of MEMORY
+        now = (self._own, self._weights.held_bytes, self._gradients, self._state, self._stash.held, buffers)
+        moment, greatest, before = timeline.mark(), self._greatest, self._before
+        for place, value in enumerate(now):
+            if value != before[place]:
+                timeline.count(_NAMES[place], value, moment)
+                if value > greatest[place]:
+                    greatest[place] = value
+        self._before, self._total = now, max(self._total, sum(now))
         if self._device.type == "cuda":
             timeline.count(ALLOCATED, torch.cuda.memory_allocated(self._device), moment)
-            self.peaks[ALLOCATED] = torch.cuda.max_memory_allocated(self._device)
+
+    @property
+    def peaks(self) -> Dict[str, int]:
+        """The greatest of each category, and of all at one moment; on a GPU what was allocated there, too."""
+        found = {**dict(zip(MEMORY, self._greatest)), TOTAL: self._total}
+        if self._device.type == "cuda":
+            found[ALLOCATED] = torch.cuda.max_memory_allocated(self._device)
+        return found

@@ -85,7 +85,7 @@ class RowPlayer:
             Stopping.check()
             self.doing = f"{kind}{index}"
             self._carry_out[kind](index)
-            self.memory.sample(self.update, is_new_state=kind == UPDATE)
+            self.memory.sample(self.update, kind in (BACKWARD, UPDATE), kind == UPDATE)
             if kind == UPDATE:
                 assert index == k
                 self.mail.is_warm = self.mail.is_warm or self._is_full(k)

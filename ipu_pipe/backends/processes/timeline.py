@@ -120,8 +120,13 @@ class Timeline:
     ) -> Any:
         """Something that began at the mark `start` and ends now, of microbatch (or update) `index`; the mark of its end."""
         end = self.mark()
-        if self._stream is None:
-            self._keep(self.is_recording, self.is_timed, kind, (index, version, size, peer, carries), start, end)
+        if self._stream is None:  # as `_keep`, without the call
+            if self.is_timed:
+                total = _TOTAL[kind]
+                if total is not None:
+                    self._totals[total] += end - start
+            if self.is_recording:
+                self._kept.add((KIND_CODE[kind], index, start, end, version, size, peer, CARRIED_CODE[carries]))
         else:
             about = (self.is_recording, self.is_timed, kind, (index, version, size, peer, carries))
             self._unread.append((start, end, functools.partial(self._keep, *about)))
