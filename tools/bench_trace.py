@@ -34,9 +34,9 @@ def parser() -> Parser:
     p = Parser(
         prog="tools/bench_trace.py",
         description="Time steps of pipedream on two processes of one thread each, traced and not in turns within one run;\n"
-        "prints the median overhead over the turns and its 95 % interval (bootstrap over turns): in time and,\n"
-        "which other work on the machine disturbs less, in CPU time of the thread that trains. Untraced steps still keep the totals of busy time and\n"
-        "waits, which every run has.",
+        "prints the median overhead over the turns and its 95 % interval (bootstrap over turns): in time and, which other work\n"
+        "on the machine disturbs less, in CPU time of the thread that trains. Untraced steps still keep the totals of busy\n"
+        "time and waits, which every run has.",
     )
     p.add_argument("--model", choices=sorted(MODELS), default="resnet20")
     p.add_argument("--turns", type=int, default=15, help="turns each, at least 11 (default 15)")
