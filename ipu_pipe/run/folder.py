@@ -123,6 +123,12 @@ class RunDir:
         if later:
             say(f"deleted, to be made again: step-{', step-'.join(map(str, later))}")
 
+    def forget_trace(self) -> None:
+        """What ranks of an earlier start wrote, where there are none now: it is not this one's."""
+        with writing(self.path / "trace"):
+            if (self.path / "trace").is_dir():
+                _remove(self.path / "trace")
+
     def open_metrics(self, last_step: int) -> None:
         """Open metrics.jsonl for more lines, dropping those after update `last_step` (they will be made again)."""
         path = self.path / "metrics.jsonl"

@@ -318,6 +318,8 @@ def _write_results(
 ) -> Dict[str, Any]:
     """Write what a run that has ended leaves; returns its summary."""
     report = summarise(job, position, final, measured, tested)
+    if measured.times is None:
+        run.forget_trace()
     write_trace(job, run.path / "trace.json.gz", position, measured)
     for name, value in (measured.files or {}).items():
         run.write_json(name, value)
