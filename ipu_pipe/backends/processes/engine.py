@@ -31,6 +31,7 @@ from ipu_pipe.backends.work import Work
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.model.uncompiled import import_compiler
 
 
 class ProcessEngine(Engine):
@@ -51,6 +52,7 @@ class ProcessEngine(Engine):
         forget_others(job, own, cut)
         self._telling = Telling(mail, self.layout, self._with_loss(), job.batch, groups[0] if groups else None)
         self._evaluation = Evaluation(job, self._player, self._telling.with_loss)
+        import_compiler()
         with named_faults(self._player):
             offset = offset_to_first()
             record(job, self.layout, timeline, first_update, offset)
