@@ -116,7 +116,7 @@ class Job(Setup):
 
     def evaluates_after(self, done: int) -> bool:
         """Whether the test set is evaluated when `done` updates are done: after each `evaluate.every` epochs and at the end."""
-        every = self.config.evaluate.every * self.updates_per_epoch
+        every = self.config.evaluate.interval(self.updates_per_epoch)
         return done == self.updates or (every > 0 and done % every == 0)
 
     def saves_after(self, done: int) -> bool:
@@ -144,7 +144,7 @@ def drains_of(config: Config, updates: int, per_epoch: int, done: int) -> List[i
     """Updates after which the pipeline empties: evaluations and checkpoints before the end, and where the run goes on, which may
     be none of these any more."""
     marks: Set[int] = {done} if 0 < done < updates else set()
-    for every in (config.evaluate.every * per_epoch, config.checkpoint.every or 0):
+    for every in (config.evaluate.interval(per_epoch), config.checkpoint.every or 0):
         if every:
             marks.update(range(every, updates, every))
     return sorted(marks)

@@ -26,7 +26,18 @@ OUTPUTS = (
     *FOLDERS,
 )  # fmt: skip
 # keys that a run's config.yaml always spells out, as hardly a config written by hand does
-SPELT_OUT = {"model", "data", "method", "method_args", "optimizer", "lr_schedule", "init_from", "seed", "log", "checkpoint"}
+SPELT_OUT = {
+    "model",
+    "data",
+    "method",
+    "method_args",
+    "optimizer",
+    "lr_schedule",
+    "init_from",
+    "seed",
+    "log",
+    "checkpoint",
+}
 
 
 def as_folder(out: Union[str, Path]) -> Path:
@@ -51,13 +62,17 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
         raise BadInput(f"--out: {path}: {error.strerror or error}") from None
     odd = [name for name in held if (path / name).is_dir() != (name in FOLDERS)]
     if odd:
-        raise BadInput(f"--out: {path}: {odd[0]} is {'a folder' if odd[0] not in FOLDERS else 'no folder'}, which no run writes")
+        raise BadInput(
+            f"--out: {path}: {odd[0]} is {'a folder' if odd[0] not in FOLDERS else 'no folder'}, which no run writes"
+        )
     if held and not (resume or overwrite):
         raise BadInput(f"--out: {path}: holds another run ({held[0]}): give --resume, --overwrite or another folder")
     if resume and not held:
         raise BadInput(f"--resume: {path}: holds no run to resume")
     if foreign is not None:
-        raise BadInput(f"--overwrite: {path}: {foreign}: what is there is no run to replace: give another folder, or empty it")
+        raise BadInput(
+            f"--overwrite: {path}: {foreign}: what is there is no run to replace: give another folder, or empty it"
+        )
     return held
 
 

@@ -147,7 +147,12 @@ def _checked(
     if METHODS[config.method].structure is not None:  # its blocks are what is trained
         config = _with_recorded_blocks(recorded, config)
     if recorded.given is not None:
-        now = {"model": config.model.entry, "data": config.data.name, "loss": config.loss, "optimizer": config.optimizer.name}
+        now = {
+            "model": config.model.entry,
+            "data": config.data.name,
+            "loss": config.loss,
+            "optimizer": config.optimizer.name,
+        }
         refuse_missing(recorded, **{key: value if value == GIVEN else None for key, value in now.items()})
     found = changes(recorded, config)
     if found.refused:
@@ -333,4 +338,3 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     with attributed(lambda: "evaluation"):
         test_loss, accuracy = evaluate(setup)[-1]
     return {"weights": str(path), "test_loss": test_loss, "test_accuracy": accuracy}
-
