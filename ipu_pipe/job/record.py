@@ -81,6 +81,12 @@ class Job(Setup):
         """Samples of one update, the global batch size."""
         return self.config.micro_batch_size * self.config.gradient_accumulation * self.config.replicas
 
+    @property
+    def traced(self) -> range:
+        """The updates whose events are recorded."""
+        chosen = self.config.log.trace
+        return range(0) if chosen is None else chosen.updates(self.config.gradient_accumulation)
+
     def microbatch(self, m: int, replica: int = 0) -> Tuple[torch.Tensor, torch.Tensor]:
         """Microbatch m of a replica of the pipeline, on the run's device. Replicas take turns in an epoch's order."""
         accumulate, width = self.config.gradient_accumulation, self.config.replicas

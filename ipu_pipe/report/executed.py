@@ -23,12 +23,12 @@ def _slot_ns(job: Job, position: Position) -> float:
 
 def write_trace(job: Job, path: Path, position: Position, measured: Report) -> None:
     """Write what the devices did, or, where they have no clocks of their own, the schedule as executed; of long runs the first
-    microbatches (the metadata say which)."""
+    microbatches (the metadata say which). Nothing where `log.trace` is off."""
+    if not job.traced:
+        return
     schedule, table = job.schedule, job.table
-    count = min(schedule.microbatches, job.config.log.trace_microbatches)
     batch = schedule.accumulate
-    if count < schedule.microbatches:
-        count = max(batch, count // batch * batch)
+    count = min(schedule.microbatches, job.traced.stop * batch)
     metadata: Dict[str, Any] = {
         "method": job.method.name,
         "stages": len(job.part),

@@ -51,8 +51,7 @@ class BlockEngine(Engine):
         self._ahead = self.depth + max(every)
         self._first = self._done = first_update
         self._results: Dict[int, torch.Tensor] = {}  # of updates that this block has done: loss, right, counted
-        traced = max(job.config.log.trace_microbatches // job.config.gradient_accumulation, 1)
-        self._timeline = ipu_profile.Timeline(first_update, first_update + traced, self.rank, self.rank)
+        self._timeline = ipu_profile.Timeline(job.traced, self.rank, self.rank)
         self.block = Block(job, self.rank, first_update, every[self.rank], self._timeline)
 
     def _check(self) -> None:

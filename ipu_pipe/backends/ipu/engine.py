@@ -57,8 +57,7 @@ class PoptorchEngine(Engine):
         check_hardware(self.ipu, reserved(self._place.ipus * self._share.replicas))
         self._done, self._may_retry = first_update, True
         self._results: Deque[StepResult] = deque()
-        traced = max(config.log.trace_microbatches // config.gradient_accumulation, 1)
-        self._timeline = ipu_profile.Timeline(first_update, first_update + traced)
+        self._timeline = ipu_profile.Timeline(job.traced)
         self._channel = ipu_profile.tracepoints()
         self._session: Optional[Session] = self._new_session()
         if self.ipu.compile_only:
