@@ -101,7 +101,9 @@ def test_rules_look_at_the_optimizer_that_is_given() -> None:
     def halves(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([groups[0], {**groups[1], "nesterov": True}], lr=0.1, momentum=0.9)
 
-    compensated = digits("method=pipedream", "method_args={spike_compensation: {}}", "optimizer={name: adam, momentum: null}")
+    compensated = digits(
+        "method=pipedream", "method_args={spike_compensation: {}}", "optimizer={name: adam, momentum: null}"
+    )
     build(compensated, optimizer=SGD)
     with pytest.raises(BadInput, match="optimizer.nesterov"):  # of the second stage alone
         build(compensated, optimizer=halves)

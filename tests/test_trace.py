@@ -18,7 +18,7 @@ from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace import chrome as trace
-from ipu_pipe.trace.events import KINDS, Counter, Event
+from ipu_pipe.trace.events import KINDS, Counter, Counters, Event, Events
 from ipu_pipe.trace.modelled import modelled_events
 from tests.chrome_traces import Trace, merge, read_chrome
 
@@ -34,7 +34,9 @@ VERSIONS = np.array([[0, 0, 1, 1]] * 3)
 
 def modelled(**changes: Any) -> Tuple[List[Event], List[Counter]]:
     schedule = make_schedule(METHODS["gpipe"], 3, 4, 2)
-    assert (schedule.slots(Kind.FORWARD, 0, 4) == FORWARD).all() and (schedule.slots(Kind.BACKWARD, 0, 4) == BACKWARD).all()
+    assert (schedule.slots(Kind.FORWARD, 0, 4) == FORWARD).all() and (
+        schedule.slots(Kind.BACKWARD, 0, 4) == BACKWARD
+    ).all()
     given: Dict[str, Any] = {
         "times": clock(schedule, slot_costs(schedule)),
         "versions": (VERSIONS, VERSIONS + 10),
@@ -43,7 +45,13 @@ def modelled(**changes: Any) -> Tuple[List[Event], List[Counter]]:
         "device_of_stage": [0, 1, 2],
         "boundary_bytes": [70, 80],
     }
-    return modelled_events(**{**given, **changes})
+    return of_work(*modelled_events(**{**given, **changes}))
+
+
+def of_work(events: Events, counters: Counters) -> Tuple[List[Event], List[Counter]]:
+    """Passes and updates by stage, and the counters: without waits and messages."""
+    rows = [event for event in events.rows() if event.kind not in ("wait", "send")]
+    return sorted(rows, key=lambda e: e.stage), list(counters.rows())
 
 
 def of_slots(forward: np.ndarray, backward: np.ndarray, accumulate: int) -> Times:
@@ -126,10 +134,10 @@ def of_method(name: str, args: Dict[str, Any], microbatches: int = 12) -> Tuple[
     method = resolve_method(name, args)
     schedule = make_schedule(method, 4, microbatches, accumulate)
     table = VersionTable(schedule, method)
-    return modelled_events(
+    return of_work(*modelled_events(
         clock(schedule, slot_costs(schedule)), (table.forward(0, microbatches), table.backward(0, microbatches)),
         accumulate=accumulate, unit_ns=999.0, device_of_stage=[0, 1, 2, 3],
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 BOTH: List[Tuple[str, Dict[str, Any]]] = [

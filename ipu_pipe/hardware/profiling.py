@@ -100,3 +100,13 @@ class _Clock:
             torch.cuda.synchronize()
         if self._since:
             self._seconds[self._part] += time.perf_counter() - self._since
+
+
+class StageSeconds(NamedTuple):
+    """Seconds of each stage's passes of a microbatch and of its part of an update, measured on this machine, which did them one
+    after another. Without `forward`: not measured, and `how` says why."""
+
+    forward: Tuple[float, ...]
+    backward: Tuple[float, ...]
+    update: Tuple[float, ...]
+    how: str

@@ -57,7 +57,7 @@ def plan(job: Job) -> str:
             f"{index:5d}  {name or '(no weights)':30s} {size:12,d} {row['forward_delay']:5d} {row['weight_copies']:7d} "
             f"{row['in_flight']:10d} {total:13.2f} {sends:15.1f}"
         )
-    busy = job.utilization()
+    busy = job.planned_utilization()
     weights, state, activations = (
         sum(row[kind] for row in table) / MIB for kind in ("weight_bytes", "optimizer_bytes", "activation_bytes")
     )
@@ -68,7 +68,7 @@ def plan(job: Job) -> str:
         f"in all: {weights:.1f} MiB weights, {state:.1f} optimizer, {activations:.1f} activations",
         *_rated(job),
         *_work(job),
-        f"schedule: {job.schedule.slot_count:,} slots, stages busy {busy:.1%} of them (fill and drain included)",
+        f"schedule: {job.schedule.slot_count:,} slots, stages busy in {busy:.1%} of them as planned (fill and drain included)",
         "",
         *_schedule_beginning(job),
     ]
@@ -142,15 +142,25 @@ def closing(report: Mapping[str, Any], folder: Path) -> str:
         f"  test accuracy {_number(first['test_accuracy'], 3)} -> {_number(last['test_accuracy'], 3)}, "
         f"test loss {_number(first['test_loss'], 4)} -> {_number(last['test_loss'], 4)}, "
         f"training loss {_number(last['train_loss'], 4)}",
-        f"  stages busy {report['utilization']:.1%} of the schedule's slots; greatest lag {_range(lags)} updates; "
-        f"weight copies {_range(copies)} a stage",
+        f"  busy: {busy(report)}",
+        f"  greatest lag {_range(lags)} updates; weight copies {_range(copies)} a stage",
         "  where to look:",
         f"    {folder / 'summary.json'}   all numbers",
-        f"    {folder / 'trace.json.gz'}  the schedule as executed: open it in ui.perfetto.dev",
+        f"    {folder / 'trace.json.gz'}  what each device did when: open it in ui.perfetto.dev",
         f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir {folder}",
         f"    {folder / 'checkpoints'}    weights",
     ]
     return "\n".join([*lines, _throughput(report)])
+
+
+def busy(report: Mapping[str, Any]) -> str:
+    """The share of the devices' time in passes and updates, from a summary, each figure with what it is."""
+    said = {
+        "utilization": "measured on the devices",
+        "modelled_utilization": "modelled (the schedule with the stages' measured passes)",
+        "planned_utilization": "planned (of the schedule's unit slots)",
+    }
+    return ", ".join(f"{report[key]:.1%} {what}" for key, what in said.items() if report[key] is not None)
 
 
 def comparison(report: Mapping[str, Any], against: Mapping[str, Any]) -> str:
@@ -164,7 +174,8 @@ def comparison(report: Mapping[str, Any], against: Mapping[str, Any]) -> str:
     lines = [
         "",
         f"{what}: {_number(ours, 3)} by {one}, {_number(theirs, 3)} by {other} after as many samples: {apart}",
-        f"stages busy: {report['utilization']:.0%} by {one}, {against['utilization']:.0%} by {other}",
+        f"busy by {one}: {busy(report)}",
+        f"busy by {other}: {busy(against)}",
         _throughput(report),
     ]
     return "\n".join(lines)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, TextIO, Union
 
 from ipu_pipe.errors import BadInput, RunFault, writing
+from ipu_pipe.report.summary import upgraded
 from ipu_pipe.run import checkpoint, folder_lock
 from ipu_pipe.written import write
 from ipu_pipe.yaml_files import read_yaml
@@ -20,6 +21,7 @@ from ipu_pipe.yaml_files import read_yaml
 FOLDERS = {  # and what of these is a run's own
     "tensorboard": re.compile(r"events\.out\.tfevents\..*"),
     "checkpoints": re.compile(r"step-\d+|\.step-\d+\.(part|old)"),
+    "trace": re.compile(r"[\w.-]+\.trace"),
 }
 OUTPUTS = (
     "config.yaml", "metrics.jsonl", "summary.json", "trace.json.gz", "memory.json", "ipu.json", "diverged.json", "traceback.txt",
@@ -80,7 +82,7 @@ def finished_summary(path: Path) -> Optional[Dict[str, Any]]:
     """The summary of the run in the folder `path` if it has ended, or None."""
     try:
         file = path / "summary.json"
-        return dict(json.loads(file.read_text())) if file.is_file() else None  # a pipe would be waited for
+        return upgraded(dict(json.loads(file.read_text()))) if file.is_file() else None  # a pipe would be waited for
     except (OSError, ValueError):
         return None
 

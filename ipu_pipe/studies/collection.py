@@ -66,7 +66,7 @@ def collect(
         if steps == 0:
             report: Mapping[str, Any] = {"links": links(job), "shared_layer_links": shared_links(job)}
             memory = {"stages": [{"index": s, **row} for s, row in enumerate(memory_table(job))]}
-            speed, busy = None, job.utilization()
+            speed, busy = None, job.planned_utilization()
         else:
             report = train(chosen, out / name, overwrite=overwrite, quiet=True)
             memory = json.loads((out / name / "memory.json").read_text())

@@ -39,7 +39,7 @@ class ProcessEngine(Engine):
         self._first_update, self._blocks = first_update, blocks_of(job.model)
         groups = replica_groups(self.layout)
         own, cut = cut_out(job, self.layout)
-        timeline = Timeline(self.layout, work.microbatch + config.log.trace_microbatches)
+        timeline = Timeline(self.layout, max(work.microbatch, job.traced.stop * work.accumulate))
         channels = make_channels(job, self.layout)
         mail = Mail(self.layout, job.device, timeline, config.backend.deadline, channels=channels)
         self._player = RowPlayer(work, own, mail, groups[self.layout.stage] if groups else None)
