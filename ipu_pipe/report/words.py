@@ -139,9 +139,9 @@ def closing(report: Mapping[str, Any], folder: Path) -> str:
         "",
         f"{report['method']} on {report['model']['stages']} stages: {report['steps']} updates of "
         f"{report['batch']['global_batch_size']} samples",
-        f"  test accuracy {_number(first['test_accuracy'], 3)} -> {_number(last['test_accuracy'], 3)}, "
-        f"test loss {_number(first['test_loss'], 4)} -> {_number(last['test_loss'], 4)}, "
-        f"training loss {_number(last['train_loss'], 4)}",
+        f"  test accuracy {number(first['test_accuracy'], 3)} -> {number(last['test_accuracy'], 3)}, "
+        f"test loss {number(first['test_loss'], 4)} -> {number(last['test_loss'], 4)}, "
+        f"training loss {number(last['train_loss'], 4)}",
         f"  busy: {busy(report)}",
         f"  greatest lag {_range(lags)} updates; weight copies {_range(copies)} a stage",
         "  where to look:",
@@ -150,7 +150,7 @@ def closing(report: Mapping[str, Any], folder: Path) -> str:
         f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir {folder}",
         f"    {folder / 'checkpoints'}    weights",
     ]
-    return "\n".join([*lines, _throughput(report)])
+    return "\n".join([*lines, throughput(report)])
 
 
 def busy(report: Mapping[str, Any]) -> str:
@@ -163,30 +163,14 @@ def busy(report: Mapping[str, Any]) -> str:
     return ", ".join(f"{report[key]:.1%} {what}" for key, what in said.items() if report[key] is not None)
 
 
-def comparison(report: Mapping[str, Any], against: Mapping[str, Any]) -> str:
-    """How far apart two runs ended, from their summaries; the last line is the throughput of the first."""
-    what, unit, scale = "test accuracy", " points", 100
-    if report["final"]["test_accuracy"] is None or against["final"]["test_accuracy"] is None:
-        what, unit, scale = "test loss", "", 1
-    ours, theirs = (run["final"][what.replace(" ", "_")] for run in (report, against))
-    apart = f"{(ours - theirs) * scale:+.1f}{unit}" if ours is not None and theirs is not None else "unknown"
-    one, other = report["method"], against["method"]
-    lines = [
-        "",
-        f"{what}: {_number(ours, 3)} by {one}, {_number(theirs, 3)} by {other} after as many samples: {apart}",
-        f"busy by {one}: {busy(report)}",
-        f"busy by {other}: {busy(against)}",
-        _throughput(report),
-    ]
-    return "\n".join(lines)
-
-
-def _throughput(report: Mapping[str, Any]) -> str:
+def throughput(report: Mapping[str, Any]) -> str:
+    """The contract's line, from a summary."""
     rate = report["throughput_samples_per_second"]
     return f"throughput: {rate:.1f} samples/sec" if rate is not None else "throughput: not measured (one update only)"
 
 
-def _number(value: Optional[float], digits: int) -> str:
+def number(value: Optional[float], digits: int) -> str:
+    """So many digits behind the point, or that it is not known."""
     return "unknown" if value is None else f"{value:.{digits}f}"
 
 

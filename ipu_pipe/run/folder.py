@@ -25,7 +25,7 @@ FOLDERS = {  # and what of these is a run's own
 }
 OUTPUTS = (
     "config.yaml", "metrics.jsonl", "summary.json", "trace.json.gz", "memory.json", "ipu.json", "diverged.json", "traceback.txt",
-    *FOLDERS,
+    "against.json", "against.png", *FOLDERS,
 )  # fmt: skip
 # keys that a run's config.yaml always spells out, as hardly a config written by hand does
 SPELT_OUT = {
