@@ -10,8 +10,9 @@ from typing import Optional, Sequence
 
 from ipu_pipe.cli.arguments import folder, say
 from ipu_pipe.errors import BadInput, Parser
+from ipu_pipe.shipped import configs
 
-FOLDER = Path(__file__).resolve().parents[2] / "configs" / "experiments"
+FOLDER = configs() / "experiments"
 EPILOG = """\
 examples:
   python tools/reproduce.py                          list the experiments
