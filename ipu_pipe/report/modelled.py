@@ -52,15 +52,22 @@ def stage_costs(job: Job, seconds: Optional[StageSeconds], position: Position) -
 # ---- busy share
 
 
-def modelled_utilization(job: Job, costs: Costs) -> float:
-    """The share of the devices' time in passes and updates over the whole run, by the clock: busy / (devices x span). A warm-up
-    by GPipe and what follows are played each for itself."""
+class Modelled(NamedTuple):
+    """Over a whole run, by the clock: the share of the devices' time in passes and updates, and the samples of a second."""
+
+    utilization: float
+    samples_per_second: float
+
+
+def modelled(job: Job, costs: Costs) -> Modelled:
+    """busy / (devices x span), and samples / span. A warm-up by GPipe and what follows are played each for itself."""
     busy = span = 0.0
     for _, updates, schedule in job.phase_schedules():
         microbatches = updates * schedule.accumulate
         busy += microbatches * (sum(costs.forward) + sum(costs.backward)) + updates * sum(costs.update)
         span += played_seconds(schedule, costs, microbatches)
-    return busy / (span * len(set(job.schedule.device_of_stage)))
+    devices = len(set(job.schedule.device_of_stage))
+    return Modelled(busy / (span * devices), job.updates * job.batch / span)
 
 
 def played_seconds(schedule: Schedule, costs: Costs, microbatches: int) -> float:

@@ -9,7 +9,7 @@ from ipu_pipe.job.determinism import numerics
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
 from ipu_pipe.report.memory import memory_figures, memory_table
-from ipu_pipe.report.modelled import StageCosts, modelled_utilization
+from ipu_pipe.report.modelled import StageCosts, modelled
 from ipu_pipe.report.traffic import links, measured_links, shared_links
 from ipu_pipe.report.words import model_name
 
@@ -79,14 +79,14 @@ def _utilization(job: Job, measured: Report, costs: Optional[StageCosts]) -> Dic
     planned = job.planned_utilization() if measured.utilization is None else measured.utilization
     span = sum(device.span_ns for device in measured.times or ())
     busy = sum(device.busy_ns for device in measured.times or ()) / span if span else None
+    played = modelled(job, costs.costs) if costs is not None and costs.measured else None
     return {
         "utilization": busy,
         "bubble_fraction": None if busy is None else 1 - busy,
         "planned_utilization": planned,
         "planned_bubble_fraction": 1 - planned,
-        "modelled_utilization": modelled_utilization(job, costs.costs)
-        if costs is not None and costs.measured
-        else None,
+        "modelled_utilization": None if played is None else played.utilization,
+        "modelled_samples_per_second": None if played is None else played.samples_per_second,
     }
 
 
@@ -95,7 +95,7 @@ def upgraded(summary: Dict[str, Any]) -> Dict[str, Any]:
     if summary.get("schema") != 1:
         return summary
     planned = {"utilization": "planned_utilization", "bubble_fraction": "planned_bubble_fraction"}
-    unknown = {"utilization": None, "bubble_fraction": None, "modelled_utilization": None}
+    unknown = dict.fromkeys(("utilization", "bubble_fraction", "modelled_utilization", "modelled_samples_per_second"))
     phases = [{planned.get(key, key): value for key, value in phase.items()} for phase in summary.get("phases", ())]
     renamed = {planned.get(key, key): value for key, value in summary.items()}
     return {**renamed, **unknown, "phases": phases, "schema": SCHEMA}
