@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
@@ -96,7 +96,7 @@ Seed = Annotated[int, whole(0, 2**63 - 1)]  # what torch.Generator and a tensor 
 Positive = Annotated[float, real("> 0", lambda value: value > 0)]
 Seconds = Annotated[float, real("> 0", lambda value: value > 0, MOST_SECONDS, "no wait is so long")]
 Epochs = Annotated[float, real("> 0", lambda value: value > 0, MOST_UPDATES, "no run has so many")]
-Often = Annotated[float, BeforeValidator(often)]
+Often = Annotated[Union[int, float], BeforeValidator(often)]
 NotNegative = Annotated[float, real(">= 0", lambda value: value >= 0)]
 Fraction = Annotated[float, real("> 0 and <= 1", lambda value: 0 < value <= 1)]
 Share = Annotated[float, real(">= 0 and < 1", lambda value: 0 <= value < 1)]

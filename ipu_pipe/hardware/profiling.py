@@ -53,8 +53,7 @@ def timed_passes(
             handle.remove()
     if next_node is not None:
         numbers = [number for number, _ in nodes]
-        roots = [value.grad_fn for value in values]
-        _hook(roots, lambda node: clock.enter(nodes[bisect.bisect_right(numbers, node) - 1][1]))
+        _hook([value.grad_fn for value in values], clock, lambda node: nodes[bisect.bisect_right(numbers, node) - 1][1])
     start = time.perf_counter()
     clock.enter(parts - 1)
     if values:
@@ -63,14 +62,16 @@ def timed_passes(
     return PassSeconds(forward, backward if next_node is not None else [], time.perf_counter() - start)
 
 
-def _hook(roots: Sequence[Any], enter: Callable[[int], None]) -> None:
-    """Call `enter` with its number before each autograd node behind `roots` that computes."""
+def _hook(roots: Sequence[Any], clock: "_Clock", part_of: Callable[[int], int]) -> None:
+    """Have the clock count each autograd node behind `roots` that computes for its part: from the end of the node before, so that
+    what hooks on tensors do counts for the node that they are of. What adds gradients up follows the node that made them."""
     todo, seen = list(roots), set(roots)
     while todo:
         node = todo.pop()
         if node.next_functions:  # a leaf's only adds up
-            number = node._sequence_nr()
-            node.register_prehook(lambda gradients, number=number: enter(number))
+            part = part_of(node._sequence_nr())
+            node.register_prehook(lambda gradients, part=part: clock.is_of(part))
+            node.register_hook(lambda given, gradients: clock.count())
         found = [other for other, _ in node.next_functions if other is not None and other not in seen]
         seen.update(found)
         todo += found
@@ -88,6 +89,15 @@ class _Clock:
             self._stop()
             self._part = part
             self._since = time.perf_counter()
+
+    def is_of(self, part: int) -> None:
+        """What has run since the time was last counted is this part's, and what follows."""
+        self._part = part
+
+    def count(self) -> None:
+        """Count the time up to here."""
+        self._stop()
+        self._since = time.perf_counter()
 
     def leave(self) -> List[float]:
         """The seconds of all, from nothing again."""

@@ -157,4 +157,5 @@ def draw(told: Mapping[str, Any], file: Path) -> None:
             title=f"{told['model'].rpartition(':')[2]}, {told['data']}, seed {told['seed']}: {first['steps']} updates by "
             f"{first['method']}, {first['samples']:,} samples",
         )
-        axes.legend(fontsize="small", title="the dotted line: equal time; each run's rate decays to its own end")
+        axes.text(first["slots"], axes.get_ylim()[0], " equal time", color="gray", va="bottom")
+        axes.legend(fontsize="small", loc="lower right")

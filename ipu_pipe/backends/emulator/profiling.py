@@ -61,7 +61,10 @@ def _by_flops(job: Job, whole: float) -> List[float]:
 
 
 def _update(job: Job) -> List[float]:
-    """Of a copy of the optimizer, stage by stage; what rules add is left out."""
+    """Of a copy of the optimizer, stage by stage; what rules add is left out, and all of an optimizer that is not torch's, which
+    may look at its steps."""
+    if not type(job.optimizer).__module__.startswith("torch.optim."):
+        return [0.0] * len(job.part)
     optimizer = copy.deepcopy(job.optimizer)
     groups, found = optimizer.param_groups, []
     for stage in range(len(job.part)):
