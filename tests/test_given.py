@@ -112,7 +112,9 @@ def test_rules_look_at_the_optimizer_that_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrap", "named"), [(torch.compile, "torch.compile"), (nn.DataParallel, "DataParallel")], ids=["compile", "parallel"]
+    ("wrap", "named"),
+    [(torch.compile, "torch.compile"), (nn.DataParallel, "DataParallel")],
+    ids=["compile", "parallel"],
 )
 def test_a_wrapped_model_is_refused(wrap: Any, named: str, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=f"model: is wrapped by {named}: give the model itself"):
