@@ -157,5 +157,5 @@ def draw(told: Mapping[str, Any], file: Path) -> None:
             title=f"{told['model'].rpartition(':')[2]}, {told['data']}, seed {told['seed']}: {first['steps']} updates by "
             f"{first['method']}, {first['samples']:,} samples",
         )
-        axes.text(first["slots"], axes.get_ylim()[0], " equal time", color="gray", va="bottom")
+        axes.text(first["slots"], axes.get_ylim()[1], " equal time", color="gray", va="top")
         axes.legend(fontsize="small", loc="lower right")
