@@ -21,6 +21,7 @@ from ipu_pipe.schedule.actions import Kind, pass_needs
 from ipu_pipe.schedule.table import Schedule
 
 FloatArray = NDArray[np.float64]
+HOST = "link to the host"
 
 
 class Message(NamedTuple):
@@ -41,7 +42,8 @@ class Costs:
     forward in a slot that holds two passes, in the slot's second half); 0: every pass begins as soon as it can. `onward[s]`:
     the message from stage s to s + 1, `back[s]` from s + 1 to s; empty: `link` for all, which are not shared. `reduce[s]`:
     what the replicas of stage s tell each other before its update; empty: nothing. `lockstep`: every slot is a cycle that
-    lasts as long as its slowest device and then its messages (see `_Lockstep`).
+    lasts as long as its slowest device and then its messages (see `_Lockstep`); `enter`: before a cycle in which stage 0 has a
+    forward all wait so long for what comes from the host. Elsewhere that goes on beside the passes.
     """
 
     forward: Sequence[float]
@@ -54,6 +56,7 @@ class Costs:
     back: Sequence[Message] = ()
     reduce: Sequence[Message] = ()
     lockstep: bool = False
+    enter: float = 0.0
 
     def durations(self, passes: Sequence[Kind]) -> Dict[Kind, Sequence[float]]:
         """Of each of these passes, by stage."""
@@ -246,7 +249,11 @@ class _Lockstep(_Played):
                 sends[source] += [] if message is None else [message]
         now = 0.0
         waiting: Dict[int, List[int]] = {}  # update -> stages that are through with its batch
-        for _, cycle in groupby(self.rows, key=lambda row: row[0]):
+        for _, rows in groupby(self.rows, key=lambda row: row[0]):
+            cycle = list(rows)
+            if costs.enter and any(done == 0 for _, done, _ in cycle):
+                now += costs.enter
+                self.carried[HOST] = self.carried.get(HOST, 0.0) + costs.enter
             used = dict.fromkeys(self.device, now)
             sent: List[Message] = []
             for _, done, m in cycle:
