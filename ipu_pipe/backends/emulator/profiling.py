@@ -72,11 +72,15 @@ def _update(job: Job) -> List[float]:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for p in parameters:
             p.grad = torch.zeros_like(p)
-        found.append(statistics.median(_timed_step(optimizer) for _ in range(REPEATS)) if parameters else 0.0)
+        found.append(
+            statistics.median(_timed_step(optimizer, job.device.type) for _ in range(REPEATS)) if parameters else 0.0
+        )
     return found
 
 
-def _timed_step(optimizer: torch.optim.Optimizer) -> float:
+def _timed_step(optimizer: torch.optim.Optimizer, device: str) -> float:
     start = time.perf_counter()
     optimizer.step()
+    if device == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter() - start
