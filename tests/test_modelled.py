@@ -151,7 +151,8 @@ def test_a_slow_stage_is_seen_as_one(tmp_path: Path) -> None:
         for e in rows
         if e.kind in ("forward", "backward") and e.microbatch == 1
     }
-    for kind in ("forward", "backward"):
+    tells_backwards = hasattr(torch._C._autograd, "_get_sequence_nr")  # torch 2.0 does not
+    for kind in ("forward", "backward") if tells_backwards else ("forward",):
         assert (
             took[kind, 1] >= 1e6
             and took[kind, 2] >= 10e6
