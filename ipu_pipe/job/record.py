@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
@@ -75,6 +76,7 @@ class Job(Setup):
     note: str = ""  # what the user should know of the stages
     done: int = 0  # updates of the run that this one goes on with: the pipeline is empty there
     used: Given = Given()  # the optimizer and the loss, whoever gave them
+    folder: Optional[Path] = None  # of the run, where every process may write what it did
 
     @property
     def batch(self) -> int:

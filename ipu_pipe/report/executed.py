@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, Optional
+
+import numpy as np
 
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.tracing import trace_metadata
 from ipu_pipe.trace import chrome as trace
+from ipu_pipe.trace.events import Counters, Events
 
 
 def write_trace(job: Job, path: Path, measured: Report) -> None:
     """Write what the devices did, in the updates that `log.trace` names (the metadata say which)."""
     assert measured.events is not None
-    schedule = job.schedule
-    metadata: Dict[str, Any] = {
-        "method": job.method.name,
-        "stages": len(job.part),
-        "microbatches": schedule.microbatches,
-        "traced_microbatches": min(schedule.microbatches, job.traced.stop * schedule.accumulate),
-        "gradients_cross": job.method.structure is None,
-    }
-    begin = min((event.start_ns for event in measured.events), default=0)
-    events = [e._replace(start_ns=e.start_ns - begin, end_ns=e.end_ns - begin) for e in measured.events]
-    values = [c._replace(time_ns=c.time_ns - begin) for c in measured.counters]
-    trace.write_chrome(path, sorted(events, key=lambda e: e.start_ns), values, {**metadata, "modelled": False})
+    _write_measured(job, path, measured.events, measured.counters)
+
+
+def _write_measured(job: Job, path: Path, events: Events, counters: Optional[Counters]) -> None:
+    """The events of all devices, from the first one on."""
+    begin = int(events.start.min()) if len(events.start) else 0
+    events = events._replace(start=events.start - begin, end=events.end - begin)
+    events = events.where(np.argsort(events.start, kind="stable"))
+    values = counters._replace(time=counters.time - begin) if counters is not None else Counters.of([])
+    metadata: Dict[str, Any] = {**trace_metadata(job), "modelled": False}
+    trace.write_chrome(path, list(events.rows()), list(values.rows()), metadata)

@@ -8,6 +8,7 @@ from typing import NamedTuple, Optional
 from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.position import Position
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.tracing import trace_metadata
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import Costs, Times, clock
@@ -96,7 +97,7 @@ def write_modelled(job: Job, folder: Path, found: StageCosts) -> None:
     """Write the trace of the updates that `log.trace` names into a run's folder, as columns and for Chrome."""
     schedule, batch = job.schedule, job.schedule.accumulate
     count = min(schedule.microbatches, job.traced.stop * batch)
-    told = metadata(job, folder, found.why)
+    told: Metadata = {**trace_metadata(job), "modelled": True, "why_modelled": found.why}
     events, counters = modelled_events(
         clock(schedule, found.costs, count),
         (job.table.forward(0, count), job.table.backward(0, count)),
@@ -112,15 +113,3 @@ def write_modelled(job: Job, folder: Path, found: StageCosts) -> None:
     store.write_counters(counters)
     store.close()
     chrome.write_chrome(folder / "trace.json.gz", list(events.rows()), list(counters.rows()), dict(told))
-
-
-def metadata(job: Job, folder: Path, why: str) -> Metadata:
-    """What the trace says of the run."""
-    config, busy, chosen = job.config, job.planned_utilization(), job.traced
-    return Metadata(
-        schema=1, run=folder.name, method=job.method.name, method_args=config.method_settings(), backend=config.backend.name,
-        stages=len(job.part), replicas=config.replicas, microbatches=job.schedule.microbatches,
-        accumulate=job.schedule.accumulate, step_samples=job.batch, device_of_stage=list(job.schedule.device_of_stage),
-        window={"begin": chosen.start, "end": chosen.stop, "every": chosen.step}, modelled=True, why_modelled=why,
-        gradients_cross=job.method.structure is None, planned_utilization=busy, planned_bubble_fraction=1 - busy,
-    )  # fmt: skip

@@ -21,7 +21,7 @@ from ipu_pipe.yaml_files import read_yaml
 FOLDERS = {  # and what of these is a run's own
     "tensorboard": re.compile(r"events\.out\.tfevents\..*"),
     "checkpoints": re.compile(r"step-\d+|\.step-\d+\.(part|old)"),
-    "trace": re.compile(r"[\w.-]+\.trace"),
+    "trace": re.compile(r"(rank-\d+|modelled)\.trace"),
 }
 OUTPUTS = (
     "config.yaml", "metrics.jsonl", "summary.json", "trace.json.gz", "memory.json", "ipu.json", "diverged.json", "traceback.txt",

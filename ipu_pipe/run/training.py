@@ -194,6 +194,7 @@ class _Run:
             self.run = RunDir(out, resume=resume, overwrite=overwrite)
 
         on_main(begin)
+        job.folder = out
         self.out, self.resume, self.progress = out, resume, Progress(quiet or not is_main())
         self.position = Position()
         self.unread_seconds = 0.0  # of training since a loss was last read

@@ -175,12 +175,14 @@ def modelled_rate(job: Job) -> Optional[float]:
 def _device_memory(memory: Mapping[str, Any]) -> List[Dict[str, Any]]:
     """Bytes of each device as planned, and the greatest that it held at once, where that was measured."""
     kinds = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
-    peaks = memory.get("peak_memory") or [None] * len(memory["stages"])
+    peaks = memory.get("peak_memory") or []
+    if len(peaks) != len(memory["stages"]):  # the emulator's are one device's, replicas' others'
+        peaks = [None] * len(memory["stages"])
     return [
         {
             "index": row["index"],
             "bytes": sum(row[kind] for kind in kinds),
-            "measured_bytes": sum(peak.values()) if peak else None,
+            "measured_bytes": peak.get("total") if peak else None,
         }
         for row, peak in zip(memory["stages"], peaks)
     ]

@@ -31,6 +31,7 @@ from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import Placement, placement, reserved
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
+from ipu_pipe.trace.events import Counters, Events
 
 Result = TypeVar("Result")
 
@@ -192,8 +193,8 @@ def _report(job: Job, place: Placement, optimizer: Mapping[str, Any], timeline: 
         "profiles": ipu_profile.profiles(config.ipu),
     }
     return Report(
-        state_bytes(tensors, job.part), [0], None, timeline.events,
-        counters=timeline.counters, utilization=busy, files={"ipu.json": numbers},
+        state_bytes(tensors, job.part), [0], None, Events.of(timeline.events),
+        counters=Counters.of(timeline.counters), utilization=busy, files={"ipu.json": numbers},
     )  # fmt: skip
 
 
