@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from typing import Any, List, Tuple
+from typing import Any, List
 
 import torch
 from torch import nn
@@ -12,42 +12,46 @@ from torch import nn
 from ipu_pipe.data import TensorData
 
 WIDTH, CLASSES, BATCH = 12, 5, 6
-SECONDS = (0.002, 0.02)  # of a pass of stage 0 and of stage 1
-slept: List[Tuple[int, int, int]] = []  # stage, begin and end (perf_counter_ns) of each pass
+SECONDS = (0.004, 0.04)  # of a pass of stage 0 and of stage 1
+passes: List[List[int]] = []  # stage, begin and end (perf_counter_ns) of each forward and backward
 
 
 class _Slow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, stage: int) -> torch.Tensor:
         ctx.stage = stage
-        _sleep(stage)
+        time.sleep(SECONDS[stage])
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        _sleep(ctx.stage)
+        begun = time.perf_counter_ns()
+        time.sleep(SECONDS[ctx.stage])
+        passes.append([ctx.stage, begun, time.perf_counter_ns()])
         return gradient, None
 
 
-def _sleep(stage: int) -> None:
-    begun = time.perf_counter_ns()
-    time.sleep(SECONDS[stage])
-    slept.append((stage, begun, time.perf_counter_ns()))
+def _gradient_is_there(parameter: torch.Tensor) -> None:
+    passes[-1][2] = time.perf_counter_ns()
 
 
-class Sleeping(nn.Module):
-    def __init__(self, stage: int) -> None:
+class Stage(nn.Module):
+    def __init__(self, stage: int, width: int) -> None:
         super().__init__()
-        self.stage = stage
+        self.stage, self.fc = stage, nn.Linear(WIDTH, width)
+        for parameter in self.fc.parameters():
+            parameter.register_post_accumulate_grad_hook(_gradient_is_there)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Slow.apply(x, self.stage)  # type: ignore[no-any-return,no-untyped-call]
+        begun = time.perf_counter_ns()
+        found: torch.Tensor = _Slow.apply(self.fc(x), self.stage)  # type: ignore[no-untyped-call]
+        passes.append([self.stage, begun, time.perf_counter_ns()])
+        return found
 
 
 def model() -> nn.Module:
-    return nn.Sequential(
-        OrderedDict(fc1=nn.Linear(WIDTH, WIDTH), sleep1=Sleeping(0), fc2=nn.Linear(WIDTH, CLASSES), sleep2=Sleeping(1))
-    )
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(one=Stage(0, WIDTH), two=Stage(1, CLASSES)))
 
 
 def data() -> TensorData:

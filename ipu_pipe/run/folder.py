@@ -132,12 +132,19 @@ class RunDir:
 
     def forget_after(self, update: int, say: Callable[[str], None]) -> None:
         """What a finished run says of itself, and checkpoints after `update`, from which the run goes on: deleted, and told."""
-        with contextlib.suppress(FileNotFoundError):
-            (self.path / "summary.json").unlink()
+        for name in ("summary.json", "trace/modelled.trace"):
+            with contextlib.suppress(FileNotFoundError):
+                (self.path / name).unlink()
         later = [step for step in checkpoint.steps(self.checkpoints) if step > update]
         checkpoint.drop(self.checkpoints, later[::-1])  # a run killed here goes on from what is left
         if later:
             say(f"deleted, to be made again: step-{', step-'.join(map(str, later))}")
+
+    def forget_trace(self) -> None:
+        """What ranks of an earlier start wrote, where there are none now: it is not this one's."""
+        with writing(self.path / "trace"):
+            if (self.path / "trace").is_dir():
+                _remove(self.path / "trace")
 
     def open_metrics(self, last_step: int) -> None:
         """Open metrics.jsonl for more lines, dropping those after update `last_step` (they will be made again)."""

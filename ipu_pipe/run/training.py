@@ -335,6 +335,8 @@ def _write_results(
     has_clocks = measured.events is not None
     costs = None if has_clocks else stage_costs(job, profile, position)
     report = summarise(job, position, final, measured, tested, costs)
+    if measured.times is None:
+        run.forget_trace()
     if costs is not None and job.traced:
         write_modelled(job, run.path, costs)
     elif job.traced:
