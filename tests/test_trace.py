@@ -233,33 +233,27 @@ def test_events_in_the_file(tmp_path: Path) -> None:
         "args": {"stage": 0, "microbatch": 0, "version": 0, "bytes": 12},
     }  # fmt: skip
     assert [r["name"] for r in work] == [
-        "F0",
-        "send 0",
-        "recv 0",
-        "wait",
-        "F0",
-        "B0",
-        "U0",
-        "B0",
-        "evaluate",
-        "checkpoint",
-    ]
+        "F0", "send 0", "recv 0", "wait", "F0", "B0", "U0", "B0", "evaluate", "checkpoint",
+        "recompute 0", "input gradient 0", "weight gradient 0", "average 0", "pause",
+    ]  # fmt: skip
     assert work[6]["args"] == {"stage": 1, "k": 0, "version": 1}
-    assert [r["tid"] for r in work] == [0, 1, 1, 1, 0, 0, 0, 0, 0, 0]  # computing, communicating
+    computing, communicating = {0: 0, 1: 1}, {0: 2, 1: 3}  # threads by device
+    kinds = ("send", "recv", "average")
+    assert [r["tid"] for r in work] == [(communicating if e.kind in kinds else computing)[e.device] for e in MIXED]
 
 
 @pytest.mark.parametrize("count", [4, 2000])
 def test_devices_and_tracks_have_names(tmp_path: Path, count: int) -> None:
-    slots = np.arange(count)[None] + np.zeros((3, 1), int)
-    events, _ = modelled(times=of_slots(slots, slots, 2), versions=(slots, slots), device_of_stage=[0, 0, 4])
+    slots = 4 * np.arange(count)[None] + [[0], [1], [0]]
+    events, _ = modelled(times=of_slots(slots, slots + 2, 2), versions=(slots, slots), device_of_stage=[0, 0, 4])
     trace.write_chrome(tmp_path / "t", [*events, Event(2, 4, "recv", 0, 0, 1, -1, None)], [], {})
     names = [(r["pid"], r["tid"], r["name"], r["args"].get("name")) for r in records(tmp_path / "t", "M")]
     assert [n for n in names if n[2] != "process_sort_index"] == [
         (0, 0, "process_name", "device 0"),
         (0, 0, "thread_name", "compute, stage 0, 1"),
-        (4, 0, "process_name", "device 4"),
-        (4, 0, "thread_name", "compute, stage 2"),
-        (4, 1, "thread_name", "communication"),
+        (4, 4, "process_name", "device 4"),
+        (4, 4, "thread_name", "compute, stage 2"),
+        (4, 9, "thread_name", "communication"),
     ]
 
 

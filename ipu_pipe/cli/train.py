@@ -111,11 +111,11 @@ def _done(args: argparse.Namespace, config: Config, other: Optional[Config]) -> 
     """What is asked for, done; what is to be printed at the end. `other`: the config of the run to compare with."""
     from ipu_pipe.backends.ranks import on_main
     from ipu_pipe.report.words import plan
-    from ipu_pipe.run.build import build
+    from ipu_pipe.run.planning import planned
     from ipu_pipe.run.training import evaluate_checkpoint, train
 
     if args.dry_run:
-        return plan(build(config))
+        return plan(planned(config))
     if args.evaluate:
         return json.dumps(evaluate_checkpoint(config, args.evaluate), indent=1)
     out = args.out or on_main(lambda: _dated(Path(args.config).stem))  # the same on all processes

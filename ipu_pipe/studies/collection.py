@@ -19,9 +19,9 @@ from ipu_pipe.job.schema import BackendConfig, Config
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.report.memory import memory_table
 from ipu_pipe.report.traffic import links, shared_links
-from ipu_pipe.run.build import build
 from ipu_pipe.run.folder import check_folder
 from ipu_pipe.run.folder_lock import refuse_used
+from ipu_pipe.run.planning import planned
 from ipu_pipe.schedule import timelines
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.methods import METHODS, resolve_method
@@ -50,15 +50,18 @@ def collect(
         raise BadInput(f"backend.name: {config.backend.name}: methods are compared on emulator or distributed")
     if is_distributed():
         launch(config, {"out": out, "methods": methods, "steps": steps, "rounds": rounds, "overwrite": overwrite})
+    made: Dict[str, Job] = {}
     if list(methods) != [config.method]:  # one cut for all, the config's own, whatever their order
-        part = build(planned(of_method(config, config.method, steps))).part
+        job = planned(emulated(of_method(config, config.method, steps)))
+        part = job.part
         if not part.spread:
+            made[config.method] = job
             config = config.model_copy(update={"stages": part.begin_names() or 1})
     boundaries = config.stages if isinstance(config.stages, list) else []
     wished = {name: of_method(config, name, steps, boundaries) for name in methods}
     folders = {name: [out / name, *(out / name / f"round-{r}" for r in range(2, rounds + 1))] for name in wished}
     on_main(lambda: _check([folder for own in folders.values() for folder in own], overwrite))
-    jobs = {name: build(planned(chosen)) for name, chosen in wished.items()}
+    jobs = {name: made.get(name) or planned(emulated(chosen)) for name, chosen in wished.items()}
     summaries: Dict[str, List[Dict[str, Any]]] = {name: [] for name in wished}
     for r in range(rounds if steps != 0 else 0):
         for name, chosen in wished.items():
@@ -80,7 +83,7 @@ def collect(
     return found
 
 
-def planned(config: Config) -> Config:
+def emulated(config: Config) -> Config:
     """The config on the emulator, which holds all stages: what is planned is the same."""
     if backend_of(config).emulates:
         return config
