@@ -27,4 +27,4 @@ def _write_measured(job: Job, path: Path, events: Events, counters: Optional[Cou
     events = events.where(np.argsort(events.start, kind="stable"))
     values = counters._replace(time=counters.time - begin) if counters is not None else Counters.of([])
     metadata: Dict[str, Any] = {**trace_metadata(job), "modelled": False}
-    trace.write_chrome(path, list(events.rows()), list(values.rows()), metadata)
+    trace.write_chrome(path, events, values, metadata)

@@ -112,4 +112,4 @@ def write_modelled(job: Job, folder: Path, found: StageCosts) -> None:
     store.write_events(events)
     store.write_counters(counters)
     store.close()
-    chrome.write_chrome(folder / "trace.json.gz", list(events.rows()), list(counters.rows()), dict(told))
+    chrome.write_chrome(folder / "trace.json.gz", events, counters, dict(told))
