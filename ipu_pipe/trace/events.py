@@ -19,8 +19,13 @@ from numpy.typing import NDArray
 
 from ipu_pipe.schedule.actions import Kind
 
-COMPUTE = tuple(kind.word for kind in Kind if kind is not Kind.AVERAGE)
-COMMUNICATION = ("send", "recv", Kind.AVERAGE.word)  # the host's time for a message, or for an all-reduce
+UNTOLD, COLLECTIVE = (
+    "compute",
+    "collective",
+)  # of other tools' traces: what was computed, and to whom a message went, is not told
+COMPUTE = (*(kind.word for kind in Kind if kind is not Kind.AVERAGE), UNTOLD)
+# the host's time for a message, or for an all-reduce
+COMMUNICATION = ("send", "recv", Kind.AVERAGE.word, COLLECTIVE)
 WAIT = "wait"
 OUTSIDE = ("evaluate", "checkpoint", "pause")  # pause: not recorded, by a window of steps or by sampling
 KINDS = (*COMPUTE, *COMMUNICATION, WAIT, *OUTSIDE)

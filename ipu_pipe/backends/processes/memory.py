@@ -108,11 +108,13 @@ class Memory:
         now = (self._own, self._weights.held_bytes, self._gradients, self._state, self._stash.held, buffers)
         moment, greatest, before = timeline.mark(), self._greatest, self._before
         for place, value in enumerate(now):
+            if value > greatest[place]:
+                greatest[place] = value
             if value != before[place]:
                 timeline.count(_NAMES[place], value, moment)
-                if value > greatest[place]:
-                    greatest[place] = value
-        self._before, self._total = now, max(self._total, sum(now))
+        self._total = max(self._total, sum(now))
+        if timeline.is_recording:
+            self._before = now  # else it was not told
         if self._device.type == "cuda":
             timeline.count(ALLOCATED, torch.cuda.memory_allocated(self._device), moment)
 
