@@ -25,7 +25,8 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 
 train: install
 	$(BIN)/python tools/fetch_data.py cifar10
-	$(BIN)/python tools/train.py configs/resnet20_cifar10.yaml --out runs/resnet20_cifar10 --overwrite --against gpipe
+	$(BIN)/python tools/train.py configs/resnet20_cifar10.yaml --out runs/resnet20_cifar10 --overwrite \
+	    --against gpipe --accumulate 4,16
 
 # two files of tests at a time; JOBS=1: one after another
 JOBS ?= 2

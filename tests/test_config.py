@@ -25,7 +25,9 @@ SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 METHOD_NAMES = ", ".join(METHODS)
 HARDWARE_NAMES = ", ".join(names())
-STAGES = "must be null (the model's own), auto, finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
+STAGES = (
+    "must be null (the model's own), auto, finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
+)
 PATTERNS = "must be norms_and_biases or a list of name patterns such as *.bias"
 SEEDS = "must be a whole number from 0 to 9223372036854775807"
 
@@ -270,7 +272,9 @@ def test_numbers_written_as_text_are_numbers(here: Path) -> None:
 
 
 def test_merge_keys_and_anchors_work(here: Path) -> None:
-    Path("args.yaml").write_text("model: {entry: m:f, args: {a: &a {x: 1, y: 2}, b: {<<: *a, y: 3}}}\ndata: {name: digits}\n")
+    Path("args.yaml").write_text(
+        "model: {entry: m:f, args: {a: &a {x: 1, y: 2}, b: {<<: *a, y: 3}}}\ndata: {name: digits}\n"
+    )
     config = load_config("args.yaml")
     assert config.model.args == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}
 
@@ -303,7 +307,10 @@ def test_a_circle_names_the_file_that_closes_it(here: Path) -> None:
 # ---- writing, comparing
 
 EVERY_KEY: Dict[str, Any] = {
-    "model": {"entry": "m:f", "args": {"norm": "no", "power": "1e-3", "shape": [1, 2.5, None, True], "x": {}, "y": "0o17"}},
+    "model": {
+        "entry": "m:f",
+        "args": {"norm": "no", "power": "1e-3", "shape": [1, 2.5, None, True], "x": {}, "y": "0o17"},
+    },
     "data": {"name": "cifar10", "root": "d", "subset": 100, "augment": False, "date": "2026-01-01"},
     "method": "pipemare",
     "method_args": {"turn": 0, "stash": True},
@@ -448,7 +455,9 @@ def test_stages_measured_by_time_are_the_same_as_the_names_they_came_to() -> Non
 # ---- what YAML can say and a config cannot mean
 
 
-BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(f"{y}: &{y} [{','.join([f'*{x}'] * 9)}]\n" for x, y in zip("abcdefg", "bcdefgh"))
+BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{y}: &{y} [{','.join([f'*{x}'] * 9)}]\n" for x, y in zip("abcdefg", "bcdefgh")
+)
 REFUSED = {
     "hardware: {x: !!int abc}": "line 3: !!int abc: is no int",
     "hardware: {x: !!bool 3}": "line 3: !!bool 3: is no bool",
@@ -535,7 +544,9 @@ def test_fault_lines_are_cut_and_escaped(here: Path) -> None:
     assert told.isprintable() and len(told) < 600 and "... (9004 characters)" in told
     (told,) = faults_of('method: "\\e[31mred\\nline"')
     assert told.startswith("x.yaml: method: \\x1b[31mred\\nline: is none of")
-    assert BadInput("a\x1b" + "b" * 9000).faults[0].startswith("a\\x1bbb") and len(BadInput("b" * 9000).faults[0]) < 2100
+    assert (
+        BadInput("a\x1b" + "b" * 9000).faults[0].startswith("a\\x1bbb") and len(BadInput("b" * 9000).faults[0]) < 2100
+    )
 
 
 def test_an_override_within_an_alias_changes_one_of_the_two(here: Path) -> None:
@@ -555,9 +566,13 @@ def test_a_run_too_long_to_be_planned_is_refused_with_the_reason() -> None:
     from ipu_pipe.run.build import build
 
     keys = {"model": {"entry": "models.mlp:mlp"}, "data": {"name": "digits"}, "evaluate": {"every": 0}}
-    with pytest.raises(BadInput, match="^epochs: 10000000: 1790000000 updates, at most 10000000: a run is planned before"):
+    with pytest.raises(
+        BadInput, match="^epochs: 10000000: 1790000000 updates, at most 10000000: a run is planned before"
+    ):
         build(configure(**keys, epochs=10_000_000))
-    with pytest.raises(BadInput, match="^checkpoint.every: 1: 5000000 times in 5000000 updates, at most 1000000: a run is"):
+    with pytest.raises(
+        BadInput, match="^checkpoint.every: 1: 5000000 times in 5000000 updates, at most 1000000: a run is"
+    ):
         build(configure(**keys, steps=5_000_000, checkpoint={"every": 1}))
 
 

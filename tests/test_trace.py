@@ -45,7 +45,13 @@ def modelled(**changes: Any) -> Tuple[List[Event], List[Counter]]:
         "device_of_stage": [0, 1, 2],
         "boundary_bytes": [70, 80],
     }
-    return modelled_events(**{**given, **changes})
+    return of_work(*modelled_events(**{**given, **changes}))
+
+
+def of_work(events: Events, counters: Counters) -> Tuple[List[Event], List[Counter]]:
+    """Passes and updates by stage, and the counters: without waits and messages."""
+    rows = [event for event in events.rows() if event.kind not in ("wait", "send")]
+    return sorted(rows, key=lambda e: e.stage), list(counters.rows())
 
 
 def read_chrome(path: Path) -> Tuple[List[Event], List[Counter], Dict[str, Any]]:
@@ -134,10 +140,10 @@ def of_method(name: str, args: Dict[str, Any], microbatches: int = 12) -> Tuple[
     method = resolve_method(name, args)
     schedule = make_schedule(method, 4, microbatches, accumulate)
     table = VersionTable(schedule, method)
-    return modelled_events(
+    return of_work(*modelled_events(
         clock(schedule, slot_costs(schedule)), (table.forward(0, microbatches), table.backward(0, microbatches)),
         accumulate=accumulate, unit_ns=999.0, device_of_stage=[0, 1, 2, 3],
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 BOTH: List[Tuple[str, Dict[str, Any]]] = [
@@ -314,7 +320,9 @@ def test_a_disk_that_refuses_late_leaves_nothing_behind(tmp_path: Path, monkeypa
 
 def part_of(device: int, **metadata: Any) -> Trace:
     counters = [Counter(device, f"memory of {device}", 10 - device, device), Counter(device, "memory", 3, 7.0)]
-    return Trace(Events.of(e for e in MIXED if e.device == device), Counters.of(counters), metadata, (f"note {device}",))
+    return Trace(
+        Events.of(e for e in MIXED if e.device == device), Counters.of(counters), metadata, (f"note {device}",)
+    )
 
 
 def test_merged_traces_hold_what_their_parts_do() -> None:

@@ -53,7 +53,9 @@ def parser() -> Parser:
     p.add_argument(
         "--runs", type=folder, default=Path("runs/pareto"), metavar="DIR", help="where runs are kept (%(default)s)"
     )
-    p.add_argument("--out", type=folder, metavar="DIR", help="where the table, JSON and plot go (default: with the runs)")
+    p.add_argument(
+        "--out", type=folder, metavar="DIR", help="where the table, JSON and plot go (default: with the runs)"
+    )
     p.add_argument("--json", action="store_true", help="print the results as JSON")
     return p
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.placing import Placed
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
@@ -102,6 +103,10 @@ class Engine:
     def report(self) -> Optional[Report]:
         """At the end, on the main process, else None."""
         raise NotImplementedError
+
+    def profile(self) -> Optional[StageSeconds]:
+        """At the end, before `close`: what each stage's passes take, where the devices have no clocks; else None."""
+        return None
 
     def close(self) -> None:
         """Newest weights in the model, nothing left behind."""

@@ -11,6 +11,7 @@ from ipu_pipe.values import (
     Count,
     Epochs,
     NotNegative,
+    Often,
     PathText,
     Positive,
     Section,
@@ -122,9 +123,15 @@ class ClipConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Evaluation after each `every` epochs (0: only before and after training), on the first `subset` test samples."""
+    """Evaluation after each `every` epochs, or each share of one (0: only before and after training), on the first `subset` test
+    samples."""
 
-    every: Whole = 1
+    every: Often = 1
+
+    def interval(self, updates_per_epoch: int) -> int:
+        """The updates between two evaluations, 0 for never."""
+        return max(1, round(self.every * updates_per_epoch)) if self.every else 0
+
     subset: Optional[Count] = None
 
 

@@ -11,7 +11,7 @@ SCHEMA = 1
 def trace_metadata(job: Job) -> Metadata:
     """The metadata that the job alone decides; who knows the times adds what these are."""
     config, schedule, traced = job.config, job.schedule, job.traced
-    planned = job.utilization()
+    planned = job.planned_utilization()
     return Metadata(
         schema=SCHEMA,
         run="" if job.folder is None else str(job.folder),

@@ -22,12 +22,14 @@ from ipu_pipe.schedule.runs import IntArray
 
 def memory_record(job: Job, measured: Report) -> Dict[str, Any]:
     """The contents of `memory.json`: what each stage's device needs as planned, and the greatest bytes of weight versions
-    besides the newest that were held: by each stage's process, or by the emulator for all."""
+    besides the newest that were held: by each stage's process, or by the emulator for all; `peak_memory`: the greatest bytes that
+    each device held, by category."""
     stages = [{"index": s, **row} for s, row in enumerate(memory_table(job, measured.optimizer_bytes))]
+    peaks = {} if measured.peak_memory is None else {"peak_memory": measured.peak_memory}
     if measured.links is None:
         held = sum(measured.version_bytes) if backend_of(job.config).emulates else None
-        return {"stages": stages, "emulator_bytes": held}
-    return {"stages": [{**row, "version_bytes": held} for row, held in zip(stages, measured.version_bytes)]}
+        return {"stages": stages, "emulator_bytes": held, **peaks}
+    return {"stages": [{**row, "version_bytes": held} for row, held in zip(stages, measured.version_bytes)], **peaks}
 
 
 def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[str, int]]:

@@ -220,7 +220,7 @@ def _check_length(config: Config, updates: int, per_epoch: int) -> None:
         raise BadInput(
             f"epochs: {config.epochs}: {updates} updates, at most {MOST_UPDATES}: a run is planned before it starts"
         )
-    for key, every in (("checkpoint", config.checkpoint.every), ("evaluate", config.evaluate.every * per_epoch)):
+    for key, every in (("checkpoint", config.checkpoint.every), ("evaluate", config.evaluate.interval(per_epoch))):
         if every and updates // every > MOST_STOPS:
             raise BadInput(
                 f"{key}.every: {getattr(config, key).every}: {updates // every} times in {updates} updates, at most"

@@ -14,6 +14,7 @@ from ipu_pipe.backends.ranks import is_main, on_main
 from ipu_pipe.backends.table import backend_of, launch, make_engine
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.blame import attributed, keep_traceback
 from ipu_pipe.job.comparing import as_recorded, differences, dump
 from ipu_pipe.job.config import load_config
@@ -28,6 +29,7 @@ from ipu_pipe.model.probe import Loss
 from ipu_pipe.plan.of_config import predicted_rate
 from ipu_pipe.report.executed import write_trace
 from ipu_pipe.report.memory import memory_record
+from ipu_pipe.report.modelled import stage_costs, write_modelled
 from ipu_pipe.report.summary import summarise
 from ipu_pipe.report.words import closing, opening
 from ipu_pipe.run import checkpoint
@@ -148,7 +150,12 @@ def _checked(
     if METHODS[config.method].structure is not None:  # its blocks are what is trained
         config = _with_recorded_blocks(recorded, config)
     if recorded.given is not None:
-        now = {"model": config.model.entry, "data": config.data.name, "loss": config.loss, "optimizer": config.optimizer.name}
+        now = {
+            "model": config.model.entry,
+            "data": config.data.name,
+            "loss": config.loss,
+            "optimizer": config.optimizer.name,
+        }
         refuse_missing(recorded, **{key: value if value == GIVEN else None for key, value in now.items()})
     found = changes(recorded, config)
     if found.refused:
@@ -193,6 +200,7 @@ class _Run:
         self.position = Position()
         self.unread_seconds = 0.0  # of training since a loss was last read
         self.tested: List[Measured] = []  # at the last evaluation, by block
+        self.profile: Optional[StageSeconds] = None
         self.names = {parameter: name for name, parameter in job.model.named_parameters()}
 
     def go(self) -> Dict[str, Any]:
@@ -227,6 +235,7 @@ class _Run:
                 engine.abort()
             raise
         else:
+            self.profile = engine.profile()
             engine.close()
         finally:
             if self.run:
@@ -307,7 +316,7 @@ class _Run:
 
         def write() -> Dict[str, Any]:
             assert self.run is not None and measured is not None
-            report = _write_results(self.job, self.run, self.position, final, self.tested, measured)
+            report = _write_results(self.job, self.run, self.position, final, self.tested, measured, self.profile)
             on_devices = not backend_of(self.job.config).emulates  # which in one process does the work of all
             predicted = predicted_rate(self.job) if on_devices else None
             self.progress.say(closing(report, self.run.path, predicted))
@@ -317,13 +326,24 @@ class _Run:
 
 
 def _write_results(
-    job: Job, run: RunDir, position: Position, final: Measured, tested: Sequence[Measured], measured: Report
+    job: Job,
+    run: RunDir,
+    position: Position,
+    final: Measured,
+    tested: Sequence[Measured],
+    measured: Report,
+    profile: Optional[StageSeconds],
 ) -> Dict[str, Any]:
     """Write what a run that has ended leaves; returns its summary."""
-    report = summarise(job, position, final, measured, tested)
+    has_clocks = measured.events is not None
+    costs = None if has_clocks else stage_costs(job, profile, position)
+    report = summarise(job, position, final, measured, tested, costs)
     if measured.times is None:
         run.forget_trace()
-    write_trace(job, run.path / "trace.json.gz", position, measured)
+    if costs is not None and job.traced:
+        write_modelled(job, run.path, costs)
+    elif job.traced:
+        write_trace(job, run.path / "trace.json.gz", measured)
     for name, value in (measured.files or {}).items():
         run.write_json(name, value)
     run.write_json("memory.json", memory_record(job, measured))
@@ -339,4 +359,3 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     with attributed(lambda: "evaluation"):
         test_loss, accuracy = evaluate(setup)[-1]
     return {"weights": str(path), "test_loss": test_loss, "test_accuracy": accuracy}
-

@@ -211,7 +211,7 @@ def normalized_time(phases: Sequence[Mapping[str, Any]], step: int) -> float:
     total, left = 0.0, step
     for phase in phases:
         count = min(left, phase["updates"])
-        total += count / phase["utilization"]
+        total += count / phase["planned_utilization"]
         left -= count
     return total
 

@@ -7,11 +7,13 @@ from typing import Iterable, Iterator, List, Optional, Tuple
 import torch
 
 from ipu_pipe import launched
+from ipu_pipe.backends.emulator.profiling import profile
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.exactness import exactness_faults
 from ipu_pipe.backends.interface import Backend, Engine, Report, State, StepResult, refuse_foreign
 from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.blame import attributed
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.placing import place_whole
@@ -65,6 +67,9 @@ class EmulatorEngine(Engine):
             "optimizer": sum(held),
         }
         return Report(held, [versions], None, None, peak_memory=[peaks])
+
+    def profile(self) -> Optional[StageSeconds]:
+        return profile(self.job)
 
     def close(self) -> None:
         self._emulator.close()

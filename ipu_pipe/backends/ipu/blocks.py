@@ -146,7 +146,9 @@ class BlockEngine(Engine):
     def report(self) -> Optional[Report]:
         with told_of_block(self.rank, "report"):
             own = (self._optimizer_bytes, self.block.messages.sent, Events.of(self._timeline.events))
-            gathered = self._gather((*own, Counters.of(self._timeline.counters), self._timeline.latency, self._timeline.cycles))
+            gathered = self._gather(
+                (*own, Counters.of(self._timeline.counters), self._timeline.latency, self._timeline.cycles)
+            )
         if gathered is None:
             return None
         links = {(s, s + 1): (int(part[1][0]), int(part[1][1])) for s, part in enumerate(gathered[:-1])}

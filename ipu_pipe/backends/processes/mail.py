@@ -227,7 +227,7 @@ class Mail:
         if message.kind not in ON_HOST:
             timeline.count_message(target, message.kind == SHARED, size)
         begun = timeline.add("send", message.microbatch, start, size=size, peer=rank, carries=CARRIES[message.kind])
-        while self.out.count(target) > self._kept:  # the oldest was for an action of a slot long past: it is through, or soon
+        while self.out.count(target) > self._kept:  # the oldest was for a slot long past: it is through, or soon
             oldest = self._let_go(target)
             begun = timeline.add("wait", oldest.microbatch, begun, peer=rank, carries=CARRIES[oldest.kind])
 

@@ -39,7 +39,9 @@ def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> 
 def _place_stages(config: Config, method: Method, model: nn.Module, x: torch.Tensor, depth: int, own: int) -> Placed:
     """One stage a process of a replica, neighbours taken together where there are fewer processes than stages."""
     stages = config.stages
-    wished = on_all_ranks(lambda: partition(model, x, stages, between_top=True))  # measured times differ from process to process
+    wished = on_all_ranks(
+        lambda: partition(model, x, stages, between_top=True)
+    )  # measured times differ from process to process
     begins = merge_stages(model, wished, depth, x)
     note = ""
     if len(wished) != depth:

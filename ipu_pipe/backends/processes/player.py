@@ -1,6 +1,6 @@
 """One stage of one replica plays its row of the schedule: the kind of an action says which function carries it out.
 
-    F  Passes.forward     R  Passes.recompute     B  Passes.backward     U  the batch's loss, Updating, the next version
+F  Passes.forward     R  Passes.recompute     B  Passes.backward     U  the batch's loss, Updating, the next version
 """
 
 from __future__ import annotations

@@ -82,9 +82,7 @@ def average_over_replicas(parameters: Sequence[torch.nn.Parameter], group: Any, 
 def average_shared(place: Place, k: int, mail: Mail) -> None:
     """The mean gradient of the layers that this stage and a neighbour hold."""
     for neighbour, shared in place.shared:
-        mail.send(
-            neighbour, Message(SHARED, k), [torch.zeros_like(p) if p.grad is None else p.grad for p in shared]
-        )
+        mail.send(neighbour, Message(SHARED, k), [torch.zeros_like(p) if p.grad is None else p.grad for p in shared])
     for neighbour, shared in place.shared:
         for p, theirs in zip(shared, mail.receive(neighbour, Message(SHARED, k))):
             if p.grad is not None or bool(theirs.any()):  # else no block reaches it
