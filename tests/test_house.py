@@ -21,7 +21,18 @@ PACKAGE = "ipu_pipe"
 SIZES = ROOT / "tests" / "house_sizes.txt"
 
 # modules at the top, below every folder
-BASE = ("errors", "interrupts", "key_faults", "launched", "orphans", "shipped", "shown", "values", "written", "yaml_files")
+BASE = (
+    "errors",
+    "interrupts",
+    "key_faults",
+    "launched",
+    "orphans",
+    "shipped",
+    "shown",
+    "values",
+    "written",
+    "yaml_files",
+)
 FOLDERS = (
     "schedule", "trace", "model", "local", "update", "hardware", "data", "job", "plan", "backends", "report", "run",
     "studies", "cli",

@@ -7,13 +7,18 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Callable, Dict, Optional, Sequence
 
 from ipu_pipe.cli.arguments import folder, say
 from ipu_pipe.errors import BadInput, Parser
 from ipu_pipe.shipped import configs
 
 FOLDER = configs() / "experiments"
+PREDICTED = {  # title and source
+    "plan_local_table1": ("speedups of chunked local training on IPUs", "Laskin et al. 2020, Table 1"),
+    "plan_local_table3": ("memory per IPU", "Laskin et al. 2020, Table 3"),
+    "plan_2bw": ("PipeDream-2BW on 64 V100s", "Narayanan et al. 2021, Figures 6, 7 and 9"),
+}
 EPILOG = """\
 examples:
   python tools/reproduce.py                          list the experiments
@@ -22,7 +27,8 @@ examples:
   python tools/reproduce.py pb_resnet20 --full       at the paper's size, for a GPU
 
 An experiment is a file in configs/experiments/ (or any other, by its path), or one of ipu_pipe.studies.asynchrony.
-What was interrupted goes on where it was.
+What was interrupted goes on where it was. Those that begin with plan_ run nothing: they set what the planner predicts
+beside what papers printed.
 Exit codes: 0 done (also where results differ from what was expected: the table says so), 2 bad input, 1 fault, 130 Ctrl-C.
 """
 
@@ -67,20 +73,24 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         listed = [experiments.load_experiment(path) for path in known]
         if args.json:
             told = [(e.name, e.title, e.source) for e in listed]
+            told += [(name, title, source) for name, (title, source) in PREDICTED.items()]
             told += [(delays.NAME, delays.TITLE, delays.SOURCE)]
             told += [(study.name, study.title, study.source) for study in STUDIES.values()]
             print(json.dumps([dict(zip(("experiment", "title", "source"), each)) for each in told], indent=1))
             return
         for e in listed:
             print(f"{e.name:24s} {e.title} ({e.source}); {len(e.rows)} rows, {len(e.seeds)} seeds")
+        for name, (title, source) in PREDICTED.items():
+            print(f"{name:24s} {title} ({source}); predicted")
         print(f"{delays.NAME:24s} {delays.TITLE} ({delays.SOURCE})")
         for study in STUDIES.values():
             print(f"{study.name:24s} {study.title} ({study.source}); {len(study.seeds)} seeds")
         return
     others = [delays.NAME, *STUDIES]
-    asked = [*(path.stem for path in known), *others] if args.experiment == ["all"] else args.experiment
-    chosen = [_find(name, known, others) for name in asked if name not in others]
-    all_found = []
+    known_here = [*PREDICTED, *others]
+    asked = [*(path.stem for path in known), *known_here] if args.experiment == ["all"] else args.experiment
+    chosen = [_find(name, known, known_here) for name in asked if name not in known_here]
+    all_found = [_predicted(name, args) for name in asked if name in PREDICTED]
     for name in (name for name in asked if name in others):
         for option in ("full", "rows"):
             if getattr(args, option) and args.experiment != ["all"]:
@@ -134,8 +144,28 @@ def _study(name: str, args: argparse.Namespace) -> Dict[str, Any]:
     return made
 
 
-def _find(name: str, known: "list[Path]", studies: Sequence[str]) -> Path:
+def _predicted(name: str, args: Any) -> Dict[str, Any]:
+    """A table of predictions, printed and written."""
+    from ipu_pipe.studies import predicted_2bw, predicted_local, predictions
+
+    given = [key for key in ("rows", "seeds", "full") if getattr(args, key)]
+    if given:
+        raise BadInput([f"--{key}: {name} is predicted, not run: leave it out" for key in given])
+    tables: Dict[str, Callable[[], predictions.Predicted]] = {
+        "plan_local_table1": predicted_local.table_1,
+        "plan_local_table3": predicted_local.table_3,
+        "plan_2bw": predicted_2bw.table_2bw,
+    }
+    found = tables[name]()
+    files = predictions.write_table(found, (args.out or args.runs) / name)
+    if not args.json:
+        print(predictions.as_markdown(found))
+        print("where to look:\n  " + "\n  ".join(map(str, files)))
+    return predictions.as_json(found)
+
+
+def _find(name: str, known: "list[Path]", others: Sequence[str]) -> Path:
     path = next((path for path in known if path.stem == name), Path(name))
     if not path.is_file():
-        raise BadInput(f"EXPERIMENT: {name}: must be one of {', '.join([*(p.stem for p in known), *studies])}, all, or a file")
+        raise BadInput(f"EXPERIMENT: {name}: must be one of {', '.join([*(p.stem for p in known), *others])}, all, or a file")
     return path

@@ -11,9 +11,10 @@ from torch import nn
 
 from ipu_pipe.backends.interface import Engine, Report
 from ipu_pipe.backends.ranks import is_main, on_main
-from ipu_pipe.backends.table import launch, make_engine
+from ipu_pipe.backends.table import backend_of, launch, make_engine
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.blame import attributed, keep_traceback
 from ipu_pipe.job.comparing import as_recorded, differences, dump
 from ipu_pipe.job.config import load_config
@@ -25,8 +26,10 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import GIVEN
 from ipu_pipe.model.probe import Loss
+from ipu_pipe.plan.of_config import predicted_rate
 from ipu_pipe.report.executed import write_trace
 from ipu_pipe.report.memory import memory_record
+from ipu_pipe.report.modelled import stage_costs, write_modelled
 from ipu_pipe.report.summary import summarise
 from ipu_pipe.report.words import closing, opening
 from ipu_pipe.run import checkpoint
@@ -146,7 +149,12 @@ def _checked(
     config = as_recorded(recorded, config)
     config = _with_recorded_counts(recorded, config)
     if recorded.given is not None:
-        now = {"model": config.model.entry, "data": config.data.name, "loss": config.loss, "optimizer": config.optimizer.name}
+        now = {
+            "model": config.model.entry,
+            "data": config.data.name,
+            "loss": config.loss,
+            "optimizer": config.optimizer.name,
+        }
         refuse_missing(recorded, **{key: value if value == GIVEN else None for key, value in now.items()})
     found = changes(recorded, config)
     if found.refused:
@@ -189,10 +197,12 @@ class _Run:
             self.run = RunDir(out, resume=resume, overwrite=overwrite)
 
         on_main(begin)
+        job.folder = out
         self.out, self.resume, self.progress = out, resume, Progress(quiet or not is_main())
         self.position = Position()
         self.unread_seconds = 0.0  # of training since a loss was last read
         self.tested: List[Measured] = []  # at the last evaluation, by block
+        self.profile: Optional[StageSeconds] = None
         self.names = {parameter: name for name, parameter in job.model.named_parameters()}
 
     def go(self) -> Dict[str, Any]:
@@ -227,6 +237,7 @@ class _Run:
                 engine.abort()
             raise
         else:
+            self.profile = engine.profile()
             engine.close()
         finally:
             if self.run:
@@ -307,19 +318,34 @@ class _Run:
 
         def write() -> Dict[str, Any]:
             assert self.run is not None and measured is not None
-            report = _write_results(self.job, self.run, self.position, final, self.tested, measured)
-            self.progress.say(closing(report, self.run.path))
+            report = _write_results(self.job, self.run, self.position, final, self.tested, measured, self.profile)
+            on_devices = not backend_of(self.job.config).emulates  # which in one process does the work of all
+            predicted = predicted_rate(self.job) if on_devices else None
+            self.progress.say(closing(report, self.run.path, predicted))
             return report
 
         return on_main(write)
 
 
 def _write_results(
-    job: Job, run: RunDir, position: Position, final: Measured, tested: Sequence[Measured], measured: Report
+    job: Job,
+    run: RunDir,
+    position: Position,
+    final: Measured,
+    tested: Sequence[Measured],
+    measured: Report,
+    profile: Optional[StageSeconds],
 ) -> Dict[str, Any]:
     """Write what a run that has ended leaves; returns its summary."""
-    report = summarise(job, position, final, measured, tested)
-    write_trace(job, run.path / "trace.json.gz", position, measured)
+    has_clocks = measured.events is not None
+    costs = None if has_clocks else stage_costs(job, profile, position)
+    report = summarise(job, position, final, measured, tested, costs)
+    if measured.times is None:
+        run.forget_trace()
+    if costs is not None and job.traced:
+        write_modelled(job, run.path, costs)
+    elif job.traced:
+        write_trace(job, run.path / "trace.json.gz", measured)
     for name, value in (measured.files or {}).items():
         run.write_json(name, value)
     run.write_json("memory.json", memory_record(job, measured))
@@ -335,4 +361,3 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     with attributed(lambda: "evaluation"):
         test_loss, accuracy = evaluate(setup)[-1]
     return {"weights": str(path), "test_loss": test_loss, "test_accuracy": accuracy}
-

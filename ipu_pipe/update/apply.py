@@ -16,7 +16,11 @@ from ipu_pipe.update.rules import acting
 
 Floats = NDArray[np.float64]
 
-PLAIN, FORWARD, BACKWARD = 0, 1, 2  # how a version is corrected; -n: by what reads the lag of a backward, for a lag of n
+PLAIN, FORWARD, BACKWARD = (
+    0,
+    1,
+    2,
+)  # how a version is corrected; -n: by what reads the lag of a backward, for a lag of n
 
 
 @dataclass
