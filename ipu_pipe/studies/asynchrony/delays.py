@@ -9,6 +9,7 @@ from typing import Any, Dict, List, Sequence
 import numpy as np
 
 from ipu_pipe.errors import writing
+from ipu_pipe.report.plots import figure
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.asynchrony import greatest_delay, least_delay, mean_delay
 from ipu_pipe.schedule.history import history_delays
@@ -16,7 +17,6 @@ from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.studies.plots import figure
 from ipu_pipe.written import write
 
 NAME = "rpd_delays"

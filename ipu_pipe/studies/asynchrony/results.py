@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Sequence
 
 from ipu_pipe.errors import writing
+from ipu_pipe.report.plots import figure, mean_with_range
 from ipu_pipe.studies.asynchrony.experiments import STAGES, Study, Tried
-from ipu_pipe.studies.plots import figure, mean_with_range
 from ipu_pipe.studies.worker_pool import in_workers
 from ipu_pipe.written import write
 
