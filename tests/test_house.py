@@ -23,8 +23,8 @@ SIZES = ROOT / "tests" / "house_sizes.txt"
 # modules at the top, below every folder
 BASE = ("errors", "interrupts", "key_faults", "launched", "orphans", "shown", "values", "written", "yaml_files")
 FOLDERS = (
-    "schedule", "stability", "model", "local", "update", "hardware", "data", "job", "plan", "backends", "report", "run", "studies",
-    "cli",
+    "schedule", "stability", "model", "local", "update", "hardware", "data", "job", "plan", "backends", "report", "run",
+    "studies", "cli",
 )  # fmt: skip
 FRONT = ("__init__", "__main__")  # what users import and start: above all
 WITHOUT_TORCH = ("schedule", "stability", *BASE)

@@ -12,7 +12,7 @@ from typing import NoReturn, Optional
 
 from ipu_pipe import interrupts
 
-COMMANDS = ("train", "schedule", "collect", "reproduce", "plan", "fetch_data", "measure_hardware")
+COMMANDS = ("train", "schedule", "collect", "reproduce", "plan", "stability", "fetch_data", "measure_hardware")
 
 
 def run(command: Optional[str] = None) -> NoReturn:

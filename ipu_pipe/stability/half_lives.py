@@ -56,7 +56,7 @@ def best_momentum(make: Callable[[float], Loop], condition: float) -> Tuple[floa
     m), then twice of 7 around the best. `make(momentum)` -> the loop."""
     rest = np.linspace(0, np.log(1e-6), 25)  # of 1 - m
     tried = {}
-    for _ in range(3):
+    for _ in range(4):
         for value in rest:
             if value not in tried:
                 tried[value] = least_half_life(make(1 - float(np.exp(value))), condition)

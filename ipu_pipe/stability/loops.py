@@ -1,11 +1,13 @@
 """The characteristic equation of a recurrence, 1 + step L(z) = 0: solutions go as z^t, so that all its roots must lie inside
 the unit circle.
 
-With W and V the transforms of w and v, v_{t+1} = z V = z G / (z - m) and delta = (1 - gamma) (z - 1) / (z - gamma) W, so
-that each read adds to L, of its stage's share and rate,
+With W and V the transforms of w and v, v_{t+1} = z V = z G / (z - m) and delta = (1 - gamma) (z - 1) / (z - gamma) W, so that
+each read adds to L, times the share and the rate of its stage,
 
-    sensitivity z^-D / (z - 1) (a z + b (z - m)) / (z - m)      times  1,  1 + T (1 - 1/z),  or  1 - n (1 - gamma) (z - 1) /
-    (z - gamma) sensitivity z^-D T / (z - m)                                for a prediction by velocity
+    sensitivity z^-D (a z + b (z - m)) / ((z - 1) (z - m))       for what it reads as it is
+      the same times 1 + T (1 - 1/z)                             predicted by the last step
+      the same times 1 - n (1 - gamma) (z - 1) / (z - gamma)     corrected by delta
+      as it is, and sensitivity z^-D T / (z - m)                 predicted by the velocity
 
 The step appears once, as a factor: multiplied by the denominators this is the papers' characteristic polynomial, fixed(z) +
 step per_step(z).
