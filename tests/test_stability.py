@@ -341,19 +341,21 @@ def test_figure_16_t2_makes_up_for_recomputation_with_other_weights() -> None:
     assert apart < corrected < without
 
 
-def test_figure_5_every_rule_beats_the_delayed_baseline_and_both_together_most() -> None:
-    def best(rule: Any, condition: float) -> float:
-        return best_momentum(rule, condition)[0]
+def best(make: Any, condition: float) -> float:
+    """The least half-life of some momenta."""
+    return min(least_half_life(loop_of(make(1 - rest)), condition) for rest in np.geomspace(1e-4, 1, 13).tolist())
 
-    for condition in (1e3,):
-        halves = [
-            best(lambda m: loop_of(pipelined(1, m, spike(m, 1), 1.0)), condition),
-            best(lambda m: loop_of(pipelined(1, m, horizon=1.0)), condition),
-            best(lambda m: loop_of(pipelined(1, m, spike(m, 1))), condition),
-            best(lambda m: loop_of(pipelined(1, m)), condition),
-        ]
-        assert halves == sorted(halves) and halves[0] * 1.5 < halves[-1], "LWP slightly outperforms SC"
-        assert best(lambda m: loop_of(pipelined(0, m)), condition) < halves[0]
+
+def test_figure_5_every_rule_beats_the_delayed_baseline_and_both_together_most() -> None:
+    """LWP slightly outperforms SC."""
+    halves = [
+        best(lambda m: pipelined(0, m), 1e3),
+        best(lambda m: pipelined(1, m, spike(m, 1), 1.0), 1e3),
+        best(lambda m: pipelined(1, m, horizon=1.0), 1e3),
+        best(lambda m: pipelined(1, m, spike(m, 1)), 1e3),
+        best(lambda m: pipelined(1, m), 1e3),
+    ]
+    assert halves == sorted(halves) and halves[1] * 1.5 < halves[2] < halves[3] * 0.99 < halves[4] / 3
 
 
 def test_figure_7_without_mitigation_the_best_momentum_is_none() -> None:
@@ -368,7 +370,7 @@ def test_figure_7_without_mitigation_the_best_momentum_is_none() -> None:
 
 
 def test_figure_12_horizons_about_twice_the_delay_are_best() -> None:
-    lives = {s: best_momentum(lambda m: loop_of(pipelined(4, m, horizon=4.0 * s)), 1e3)[0] for s in (1.0, 2.0, 6.0)}
+    lives = {s: best(lambda m: pipelined(4, m, horizon=4.0 * s), 1e3) for s in (0.5, 1.0, 2.0, 8.0)}
     assert min(lives, key=lambda s: lives[s]) == 2.0
 
 
@@ -377,7 +379,7 @@ def test_figure_12_horizons_about_twice_the_delay_are_best() -> None:
 
 def test_half_lives_without_delay_are_those_of_the_best_heavy_ball() -> None:
     """Momentum ((sqrt(kappa) - 1) / (sqrt(kappa) + 1))^2, radius its root."""
-    for condition in (10.0, 1e5):
+    for condition in (1e3,):
         root = (math.sqrt(condition) - 1) / (math.sqrt(condition) + 1)
         life, momentum = best_momentum(lambda m: loop_of(pipelined(0, m)), condition)
         assert life == pytest.approx(half_life(np.array(root)), rel=0.05)

@@ -60,8 +60,8 @@ def sharpest(
             ) from error
         if not value > 0:
             raise BadInput(
-                f"model: in {done} iterations no direction was found in which its loss curves upwards: more --iterations, or give it"
-                " by --curvature"
+                f"model: in {done} iterations no direction was found in which its loss curves upwards: more --iterations, or"
+                " give it by --curvature"
             )
         squares = iter([float((part**2).sum()) for part in v])
         shares = tuple(sum(next(squares) for _ in own) for own in stages)
