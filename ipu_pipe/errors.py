@@ -11,6 +11,7 @@ import traceback
 from typing import Any, Callable, Iterator, NoReturn, Optional, Sequence, Tuple, Union
 
 from ipu_pipe import interrupts, launched
+from ipu_pipe.shipped import as_called
 from ipu_pipe.shown import one_line
 
 
@@ -101,6 +102,10 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **keys: Any) -> None:
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **keys})
 
+    def format_help(self) -> str:
+        """The help, with commands named as the user calls them."""
+        return as_called(super().format_help())
+
     def error(self, message: str) -> NoReturn:
         raise BadInput(f"{message} ({self.prog} --help lists what is allowed)")
 
@@ -172,7 +177,7 @@ def _line(error: Exception) -> Optional[str]:
 
 def _tell(line: str) -> None:
     with contextlib.suppress(OSError):  # there is nowhere else to tell it
-        print(f"error: {one_line(line)}", file=sys.stderr, flush=True)
+        print(f"error: {as_called(one_line(line))}", file=sys.stderr, flush=True)
 
 
 def _check_streams() -> None:

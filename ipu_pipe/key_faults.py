@@ -7,7 +7,7 @@ from typing import Any, List, Mapping, Sequence, Type, get_origin
 
 from pydantic import BaseModel
 
-from ipu_pipe.shown import nearest, shown
+from ipu_pipe.shown import also_called, nearest, shown
 
 MOST_TOLD = 50
 Schema = Type[BaseModel]
@@ -34,9 +34,16 @@ def _told(detail: Any, origins: Mapping[str, str], place: str, schema: Schema, f
         message = f"unknown key{_nearest(parts, schema, forms)}"
     elif kind != "missing":
         message = _allowed(kind, detail.get("ctx", {}), message)
+        near = also_called(value, literals(detail)) if kind == "literal_error" else ""
+        message += f"; did you mean {near}?" if near else ""
     key = ".".join(parts)
     said = "missing: must be given" if kind == "missing" else f"{_as_written(value)}: {message}"
     return f"{origin_of(key, origins, place)}: {shown(key)}: {said}"
+
+
+def literals(detail: Any) -> List[str]:
+    """What a literal may be."""
+    return [word for word in str(detail["ctx"]["expected"]).split("'") if word.strip() not in ("", ",", "or")]
 
 
 def _as_written(value: Any) -> str:
@@ -83,8 +90,15 @@ def _nearest(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) -> s
     known = list(section.model_fields)
     if parts[-1] in known:  # of another form of `stages`
         return ""
-    near = nearest(parts[-1], known, alike=0.5)
+    further = [f"{name}.{key}" for name in known for key in _keys(section.model_fields[name]) if key == parts[-1]]
+    near = " or ".join(further) or nearest(parts[-1], known, alike=0.5)
     return f", nearest is {near}" if near else f", allowed are {', '.join(known)}"
+
+
+def _keys(field: Any) -> List[str]:
+    """The keys of a field that is a section."""
+    section = _section_of(field.annotation)
+    return list(section.model_fields) if section is not None else []
 
 
 def _section_of(annotation: Any) -> Any:

@@ -30,9 +30,26 @@ def escaped(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+# What others call what has another name here.
+ALSO_CALLED = {
+    "1f1b": "pipedream_flush", "dapple": "pipedream_flush", "2bw": "pipedream_2bw", "pb": "pipelined_backprop",
+    "localsgd": "local_sgd", "rpd": "randomized_pipedream", "bf16": "bfloat16", "fp32": "float32", "single": "float32",
+    "fp64": "float64", "double": "float64",
+    "accumulation_steps": "gradient_accumulation", "grad_accum": "gradient_accumulation", "max_steps": "steps",
+    "learning_rate": "lr", "gpu": "cuda",
+}  # fmt: skip
+
+
+def also_called(name: Any, known: Iterable[str]) -> str:
+    """Which of `known` others call so; "" if none."""
+    here = ALSO_CALLED.get(shown(name).lower().replace("-", "_"), "")
+    return here if here in known else ""
+
+
 def nearest(name: Any, known: Iterable[Any], most: int = 1, alike: float = 0.6) -> str:
     """Which of `known` names may have been meant, the likeliest first, with commas; "" if none is `alike` (0 to 1) enough."""
-    return ", ".join(difflib.get_close_matches(shown(name), [str(each) for each in known], most, alike))
+    names = [str(each) for each in known]
+    return also_called(name, names) or ", ".join(difflib.get_close_matches(shown(name), names, most, alike))
 
 
 def first_of(names: Sequence[Any], most: int = 4) -> str:

@@ -6,10 +6,12 @@ import gzip
 import json
 import zlib
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.events import KINDS, Counter, Event, Trace
+from ipu_pipe.trace.events import KINDS, Counter, Event
+
+Trace = Tuple[List[Event], List[Counter], Dict[str, Any]]
 
 
 def read_chrome(path: Path) -> Trace:

@@ -55,6 +55,10 @@ def faults_of(text: str, *overrides: str) -> List[str]:
 WRONG = {
     "optimizer: {lrr: 0.1}": "optimizer.lrr: 0.1: unknown key, nearest is lr",
     "batch_size: 8": "batch_size: 8: unknown key, nearest is micro_batch_size",
+    "lr: 0.1": "lr: 0.1: unknown key, nearest is optimizer.lr",
+    "device: cuda": "device: cuda: unknown key, nearest is backend.device",
+    "optimizer: {learning_rate: 0.1}": "optimizer.learning_rate: 0.1: unknown key, nearest is lr",
+    "precision: bf16": "precision: bf16: must be float32, float64, bfloat16, 16.16, 16.32 or 32.32; did you mean bfloat16?",
     "stage: 3": "stage: 3: unknown key, nearest is stages",
     "log: {strides: 3}": "log.strides: 3: unknown key, allowed are every, tensorboard, trace_microbatches",
     "method_args: {t3: 3}": "method_args.t3: 3: unknown key, nearest is t2",

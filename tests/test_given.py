@@ -109,6 +109,14 @@ def test_rules_look_at_the_optimizer_that_is_given() -> None:
         build(compensated)
 
 
+@pytest.mark.parametrize(
+    ("wrap", "named"), [(torch.compile, "torch.compile"), (nn.DataParallel, "DataParallel")], ids=["compile", "parallel"]
+)
+def test_a_wrapped_model_is_refused(wrap: Any, named: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=f"model: is wrapped by {named}: give the model itself"):
+        train(digits(), tmp_path / "run", model=wrap(small()))
+
+
 def test_a_callers_model_keeps_its_dtype(tmp_path: Path) -> None:
     """Story: a float32 model given to a bfloat16 run was bfloat16 afterwards, without a word."""
     model, config = small(), digits("precision=bfloat16")

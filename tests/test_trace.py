@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.report import trace
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.clock import Times, clock, modelled_events, slot_costs
-from ipu_pipe.schedule.events import KINDS, Counter, Event, Trace
+from ipu_pipe.schedule.clock import Times, clock, slot_costs
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from tests.chrome_traces import merge, read_chrome
+from ipu_pipe.trace import chrome as trace
+from ipu_pipe.trace.events import KINDS, Counter, Event
+from ipu_pipe.trace.modelled import modelled_events
+from tests.chrome_traces import Trace, merge, read_chrome
 
 # GPipe, 3 stages, 2 microbatches an update, 2 updates:
 #     slot      0  1  2  3  4  5  6  7 |  8  9
@@ -185,6 +186,11 @@ MIXED = [
     Event(0, 0, "backward", 0, 6_000, 8_000, 0, None),
     Event(-1, 1, "evaluate", -1, 9_000, 9_500, -1, None),
     Event(-1, 0, "checkpoint", -1, 9_500, 9_900, -1, None),
+    Event(1, 1, "recompute", 0, 9_900, 9_910, 4, None),
+    Event(1, 1, "input gradient", 0, 9_910, 9_920, 4, None),
+    Event(1, 1, "weight gradient", 0, 9_920, 9_930, 4, None),
+    Event(1, 1, "average", 0, 9_930, 9_940, 4, None),
+    Event(-1, 1, "pause", -1, 9_940, 9_950, -1, None),
 ]
 
 

@@ -41,11 +41,22 @@ class State(NamedTuple):
     plain: Dict[str, Any]
 
 
+class DeviceTimes(NamedTuple):
+    """How a device with a clock spent the steps that count for throughput, in nanoseconds: in passes and updates, waiting for
+    others, on messages where it did nothing else; the span is the whole."""
+
+    busy_ns: int
+    wait_ns: int
+    communication_ns: int
+    span_ns: int
+
+
 class Report(NamedTuple):
     """What the devices measured: by stage, bytes of optimizer state and greatest bytes of weight versions besides the newest;
     messages sent, (source, target) -> (bytes, messages); events of all ranks; microbatches that these two are of; messages with
     the gradients of shared layers; counters of the trace; busy share of the devices' own schedule, where it is not the job's;
-    JSON files of the backend's own, by name. None where a backend cannot know."""
+    JSON files of the backend's own, by name; how each device spent its time; the greatest bytes that each device held at once, by
+    category. None where a backend cannot know."""
 
     optimizer_bytes: List[int]
     version_bytes: List[int]
@@ -56,6 +67,8 @@ class Report(NamedTuple):
     counters: Sequence[Any] = ()
     utilization: Optional[float] = None
     files: Optional[Dict[str, Any]] = None
+    times: Optional[List[DeviceTimes]] = None
+    peak_memory: Optional[List[Dict[str, int]]] = None
 
 
 class Engine:

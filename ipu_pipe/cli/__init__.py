@@ -1,4 +1,4 @@
-"""The commands: `python tools/COMMAND.py ...` in a clone, `python -m ipu_pipe COMMAND ...` anywhere.
+"""The commands: `python tools/COMMAND.py ...` in a clone, `ipu-pipe COMMAND ...` or `python -m ipu_pipe COMMAND ...` anywhere.
 
 A command is the module here of its name; its `main` reads the command line's arguments (or those it is given) and raises what
 ends it. Nothing is imported ahead of it: Ctrl-C is handed over first, and --help does not wait for torch.
@@ -10,9 +10,19 @@ import importlib
 import sys
 from typing import NoReturn, Optional
 
-from ipu_pipe import interrupts
+from ipu_pipe import __version__, interrupts
+from ipu_pipe.shipped import COMMAND, program
 
-COMMANDS = ("train", "schedule", "collect", "reproduce", "plan", "stability", "fetch_data", "measure_hardware")
+COMMANDS = {
+    "train": "train by a config",
+    "schedule": "print a method's schedule, its delays and versions",
+    "plan": "the configurations for given hardware, by predicted throughput",
+    "collect": "methods compared on the same work",
+    "reproduce": "the papers' experiments",
+    "stability": "the learning rates that a run's delays allow",
+    "fetch_data": "get a data set",
+    "measure_hardware": "measure this machine, for plans",
+}
 
 
 def run(command: Optional[str] = None) -> NoReturn:
@@ -21,12 +31,16 @@ def run(command: Optional[str] = None) -> NoReturn:
     from ipu_pipe.errors import Parser, run_command
 
     def named() -> None:
-        parser = Parser(prog="python -m ipu_pipe", description="Run a command: tools/COMMAND.py of a clone.")
-        parser.add_argument(
-            "command", metavar="COMMAND", choices=COMMANDS, help=f"{', '.join(COMMANDS)}; each has --help"
+        shown = {name.replace("_", "-"): says for name, says in COMMANDS.items()}
+        parser = Parser(
+            prog=program() or COMMAND,
+            description="Train, plan and analyze pipelined models.",
+            epilog="\n".join(["commands, each with --help:", *(f"  {name:18}{says}" for name, says in shown.items())]),
         )
+        parser.add_argument("--version", action="version", version=f"ipu_pipe {__version__}")
+        parser.add_argument("command", metavar="COMMAND", type=lambda name: name.replace("_", "-"), choices=shown)
         chosen = parser.parse_args(sys.argv[1:2]).command
         del sys.argv[1]
-        importlib.import_module(f"{__name__}.{chosen}").main()
+        importlib.import_module(f"{__name__}.{chosen.replace('-', '_')}").main()
 
     run_command(named if command is None else importlib.import_module(f"{__name__}.{command}").main)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.shipped import config_path
 
 
 def folder(text: str) -> Path:
@@ -22,12 +23,13 @@ def add_set(parser: argparse.ArgumentParser, says: str = "change keys of the con
 
 
 def config_of(args: argparse.Namespace, example: str) -> str:
-    """CONFIG, which may stand behind the last --set too (--set a=1 CONFIG). Raises BadInput, which names `example`."""
+    """CONFIG, which may stand behind the last --set too (--set a=1 CONFIG), or its file where it names one that comes with the
+    library. Raises BadInput, which names `example`."""
     if args.config is None and args.set and "=" not in args.set[-1]:
         args.config = args.set.pop()
     if args.config is None:
         raise BadInput(f"CONFIG: missing: must be a YAML file, such as {example}")
-    return str(args.config)
+    return str(config_path(args.config))
 
 
 def say(text: str) -> None:

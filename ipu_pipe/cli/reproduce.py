@@ -6,12 +6,18 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Optional, Sequence
+from typing import Any, Callable, Dict, Optional, Sequence
 
 from ipu_pipe.cli.arguments import folder, say
 from ipu_pipe.errors import BadInput, Parser
+from ipu_pipe.shipped import configs
 
-FOLDER = Path(__file__).resolve().parents[2] / "configs" / "experiments"
+FOLDER = configs() / "experiments"
+PREDICTED = {  # title and source
+    "plan_local_table1": ("speedups of chunked local training on IPUs", "Laskin et al. 2020, Table 1"),
+    "plan_local_table3": ("memory per IPU", "Laskin et al. 2020, Table 3"),
+    "plan_2bw": ("PipeDream-2BW on 64 V100s", "Narayanan et al. 2021, Figures 6, 7 and 9"),
+}
 EPILOG = """\
 examples:
   python tools/reproduce.py                          list the experiments
@@ -19,7 +25,8 @@ examples:
   python tools/reproduce.py all --out docs/results   run all
   python tools/reproduce.py pb_resnet20 --full       at the paper's size, for a GPU
 
-An experiment is a file in configs/experiments/ (or any other, by its path). What was interrupted goes on where it was.
+An experiment is a file in configs/experiments/ (or any other, by its path). What was interrupted goes on where it was. Those that
+begin with plan_ run nothing: they set what the planner predicts beside what papers printed.
 Exit codes: 0 done (also where results differ from what was expected: the table says so), 2 bad input, 1 fault, 130 Ctrl-C.
 """
 
@@ -61,14 +68,18 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     if not args.experiment:
         listed = [experiments.load_experiment(path) for path in known]
         if args.json:
-            print(json.dumps([{"experiment": e.name, "title": e.title, "source": e.source} for e in listed], indent=1))
+            print(json.dumps([{"experiment": e.name, "title": e.title, "source": e.source} for e in listed] + [
+                {"experiment": name, "title": title, "source": source} for name, (title, source) in PREDICTED.items()
+            ], indent=1))  # fmt: skip
             return
         for e in listed:
             print(f"{e.name:24s} {e.title} ({e.source}); {len(e.rows)} rows, {len(e.seeds)} seeds")
+        for name, (title, source) in PREDICTED.items():
+            print(f"{name:24s} {title} ({source}); predicted")
         return
-    chosen = known if args.experiment == ["all"] else [_find(name, known) for name in args.experiment]
-    all_found = []
-    for path in chosen:
+    asked = [*(path.stem for path in known), *PREDICTED] if args.experiment == ["all"] else args.experiment
+    all_found = [_predicted(name, args) for name in asked if name in PREDICTED]
+    for path in [_find(name, known) for name in asked if name not in PREDICTED]:
         experiment = experiments.load_experiment(path)
         unknown = [label for label in args.rows or () if label not in experiment.rows]
         if unknown:
@@ -93,8 +104,30 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         print(json.dumps(all_found[0] if len(all_found) == 1 else all_found, indent=1))
 
 
+def _predicted(name: str, args: Any) -> Dict[str, Any]:
+    """A table of predictions, printed and written."""
+    from ipu_pipe.studies import predicted_2bw, predicted_local, predictions
+
+    given = [key for key in ("rows", "seeds", "full") if getattr(args, key)]
+    if given:
+        raise BadInput([f"--{key}: {name} is predicted, not run: leave it out" for key in given])
+    tables: Dict[str, Callable[[], predictions.Predicted]] = {
+        "plan_local_table1": predicted_local.table_1,
+        "plan_local_table3": predicted_local.table_3,
+        "plan_2bw": predicted_2bw.table_2bw,
+    }
+    found = tables[name]()
+    files = predictions.write_table(found, (args.out or args.runs) / name)
+    if not args.json:
+        print(predictions.as_markdown(found))
+        print("where to look:\n  " + "\n  ".join(map(str, files)))
+    return predictions.as_json(found)
+
+
 def _find(name: str, known: "list[Path]") -> Path:
     path = next((path for path in known if path.stem == name), Path(name))
     if not path.is_file():
-        raise BadInput(f"EXPERIMENT: {name}: must be one of {', '.join(p.stem for p in known)}, all, or a file")
+        raise BadInput(
+            f"EXPERIMENT: {name}: must be one of {', '.join([*(p.stem for p in known), *PREDICTED])}, all, or a file"
+        )
     return path

@@ -10,6 +10,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from ipu_pipe.cli.arguments import add_set, folder, say
 from ipu_pipe.errors import BadInput, Parser, traceback_shown
+from ipu_pipe.shipped import config_path
 from ipu_pipe.shown import nearest, shown
 
 EXPERIMENTS = {"pipemare_17": "pipemare_recompute_resnet20", "pipemare_18": "pipemare_recompute_translation"}
@@ -65,7 +66,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     if not args.what and args.set and "=" not in args.set[-1]:  # --set a=1 CONFIG
         args.what = [args.set.pop()]
     with traceback_shown(args.traceback):
-        if len(args.what) == 1 and (args.what[0].endswith((".yaml", ".yml")) or Path(args.what[0]).is_file()):
+        if len(args.what) == 1 and (args.what[0].endswith((".yaml", ".yml")) or config_path(args.what[0]).is_file()):
             _config(args)
         else:
             _figures(args)

@@ -68,6 +68,8 @@ def count_units(model: nn.Module, x: torch.Tensor) -> Costed:
                 (seen.live[b] if b < len(seen.calls) else 0) / samples,
                 sum(saved.values()) / samples,
                 next((p.element_size() for p in model.parameters()), 4),
+                forward_moved=sum(call.moved for call in own) / samples,
+                backward_moved=sum(call.backward_moved for call in own) / samples,
             )
         )
     return Costed(tuple(units), f"FLOPs {HOW}, {how}")

@@ -74,12 +74,14 @@ class Rate(Section):
 
 class Device(Section):
     """One device. `usable_share` of `memory_bytes` is a run's, of which `code_share` (of the whole memory) goes to code and
-    exchange, on devices that hold their program in it. `streaming_bytes`: more memory, behind `streaming_bandwidth`."""
+    exchange, on devices that hold their program in it. `bandwidth_share` of `memory_bandwidth` is reached (null: all).
+    `streaming_bytes`: more memory, behind `streaming_bandwidth`."""
 
     memory_bytes: Positive
     usable_share: Fraction
     code_share: Optional[Share] = None
     memory_bandwidth: Positive
+    bandwidth_share: Optional[Fraction] = None
     rates: Dict[Literal["float64", "float32", "bfloat16", "float16"], Rate]
     streaming_bytes: Optional[Positive] = None
     streaming_bandwidth: Optional[Positive] = None
@@ -88,6 +90,11 @@ class Device(Section):
     def usable_bytes(self) -> float:
         """Bytes that a run may fill, its code included where that lies in this memory."""
         return self.memory_bytes.value * self.usable_share.value
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second of its memory that training reaches."""
+        return self.memory_bandwidth.value * (self.bandwidth_share.value if self.bandwidth_share else 1.0)
 
     @property
     def code_bytes(self) -> float:

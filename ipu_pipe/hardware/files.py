@@ -1,7 +1,6 @@
 """Hardware descriptions by name or file: `--hardware NAME|FILE` and a config's `hardware`.
 
-Named ones are the files of configs/hardware/ beside the package (the repository's; an installed wheel has to bring them), and
-`this`, the machine itself, which a command measures into the user's cache.
+Named ones are the files of configs/hardware/, and `this`, the machine itself, which a command measures into the user's cache.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ from pydantic import ValidationError
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import Hardware
 from ipu_pipe.key_faults import told
+from ipu_pipe.shipped import configs
 from ipu_pipe.shown import nearest, shown
 from ipu_pipe.yaml_files import Origins, note, read_file
 
-FOLDER = Path(__file__).resolve().parents[2] / "configs" / "hardware"
+FOLDER = configs() / "hardware"
 THIS = "this"
 COMMAND = "python tools/measure_hardware.py"
 

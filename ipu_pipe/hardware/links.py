@@ -5,6 +5,7 @@ Devices are numbered so that neighbours are close: those of one server follow on
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import List, Optional, Sequence, Tuple
 
 from ipu_pipe.errors import BadInput
@@ -54,6 +55,14 @@ def _sharing(level: Level, device: int) -> str:
     first = device // level.shared_by * level.shared_by
     last = first + level.shared_by - 1
     return f"device {first}" if first == last else f"devices {first} to {last}"
+
+
+def host_seconds(hardware: Hardware, devices: Sequence[int], size: float) -> float:
+    """Until `size` bytes for each of `devices` have come from their hosts, all at once; 0 where no host is described."""
+    if hardware.host is None:
+        return 0.0
+    crowds = Counter(device // hardware.host.shared_by for device in devices)
+    return message_seconds(hardware.host, size, max(crowds.values()))
 
 
 def all_reduce_seconds(link: Link, size: float, replicas: int, at_once: int = 1) -> float:

@@ -1,9 +1,13 @@
 """Seconds that a unit's passes and updates take on a device: predicted from FLOPs and bytes, or between sizes that were measured.
 
-A pass takes as long as its arithmetic at the rate that training reaches, or its memory traffic, whichever is more (the roofline
-of Williams et al. 2009). That holds operation by operation: sum the seconds of units, rather than asking for those of a stage
-that joins them. Traffic is an estimate: a forward reads the weights, writes the activations that are kept and reads each once;
-a backward moves the activations twice as often, reads the weights, and reads and writes the sums of their gradients.
+A pass is two kinds of operations, one after the other. Products (of matrices, convolutions) take as long as their arithmetic at
+the rate that training reaches, or the traffic of the weights, whichever is more (the roofline of Williams et al. 2009): a forward
+reads them, a backward too, and it reads and writes the sums of their gradients; so small microbatches are slow where weights are
+many. All else (norms, activation functions, sums) has no arithmetic to speak of: it takes as long as what it moves, each
+operation's tensors read and written once. Where that was not counted (torch 2.0, units written by hand) the traffic of
+activations is estimated beside the weights': a forward writes what is kept and reads it once, a backward moves it twice as often.
+
+The roofline holds operation by operation: sum the seconds of units, rather than asking for those of a stage that joins them.
 """
 
 from __future__ import annotations
@@ -28,12 +32,14 @@ def pass_seconds(unit: Unit, hardware: Hardware, precision: str, samples: int) -
     """Of a microbatch of `samples`. A unit that was measured takes what was measured, whatever the hardware."""
     if unit.measured:
         return _between(unit, samples)
-    rate, bandwidth, sizes = hardware.rate(precision), hardware.device.memory_bandwidth.value, PRECISIONS[precision]
-    activations = 2 * samples * unit.activation_bytes * sizes.activation / unit.number_bytes
+    rate, bandwidth, sizes = hardware.rate(precision), hardware.device.bandwidth, PRECISIONS[precision]
+    scale = samples * sizes.activation / unit.number_bytes
+    counted = unit.forward_moved or unit.backward_moved
+    activations = 0.0 if counted else 2 * scale * unit.activation_bytes
     weights, gradients = unit.parameters * sizes.weight, unit.parameters * sizes.gradient
     forward = max(samples * unit.forward_flops / rate, (weights + activations) / bandwidth)
     backward = max(samples * unit.backward_flops / rate, (weights + 2 * gradients + 2 * activations) / bandwidth)
-    return Passes(forward, backward)
+    return Passes(forward + scale * unit.forward_moved / bandwidth, backward + scale * unit.backward_moved / bandwidth)
 
 
 def _between(unit: Unit, samples: int) -> Passes:
@@ -57,7 +63,7 @@ def update_seconds(unit: Unit, hardware: Hardware, precision: str, optimizer: st
         return unit.update_seconds
     sizes = PRECISIONS[precision]
     traffic = 2 * (sizes.weight + sizes.master + MOMENTS[optimizer] * sizes.state) + sizes.gradient
-    return unit.parameters * traffic / hardware.device.memory_bandwidth.value
+    return unit.parameters * traffic / hardware.device.bandwidth
 
 
 def boundary_bytes(unit: Unit, precision: str, samples: int) -> float:

@@ -24,10 +24,11 @@ class Unit:
 
     FLOPs (a multiplication and an addition are two) and bytes are for one sample. `output_bytes`: what crosses to the next
     device if a stage ends with this unit, whatever else passes by included. `activation_bytes`: what is kept from the forward
-    for the backward, weights apart. Both are sizes of numbers of `number_bytes`, and scale with the precision. `parameters`:
-    how many trained numbers it owns (a weight used twice is the first unit's). `measured`: what its passes took, for one or
-    more sizes of microbatch; empty: not measured, and times come from FLOPs and bytes. `update_seconds`: of its weights'
-    update, where measured.
+    for the backward, weights apart. `forward_moved`, `backward_moved`: what operations without FLOPs (norms, activation
+    functions, sums) read and write; both 0: not counted. These are sizes of numbers of `number_bytes`, and scale with the
+    precision. `parameters`: how many trained numbers it owns (a weight used twice is the first unit's). `measured`: what its
+    passes took, for one or more sizes of microbatch; empty: not measured, and times come from FLOPs and bytes.
+    `update_seconds`: of its weights' update, where measured.
     """
 
     name: str
@@ -39,6 +40,8 @@ class Unit:
     number_bytes: int = 4
     measured: Tuple[Measured, ...] = ()
     update_seconds: float = 0.0
+    forward_moved: float = 0.0
+    backward_moved: float = 0.0
 
 
 def joined(units: Sequence[Unit]) -> Unit:
@@ -60,4 +63,6 @@ def joined(units: Sequence[Unit]) -> Unit:
             for size in sizes
         ),
         sum(unit.update_seconds for unit in units),
+        sum(unit.forward_moved for unit in units),
+        sum(unit.backward_moved for unit in units),
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Callable, Mapping
 
 from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.shipped import MODELS
 from ipu_pipe.shown import nearest, shown
 
 
@@ -20,7 +21,7 @@ def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        module = importlib.import_module(module_name)
+        module = _imported(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise BadInput(f"{key}: {shown(entry)}: no module {error.name} in the current folder or installed") from None
@@ -39,6 +40,21 @@ def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
         raise BadInput(f"{key}: {shown(entry)}: is a {type(found).__name__}, must be callable")
     called: Callable[..., Any] = found
     return called
+
+
+def _imported(name: str) -> Any:
+    """The module of that name: the user's own, else of models that came with the library."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        top = name.partition(".")[0]
+        if top != MODELS or error.name not in (top, name):
+            raise
+        try:
+            return importlib.import_module(f"ipu_pipe.{name}")
+        except ModuleNotFoundError as second:
+            missing = name if second.name == f"ipu_pipe.{name}" else error.name
+            raise ModuleNotFoundError(f"No module named {missing!r}", name=missing) from None
 
 
 def accepts(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> None:

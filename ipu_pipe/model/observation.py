@@ -36,6 +36,8 @@ class Call:
     alone: bool = True  # none of its children runs
     flops: float = 0.0  # forward, of all that runs from here to the next module's first run
     backward_flops: float = 0.0
+    moved: float = 0.0  # bytes that operations without FLOPs read and write, forward, as above
+    backward_moved: float = 0.0
     inputs: Any = ()  # (arguments, keyword arguments)
     saved: Dict[int, int] = field(default_factory=dict)  # storage kept for the backward -> its bytes; weights apart
 
@@ -101,10 +103,9 @@ def count(model: nn.Module, x: torch.Tensor, forward: Callable[[], Any]) -> Obse
         trained = [p for p in model.parameters() if p.requires_grad]
         try:
             if results and trained:
+                gradients = [torch.ones_like(t) for t in results]
                 with counter:
-                    torch.autograd.grad(
-                        sum((t.sum() for t in results[1:]), results[0].sum()), trained, allow_unused=True
-                    )
+                    torch.autograd.grad(results, trained, gradients, allow_unused=True)
             seen.backward = True
         except Exception:  # whatever the user's model raises: it is told where it trains
             if any(t.is_meta for t in results):
@@ -172,6 +173,17 @@ def _view(tensor: torch.Tensor) -> Tuple[Any, ...]:
     return (storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
+TAKES_MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+def _moved(operation: Any, arguments: Any, result: Any) -> float:
+    """Bytes that an operation reads and writes, each tensor once; 0 of those that look at memory in another way, or take it."""
+    looks = any(r.alias_info is not None and not r.alias_info.is_write for r in operation._schema.returns)
+    if looks or operation.overloadpacket.__name__ in TAKES_MEMORY:
+        return 0.0
+    return float(sum(min(_bytes(t), t.numel() * t.element_size()) for t in tensors_in((*arguments, result))))
+
+
 class _Counter(TorchDispatchMode):
     """Sees every operation of a forward, and of its backward."""
 
@@ -211,12 +223,14 @@ class _Counter(TorchDispatchMode):
         if self.forward:
             self._read(args, kwargs)
         result = func(*args, **kwargs)
-        if formula is not None and self.calls:
-            flops = float(formula(*args, **kwargs, out_val=result))
+        if self.calls and self._formulas:
+            call = self.calls[-1] if self.forward else self.calls[self._of_node()]
+            flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
+            moved = _moved(func, (*args, *kwargs.values()), result) if formula is None else 0.0
             if self.forward:
-                self.calls[-1].flops += flops
+                call.flops, call.moved = call.flops + flops, call.moved + moved
             else:
-                self.calls[self._of_node()].backward_flops += flops
+                call.backward_flops, call.backward_moved = call.backward_flops + flops, call.backward_moved + moved
         if self.forward:
             self._make(result)
         return result
@@ -224,6 +238,8 @@ class _Counter(TorchDispatchMode):
     def _of_node(self) -> int:
         """The call that made the autograd node that runs."""
         node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        if node is None:
+            return len(self.calls) - 1
         return max(0, bisect.bisect_right(self._first, node._sequence_nr()) - 1)
 
     def _read(self, args: Any, kwargs: Any) -> None:

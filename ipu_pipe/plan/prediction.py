@@ -14,10 +14,12 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 
 from ipu_pipe.hardware.description import Hardware
+from ipu_pipe.hardware.links import host_seconds
 from ipu_pipe.hardware.memory import Holding, StageMemory, holding, lockstep_schedule, stage_memory
 from ipu_pipe.hardware.precision import PRECISIONS
-from ipu_pipe.hardware.times import pass_seconds, update_seconds
+from ipu_pipe.hardware.times import Passes, pass_seconds, update_seconds
 from ipu_pipe.hardware.units import Unit
+from ipu_pipe.plan.blocks import BlockUnits
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.partition import FloatArray, IntArray, StageCosts, best_cuts
 from ipu_pipe.plan.placing import Layout, Neighbours, neighbours, reduce_message, sized
@@ -30,7 +32,7 @@ from ipu_pipe.schedule.timelines import make_schedule
 @dataclass(frozen=True)
 class Problem:
     """What is planned: `units` of the model in order, `input_bytes` of a sample, on `hardware` with so many usable bytes a
-    device. `optimizer`: of hardware.times.MOMENTS."""
+    device. `optimizer`: of hardware.times.MOMENTS. `blocks`: for methods that train blocks by losses of their own."""
 
     units: Tuple[Unit, ...]
     input_bytes: float
@@ -38,6 +40,7 @@ class Problem:
     memory_bytes: float
     precision: str
     optimizer: str
+    blocks: Optional[BlockUnits] = None
 
     @property
     def lockstep(self) -> bool:
@@ -61,16 +64,46 @@ class Sums:
         crossing = [unit.output_bytes * scale / unit.number_bytes for unit in units]
         # bytes of a microbatch that enter a stage which begins at each unit; none leave the last
         self.entering = samples * np.array([problem.input_bytes, *crossing[:-1], 0.0])
+        self.blocks = _BlockCosts(problem, problem.blocks, samples) if problem.blocks is not None else None
 
-    def stage(self, first: IntArray, end: IntArray) -> Unit:
-        """A unit of arrays: the stages of the units from `first` to before `end`."""
+    def stage(self, first: IntArray, end: IntArray, local: bool = False) -> Unit:
+        """A unit of arrays: the stages of the units from `first` to before `end`. `local`: each with its head."""
 
         def between(sums: FloatArray) -> FloatArray:
             return sums[end] - sums[first]
 
         parameters: Any = between(self.parameters)
         activations: Any = between(self.activations)
+        if local:
+            assert self.blocks is not None
+            parameters, activations = (
+                parameters + self.blocks.parameters[end],
+                activations + self.blocks.activations[end],
+            )
         return Unit("", 0.0, 0.0, parameters, 0.0, activations, self.number_bytes)
+
+
+class _BlockCosts:
+    """Of heads, by the unit before which their block ends, and of what is spared, by the unit with which one begins; arrays of
+    n + 1."""
+
+    def __init__(self, problem: Problem, blocks: BlockUnits, samples: int) -> None:
+        def seconds(unit: Unit) -> Passes:
+            return pass_seconds(unit, problem.hardware, problem.precision, samples)
+
+        def ends(values: Sequence[float]) -> FloatArray:
+            return np.array([0.0, *values, 0.0])
+
+        passes = [seconds(head) for head in blocks.heads]
+        self.forward = ends([each.forward for each in passes])
+        self.backward = ends([each.backward for each in passes])
+        self.update = ends(
+            [update_seconds(head, problem.hardware, problem.precision, problem.optimizer) for head in blocks.heads]
+        )
+        self.parameters = ends([head.parameters for head in blocks.heads])
+        self.activations = ends([head.activation_bytes for head in blocks.heads])
+        pairs = zip(problem.units[1:], blocks.first[1:])
+        self.spared = ends([seconds(unit).backward - seconds(first).backward for unit, first in pairs])
 
 
 def _sums(values: Sequence[float]) -> FloatArray:
@@ -100,7 +133,11 @@ class Costing:
         self.problem, self.asked, self.layout, self.sums = problem, asked, layout, sums
         self.kept = held(problem, asked)
         self.onward, self.back = messages or neighbours(problem.hardware, layout)
+        self.local = METHODS[asked.method].structure is not None
         self.work = np.diff(sums.forward) * (2 if asked.recompute else 1) + np.diff(sums.backward)
+        if self.local:
+            assert sums.blocks is not None, "blocks are planned with the figures of their heads"
+            self.work = self.work - sums.blocks.spared[:-1]
 
     def cut(self) -> Optional[List[int]]:
         """First units of the stages of the cut whose slowest stage is the fastest, within the memory; None where none fits."""
@@ -120,17 +157,21 @@ class Costing:
         count = self.asked.gradient_accumulation
         work = np.add(costs.forward, costs.backward)
         reduce = costs.reduce or (Message(),) * len(work)
+        messages = ((count, costs.onward), (count, () if self.local else costs.back), (1, reduce))
         busy: Dict[str, float] = {}
-        for times, messages in ((count, costs.onward), (count, costs.back), (1, reduce)):
-            for each in messages:
+        for times, sent in messages:
+            for each in sent:
                 for link in each.links:
                     busy[link] = busy.get(link, 0.0) + times * each.seconds
+        sums = [update + each.seconds + each.latency for update, each in zip(costs.update, reduce)]
+        least = [float((count * work + sums).max()) + count * costs.enter, *busy.values()]
+        if self.local:  # what is handed on is not waited for
+            return max(least_seconds(self.asked, float(self.work.sum())), *least)
         pairs = zip(costs.onward, costs.back)
         crossing = [one.seconds + one.latency + other.seconds + other.latency for one, other in pairs]
         away = np.cumsum((work + np.array([*crossing, 0.0]))[::-1])[::-1]
         flying = np.maximum(self.kept.inputs, self.kept.activations)
-        sums = [update + each.seconds + each.latency for update, each in zip(costs.update, reduce)]
-        least = [float((count * work + sums).max()), count * float((away / flying).max()), *busy.values()]
+        least.append(count * float((away / flying).max()))
         if METHODS[self.asked.method].flushes:  # what is before a stage happens before it begins and after it ends
             before = np.cumsum([0.0, *(work[:-1] + crossing)])
             least.append(float((before + count * work).max()) + sums[0])
@@ -146,27 +187,33 @@ class Costing:
         return None if starts is None else max(memory.total for memory in self.memories(starts))
 
     def _stage_costs(self, first: IntArray, end: IntArray) -> StageCosts:
-        seconds = _differences(np.concatenate([[0.0], np.cumsum(self.work)]), first, end)
+        seconds = sum(self._seconds(first, end))
 
         def of_stage(k: int) -> FloatArray:
             s = self.asked.depth - k
             leaves = np.zeros(())
             if s < self.asked.depth - 1:
-                leaves = self.sums.entering[end] * (self.onward[s].seconds + self.back[s].seconds * self._both)
+                both = self.problem.lockstep and not self.local  # go together between cycles
+                leaves = self.sums.entering[end] * (self.onward[s].seconds + self.back[s].seconds * both)
             cost = seconds + leaves if self.problem.lockstep else np.maximum(seconds, leaves)
             return np.where(self._memory(s, first, end).total <= self.problem.memory_bytes, cost, np.inf)
 
         return of_stage
 
-    @property
-    def _both(self) -> float:
-        """1 where messages of both directions wait for one another: they go together between cycles."""
-        return 1.0 if self.problem.lockstep else 0.0
+    def _seconds(self, first: IntArray, end: IntArray) -> Tuple[FloatArray, FloatArray]:
+        """Forward and backward of the stages of the units from `first` to before `end`."""
+        sums = self.sums
+        forward, backward = _differences(sums.forward, first, end), _differences(sums.backward, first, end)
+        if self.local:
+            assert sums.blocks is not None
+            forward = forward + sums.blocks.forward[end]
+            backward = backward + sums.blocks.backward[end] - sums.blocks.spared[first]
+        return forward, backward + forward if self.asked.recompute else backward
 
     def _memory(self, s: int, first: IntArray, end: IntArray, kept: Optional[Holding] = None) -> StageMemory:
         kept = kept or self.kept
         return stage_memory(
-            self.sums.stage(first, end),
+            self.sums.stage(first, end, self.local),
             self.sums.entering[first],  # type: ignore[arg-type]
             int(kept.copies[s]),
             int(kept.inputs[s]),
@@ -186,23 +233,28 @@ class Costing:
     def costs(self, starts: Sequence[int]) -> Costs:
         """For the clock."""
         first, end = np.array(starts), np.array([*starts[1:], len(self.work)])
-        sums, asked = self.sums, self.asked
-        forward, backward = _differences(sums.forward, first, end), _differences(sums.backward, first, end)
+        sums, asked, hardware = self.sums, self.asked, self.problem.hardware
+        forward, backward = self._seconds(first, end)
+        update = _differences(sums.update, first, end) + (
+            sums.blocks.update[end] if self.local and sums.blocks else 0.0
+        )
         sizes = sums.entering[first[1:]]
-        gradients = _differences(sums.parameters, first, end) * PRECISIONS[self.problem.precision].gradient
+        owned: Any = sums.stage(first, end, self.local).parameters
+        gradients = owned * PRECISIONS[self.problem.precision].gradient
         reduce: Tuple[Message, ...] = ()
         if asked.width > 1:
-            reduce = tuple(
-                reduce_message(self.problem.hardware, self.layout, s, float(size)) for s, size in enumerate(gradients)
-            )
+            reduce = tuple(reduce_message(hardware, self.layout, s, float(size)) for s, size in enumerate(gradients))
         return Costs(
             forward.tolist(),
-            (backward + forward if asked.recompute else backward).tolist(),
-            _differences(sums.update, first, end).tolist(),
+            backward.tolist(),
+            update.tolist(),
             onward=tuple(sized(each, float(size)) for each, size in zip(self.onward, sizes)),
             back=tuple(sized(each, float(size)) for each, size in zip(self.back, sizes)),
             reduce=reduce,
             lockstep=self.problem.lockstep,
+            enter=host_seconds(hardware, self.layout.replicas(0), float(sums.entering[0]))
+            if self.problem.lockstep
+            else 0.0,
         )
 
 
@@ -307,4 +359,4 @@ def predict_cut(costing: Costing, starts: Sequence[int]) -> Prediction:
 
 def without_messages(costs: Costs) -> Costs:
     """The same where everything is there at once."""
-    return replace(costs, onward=(), back=(), reduce=(), link=0.0)
+    return replace(costs, onward=(), back=(), reduce=(), link=0.0, enter=0.0)

@@ -13,6 +13,7 @@ from typing import List, NamedTuple, Optional, Sequence, Tuple
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, batch_time, without_messages
 from ipu_pipe.plan.search import least_memory
+from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.shown import sized_bytes
 
@@ -67,6 +68,7 @@ def _held_back(problem: Problem, found: Prediction) -> List[Binding]:
         link = max(found.carried, key=lambda each: found.carried[each])
         reduces = any(link in each.links for each in found.costs.reduce)
         what = "all-reduces of gradients" if reduces else "activations and their gradients"
+        what = "samples" if link == HOST else what
         reasons.append(
             Binding(
                 "link",

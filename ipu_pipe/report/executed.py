@@ -8,8 +8,9 @@ from typing import Any, Dict
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.job.position import Position
 from ipu_pipe.job.record import Job
-from ipu_pipe.report import trace
 from ipu_pipe.schedule import clock
+from ipu_pipe.trace import chrome as trace
+from ipu_pipe.trace.modelled import modelled_events
 
 
 def _slot_ns(job: Job, position: Position) -> float:
@@ -42,7 +43,7 @@ def write_trace(job: Job, path: Path, position: Position, measured: Report) -> N
         trace.write_chrome(path, sorted(events, key=lambda e: e.start_ns), values, {**metadata, "modelled": False})
         return
     slot_ns = _slot_ns(job, position)
-    events, counters = clock.modelled_events(
+    events, counters = modelled_events(
         clock.clock(schedule, clock.slot_costs(schedule), count),
         (table.forward(0, count), table.backward(0, count)),
         accumulate=batch,

@@ -25,7 +25,7 @@ from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.model.uncompiled import without_compiler
 from ipu_pipe.run import checks
 from ipu_pipe.run.checkpoint import load_weights, read_weights
-from ipu_pipe.run.parts import make_data, make_factory, make_loss, make_model
+from ipu_pipe.run.parts import make_data, make_factory, make_loss, make_model, refuse_wrapped
 from ipu_pipe.run.trying import try_model
 from ipu_pipe.schedule.methods import check, resolve_method
 from ipu_pipe.schedule.segments import segment_ends
@@ -48,6 +48,7 @@ def set_up(
     torch.manual_seed(derived_seed(config.seed, "model"))
     given = model is not None
     model = model if model is not None else make_model(config)
+    refuse_wrapped(model)
     _refuse_tensors(model)
     _refuse_unkeyed(model, device)
     if config.init_from:

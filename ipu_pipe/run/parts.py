@@ -25,6 +25,20 @@ def make_model(config: Config) -> nn.Module:
     return model
 
 
+# Classes that put another's module inside: whose names, hooks and order of work are not the model's own.
+WRAPPERS = {
+    "OptimizedModule": "torch.compile", "DataParallel": "DataParallel", "DistributedDataParallel": "DistributedDataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel", "PoplarExecutor": "a PopTorch executor",
+}  # fmt: skip
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Refuse (BadInput) a model inside a wrapper, by the wrapper's name."""
+    wrapper = next((WRAPPERS[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in WRAPPERS), None)
+    if wrapper is not None:
+        raise BadInput(f"model: is wrapped by {wrapper}: give the model itself, which the backend divides over its devices")
+
+
 def make_data(config: Config) -> DataSource:
     """The config's data set, or what its import string gives."""
     options = config.data.options()

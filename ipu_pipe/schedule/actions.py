@@ -25,8 +25,8 @@ class Kind(Enum):
 
     @property
     def word(self) -> str:
-        """As traces name it: a recomputation is shown as the forward that it is."""
-        return "forward" if self is Kind.RECOMPUTE else self.name.lower().replace("_", " ")
+        """As traces name it."""
+        return self.name.lower().replace("_", " ")
 
 
 # The passes of every microbatch on every stage. The last of them completes it there: its activations are free, and the

@@ -1,4 +1,4 @@
-"""The clock: when each pass of a schedule runs if passes take time, and the events of a run that went so.
+"""The clock: when each pass of a schedule runs if passes take time.
 
 Every device does its row in order, every pass waits for what it needs, messages that share a link follow one another. With unit
 costs the clock gives the slots:
@@ -17,12 +17,11 @@ from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.schedule.actions import PASSES, Kind, pass_needs
-from ipu_pipe.schedule.events import Counter, Event
-from ipu_pipe.schedule.runs import IntArray
+from ipu_pipe.schedule.actions import Kind, pass_needs
 from ipu_pipe.schedule.table import Schedule
 
 FloatArray = NDArray[np.float64]
+HOST = "link to the host"
 
 
 class Message(NamedTuple):
@@ -43,7 +42,8 @@ class Costs:
     forward in a slot that holds two passes, in the slot's second half); 0: every pass begins as soon as it can. `onward[s]`:
     the message from stage s to s + 1, `back[s]` from s + 1 to s; empty: `link` for all, which are not shared. `reduce[s]`:
     what the replicas of stage s tell each other before its update; empty: nothing. `lockstep`: every slot is a cycle that
-    lasts as long as its slowest device and then its messages (see `_Lockstep`).
+    lasts as long as its slowest device and then its messages (see `_Lockstep`); `enter`: before a cycle in which stage 0 has a
+    forward all wait so long for what comes from the host. Elsewhere that goes on beside the passes.
     """
 
     forward: Sequence[float]
@@ -56,6 +56,7 @@ class Costs:
     back: Sequence[Message] = ()
     reduce: Sequence[Message] = ()
     lockstep: bool = False
+    enter: float = 0.0
 
     def durations(self, passes: Sequence[Kind]) -> Dict[Kind, Sequence[float]]:
         """Of each of these passes, by stage."""
@@ -248,7 +249,11 @@ class _Lockstep(_Played):
                 sends[source] += [] if message is None else [message]
         now = 0.0
         waiting: Dict[int, List[int]] = {}  # update -> stages that are through with its batch
-        for _, cycle in groupby(self.rows, key=lambda row: row[0]):
+        for _, rows in groupby(self.rows, key=lambda row: row[0]):
+            cycle = list(rows)
+            if costs.enter and any(done == 0 for _, done, _ in cycle):
+                now += costs.enter
+                self.carried[HOST] = self.carried.get(HOST, 0.0) + costs.enter
             used = dict.fromkeys(self.device, now)
             sent: List[Message] = []
             for _, done, m in cycle:
@@ -298,54 +303,3 @@ def _rows(schedule: Schedule, count: int) -> List[Tuple[int, int, int]]:
     slot, which, microbatch = np.concatenate(found, axis=1)
     by_slot = np.lexsort((microbatch, which, slot))
     return list(zip(slot[by_slot].tolist(), which[by_slot].tolist(), microbatch[by_slot].tolist()))
-
-
-def modelled_events(
-    times: Times,
-    versions: Tuple[IntArray, IntArray],
-    accumulate: int,
-    unit_ns: float,
-    device_of_stage: Sequence[int],
-    boundary_bytes: Optional[Sequence[int]] = None,
-    gradients_cross: bool = True,
-) -> Tuple[List[Event], List[Counter]]:
-    """Events and in-flight counters of a schedule whose actions went by `times`, a unit of which takes `unit_ns`.
-
-    `versions`: of each forward and of each backward (P, M). `boundary_bytes[s]`: what goes from stage s to s + 1, None if not
-    known; back the same unless `gradients_cross` is false. The counters tell, for each device, the microbatches in flight,
-    summed over its stages.
-    """
-    start, end = (
-        {kind: np.rint(moments * unit_ns).astype(np.int64) for kind, moments in column.items()} for column in times[:2]
-    )
-    events: List[Event] = []
-    for s, device in enumerate(device_of_stage):
-        onward = boundary_bytes[s] if boundary_bytes is not None and s < len(device_of_stage) - 1 else None
-        back = boundary_bytes[s - 1] if boundary_bytes is not None and s and gradients_cross else None
-        forwards, backwards, updates = (
-            list(zip(start[kind][s].tolist(), end[kind][s].tolist())) for kind in (*PASSES, Kind.UPDATE)
-        )
-        for m, ((begin, done), version) in enumerate(zip(forwards, versions[0][s].tolist())):
-            events.append(Event(s, device, Kind.FORWARD.word, m, begin, done, version, onward))
-        for m, ((begin, done), version) in enumerate(zip(backwards, versions[1][s].tolist())):
-            events.append(Event(s, device, Kind.BACKWARD.word, m, begin, done, version, back))
-            if (m + 1) % accumulate == 0:
-                k = m // accumulate
-                events.append(Event(s, device, Kind.UPDATE.word, k, *updates[k], k + 1, None))
-    counters: List[Counter] = []
-    for device in dict.fromkeys(device_of_stage):
-        stages = [s for s, place in enumerate(device_of_stage) if place == device]
-        counters += _in_flight(device, end[Kind.FORWARD][stages].ravel(), end[Kind.BACKWARD][stages].ravel())
-    return events, counters
-
-
-def _in_flight(device: int, f_end: IntArray, b_end: IntArray) -> List[Counter]:
-    """Microbatches whose activations a device holds: from the end of the forward to the end of the backward."""
-    times = np.concatenate([f_end, b_end])
-    steps = np.concatenate([np.ones(len(f_end), np.int64), -np.ones(len(b_end), np.int64)])
-    order = np.argsort(times, kind="stable")
-    values, times = np.cumsum(steps[order]), times[order]
-    last = np.append(times[1:] != times[:-1], True)  # of those at one time, the last stands
-    return [
-        Counter(device, "microbatches in flight", t, v) for t, v in zip(times[last].tolist(), values[last].tolist())
-    ]

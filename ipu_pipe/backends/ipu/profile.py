@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List, Optional
 
 from ipu_pipe.backends.ipu.options import model_name
 from ipu_pipe.job.ipu.config import IpuConfig
-from ipu_pipe.schedule.events import Counter, Event
+from ipu_pipe.trace.events import Counter, Event
 
 ALL = 0  # the device of events of the whole pipeline
 NO_STAGE = -1

@@ -14,7 +14,7 @@ from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.processes.player import RowPlayer
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS
-from ipu_pipe.schedule.events import Event
+from ipu_pipe.trace.events import Event
 from ipu_pipe.update import state
 
 Value = TypeVar("Value")

@@ -23,7 +23,7 @@ from ipu_pipe.backends.processes.channels import Channels, Kinds, Link, finish, 
 from ipu_pipe.backends.processes.joining import wait_limit
 from ipu_pipe.model.cutting import Shape
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.events import Event
+from ipu_pipe.trace.events import Event
 
 ORDER = tuple(kind.value for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.UPDATE))  # within a slot
 FORWARD, RECOMPUTE, BACKWARD, UPDATE = ORDER

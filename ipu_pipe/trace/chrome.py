@@ -14,9 +14,14 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, Sequence, Set
 
 from ipu_pipe.schedule.actions import PASSES, Kind, pass_needs
-from ipu_pipe.schedule.events import COMMUNICATION, KINDS, Counter, Event
+from ipu_pipe.trace import events as words
+from ipu_pipe.trace.events import KINDS, Counter, Event
 from ipu_pipe.written import whole
 
+COMMUNICATION = (
+    *words.COMMUNICATION,
+    words.WAIT,
+)  # they overlap computation, so they are drawn on a track of their own
 LETTERS = {kind.word: kind.value for kind in (*PASSES, Kind.UPDATE)}
 # Which way the result of a pass goes, in stages: to the pass of its kind that needs it.
 TOWARDS = {need.kind.word: -need.offset for kind in PASSES for need in pass_needs(kind) if need.offset}
@@ -76,7 +81,7 @@ def _name(device: int, track: int, what: str, args: Dict[str, Any]) -> str:
 
 
 def _work(event: Event, mark: str) -> str:
-    stage, device, kind, microbatch, start_ns, end_ns, version, size = event
+    stage, device, kind, microbatch, start_ns, end_ns, version, size = event[:8]
     assert kind in KINDS, kind
     key = "k" if kind == "update" else "microbatch"
     name = LETTERS.get(kind, kind + " ") + str(microbatch)

@@ -1,0 +1,140 @@
+"""What blocks with losses of their own cost beside a model's units: auxiliary heads, and the gradients that they do not compute.
+
+    units       a   b | c   d | e          three blocks, each on a device of its own
+    beside            head    head         a head at the end of each but the last
+    spared              c       e          no gradient of a block's input, which is detached
+
+Source: Laskin et al. 2020, section 3. Counted by shape, in one pass for all places where a block may begin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.hardware.units import Unit
+from ipu_pipe.local.heads import MakeHead, make_head
+from ipu_pipe.model.observation import Call, count
+from ipu_pipe.model.shapes import by_shape, stand_in, tensors_in
+
+
+@dataclass(frozen=True)
+class BlockUnits:
+    """`heads[i]`: that of a block which ends with unit i (n - 1 of them, the last block has none). `first[i]`: unit i where a
+    block begins with it; its backward is the shorter by the gradient of its input."""
+
+    heads: Tuple[Unit, ...]
+    first: Tuple[Unit, ...]
+
+
+def count_blocks(
+    model: nn.Module, x: torch.Tensor, units: Sequence[Unit], head: Optional[MakeHead] = None
+) -> BlockUnits:
+    """Those of a model whose `units` are known, figures for a sample; `x`: as they were counted with. `head` makes the heads,
+    else the model's `local_head` or that of its family. Raises BadInput where a block cannot begin at every unit (a skip
+    connection crosses) or no head is known."""
+    make = (
+        head or getattr(model, "local_head", None) or (lambda activation, output: make_head(model, activation, output))
+    )
+    try:
+        with by_shape(model):
+            whole = _EveryUnit(model, [unit.name for unit in units[1:]])
+            with torch.no_grad():
+                whole(stand_in(x))
+            _refuse_crossed(units, whole.ends, len(x))
+            for value in whole.ends:
+                whole.heads.append(make(value, whole.output).to("meta"))
+            shapes = stand_in(x)
+            seen = count(whole, shapes, lambda: whole(shapes))
+    except BadInput:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise BadInput(f"model: its blocks cannot be counted by shape: {first_line(error)}") from error
+    own, behind = _parts(seen.calls, [unit.name for unit in units])
+    first = tuple(
+        replace(
+            unit,
+            backward_flops=sum(call.backward_flops for call in calls) / len(x),
+            backward_moved=sum(call.backward_moved for call in calls) / len(x),
+        )
+        for unit, calls in zip(units, own)
+    )
+    heads = tuple(
+        _head(unit, made, calls, {place for call in before for place in call.saved}, len(x))
+        for unit, made, calls, before in zip(units, whole.heads, behind, own)
+    )
+    return BlockUnits(heads, first)
+
+
+class _EveryUnit(nn.Module):
+    """A model cut before every module of `begins`: what comes there is detached, and goes through a head."""
+
+    def __init__(self, model: nn.Module, begins: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.heads = model, nn.ModuleList()
+        self.begins = list(begins)
+        self.ends: List[torch.Tensor] = []  # activations at the end of each unit but the last
+        self.output: Any = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """The model's output, and every head's."""
+        self.ends = []
+
+        def enter(module: nn.Module, inputs: Any) -> Any:
+            self.ends.append(next(t for t in tensors_in(inputs) if t.is_floating_point()))
+            return tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in inputs)
+
+        handles = [self.model.get_submodule(name).register_forward_pre_hook(enter) for name in self.begins]
+        try:
+            self.output = self.model(x)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [self.output, *[head(value) for head, value in zip(self.heads, self.ends)]]
+
+
+def _refuse_crossed(units: Sequence[Unit], ends: Sequence[torch.Tensor], samples: int) -> None:
+    """More crosses a boundary than the one activation that is detached there."""
+    faults = [
+        f"method: blocks of a loss of their own cannot begin at {unit.name}: a skip connection crosses there"
+        for unit, before, value in zip(units[1:], units, ends)
+        if before.output_bytes * samples > value.numel() * value.element_size() * (1 + 1e-9)
+    ]
+    if faults:
+        raise BadInput(faults)
+
+
+def _parts(calls: Sequence[Call], names: Sequence[str]) -> Tuple[List[List[Call]], List[List[Call]]]:
+    """The calls of each unit, and of each head."""
+    at: Dict[str, int] = {f"model.{name}" if name else "model": i for i, name in enumerate(names)}
+    own: List[List[Call]] = [[] for _ in names]
+    heads: List[List[Call]] = [[] for _ in names[1:]]
+    part = own[0]
+    for call in calls:
+        outer = call.name.split(".")
+        if outer[0] == "heads" and len(outer) > 1:
+            part = heads[int(outer[1])]
+        elif call.name in at:
+            part = own[at[call.name]]
+        part.append(call)
+    return own, heads
+
+
+def _head(unit: Unit, head: nn.Module, calls: Sequence[Call], kept: Any, samples: int) -> Unit:
+    """A head as a unit; what its block keeps anyhow (`kept`) is not its own."""
+    saved = {place: size for call in calls for place, size in call.saved.items() if place not in kept}
+    return Unit(
+        f"head behind {unit.name}",
+        sum(call.flops for call in calls) / samples,
+        sum(call.backward_flops for call in calls) / samples,
+        sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad),
+        0.0,
+        sum(saved.values()) / samples,
+        unit.number_bytes,
+        forward_moved=sum(call.moved for call in calls) / samples,
+        backward_moved=sum(call.backward_moved for call in calls) / samples,
+    )

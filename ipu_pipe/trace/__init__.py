@@ -1,0 +1,1 @@
+"""What devices did and when: the one event record of all backends, its columns, and the files that hold them."""

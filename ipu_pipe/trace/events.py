@@ -1,0 +1,158 @@
+"""The one event record of all backends, and many of them as columns.
+
+A device's time is its passes, its waits and its communication; a wait is never part of a pass. Waits and messages name the device
+on their other side, so that who held up whom can be asked of the columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Iterable, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ipu_pipe.schedule.actions import Kind
+
+COMPUTE = tuple(kind.word for kind in Kind if kind is not Kind.AVERAGE)
+COMMUNICATION = ("send", "recv", Kind.AVERAGE.word)  # the host's time for a message, or for an all-reduce
+WAIT = "wait"
+OUTSIDE = ("evaluate", "checkpoint", "pause")  # pause: not recorded, by a window of steps or by sampling
+KINDS = (*COMPUTE, *COMMUNICATION, WAIT, *OUTSIDE)
+
+# What a message carries, or what is waited for.
+CARRIED = (
+    "", "activations", "recomputed activations", "gradients", "shared gradients", "norms", "losses", "weights", "data",
+)  # fmt: skip
+
+
+class Event(NamedTuple):
+    """Something that a device did for a stage. Times in nanoseconds; -1, "" or None: does not apply or not known."""
+
+    stage: int
+    device: int
+    kind: str
+    microbatch: int  # for updates and averages: the update's index
+    start_ns: int
+    end_ns: int
+    version: int  # of the weights read; for updates: made
+    bytes: Optional[int]  # that a pass hands on, or that a message has
+    peer: int = -1  # the device waited for, sent to or received from
+    carries: str = ""  # what was sent, received or waited for, of CARRIED
+
+
+class Counter(NamedTuple):
+    """A device's value from a time on."""
+
+    device: int
+    name: str
+    time_ns: int
+    value: float
+
+
+EVENT_TYPES: Dict[str, Any] = {
+    "stage": np.int32, "device": np.int32, "kind": np.int8, "microbatch": np.int32, "start": np.int64, "end": np.int64,
+    "version": np.int32, "bytes": np.int64, "peer": np.int32, "carries": np.int8,
+}  # fmt: skip
+COUNTER_TYPES: Dict[str, Any] = {"device": np.int32, "name": np.int16, "time": np.int64, "value": np.float64}
+_KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
+_CARRIED_CODE = {what: code for code, what in enumerate(CARRIED)}
+
+
+class Events(NamedTuple):
+    """Events as columns of one length. `kind` and `carries` hold places in KINDS and CARRIED; bytes not known are -1."""
+
+    stage: NDArray[np.int32]
+    device: NDArray[np.int32]
+    kind: NDArray[np.int8]
+    microbatch: NDArray[np.int32]
+    start: NDArray[np.int64]
+    end: NDArray[np.int64]
+    version: NDArray[np.int32]
+    bytes: NDArray[np.int64]
+    peer: NDArray[np.int32]
+    carries: NDArray[np.int8]
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> "Events":
+        """The columns of `events`."""
+        rows = [
+            (*e[:2], _KIND_CODE[e.kind], *e[3:7], -1 if e.bytes is None else e.bytes, e.peer, _CARRIED_CODE[e.carries])
+            for e in events
+        ]
+        columns = zip(*rows) if rows else [()] * len(EVENT_TYPES)
+        return cls(*(np.array(column, kind) for column, kind in zip(columns, EVENT_TYPES.values())))
+
+    def where(self, chosen: Any) -> "Events":
+        """Those that a mask, an order or a slice chooses."""
+        return Events(*(column[chosen] for column in self))
+
+    def of_kind(self, *kinds: str) -> NDArray[np.bool_]:
+        """Which are of one of these kinds."""
+        return np.isin(self.kind, [_KIND_CODE[kind] for kind in kinds])
+
+    def rows(self) -> Iterable[Event]:
+        """One record each: for few of them."""
+        for stage, device, kind, microbatch, start, end, version, size, peer, carries in zip(
+            *(c.tolist() for c in self)
+        ):
+            held = None if size < 0 else size
+            yield Event(stage, device, KINDS[kind], microbatch, start, end, version, held, peer, CARRIED[carries])
+
+
+class Counters(NamedTuple):
+    """Counters as columns of one length; `name` holds places in `names`."""
+
+    device: NDArray[np.int32]
+    name: NDArray[np.int16]
+    time: NDArray[np.int64]
+    value: NDArray[np.float64]
+    names: Tuple[str, ...]
+
+    @classmethod
+    def of(cls, counters: Sequence[Counter]) -> "Counters":
+        """The columns of `counters`."""
+        names = tuple(dict.fromkeys(counter.name for counter in counters))
+        code = {name: place for place, name in enumerate(names)}
+        return cls(
+            np.array([counter.device for counter in counters], np.int32),
+            np.array([code[counter.name] for counter in counters], np.int16),
+            np.array([counter.time_ns for counter in counters], np.int64),
+            np.array([counter.value for counter in counters], np.float64),
+            names,
+        )
+
+    def rows(self) -> Iterable[Counter]:
+        """One record each: for few of them."""
+        for device, name, moment, value in zip(*(column.tolist() for column in self[:4])):
+            yield Counter(device, self.names[name], moment, value)
+
+
+class Trace(NamedTuple):
+    """What is known of a run's devices. `metadata`: see `ipu_pipe.trace.metadata`; `notes`: what a reader left out, and why."""
+
+    events: Events
+    counters: Counters
+    metadata: Dict[str, Any]
+    notes: Tuple[str, ...] = ()
+
+
+def joined(parts: Sequence[Events]) -> Events:
+    """Several as one, in the order given."""
+    if not parts:
+        return Events.of([])
+    return Events(*(np.concatenate(columns) for columns in zip(*parts)))
+
+
+def joined_counters(parts: Sequence[Counters]) -> Counters:
+    """Several as one, each name once."""
+    names = tuple(dict.fromkeys(name for part in parts for name in part.names))
+    if not parts:
+        return Counters.of([])
+    renamed = [
+        part._replace(name=np.array([names.index(name) for name in part.names], np.int16)[part.name])
+        if part.names
+        else part
+        for part in parts
+    ]
+    columns = [np.concatenate([part[place] for part in renamed]) for place in range(4)]
+    return Counters(columns[0], columns[1], columns[2], columns[3], names)

@@ -1,0 +1,98 @@
+"""Our own trace file: what is written is read; what a killed run leaves is read too; what is damaged is refused."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import List
+
+import pytest
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.trace import store
+from ipu_pipe.trace.events import CARRIED, KINDS, Counter, Event
+from ipu_pipe.trace.store import TraceWriter, read_store
+
+
+def some_events(count: int) -> List[Event]:
+    rng = random.Random(0)
+    return [
+        Event(
+            rng.randrange(4), rng.randrange(8), rng.choice(KINDS), m, 10**18 + 7 * m, 10**18 + 7 * m + 5, rng.randrange(-1, 9),
+            rng.choice([None, 0, 1 << 40]), rng.randrange(-1, 8), rng.choice(CARRIED),
+        )
+        for m in range(count)
+    ]  # fmt: skip
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    events, path = some_events(10_000), tmp_path / "trace" / "rank-0.trace"
+    writer = TraceWriter(path, {"method": "gpipe", "stages": 4})
+    for number, event in enumerate(events):
+        writer.add(event)
+        writer.count(Counter(event.device, f"name {number % 3}", event.start_ns, number / 7))
+    writer.tell({"stages": 5})
+    writer.close()
+    found = read_store(path)
+    assert list(found.events.rows()) == events
+    assert [row.value for row in found.counters.rows()] == [number / 7 for number in range(10_000)]
+    assert {row.name for row in found.counters.rows()} == {"name 0", "name 1", "name 2"}
+    assert (found.metadata, found.notes) == ({"method": "gpipe", "stages": 5}, ())
+
+
+def test_times_are_by_the_first_ranks_clock(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace"
+    writer = TraceWriter(path, {})
+    for start in (0, 100, 150, 200, 1000):
+        writer.add(Event(0, 0, "forward", 0, start, start, 0, None))
+    writer.synchronize(200, 50)
+    writer.synchronize(100, 10)
+    writer.close()
+    assert read_store(path).events.start.tolist() == [10, 110, 180, 250, 1050]
+
+
+def test_what_a_killed_run_leaves(tmp_path: Path) -> None:
+    events, path = some_events(3 * store.ROWS), tmp_path / "a.trace"
+    writer = TraceWriter(path, {"method": "gpipe"})
+    sizes = []
+    for event in events:
+        writer.add(event)
+        sizes.append(path.stat().st_size)
+    writer.close()
+    whole = path.read_bytes()
+    rng = random.Random(1)
+    for cut in [len(store.MAGIC), len(whole) - 1, *(rng.randrange(len(store.MAGIC), len(whole)) for _ in range(30))]:
+        path.write_bytes(whole[:cut])
+        found = read_store(path)
+        kept = list(found.events.rows())
+        assert len(kept) % store.ROWS == 0 and kept == events[: len(kept)]
+        assert found.notes or len(kept) in (0, len(events)) or cut < len(whole)
+
+
+def test_damage_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace"
+    writer = TraceWriter(path, {})
+    for event in some_events(100):
+        writer.add(event)
+    writer.close()
+    whole = path.read_bytes()
+    broken = bytearray(whole)
+    broken[-20] ^= 1
+    for content, said in ((bytes(broken), "checksum"), (b"", "is no trace"), (b"{}", "is no trace")):
+        path.write_bytes(content)
+        with pytest.raises(BadInput, match=said):
+            read_store(path)
+    with pytest.raises(BadInput, match="cannot be read"):
+        read_store(tmp_path / "none.trace")
+
+
+def test_another_versions_codes(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace"
+    writer = TraceWriter(path, {"kinds": ["backward", "forward", "update"], "carried": list(CARRIED)})
+    writer.add(Event(0, 0, KINDS[1], 0, 0, 1, 0, None))
+    writer.close()
+    assert [e.kind for e in read_store(path).events.rows()] == ["forward"]
+    writer = TraceWriter(path, {"kinds": ["forward", "dream"]})
+    writer.close()
+    with pytest.raises(BadInput, match="kinds: dream: not known"):
+        read_store(path)

@@ -1,0 +1,67 @@
+"""The installed wheel's commands, run outside the clone: python wheel_commands.py, with the environment's own Python.
+
+What fails ends it with the command, its exit code and what it printed. It imports nothing of the clone.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+COMMAND = str(Path(sys.executable).with_name("ipu-pipe"))
+
+
+def run(*words, code=0, said=""):
+    """Run a command in the current folder; what it printed on standard output."""
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(words, env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True)
+    told = done.stdout + done.stderr
+    if done.returncode != code or said not in told or "Traceback" in told:
+        sys.exit(f"{' '.join(words)}: exit code {done.returncode}, expected {code} and {said!r}\n{told}")
+    print("passed:", " ".join(words).replace(COMMAND, "ipu-pipe").replace(sys.executable, "python"), flush=True)
+    return done.stdout
+
+
+def main():
+    """Run all of them in an empty folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        version = run(COMMAND, "--version")
+        assert version == run(sys.executable, "-m", "ipu_pipe", "--version"), version
+        commands = ("train", "schedule", "plan", "collect", "reproduce", "fetch-data", "measure-hardware")
+        for command in commands:
+            run(COMMAND, command, "--help", said=f"usage: ipu-pipe {command}")
+            assert command in run(COMMAND, "--help").replace("\n", "").replace(" ", ""), command
+        held = json.loads(run(COMMAND, "schedule", "gpipe", "--stages", "3", "--microbatches", "4", "--format", "json"))
+        assert held["slots"] == 12, held["slots"]
+        run(
+            COMMAND, "train", "configs/mlp_digits.yaml", "--set", "steps=4", "--out", "runs/digits", said="throughput: "
+        )
+        assert json.loads(Path("runs/digits/summary.json").read_text())["steps"] == 4
+        run(COMMAND, "train", "mlp_digits", "--set", "steps=4", "--out", "runs/digits", code=2, said="--overwrite")
+        run(COMMAND, "train", "configs/none.yaml", code=2, said="configs/none.yaml: no such config file")
+        run(
+            COMMAND,
+            "train",
+            "resnet20_cifar10",
+            "--set",
+            f"data.root={folder}",
+            code=2,
+            said="ipu-pipe fetch-data cifar10",
+        )
+        run(sys.executable, "-m", "ipu_pipe", "train", "resnet50_ipu4", "--dry-run", said="FLOPs")
+        planned = run(COMMAND, "plan", "resnet50_ipu4", "--hardware", "v100x8", "--precision", "float32", "--json")
+        assert json.loads(planned)["plans"], planned
+        run(COMMAND, "reproduce", said="pb_vgg11")
+        run(COMMAND, "collect", "mlp_digits", "--methods", "gpipe,pipedream", "--steps", "2", "--out", "runs/compared")
+        for name in ("models", "configs", "tools", "tests"):
+            run(sys.executable, "-c", f"import importlib.util as u; assert u.find_spec('{name}') is None")
+        run(sys.executable, "-c", "import ipu_pipe, ipu_pipe.models.resnet, pathlib as p; "
+            "assert p.Path(ipu_pipe.__file__).with_name('py.typed').is_file()")  # fmt: skip
+    print("the wheel's commands pass")
+
+
+if __name__ == "__main__":
+    main()
