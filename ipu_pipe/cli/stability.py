@@ -82,7 +82,7 @@ def _config(args: argparse.Namespace) -> None:
     from ipu_pipe.job.config import load_config
     from ipu_pipe.studies.run_stability import examine, in_words
 
-    config = load_config(args.what[0], args.set)
+    config = load_config(config_path(args.what[0]), args.set)
     how = {"samples": args.samples, "iterations": args.iterations, "seed": args.seed, "curvature": args.curvature}
     found = {"config": args.what[0], **examine(config, **how, by_stage=args.by_stage)}
     print(json.dumps(found, indent=1) if args.json else in_words(found))
@@ -134,7 +134,8 @@ def _one(name: str, args: argparse.Namespace) -> Any:
     draw(figure, out / f"{name}.png")
     write(out / f"{name}.json", json.dumps(data) + "\n")
     if not args.json:
-        print(f"{name}: {figure.title}\n  {figure.source}\n  {figure.seen}\n  {out / name}.json, {out / name}.png")
+        title = figure.title.replace("\n", " ")
+        print(f"{name}: {title}\n  {figure.source}\n  {figure.seen}\n  {out / name}.json, {out / name}.png")
     return data
 
 

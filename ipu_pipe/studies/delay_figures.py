@@ -9,7 +9,7 @@ experiments in configs/experiments/.
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -186,7 +186,7 @@ def pipemare_16() -> Figure:
     }
     return Figure(
         f"{YANG}, Figure 16",
-        "Recomputation with other weights: delays 10 (forward), 4, 1 (backward), discrepancy 10, Phi -5, curvature 1",
+        "Recomputation with other weights: forward delay 10, recomputation 4, backward 1;\ndiscrepancy 10, Phi -5, curvature 1",
         (_radii(models, np.linspace(0.001, 0.25, 120)),),
         "largest stable steps: " + _limits(models),
     )
@@ -374,8 +374,3 @@ def as_json(figure: Figure) -> Dict[str, Any]:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return dict(plain(figure))
-
-
-def names(wanted: Sequence[str]) -> List[str]:
-    """Of the figures in `wanted`, in which `all` is all of them."""
-    return list(FIGURES) if "all" in wanted else list(wanted)

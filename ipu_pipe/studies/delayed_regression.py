@@ -6,6 +6,7 @@ from importlib import util
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.stability.loops import Floats
@@ -38,9 +39,7 @@ def largest_curvature(data: Regression) -> float:
     return float(np.linalg.eigvalsh(data.x.T @ data.x / len(data.x)).max())
 
 
-def losses(
-    data: Regression, steps: Floats, delays: "np.typing.NDArray[np.int64]", updates: int, seed: int = 0
-) -> Floats:
+def losses(data: Regression, steps: Floats, delays: NDArray[np.int64], updates: int, seed: int = 0) -> Floats:
     """The loss over all samples after so many updates from 0, infinity where it diverged: shape (delays, steps).
 
     All runs see the same batches, drawn with replacement; an update uses the gradient at the weights `delay` updates old.
