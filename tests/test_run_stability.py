@@ -229,6 +229,7 @@ def test_advice_names_the_worst_stage_and_what_raises_its_limit() -> None:
     assert [v.margin < 1 for v in found] == [True, True, True, False]
     assert lines[0].startswith("3 of 4 stages step at more than their largest stable rate; most stage 0 (delay 6")
     assert len(lines) == 4 and "with " in lines[1]
+    assert verdicts([Stage(0, pipelined(3), 0.1, 0.0)])[0].margin == math.inf  # without weights
     calm = advice(verdicts([Stage(0, pipelined(3), 1e-4, 1.0)]))
     assert calm[0].startswith("no stage steps at more than its largest stable rate")
 

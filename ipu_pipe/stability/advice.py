@@ -58,7 +58,7 @@ def verdicts(stages: Sequence[Stage]) -> List[Verdict]:
     def limit(updates: Recurrence, curvature: float) -> float:
         if updates not in known:
             known[updates] = largest_stable_step(loop_of(updates))
-        return known[updates] / curvature
+        return known[updates] / curvature if curvature else math.inf  # a stage without weights
 
     found = []
     for stage in stages:
