@@ -25,7 +25,7 @@ SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 METHOD_NAMES = ", ".join(METHODS)
 HARDWARE_NAMES = ", ".join(names())
-STAGES = "must be null (the model's own), finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
+STAGES = "must be null (the model's own), auto, finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
 PATTERNS = "must be norms_and_biases or a list of name patterns such as *.bias"
 SEEDS = "must be a whole number from 0 to 9223372036854775807"
 
@@ -120,7 +120,7 @@ WRONG = {
     "stages: {by: flops}": f"stages: {{'by': 'flops'}}: {STAGES}",
     "stages: {count: 0}": "stages.count: 0: must be a whole number >= 1",
     "stages: {count: 4, bi: flops}": "stages.bi: flops: unknown key, nearest is by",
-    "stages: {count: 4, by: size}": "stages.by: size: must be flops, parameters or time",
+    "stages: {count: 4, by: size}": "stages.by: size: must be flops, parameters, time or hardware",
     "stages: {finest: 4, count: 2}": "stages.count: 2: unknown key",
     "log: {tensorboard: no}": "log.tensorboard: no: must be true or false",
     "checkpoint: {every: 0}": "checkpoint.every: 0: must be a whole number >= 1",

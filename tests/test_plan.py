@@ -218,9 +218,21 @@ def test_a_config_is_written_for_what_was_planned_or_not_at_all(capsys: Any, tmp
     run(capsys, "--hardware", "v100x8", "--devices", "2", "--precision", "float64", "--write", str(file))
     assert load_config(file).precision == "float64"
     before = file.read_text()
-    with pytest.raises(BadInput, match="precision"):
-        run(capsys, "--hardware", "v100x8", "--devices", "2", "--precision", "float16", "--write", str(file))
+    half = ["--hardware", "v100x8", "--devices", "2", "--precision", "float16", "--write", str(file)]
+    with pytest.raises(BadInput, match="^--write: precision: float16: must be"):
+        run(capsys, *half, "--overwrite")
+    with pytest.raises(BadInput, match=f"^--write: {file}: exists already"):
+        run(capsys, *half)
     assert file.read_text() == before
+    run(capsys, "--hardware", "v100x8", "--devices", "2", "--write", str(file), "--overwrite")
+    assert file.read_text() != before
+
+
+def test_the_configs_hardware_is_the_default_and_blocks_are_no_pipeline(capsys: Any) -> None:
+    """Of a local method's config it says that it plans pipelines in its place."""
+    command.main(["configs/mlp_digits.yaml", "--set", "hardware=v100x8", "method=local_greedy", "--top", "1"])
+    said = capsys.readouterr()
+    assert "8 devices of v100x8" in said.out and "method: local_greedy: its blocks are not planned" in said.err
 
 
 @pytest.mark.parametrize(

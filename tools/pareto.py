@@ -202,7 +202,7 @@ def _least(points: Sequence[Sequence[float]], base: Sequence[Sequence[float]], p
 
 
 def _plot(found: Dict[str, Any], file: Path) -> None:
-    from ipu_pipe.studies.plots import check_plots
+    from ipu_pipe.report.plots import check_plots
 
     check_plots()
     from matplotlib.backends.backend_agg import FigureCanvasAgg

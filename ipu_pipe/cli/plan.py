@@ -55,6 +55,7 @@ def parser() -> Parser:
     p.add_argument("--top", type=int, default=10, metavar="K", help="how many configurations to show (default 10)")
     p.add_argument("--json", action="store_true", help="for programs")
     p.add_argument("--write", type=Path, metavar="FILE", help="write the best one as a config that tools/train.py runs")
+    p.add_argument("--overwrite", action="store_true", help="replace FILE")
     p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
     return p
 
@@ -68,6 +69,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         for name, value in (("devices", args.devices), ("batch", args.batch), ("top", args.top))
         if value is not None and value < 1
     ]
+    if args.write is not None and args.write.exists() and not args.overwrite:
+        faults.append(f"--write: {args.write}: exists already: take another name, or --overwrite")
     if faults:
         raise BadInput(faults)
     with traceback_shown(args.traceback):
@@ -99,14 +102,25 @@ def _run(args: argparse.Namespace) -> None:
         hardware = args.hardware if args.hardware is not None else config.hardware
         args.write.parent.mkdir(parents=True, exist_ok=True)
         write(args.write, planned_config(config, problem, found.plans[0][0], hardware))
-        say(f"written: {args.write}: python tools/train.py {args.write}")
+        say(f"written: {args.write}: {_how_to_train(config, args.write, found.plans[0][0].asked.devices)}")
+
+
+def _how_to_train(config: Any, path: Path, devices: int) -> str:
+    """The command lines."""
+    here = f"python tools/train.py {path}"
+    if devices == 1 or config.backend.name == "poptorch":
+        return here
+    processes = f"torchrun --nproc_per_node {devices} tools/train.py {path}"
+    return (
+        processes if config.backend.name == "distributed" else f"{processes} --set backend.name=distributed, or {here}"
+    )
 
 
 def _problem(config: Any, args: argparse.Namespace) -> Tuple[Any, str]:
     """What is to be planned, and how the model's figures were come by."""
     from ipu_pipe.hardware.files import read_hardware
     from ipu_pipe.hardware.precision import PRECISIONS
-    from ipu_pipe.plan.prediction import Problem
+    from ipu_pipe.plan.of_config import problem_of
     from ipu_pipe.run.units import units_of
 
     if args.hardware is None and config.hardware is None:
@@ -117,16 +131,9 @@ def _problem(config: Any, args: argparse.Namespace) -> Tuple[Any, str]:
     precision = args.precision or config.precision
     if precision not in PRECISIONS:
         raise BadInput(f"--precision: {precision}: must be one of {', '.join(PRECISIONS)}")
-    hardware.rate(precision)
-    device = hardware.device
-    usable = device.usable_bytes if args.memory is None else args.memory * device.usable_share.value
+    usable = None if args.memory is None else args.memory * hardware.device.usable_share.value
     costed, entering = units_of(config, args.measure)
-    optimizer = {"adam": "adam", "adamw": "adam"}.get(
-        config.optimizer.name, "momentum" if config.optimizer.momentum else "sgd"
-    )
-    problem = Problem(costed.units, entering * PRECISIONS[precision].activation / costed.units[0].number_bytes, hardware,
-                      usable, precision, optimizer)  # fmt: skip
-    return problem, costed.how
+    return problem_of(config, costed.units, entering, hardware, memory=usable, precision=precision), costed.how
 
 
 def _methods(config: Any, args: argparse.Namespace, lockstep: bool) -> List[str]:
@@ -140,5 +147,7 @@ def _methods(config: Any, args: argparse.Namespace, lockstep: bool) -> List[str]
             raise BadInput(faults or f"--methods: {args.methods}: must be names of methods, by commas")
         return asked
     usual = ["pipedream_flush"] if lockstep else ["pipedream_2bw", "pipedream_flush", "gpipe"]
+    if METHODS[config.method].structure is not None:
+        say(f"method: {config.method}: its blocks are not planned: pipelines of one loss are, in its place")
     own = [config.method] if config.method in pipelines and not lockstep else []
     return list(dict.fromkeys([*own, *usual]))

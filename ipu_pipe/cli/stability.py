@@ -107,7 +107,7 @@ def _figures(args: argparse.Namespace) -> None:
         listed.update({name: f"Training runs: tools/reproduce.py {own}." for name, own in EXPERIMENTS.items()})
         print(json.dumps(listed, indent=1) if args.json else "\n".join(f"{k:12s} {v}" for k, v in listed.items()))
         return
-    from ipu_pipe.studies.plots import check_plots
+    from ipu_pipe.report.plots import check_plots
 
     check_plots()
     wanted = list(dict.fromkeys(name for asked in args.what for name in (FIGURES if asked == "all" else [asked])))

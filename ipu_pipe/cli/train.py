@@ -96,11 +96,11 @@ def _done(args: argparse.Namespace, config: Config, other: Optional[Config]) -> 
     from ipu_pipe.job.comparing import as_recorded
     from ipu_pipe.job.config import load_config
     from ipu_pipe.report.words import comparison, plan
-    from ipu_pipe.run.build import build
+    from ipu_pipe.run.planning import planned
     from ipu_pipe.run.training import check, evaluate_checkpoint, reserved, train
 
     if args.dry_run:
-        return plan(build(config))
+        return plan(planned(config))
     if args.evaluate:
         return json.dumps(evaluate_checkpoint(config, args.evaluate), indent=1)
     out = args.out or on_main(lambda: _dated(Path(args.config).stem))  # the same on all processes

@@ -35,9 +35,10 @@ class Costed(NamedTuple):
     how: str
 
 
-def count_units(model: nn.Module, x: torch.Tensor) -> Costed:
-    """The units of a model that takes microbatches like `x`, between modules of its top-level sequence, figures for a sample.
-    Model and `x` may lie on the meta device. What two units keep of one memory is the first one's. Raises BadInput."""
+def count_units(model: nn.Module, x: torch.Tensor, begins: Sequence[str] = ()) -> Costed:
+    """The units of a model that takes microbatches like `x`, between modules of its top-level sequence and at the modules
+    `begins`, figures for a sample. Model and `x` may lie on the meta device. What two units keep of one memory is the first
+    one's. Raises BadInput."""
     try:
         calls, runs = execution(model, x)
         refuse_unused(calls)
@@ -47,11 +48,11 @@ def count_units(model: nn.Module, x: torch.Tensor) -> Costed:
     except Exception as error:  # whatever the user's model raises
         raise BadInput(f"model: it cannot be counted on {tuple(x.shape)}, {x.dtype}: {first_line(error)}") from error
     how = "by shape" if samples == len(x) and fits(model, x) else f"in a forward and backward of {samples} samples"
-    ran = {call.name for call in seen.calls}
     places = top_places(model, calls, runs)
     first = places[0] or next(call.name for call in seen.calls if call.works)
-    names = [first, *[name for name in places[1:] if name in ran]]
-    starts = [0, *[i for i, call in enumerate(seen.calls) if call.name in names[1:]]]
+    wanted = {*places[1:], *begins} - {first}
+    starts = [0, *[i for i, call in enumerate(seen.calls) if call.name in wanted]]
+    names = [first, *[seen.calls[i].name for i in starts[1:]]]
     owned = _parameters(model, seen)
     kept: Set[int] = set()
     units = []

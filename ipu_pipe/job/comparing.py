@@ -15,9 +15,13 @@ def dump(config: Config) -> str:
 
 
 def as_recorded(old: Config, new: Config) -> Config:
-    """`new` with the stages of `old`, a run's own config, where those are as many as `new` says to measure by time."""
-    measured = isinstance(new.stages, dict) and new.stages.get("by") == "time"
-    if measured and isinstance(old.stages, list) and len(old.stages) + 1 == new.stages["count"]:
+    """`new` with the stages of `old`, a run's own config, where those are as many as `new` says to measure by time, or what the
+    planner chose for the same hardware (on processes it is asked again: there may be others)."""
+    by = new.stages.get("by") if isinstance(new.stages, dict) else None
+    count = len(old.stages) + 1 if isinstance(old.stages, list) else old.stages
+    chosen = new.stages == "auto" or (by in ("time", "hardware") and count == new.stages["count"])
+    again = by != "time" and (new.hardware != old.hardware or new.backend.name == "distributed")
+    if chosen and not again and (isinstance(old.stages, list) or old.stages == 1):
         return new.model_copy(update={"stages": old.stages})
     return new
 

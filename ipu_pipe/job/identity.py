@@ -26,9 +26,9 @@ ROLES: Dict[str, Role] = {
     **dict.fromkeys(("model", "data", "loss", "given", "init_from", "seed", "precision"), Role.DECIDES),
     **dict.fromkeys(("method", "method_args", "optimizer", "lr_schedule", "clip"), Role.DECIDES),
     **dict.fromkeys(("micro_batch_size", "gradient_accumulation", "replicas"), Role.DECIDES),
-    **dict.fromkeys(("recompute", "hardware", "allow_nonfinite"), Role.KEPT),
+    **dict.fromkeys(("recompute", "allow_nonfinite"), Role.KEPT),
     **dict.fromkeys(("steps", "epochs"), Role.GROWS),
-    **dict.fromkeys(("backend", "stages", "evaluate", "checkpoint", "log"), Role.FREE),
+    **dict.fromkeys(("backend", "stages", "hardware", "evaluate", "checkpoint", "log"), Role.FREE),
 }
 
 

@@ -112,24 +112,33 @@ class Config(Section):
     @field_validator("stages")
     @classmethod
     def _stages(cls, value: Any) -> Any:
-        """None, "finest", a count, names, {count, by} or {finest}."""
+        """None, "finest", "auto", a count, names, {count, by} or {finest}."""
         whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         names = isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
         if whole and value > MOST_STAGES:
             raise ValueError(f"must be a whole number from 1 to {MOST_STAGES}: a schedule is planned before it starts")
-        if value is None or value == "finest" or whole or names:
+        if value is None or value in ("finest", "auto") or whole or names:
             return value
         if isinstance(value, Mapping) and ("count" in value or "finest" in value):
             section: Type[Section] = StageFinest if "finest" in value else StageCount
             return section.model_validate(value).model_dump()
         raise ValueError(
-            "must be null (the model's own), finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
+            "must be null (the model's own), auto, finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
         )
 
     @model_validator(mode="after")
     def _no_optimizer_is_lost(self) -> "Config":
         if self.optimizer.name == GIVEN and (self.given is None or self.given.optimizer is None):
             raise fault_at("optimizer.name", GIVEN, "without given.optimizer: must be sgd, adam or adamw")
+        return self
+
+    @model_validator(mode="after")
+    def _stages_have_devices(self) -> "Config":
+        by_hardware = isinstance(self.stages, dict) and self.stages.get("by") == "hardware"
+        alone = self.stages == "auto" and self.backend.name != "distributed"
+        if self.hardware is None and (alone or by_hardware):
+            key, value, also = ("stages.by", "hardware", "") if by_hardware else ("stages", "auto", ", or processes")
+            raise fault_at(key, value, f"needs to know the devices: hardware: a name or file{also}")
         return self
 
     @model_validator(mode="after")

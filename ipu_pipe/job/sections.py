@@ -144,11 +144,12 @@ class LogConfig(Section):
 
 
 class StageCount(Section):
-    """A number of stages, balanced by a cost. Times differ from one measurement to the next: the folder of a run holds the
-    names of the modules at which its stages begin instead, and a resumed run has those (see `as_recorded`)."""
+    """A number of stages, balanced by a cost; `hardware`: by what the config's `hardware` would take. Times differ from one
+    measurement to the next: the folder of a run holds the names of the modules at which its stages begin instead, and a resumed
+    run has those (see `as_recorded`)."""
 
     count: Stages
-    by: Literal["flops", "parameters", "time"] = "flops"
+    by: Literal["flops", "parameters", "time", "hardware"] = "flops"
 
 
 class StageFinest(Section):

@@ -8,6 +8,7 @@ raises, and who asked takes the tensors themselves.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, Callable, Dict, Iterator, List, Set, Tuple
 
 import torch
@@ -38,7 +39,27 @@ def pays(model: nn.Module, x: torch.Tensor) -> bool:
 
 def stand_in(value: Any) -> Any:
     """The tensors of a nest as shapes."""
-    return tree_map(lambda t: torch.empty_like(t, device="meta") if isinstance(t, torch.Tensor) else t, value)
+
+    def shape(t: Any) -> Any:
+        if not isinstance(t, torch.Tensor) or (t.is_meta and not t.requires_grad):
+            return t
+        return torch.empty_like(t, device="meta")
+
+    return tree_map(shape, value)
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Inside, what is computed with shapes gives shapes, as the CPU's own would be, and imports no compiler."""
+    with without_compiler(), _FusedAttention(), _Shapes():
+        yield
+
+
+@contextlib.contextmanager
+def made_by_shape() -> Iterator[None]:
+    """Inside, tensors are made as shapes, such as the weights of a model."""
+    with shapes_only(), torch.device("meta"):
+        yield
 
 
 @contextlib.contextmanager
@@ -49,6 +70,8 @@ def by_shape(model: nn.Module) -> Iterator[None]:
     twins: Dict[int, torch.Tensor] = {}
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return tensor
         if id(tensor) not in twins:
             made = torch.empty_like(tensor, device="meta")
             is_weight = isinstance(tensor, nn.Parameter)
@@ -60,7 +83,7 @@ def by_shape(model: nn.Module) -> Iterator[None]:
             tables: Tuple[Dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
                 table.update({name: twin(tensor) for name, tensor in table.items() if tensor is not None})
-        with without_compiler(), _FusedAttention(), _Shapes():
+        with shapes_only():
             yield
     finally:
         for module, (attributes, contents) in held:
@@ -116,6 +139,11 @@ def _like(x: Any, *rest: Any, **options: Any) -> Any:
     if x.is_contiguous() or 0 in x.stride():  # expanded: written out
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return torch.empty_like(x)
+
+
+def _itself(x: Any, *rest: Any, **options: Any) -> Any:
+    """What is filled with other numbers."""
+    return x
 
 
 def _new(x: Any, *shape: int) -> Any:
@@ -223,6 +251,17 @@ def _max_pool(
     return _new(x, *shape), torch.empty(shape, dtype=torch.int64, device="meta")
 
 
+def _stack(tensors: Any, dim: int = 0) -> Any:
+    """Tensors of one shape, along a new dimension."""
+    first = tensors[0]
+    if any(t.shape != first.shape for t in tensors):
+        raise RuntimeError(f"stack of {[tuple(t.shape) for t in tensors]}")
+    shape = [*first.shape]
+    shape.insert(dim if dim >= 0 else dim + first.dim() + 1, len(tensors))
+    dtype = functools.reduce(torch.promote_types, [t.dtype for t in tensors])
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 def _like_second(gradient: Any, x: Any, *rest: Any, **options: Any) -> Any:
     return _like(x)
 
@@ -236,6 +275,7 @@ RULES: Dict[Any, Callable[..., Any]] = {
     ATEN.mm.default: _product,
     ATEN.bmm.default: _product,
     ATEN.addmm.default: _sum_and_product,
+    ATEN.stack.default: _stack,
     ATEN.mean.dim: _mean,
     ATEN.sum.default: _sum,
     ATEN.sum.dim_IntList: _sum,
@@ -248,6 +288,7 @@ RULES: Dict[Any, Callable[..., Any]] = {
     ATEN._softmax_backward_data.default: _like,
     ATEN.max_pool2d_with_indices.default: _max_pool,
     ATEN.max_pool2d_with_indices_backward.default: _like_second,
+    **dict.fromkeys((ATEN.normal_.default, ATEN.uniform_.default, ATEN.zero_.default, ATEN.fill_.Scalar), _itself),
 }
 POINTWISE = {ATEN.relu, ATEN.threshold_backward, ATEN.add, ATEN.mul, ATEN.sub, ATEN.div}
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Tuple
 
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.record import Job
+from ipu_pipe.plan.of_config import own_cut
 from ipu_pipe.plan.prediction import Prediction, Problem
 from ipu_pipe.plan.reasons import Binding
 from ipu_pipe.shown import sized_bytes
@@ -108,4 +111,32 @@ def _best(problem: Problem, found: Prediction, reason: Binding) -> List[str]:
     if found.asked.width > 1 and found.asked.depth > 1 and devices <= MAP_SHOWN:
         lines += ["", "devices of each replica's stages, neighbours numbered next to one another:"]
         lines += [f"  replica {r}: {' '.join(map(str, row))}" for r, row in enumerate(found.layout.map())]
+    return lines
+
+
+def own_cut_in_words(job: Job) -> List[str]:
+    """For `--dry-run`: what the config's stages would do on the hardware that it names; nothing where it names none."""
+    if job.config.hardware is None:
+        return []
+    name = job.config.hardware if isinstance(job.config.hardware, str) else "the hardware given"
+    try:
+        problem, found, reason = own_cut(job)
+    except BadInput as error:
+        return [*(f"not predicted on {name}: {fault}" for fault in error.faults), ""]
+    limit, costs = problem.memory_bytes, found.costs
+    lines = [
+        f"predicted on {problem.hardware.name}, nothing here is measured",
+        "stage  forward (ms)  backward (ms)     memory  of the usable",
+    ]
+    for s, memory in enumerate(found.memory):
+        said = f"{memory.total / limit:14.1%}{'  does not fit' if memory.total > limit else ''}"
+        lines.append(
+            f"{s:5d} {1e3 * costs.forward[s]:13.4g} {1e3 * costs.backward[s]:14.4g} {sized_bytes(memory.total):>10s} {said}"
+        )
+    lines += [
+        f"predicted {found.samples_per_second:.4g} samples/s, devices busy {found.utilization:.0%} of the time, "
+        f"{sized_bytes(int(limit))} usable on each",
+        f"predicted to be held back by {reason}",
+        "",
+    ]
     return lines

@@ -11,12 +11,13 @@ than the best cut by work alone costs cannot be part of the answer; and a row of
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Callable, List, Optional, Sequence, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.model.balance import balance
+from ipu_pipe.model.balance import balance, greatest
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -39,29 +40,40 @@ def best_cuts(
         return None
     first, end, inside = _candidates(np.asarray(work, np.float64), count, costs)
     cost = costs(first, end)
-
-    def priced(k: int) -> FloatArray:
-        return np.where(inside, cost(k), np.inf)
-
+    prices = [np.where(inside, cost(k), np.inf) for k in range(1, count + 1)]
     reach = np.full(units + 1, np.inf)
     reach[units] = 0.0
-    for k in range(1, count + 1):
-        reach = np.append(np.maximum(priced(k), reach[end]).min(axis=1), np.inf)
+    for price in prices:
+        reach[:-1], reach[-1] = np.maximum(price, reach[end]).min(axis=1), np.inf
     least = reach[0]
     if not np.isfinite(least):
         return None
     squares = np.full(units + 1, np.inf)
     squares[units] = 0.0
+    rows = np.arange(units)
     chosen: List[IntArray] = []
-    for k in range(1, count + 1):
-        price = priced(k)
+    for price in prices:
         total = np.where(price <= least, (price / (least or 1.0)) ** 2, np.inf) + squares[end]
-        chosen.append(np.take_along_axis(end, total.argmin(axis=1)[:, None], axis=1)[:, 0])
-        squares = np.append(total.min(axis=1), np.inf)
+        best = total.argmin(axis=1)
+        chosen.append(end[rows, best])
+        squares[:-1], squares[-1] = total[rows, best], np.inf
     starts = [0]
-    for best in reversed(chosen[1:]):
-        starts.append(int(best[starts[-1]]))
+    for then in reversed(chosen[1:]):
+        starts.append(int(then[starts[-1]]))
     return starts
+
+
+def least_greatest(work: Sequence[float], count: int) -> float:
+    """The greatest sum of `count` consecutive parts of `work`, cut so that it is least: what the slowest stage costs at least.
+    Infinite where there are not so many units."""
+    if count > len(work):
+        return float("inf")
+    return greatest(work, _balanced(tuple(work), count))
+
+
+@lru_cache(maxsize=1024)
+def _balanced(work: Tuple[float, ...], count: int) -> Tuple[int, ...]:
+    return tuple(balance(work, count))
 
 
 def _candidates(
@@ -69,12 +81,12 @@ def _candidates(
 ) -> Tuple[IntArray, IntArray, NDArray[np.bool_]]:
     """All stages that the best cut may hold: first units (n, 1), ends (n, width), and which of them there are."""
     units = len(work)
-    starts = np.array(balance(work.tolist(), count))
+    starts = np.array(_balanced(tuple(work.tolist()), count))
     ends = np.append(starts[1:], units)
-    greatest = max(float(costs(starts[s : s + 1], ends[s : s + 1])(count - s)[0]) for s in range(count))
+    slowest = max(float(costs(starts[s : s + 1], ends[s : s + 1])(count - s)[0]) for s in range(count))
     sums = np.concatenate([[0.0], np.cumsum(work)])
     slack = 1e-9 * sums[-1]  # of the sums' rounding
-    fits = np.searchsorted(sums, sums[:-1] + greatest + slack, side="right") - 1 - np.arange(units)
+    fits = np.searchsorted(sums, sums[:-1] + slowest + slack, side="right") - 1 - np.arange(units)
     width = int(min(units - count + 1, max(1, fits.max())))
     first = np.arange(units)[:, None]
     end = first + 1 + np.arange(width)[None, :]

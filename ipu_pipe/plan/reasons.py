@@ -69,17 +69,17 @@ def _held_back(problem: Problem, found: Prediction) -> List[Binding]:
         reduces = any(link in each.links for each in found.costs.reduce)
         what = "all-reduces of gradients" if reduces else "activations and their gradients"
         what = "samples" if link == HOST else what
-        reasons.append(
-            Binding(
-                "link",
-                (seconds - quiet) / seconds,
-                f"{(seconds - quiet) / seconds:.0%} of the time is waited for messages; {link} is busy "
-                f"{min(found.carried[link] / seconds, 1.0):.0%} of it, with {what}",
-                "a faster link, or more microbatches an update"
-                if reduces
-                else "a faster link, or a cut where less crosses",
-            )
-        )
+        waited, busy = (seconds - quiet) / seconds, min(found.carried[link] / seconds, 1.0)
+        late = busy < waited / 2  # most of what is waited for is latency
+        said = f"{waited:.0%} of the time is waited for messages, "
+        if late:
+            said += f"most of that for their latency; {link} itself is busy {busy:.2%} of the time, with {what}"
+        else:
+            said += f"{link} is busy {busy:.0%} of it, with {what}"
+        faster = "links of less latency" if late else "a faster link"
+        fewer = "or a greater micro_batch_size, of which there are fewer" if late else "or a cut where less crosses"
+        lifts = f"{faster}, {'or more microbatches an update' if reduces else fewer}, would lift it"
+        reasons.append(Binding("link", waited, said, lifts))
     if asked.recompute and not _fits_without(problem, found):
         fullest = max(range(asked.depth), key=lambda s: found.memory[s].total)
         again = count * sum(found.costs.forward) / asked.depth / seconds

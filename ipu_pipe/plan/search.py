@@ -1,22 +1,25 @@
 """The best configurations: every candidate is bounded, and only those that may be among the best are cut and played.
 
-A candidate's throughput is at most that of stages balanced perfectly; once cut, at most that of its slowest stage; once played by
-the clock, what it is. The one with the greatest bound is looked at next, so that what comes out first, all steps done, is the
-best of all, and what follows the next best.
+A candidate's throughput is at most that of stages balanced perfectly; then at most that of its slowest stage, cut as if memory
+were enough and messages took no time; once cut, that of what it has; once played by the clock, what it is. The one with the
+greatest bound is looked at next. So what comes out first, all steps done, is the best of all, and what follows the next best.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 from ipu_pipe.plan.candidates import Candidate
+from ipu_pipe.plan.partition import least_greatest
 from ipu_pipe.plan.placing import Layout, Neighbours, layouts, neighbours
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, least_seconds, predict_cut
+from ipu_pipe.schedule.methods import METHODS
 
 NO_ROOM = "the fullest stage needs more memory than a device has, however the model is cut"
-ALIKE = "other microbatches and accumulations of those shown, slower"
+ALIKE = "other microbatches and accumulations of those shown, slower or with no room"
 SLOWER = "slower than those shown, even if nothing but its slowest stage or its fill and drain took time"
 
 
@@ -29,12 +32,39 @@ class Found(NamedTuple):
 
 @dataclass
 class _Looked:
-    """A candidate with a layout as far as it has been looked at: bounded, cut, or played."""
+    """A candidate with a layout as far as it has been looked at: bounded (twice), cut, or played."""
 
     asked: Candidate
-    costing: Costing
+    layout: Layout
+    costing: Optional[Costing] = None
     starts: Optional[List[int]] = None
     played: Optional[Prediction] = None
+
+
+class _Costings:
+    """Of the candidates of a problem; what several have in common is made once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._sums: Dict[int, Sums] = {}
+        self._messages: Dict[Layout, Neighbours] = {}
+        self._work: Dict[Tuple[int, bool, bool], List[float]] = {}
+
+    def of(self, asked: Candidate, layout: Layout) -> Costing:
+        """Of one."""
+        size = asked.micro_batch_size
+        if size not in self._sums:
+            self._sums[size] = Sums(self._problem, size)
+        if layout not in self._messages:
+            self._messages[layout] = neighbours(self._problem.hardware, layout)
+        return Costing(self._problem, asked, layout, self._sums[size], self._messages[layout])
+
+    def work(self, asked: Candidate) -> List[float]:
+        """Seconds of each unit for a microbatch: of all candidates with one microbatch and recomputation the same."""
+        key = asked.micro_batch_size, asked.recompute, METHODS[asked.method].structure is None
+        if key not in self._work:
+            self._work[key] = self.of(asked, layouts(asked.depth, asked.width)[0]).work.tolist()
+        return self._work[key]
 
 
 def search(problem: Problem, asked: Iterable[Candidate], count: int) -> Found:
@@ -42,49 +72,52 @@ def search(problem: Problem, asked: Iterable[Candidate], count: int) -> Found:
     microbatch and accumulation alone, the best. Exact: what is not cut or not played cannot be better."""
     refused = {NO_ROOM: 0, ALIKE: 0, SLOWER: 0}
     shown: Set[Tuple[Any, ...]] = set()
-    sums: Dict[int, Sums] = {}
-    messages: Dict[Layout, Neighbours] = {}
+    costings = _Costings(problem)
     waiting: List[Tuple[float, int, int, _Looked]] = []  # by least seconds a sample, then as they came
     left = 0
     for order, candidate in enumerate(asked):
-        size = candidate.micro_batch_size
-        if size not in sums:
-            sums[size] = Sums(problem, size)
         left += 1
+        bound = least_seconds(candidate, sum(costings.work(candidate))) / candidate.global_batch_size
         for place, layout in enumerate(layouts(candidate.depth, candidate.width)):
-            if layout not in messages:
-                messages[layout] = neighbours(problem.hardware, layout)
-            costing = Costing(problem, candidate, layout, sums[size], messages[layout])
-            bound = least_seconds(candidate, float(costing.work.sum()))
-            waiting.append((bound / candidate.global_batch_size, order, place, _Looked(candidate, costing)))
+            waiting.append((bound, order, place, _Looked(candidate, layout)))
     heapq.heapify(waiting)
     best: List[Prediction] = []
-    done: Dict[Candidate, bool] = {}  # whether it came out, or does not fit
+    done: Set[Candidate] = set()  # those that came out, do not fit, or are like one that did
     while waiting and len(best) < count:
-        _, order, place, looked = heapq.heappop(waiting)
-        if looked.asked in done:
+        bound, order, place, looked = heapq.heappop(waiting)
+        one, batch = looked.asked, looked.asked.global_batch_size
+        if one in done:
             continue
-        if looked.played is not None:
-            if looked.asked.shape in shown:
-                refused[ALIKE] += 1
-            else:
-                best.append(looked.played)
-            shown.add(looked.asked.shape)
-            done[looked.asked] = True
-            continue
-        if looked.starts is not None:
-            looked.played = predict_cut(looked.costing, looked.starts)
-            seconds = looked.played.seconds
+        if one.shape in shown:  # by one that is faster
+            refused[ALIKE] += 1
+            done.add(one)
+        elif looked.played is not None:
+            best.append(looked.played)
+            shown.add(one.shape)
+            done.add(one)
         else:
-            looked.starts = looked.costing.cut() if looked.costing.may_fit() else None
-            if looked.starts is None:
+            seconds = _looked_further(looked, costings)
+            if seconds is None:
                 refused[NO_ROOM] += 1
-                done[looked.asked] = True
-                continue
-            seconds = looked.costing.least_seconds(looked.costing.costs(looked.starts))
-        heapq.heappush(waiting, (seconds / looked.asked.global_batch_size, order, place, looked))
+                done.add(one)
+            else:
+                heapq.heappush(waiting, (max(bound, seconds / batch), order, place, looked))
     refused[SLOWER] = left - len(done)
     return Found(best, {reason: number for reason, number in refused.items() if number})
+
+
+def _looked_further(looked: _Looked, costings: _Costings) -> Optional[float]:
+    """The next step with a candidate: what its batch takes at least, by that; None where it does not fit."""
+    asked = looked.asked
+    if looked.costing is None:
+        looked.costing = costings.of(asked, looked.layout)
+        slowest = least_greatest(costings.work(asked), asked.depth)
+        return asked.gradient_accumulation * slowest if slowest < math.inf else None
+    if looked.starts is None:
+        looked.starts = looked.costing.cut() if looked.costing.may_fit() else None
+        return None if looked.starts is None else looked.costing.least_seconds(looked.costing.costs(looked.starts))
+    looked.played = predict_cut(looked.costing, looked.starts)
+    return looked.played.seconds
 
 
 def least_memory(problem: Problem, asked: Iterable[Candidate]) -> Optional[Tuple[float, Candidate]]:

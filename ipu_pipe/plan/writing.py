@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from ipu_pipe.errors import BadInput
 from ipu_pipe.job.comparing import dump
 from ipu_pipe.job.config import configure
 from ipu_pipe.job.method_args import MethodArgs
@@ -30,5 +32,8 @@ def planned_config(config: Config, problem: Problem, found: Prediction, hardware
     if asked.method != config.method:
         changes["method_args"] = MethodArgs()
     text = dump(config.model_copy(update=changes))
-    configure(**parse(text, "--write"))  # checked before anything is written
+    try:
+        configure(**parse(text, "--write"))  # checked before anything is written
+    except BadInput as error:
+        raise BadInput([re.sub("^configure: ", "--write: ", fault) for fault in error.faults]) from None
     return text

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Optional, Sequence
 
+import numpy as np
 import torch
 
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.backends.table import backend_of
-from ipu_pipe.hardware.memory import held_microbatches, stage_bytes
+from ipu_pipe.hardware.memory import held_microbatches, lockstep_schedule, stage_bytes
 from ipu_pipe.hardware.times import MOMENTS
+from ipu_pipe.job.ipu.methods import is_pipelined
+from ipu_pipe.job.ipu.placement import placement
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.schedule import figures
 from ipu_pipe.schedule.copies import weight_copies
+from ipu_pipe.schedule.runs import IntArray
 
 
 def memory_record(job: Job, measured: Report) -> Dict[str, Any]:
@@ -30,8 +34,10 @@ def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[st
     """Per stage, as planned: copies, lag, microbatches in flight, and the bytes of each kind that a device needs."""
     sizes = {name: p.numel() * p.element_size() for name, p in job.model.named_parameters()}
     lags, backward_lags = job.table.greatest_lag(), job.table.greatest_backward_lag()
-    copies, in_flight = weight_copies(job.table), job.schedule.max_in_flight()
+    copies, in_flight = weight_copies(job.table), _in_flight(job)
     kept = held_microbatches(in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn)
+    if job.config.recompute and _in_lockstep(job):
+        kept.inputs[in_flight == 1] = 0  # PopTorch does not recompute its last stage
     moments = MOMENTS.get(_optimizer_kind(job) or "", 0)
     trained, behind = _trained_bytes(job), _behind_bytes(job)
     rows = []
@@ -61,6 +67,21 @@ def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[st
             "in_flight": int(in_flight[s]),
         })  # fmt: skip
     return rows
+
+
+def _in_lockstep(job: Job) -> bool:
+    """Whether PopTorch runs it as a pipeline that flushes."""
+    return job.config.backend.ipu is not None and is_pipelined(job.method) and job.method.flushes
+
+
+def _in_flight(job: Job) -> IntArray:
+    """Microbatches that each stage holds at most: by the schedule, of PopTorch's pipelines by its own, on which the stages of one
+    IPU are one (not run on hardware)."""
+    if not _in_lockstep(job):
+        return job.schedule.max_in_flight()
+    runs = placement(job.config.ipu, len(job.part)).runs
+    stash = lockstep_schedule(job.method, len(runs), job.schedule.accumulate, job.schedule.accumulate).max_in_flight()
+    return np.repeat(stash, [len(stages) for _, stages in runs])
 
 
 def _behind_bytes(job: Job) -> List[int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, List, Mapping, Optional, Sequence, Set
+from typing import Any, List, Mapping, Optional, Sequence, Set, Tuple
 
 from ipu_pipe.job.record import DTYPES, Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.stages import describe
+from ipu_pipe.plan.answer import own_cut_in_words
 from ipu_pipe.report.memory import memory_figures, memory_table
 from ipu_pipe.schedule.drawing import format_text
 
@@ -68,6 +69,7 @@ def plan(job: Job) -> str:
         f"in all: {weights:.1f} MiB weights, {state:.1f} optimizer, {activations:.1f} activations",
         *_rated(job),
         *_work(job),
+        *own_cut_in_words(job),
         f"schedule: {job.schedule.slot_count:,} slots, stages busy {busy:.1%} of them (fill and drain included)",
         "",
         *_schedule_beginning(job),
@@ -130,8 +132,9 @@ def model_name(config: Config) -> str:
     return config.model.entry if given is None else given.name
 
 
-def closing(report: Mapping[str, Any], folder: Path) -> str:
-    """The readable summary at the end of a run; its last line is the contract's throughput line."""
+def closing(report: Mapping[str, Any], folder: Path, predicted: Optional[Tuple[str, float]] = None) -> str:
+    """The readable summary at the end of a run; its last line is the contract's throughput line. `predicted`: for which hardware,
+    and so many samples a second."""
     first, last = report["initial"], report["final"]
     lags = [stage["forward_delay"] for stage in report["stages"]]
     copies = [stage["weight_copies"] for stage in report["stages"]]
@@ -150,6 +153,11 @@ def closing(report: Mapping[str, Any], folder: Path) -> str:
         f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir {folder}",
         f"    {folder / 'checkpoints'}    weights",
     ]
+    measured = report["throughput_samples_per_second"]
+    if predicted is not None and measured is not None:
+        name, rate = predicted
+        error = f"the prediction is {abs(rate / measured - 1):.1%} too {'high' if rate > measured else 'low'}"
+        lines.append(f"  predicted on {name}: {rate:.1f} samples/s, measured: {measured:.1f}; {error}")
     return "\n".join([*lines, _throughput(report)])
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any, Dict, Optional
 
 import torch
 from torch import nn
 
+from ipu_pipe import launched
+from ipu_pipe.backends.ranks import on_main
 from ipu_pipe.backends.table import backend_of
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
@@ -22,12 +25,14 @@ from ipu_pipe.local.footprint import footprint_of
 from ipu_pipe.model.precision import OwnTypes
 from ipu_pipe.model.probe import Loss, drawn_unkeyed
 from ipu_pipe.model.randomness import derived_seed
+from ipu_pipe.model.shapes import made_by_shape
 from ipu_pipe.model.uncompiled import without_compiler
+from ipu_pipe.plan.of_config import chosen_stages, is_chosen
 from ipu_pipe.run import checks
 from ipu_pipe.run.checkpoint import load_weights, read_weights
 from ipu_pipe.run.parts import make_data, make_factory, make_loss, make_model, refuse_wrapped
 from ipu_pipe.run.trying import try_model
-from ipu_pipe.schedule.methods import check, resolve_method
+from ipu_pipe.schedule.methods import Method, check, resolve_method
 from ipu_pipe.schedule.segments import segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
@@ -40,14 +45,24 @@ from ipu_pipe.values import MOST_STOPS, MOST_UPDATES
 
 
 def set_up(
-    config: Config, model: Optional[nn.Module] = None, data: Optional[DataSource] = None, loss: Optional[Loss] = None
+    config: Config,
+    model: Optional[nn.Module] = None,
+    data: Optional[DataSource] = None,
+    loss: Optional[Loss] = None,
+    by_shape: bool = False,
 ) -> Setup:
-    """The model, loss and data that `config` describes, ready to run. What is given takes the place of the config's entry."""
+    """The model, loss and data that `config` describes, ready to run. What is given takes the place of the config's entry;
+    `by_shape`: model and microbatches are shapes without numbers (see `ipu_pipe.run.planning`)."""
     refuse_missing(config, model=model, data=data, loss=loss)
     device = _device(config)
+    kind = device.type
     torch.manual_seed(derived_seed(config.seed, "model"))
     given = model is not None
-    model = model if model is not None else make_model(config)
+    if by_shape:
+        device = torch.device("meta")
+    if model is None:
+        with made_by_shape() if by_shape else contextlib.nullcontext():
+            model = make_model(config)
     refuse_wrapped(model)
     _refuse_tensors(model)
     _refuse_unkeyed(model, device)
@@ -61,7 +76,7 @@ def set_up(
         chosen_loss = chosen_loss.to(device)
     made = Setup(config, model, chosen_loss, data, device, own_types)
     backend = backend_of(config)
-    made.device_kind, made.pins_memory = backend.trains_on or device.type, backend.pins_memory
+    made.device_kind, made.pins_memory = backend.trains_on or kind, backend.pins_memory
     return made
 
 
@@ -98,9 +113,10 @@ def build(
     loss: Optional[Loss] = None,
     optimizer: Optional[update.OptimizerFactory] = None,
     done: int = 0,
+    by_shape: bool = False,
 ) -> Job:
     """Build the job that `config` describes. What is given as an object takes the place of the config's entry; `done`: updates
-    of the run that are done already, in a checkpoint that it goes on from.
+    of the run that are done already, in a checkpoint that it goes on from; `by_shape`: as in `set_up`.
 
     `optimizer`: a function from parameter groups to a torch.optim optimizer, such as
     `functools.partial(torch.optim.SGD, lr=0.1)`. Raises BadInput where anything does not fit, what the user's own code raises
@@ -108,7 +124,7 @@ def build(
     """
     with attributed(lambda: "before training"):
         refuse_missing(config, model=model, data=data, loss=loss, optimizer=optimizer)
-        setup = set_up(with_given(config, model, data, loss, optimizer), model, data, loss)
+        setup = set_up(with_given(config, model, data, loss, optimizer), model, data, loss, by_shape)
     trained = [p for p in setup.model.parameters() if p.requires_grad]
     try:
         with attributed(lambda: "before training"):
@@ -134,11 +150,14 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
         )
     updates = config.steps if config.steps is not None else config.epochs * per_epoch
     _check_length(config, updates, per_epoch)
-    x, y = setup.to_device(*data.train_batch(0, 0, config.micro_batch_size))
+    taken = data.train_batch(0, 0, config.micro_batch_size)
+    x, y = setup.to_device(*taken)
     example = x.clone(), y.clone()  # a model that works in place must not change the data
-    setup.label_range = try_model(model, chosen_loss, example)
+    setup.label_range = try_model(model, chosen_loss, example, taken[1])
     args = config.method_settings()
     method = resolve_method(config.method, args)
+    if is_chosen(config.stages):
+        config = _with_chosen_stages(config, method, model, example[0])
     placed = backend_of(config).place(config, method, model, example[0])
     model, part, own = placed.model, placed.part, placed.own
     if method.structure is not None:
@@ -185,6 +204,14 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
         raise BadInput(reasons)
     job.note = job.note or backend_of(config).note(job)
     return job
+
+
+def _with_chosen_stages(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> Config:
+    """The config with the names of the modules at which the planner has stages begin, the same on all processes: each may have
+    measured its own machine."""
+    processes = launched.read().world // config.replicas if config.backend.name == "distributed" else None
+    begins = on_main(lambda: chosen_stages(config, method, model, x, processes))
+    return config.model_copy(update={"stages": begins or 1})
 
 
 def _check_length(config: Config, updates: int, per_epoch: int) -> None:

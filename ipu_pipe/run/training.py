@@ -11,7 +11,7 @@ from torch import nn
 
 from ipu_pipe.backends.interface import Engine, Report
 from ipu_pipe.backends.ranks import is_main, on_main
-from ipu_pipe.backends.table import launch, make_engine
+from ipu_pipe.backends.table import backend_of, launch, make_engine
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.blame import attributed, keep_traceback
@@ -25,6 +25,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import GIVEN
 from ipu_pipe.model.probe import Loss
+from ipu_pipe.plan.of_config import predicted_rate
 from ipu_pipe.report.executed import write_trace
 from ipu_pipe.report.memory import memory_record
 from ipu_pipe.report.summary import summarise
@@ -306,7 +307,9 @@ class _Run:
         def write() -> Dict[str, Any]:
             assert self.run is not None and measured is not None
             report = _write_results(self.job, self.run, self.position, final, self.tested, measured)
-            self.progress.say(closing(report, self.run.path))
+            on_devices = not backend_of(self.job.config).emulates  # which in one process does the work of all
+            predicted = predicted_rate(self.job) if on_devices else None
+            self.progress.say(closing(report, self.run.path, predicted))
             return report
 
         return on_main(write)

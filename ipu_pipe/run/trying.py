@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Optional, Tuple
 
 import torch
@@ -17,21 +18,26 @@ from ipu_pipe.model.shapes import by_shape, looks_at_values, pays, stand_in
 FEW = 2  # samples; a batch norm refuses one
 
 
-def try_model(model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]) -> Optional[LabelRange]:
+def try_model(
+    model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor], labels: Any
+) -> Optional[LabelRange]:
     """Run a forward of the microbatch with the loss, so that a model that does not fit the data, or cannot learn, is told in one
-    line. Returns what labels the loss allows, where it is known. Raises BadInput."""
+    line. `labels`: the example's, with their numbers where it is a shape. Returns what labels the loss allows, where it is
+    known. Raises BadInput."""
     x, y = example
     devices = [x.device] if x.is_cuda else []
     try:
-        with torch.random.fork_rng(devices=devices), buffers_restored(model):
-            output = _few(model, x)
+        with contextlib.ExitStack() as inside:
+            inside.enter_context(torch.random.fork_rng(devices=devices))
+            inside.enter_context(by_shape(model) if x.is_meta else buffers_restored(model))
+            output = None if x.is_meta else _few(model, x)
             if output is None:
                 output = model(x)
             allowed = label_range(loss, output, y)
             if allowed is not None:
-                allowed.check(y)
+                allowed.check(labels)
             value = loss(output, y)
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
                 value.item()  # what a GPU's kernels find wrong is told here, not wherever the run waits for them next
     except BadInput:
         raise

@@ -170,69 +170,74 @@ class _Eager(_Played):
         """Find the times."""
         P, costs, device_of = self.schedule.stages, self.costs, self.device
         later = costs.slot / 2 if self.schedule.slot_capacity == 2 else 0.0  # in its slot, of what follows a forward
-        self._queues: Dict[int, List[Tuple[float, int, int]]] = {device: [] for device in device_of}
+        queues: Dict[int, List[Tuple[float, int, int]]] = {device: [] for device in device_of}
         for slot, which, m in self.rows:
-            self._queues[device_of[which]].append((slot * costs.slot + (later if which >= P else 0.0), which, m))
-        self._next = dict.fromkeys(device_of, 0)
-        self._free = dict.fromkeys(device_of, 0.0)  # when each device is through with what it has begun
-        self._runs = dict.fromkeys(device_of, False)
-        self._link_free: Dict[str, float] = {}
-        self._ends: List[Tuple[float, int, int, int]] = []  # of passes that run, a heap: time, order, pass, microbatch
+            queues[device_of[which]].append((slot * costs.slot + (later if which >= P else 0.0), which, m))
+        coming = {device: iter(queue) for device, queue in queues.items()}
+        following = {device: next(queue, None) for device, queue in coming.items()}
+        free = dict.fromkeys(queues, 0.0)  # when each device is through with what it has begun
+        runs = dict.fromkeys(queues, False)
+        link_free: Dict[str, float] = {}
+        running: List[Tuple[float, int, int, int]] = []  # a heap: end, order, pass, microbatch
         # when what a pass needs is there, by need and microbatch; and for whom each pass's result is
         longest = len(self.start[0])
-        self._there = {which: [[math.inf] * longest for _ in needed] for which, needed in self.needs.items()}
+        there = {which: [[math.inf] * longest for _ in needed] for which, needed in self.needs.items()}
         results: Dict[int, List[Tuple[int, List[float], Optional[Message]]]] = {which: [] for which in self.needs}
         for which, needed in self.needs.items():
             for place, source in enumerate(needed):
-                results[source].append((which, self._there[which][place], self.message(source, which)))
-        for device in self._queues:
-            self._try(device)
-        while self._ends:
-            end, _, done, m = heapq.heappop(self._ends)
-            device = device_of[done]
+                results[source].append((device_of[which], there[which][place], self.message(source, which)))
+        starts, ends, duration, carried = self.start, self.end, self.duration, self.carried
+        begun = 0
+
+        def begin(device: int) -> None:
+            """The device's next pass, unless something that it needs is not on its way yet."""
+            nonlocal begun
+            action = following[device]
+            if action is None:
+                return
+            start, which, m = action
+            if free[device] > start:
+                start = free[device]
+            for moments in there[which]:
+                if moments[m] > start:
+                    start = moments[m]
+            if start == math.inf:
+                return
+            end = free[device] = start + duration[which]
+            starts[which][m], ends[which][m] = start, end
+            following[device], runs[device] = next(coming[device], None), True
+            begun += 1
+            heapq.heappush(running, (end, begun, which, m))
+
+        def arrival(message: Message, at: float) -> float:
+            """When a message that is ready `at` a time is there."""
+            seconds, latency, links = message
+            for link in links:
+                if link_free.get(link, 0.0) > at:
+                    at = link_free[link]
+            at += seconds
+            for link in links:
+                link_free[link] = at
+                carried[link] = carried.get(link, 0.0) + seconds
+            return at + latency
+
+        for device in queues:
+            begin(device)
+        while running:
+            end, _, done, m = heapq.heappop(running)
+            own = device_of[done]
             k = self.completes(done, m)
             if k is not None:
                 stage = done % P
-                start = self._arrival(costs.reduce[stage], end) if costs.reduce else end
-                self._free[device] = start + costs.update[stage]
-                self.note_update(stage, k, start, self._free[device])
-            for target, there, message in results[done]:
-                there[m] = end if message is None else self._arrival(message, end)
-                if message is not None and not self._runs[device_of[target]] and device_of[target] != device:
-                    self._try(device_of[target])
-            self._runs[device] = False
-            self._try(device)
-
-    def _try(self, device: int) -> None:
-        """Begin the device's next pass, unless something that it needs is not on its way yet."""
-        queue, place = self._queues[device], self._next[device]
-        if place == len(queue):
-            return
-        start, which, m = queue[place]
-        if self._free[device] > start:
-            start = self._free[device]
-        for there in self._there[which]:
-            if there[m] > start:
-                start = there[m]
-        if start == math.inf:
-            return
-        end = self._free[device] = start + self.duration[which]
-        self.start[which][m], self.end[which][m] = start, end
-        self._next[device], self._runs[device] = place + 1, True
-        self._begun += 1
-        heapq.heappush(self._ends, (end, self._begun, which, m))
-
-    _begun = 0
-
-    def _arrival(self, message: Message, at: float) -> float:
-        """When a message that is ready `at` a time is there."""
-        begin = at
-        for link in message.links:
-            begin = max(begin, self._link_free.get(link, 0.0))
-        for link in message.links:
-            self._link_free[link] = begin + message.seconds
-            self.carried[link] = self.carried.get(link, 0.0) + message.seconds
-        return begin + message.seconds + message.latency
+                start = arrival(costs.reduce[stage], end) if costs.reduce else end
+                free[own] = start + costs.update[stage]
+                self.note_update(stage, k, start, free[own])
+            for device, moments, message in results[done]:
+                moments[m] = end if message is None else arrival(message, end)
+                if message is not None and not runs[device] and device != own:
+                    begin(device)
+            runs[own] = False
+            begin(own)
 
 
 class _Lockstep(_Played):

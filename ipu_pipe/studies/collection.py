@@ -17,9 +17,9 @@ from ipu_pipe.job.schema import Config
 from ipu_pipe.model.flops import BACKWARD, HOW
 from ipu_pipe.report.memory import memory_table
 from ipu_pipe.report.traffic import links, shared_links
-from ipu_pipe.run.build import build
 from ipu_pipe.run.folder import check_folder
 from ipu_pipe.run.folder_lock import refuse_used
+from ipu_pipe.run.planning import planned
 from ipu_pipe.run.training import train
 from ipu_pipe.schedule import timelines
 from ipu_pipe.schedule.clock import Costs, clock
@@ -46,9 +46,12 @@ def collect(
         raise BadInput(f"--methods: {','.join(methods)}: a method is named twice")
     if not backend_of(config).emulates:
         raise BadInput(f"backend.name: {config.backend.name}: methods are compared on the emulator, in one process")
+    made: Dict[str, Job] = {}
     if list(methods) != [config.method]:  # one cut for all, the config's own, whatever their order
-        part = build(of_method(config, config.method, steps)).part
+        job = planned(of_method(config, config.method, steps))
+        part = job.part
         if not part.spread:
+            made[config.method] = job
             config = config.model_copy(update={"stages": part.begin_names() or 1})
     boundaries = config.stages if isinstance(config.stages, list) else []
     wished = {name: of_method(config, name, steps, boundaries) for name in methods}
@@ -60,7 +63,7 @@ def collect(
     for name, chosen in wished.items():
         size = chosen.micro_batch_size * chosen.gradient_accumulation * chosen.replicas
         say(f"{name}: {chosen.steps} updates of {size} samples")
-        job = build(chosen)
+        job = made.get(name) or planned(chosen)
         rate = rates[name] = modelled_rate(job)
         first = rates[methods[0]]
         if steps == 0:

@@ -7,9 +7,9 @@ from typing import Any, Sequence
 
 import numpy as np
 
+from ipu_pipe.report.plots import figure
 from ipu_pipe.stability.loops import Floats
 from ipu_pipe.studies.delay_figures import Colours, Figure, Panel
-from ipu_pipe.studies.plots import figure
 
 
 def draw(wanted: Figure, file: Path) -> None:

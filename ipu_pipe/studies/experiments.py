@@ -25,8 +25,8 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 from ipu_pipe.errors import BadInput, RunFault, writing
 from ipu_pipe.job.comparing import differences
 from ipu_pipe.job.config import configure, load_config
+from ipu_pipe.report.plots import figure, mean_with_range
 from ipu_pipe.shown import shown
-from ipu_pipe.studies.plots import figure, mean_with_range
 from ipu_pipe.studies.worker_pool import in_workers
 from ipu_pipe.written import write
 from ipu_pipe.yaml_files import merge, read_yaml

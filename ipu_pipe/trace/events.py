@@ -13,8 +13,13 @@ from numpy.typing import NDArray
 
 from ipu_pipe.schedule.actions import Kind
 
-COMPUTE = tuple(kind.word for kind in Kind if kind is not Kind.AVERAGE)
-COMMUNICATION = ("send", "recv", Kind.AVERAGE.word)  # the host's time for a message, or for an all-reduce
+UNTOLD, COLLECTIVE = (
+    "compute",
+    "collective",
+)  # of other tools' traces: what was computed, and to whom a message went, is not told
+COMPUTE = (*(kind.word for kind in Kind if kind is not Kind.AVERAGE), UNTOLD)
+# the host's time for a message, or for an all-reduce
+COMMUNICATION = ("send", "recv", Kind.AVERAGE.word, COLLECTIVE)
 WAIT = "wait"
 OUTSIDE = ("evaluate", "checkpoint", "pause")  # pause: not recorded, by a window of steps or by sampling
 KINDS = (*COMPUTE, *COMMUNICATION, WAIT, *OUTSIDE)
@@ -49,13 +54,21 @@ class Counter(NamedTuple):
     value: float
 
 
+# Names of the counters of memory, bytes that a device's tensors take, by category. `versions`: of weights besides those in the
+# model; `activations`: what microbatches in flight keep for their backward; `buffers`: receives posted and what was sent and is
+# not known to be through, unless it is in `activations`. ALLOCATED: by PyTorch's allocator of a GPU, whatever for.
+MEMORY = {
+    name: f"{name} (bytes)" for name in ("weights", "versions", "gradients", "optimizer", "activations", "buffers")
+}
+ALLOCATED = "allocated (bytes)"
+
 EVENT_TYPES: Dict[str, Any] = {
     "stage": np.int32, "device": np.int32, "kind": np.int8, "microbatch": np.int32, "start": np.int64, "end": np.int64,
     "version": np.int32, "bytes": np.int64, "peer": np.int32, "carries": np.int8,
 }  # fmt: skip
 COUNTER_TYPES: Dict[str, Any] = {"device": np.int32, "name": np.int16, "time": np.int64, "value": np.float64}
-_KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
-_CARRIED_CODE = {what: code for code, what in enumerate(CARRIED)}
+KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
+CARRIED_CODE = {what: code for code, what in enumerate(CARRIED)}
 
 
 class Events(NamedTuple):
@@ -76,7 +89,7 @@ class Events(NamedTuple):
     def of(cls, events: Iterable[Event]) -> "Events":
         """The columns of `events`."""
         rows = [
-            (*e[:2], _KIND_CODE[e.kind], *e[3:7], -1 if e.bytes is None else e.bytes, e.peer, _CARRIED_CODE[e.carries])
+            (*e[:2], KIND_CODE[e.kind], *e[3:7], -1 if e.bytes is None else e.bytes, e.peer, CARRIED_CODE[e.carries])
             for e in events
         ]
         columns = zip(*rows) if rows else [()] * len(EVENT_TYPES)
@@ -88,7 +101,7 @@ class Events(NamedTuple):
 
     def of_kind(self, *kinds: str) -> NDArray[np.bool_]:
         """Which are of one of these kinds."""
-        return np.isin(self.kind, [_KIND_CODE[kind] for kind in kinds])
+        return np.isin(self.kind, [KIND_CODE[kind] for kind in kinds])
 
     def rows(self) -> Iterable[Event]:
         """One record each: for few of them."""

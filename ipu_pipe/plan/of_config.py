@@ -1,0 +1,175 @@
+"""The planner on a config: the stages that `stages: auto` and `{count: P, by: hardware}` are, and what its own cut would do.
+
+All of it is predicted, for the config's own method, microbatch, accumulation, replicas and recomputation.
+"""
+
+from __future__ import annotations
+
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.costing import FEW, count_units
+from ipu_pipe.hardware.description import Hardware
+from ipu_pipe.hardware.files import read_hardware
+from ipu_pipe.hardware.precision import PRECISIONS
+from ipu_pipe.hardware.units import Unit
+from ipu_pipe.job.ipu.placement import placement_faults
+from ipu_pipe.job.record import Job
+from ipu_pipe.job.schema import Config
+from ipu_pipe.job.sections import GIVEN
+from ipu_pipe.plan.candidates import Candidate
+from ipu_pipe.plan.partition import IntArray, StageCosts, best_cuts
+from ipu_pipe.plan.placing import layouts
+from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
+from ipu_pipe.plan.reasons import Binding, binding
+from ipu_pipe.plan.search import least_memory, search
+from ipu_pipe.schedule.methods import Method, check
+from ipu_pipe.shown import sized_bytes
+
+
+def problem_of(
+    config: Config, units: Sequence[Unit], entering: float, hardware: Hardware, *, memory: Optional[float] = None,
+    precision: Optional[str] = None,
+) -> Problem:  # fmt: skip
+    """What is to be planned for a config's model. `entering`: bytes of a sample that enter the first unit. `memory`: usable bytes
+    of a device, and `precision`, in place of the hardware's and the config's. Raises BadInput."""
+    precision = precision or config.precision
+    hardware.rate(precision)  # refuses one without a rate
+    kinds = {"adam": "adam", "adamw": "adam", GIVEN: "adam"}  # of one given in Python the most that it may keep
+    optimizer = kinds.get(config.optimizer.name, "momentum" if config.optimizer.momentum else "sgd")
+    scale = PRECISIONS[precision].activation / units[0].number_bytes
+    usable = hardware.device.usable_bytes if memory is None else memory
+    return Problem(tuple(units), entering * scale, hardware, usable, precision, optimizer)
+
+
+def candidate_of(config: Config, depth: int) -> Candidate:
+    """The config on so many stages."""
+    return Candidate(
+        config.method, depth, config.replicas, config.micro_batch_size, config.gradient_accumulation, config.recompute
+    )
+
+
+def is_chosen(stages: Any) -> bool:
+    """Whether a config's `stages` leave the cut to the planner."""
+    return stages == "auto" or (isinstance(stages, dict) and stages.get("by") == "hardware")
+
+
+def chosen_stages(
+    config: Config, method: Method, model: nn.Module, x: torch.Tensor, processes: Optional[int] = None
+) -> List[str]:
+    """Names of the modules at which stages 1 and on begin, of a config whose `stages` leave them to the planner.
+
+    As many stages as `processes` (of each replica, None: not on processes) or as `count` says; else the number, of those for
+    which the hardware has devices, with the greatest predicted throughput. By the hardware's times within its memory, or where a
+    config names none by FLOPs. Raises BadInput.
+    """
+    said = "auto" if config.stages == "auto" else f"{{count: {config.stages['count']}, by: hardware}}"
+    if method.structure is not None:
+        raise BadInput(
+            f"stages: {said}: the planner cuts pipelines of one loss, not the blocks of {method.name}: must be names, a count "
+            "or finest"
+        )
+    count = processes if config.stages == "auto" else config.stages["count"]
+    units = count_units(model, x[:FEW]).units
+    starts: Optional[Sequence[int]]
+    if config.hardware is None:
+        starts = _by_flops(units, count)
+        if starts is None:
+            raise BadInput(
+                f"stages: {said}: {count} processes: the model has {len(units)} places where a stage may begin"
+            )
+    else:
+        starts = _by_times(config, method, units, x, said, count)
+    return [units[start].name for start in starts[1:]]
+
+
+def _by_flops(units: Sequence[Unit], count: Optional[int]) -> Optional[List[int]]:
+    assert count is not None  # the config's check
+    work = [unit.forward_flops + unit.backward_flops for unit in units]
+    until = np.concatenate([[0.0], np.cumsum(work)])
+
+    def costs(first: IntArray, end: IntArray) -> StageCosts:
+        flops = until[end] - until[first]
+        return lambda k: flops
+
+    return best_cuts(work, count, costs)
+
+
+def _by_times(
+    config: Config, method: Method, units: Sequence[Unit], x: torch.Tensor, said: str, count: Optional[int]
+) -> Sequence[int]:
+    assert config.hardware is not None
+    hardware, width = read_hardware(config.hardware, "hardware"), config.replicas
+    if count is None and width > hardware.devices:
+        raise BadInput(f"replicas: {width}: stages: {said}: hardware {hardware.name} has {hardware.devices} devices")
+    problem = problem_of(config, units, _sample_bytes(x), hardware)
+    depths = [count] if count is not None else range(1, min(hardware.devices // width, len(units)) + 1)
+    asked = [candidate_of(config, depth) for depth in depths if count is not None or _runs(config, method, depth)]
+    best = search(problem, asked, 1).best
+    if best:
+        return best[0].starts
+    least = least_memory(problem, asked)
+    if least is None:
+        raise BadInput(f"stages: {said}: the model has {len(units)} places where a stage may begin")
+    raise BadInput(
+        f"stages: {said}: no cut fits hardware {hardware.name}, {sized_bytes(int(problem.memory_bytes))} usable on each device: "
+        f"{least[1].depth} stages need {sized_bytes(int(least[0]))} (predicted)"
+    )
+
+
+def _runs(config: Config, method: Method, depth: int) -> bool:
+    """Whether the method and the backend would run the config on so many stages."""
+    try:
+        check(method, depth, config.gradient_accumulation, config.gradient_accumulation)
+    except BadInput:
+        return False
+    return config.backend.ipu is None or not placement_faults(config, config.backend.ipu, method, depth)
+
+
+def _sample_bytes(x: torch.Tensor) -> float:
+    return x.numel() * x.element_size() / len(x)
+
+
+class OwnCut(NamedTuple):
+    """What a config's own stages would do on its hardware."""
+
+    problem: Problem
+    found: Prediction
+    reason: Binding
+
+
+def own_cut(job: Job) -> OwnCut:
+    """Of a job whose config names hardware. Raises BadInput where that cannot be predicted."""
+    config, (x, _) = job.config, job.example
+    assert config.hardware is not None
+    hardware, depth = read_hardware(config.hardware, "hardware"), len(job.part)
+    if job.method.structure is not None:
+        raise BadInput(f"method: {job.method.name}: the planner predicts pipelines of one loss")
+    if job.part.spread:
+        raise BadInput("stages: single weights are spread over them: the planner predicts stages of whole modules")
+    hardware = hardware.with_devices(max(hardware.devices, depth * config.replicas))
+    begins = job.part.begin_names()
+    units = count_units(job.model, x[:FEW], begins).units
+    problem = problem_of(config, units, _sample_bytes(x), hardware)
+    names = [unit.name for unit in units]
+    starts = [0, *[names.index(name) for name in begins]]
+    asked = candidate_of(config, depth)
+    sums = Sums(problem, asked.micro_batch_size)
+    costings = [Costing(problem, asked, layout, sums) for layout in layouts(depth, asked.width)]
+    found = max((predict_cut(each, starts) for each in costings), key=lambda each: each.samples_per_second)
+    return OwnCut(problem, found, binding(problem, found))
+
+
+def predicted_rate(job: Job) -> Optional[Tuple[str, float]]:
+    """The hardware's name and the samples a second that are predicted on it; None where its config names none, or they cannot."""
+    if job.config.hardware is None:
+        return None
+    try:
+        own = own_cut(job)
+    except BadInput:
+        return None
+    return own.problem.hardware.name, own.found.samples_per_second

@@ -1,0 +1,46 @@
+"""What a plan says that stages on IPUs hold: PopTorch's stash, not the schedule's microbatches in flight."""
+
+from __future__ import annotations
+
+from typing import Any, List, Tuple
+
+import pytest
+
+from ipu_pipe.job.config import load_config
+from ipu_pipe.report.memory import memory_table
+from ipu_pipe.run.build import build
+
+KEYS = ["method=pipedream_flush", "gradient_accumulation=16", "evaluate.every=0", "steps=2"]
+
+
+def held(*keys: str) -> List[Tuple[int, int]]:
+    """Microbatches in flight and bytes of activations, stage by stage."""
+    rows = memory_table(build(load_config("configs/mlp_digits.yaml", [*KEYS, *keys])))
+    return [(row["in_flight"], row["activation_bytes"]) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "keys, stash",
+    [
+        ([], [7, 5, 3, 1]),  # 2(P-1-s) + 1
+        (["method=gpipe"], [7, 5, 3, 1]),  # in PopTorch the same pipeline
+        (["backend.ipu.ipus=[0, 0, 1, 1]"], [3, 3, 1, 1]),  # two stages of PopTorch's
+        (["method=naive"], [1, 1, 1, 1]),
+    ],
+)
+def test_stages_on_ipus_hold_poptorchs_stash(keys: List[str], stash: List[int]) -> None:
+    on_ipus, one = held("backend.name=poptorch", *keys), held("method=naive")
+    assert [row[0] for row in on_ipus] == stash
+    assert [row[1] for row in on_ipus] == [count * saved for count, (_, saved) in zip(stash, one)]
+
+
+def test_the_emulator_holds_what_its_schedule_has_in_flight() -> None:
+    assert [row[0] for row in held()] == [4, 3, 2, 1]
+
+
+def test_recomputation_keeps_inputs_but_not_the_last_stages() -> None:
+    """PopTorch recomputes on all stages but the last one."""
+    with_inputs: Any = held("backend.name=poptorch", "recompute=true")
+    plain = held("method=naive")
+    assert with_inputs[-1] == (1, plain[-1][1])
+    assert with_inputs[0] == (7, 7 * 16 * 64 * 4 + plain[0][1])

@@ -1,0 +1,64 @@
+"""The loop that docs/planner.md tells: plan, write, train on processes, predicted beside measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ipu_pipe.cli import plan
+from ipu_pipe.job.config import load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+# a pipeline of two: all of the model with its gradients and state does not fit one device
+HARDWARE = """\
+devices: 2
+device:
+  memory_bytes: 200e3
+  usable_share: 1.0
+  memory_bandwidth: 5e9
+  rates: {float32: {peak_flops: 2e9, achievable_share: 0.5}}
+links: [{name: sockets, bandwidth: 1e9, latency: 100e-6}]
+"""
+
+
+@pytest.mark.skipif(
+    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
+    reason="needs torch 2.4",
+)
+def test_what_is_planned_trains_on_as_many_processes_and_is_told_beside_what_was_measured(
+    tmp_path: Path, capsys: Any
+) -> None:
+    hardware, planned, out = (tmp_path / name for name in ("two.yaml", "planned.yaml", "run"))
+    hardware.write_text(HARDWARE)
+    digits = [
+        str(ROOT / "configs" / "mlp_digits.yaml"),
+        "--set",
+        "steps=4",
+        "backend.name=distributed",
+        "backend.threads=1",
+    ]
+    plan.main([*digits, "evaluate.every=0", "--hardware", str(hardware), "--json", "--write", str(planned)])
+    said = capsys.readouterr()
+    best = json.loads(said.out)["plans"][0]
+    assert (best["depth"], best["width"]) == (2, 1)
+    assert f"torchrun --nproc_per_node 2 tools/train.py {planned}" in said.err
+    assert load_config(planned).stages == best["stages"]
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_endpoint", "localhost:0",
+               "--rdzv_backend", "c10d", str(ROOT / "tools" / "train.py"), str(planned), "--out", str(out)]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    measured = json.loads((out / "summary.json").read_text())["throughput_samples_per_second"]
+    found = re.search(r"predicted on two: ([0-9.]+) samples/s, measured: ([0-9.]+); the prediction is", ran.stdout)
+    assert found is not None, ran.stdout
+    assert float(found.group(1)) == pytest.approx(best["samples_per_second"], abs=0.06)
+    assert float(found.group(2)) == pytest.approx(measured, abs=0.06)

@@ -1,0 +1,106 @@
+"""Jobs that are built by shape, to be looked at: the same figures as those of numbers, and numbers where shapes do not tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.config import configure
+from ipu_pipe.model.observation import count
+from ipu_pipe.model.shapes import by_shape, stand_in
+from ipu_pipe.report.memory import memory_table
+from ipu_pipe.report.words import plan
+from ipu_pipe.run.build import build
+from ipu_pipe.run.planning import planned
+from models.transformer import transformer_lm
+
+DATA = {"name": "synthetic", "shape": [3, 32, 32], "classes": 10, "subset": 32, "test_subset": 8}
+LARGE = {"entry": "models.resnet:preact_resnet32", "args": {"classes": 10}}
+
+
+def config(**keys: Any) -> Any:
+    """Of a model with more numbers than `SMALL`."""
+    return configure(
+        **{"model": LARGE, "data": DATA, "stages": ["layer2", "layer3"], "micro_batch_size": 4, "steps": 2, **keys}
+    )
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"gradient_accumulation": 4, "optimizer": {"name": "adam", "lr": 0.1}},
+        {"method": "pipedream", "stages": 3, "precision": "float64"},
+        {"method": "local_greedy"},
+        {"method": "local_chunked", "method_args": {"blocks": 2}},
+        {"method": "local_overlapping"},
+    ],
+)
+def test_shapes_tell_what_the_numbers_do(keys: Any) -> None:
+    shapes, numbers = planned(config(**keys)), build(config(**keys))
+    assert shapes.example[0].is_meta and not numbers.example[0].is_meta
+    assert shapes.footprint == numbers.footprint and memory_table(shapes) == memory_table(numbers)
+    assert plan(shapes) == plan(numbers)
+
+
+class Looks(nn.Sequential):
+    """Its weights are made from numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(3072, 200), nn.ReLU(), nn.Linear(200, 10))
+        assert float(self[1].weight.detach().abs().max()) > 0
+
+
+class Recurrent(nn.Module):
+    """The CPU's kernel keeps other things than shapes show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(96, 200, batch_first=True), nn.Linear(200, 10)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.out(self.rnn(x.flatten(1).view(-1, 32, 96))[0][:, -1])
+
+
+@pytest.mark.parametrize("entry", ["Looks", "Recurrent"])
+def test_what_shapes_do_not_tell_is_built_of_numbers(entry: str) -> None:
+    own = config(model={"entry": f"tests.test_planning:{entry}"}, stages=1)
+    assert not planned(own).example[0].is_meta
+
+
+def test_a_small_model_is_built_as_it_is() -> None:
+    assert (
+        not planned(config(model={"entry": "models.resnet:preact_resnet20", "args": {"classes": 10}}))
+        .example[0]
+        .is_meta
+    )
+
+
+def test_faults_are_those_of_a_run() -> None:
+    """Also those of labels, which shapes do not have."""
+    for keys in ({"stages": ["layer9"]}, {"model": {**LARGE, "args": {"classes": 5}}}):
+        told = []
+        for make in (planned, build):
+            with pytest.raises(BadInput) as caught:
+                make(config(**keys))
+            told.append(caught.value.faults)
+        assert told[0] == told[1]
+
+
+def test_a_language_models_shapes_are_those_of_its_numbers() -> None:
+    """Its norms, activations, positions and attention, forward and backward."""
+    model, x = (
+        transformer_lm(vocabulary=50, width=32, heads=2, blocks=3, context=16),
+        torch.zeros(2, 16, dtype=torch.int64),
+    )
+    numbers = count(model, x, lambda: model(x))
+    with by_shape(model):
+        shape = stand_in(x)
+        shapes = count(model, shape, lambda: model(shape))
+    assert shapes.live == numbers.live and shapes.runs == numbers.runs
+    for one, other in zip(shapes.calls, numbers.calls):
+        assert (one.name, one.flops, one.backward_flops) == (other.name, other.flops, other.backward_flops)
+        assert sorted(one.saved.values()) == sorted(other.saved.values())

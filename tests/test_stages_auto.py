@@ -1,0 +1,162 @@
+"""`stages: auto` and `{count: P, by: hardware}`: the planner's cut of a config's model, and what dry runs predict of its own."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import torch
+
+from ipu_pipe.cli import train
+from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.costing import count_units
+from ipu_pipe.hardware.files import read_hardware
+from ipu_pipe.job.comparing import dump
+from ipu_pipe.job.config import configure, load_config
+from ipu_pipe.plan.of_config import candidate_of, chosen_stages, own_cut, problem_of
+from ipu_pipe.plan.placing import layouts
+from ipu_pipe.plan.prediction import Costing, Sums, predict_cut
+from ipu_pipe.run.build import build
+from ipu_pipe.schedule.methods import resolve_method
+from models.mlp import mlp
+
+SMALL = {"entry": "models.mlp:mlp", "args": {"inputs": 64, "width": 32, "layers": 5, "classes": 10}}
+
+
+def devices(count: int = 4, memory: float = 1e6, **device: Any) -> Dict[str, Any]:
+    """So many that are slow to compute, behind one wire."""
+    rates = {"float32": {"peak_flops": 1e6, "achievable_share": 1.0}}
+    own = {"memory_bytes": memory, "usable_share": 1.0, "memory_bandwidth": 1e9, "rates": rates, **device}
+    return {"devices": count, "device": own, "links": [{"name": "wire", "bandwidth": 1e6, "latency": 1e-3}]}
+
+
+def config(**keys: Any) -> Any:
+    given = {"model": SMALL, "data": {"name": "digits"}, "stages": "auto", "hardware": devices(), "steps": 2}
+    return configure(**{**given, "gradient_accumulation": 8, **keys})
+
+
+def chosen(own: Any, **keys: Any) -> List[str]:
+    method = resolve_method(own.method)
+    return chosen_stages(own, method, mlp(**SMALL["args"]), torch.zeros(8, 64), **keys)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"method": "pipedream"},
+        {"gradient_accumulation": 3},
+        {"replicas": 2, "method": "pipedream_2bw"},
+        {"hardware": devices(memory=4e4)},
+        {"stages": {"count": 3, "by": "hardware"}},
+    ],
+)
+def test_the_chosen_stages_are_the_best_of_all(keys: Any) -> None:
+    """Of all depths and cuts that fit, tried one by one."""
+    own = config(**keys)
+    units = count_units(mlp(**SMALL["args"]), torch.zeros(8, 64)).units
+    problem = problem_of(own, units, 256.0, read_hardware(own.hardware))
+    depths = [3] if "stages" in keys else range(1, 4 // own.replicas + 1)
+    sums, slowest = Sums(problem, own.micro_batch_size), {}
+    for depth in depths:
+        for inner in itertools.combinations(range(1, len(units)), depth - 1):
+            for layout in layouts(depth, own.replicas):
+                found = predict_cut(Costing(problem, candidate_of(own, depth), layout, sums), [0, *inner])
+                if max(stage.total for stage in found.memory) <= problem.memory_bytes:
+                    slowest[inner] = max(found.samples_per_second, slowest.get(inner, 0.0))
+    names = chosen(own)
+    starts = tuple(i for i, unit in enumerate(units) if unit.name in names)
+    rate = slowest[starts]
+    # of one depth the cut with the fastest slowest stage is taken, which fills the pipeline no faster than any other
+    assert rate >= 0.97 * max(slowest.values())
+    assert len(starts) in {len(cut) for cut, each in slowest.items() if each >= 0.97 * max(slowest.values())}
+
+
+def test_processes_say_how_many_and_flops_where_no_hardware_does() -> None:
+    own = config(hardware=None, backend={"name": "distributed"})
+    units = count_units(mlp(**SMALL["args"]), torch.zeros(8, 64)).units
+    work = [unit.forward_flops + unit.backward_flops for unit in units]
+    for processes in (1, 2, 3, 5):
+        names = chosen(own, processes=processes)
+        cuts = [[0, *inner, len(work)] for inner in itertools.combinations(range(1, len(work)), processes - 1)]
+        greatest = [max(sum(work[a:b]) for a, b in zip(cut, cut[1:])) for cut in cuts]
+        edges = [0, *[i for i, unit in enumerate(units) if unit.name in names], len(work)]
+        assert len(edges) == processes + 1
+        assert max(sum(work[a:b]) for a, b in zip(edges, edges[1:])) == min(greatest)
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ({"hardware": None}, "stages: auto: needs to know the devices: hardware: a name or file, or processes"),
+        (
+            {"hardware": None, "stages": {"count": 2, "by": "hardware"}},
+            "stages.by: hardware: needs to know the devices",
+        ),
+        (
+            {"method": "local_greedy"},
+            "stages: auto: the planner cuts pipelines of one loss, not the blocks of local_greedy",
+        ),
+        (
+            {"hardware": devices(memory=9e3)},
+            "stages: auto: no cut fits hardware given, 9 kB usable on each device: 4 stages",
+        ),
+        ({"stages": {"count": 99, "by": "hardware"}}, "the model has 12 places where a stage may begin"),
+        ({"precision": "float64"}, "precision: float64: hardware given states no rate for float64"),
+        ({"replicas": 5}, "replicas: 5: stages: auto: hardware given has 4 devices"),
+    ],
+)
+def test_what_cannot_be_chosen_is_told(keys: Any, said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        build(config(**keys))
+    assert any(said in fault for fault in caught.value.faults), caught.value.faults
+
+
+def printed(capsys: Any, *arguments: str) -> str:
+    """What the command says."""
+    train.main(list(arguments))
+    return str(capsys.readouterr().out)
+
+
+def test_a_run_keeps_the_stages_that_were_chosen(tmp_path: Path, capsys: Any) -> None:
+    """Its folder says their names. Resumed for the same hardware it has these, and other hardware may be asked for."""
+    file, out = tmp_path / "c.yaml", str(tmp_path / "run")
+    file.write_text(dump(config(log={"tensorboard": False}, evaluate={"every": 0})))
+    printed(capsys, str(file), "--out", out)
+    kept = load_config(Path(out) / "config.yaml").stages
+    assert isinstance(kept, list) and kept == chosen(config())
+    said = printed(capsys, str(file), "--out", out, "--resume", "--set", "steps=3")
+    assert "another steps" in said and "another stages" not in said and "another hardware" not in said
+    said = printed(capsys, str(file), "--out", out, "--resume", "--set", "steps=4", "hardware=v100x8")
+    assert "the run goes on with another hardware" in said
+
+
+def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
+    """Each figure as predicted and for which hardware, memory against the limit, and what holds it back."""
+    given = ["configs/mlp_digits.yaml", "--dry-run", "--set"]
+    said = printed(capsys, *given, "hardware=v100x8")
+    lines = said.splitlines()
+    table = lines[lines.index("predicted on v100x8, nothing here is measured") + 1 :]
+    assert "memory  of the usable" in table[0]
+    found = own_cut(build(load_config("configs/mlp_digits.yaml", ["hardware=v100x8"]))).found
+    assert f"predicted {found.samples_per_second:.4g} samples/s" in said and "predicted to be held back by" in said
+    assert [line.split()[0] for line in table[1 : len(found.starts) + 1]] == [str(s) for s in range(len(found.starts))]
+    for more in ("method=local_greedy", "precision=bfloat16", "stages={finest: 40}"):
+        assert "not predicted on v100x8: " in printed(capsys, *given, "hardware=v100x8", more)
+    assert "predicted" not in printed(capsys, *given, "hardware=null")
+
+
+def test_stages_inside_modules_are_predicted_too() -> None:
+    """A unit begins wherever one of the config's stages does."""
+    keys = {
+        "model": {"entry": "models.resnet:preact_resnet20", "args": {"classes": 10}},
+        "hardware": devices(memory=1e9),
+    }
+    data = {"name": "synthetic", "shape": [3, 32, 32], "classes": 10, "subset": 64, "test_subset": 8}
+    job = build(config(**keys, data=data, stages=["layer2.0.conv2", "layer3.1"]))
+    found = own_cut(job)
+    names = [unit.name for unit in found.problem.units]
+    assert [names[start] for start in found.found.starts[1:]] == ["layer2.0.conv2", "layer3.1"]
+    assert sum(unit.forward_flops for unit in found.problem.units) * 8 == sum(job.footprint.forward_flops)
