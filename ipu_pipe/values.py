@@ -77,7 +77,6 @@ Count = Annotated[int, whole(1)]
 Updates = Annotated[int, whole(1, most=MOST_UPDATES, why="a run is planned before it starts")]
 Delayed = Annotated[int, whole(1, most=1_000_000, why="so many versions of the weights are kept")]
 Stages = Annotated[int, whole(1, most=MOST_STAGES, why="a schedule is planned before it starts")]
-Traced = Annotated[int, whole(1, most=100_000, why="a trace is held in memory")]
 Threads = Annotated[int, whole(1, most=MOST_THREADS, why="no machine has so many cores")]
 Whole = Annotated[int, whole(0)]
 Seed = Annotated[int, whole(0, 2**63 - 1)]  # what torch.Generator and a tensor of int64 hold

@@ -60,7 +60,12 @@ WRONG = {
     "optimizer: {learning_rate: 0.1}": "optimizer.learning_rate: 0.1: unknown key, nearest is lr",
     "precision: bf16": "precision: bf16: must be float32, float64, bfloat16, 16.16, 16.32 or 32.32; did you mean bfloat16?",
     "stage: 3": "stage: 3: unknown key, nearest is stages",
-    "log: {strides: 3}": "log.strides: 3: unknown key, allowed are every, tensorboard, trace_microbatches",
+    "log: {qqqqq: 3}": "log.qqqqq: 3: unknown key, allowed are every, tensorboard, trace",
+    "log: {trace_microbatches: 64}": "log.trace_microbatches: 64: is now trace: {begin, end, every}, which counts updates, not "
+    "microbatches",
+    "log: {trace: {begin: 3, end: 3}}": "log.trace.end: 3: must be greater than begin, 3, or null",
+    "log: {trace: {steps: 3}}": "log.trace.steps: 3: unknown key, allowed are begin, end, every",
+    "log: {trace: 3}": "log.trace: 3: must be a mapping of keys to values",
     "method_args: {t3: 3}": "method_args.t3: 3: unknown key, nearest is t2",
     "method_args: {qqqqq: 3}": "method_args.qqqqq: 3: unknown key, allowed are schedule, turn, stash, hogwild, constant_delay, "
     "recompute, warmup, t1, t2, spike_compensation, weight_prediction, gradient_shrinking, "
@@ -554,3 +559,26 @@ def test_a_run_too_long_to_be_planned_is_refused_with_the_reason() -> None:
         build(configure(**keys, epochs=10_000_000))
     with pytest.raises(BadInput, match="^checkpoint.every: 1: 5000000 times in 5000000 updates, at most 1000000: a run is"):
         build(configure(**keys, steps=5_000_000, checkpoint={"every": 1}))
+
+
+@pytest.mark.parametrize(
+    ("said", "accumulate", "updates"),
+    [
+        ("", 1, range(512)),
+        ("log: {trace: {}}", 8, range(64)),
+        ("log: {trace: true}", 8, range(64)),
+        ("log: {trace: {begin: 100, every: 10}}", 8, range(100, 740, 10)),
+        ("log: {trace: {begin: 5, end: 9}}", 1000, range(5, 9)),
+        ("log: {trace: {end: 9, every: 4}}", 1000, range(0, 9, 4)),
+        ("", 1000, range(1)),
+    ],
+)
+def test_traced_updates(here: Path, said: str, accumulate: int, updates: range) -> None:
+    chosen = read(said).log.trace
+    assert chosen is not None and chosen.updates(accumulate) == updates
+
+
+@pytest.mark.parametrize("off", ["false", "null"])
+def test_no_trace(here: Path, off: str) -> None:
+    config = read(f"log: {{trace: {off}}}")
+    assert config.log.trace is None and Config.model_validate(config.to_dict()) == config

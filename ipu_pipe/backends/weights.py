@@ -37,6 +37,7 @@ class Unversioned:
     """Methods in which every pass reads the newest weights: nothing to do."""
 
     peak_bytes = 0
+    held_bytes = 0  # now, in tensors besides the newest version's, those that wait to be used again included
 
     def load(self, read: Read) -> None:
         """Put what a pass reads into the parameters."""
@@ -69,6 +70,11 @@ class _Kept(Unversioned):
         self._size = [sum(p.numel() * p.element_size() for p in stage) for stage in stages]
         self._held = 0
         self.peak_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:  # type: ignore[override]
+        """Of all views kept, and of the pool."""
+        return self._held + sum(len(pool) * size for pool, size in zip(self._pool, self._size))
 
     def _fresh(self, stage: int) -> Tensors:
         self._held += self._size[stage]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
@@ -75,11 +76,18 @@ class Job(Setup):
     note: str = ""  # what the user should know of the stages
     done: int = 0  # updates of the run that this one goes on with: the pipeline is empty there
     used: Given = Given()  # the optimizer and the loss, whoever gave them
+    folder: Optional[Path] = None  # of the run, where every process may write what it did
 
     @property
     def batch(self) -> int:
         """Samples of one update, the global batch size."""
         return self.config.micro_batch_size * self.config.gradient_accumulation * self.config.replicas
+
+    @property
+    def traced(self) -> range:
+        """The updates whose events are recorded."""
+        chosen = self.config.log.trace
+        return range(0) if chosen is None else chosen.updates(self.config.gradient_accumulation)
 
     def microbatch(self, m: int, replica: int = 0) -> Tuple[torch.Tensor, torch.Tensor]:
         """Microbatch m of a replica of the pipeline, on the run's device. Replicas take turns in an epoch's order."""

@@ -19,6 +19,7 @@ from ipu_pipe.yaml_files import read_yaml
 # what a run writes, and so what `--overwrite` may delete: nothing else in the folder is touched
 FOLDERS = {  # and what of these is a run's own
     "tensorboard": re.compile(r"events\.out\.tfevents\..*"),
+    "trace": re.compile(r"rank-\d+\.trace"),
     "checkpoints": re.compile(r"step-\d+|\.step-\d+\.(part|old)"),
 }
 OUTPUTS = (
@@ -121,6 +122,12 @@ class RunDir:
         checkpoint.drop(self.checkpoints, later[::-1])  # a run killed here goes on from what is left
         if later:
             say(f"deleted, to be made again: step-{', step-'.join(map(str, later))}")
+
+    def forget_trace(self) -> None:
+        """What ranks of an earlier start wrote, where there are none now: it is not this one's."""
+        with writing(self.path / "trace"):
+            if (self.path / "trace").is_dir():
+                _remove(self.path / "trace")
 
     def open_metrics(self, last_step: int) -> None:
         """Open metrics.jsonl for more lines, dropping those after update `last_step` (they will be made again)."""

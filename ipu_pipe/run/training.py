@@ -188,6 +188,7 @@ class _Run:
             self.run = RunDir(out, resume=resume, overwrite=overwrite)
 
         on_main(begin)
+        job.folder = out
         self.out, self.resume, self.progress = out, resume, Progress(quiet or not is_main())
         self.position = Position()
         self.unread_seconds = 0.0  # of training since a loss was last read
@@ -320,6 +321,8 @@ def _write_results(
 ) -> Dict[str, Any]:
     """Write what a run that has ended leaves; returns its summary."""
     report = summarise(job, position, final, measured, tested)
+    if measured.times is None:
+        run.forget_trace()
     write_trace(job, run.path / "trace.json.gz", position, measured)
     for name, value in (measured.files or {}).items():
         run.write_json(name, value)

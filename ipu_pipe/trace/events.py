@@ -1,7 +1,13 @@
 """The one event record of all backends, and many of them as columns.
 
-A device's time is its passes, its waits and its communication; a wait is never part of a pass. Waits and messages name the device
-on their other side, so that who held up whom can be asked of the columns.
+A device's time is its passes and updates, its waits and its communication: on one device no two events overlap, and what lies
+between them is the host's own (the rest). A pass begins when its inputs are there and ends before its result is sent:
+
+    wait (peer: who sends, carries: what)  recv (bytes)  forward  send (bytes, peer)   wait  recv  backward  send ...
+
+`wait`: for a message, for room to send the next one, for the data set (carries data, no peer) or for all stages' norms (no peer).
+`average`: the gradients of replicas, waiting included. An update is in parts where norms of other stages are asked for in its
+middle. A message's `microbatch` is the update's index where it carries norms, losses or shared gradients.
 """
 
 from __future__ import annotations
@@ -147,6 +153,14 @@ class Trace(NamedTuple):
     counters: Counters
     metadata: Dict[str, Any]
     notes: Tuple[str, ...] = ()
+
+
+def updates_of(events: Events, accumulate: int) -> NDArray[np.int64]:
+    """The update, of `accumulate` microbatches, that each event belongs to: what is between two updates, to the one before."""
+    told = [CARRIED_CODE[what] for what in ("shared gradients", "norms", "losses", "weights")]
+    by_update = events.of_kind("update", Kind.AVERAGE.word) | np.isin(events.carries, told)
+    found = np.where(by_update, events.microbatch, events.microbatch // accumulate)
+    return np.where(events.of_kind(*OUTSIDE), events.version - 1, found)
 
 
 def joined(parts: Sequence[Events]) -> Events:

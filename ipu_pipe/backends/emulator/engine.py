@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterator, List, Optional, Tuple
+from typing import Iterable, Iterator, List, Optional, Tuple
 
 import torch
 
@@ -56,11 +56,23 @@ class EmulatorEngine(Engine):
 
     def report(self) -> Optional[Report]:
         held = optimizer_bytes(self.job.optimizer, len(self.job.part))
-        return Report(held, [self._emulator.weights.peak_bytes], None, None)
+        versions, model = self._emulator.weights.peak_bytes, self.job.model
+        trained = [p for p in model.parameters() if p.requires_grad]
+        peaks = {
+            "weights": _bytes([*model.parameters(), *model.buffers()]),
+            "versions": versions,
+            "gradients": _bytes(trained),  # at each update all are there
+            "optimizer": sum(held),
+        }
+        return Report(held, [versions], None, None, peak_memory=[peaks])
 
     def close(self) -> None:
         self._emulator.close()
         self.release_blocks()
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def reading_waits(device: torch.device) -> bool:

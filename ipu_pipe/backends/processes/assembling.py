@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from ipu_pipe.backends.processes.channels import Channels, Link, links
 from ipu_pipe.backends.processes.group import gpus_talk
-from ipu_pipe.backends.processes.mail import THROUGH_CHANNELS, Layout
+from ipu_pipe.backends.processes.layout import Layout
+from ipu_pipe.backends.processes.mail import THROUGH_CHANNELS
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of

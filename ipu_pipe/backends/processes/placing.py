@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ipu_pipe.backends.processes.mail import Layout
+from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.ranks import on_all_ranks
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.placing import Placed, place_blocks
