@@ -408,7 +408,9 @@ WRONG = {
     "no config": (lambda tmp: [], "CONFIG"),
     "unknown option": (lambda tmp: [DIGITS, "--colour"], "--colour"),
     "resume without a folder": (lambda tmp: [DIGITS, "--resume"], "--out DIR"),
-    "resume of nothing": (lambda tmp: [DIGITS, "--resume", "--out", str(tmp / "none")], "holds no run to resume"),
+    "resume of nothing": (
+        lambda tmp: [DIGITS, "--resume-from", "4", "--out", str(tmp / "none")], "holds no run to resume"
+    ),
     "occupied folder": (_occupied, "holds another run"),
     "a file for a folder": (_is_file, "is a file"),
     "a folder in a file": (

@@ -30,7 +30,9 @@ def main():
         os.chdir(folder)
         version = run(COMMAND, "--version")
         assert version == run(sys.executable, "-m", "ipu_pipe", "--version"), version
-        commands = ("train", "schedule", "plan", "collect", "analyze", "reproduce", "fetch-data", "measure-hardware")
+        commands = (
+            "train", "schedule", "plan", "collect", "analyze", "reproduce", "stability", "fetch-data", "measure-hardware",
+        )  # fmt: skip
         for command in commands:
             run(COMMAND, command, "--help", said=f"usage: ipu-pipe {command}")
             assert command in run(COMMAND, "--help").replace("\n", "").replace(" ", ""), command

@@ -162,6 +162,9 @@ class TraceConfig(Section):
         return range(self.begin, end, self.every)
 
 
+OLD_TRACE = "trace_microbatches"  # what `trace` was called
+
+
 class LogConfig(Section):
     """A line of metrics.jsonl after each `every` updates. `trace`: null, or false, for none."""
 
@@ -172,9 +175,9 @@ class LogConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _renamed(cls, value: Any) -> Any:
-        old = "trace_microbatches"
-        if isinstance(value, Mapping) and old in value:
-            raise fault_at(old, value[old], "is now trace: {begin, end, every}, which counts updates, not microbatches")
+        if isinstance(value, Mapping) and OLD_TRACE in value:
+            now = "is now trace: {begin, end, every}, which counts updates, not microbatches"
+            raise fault_at(OLD_TRACE, value[OLD_TRACE], now)
         return value
 
     @field_validator("trace", mode="before")

@@ -69,8 +69,6 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
         )
     if held and not (resume or overwrite):
         raise BadInput(f"--out: {path}: holds another run ({held[0]}): give --resume, --overwrite or another folder")
-    if resume and not held:
-        raise BadInput(f"--resume: {path}: holds no run to resume")
     if foreign is not None:
         raise BadInput(
             f"--overwrite: {path}: {foreign}: what is there is no run to replace: give another folder, or empty it"

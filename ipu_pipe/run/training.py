@@ -17,7 +17,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.blame import attributed, keep_traceback
 from ipu_pipe.job.comparing import as_recorded, differences, dump
-from ipu_pipe.job.config import load_config
+from ipu_pipe.job.config import load_recorded
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.given import refuse_missing, with_given
 from ipu_pipe.job.identity import MADE_LATER, changes, follows_length
@@ -46,11 +46,12 @@ from ipu_pipe.update.state import import_state
 
 class _Start(NamedTuple):
     """How a run begins. `config`: to train by; `done`: updates that its checkpoint has, 0 without one; `ended`: the summary of
-    a run that is finished."""
+    a run that is finished; `resumes`: whether there is a run to go on with."""
 
     config: Config
-    done: int
-    ended: Optional[Dict[str, Any]]
+    done: int = 0
+    ended: Optional[Dict[str, Any]] = None
+    resumes: bool = False
 
 
 def train(
@@ -94,9 +95,9 @@ def train(
         job = build(start.config, model, data, loss, optimizer, start.done)
         job.config = job.config.model_copy(update={"init_from": began})
         try:
-            if resume:
+            if start.resumes:
                 on_main(lambda: _same_optimizer(job.config, out))
-            return _Run(job, out, resume, overwrite, quiet).go()
+            return _Run(job, out, start.resumes, overwrite, quiet).go()
         finally:
             if job.own_types is not None:
                 job.own_types.give_back()
@@ -139,13 +140,16 @@ def _checked(
     config: Config, out: Path, resume: bool, step: Optional[int], overwrite: bool, say: Callable[[str], None]
 ) -> _Start:
     """How to begin. `step`: that of the checkpoint asked for. What goes on otherwise is told. Raises BadInput."""
-    check_folder(out, resume, overwrite)
+    held = check_folder(out, resume, overwrite)
+    if resume and not held and step is None:  # as a job that is queued anew asks, wherever its first start got to
+        say(f"--resume: {out}: holds no run yet: it starts from the beginning")
+        return _Start(config)
     if not resume:
-        return _Start(config, 0, None)
+        return _Start(config)
     saved = out / "config.yaml"
     if not saved.is_file():
         raise BadInput(f"--resume: {out}: holds no run to resume")
-    recorded = load_config(saved)
+    recorded = load_recorded(saved)
     config = as_recorded(recorded, config)
     config = _with_recorded_counts(recorded, config)
     if recorded.given is not None:
@@ -165,13 +169,13 @@ def _checked(
         say(f"the run goes on with another {change}")
     if ended is None and found.longer and follows_length(config):
         say(f"its rates are from here on those of the longer run ({', '.join(follows_length(config))})")
-    return _Start(config, done, ended)
+    return _Start(config, done, ended, True)
 
 
 def _same_optimizer(config: Config, out: Path) -> None:
     """Refuse (BadInput) to go on with another optimizer than was given to the run."""
     saved = out / "config.yaml"
-    changes = [change for change in differences(load_config(saved), config) if change.startswith(MADE_LATER)]
+    changes = [change for change in differences(load_recorded(saved), config) if change.startswith(MADE_LATER)]
     if changes:
         raise BadInput([f"--resume: {saved}: {change}: the optimizer of a run cannot change" for change in changes])
 

@@ -18,7 +18,7 @@ from typing import List, Optional, Sequence
 from ipu_pipe.backends.ranks import are_joined, is_main, on_main
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.comparing import as_recorded
-from ipu_pipe.job.config import load_config
+from ipu_pipe.job.config import load_recorded
 from ipu_pipe.job.schema import Config
 from ipu_pipe.run.folder import check_folder, finite
 from ipu_pipe.run.folder_lock import refuse_used
@@ -50,7 +50,7 @@ def train_against(
     with reserved(second, resume=again, overwrite=overwrite):
         first_summary = train(config, out, resume=resume, overwrite=overwrite)
     _say(f"\nas many samples by {other.method}:")
-    other = as_recorded(load_config(out / "config.yaml"), other)  # the same stages
+    other = as_recorded(load_recorded(out / "config.yaml"), other)  # the same stages
     other_summary = train(other, second, resume=again, overwrite=overwrite)
     both = run_of(config, first_summary, out), run_of(other, other_summary, second)
     timed: List[Run] = []

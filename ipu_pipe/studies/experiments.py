@@ -24,7 +24,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipu_pipe.errors import BadInput, RunFault, writing
 from ipu_pipe.job.comparing import differences
-from ipu_pipe.job.config import configure, load_config
+from ipu_pipe.job.config import configure, load_recorded
 from ipu_pipe.report.plots import figure, mean_with_range
 from ipu_pipe.shown import shown
 from ipu_pipe.studies.worker_pool import in_workers
@@ -177,7 +177,7 @@ def _work(config: Dict[str, Any], folder: str) -> Dict[str, Any]:
     out, start = Path(folder), time.monotonic()
     marker = out / "diverged.json"
     settings = configure(**config)
-    again = marker.is_file() and bool(differences(load_config(out / "config.yaml"), settings))
+    again = marker.is_file() and bool(differences(load_recorded(out / "config.yaml"), settings))
     if marker.is_file() and not again:
         return dict(json.loads(marker.read_text()))
     try:

@@ -17,6 +17,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import torch
 
 from ipu_pipe.schedule.methods import Method, Pipeline, Reads
+from ipu_pipe.stability import recurrences
 from ipu_pipe.update.rule import Follow, Reading, Rule, Setting, Tensors
 
 OPTIMAL = "optimal"
@@ -63,8 +64,7 @@ def spike_coefficients(setting: Setting, momentum: float) -> Tuple[float, float]
     """(a, b) of a stage: SC_kD with a = m^(kD), b = (1 - m^(kD)) / (1 - m), or any a and b."""
     if setting.values.get("a") is not None:
         return float(setting.values["a"]), float(setting.values["b"])
-    decayed = momentum ** (setting.values["scale"] * setting.lag)
-    return decayed, (1 - decayed) / (1 - momentum)
+    return recurrences.spike(momentum, setting.values["scale"] * setting.lag)
 
 
 def compensated(
@@ -82,8 +82,8 @@ DELTA = "t2_delta"
 
 def discrepancy_decay(setting: Setting) -> float:
     """gamma: decay^(1/D), or, with decay `optimal`, 1 - 2/(D + 1), the optimum on a quadratic."""
-    decay, lag = setting.values["decay"], max(setting.lag, 1.0)
-    return 1 - 2 / (lag + 1) if decay == OPTIMAL else float(decay) ** (1 / lag)
+    decay = setting.values["decay"]
+    return recurrences.discrepancy_decay(None if decay == OPTIMAL else decay, max(setting.lag, 1.0))
 
 
 def discrepancy_state(setting: Setting) -> Mapping[str, Follow]:
