@@ -27,8 +27,9 @@ WINDOW = 4096  # block updates read ahead
 
 
 class Curve(NamedTuple):
-    """The full objective along a run: after so many block updates, at the end of which slot (of the timeline, or of PipeDream's
-    with as many updates), for each step of the grid. `x`: the last iterate, (d, G)."""
+    """The full objective along a run: after so many block updates, by the end of which slot (of the timeline, or of PipeDream's
+    with as many updates), for each step of the grid. `x`: the last iterate, (d, G). Between microbatches the blocks of an iterate
+    are of different numbers of updates, as in the paper: those that the stages have made by then."""
 
     updates: IntArray
     slots: IntArray
@@ -59,11 +60,18 @@ def pipedream(
             if noise is not None:
                 gradient = gradient + noise[:, m]
             np.subtract(history[m], rates * gradient, out=history[m + 1])
-    marks = _marks(microbatches, points)
-    # of the iterates between two microbatches' last updates: all blocks after the same number of updates
-    values = np.stack([_value(objective, history[m].reshape(d, G)) for m in marks])
-    slots = schedule.slots(Kind.BACKWARD, 0, microbatches)[0]
-    return Curve(marks * stages, np.where(marks > 0, slots[marks - 1] + 1, 0), values, history[-1].reshape(d, G))
+    return _along(objective, schedule, history, None, points)
+
+
+def _along(objective: Objective, schedule: Schedule, history: Floats, slots: Optional[int], points: int) -> Curve:
+    """The curve over the first `slots` slots (None: all) of a timeline. history[v]: what each block is after v of its updates,
+    (microbatches + 1, stages, block, G)."""
+    P, d, G = schedule.stages, objective.dimension, history.shape[-1]
+    marks = _marks(schedule.slot_count if slots is None else slots, points)
+    ends = schedule.slots(Kind.BACKWARD, 0, schedule.microbatches)
+    made = np.stack([np.searchsorted(each, marks) for each in ends], axis=1)  # (points, P), by the ends of these slots
+    iterates = [history[versions, np.arange(P)].reshape(d, G) for versions in made]
+    return Curve(made.sum(axis=1), marks, np.stack([_value(objective, x) for x in iterates]), iterates[-1])
 
 
 def randomized(
@@ -130,16 +138,23 @@ def _extrapolate(
 
 
 def local_sgd(
-    objective: Objective, stages: int, replicas: int, steps: int, jobs: int, rates: Floats, seed: int
+    objective: Objective,
+    stages: int,
+    replicas: int,
+    steps: int,
+    jobs: int,
+    rates: Floats,
+    seed: int,
+    slots: Optional[int] = None,
+    points: int = 60,
 ) -> Curve:
-    """LocalSGD over its timeline of so many jobs, the last round as long as these last; the value is that of the mean of the
-    replicas, at the end of each round."""
+    """LocalSGD over its timeline of so many jobs, or over the first `slots` slots of it; the value is that of the mean of the
+    replicas, within a round too."""
     schedule = make_schedule(resolve_method("local_sgd", {"local_steps": steps}), stages, jobs, replicas)
     d, G, block = objective.dimension, len(rates), objective.dimension // stages
     noise = _noise_by_pass(objective, schedule, block, seed)
-    ends = schedule.slots(Kind.BACKWARD, 0, jobs)[0] + 1
     x = np.zeros((replicas, d, G))
-    values, updates, slots = [_value(objective, x[0])], [0], [0]
+    mean = np.zeros((jobs + 1, d, G))
     with np.errstate(over="ignore", invalid="ignore"):
         for job in range(jobs):
             replica = job % replicas
@@ -147,12 +162,10 @@ def local_sgd(
             if noise is not None:
                 gradient = gradient + noise[:, job].reshape(d, 1)
             x[replica] -= rates * gradient
-            if (job + 1) % (replicas * steps) == 0 or job + 1 == jobs:
-                x[:] = x.mean(axis=0)
-                values.append(_value(objective, x[0]))
-                updates.append((job + 1) * stages)
-                slots.append(int(ends[job]))
-    return Curve(np.array(updates), np.array(slots), np.stack(values), x[0].copy())
+            mean[job + 1] = mean[job] - rates / replicas * gradient
+            if (job + 1) % (replicas * steps) == 0:
+                x[:] = mean[job + 1] = x.mean(axis=0)
+    return _along(objective, schedule, mean.reshape(jobs + 1, stages, block, G), slots, points)
 
 
 def _value(objective: Objective, x: Floats) -> Floats:

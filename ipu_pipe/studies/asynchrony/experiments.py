@@ -112,12 +112,13 @@ LOCAL_STEPS = (2, 5, 30)
 def _against_local_sgd(
     objective: Objective, P: int, slots: int, rates: Floats, local_rates: Floats, seed: int
 ) -> List[Tried]:
-    least = objective.optimum
-    curve = pipedream(objective, P, microbatches_for(slots, P), rates, seed)
+    """PipeDream's microbatches in so many slots; of LocalSGD's timeline of as many jobs, which is longer, so many slots."""
+    least, M = objective.optimum, microbatches_for(slots, P)
+    curve = pipedream(objective, P, M, rates, seed)
     found = _tried("PipeDream", "pipedream", {}, rates, curve, least)
     for K in LOCAL_STEPS:
         args = {"replicas": P, "local_steps": K}
-        curve = local_sgd(objective, P, P, K, jobs_for(slots, P, P, K), local_rates, seed)
+        curve = local_sgd(objective, P, P, K, M, local_rates, seed, slots)
         found += _tried(f"LocalSGD K={K}", "local_sgd", args, local_rates, curve, least)
     return found
 
@@ -173,7 +174,10 @@ def _falls_off(finals: Finals) -> bool:
 
 
 def _deteriorates(method: str) -> Callable[[Finals], bool]:
-    return lambda finals: finals[f"{method} P=128"] > min(finals[f"{method} P={P}"] for P in STAGES)
+    """The three deepest pipelines against the three shallowest: a final alone is noisy."""
+    return lambda finals: (
+        sum(finals[f"{method} P={P}"] for P in STAGES[-3:]) > sum(finals[f"{method} P={P}"] for P in STAGES[:3])
+    )
 
 
 def _wins_at_many(finals: Finals) -> bool:
