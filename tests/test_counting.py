@@ -3,16 +3,19 @@ numbers."""
 
 from __future__ import annotations
 
+import itertools
 import resource
 import sys
 from typing import Any, List, Tuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from ipu_pipe.hardware.costing import Costed, count_units, measure_units
+from ipu_pipe.hardware.files import read_hardware
 from ipu_pipe.hardware.units import joined
 from ipu_pipe.model import flops
 from ipu_pipe.model.cutting import crossings, pieces
@@ -21,6 +24,7 @@ from ipu_pipe.model.probe import footprint, undisturbed
 from ipu_pipe.model.shapes import RULES, by_shape, fits, stand_in
 from ipu_pipe.model.stages import begin_stage, partition, stage_flops
 from ipu_pipe.model.uncompiled import without_compiler
+from ipu_pipe.plan.prediction import Problem, Sums
 from models.resnet import resnet18
 from models.transformer import transformer_lm, transformer_translation
 
@@ -277,3 +281,28 @@ def test_the_compiler_is_there_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> 
         standing = sys.modules["torch._dynamo"]
         assert standing.disable(len) is len
     assert sys.modules.get("torch._dynamo") is not standing
+
+
+class Gated(nn.Module):
+    """Its last part keeps what its second keeps too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        return self.d(self.c(self.b(h))) * h
+
+
+def test_each_stage_keeps_once_what_its_units_keep() -> None:
+    """Whatever units before it keep; of every run of units, as a whole pass would have it."""
+    model, x = Gated(), torch.zeros(2, 4)
+    units, calls = count_units(model, x, ["b", "c", "d"]).units, real(model, x).calls[1:]
+    assert [unit.also_kept for unit in units] == [(), (), (), ((2, 16.0),)]
+    for first, end in itertools.combinations(range(5), 2):
+        assert joined(units[first:end]).activation_bytes * 2 == kept_bytes(calls[first:end]), (first, end)
+    given = read_hardware("v100x8")
+    sums = Sums(Problem(units, 16.0, given, 1e9, "float32", "sgd"), 2)
+    ends = [sums.stage(np.array(a), np.array(b)).activation_bytes for a, b in itertools.combinations(range(5), 2)]
+    assert ends == [joined(units[a:b]).activation_bytes for a, b in itertools.combinations(range(5), 2)]
