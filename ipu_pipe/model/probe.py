@@ -19,7 +19,8 @@ from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.observation import count, kept_bytes, storage
 from ipu_pipe.model.randomness import generators
-from ipu_pipe.model.shapes import by_shape, pays, stand_in, tensors_in
+from ipu_pipe.model.shape_rules import tensors_in
+from ipu_pipe.model.shapes import by_shape, pays, stand_in
 
 Loss = Callable[[Any, Any], torch.Tensor]
 

@@ -10,6 +10,7 @@ from torch import nn
 from ipu_pipe.hardware.costing import Costed, count_units, measure_units
 from ipu_pipe.job.entries import resolve_entry
 from ipu_pipe.job.schema import Config
+from ipu_pipe.model.shapes import made_by_shape
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.run.build import set_up
 from ipu_pipe.run.parts import make_data, make_loss, make_model
@@ -43,7 +44,7 @@ def _counted(config: Config) -> Tuple[nn.Module, Costed, torch.Tensor]:
     loss = make_loss(config)
     x, y = make_data(config).train_batch(0, 0, 2)
     try:
-        with torch.device("meta"):
+        with made_by_shape():
             model = make_model(config)
         return model, count_units(model, x.to("meta"), (), loss, y.to("meta")), x
     except Exception:  # a model that is made from numbers, or looks at them: told below, if it is not that
