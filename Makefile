@@ -8,11 +8,11 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/py38-torch2.0.1.txt" if sys.version_info < (3, 9) else "constraints/py311-torch2.13.txt")')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 5 --timeout 60
 
-.PHONY: help install train test test-ipu-floor lint hostile wheel bench equality reproduce clean
+.PHONY: help install train test test-ipu-floor lint hostile wheel browser chromium bench equality reproduce clean
 
 help:
 	@sed -n 's/^# //p' Makefile
-	@echo "targets: install train test test-ipu-floor lint hostile wheel bench equality reproduce clean"
+	@echo "targets: install train test test-ipu-floor lint hostile wheel browser bench equality reproduce clean"
 
 install: $(VENV)/.installed
 
@@ -25,7 +25,8 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 
 train: install
 	$(BIN)/python tools/fetch_data.py cifar10
-	$(BIN)/python tools/train.py configs/resnet20_cifar10.yaml --out runs/resnet20_cifar10 --overwrite --against gpipe
+	$(BIN)/python tools/train.py configs/resnet20_cifar10.yaml --out runs/resnet20_cifar10 --overwrite \
+	    --against gpipe --accumulate 4,16
 
 # two files of tests at a time; JOBS=1: one after another
 JOBS ?= 2
@@ -87,6 +88,22 @@ wheel: install
 	env -u PYTHONPATH $(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check --retries 5 --timeout 60 install --quiet \
 	    --constraint $(CONSTRAINTS) "$$(ls $(WHEEL_VENV)/dist/*.whl)[data]"
 	$(WHEEL_VENV)/bin/python tests/wheel_commands.py
+
+# the analysis's page in headless Chromium
+browser: $(VENV)/.browser
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || $(MAKE) --no-print-directory chromium
+	$(BIN)/python -m pytest -m browser tests/browser
+
+$(VENV)/.browser: $(VENV)/.installed
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) 'selenium>=4'
+	@touch $@
+
+SUDO := $(shell test "$$(id -u)" = 0 || echo sudo -n)
+
+chromium:
+	@command -v apt-get >/dev/null && $(SUDO) true 2>/dev/null || { echo "error: the browser's test needs Chromium and its driver: as root, apt-get install chromium chromium-driver" >&2; exit 2; }
+	$(SUDO) apt-get -qq update
+	$(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends chromium chromium-driver >/dev/null
 
 clean:
 	rm -rf $(VENV) $(FLOOR_VENV) $(WHEEL_VENV) build *.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
@@ -20,7 +20,9 @@ MOST_REAL = 1e18  # of any other setting: the product of two is still a float32
 MOST_SECONDS = 1e7  # of waiting: four months
 
 
-def whole(low: int, high: Optional[int] = None, most: int = MOST_COUNT, why: str = "no run has so many") -> BeforeValidator:
+def whole(
+    low: int, high: Optional[int] = None, most: int = MOST_COUNT, why: str = "no run has so many"
+) -> BeforeValidator:
     """A whole number from `low` to `high`; a true is no 1, a 2.0 no 2. Without a `high`, up to `most`, for the reason `why`."""
     allowed = f">= {low}" if high is None else f"from {low} to {high}"
 
@@ -35,6 +37,14 @@ def whole(low: int, high: Optional[int] = None, most: int = MOST_COUNT, why: str
     return BeforeValidator(check)
 
 
+def often(value: Any) -> float:
+    """So many epochs, or a share of one; 0 for never. A whole number stays one."""
+    found = number(value)
+    if found is None or found < 0 or found > MOST_UPDATES:
+        raise ValueError(f"must be a number of epochs >= 0, at most {MOST_UPDATES}: no run has so many")
+    return int(value) if isinstance(value, int) else found
+
+
 def number(value: Any) -> Optional[float]:
     """A finite number, also one written as text, such as "1e-3"; a true is no 1."""
     try:
@@ -45,7 +55,10 @@ def number(value: Any) -> Optional[float]:
 
 
 def real(
-    allowed: str, fits: Callable[[float], bool], most: float = MOST_REAL, why: str = "what it is multiplied with overflows"
+    allowed: str,
+    fits: Callable[[float], bool],
+    most: float = MOST_REAL,
+    why: str = "what it is multiplied with overflows",
 ) -> BeforeValidator:
     """A number that `fits`, up to `most`, for the reason `why`."""
 
@@ -77,13 +90,13 @@ Count = Annotated[int, whole(1)]
 Updates = Annotated[int, whole(1, most=MOST_UPDATES, why="a run is planned before it starts")]
 Delayed = Annotated[int, whole(1, most=1_000_000, why="so many versions of the weights are kept")]
 Stages = Annotated[int, whole(1, most=MOST_STAGES, why="a schedule is planned before it starts")]
-Traced = Annotated[int, whole(1, most=100_000, why="a trace is held in memory")]
 Threads = Annotated[int, whole(1, most=MOST_THREADS, why="no machine has so many cores")]
 Whole = Annotated[int, whole(0)]
 Seed = Annotated[int, whole(0, 2**63 - 1)]  # what torch.Generator and a tensor of int64 hold
 Positive = Annotated[float, real("> 0", lambda value: value > 0)]
 Seconds = Annotated[float, real("> 0", lambda value: value > 0, MOST_SECONDS, "no wait is so long")]
 Epochs = Annotated[float, real("> 0", lambda value: value > 0, MOST_UPDATES, "no run has so many")]
+Often = Annotated[Union[int, float], BeforeValidator(often)]
 NotNegative = Annotated[float, real(">= 0", lambda value: value >= 0)]
 Fraction = Annotated[float, real("> 0 and <= 1", lambda value: 0 < value <= 1)]
 Share = Annotated[float, real(">= 0 and < 1", lambda value: 0 <= value < 1)]

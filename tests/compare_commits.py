@@ -104,7 +104,9 @@ def scenes() -> Iterator[Scene]:
         yield Scene(f"schedule/{method}/text", "schedule", [method, "--stages", "4", "--microbatches", "9"])
         yield Scene(f"dry-run/{method}", "train", [DIGITS, "--set", f"method={method}", "--dry-run"])
     yield Scene("schedule/csv", "schedule", ["gpipe", "--stages", "3", "--microbatches", "4", "--format", "csv"])
-    yield Scene("schedule/csv-refused", "schedule", ["pipemare", "--stages", "3", "--microbatches", "4", "--format", "csv"])
+    yield Scene(
+        "schedule/csv-refused", "schedule", ["pipemare", "--stages", "3", "--microbatches", "4", "--format", "csv"]
+    )
     yield from _training()
     yield from _refusals()
     yield from _processes()
@@ -112,7 +114,9 @@ def scenes() -> Iterator[Scene]:
     for tool in ("train", "schedule", "collect", "reproduce", "fetch_data"):
         yield Scene(f"help/{tool}", tool, ["--help"])
     yield Scene("reproduce/list", "reproduce", [])
-    yield Scene("collect", "collect", [DIGITS, "--methods", "gpipe,pipedream,local_greedy", "--steps", "4", "--out", "{run}"])
+    yield Scene(
+        "collect", "collect", [DIGITS, "--methods", "gpipe,pipedream,local_greedy", "--steps", "4", "--out", "{run}"]
+    )
 
 
 def _train(name: str, *settings: str, config: str = DIGITS, **more: Any) -> Scene:
@@ -133,7 +137,9 @@ def _training() -> Iterator[Scene]:
         if method != "local_overlapping":
             yield _train_resnet(f"{method}-resnet", f"method={method}")
     for name, (method, args) in RULES.items():
-        yield _train(f"rule-{name}", f"method={method}", f"method_args={args}", "optimizer.lr=0.02", "gradient_accumulation=1")
+        yield _train(
+            f"rule-{name}", f"method={method}", f"method_args={args}", "optimizer.lr=0.02", "gradient_accumulation=1"
+        )
     yield _train_resnet("resnet-finest", "stages=finest", "method=pipemare", "method_args={t2: {}}")
     yield _train_resnet("resnet-counted", "stages={count: 3, by: parameters}", "replicas=2")
     yield _train("clip-stage", "clip={norm: 0.1, scope: stage}")
@@ -158,7 +164,11 @@ def _refusals() -> Iterator[Scene]:
     }  # fmt: skip
     for name, text in texts.items():
         yield Scene(f"bad/file-{name}", "train", ["{run}/c.yaml", "--dry-run"], files=(("c.yaml", text),))
-    for argv in (["gpip", "--stages", "2", "--microbatches", "2"], ["gpipe", "--stages", "0", "--microbatches", "2"], ["gpipe"]):
+    for argv in (
+        ["gpip", "--stages", "2", "--microbatches", "2"],
+        ["gpipe", "--stages", "0", "--microbatches", "2"],
+        ["gpipe"],
+    ):
         yield Scene("bad/schedule " + " ".join(argv), "schedule", argv)
 
 
@@ -168,17 +178,27 @@ def _processes() -> Iterator[Scene]:
         yield _train(f"processes-{method}", f"method={method}", *two, processes=2)
     clip = "clip={norm: 0.1, scope: delayed_global}"
     yield _train("processes-t2", "method=pipemare", "method_args={t2: {}}", clip, *two, processes=2)
-    yield _train("processes-replicas", "method=gpipe", "backend.name=distributed", "stages=1", "replicas=2", processes=2)
+    yield _train(
+        "processes-replicas", "method=gpipe", "backend.name=distributed", "stages=1", "replicas=2", processes=2
+    )
     yield _train("processes-refused", "method_args={constant_delay: {updates: 1}}", *two, processes=2)
 
 
 def _ipus() -> Iterator[Scene]:
-    on = ["backend={name: poptorch}", "stages=4", "gradient_accumulation=8", "micro_batch_size=4", "checkpoint={every: 2}"]
+    on = [
+        "backend={name: poptorch}",
+        "stages=4",
+        "gradient_accumulation=8",
+        "micro_batch_size=4",
+        "checkpoint={every: 2}",
+    ]
     for method in ("naive", "gpipe", "pipedream_flush", "local_greedy", "local_chunked"):
         yield _train(f"ipu-{method}", f"method={method}", *on, double=True)
     yield _train("ipu-decoupled", "method=local_greedy", *on, "backend.ipu={local: decoupled}", double=True)
     yield _train("ipu-refused", "method=pipedream", *on, double=True)
-    yield _train("ipu-options", "method=gpipe", *on, "backend.ipu={device_iterations: 2, stochastic_rounding: true}", double=True)
+    yield _train(
+        "ipu-options", "method=gpipe", *on, "backend.ipu={device_iterations: 2, stochastic_rounding: true}", double=True
+    )
 
 
 # ---- running a scene
@@ -290,9 +310,17 @@ class _Server:
     """A process that imports torch and the tree's package, then forks a child for each command line."""
 
     def __init__(self, tree: Path) -> None:
-        env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "140"}
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(tree),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "COLUMNS": "140",
+        }
         command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
-        self._process = subprocess.Popen(command, cwd=tree, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, cwd=tree, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def call(self, tool: str, argv: List[str]) -> "subprocess.CompletedProcess[str]":
         assert self._process.stdin and self._process.stdout
@@ -397,7 +425,9 @@ def main() -> None:
     chosen = [scene for scene in scenes() if args.only in scene.name]
     with tempfile.TemporaryDirectory() as folder:
         work, base = Path(folder), Path(folder) / "base"
-        subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "--detach", "-q", str(base), args.commit], check=True)
+        subprocess.run(
+            ["git", "-C", str(ROOT), "worktree", "add", "--detach", "-q", str(base), args.commit], check=True
+        )
         try:
             differing, codes = 0, collections.Counter()  # type: ignore[var-annotated]
             with ThreadPoolExecutor(args.jobs) as pool:

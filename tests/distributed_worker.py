@@ -72,9 +72,11 @@ def channels_of(case: Case, ranks: int) -> Any:
 
 
 def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
-    from ipu_pipe.backends.processes.mail import Layout, Mail, Timeline
+    from ipu_pipe.backends.processes.layout import Layout
+    from ipu_pipe.backends.processes.mail import Mail
     from ipu_pipe.backends.processes.place import Place
     from ipu_pipe.backends.processes.player import RowPlayer
+    from ipu_pipe.backends.processes.timeline import Timeline
     from ipu_pipe.backends.work import Work
 
     _, name, args, accumulate, model_name, switch = case
@@ -100,7 +102,7 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     engine = RowPlayer(
         Work(nn.functional.cross_entropy, table, rules, clip_of(case)),
         Place(layout, cut[rank], across, lambda m: data[m], cpu, keyed),
-        Mail(layout, cpu, Timeline(layout, 512), 300.0, channels=channels),
+        Mail(layout, cpu, Timeline(layout, range(512)), 300.0, channels=channels),
     )
     with double:
         losses = []

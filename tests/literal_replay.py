@@ -30,7 +30,9 @@ def lag_formula(method: Method, stages: int, stage: int, accumulate: int) -> flo
         return 0
     if method.name == "pipedream_2bw":
         return 1
-    microbatches = 2 * (stages - 1 - stage) + method.turn if method.pipeline is Pipeline.DATAFLOW else stages - 1 - stage
+    microbatches = (
+        2 * (stages - 1 - stage) + method.turn if method.pipeline is Pipeline.DATAFLOW else stages - 1 - stage
+    )
     return math.ceil(microbatches / accumulate)
 
 

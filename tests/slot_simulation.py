@@ -14,6 +14,7 @@ EMPTIES = {
     Pipeline.SEQUENTIAL: lambda accumulate: 1,
     Pipeline.FILL_DRAIN: lambda accumulate: accumulate,
     Pipeline.ONE_F_ONE_B_FLUSH: lambda accumulate: accumulate,
+    Pipeline.LOCAL_SGD: lambda accumulate: 5 * accumulate,  # local steps of a round
 }
 
 

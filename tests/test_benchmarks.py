@@ -18,12 +18,13 @@ ROOT = Path(__file__).resolve().parents[1]
     "tool, arguments",
     [
         ("bench.py", ["--models", "resnet20", "--methods", "pipemare", "--rounds", "1", "--updates", "1"]),
+        ("bench_trace.py", ["--model", "mlp", "--turns", "11", "--updates", "1"]),
         ("bench_pipeline.py", ["--accumulate", "2", "--rounds", "1", "--microbatches", "4", "--methods", "pipedream"]),
     ],
 )
 def test_benchmarks_run(tool: str, arguments: List[str]) -> None:
     """Each ends with JSON that names what it compared."""
-    if tool == "bench_pipeline.py" and tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 4):
+    if tool != "bench.py" and tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 4):
         pytest.skip("processes need torch 2.4 or later")
     command = [sys.executable, str(ROOT / "tools" / tool), *arguments, "--json"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

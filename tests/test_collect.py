@@ -6,12 +6,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, List, Tuple
 
 import pytest
+import torch
 
+from ipu_pipe.errors import RunFault
 from ipu_pipe.job.config import load_config
+from ipu_pipe.run.build import build
 from ipu_pipe.schedule.figures import gpipe_utilization
+from ipu_pipe.studies import turns
+from ipu_pipe.studies.collected import table
 from ipu_pipe.studies.collection import collect as run_methods
 from ipu_pipe.studies.collection import of_method
 
@@ -85,6 +90,65 @@ def test_methods_do_the_same_work_and_leave_their_traces(tmp_path: Path) -> None
     assert code == 0, error
 
 
+def test_each_method_has_a_turn_in_each_round(tmp_path: Path) -> None:
+    config = load_config(str(ROOT / DIGITS), ["backend.threads=1", "log.tensorboard=false", "evaluate.every=0"])
+    said: List[str] = []
+    found = run_methods(config, ["gpipe", "pipedream"], tmp_path, steps=2, say=said.append, rounds=3)
+    assert [line.partition(":")[0] for line in said] == ["gpipe", "pipedream"] * 3
+    for name, speed in found["throughput"].items():
+        rates = speed["samples_per_second_by_round"]
+        assert len(rates) == 3 and speed["samples_per_second"] == sorted(rates)[1]
+        assert (tmp_path / name / "round-3" / "trace.json.gz").is_file()
+        # one machine does all devices' work: nothing is measured of them
+        assert speed["utilization"] is speed["measured_speedup"] is None and 0 < speed["modelled_utilization"] < 1
+        assert speed["planned_utilization"] == build(load_config(tmp_path / name / "config.yaml")).planned_utilization()
+        assert all(device["measured_bytes"] is None for device in found["memory"][name]["devices"])
+    printed = table(found).splitlines()
+    assert len({len(line) for line in printed[1:4]}) == 1 and "modelled" in printed[1] and "planned" in printed[1]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+def test_processes_are_started_and_measured_beside_what_was_planned(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, printed, error = collect(
+        DIGITS, "--methods", "pipedream", "--steps", "3", "--out", str(out), "--set", "backend.name=distributed", "stages=2",
+        "log.tensorboard=false", "evaluate={every: 0, subset: 32}",
+    )  # fmt: skip
+    assert code == 0, error
+    found = read(out)
+    assert json.loads((out / "pipedream" / "summary.json").read_text())["backend"] == "distributed"
+    speed = found["throughput"]["pipedream"]
+    assert speed["samples_per_second"] > 0 and speed["measured_speedup"] == speed["modelled_speedup"] == 1
+    links = found["communication"]["pipedream"]["links"]
+    assert len(links) == 2 and all(
+        link["bytes_per_microbatch"] == link["planned_bytes_per_microbatch"] > 0 for link in links
+    )
+
+
+@pytest.mark.parametrize(
+    "stderr, told",
+    [
+        ("torchrun says much\nerror: update 0: the training loss is nan\nmore\n", "the training loss is nan"),
+        ("Killed\n", "Killed"),
+        ("", "exit code 1"),
+    ],
+)  # fmt: skip
+def test_a_fault_of_started_processes_is_one_line(
+    stderr: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: List[Any] = []
+
+    def run(command: List[str], **how: Any) -> Any:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 1, "", stderr)
+
+    monkeypatch.setattr(turns.subprocess, "run", run)
+    config = load_config(str(ROOT / DIGITS), ["backend.name=distributed"])
+    with pytest.raises(RunFault, match=f"^pipedream on 3 processes: .*{told}$"):
+        turns.turn(config, tmp_path / "run", 3)
+    assert asked[0][asked[0].index("--nproc_per_node") + 1] == "3" and asked[0][-1] == str(tmp_path / "run")
+
+
 @pytest.mark.parametrize("own", ["gpipe", "local_chunked"])
 def test_the_order_of_the_methods_does_not_change_their_work(own: str, tmp_path: Path) -> None:
     """Story: the first method named chose the cut of the others: local_chunked's own two blocks, or the four stages."""
@@ -109,9 +173,10 @@ def test_the_order_of_the_methods_does_not_change_their_work(own: str, tmp_path:
         ([DIGITS, "--out", "x", "--methods", "gpip"], "--methods: gpip: must be of"),
         ([DIGITS, "--out", "x", "--methods", "gpipe,gpipe"], "named twice"),
         ([DIGITS, "--out", "x", "--steps", "-1"], "--steps: -1"),
+        ([DIGITS, "--out", "x", "--rounds", "0"], "--rounds: 0"),
         (
-            [DIGITS, "--out", "x", "--steps", "0", "--set", "backend.name=distributed"],
-            "backend.name: distributed: methods are",
+            [DIGITS, "--out", "x", "--steps", "0", "--set", "method=naive", "backend.name=poptorch"],
+            "backend.name: poptorch: methods are",
         ),
         ([DIGITS, "--out", "x"], "steps: null: must be given"),
         (["nothing.yaml", "--out", "x"], "no such config file"),

@@ -25,7 +25,9 @@ SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 METHOD_NAMES = ", ".join(METHODS)
 HARDWARE_NAMES = ", ".join(names())
-STAGES = "must be null (the model's own), auto, finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
+STAGES = (
+    "must be null (the model's own), auto, finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
+)
 PATTERNS = "must be norms_and_biases or a list of name patterns such as *.bias"
 SEEDS = "must be a whole number from 0 to 9223372036854775807"
 
@@ -60,11 +62,16 @@ WRONG = {
     "optimizer: {learning_rate: 0.1}": "optimizer.learning_rate: 0.1: unknown key, nearest is lr",
     "precision: bf16": "precision: bf16: must be float32, float64, bfloat16, 16.16, 16.32 or 32.32; did you mean bfloat16?",
     "stage: 3": "stage: 3: unknown key, nearest is stages",
-    "log: {strides: 3}": "log.strides: 3: unknown key, allowed are every, tensorboard, trace_microbatches",
+    "log: {qqqqq: 3}": "log.qqqqq: 3: unknown key, allowed are every, tensorboard, trace",
+    "log: {trace_microbatches: 64}": "log.trace_microbatches: 64: is now trace: {begin, end, every}, which counts updates, not "
+    "microbatches",
+    "log: {trace: {begin: 3, end: 3}}": "log.trace.end: 3: must be greater than begin, 3, or null",
+    "log: {trace: {steps: 3}}": "log.trace.steps: 3: unknown key, allowed are begin, end, every",
+    "log: {trace: 3}": "log.trace: 3: must be a mapping of keys to values",
     "method_args: {t3: 3}": "method_args.t3: 3: unknown key, nearest is t2",
     "method_args: {qqqqq: 3}": "method_args.qqqqq: 3: unknown key, allowed are schedule, turn, stash, hogwild, constant_delay, "
     "recompute, warmup, t1, t2, spike_compensation, weight_prediction, gradient_shrinking, "
-    "blocks, overlap, layers, head, block_rates, block_accumulation",
+    "blocks, overlap, layers, head, block_rates, block_accumulation, delay_bound, delays, order, nag, replicas, local_steps",
     "method_args: {t1: 3}": "method_args.t1: 3: must be a mapping of keys to values",
     "method_args: {t2: {gamma: 3}}": "method_args.t2.gamma: 3: unknown key, allowed are decay",
     "method_args: {t2: {decay: 1}}": "method_args.t2.decay: 1: must be a number > 0 and < 1, or optimal",
@@ -265,7 +272,9 @@ def test_numbers_written_as_text_are_numbers(here: Path) -> None:
 
 
 def test_merge_keys_and_anchors_work(here: Path) -> None:
-    Path("args.yaml").write_text("model: {entry: m:f, args: {a: &a {x: 1, y: 2}, b: {<<: *a, y: 3}}}\ndata: {name: digits}\n")
+    Path("args.yaml").write_text(
+        "model: {entry: m:f, args: {a: &a {x: 1, y: 2}, b: {<<: *a, y: 3}}}\ndata: {name: digits}\n"
+    )
     config = load_config("args.yaml")
     assert config.model.args == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}
 
@@ -298,7 +307,10 @@ def test_a_circle_names_the_file_that_closes_it(here: Path) -> None:
 # ---- writing, comparing
 
 EVERY_KEY: Dict[str, Any] = {
-    "model": {"entry": "m:f", "args": {"norm": "no", "power": "1e-3", "shape": [1, 2.5, None, True], "x": {}, "y": "0o17"}},
+    "model": {
+        "entry": "m:f",
+        "args": {"norm": "no", "power": "1e-3", "shape": [1, 2.5, None, True], "x": {}, "y": "0o17"},
+    },
     "data": {"name": "cifar10", "root": "d", "subset": 100, "augment": False, "date": "2026-01-01"},
     "method": "pipemare",
     "method_args": {"turn": 0, "stash": True},
@@ -443,7 +455,9 @@ def test_stages_measured_by_time_are_the_same_as_the_names_they_came_to() -> Non
 # ---- what YAML can say and a config cannot mean
 
 
-BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(f"{y}: &{y} [{','.join([f'*{x}'] * 9)}]\n" for x, y in zip("abcdefg", "bcdefgh"))
+BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{y}: &{y} [{','.join([f'*{x}'] * 9)}]\n" for x, y in zip("abcdefg", "bcdefgh")
+)
 REFUSED = {
     "hardware: {x: !!int abc}": "line 3: !!int abc: is no int",
     "hardware: {x: !!bool 3}": "line 3: !!bool 3: is no bool",
@@ -530,7 +544,9 @@ def test_fault_lines_are_cut_and_escaped(here: Path) -> None:
     assert told.isprintable() and len(told) < 600 and "... (9004 characters)" in told
     (told,) = faults_of('method: "\\e[31mred\\nline"')
     assert told.startswith("x.yaml: method: \\x1b[31mred\\nline: is none of")
-    assert BadInput("a\x1b" + "b" * 9000).faults[0].startswith("a\\x1bbb") and len(BadInput("b" * 9000).faults[0]) < 2100
+    assert (
+        BadInput("a\x1b" + "b" * 9000).faults[0].startswith("a\\x1bbb") and len(BadInput("b" * 9000).faults[0]) < 2100
+    )
 
 
 def test_an_override_within_an_alias_changes_one_of_the_two(here: Path) -> None:
@@ -550,7 +566,34 @@ def test_a_run_too_long_to_be_planned_is_refused_with_the_reason() -> None:
     from ipu_pipe.run.build import build
 
     keys = {"model": {"entry": "models.mlp:mlp"}, "data": {"name": "digits"}, "evaluate": {"every": 0}}
-    with pytest.raises(BadInput, match="^epochs: 10000000: 1790000000 updates, at most 10000000: a run is planned before"):
+    with pytest.raises(
+        BadInput, match="^epochs: 10000000: 1790000000 updates, at most 10000000: a run is planned before"
+    ):
         build(configure(**keys, epochs=10_000_000))
-    with pytest.raises(BadInput, match="^checkpoint.every: 1: 5000000 times in 5000000 updates, at most 1000000: a run is"):
+    with pytest.raises(
+        BadInput, match="^checkpoint.every: 1: 5000000 times in 5000000 updates, at most 1000000: a run is"
+    ):
         build(configure(**keys, steps=5_000_000, checkpoint={"every": 1}))
+
+
+@pytest.mark.parametrize(
+    ("said", "accumulate", "updates"),
+    [
+        ("", 1, range(512)),
+        ("log: {trace: {}}", 8, range(64)),
+        ("log: {trace: true}", 8, range(64)),
+        ("log: {trace: {begin: 100, every: 10}}", 8, range(100, 740, 10)),
+        ("log: {trace: {begin: 5, end: 9}}", 1000, range(5, 9)),
+        ("log: {trace: {end: 9, every: 4}}", 1000, range(0, 9, 4)),
+        ("", 1000, range(1)),
+    ],
+)
+def test_traced_updates(here: Path, said: str, accumulate: int, updates: range) -> None:
+    chosen = read(said).log.trace
+    assert chosen is not None and chosen.updates(accumulate) == updates
+
+
+@pytest.mark.parametrize("off", ["false", "null"])
+def test_no_trace(here: Path, off: str) -> None:
+    config = read(f"log: {{trace: {off}}}")
+    assert config.log.trace is None and Config.model_validate(config.to_dict()) == config

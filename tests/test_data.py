@@ -733,7 +733,9 @@ def test_the_middle_of_an_image_is_that_of_the_scaled_whole(folder: Path) -> Non
         assert (data._middle((made, 0))[0] == 200).all() and asked == [(32, 32)]
 
 
-@pytest.mark.parametrize("size, told", [((10_000, 9_000), "10000 x 9000 pixels: must be at most"), ((20_000, 9_000), "bomb")])
+@pytest.mark.parametrize(
+    "size, told", [((10_000, 9_000), "10000 x 9000 pixels: must be at most"), ((20_000, 9_000), "bomb")]
+)
 def test_an_image_that_unpacks_to_gigabytes_is_refused_unread(
     folder: Path, size: Tuple[int, int], told: str, recwarn: pytest.WarningsRecorder
 ) -> None:

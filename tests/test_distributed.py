@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 def cases() -> List[Case]:
     made: List[Case] = []
-    for method in (name for name, chosen in METHODS.items() if chosen.structure is None):  # see test_local
+    for method in (name for name, chosen in METHODS.items() if chosen.is_pipeline):  # see test_local
         for model in ("mlp", "convolution", "residual"):
             for accumulate in (1, 4):
                 made.append((f"{method}-{model}-{accumulate}", method, {}, accumulate, model, 0))
@@ -51,6 +51,10 @@ def cases() -> List[Case]:
         ("delayed", "pipemare"),
     ):
         made += [(f"clip-{word}-{method}-{n}", method, {}, n, "residual", 0) for n in (1, 4)]
+    for R, K, model in ((3, 2, "convolution"), (4, 3, "residual"), (1, 2, "mlp"), (5, 1, "mlp"), (2, 9, "convolution")):
+        own = {"replicas": R, "local_steps": K}
+        made += [(f"{way}-local_sgd-{R}", "local_sgd", own, R, model, 0) for way in ("plain", "clip-stage", "adamw")]
+    made.append(("channels-local_sgd", "local_sgd", {"replicas": 3, "local_steps": 2}, 3, "residual", 0))
     for name, row in ROWS.items():
         if not resolve_method(row.method, row.args).delay:
             made.append((f"rule-{name}", row.method, _fit(row.args), 1, "residual", row.switch))

@@ -97,8 +97,8 @@ def fresh(name: str, dtype: torch.dtype = torch.float64) -> List[nn.Module]:
     return [stage.to(dtype) for stage in MODELS[name]()]
 
 
-# spectrain: see test_rules; blocks with losses of their own: see test_local
-WHOLE = [name for name, method in METHODS.items() if name != "spectrain" and method.structure is None]
+# spectrain: see test_rules; blocks with losses of their own: see test_local; the others: see test_asynchrony
+WHOLE = [name for name, method in METHODS.items() if name != "spectrain" and method.is_pipeline]
 VARIANTS: List[Tuple[str, dict]] = [(name, {}) for name in WHOLE] + [  # type: ignore[type-arg]
     ("pipemare", {"stash": True}),
     ("pipemare", {"schedule": "1f1b"}),

@@ -85,7 +85,7 @@ def test_an_interrupted_run_goes_on(file: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def test_time_is_counted_by_phase() -> None:
-    phases = [{"updates": 10, "utilization": 0.5}, {"updates": 100, "utilization": 1.0}]
+    phases = [{"updates": 10, "planned_utilization": 0.5}, {"updates": 100, "planned_utilization": 1.0}]
     assert [normalized_time(phases, step) for step in (0, 5, 10, 30)] == [0, 10, 20, 40]
 
 

@@ -90,7 +90,9 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_loses_nothing(
         f"    return step(self, microbatches)\nEmulator.step = waiting\nsys.argv = ['train', *{arguments!r}]\n"
         "from ipu_pipe.cli.train import main\nmain()\n"
     )
-    live = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    live = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     try:
         wait_for(lambda: stands.exists() or live.poll() is not None)
         before = files(out)
@@ -192,7 +194,9 @@ def test_a_folder_made_for_a_run_that_is_refused_is_gone_again(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_told_and_used(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_told_and_used(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def none(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 

@@ -101,7 +101,9 @@ def test_rules_look_at_the_optimizer_that_is_given() -> None:
     def halves(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([groups[0], {**groups[1], "nesterov": True}], lr=0.1, momentum=0.9)
 
-    compensated = digits("method=pipedream", "method_args={spike_compensation: {}}", "optimizer={name: adam, momentum: null}")
+    compensated = digits(
+        "method=pipedream", "method_args={spike_compensation: {}}", "optimizer={name: adam, momentum: null}"
+    )
     build(compensated, optimizer=SGD)
     with pytest.raises(BadInput, match="optimizer.nesterov"):  # of the second stage alone
         build(compensated, optimizer=halves)
@@ -110,7 +112,9 @@ def test_rules_look_at_the_optimizer_that_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrap", "named"), [(torch.compile, "torch.compile"), (nn.DataParallel, "DataParallel")], ids=["compile", "parallel"]
+    ("wrap", "named"),
+    [(torch.compile, "torch.compile"), (nn.DataParallel, "DataParallel")],
+    ids=["compile", "parallel"],
 )
 def test_a_wrapped_model_is_refused(wrap: Any, named: str, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=f"model: is wrapped by {named}: give the model itself"):

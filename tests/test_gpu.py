@@ -25,7 +25,7 @@ from tests.test_emulator_exact import OPTIMIZERS, assert_equal, emulate, fresh, 
 from tests.test_rules import ROWS
 
 # spectrain is a row of the rules, blocks with losses of their own are those of test_local
-WHOLE = [name for name, m in METHODS.items() if name != "spectrain" and m.structure is None]
+WHOLE = [name for name, m in METHODS.items() if name != "spectrain" and m.is_pipeline]
 pytestmark = pytest.mark.gpu
 
 

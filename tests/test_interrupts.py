@@ -24,7 +24,9 @@ JOBS = int(os.environ.get("IPU_PIPE_INTERRUPT_JOBS", "2"))
 PATIENCE = 30.0  # seconds from Ctrl-C to the end on a machine as busy as may be; what hung took up to 120
 STARTUP = 0.2  # seconds until the tool's first lines have run
 # Python's own start, in which it answers Ctrl-C by itself, is not the tool's: the scene begins when that is over
-STARTED = "import runpy, sys; sys.argv.pop(0); print('up', flush=True); runpy.run_path(sys.argv[0], run_name='__main__')"
+STARTED = (
+    "import runpy, sys; sys.argv.pop(0); print('up', flush=True); runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 
 
 def hears_interrupts() -> None:
@@ -98,7 +100,9 @@ def test_ctrl_c_at_any_moment_ends_a_run(tmp_path: Path, load: None, capsys: pyt
         with capsys.disabled():
             slow = sorted(run.seconds for run in ended)
             codes = {code: sum(run.code == code for run in ended) for code in {run.code for run in ended}}
-            print(f"\n{REPEATS} times: exit codes {codes}, seconds: median {slow[len(slow) // 2]:.2f}, most {slow[-1]:.2f}")
+            print(
+                f"\n{REPEATS} times: exit codes {codes}, seconds: median {slow[len(slow) // 2]:.2f}, most {slow[-1]:.2f}"
+            )
             print(*wrong, sep="\n")
     assert not wrong
     assert any(run.code == 130 and "interrupted" in run.error for run in ended)
@@ -174,7 +178,11 @@ def test_every_command_line_ends_quietly_from_its_first_line_on() -> None:
     for file in [ROOT / "ipu_pipe" / "cli" / "__init__.py", *sorted((ROOT / "tools").glob("*.py"))]:
         text = file.read_text()
         if file.parent.name == "tools" and "cli.run(" in text:
-            if re.findall("^(?:import|from) (.*)", text, re.MULTILINE) != ["os", "sys", "ipu_pipe import cli  # noqa: E402"]:
+            if re.findall("^(?:import|from) (.*)", text, re.MULTILINE) != [
+                "os",
+                "sys",
+                "ipu_pipe import cli  # noqa: E402",
+            ]:
                 late.append(file.name)
         elif not 0 < text.find("interrupts.end_at_once()") < text.find("ipu_pipe.errors"):
             late.append(file.name)

@@ -270,7 +270,7 @@ def test_times_cycles_and_profiles_are_told(poptorch: Any, tmp_path: Path) -> No
     summary = run(config(on="poptorch", ipu=ipu), tmp_path / "run", "mlp")
     told = json.loads((tmp_path / "run" / "ipu.json").read_text())
     assert told["pipeline_cycles_an_update"] == 16 + 2 * 4 - 2 and told["cycles_of_the_last_call"] == 22000
-    assert summary["utilization"] == told["full_cycles_share"] == 16 / 22
+    assert summary["planned_utilization"] == told["full_cycles_share"] == 16 / 22
     assert told["latency_seconds"]["round_trip"] > told["latency_seconds"]["compute"] > 0
     device = told["profiles"]["training"]["devices"][1]
     assert device["memory_bytes"] == 4 * 3000 and device["cycles"] == 1000 and device["exchange_in_bytes"] == 2000
@@ -315,7 +315,10 @@ def interrupted(tmp_path: Path, settings: Any, at: int) -> None:
                 raise KeyboardInterrupt
             return super().train_batch(epoch, index, batch_size)
 
-    Stop.__module__, Stop.__qualname__ = TensorData.__module__, TensorData.__qualname__  # the data of the run that goes on
+    Stop.__module__, Stop.__qualname__ = (
+        TensorData.__module__,
+        TensorData.__qualname__,
+    )  # the data of the run that goes on
     source = data()
     with pytest.raises(KeyboardInterrupt):
         run(settings, tmp_path, "mlp", data=Stop(source.train, source.test, 5))

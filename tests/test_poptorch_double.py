@@ -1216,7 +1216,9 @@ def test_the_loaders_batch_is_the_calls_and_what_is_left_over_is_dropped(poptorc
     assert list(poptorch.DataLoader(options, set_, batch_size=3)) == []  # the whole set is less than a batch
     kept = poptorch.DataLoader(options, set_, drop_last=False)
     assert [len(batch) for (batch,) in kept] == [12, 12, 6] and "not divisible" in poptorch.recorded.warnings[-1]
-    with pytest.raises(ValueError, match="batch_size=None option disables auto-batching"):  # drop_last=True is the default
+    with pytest.raises(
+        ValueError, match="batch_size=None option disables auto-batching"
+    ):  # drop_last=True is the default
         poptorch.DataLoader(options, set_, batch_size=None)
     assert poptorch.DataLoader(options, set_, batch_size=None, drop_last=False).combinedBatchSize is None
     executor = poptorch.inferenceModel(Numbers(), poptorch.Options().deviceIterations(4))

@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 import torch
+import yaml
 
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.comparing import dump
@@ -387,7 +388,30 @@ def test_a_parameter_that_never_had_a_gradient_has_no_entries(tmp_path: Path) ->
         resumed(out, *how, optimizer, resume_from=4, model=Spare())
 
 
+# ---- before the first checkpoint
+
+
+def test_resuming_where_there_is_no_run_yet_starts_one(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    train(config(*keys()), tmp_path / "new", resume=True)
+    assert f"--resume: {tmp_path / 'new'}: holds no run yet: it starts from the beginning" in capsys.readouterr().out
+    assert same(weights(tmp_path / "new"), weights(trained))
+
+
+def test_resuming_in_a_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "trace.json.gz").write_bytes(b"")
+    assert refused(tmp_path) == [f"--resume: {tmp_path}: holds no run to resume"]
+
+
 # ---- the earlier layout
+
+
+def test_a_run_whose_trace_was_counted_in_microbatches_goes_on(trained: Path, cut: Path) -> None:
+    recorded = yaml.safe_load((cut / "config.yaml").read_text())
+    del recorded["log"]["trace"]
+    recorded["log"]["trace_microbatches"] = 64
+    (cut / "config.yaml").write_text(yaml.safe_dump(recorded))
+    train(config(*keys()), cut, resume=True)
+    assert same(weights(cut), weights(trained))
 
 
 def test_a_checkpoint_of_the_earlier_layout_goes_on(trained: Path, cut: Path, capsys: Any) -> None:

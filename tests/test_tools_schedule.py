@@ -157,6 +157,8 @@ def test_bad_input_is_told_in_one_line_a_fault(run: Run, arguments: List[str], e
          " checkpoint.every)"),
     ],
 )  # fmt: skip
-def test_numbers_with_which_it_would_not_end_are_refused_with_the_reason(run: Run, arguments: List[object], said: str) -> None:
+def test_numbers_with_which_it_would_not_end_are_refused_with_the_reason(
+    run: Run, arguments: List[object], said: str
+) -> None:
     done = run(*arguments)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {said}\n")

@@ -84,10 +84,10 @@ def test_a_warm_up_is_amortized(tmp_path: Path) -> None:
         config("method=pipemare", "stages=4", f"method_args.warmup.epochs={4 / 44}", *SGD), tmp_path / "a", quiet=True
     )
     (first, second) = report["phases"]
-    assert first == {"method": "gpipe", "updates": 4, "utilization": pytest.approx(4 / 7)}
+    assert first == {"method": "gpipe", "updates": 4, "planned_utilization": pytest.approx(4 / 7)}
     assert second["updates"] == 8
-    expected = 12 / (8 / second["utilization"] + 4 / (4 / 7))
-    assert report["utilization"] == pytest.approx(expected)
+    expected = 12 / (8 / second["planned_utilization"] + 4 / (4 / 7))
+    assert report["planned_utilization"] == pytest.approx(expected)
 
 
 def test_recomputation_shrinks_the_planned_activations() -> None:

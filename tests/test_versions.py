@@ -21,7 +21,7 @@ from ipu_pipe.schedule.versions import VersionTable
 
 # Every preset, and the other schedules and reads that can be asked for.
 VARIANTS: Dict[str, Method] = {
-    **METHODS,
+    **{name: method for name, method in METHODS.items() if method.history is None and method.rounds is None},
     "pb stashing": resolve_method("pipelined_backprop", {"stash": True}),
     "pipedream dataflow": resolve_method("pipedream", {"schedule": "dataflow", "turn": 1}),
     "pipemare 1f1b": resolve_method("pipemare", {"schedule": "1f1b"}),

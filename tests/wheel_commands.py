@@ -30,7 +30,9 @@ def main():
         os.chdir(folder)
         version = run(COMMAND, "--version")
         assert version == run(sys.executable, "-m", "ipu_pipe", "--version"), version
-        commands = ("train", "schedule", "plan", "collect", "reproduce", "fetch-data", "measure-hardware")
+        commands = (
+            "train", "schedule", "plan", "collect", "analyze", "reproduce", "stability", "fetch-data", "measure-hardware",
+        )  # fmt: skip
         for command in commands:
             run(COMMAND, command, "--help", said=f"usage: ipu-pipe {command}")
             assert command in run(COMMAND, "--help").replace("\n", "").replace(" ", ""), command
@@ -40,6 +42,7 @@ def main():
             COMMAND, "train", "configs/mlp_digits.yaml", "--set", "steps=4", "--out", "runs/digits", said="throughput: "
         )
         assert json.loads(Path("runs/digits/summary.json").read_text())["steps"] == 4
+        run(COMMAND, "analyze", "runs/digits", said="What holds it up: ")
         run(COMMAND, "train", "mlp_digits", "--set", "steps=4", "--out", "runs/digits", code=2, said="--overwrite")
         run(COMMAND, "train", "configs/none.yaml", code=2, said="configs/none.yaml: no such config file")
         run(

@@ -137,22 +137,18 @@ def _process(rank: int, folder: str, accumulate: int, methods: List[str], rounds
             turn()
             if number >= 2:  # the first turns fill pipelines and caches
                 times[name].append(time.perf_counter() - begun)
-    events = [e for e in engines["pipedream_flush"].mail.timeline.events if e.microbatch >= accumulate]
+    events = engines["pipedream_flush"].mail.timeline.events()
+    events = events.where(events.microbatch >= accumulate)
     costs = {kind: _pass_seconds(events, kind) for kind in ("forward", "backward", "update")}
     (Path(folder) / f"{rank}.json").write_text(json.dumps({"times": times, "costs": costs}))
     dist.barrier()
     end_process(0)
 
 
-def _pass_seconds(events: List[Any], kind: str) -> float:
-    """Median time of a pass without its waiting."""
-    waits = {(e.start_ns, e.end_ns) for e in events if e.kind == "wait"}
-    own = []
-    for e in events:
-        if e.kind == kind:
-            inside = sum(b - a for a, b in waits if e.start_ns <= a and b <= e.end_ns)
-            own.append((e.end_ns - e.start_ns - inside) / 1e9)
-    return statistics.median(own) if own else 0.0
+def _pass_seconds(events: Any, kind: str) -> float:
+    """Median time of a pass."""
+    own = events.where(events.of_kind(kind))
+    return statistics.median(((own.end - own.start) / 1e9).tolist()) if len(own.start) else 0.0
 
 
 def _model() -> Any:
@@ -170,9 +166,11 @@ CUT = ["layer2.0"]
 def _engine(rank: int, name: str, data: List[Any], accumulate: int, count: int, group: Any) -> Any:
     import torch
 
-    from ipu_pipe.backends.processes.mail import Layout, Mail, Timeline
+    from ipu_pipe.backends.processes.layout import Layout
+    from ipu_pipe.backends.processes.mail import Mail
     from ipu_pipe.backends.processes.place import Place
     from ipu_pipe.backends.processes.player import RowPlayer
+    from ipu_pipe.backends.processes.timeline import Timeline
     from ipu_pipe.backends.work import Work
     from ipu_pipe.model.cutting import crossings, pieces
     from ipu_pipe.model.stages import partition
@@ -193,7 +191,7 @@ def _engine(rank: int, name: str, data: List[Any], accumulate: int, count: int, 
     return RowPlayer(
         Work(torch.nn.functional.cross_entropy, table, rules),
         Place(layout, cut[rank], across, lambda m: data[m % len(data)], cpu),
-        Mail(layout, cpu, Timeline(layout, count), 300.0, group),
+        Mail(layout, cpu, Timeline(layout, range(count)), 300.0, group),
     )
 
 

@@ -131,7 +131,7 @@ def main() -> None:
     start = time.monotonic()
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        from ipu_pipe.studies.plots import check_plots
+        from ipu_pipe.report.plots import check_plots
 
         check_plots()
         found, draw = {"angles": angles, "chunks": chunks, "labels": labels, "filters": filters}[args.probe](args)

@@ -53,7 +53,9 @@ def parser() -> Parser:
     p.add_argument(
         "--runs", type=folder, default=Path("runs/pareto"), metavar="DIR", help="where runs are kept (%(default)s)"
     )
-    p.add_argument("--out", type=folder, metavar="DIR", help="where the table, JSON and plot go (default: with the runs)")
+    p.add_argument(
+        "--out", type=folder, metavar="DIR", help="where the table, JSON and plot go (default: with the runs)"
+    )
     p.add_argument("--json", action="store_true", help="print the results as JSON")
     return p
 
@@ -202,7 +204,7 @@ def _least(points: Sequence[Sequence[float]], base: Sequence[Sequence[float]], p
 
 
 def _plot(found: Dict[str, Any], file: Path) -> None:
-    from ipu_pipe.studies.plots import check_plots
+    from ipu_pipe.report.plots import check_plots
 
     check_plots()
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -37,9 +37,13 @@ class Clipping:
 
     def __init__(self, work: Work, elsewhere: Elsewhere) -> None:
         self._clip, self._depth = work.clip, work.schedule.stages
-        self._stages: Dict[int, List[torch.nn.Parameter]] = {s: held.parameters for s, held in work.rules.stages.items()}
+        self._stages: Dict[int, List[torch.nn.Parameter]] = {
+            s: held.parameters for s, held in work.rules.stages.items()
+        }
         self._elsewhere = elsewhere
-        self._norms: Dict[int, Dict[int, Optional[float]]] = {}  # by update and stage, until a later update is clipped by them
+        self._norms: Dict[
+            int, Dict[int, Optional[float]]
+        ] = {}  # by update and stage, until a later update is clipped by them
         self.delayed: Optional[clipping.DelayedGlobalNorm] = None
         if work.clip is not None and work.clip[1] == "delayed_global":
             self.delayed = clipping.DelayedGlobalNorm(work.clip[0], work.schedule)

@@ -6,18 +6,20 @@ Every process of a run has an engine and calls the same methods in the same orde
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.placing import Placed
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import BackendConfig, Config
 from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.schedule.methods import Method
+from ipu_pipe.trace.events import Counters, Events
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,17 @@ class Report(NamedTuple):
     """What the devices measured: by stage, bytes of optimizer state and greatest bytes of weight versions besides the newest;
     messages sent, (source, target) -> (bytes, messages); events of all ranks; microbatches that these two are of; messages with
     the gradients of shared layers; counters of the trace; busy share of the devices' own schedule, where it is not the job's;
-    JSON files of the backend's own, by name; how each device spent its time; the greatest bytes that each device held at once, by
-    category. None where a backend cannot know."""
+    JSON files of the backend's own, by name; how each device spent the steps of this start that count for throughput; the
+    greatest bytes that each device held, by category, and of all at once ("total"), the emulator being one device. None where a
+    backend cannot know."""
 
     optimizer_bytes: List[int]
     version_bytes: List[int]
     links: Optional[Dict[Tuple[int, int], Tuple[int, int]]]
-    events: Optional[List[Any]]
+    events: Optional[Events]
     microbatches: int = 0
     shared: Optional[Dict[Tuple[int, int], Tuple[int, int]]] = None
-    counters: Sequence[Any] = ()
+    counters: Optional[Counters] = None
     utilization: Optional[float] = None
     files: Optional[Dict[str, Any]] = None
     times: Optional[List[DeviceTimes]] = None
@@ -100,6 +103,10 @@ class Engine:
     def report(self) -> Optional[Report]:
         """At the end, on the main process, else None."""
         raise NotImplementedError
+
+    def profile(self) -> Optional[StageSeconds]:
+        """At the end, before `close`: what each stage's passes take, where the devices have no clocks; else None."""
+        return None
 
     def close(self) -> None:
         """Newest weights in the model, nothing left behind."""

@@ -9,7 +9,7 @@ import numpy as np
 from ipu_pipe.backends.replays import Replays, Window
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.table import IntArray
-from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.apply import PLAIN, UpdateRules
 
 WINDOW = 512  # replays read ahead, at least
 
@@ -71,7 +71,8 @@ class ReplayPlan:
 
     def _corrected(self, found: Window) -> Dict[str, Read]:
         """The versions by pass, with their codes."""
-        forward = Read(found.forward, self._rules.forward_codes(found.forward))
+        codes = self._rules.forward_codes(found.forward)
+        forward = Read(found.forward, codes if found.corrected is None else np.where(found.corrected, codes, PLAIN))
         reads = {"forward": forward, "backward": forward}
         for what, versions in (("backward", found.backward), ("recompute", found.recompute)):
             if versions is not None:

@@ -5,7 +5,8 @@ stages are updated when it is done. Version v of a stage is that after v updates
 until one that updates stages, and are gone after it. What yields replays is a source (`Replays`):
 
     a schedule with its version table    all stages are updated after each N microbatches      TableReplays, here
-    draws, without a pipeline            one drawn stage a replay, a drawn delay a stage       any other class of this form
+    the steps of replicas (LocalSGD)     all stages, each replica's own, after each of its     RoundReplays, here
+    draws, without a pipeline            one drawn stage a replay, a drawn delay a stage       ipu_pipe.backends.randomized
 
 No source is believed: `ipu_pipe.backends.reads.ReplayPlan` refuses reads of updates that no earlier replay has made.
 """
@@ -18,13 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.schedule.methods import Reads
-from ipu_pipe.schedule.table import IntArray
+from ipu_pipe.schedule.table import IntArray, Schedule
 from ipu_pipe.schedule.versions import VersionTable
 
 
 class Window(NamedTuple):
     """Consecutive replays: of each its microbatch and replica, (n,); the versions that its passes read and the stages that it
-    updates, (P, n). `backward`: None where it reads what its forward read. `recompute`: None where activations are kept."""
+    updates, (P, n). `backward`: None where it reads what its forward read. `recompute`: None where activations are kept.
+    `corrected`: the reads of forwards that a rule corrects, None for all."""
 
     microbatch: IntArray
     replica: IntArray
@@ -32,6 +34,7 @@ class Window(NamedTuple):
     backward: Optional[IntArray]
     recompute: Optional[IntArray]
     updates: NDArray[np.bool_]
+    corrected: Optional[NDArray[np.bool_]] = None
 
 
 class Replays(Protocol):
@@ -79,3 +82,23 @@ class TableReplays:
             forward[:, column], None if self._stashes else backward[:, column], again,
             np.broadcast_to(ends, (len(forward), len(ends))),
         )  # fmt: skip
+
+
+class RoundReplays:
+    """Those of LocalSGD: replicas take turns within a step, each with weights of its own, of which all its own updates are read.
+    A version is counted as made when all replicas have it."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._stages, self._replicas = schedule.stages, schedule.accumulate
+        self.count, self.reach = schedule.microbatches, schedule.accumulate
+
+    def made(self, number: int) -> IntArray:
+        """An update of all stages for each step that is done."""
+        return np.full(self._stages, number // self._replicas)
+
+    def window(self, first: int, last: int) -> Window:
+        """The replays [first, last)."""
+        step, replica = np.divmod(np.arange(first, last), self._replicas)
+        shape = (self._stages, len(step))
+        ends = np.broadcast_to(replica == self._replicas - 1, shape)
+        return Window(step, replica, np.broadcast_to(step, shape), None, None, ends)

@@ -17,7 +17,7 @@ autograd: that is the point, and is allowed to these methods alone.
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Set, Tuple, Union
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from ipu_pipe.update.apply import PLAIN
 
 Tensors = List[torch.Tensor]
 View = Tuple[int, int]  # version, code
+Versions = Union[int, Sequence[int]]
 Offset = Callable[[int, int, int], List[Tuple[Tensors, float]]]  # (stage, code, version) -> the x, c of w + c x
 
 
@@ -37,6 +38,7 @@ class Unversioned:
     """Methods in which every pass reads the newest weights: nothing to do."""
 
     peak_bytes = 0
+    held_bytes = 0  # now, in tensors besides the newest version's, those that wait to be used again included
 
     def load(self, read: Read) -> None:
         """Put what a pass reads into the parameters."""
@@ -56,12 +58,12 @@ class _Kept(Unversioned):
     """Views kept by stage, with a pool of tensors to reuse (fresh memory costs more than copying into old)."""
 
     def __init__(
-        self, stages: Sequence[Sequence[torch.nn.Parameter]], version: int = 0, offset: Optional[Offset] = None
+        self, stages: Sequence[Sequence[torch.nn.Parameter]], version: Versions = 0, offset: Optional[Offset] = None
     ) -> None:
-        """`version`: that of all stages now. `offset`: how the newest version is corrected."""
+        """`version`: that of all stages now, or of each. `offset`: how the newest version is corrected."""
         self._parameters = [list(stage) for stage in stages]
         self._offset = offset
-        self._newest = [version] * len(stages)
+        self._newest = [version] * len(stages) if isinstance(version, int) else list(version)
         self._loaded = self._plain  # what is in the parameters
         self._oldest = self._loaded.versions  # that is read from now on
         self._kept: List[Dict[View, Tensors]] = [{} for _ in stages]
@@ -69,6 +71,11 @@ class _Kept(Unversioned):
         self._size = [sum(p.numel() * p.element_size() for p in stage) for stage in stages]
         self._held = 0
         self.peak_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:  # type: ignore[override]
+        """Of all views kept, and of the pool."""
+        return self._held + sum(len(pool) * size for pool, size in zip(self._pool, self._size))
 
     def _fresh(self, stage: int) -> Tensors:
         self._held += self._size[stage]
@@ -136,7 +143,7 @@ class Overwriting(_Kept):
     """Views written into the parameters' own storage."""
 
     def __init__(
-        self, stages: Sequence[Sequence[torch.nn.Parameter]], version: int = 0, offset: Optional[Offset] = None
+        self, stages: Sequence[Sequence[torch.nn.Parameter]], version: Versions = 0, offset: Optional[Offset] = None
     ) -> None:
         super().__init__(stages, version, offset)
         self._home = [[p.data for p in stage] for stage in self._parameters]
@@ -223,15 +230,15 @@ class Swapping(_Kept):
         copies.do()
 
 
-def weights_of(work: Work, stages: Sequence[int]) -> Unversioned:
-    """The versions that a job's passes read on `stages`, which are here."""
+def weights_of(work: Work, stages: Sequence[int], made: Optional[IntArray] = None) -> Unversioned:
+    """The versions that a job's passes read on `stages`, which are here. `made`: each one's now, where they differ."""
     if not work.method.reads_old(work.schedule.stages):
         return Unversioned()
     held = work.rules.stages
     kind = Swapping if work.method.backward_reads is Reads.STASHED else Overwriting
     return kind(
         [held[s].parameters if s in held else [] for s in stages],
-        work.update,
+        work.update if made is None else made.tolist(),
         lambda index, code, version: work.rules.corrections(stages[index], code, version),
     )
 

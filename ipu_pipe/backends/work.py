@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Iterable, Optional, Sequence, Tuple
 
-from ipu_pipe.backends.replays import Replays, TableReplays
+from ipu_pipe.backends.randomized import RandomizedReplays
+from ipu_pipe.backends.replays import Replays, RoundReplays, TableReplays
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.probe import Loss
@@ -23,6 +24,7 @@ class Work:
     `table`: who reads what, over the schedule. `rules`: the update rules, over an optimizer that holds the parameters of the
     stages that are here. `clip`: (norm, scope) or None. `allow_nonfinite`: a loss that is no finite number ends nothing.
     `microbatch`: the first to come, after a resume. `replays`: what is read and updated, where that is not the table's.
+    `block_updates`: of single stages, that are one step.
     """
 
     loss: Loss
@@ -32,17 +34,25 @@ class Work:
     allow_nonfinite: bool = False
     microbatch: int = 0
     replays: Optional[Replays] = None
+    block_updates: int = 1
 
     @classmethod
     def of(cls, job: Job, first_update: int) -> Work:
         """A job's, to go on with update `first_update`."""
         config = job.config
         clip = (config.clip.norm, config.clip.scope) if config.clip else None
-        first = first_update * config.gradient_accumulation
-        return cls(job.loss, job.table, job.rules, clip, config.allow_nonfinite, first)
+        first = first_update * (config.gradient_accumulation if job.method.rounds is None else job.width)
+        replays: Optional[Replays] = None
+        history = job.method.history
+        if history is not None:
+            replays = RandomizedReplays(job.table, history, job.updates_per_epoch, config.seed)
+        count = len(job.part) if history is not None else 1
+        return cls(job.loss, job.table, job.rules, clip, config.allow_nonfinite, first, replays, count)
 
     def source(self, replicas: Sequence[int]) -> Replays:
         """The replays of these replicas of the pipeline."""
+        if self.method.rounds is not None:
+            return RoundReplays(self.schedule)
         return self.replays if self.replays is not None else TableReplays(self.table, replicas)
 
     @property
@@ -57,13 +67,25 @@ class Work:
 
     @property
     def accumulate(self) -> int:
-        """Microbatches of an update."""
-        return self.table.schedule.accumulate
+        """Microbatches of an update; where replicas have weights of their own, of each one's."""
+        return 1 if self.method.rounds is not None else self.table.schedule.accumulate
 
     @property
     def update(self) -> int:
         """The first update to come."""
-        return self.microbatch // self.accumulate
+        return self.microbatch // self.schedule.accumulate
+
+    def first_replay(self, replicas: int) -> int:
+        """The number of the first replay to come, of so many replicas that take turns."""
+        return self.microbatch * (1 if self.method.rounds is not None else replicas) * self.block_updates
+
+    def step_of(self, update: int, stage: int, made: int) -> int:
+        """The step whose learning rate an update has, which is `update` of the run and `made` of its stage: for single stages in
+        the schedule's order that of the pipeline, whose stages are not at one step."""
+        history = self.method.history
+        if history is None or self.block_updates == 1:
+            return update
+        return made if history.order == "schedule" else update // self.block_updates
 
     def refuse_nonfinite(self, k: int, losses: Iterable[float]) -> None:
         """Raises RunFault where a loss of update k is not a finite number, unless that is allowed."""

@@ -18,7 +18,9 @@ COMMANDS = {
     "schedule": "print a method's schedule, its delays and versions",
     "plan": "the configurations for given hardware, by predicted throughput",
     "collect": "methods compared on the same work",
+    "analyze": "what a trace tells: who waits for whom, and what holds a run up",
     "reproduce": "the papers' experiments",
+    "stability": "the learning rates that a run's delays allow",
     "fetch_data": "get a data set",
     "measure_hardware": "measure this machine, for plans",
 }

@@ -14,6 +14,8 @@ DIR gets throughput.json, memory.json, communication.json and a run for each met
 examples:
   python tools/collect.py configs/resnet34_ipu4.yaml --out runs/ipu4             the local-updates paper's Table 2
   python tools/collect.py configs/mlp_digits.yaml --methods gpipe,pipedream,pipemare --steps 50 --out runs/compared
+  python tools/collect.py configs/mlp_digits.yaml --methods gpipe,pipedream --steps 50 --rounds 5 --out runs/two \
+      --set backend.name=distributed stages=2                                    on two processes, which it starts
   python tools/collect.py configs/resnet50_ipu8.yaml --steps 0 --out runs/ipu8   plans only, in seconds
 """
 
@@ -32,6 +34,13 @@ def parser() -> Parser:
         metavar="K",
         help="updates (default the config's; at least 2 to time; 0: plan only)",
     )
+    p.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="each method has a turn in each of N rounds: the median and the range of its rates (default 1)",
+    )
     p.add_argument("--out", type=folder, metavar="DIR", help="the folder to write into")
     p.add_argument("--overwrite", action="store_true", help="replace runs that DIR holds")
     p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
@@ -46,13 +55,18 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         raise BadInput("--out: missing: must be the folder to write into")
     if args.steps is not None and args.steps < 0:
         raise BadInput(f"--steps: {args.steps}: must be at least 0")
+    if args.rounds < 1:
+        raise BadInput(f"--rounds: {args.rounds}: must be at least 1")
     with traceback_shown(args.traceback):
         _run(args)
 
 
 def _run(args: argparse.Namespace) -> None:
+    from ipu_pipe.backends.ranks import is_main, told_once
+    from ipu_pipe.backends.table import leave
     from ipu_pipe.job.config import load_config
     from ipu_pipe.studies import collection
+    from ipu_pipe.studies.collected import table
 
     config = load_config(args.config, args.set)
     methods = list(dict.fromkeys([config.method, "local_chunked"]))
@@ -60,7 +74,12 @@ def _run(args: argparse.Namespace) -> None:
         methods = [name for name in args.methods.split(",") if name]
     if not methods:
         raise BadInput(f"--methods: {args.methods}: must be names of methods, by commas")
-    found = collection.collect(config, methods, args.out, args.steps, args.overwrite, say)
-    files = collection.write(found, args.out)
-    print(collection.table(found))
-    print("where to look:\n  " + "\n  ".join(map(str, files)))
+    with told_once():
+        found = collection.collect(
+            config, methods, args.out, args.steps, args.overwrite, say if is_main() else lambda text: None, args.rounds
+        )
+        leave()
+    if is_main():
+        files = collection.write(found, args.out)
+        print(table(found))
+        print("where to look:\n  " + "\n  ".join(map(str, files)))

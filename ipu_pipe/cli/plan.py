@@ -153,7 +153,7 @@ def _problem(config: Any, args: argparse.Namespace, hardware: Any, methods: Sequ
 def _methods(config: Any, args: argparse.Namespace, lockstep: bool) -> List[str]:
     from ipu_pipe.schedule.methods import METHODS
 
-    pipelines = [name for name, row in METHODS.items() if row.structure is None and name != "naive"]
+    pipelines = [name for name, row in METHODS.items() if row.is_pipeline and name != "naive"]
     planned = [*pipelines, *LOCAL]
     if args.methods is not None:
         asked = [name for name in args.methods.split(",") if name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from dataclasses import replace
@@ -25,8 +26,9 @@ examples:
   python tools/reproduce.py all --out docs/results   run all
   python tools/reproduce.py pb_resnet20 --full       at the paper's size, for a GPU
 
-An experiment is a file in configs/experiments/ (or any other, by its path). What was interrupted goes on where it was. Those that
-begin with plan_ run nothing: they set what the planner predicts beside what papers printed.
+An experiment is a file in configs/experiments/ (or any other, by its path), or one of ipu_pipe.studies.asynchrony.
+What was interrupted goes on where it was. Those that begin with plan_ run nothing: they set what the planner predicts
+beside what papers printed.
 Exit codes: 0 done (also where results differ from what was expected: the table says so), 2 bad input, 1 fault, 130 Ctrl-C.
 """
 
@@ -64,22 +66,37 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         raise BadInput(f"--seeds: {' '.join(map(str, args.seeds))}: must be different")
     known = sorted(FOLDER.glob("*.yaml"))
     from ipu_pipe.studies import experiments
+    from ipu_pipe.studies.asynchrony import delays
+    from ipu_pipe.studies.asynchrony.experiments import STUDIES
 
     if not args.experiment:
         listed = [experiments.load_experiment(path) for path in known]
         if args.json:
-            print(json.dumps([{"experiment": e.name, "title": e.title, "source": e.source} for e in listed] + [
-                {"experiment": name, "title": title, "source": source} for name, (title, source) in PREDICTED.items()
-            ], indent=1))  # fmt: skip
+            told = [(e.name, e.title, e.source) for e in listed]
+            told += [(name, title, source) for name, (title, source) in PREDICTED.items()]
+            told += [(delays.NAME, delays.TITLE, delays.SOURCE)]
+            told += [(study.name, study.title, study.source) for study in STUDIES.values()]
+            print(json.dumps([dict(zip(("experiment", "title", "source"), each)) for each in told], indent=1))
             return
         for e in listed:
             print(f"{e.name:24s} {e.title} ({e.source}); {len(e.rows)} rows, {len(e.seeds)} seeds")
         for name, (title, source) in PREDICTED.items():
             print(f"{name:24s} {title} ({source}); predicted")
+        print(f"{delays.NAME:24s} {delays.TITLE} ({delays.SOURCE})")
+        for study in STUDIES.values():
+            print(f"{study.name:24s} {study.title} ({study.source}); {len(study.seeds)} seeds")
         return
-    asked = [*(path.stem for path in known), *PREDICTED] if args.experiment == ["all"] else args.experiment
+    others = [delays.NAME, *STUDIES]
+    known_here = [*PREDICTED, *others]
+    asked = [*(path.stem for path in known), *known_here] if args.experiment == ["all"] else args.experiment
+    chosen = [_find(name, known, known_here) for name in asked if name not in known_here]
     all_found = [_predicted(name, args) for name in asked if name in PREDICTED]
-    for path in [_find(name, known) for name in asked if name not in PREDICTED]:
+    for name in (name for name in asked if name in others):
+        for option in ("full", "rows"):
+            if getattr(args, option) and args.experiment != ["all"]:
+                raise BadInput(f"--{option}: {name}: has one size and no rows to choose from: leave it out")
+        all_found.append(_study(name, args))
+    for path in chosen:
         experiment = experiments.load_experiment(path)
         unknown = [label for label in args.rows or () if label not in experiment.rows]
         if unknown:
@@ -104,6 +121,29 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         print(json.dumps(all_found[0] if len(all_found) == 1 else all_found, indent=1))
 
 
+def _study(name: str, args: argparse.Namespace) -> Dict[str, Any]:
+    """Run a study whose runs are too small to keep; write and print what it gives."""
+    from ipu_pipe.studies.asynchrony import delays, results
+    from ipu_pipe.studies.asynchrony.experiments import STUDIES
+
+    command, target = f"python tools/reproduce.py {name}", (args.out or args.runs) / name
+    if name == delays.NAME:
+        found = delays.write_delays(command, target)
+        if not args.json:
+            print(delays.table(found, command))
+            print(f"where to look:\n  {target}")
+        return found
+    study = STUDIES[name]
+    seeds = args.seeds or study.seeds
+    say(f"{study.title}: {len(seeds)} seeds")
+    runs = results.run_study(study, seeds, args.jobs, say)
+    made = results.write_study(study, runs, command, target)
+    if not args.json:
+        print(results.table(made, command))
+        print(f"where to look:\n  {target}")
+    return made
+
+
 def _predicted(name: str, args: Any) -> Dict[str, Any]:
     """A table of predictions, printed and written."""
     from ipu_pipe.studies import predicted_2bw, predicted_local, predictions
@@ -124,10 +164,8 @@ def _predicted(name: str, args: Any) -> Dict[str, Any]:
     return predictions.as_json(found)
 
 
-def _find(name: str, known: "list[Path]") -> Path:
+def _find(name: str, known: "list[Path]", others: Sequence[str]) -> Path:
     path = next((path for path in known if path.stem == name), Path(name))
     if not path.is_file():
-        raise BadInput(
-            f"EXPERIMENT: {name}: must be one of {', '.join([*(p.stem for p in known), *PREDICTED])}, all, or a file"
-        )
+        raise BadInput(f"EXPERIMENT: {name}: must be one of {', '.join([*(p.stem for p in known), *others])}, all, or a file")
     return path

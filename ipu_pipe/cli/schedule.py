@@ -35,6 +35,11 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
     args = _parser().parse_args(arguments)
     method = resolve_method(args.method, {"schedule": args.schedule, "turn": args.turn, "stash": args.stash})
+    if method.history is not None:
+        raise BadInput(
+            f"method: {method.name}: has no timeline: stages, microbatches and delays are drawn, without a pipeline"
+            " (its order and delays: schedule are those of pipedream)"
+        )
     given = args.accumulate is not None
     accumulate = args.accumulate if given else max(1, method.accumulate_for(args.stages, args.microbatches))
     _check_size(args)

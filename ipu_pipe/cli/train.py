@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Dict, Optional, Sequence
+from typing import TYPE_CHECKING, Dict, Optional, Sequence, Tuple
 
 from ipu_pipe.cli.arguments import add_set, config_of, folder
 from ipu_pipe.errors import BadInput, Parser, traceback_shown
@@ -53,7 +52,15 @@ def parser() -> Parser:
     p.add_argument(
         "--against",
         metavar="METHOD",
-        help="then train the same by METHOD in DIR/METHOD and print how far apart they end",
+        help="then train by METHOD in DIR/METHOD, with as many samples and with as much time, and print how far apart they end",
+    )
+    p.add_argument(
+        "--accumulate",
+        type=counts,
+        default=(),
+        metavar="K,...",
+        help="with --against: the microbatches an update that METHOD is tried with at equal time (default, of a method that"
+        " empties the pipeline: 1, 2, 4 and 8 times the config's)",
     )
     p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
     return p
@@ -68,8 +75,18 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         raise BadInput(f"{option}: needs --out DIR, the folder of the run to resume")
     if args.resume_from is not None and args.against:
         raise BadInput(f"--resume-from: {args.resume_from}: not together with --against, which has two runs")
+    if args.accumulate and not args.against:
+        raise BadInput("--accumulate: goes with --against METHOD")
     with traceback_shown(args.traceback):
         _run(args)
+
+
+def counts(text: str) -> Tuple[int, ...]:
+    """Whole numbers above 0, by commas."""
+    found = tuple(int(each) if each.strip().isascii() and each.strip().isdecimal() else 0 for each in text.split(","))
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text}: must be whole numbers above 0, by commas")
+    return found
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -92,39 +109,27 @@ def _run(args: argparse.Namespace) -> None:
 
 def _done(args: argparse.Namespace, config: Config, other: Optional[Config]) -> Optional[str]:
     """What is asked for, done; what is to be printed at the end. `other`: the config of the run to compare with."""
-    from ipu_pipe.backends.ranks import is_main, on_main
-    from ipu_pipe.job.comparing import as_recorded
-    from ipu_pipe.job.config import load_config
-    from ipu_pipe.report.words import comparison, plan
+    from ipu_pipe.backends.ranks import on_main
+    from ipu_pipe.report.words import plan
     from ipu_pipe.run.planning import planned
-    from ipu_pipe.run.training import check, evaluate_checkpoint, reserved, train
+    from ipu_pipe.run.training import evaluate_checkpoint, train
 
     if args.dry_run:
         return plan(planned(config))
     if args.evaluate:
         return json.dumps(evaluate_checkpoint(config, args.evaluate), indent=1)
     out = args.out or on_main(lambda: _dated(Path(args.config).stem))  # the same on all processes
-    run = functools.partial(
-        train, config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite
-    )
     if other is None:
-        run()
+        train(config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite)
         return None
-    second = out / other.method
-    again = args.resume and (second / "config.yaml").exists()
-    # the second's faults are told before the first has taken its time
-    check(other, second, resume=again, overwrite=args.overwrite)
-    with reserved(second, resume=again, overwrite=args.overwrite):
-        report = run()
-    if is_main():
-        print(f"\nthe same budget by {other.method}:", flush=True)
-    other = as_recorded(load_config(out / "config.yaml"), other)  # the same stages
-    return comparison(report, train(other, second, resume=again, overwrite=args.overwrite))
+    from ipu_pipe.studies.against import train_against
+
+    return train_against(config, other, out, args.accumulate, args.resume, args.overwrite)
 
 
 def _asked(args: argparse.Namespace) -> Dict[str, object]:
     """What all processes of a run must be asked for alike, besides the config."""
-    options = ("out", "resume", "resume_from", "overwrite", "dry_run", "evaluate", "against")
+    options = ("out", "resume", "resume_from", "overwrite", "dry_run", "evaluate", "against", "accumulate")
     return {f"--{name.replace('_', '-')}": getattr(args, name) for name in options}
 
 

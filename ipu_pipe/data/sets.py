@@ -278,7 +278,9 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
     """
     if name not in SETS:
         hint = _hint(name, SETS)
-        raise BadInput(f"data.name: {shown(name)}: must be one of {', '.join(SETS)} or an import string module:name{hint}")
+        raise BadInput(
+            f"data.name: {shown(name)}: must be one of {', '.join(SETS)} or an import string module:name{hint}"
+        )
     allowed = _OPTIONS.get(name, ["augment", "subset", "test_subset", "random_labels"])
     faults = []
     for key, value in options.items():

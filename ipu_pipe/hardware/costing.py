@@ -7,16 +7,14 @@ each unit's passes of a real microbatch, on the device where it lies.
 
 from __future__ import annotations
 
-import bisect
-import statistics
-import time
 from dataclasses import replace
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.hardware.profiling import median_passes, timed_passes
 from ipu_pipe.hardware.units import Measured, Unit
 from ipu_pipe.model.counts import top_places
 from ipu_pipe.model.execution import answering, execution, parameters_by_module, refuse_unused
@@ -124,87 +122,19 @@ def measure_units(
 ) -> Costed:
     """The units with the seconds of their passes of the microbatch `x`, `y` on its device, medians of `repeats` after a
     `warm_up`. The model is left as it was. On torch 2.0 a backward's time is divided as the FLOPs of the backwards are."""
-    names = [unit.name for unit in costed.units]
+    begins = {unit.name: i for i, unit in enumerate(costed.units)}
     with undisturbed(model):
-        passes = [_timed(model, loss, x, y, names) for _ in range(warm_up + repeats)][warm_up:]
+        runs = [
+            timed_passes(model, lambda: [loss(model(x.clone()), y)], begins, len(begins), x.is_cuda)
+            for _ in range(warm_up + repeats)
+        ]
+    found = median_passes(runs[warm_up:])
     made = []
     for i, unit in enumerate(costed.units):
-        forward = statistics.median(seconds[i] for seconds, _, _ in passes)
-        if passes[0][1]:
-            backward = statistics.median(seconds[i] for _, seconds, _ in passes)
+        if found.backward:
+            backward = found.backward[i]
         else:
             whole = sum(each.backward_flops for each in costed.units) or 1.0
-            backward = statistics.median(total for _, _, total in passes) * unit.backward_flops / whole
-        made.append(replace(unit, measured=(*unit.measured, Measured(len(x), forward, backward))))
+            backward = found.whole_backward * unit.backward_flops / whole
+        made.append(replace(unit, measured=(*unit.measured, Measured(len(x), found.forward[i], backward))))
     return Costed(tuple(made), f"{costed.how}; seconds measured with {len(x)} samples on {x.device.type}")
-
-
-def _timed(
-    model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor, names: Sequence[str]
-) -> Tuple[List[float], List[float], float]:
-    """Seconds of each unit's forward and backward (the loss is the last one's), and of the whole backward."""
-    clock = _Clock(len(names), x.is_cuda)
-    handles = []
-    next_node = getattr(torch._C._autograd, "_get_sequence_nr", None)
-    nodes: List[int] = []  # the first autograd node of each unit
-    for i, name in enumerate(names):
-
-        def enter(module: nn.Module, inputs: Any, i: int = i) -> None:
-            if i == len(nodes):  # its first run
-                clock.enter(i)
-                nodes.append(next_node() if next_node is not None else 0)
-
-        handles.append(model.get_submodule(name).register_forward_pre_hook(enter))
-    try:
-        clock.enter(0)
-        value = loss(model(x.clone()), y)
-        forward = clock.leave()
-    finally:
-        for handle in handles:
-            handle.remove()
-    if next_node is not None and value.grad_fn is not None:
-        _hook(value.grad_fn, lambda node: clock.enter(max(0, bisect.bisect_right(nodes, node) - 1)))
-    start = time.perf_counter()
-    clock.enter(len(names) - 1)
-    value.backward()
-    backward = clock.leave()
-    return forward, backward if next_node is not None else [], time.perf_counter() - start
-
-
-def _hook(root: Any, enter: Callable[[int], None]) -> None:
-    """Call `enter` with its number before each autograd node behind `root` that computes."""
-    todo, seen = [root], {root}
-    while todo:
-        node = todo.pop()
-        if node.next_functions:  # a leaf's only adds up
-            number = node._sequence_nr()
-            node.register_prehook(lambda gradients, number=number: enter(number))
-        found = [other for other, _ in node.next_functions if other is not None and other not in seen]
-        seen.update(found)
-        todo += found
-
-
-class _Clock:
-    """Seconds of each unit, of which one runs at a time."""
-
-    def __init__(self, units: int, waits: bool) -> None:
-        self._seconds, self._unit, self._since, self._waits = [0.0] * units, 0, 0.0, waits
-
-    def enter(self, unit: int) -> None:
-        """From now on it is this unit's time."""
-        if unit != self._unit or not self._since:
-            self._stop()
-            self._unit = unit
-            self._since = time.perf_counter()
-
-    def leave(self) -> List[float]:
-        """The seconds of all, from nothing again."""
-        self._stop()
-        found, self._seconds, self._since = self._seconds, [0.0] * len(self._seconds), 0.0
-        return found
-
-    def _stop(self) -> None:
-        if self._waits:
-            torch.cuda.synchronize()
-        if self._since:
-            self._seconds[self._unit] += time.perf_counter() - self._since

@@ -1,10 +1,10 @@
 """Where code of the user's own failed: its file and line, and what the run was doing with it.
 
-    ipu_pipe/run/training.py    go
-    ipu_pipe/backends/...       step          <- caught here: the frames from here on are looked at
-    torch/nn/modules/...    _call_impl
-    my_model.py:42          forward           <- told: the innermost that is neither torch's nor ours
-    torch/nn/functional.py  linear
+ipu_pipe/run/training.py    go
+ipu_pipe/backends/...       step          <- caught here: the frames from here on are looked at
+torch/nn/modules/...    _call_impl
+my_model.py:42          forward           <- told: the innermost that is neither torch's nor ours
+torch/nn/functional.py  linear
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from torch import nn
 from ipu_pipe.errors import BadInput, RunFault, UserFault, chain, first_line, user_fault
 from ipu_pipe.model.stages import Partition
 
-_OURS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, os.path.dirname(str(torch.__file__)) + os.sep)
+_OURS = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    os.path.dirname(str(torch.__file__)) + os.sep,
+)
 _INSTALLED = tuple({sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 

@@ -16,7 +16,7 @@ from ipu_pipe.hardware.description import Hardware
 from ipu_pipe.hardware.files import read_hardware
 from ipu_pipe.job.ipu.refusals import config_faults
 from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import GIVEN, StageCount
+from ipu_pipe.job.sections import GIVEN, OLD_TRACE, StageCount
 from ipu_pipe.key_faults import origin_of, told
 from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.yaml_files import Origins, override, read_file
@@ -33,6 +33,15 @@ def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config
         except BadInput as error:
             faults += error.faults
     return _validate(raw, origins, str(path), faults)
+
+
+def load_recorded(path: Path) -> Config:
+    """The config that a run wrote, also one of an earlier version: of keys that have gone, what they said changes no number of a
+    run. Raises BadInput."""
+    raw = read_file(path, {})
+    if isinstance(raw.get("log"), dict):
+        raw["log"].pop(OLD_TRACE, None)
+    return _validate(raw, {}, str(path), [])
 
 
 def configure(**keys: Any) -> Config:

@@ -24,10 +24,14 @@ def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
         module = _imported(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise BadInput(f"{key}: {shown(entry)}: no module {error.name} in the current folder or installed") from None
+            raise BadInput(
+                f"{key}: {shown(entry)}: no module {error.name} in the current folder or installed"
+            ) from None
         raise BadInput(f"{key}: {shown(entry)}: importing {module_name} fails: {error}") from error
     except Exception as error:  # whatever the user's module raises
-        raise BadInput(f"{key}: {shown(entry)}: importing {module_name} fails: {type(error).__name__}: {error}") from error
+        raise BadInput(
+            f"{key}: {shown(entry)}: importing {module_name} fails: {type(error).__name__}: {error}"
+        ) from error
     found: Any = module
     for name in attribute.split("."):
         if not hasattr(found, name):

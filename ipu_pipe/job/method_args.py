@@ -111,7 +111,8 @@ class GradientShrinking(Section):
 class MethodArgs(Section):
     """Changes of the method's axes, see schedule.methods, and its update rules, see update.rules. Of local-parallel methods:
     `head`, "module:function" that makes an auxiliary head; `block_rates`, what the learning rate is multiplied by, and
-    `block_accumulation`, of how many updates' gradients a step is made, one for each block."""
+    `block_accumulation`, of how many updates' gradients a step is made, one for each block. From `delay_bound` on those of
+    randomized_pipedream and local_sgd, see schedule.asynchrony."""
 
     schedule: Optional[Literal["1f1b", "dataflow"]] = None
     turn: Optional[Annotated[int, whole(0, 1)]] = None
@@ -131,3 +132,9 @@ class MethodArgs(Section):
     head: Optional[str] = None
     block_rates: Optional[List[Positive]] = None
     block_accumulation: Optional[List[Count]] = None
+    delay_bound: Optional[Annotated[int, whole(0, most=1_000_000, why="so many iterates are kept")]] = None
+    delays: Optional[Literal["uniform", "offsets", "schedule"]] = None
+    order: Optional[Literal["random", "schedule"]] = None
+    nag: Optional[Positive] = None
+    replicas: Optional[Annotated[int, whole(1, 4096)]] = None
+    local_steps: Optional[Count] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
@@ -16,8 +17,8 @@ from ipu_pipe.job.sections import Given
 from ipu_pipe.model.precision import OwnTypes
 from ipu_pipe.model.probe import Footprint, Loss
 from ipu_pipe.model.stages import Partition
-from ipu_pipe.schedule.figures import amortized_utilization, gpipe_utilization
-from ipu_pipe.schedule.methods import Method
+from ipu_pipe.schedule.figures import amortized_utilization
+from ipu_pipe.schedule.methods import METHODS, Method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
@@ -75,15 +76,28 @@ class Job(Setup):
     note: str = ""  # what the user should know of the stages
     done: int = 0  # updates of the run that this one goes on with: the pipeline is empty there
     used: Given = Given()  # the optimizer and the loss, whoever gave them
+    folder: Optional[Path] = None  # of the run, where every process may write what it did
 
     @property
     def batch(self) -> int:
         """Samples of one update, the global batch size."""
-        return self.config.micro_batch_size * self.config.gradient_accumulation * self.config.replicas
+        return self.config.micro_batch_size * self.config.gradient_accumulation * self.width
+
+    @property
+    def width(self) -> int:
+        """Replicas that take turns in the data: of the pipeline, or those that the method has for itself."""
+        rounds = self.method.rounds
+        return self.config.replicas if rounds is None else rounds.replicas or len(self.part)
+
+    @property
+    def traced(self) -> range:
+        """The updates whose events are recorded."""
+        chosen = self.config.log.trace
+        return range(0) if chosen is None else chosen.updates(self.config.gradient_accumulation)
 
     def microbatch(self, m: int, replica: int = 0) -> Tuple[torch.Tensor, torch.Tensor]:
         """Microbatch m of a replica of the pipeline, on the run's device. Replicas take turns in an epoch's order."""
-        accumulate, width = self.config.gradient_accumulation, self.config.replicas
+        accumulate, width = self.config.gradient_accumulation, self.width
         epoch, within = divmod(m, self.updates_per_epoch * accumulate)
         return self.to_device(*self.data.train_batch(epoch, within * width + replica, self.config.micro_batch_size))
 
@@ -91,32 +105,36 @@ class Job(Setup):
         """Learning rate of update k."""
         return rate_of(self.config, self.base_rate, k, self.updates, self.updates_per_epoch)
 
-    def phases(self) -> List[Dict[str, Any]]:
-        """The run in order: updates by GPipe (the warm-up), then by the method, and the share of the schedule's slots of
-        each in which stages are busy, its fills and drains included."""
-        schedule, warm = self.schedule, self.rules.switch
-        found = []
-        if warm:
-            stages, accumulate = len(self.part), schedule.accumulate
-            busy = gpipe_utilization(stages, accumulate)
-            found.append({"method": "gpipe", "updates": min(warm, self.updates), "utilization": busy})
+    def phase_schedules(self) -> List[Tuple[str, int, Schedule]]:
+        """The run in order: (method, updates, schedule) of the warm-up by GPipe, of which one batch stands for all, then of the
+        method's own."""
+        warm, stages, accumulate = self.rules.switch, len(self.part), self.schedule.accumulate
+        if not warm:
+            return [(self.method.name, self.updates, self.schedule)]
+        batch = make_schedule(METHODS["gpipe"], stages, accumulate, accumulate)
+        found = [("gpipe", min(warm, self.updates), batch)]
+        if self.updates > warm:
             drains = [k for k in drains_of(self.config, self.updates, self.updates_per_epoch, self.done) if k > warm]
             marks = [(k - warm) * accumulate for k in drains]
-            left = (self.updates - warm) * accumulate
-            if left <= 0:
-                return found
-            schedule = make_schedule(self.method, stages, left, accumulate, marks)
-        busy = schedule.busy_share()
-        found.append({"method": self.method.name, "updates": self.updates - warm, "utilization": busy})
+            own = make_schedule(self.method, stages, (self.updates - warm) * accumulate, accumulate, marks)
+            found.append((self.method.name, self.updates - warm, own))
         return found
 
-    def utilization(self) -> float:
-        """Busy share of the whole run: with a warm-up amortized over both phases' times (PipeMare, section 4)."""
-        return amortized_utilization([(phase["updates"], phase["utilization"]) for phase in self.phases()])
+    def phases(self) -> List[Dict[str, Any]]:
+        """The same with the share of the schedule's slots in which stages are busy, fills and drains included."""
+        return [
+            {"method": name, "updates": updates, "planned_utilization": schedule.busy_share()}
+            for name, updates, schedule in self.phase_schedules()
+        ]
+
+    def planned_utilization(self) -> float:
+        """Busy share of the schedule's slots of the whole run: with a warm-up amortized over both phases' times (PipeMare,
+        section 4)."""
+        return amortized_utilization([(phase["updates"], phase["planned_utilization"]) for phase in self.phases()])
 
     def evaluates_after(self, done: int) -> bool:
         """Whether the test set is evaluated when `done` updates are done: after each `evaluate.every` epochs and at the end."""
-        every = self.config.evaluate.every * self.updates_per_epoch
+        every = self.config.evaluate.interval(self.updates_per_epoch)
         return done == self.updates or (every > 0 and done % every == 0)
 
     def saves_after(self, done: int) -> bool:
@@ -144,7 +162,7 @@ def drains_of(config: Config, updates: int, per_epoch: int, done: int) -> List[i
     """Updates after which the pipeline empties: evaluations and checkpoints before the end, and where the run goes on, which may
     be none of these any more."""
     marks: Set[int] = {done} if 0 < done < updates else set()
-    for every in (config.evaluate.every * per_epoch, config.checkpoint.every or 0):
+    for every in (config.evaluate.interval(per_epoch), config.checkpoint.every or 0):
         if every:
             marks.update(range(every, updates, every))
     return sorted(marks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 from pydantic import BaseModel, ConfigDict, StrictBool, field_validator, model_validator
 from typing_extensions import Literal
@@ -11,17 +11,18 @@ from ipu_pipe.values import (
     Count,
     Epochs,
     NotNegative,
+    Often,
     PathText,
     Positive,
     Section,
     Share,
     Stages,
-    Traced,
     Whole,
     fault_at,
 )
 
 GIVEN = "(given in Python)"
+TRACED = 512  # microbatches of a stage, where nothing is said
 
 
 class ModelConfig(Section):
@@ -122,9 +123,15 @@ class ClipConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Evaluation after each `every` epochs (0: only before and after training), on the first `subset` test samples."""
+    """Evaluation after each `every` epochs, or each share of one (0: only before and after training), on the first `subset` test
+    samples."""
 
-    every: Whole = 1
+    every: Often = 1
+
+    def interval(self, updates_per_epoch: int) -> int:
+        """The updates between two evaluations, 0 for never."""
+        return max(1, round(self.every * updates_per_epoch)) if self.every else 0
+
     subset: Optional[Count] = None
 
 
@@ -135,12 +142,50 @@ class CheckpointConfig(Section):
     keep: Count = 2
 
 
+class TraceConfig(Section):
+    """The updates that are traced, counted through the whole run: from `begin` up to, not including, `end`, one in `every`.
+    `end` null: so many that about 512 microbatches of a stage are traced."""
+
+    begin: Whole = 0
+    end: Optional[Count] = None
+    every: Count = 1
+
+    @model_validator(mode="after")
+    def _fits(self) -> "TraceConfig":
+        if self.end is not None and self.end <= self.begin:
+            raise fault_at("end", self.end, f"must be greater than begin, {self.begin}, or null")
+        return self
+
+    def updates(self, accumulate: int) -> range:
+        """The same, of `accumulate` microbatches each."""
+        end = self.begin + max(TRACED // accumulate, 1) * self.every if self.end is None else self.end
+        return range(self.begin, end, self.every)
+
+
+OLD_TRACE = "trace_microbatches"  # what `trace` was called
+
+
 class LogConfig(Section):
-    """A line of metrics.jsonl after each `every` updates; the first `trace_microbatches` in the trace."""
+    """A line of metrics.jsonl after each `every` updates. `trace`: null, or false, for none."""
 
     every: Count = 10
     tensorboard: StrictBool = True
-    trace_microbatches: Traced = 512
+    trace: Optional[TraceConfig] = TraceConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and OLD_TRACE in value:
+            now = "is now trace: {begin, end, every}, which counts updates, not microbatches"
+            raise fault_at(OLD_TRACE, value[OLD_TRACE], now)
+        return value
+
+    @field_validator("trace", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            return {} if value else None
+        return value
 
 
 class StageCount(Section):

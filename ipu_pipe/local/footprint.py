@@ -13,7 +13,9 @@ from ipu_pipe.model.probe import Footprint, Loss, footprint
 from ipu_pipe.model.stages import Partition
 
 
-def footprint_of(model: nn.Module, part: Partition, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]) -> Footprint:
+def footprint_of(
+    model: nn.Module, part: Partition, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]
+) -> Footprint:
     """As seen in one microbatch. Blocks with losses of their own take these where they are: only activations are handed on."""
     blocks = blocks_of(model)
     if blocks is None:

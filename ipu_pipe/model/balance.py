@@ -66,7 +66,9 @@ class Cuts:
     def __init__(self, costs: Sequence[float], weights: Sequence[int], through: Sequence[int]) -> None:
         until = np.concatenate([[0.0], np.cumsum(np.asarray(costs, np.float64))])
         held = np.concatenate([[0], np.cumsum(np.asarray(weights, np.int64))])
-        whole = (held[None, :] - held[:, None]) >= 1  # a part of units i..j-1 is [i, j]; one without units holds nothing
+        whole = (
+            held[None, :] - held[:, None]
+        ) >= 1  # a part of units i..j-1 is [i, j]; one without units holds nothing
         self._part = np.where(whole, until[None, :] - until[:, None], np.inf)
         self._through = np.array([*through, 0], np.float64)[:, None]
         self._total = float(until[-1]) or 1.0

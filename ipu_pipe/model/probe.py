@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
@@ -16,11 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipu_pipe.model.boundaries import Partition, stage_at_call
 from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.counts import top_places
 from ipu_pipe.model.modes import modes_restored
-from ipu_pipe.model.observation import count, kept_bytes, storage
+from ipu_pipe.model.observation import Observed, count, kept_bytes, storage
 from ipu_pipe.model.randomness import generators
 from ipu_pipe.model.shape_rules import tensors_in
 from ipu_pipe.model.shapes import by_shape, pays, stand_in
+from ipu_pipe.trace.metadata import Unit
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -29,12 +31,13 @@ Loss = Callable[[Any, Any], torch.Tensor]
 class Footprint:
     """Per microbatch: `saved_bytes[s]` that stage s keeps for its backward (weights and buffers apart), `boundary_bytes[s]` of
     activations that travel from stage s to stage s + 1, those on their way further included, and FLOPs of each stage's passes;
-    `backward_flops`: None where the backward cannot be run."""
+    `backward_flops`: None where the backward cannot be run. `units`: places where a stage may begin."""
 
     saved_bytes: Tuple[int, ...]
     boundary_bytes: Tuple[int, ...]
     forward_flops: Tuple[float, ...]
     backward_flops: Optional[Tuple[float, ...]]
+    units: Tuple[Unit, ...] = ()
 
 
 @contextlib.contextmanager
@@ -106,6 +109,24 @@ def footprint(model: nn.Module, part: Partition, loss: Loss, x: torch.Tensor, y:
         tuple(seen.crossing(at_call, stages)),
         tuple(sum(call.flops for call in calls) for calls in own),
         backward,
+        _units(model, part, seen, at_call),
+    )
+
+
+def _units(model: nn.Module, part: Partition, seen: Observed, stage_of: Mapping[str, int]) -> Tuple[Unit, ...]:
+    """What lies between one place where a stage may begin on every backend, or begins, and the next."""
+    first, *others = top_places(model, seen.calls, seen.runs)
+    places = {*others, *part.begins}
+    starts = [0, *(i for i, call in enumerate(seen.calls) if i and call.name in places)]
+    return tuple(
+        Unit(
+            name=seen.calls[a].name if a else first,
+            stage=stage_of[seen.calls[a].name],
+            forward_flops=sum(call.flops for call in seen.calls[a:b]),
+            backward_flops=sum(call.backward_flops for call in seen.calls[a:b]),
+            crossing_bytes=seen.live[a],
+        )
+        for a, b in zip(starts, [*starts[1:], len(seen.calls)])
     )
 
 

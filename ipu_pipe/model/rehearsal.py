@@ -134,7 +134,8 @@ def _chain(parts: Sequence[Piece], x: torch.Tensor) -> Any:
         if part is not parts[-1]:
             handed.append(_tensors(value))
             value = tree_map(
-                lambda t: t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t, value
+                lambda t: t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t,
+                value,
             )
             entered.append(_tensors(value))
 

@@ -39,6 +39,11 @@ def _forget(module: ModuleType) -> None:
         del vars(torch)["_dynamo"]
 
 
+def import_compiler() -> None:
+    """Import it now: an optimizer's first step would, and that would be part of the step's time."""
+    importlib.import_module(COMPILER)
+
+
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
     """Inside, PyTorch's compiler is imported only if something really asks for it."""

@@ -22,12 +22,14 @@ from ipu_pipe.schedule.runs import IntArray
 
 def memory_record(job: Job, measured: Report) -> Dict[str, Any]:
     """The contents of `memory.json`: what each stage's device needs as planned, and the greatest bytes of weight versions
-    besides the newest that were held: by each stage's process, or by the emulator for all."""
+    besides the newest that were held: by each stage's process, or by the emulator for all; `peak_memory`: the greatest bytes that
+    each device held, by category."""
     stages = [{"index": s, **row} for s, row in enumerate(memory_table(job, measured.optimizer_bytes))]
+    peaks = {} if measured.peak_memory is None else {"peak_memory": measured.peak_memory}
     if measured.links is None:
         held = sum(measured.version_bytes) if backend_of(job.config).emulates else None
-        return {"stages": stages, "emulator_bytes": held}
-    return {"stages": [{**row, "version_bytes": held} for row, held in zip(stages, measured.version_bytes)]}
+        return {"stages": stages, "emulator_bytes": held, **peaks}
+    return {"stages": [{**row, "version_bytes": held} for row, held in zip(stages, measured.version_bytes)], **peaks}
 
 
 def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[str, int]]:
@@ -39,6 +41,7 @@ def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[st
     if job.config.recompute and _in_lockstep(job):
         kept.inputs[in_flight == 1] = 0  # PopTorch does not recompute its last stage
     moments = MOMENTS.get(_optimizer_kind(job) or "", 0)
+    own = job.width if job.method.rounds is not None else 1  # replicas with weights and optimizer state of their own
     trained, behind = _trained_bytes(job), _behind_bytes(job)
     rows = []
     for stage, entering in zip(job.part.stages, _input_bytes(job)):
@@ -47,7 +50,7 @@ def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[st
             weights=sum(sizes[name] for name in stage.parameters) + behind[s],
             copies=int(copies[s]),
             gradients=trained[s] + behind[s],
-            optimizer=moments * (trained[s] + behind[s]),
+            optimizer=moments * (trained[s] + behind[s]) * own,
             accumulators=len(job.rules.entries(s)) * trained[s],
             saved=job.footprint.saved_bytes[s],
             entering=entering,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Sequence
+from typing import Any, Dict, Optional, Sequence
 
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.job.determinism import numerics
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
 from ipu_pipe.report.memory import memory_figures, memory_table
+from ipu_pipe.report.modelled import StageCosts, modelled
 from ipu_pipe.report.traffic import links, measured_links, shared_links
 from ipu_pipe.report.words import model_name
 
+SCHEMA = 2
 OF_A_STAGE = (
     "parameters", "weight_copies", "weight_bytes", "optimizer_bytes", "activation_bytes", "forward_delay", "backward_delay",
 )  # fmt: skip
@@ -23,13 +25,13 @@ def summarise(
     final: Measured,
     measured: Report,
     tested: Sequence[Measured] = (),
+    costs: Optional[StageCosts] = None,
 ) -> Dict[str, Any]:
-    """The contents of `summary.json`."""
+    """The contents of `summary.json`. `costs`: of the stages, where no device has a clock."""
     config = job.config
-    busy = job.utilization() if measured.utilization is None else measured.utilization
     rate = position.timed_updates * job.batch / position.seconds if position.seconds else None
     return {
-        "schema": 1,
+        "schema": SCHEMA,
         "method": job.method.name,
         "backend": config.backend.name,
         "device": job.device_kind,
@@ -57,8 +59,7 @@ def summarise(
             "test_accuracy": final[1],
         },
         "throughput_samples_per_second": rate,
-        "utilization": busy,
-        "bubble_fraction": 1 - busy,
+        **_utilization(job, measured, costs),
         "stages_begin_at": job.part.begin_names(),
         "phases": job.phases(),
         "stages": [
@@ -69,6 +70,35 @@ def summarise(
         **_block_records(job, measured, tested),
         "memory": memory_figures(job),
     }
+
+
+def _utilization(job: Job, measured: Report, costs: Optional[StageCosts]) -> Dict[str, Optional[float]]:
+    """Busy shares. Measured: nanoseconds in passes and updates over those of the whole span, summed over the devices; the bubble
+    is the rest, so waits and communication. Planned: of the schedule's unit slots, PopTorch's own where it has one. Modelled: by
+    the clock with measured costs, None where these were not measured."""
+    planned = job.planned_utilization() if measured.utilization is None else measured.utilization
+    span = sum(device.span_ns for device in measured.times or ())
+    busy = sum(device.busy_ns for device in measured.times or ()) / span if span else None
+    played = modelled(job, costs.costs) if costs is not None and costs.measured else None
+    return {
+        "utilization": busy,
+        "bubble_fraction": None if busy is None else 1 - busy,
+        "planned_utilization": planned,
+        "planned_bubble_fraction": 1 - planned,
+        "modelled_utilization": None if played is None else played.utilization,
+        "modelled_samples_per_second": None if played is None else played.samples_per_second,
+    }
+
+
+def upgraded(summary: Dict[str, Any]) -> Dict[str, Any]:
+    """A summary that this or an earlier version wrote, as this one does. In schema 1 `utilization` was what the schedule says."""
+    if summary.get("schema") != 1:
+        return summary
+    planned = {"utilization": "planned_utilization", "bubble_fraction": "planned_bubble_fraction"}
+    unknown = dict.fromkeys(("utilization", "bubble_fraction", "modelled_utilization", "modelled_samples_per_second"))
+    phases = [{planned.get(key, key): value for key, value in phase.items()} for phase in summary.get("phases", ())]
+    renamed = {planned.get(key, key): value for key, value in summary.items()}
+    return {**renamed, **unknown, "phases": phases, "schema": SCHEMA}
 
 
 def _block_records(job: Job, measured: Report, tested: Sequence[Measured]) -> Dict[str, Any]:

@@ -32,7 +32,7 @@ def opening(job: Job, done: int = 0) -> str:
         f"{model_name(config)}: {parameters:,} parameters on {len(job.part)} stages; method {job.method.name}, "
         f"backend {config.backend.name} on {job.device_kind}",
         f"global batch size {job.batch} = micro_batch_size {config.micro_batch_size} x "
-        f"gradient_accumulation {config.gradient_accumulation} x replicas {config.replicas}; "
+        f"gradient_accumulation {config.gradient_accumulation} x replicas {job.width}; "
         f"{job.updates - done} updates, {job.updates_per_epoch} an epoch",
     ]
     return "\n".join(lines)
@@ -58,7 +58,7 @@ def plan(job: Job) -> str:
             f"{index:5d}  {name or '(no weights)':30s} {size:12,d} {row['forward_delay']:5d} {row['weight_copies']:7d} "
             f"{row['in_flight']:10d} {total:13.2f} {sends:15.1f}"
         )
-    busy = job.utilization()
+    busy = job.planned_utilization()
     weights, state, activations = (
         sum(row[kind] for row in table) / MIB for kind in ("weight_bytes", "optimizer_bytes", "activation_bytes")
     )
@@ -70,7 +70,7 @@ def plan(job: Job) -> str:
         *_rated(job),
         *_work(job),
         *own_cut_in_words(job),
-        f"schedule: {job.schedule.slot_count:,} slots, stages busy {busy:.1%} of them (fill and drain included)",
+        f"schedule: {job.schedule.slot_count:,} slots, stages busy in {busy:.1%} of them as planned (fill and drain included)",
         "",
         *_schedule_beginning(job),
     ]
@@ -142,14 +142,14 @@ def closing(report: Mapping[str, Any], folder: Path, predicted: Optional[Tuple[s
         "",
         f"{report['method']} on {report['model']['stages']} stages: {report['steps']} updates of "
         f"{report['batch']['global_batch_size']} samples",
-        f"  test accuracy {_number(first['test_accuracy'], 3)} -> {_number(last['test_accuracy'], 3)}, "
-        f"test loss {_number(first['test_loss'], 4)} -> {_number(last['test_loss'], 4)}, "
-        f"training loss {_number(last['train_loss'], 4)}",
-        f"  stages busy {report['utilization']:.1%} of the schedule's slots; greatest lag {_range(lags)} updates; "
-        f"weight copies {_range(copies)} a stage",
+        f"  test accuracy {number(first['test_accuracy'], 3)} -> {number(last['test_accuracy'], 3)}, "
+        f"test loss {number(first['test_loss'], 4)} -> {number(last['test_loss'], 4)}, "
+        f"training loss {number(last['train_loss'], 4)}",
+        f"  busy: {busy(report)}",
+        f"  greatest lag {_range(lags)} updates; weight copies {_range(copies)} a stage",
         "  where to look:",
         f"    {folder / 'summary.json'}   all numbers",
-        f"    {folder / 'trace.json.gz'}  the schedule as executed: open it in ui.perfetto.dev",
+        f"    {folder / 'trace.json.gz'}  what each device did when: open it in ui.perfetto.dev",
         f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir {folder}",
         f"    {folder / 'checkpoints'}    weights",
     ]
@@ -158,32 +158,27 @@ def closing(report: Mapping[str, Any], folder: Path, predicted: Optional[Tuple[s
         name, rate = predicted
         error = f"the prediction is {abs(rate / measured - 1):.1%} too {'high' if rate > measured else 'low'}"
         lines.append(f"  predicted on {name}: {rate:.1f} samples/s, measured: {measured:.1f}; {error}")
-    return "\n".join([*lines, _throughput(report)])
+    return "\n".join([*lines, throughput(report)])
 
 
-def comparison(report: Mapping[str, Any], against: Mapping[str, Any]) -> str:
-    """How far apart two runs ended, from their summaries; the last line is the throughput of the first."""
-    what, unit, scale = "test accuracy", " points", 100
-    if report["final"]["test_accuracy"] is None or against["final"]["test_accuracy"] is None:
-        what, unit, scale = "test loss", "", 1
-    ours, theirs = (run["final"][what.replace(" ", "_")] for run in (report, against))
-    apart = f"{(ours - theirs) * scale:+.1f}{unit}" if ours is not None and theirs is not None else "unknown"
-    one, other = report["method"], against["method"]
-    lines = [
-        "",
-        f"{what}: {_number(ours, 3)} by {one}, {_number(theirs, 3)} by {other} after as many samples: {apart}",
-        f"stages busy: {report['utilization']:.0%} by {one}, {against['utilization']:.0%} by {other}",
-        _throughput(report),
-    ]
-    return "\n".join(lines)
+def busy(report: Mapping[str, Any]) -> str:
+    """The share of the devices' time in passes and updates, from a summary, each figure with what it is."""
+    said = {
+        "utilization": "measured on the devices",
+        "modelled_utilization": "modelled (the schedule with the stages' measured passes)",
+        "planned_utilization": "planned (of the schedule's unit slots)",
+    }
+    return ", ".join(f"{report[key]:.1%} {what}" for key, what in said.items() if report[key] is not None)
 
 
-def _throughput(report: Mapping[str, Any]) -> str:
+def throughput(report: Mapping[str, Any]) -> str:
+    """The contract's line, from a summary."""
     rate = report["throughput_samples_per_second"]
     return f"throughput: {rate:.1f} samples/sec" if rate is not None else "throughput: not measured (one update only)"
 
 
-def _number(value: Optional[float], digits: int) -> str:
+def number(value: Optional[float], digits: int) -> str:
+    """So many digits behind the point, or that it is not known."""
     return "unknown" if value is None else f"{value:.{digits}f}"
 
 

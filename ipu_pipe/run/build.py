@@ -140,22 +140,15 @@ def build(
 def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: int) -> Job:
     config = setup.config
     model, chosen_loss, data, device = setup.model, setup.loss, setup.data, setup.device
-    per_batch = config.gradient_accumulation * config.replicas
-    per_epoch = data.train_batches_per_epoch(config.micro_batch_size) // per_batch
-    if per_epoch < 1:
-        raise BadInput(
-            f"data: {data.train_batches_per_epoch(config.micro_batch_size)} microbatches an epoch do not fill one batch of "
-            f"gradient_accumulation {config.gradient_accumulation} x replicas {config.replicas}: lower them, micro_batch_size, "
-            "or take more data"
-        )
-    updates = config.steps if config.steps is not None else config.epochs * per_epoch
-    _check_length(config, updates, per_epoch)
+    args = config.method_settings()
+    method = resolve_method(config.method, args)
+    rounds = method.rounds
+    width = config.replicas if rounds is None else rounds.replicas or 1
+    per_epoch, updates = _length(config, data, width)
     taken = data.train_batch(0, 0, config.micro_batch_size)
     x, y = setup.to_device(*taken)
     example = x.clone(), y.clone()  # a model that works in place must not change the data
     setup.label_range = try_model(model, chosen_loss, example, taken[1])
-    args = config.method_settings()
-    method = resolve_method(config.method, args)
     if is_chosen(config.stages):
         config = _with_chosen_stages(config, method, model, chosen_loss, example)
     placed = backend_of(config).place(config, method, model, example[0])
@@ -167,10 +160,17 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
             args_of = config.method_args.model_copy(update={"blocks": len(part)})
             config = config.model_copy(update={"method_args": args_of})
         chosen_loss = SumOfLosses(chosen_loss)
+    if rounds is not None and rounds.replicas is None:  # as many as stages
+        args_of = config.method_args.model_copy(update={"replicas": len(part)})
+        config = config.model_copy(update={"method_args": args_of})
+        args = config.method_settings()
+        method = resolve_method(config.method, args)
+        per_epoch, updates = _length(config, data, len(part))
     if isinstance(config.stages, dict) and config.stages.get("by") == "time" and part.begins and not part.spread:
         config = config.model_copy(update={"stages": list(part.begins)})
 
-    accumulate = config.gradient_accumulation
+    # replicas with weights of their own take turns in one timeline
+    accumulate = config.gradient_accumulation if method.rounds is None else method.rounds.replicas or 1
     check(method, len(part), updates * accumulate, accumulate)
     switch = round(args["warmup"]["epochs"] * per_epoch) if "warmup" in args else 0
     drains = [k * accumulate for k in drains_of(config, updates, per_epoch, done)]
@@ -216,13 +216,28 @@ def _with_chosen_stages(
     return config.model_copy(update={"stages": begins or 1})
 
 
+def _length(config: Config, data: DataSource, width: int) -> Tuple[int, int]:
+    """Updates of an epoch and of the run, of `width` microbatches each times those accumulated. Raises BadInput."""
+    microbatches = data.train_batches_per_epoch(config.micro_batch_size)
+    per_epoch = microbatches // (config.gradient_accumulation * width)
+    if per_epoch < 1:
+        raise BadInput(
+            f"data: {microbatches} microbatches an epoch do not fill one batch of "
+            f"gradient_accumulation {config.gradient_accumulation} x replicas {width}: lower them, micro_batch_size, "
+            "or take more data"
+        )
+    updates = config.steps if config.steps is not None else config.epochs * per_epoch
+    _check_length(config, updates, per_epoch)
+    return per_epoch, updates
+
+
 def _check_length(config: Config, updates: int, per_epoch: int) -> None:
     """Whether the run can be planned: what that takes grows with its updates and with the stops among them."""
     if updates > MOST_UPDATES:
         raise BadInput(
             f"epochs: {config.epochs}: {updates} updates, at most {MOST_UPDATES}: a run is planned before it starts"
         )
-    for key, every in (("checkpoint", config.checkpoint.every), ("evaluate", config.evaluate.every * per_epoch)):
+    for key, every in (("checkpoint", config.checkpoint.every), ("evaluate", config.evaluate.interval(per_epoch))):
         if every and updates // every > MOST_STOPS:
             raise BadInput(
                 f"{key}.every: {getattr(config, key).every}: {updates // every} times in {updates} updates, at most"
@@ -247,7 +262,8 @@ def _rules(
         args = {**args, "t1": {"anneal_updates": anneal_default(first, schedule.warmup_steps, updates)}}
     return UpdateRules(
         args, table.method, table.rule_lag(), config.gradient_accumulation, optimizer,
-        lambda k: rate_of(config, base, k, updates, per_epoch), switch,
+        # where stages are drawn, one may have more updates than the run has steps
+        lambda k: rate_of(config, base, min(k, updates - 1), updates, per_epoch), switch,
     )  # fmt: skip
 
 

@@ -52,6 +52,28 @@ def own_buffers(job: Job) -> List[str]:
     ]
 
 
+def asynchrony(job: Job) -> List[str]:
+    """What methods with block updates, or with replicas of their own, have no meaning for."""
+    config, method = job.config, job.method
+    if method.history is None and method.rounds is None:
+        return []
+    why = "updates single stages" if method.rounds is None else "has replicas that step by themselves (method_args.replicas)"
+    found = [
+        f"{key}: {getattr(config, key)}: {method.name} {why}: must be 1"
+        for key in ("replicas", "gradient_accumulation")
+        if getattr(config, key) > 1
+    ]
+    if config.clip is not None and config.clip.scope != "stage":
+        found.append(f"clip.scope: {config.clip.scope}: {method.name} {why}: must be stage")
+    names = changing_buffers(job.model, job.example[0]) if method.rounds is not None else []
+    if names:
+        found.append(
+            f"model: {first_of(names)}: buffers that training changes and reads: each replica of {method.name} would have its"
+            " own: leave them out"
+        )
+    return found
+
+
 def blocks(job: Job) -> List[str]:
     """Whether rates and accumulation by block fit the blocks and the run, and clipping and replicas the method."""
     config, args, method = job.config, job.config.method_settings(), job.method
@@ -94,4 +116,4 @@ def _rules(job: Job) -> List[str]:
     return list(dict.fromkeys(found))
 
 
-CHECKS = (backend, clipped_warmup, own_buffers, blocks)
+CHECKS = (backend, asynchrony, clipped_warmup, own_buffers, blocks)

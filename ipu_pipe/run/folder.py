@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, TextIO, Union
 
 from ipu_pipe.errors import BadInput, RunFault, writing
+from ipu_pipe.report.summary import upgraded
 from ipu_pipe.run import checkpoint, folder_lock
 from ipu_pipe.written import write
 from ipu_pipe.yaml_files import read_yaml
@@ -20,13 +21,25 @@ from ipu_pipe.yaml_files import read_yaml
 FOLDERS = {  # and what of these is a run's own
     "tensorboard": re.compile(r"events\.out\.tfevents\..*"),
     "checkpoints": re.compile(r"step-\d+|\.step-\d+\.(part|old)"),
+    "trace": re.compile(r"(rank-\d+|modelled)\.trace"),
 }
 OUTPUTS = (
     "config.yaml", "metrics.jsonl", "summary.json", "trace.json.gz", "memory.json", "ipu.json", "diverged.json", "traceback.txt",
-    *FOLDERS,
+    "against.json", "against.png", *FOLDERS,
 )  # fmt: skip
 # keys that a run's config.yaml always spells out, as hardly a config written by hand does
-SPELT_OUT = {"model", "data", "method", "method_args", "optimizer", "lr_schedule", "init_from", "seed", "log", "checkpoint"}
+SPELT_OUT = {
+    "model",
+    "data",
+    "method",
+    "method_args",
+    "optimizer",
+    "lr_schedule",
+    "init_from",
+    "seed",
+    "log",
+    "checkpoint",
+}
 
 
 def as_folder(out: Union[str, Path]) -> Path:
@@ -51,13 +64,15 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
         raise BadInput(f"--out: {path}: {error.strerror or error}") from None
     odd = [name for name in held if (path / name).is_dir() != (name in FOLDERS)]
     if odd:
-        raise BadInput(f"--out: {path}: {odd[0]} is {'a folder' if odd[0] not in FOLDERS else 'no folder'}, which no run writes")
+        raise BadInput(
+            f"--out: {path}: {odd[0]} is {'a folder' if odd[0] not in FOLDERS else 'no folder'}, which no run writes"
+        )
     if held and not (resume or overwrite):
         raise BadInput(f"--out: {path}: holds another run ({held[0]}): give --resume, --overwrite or another folder")
-    if resume and not held:
-        raise BadInput(f"--resume: {path}: holds no run to resume")
     if foreign is not None:
-        raise BadInput(f"--overwrite: {path}: {foreign}: what is there is no run to replace: give another folder, or empty it")
+        raise BadInput(
+            f"--overwrite: {path}: {foreign}: what is there is no run to replace: give another folder, or empty it"
+        )
     return held
 
 
@@ -65,7 +80,7 @@ def finished_summary(path: Path) -> Optional[Dict[str, Any]]:
     """The summary of the run in the folder `path` if it has ended, or None."""
     try:
         file = path / "summary.json"
-        return dict(json.loads(file.read_text())) if file.is_file() else None  # a pipe would be waited for
+        return upgraded(dict(json.loads(file.read_text()))) if file.is_file() else None  # a pipe would be waited for
     except (OSError, ValueError):
         return None
 
@@ -115,12 +130,19 @@ class RunDir:
 
     def forget_after(self, update: int, say: Callable[[str], None]) -> None:
         """What a finished run says of itself, and checkpoints after `update`, from which the run goes on: deleted, and told."""
-        with contextlib.suppress(FileNotFoundError):
-            (self.path / "summary.json").unlink()
+        for name in ("summary.json", "trace/modelled.trace"):
+            with contextlib.suppress(FileNotFoundError):
+                (self.path / name).unlink()
         later = [step for step in checkpoint.steps(self.checkpoints) if step > update]
         checkpoint.drop(self.checkpoints, later[::-1])  # a run killed here goes on from what is left
         if later:
             say(f"deleted, to be made again: step-{', step-'.join(map(str, later))}")
+
+    def forget_trace(self) -> None:
+        """What ranks of an earlier start wrote, where there are none now: it is not this one's."""
+        with writing(self.path / "trace"):
+            if (self.path / "trace").is_dir():
+                _remove(self.path / "trace")
 
     def open_metrics(self, last_step: int) -> None:
         """Open metrics.jsonl for more lines, dropping those after update `last_step` (they will be made again)."""

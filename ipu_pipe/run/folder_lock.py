@@ -46,7 +46,9 @@ class FolderLock:
         except OSError as error:
             self._remove_made()
             if error.errno in NO_LOCKS:
-                self._say(f"{self._folder}: no locks on this file system: nothing keeps a second run out of this folder")
+                self._say(
+                    f"{self._folder}: no locks on this file system: nothing keeps a second run out of this folder"
+                )
                 return
             raise BadInput(f"--out: {self._folder}: {error.strerror or error}") from None
         if self._descriptor is None:

@@ -36,7 +36,9 @@ def refuse_wrapped(model: nn.Module) -> None:
     """Refuse (BadInput) a model inside a wrapper, by the wrapper's name."""
     wrapper = next((WRAPPERS[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in WRAPPERS), None)
     if wrapper is not None:
-        raise BadInput(f"model: is wrapped by {wrapper}: give the model itself, which the backend divides over its devices")
+        raise BadInput(
+            f"model: is wrapped by {wrapper}: give the model itself, which the backend divides over its devices"
+        )
 
 
 def make_data(config: Config) -> DataSource:

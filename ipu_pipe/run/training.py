@@ -14,9 +14,10 @@ from ipu_pipe.backends.ranks import is_main, on_main
 from ipu_pipe.backends.table import backend_of, launch, make_engine
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.blame import attributed, keep_traceback
 from ipu_pipe.job.comparing import as_recorded, differences, dump
-from ipu_pipe.job.config import load_config
+from ipu_pipe.job.config import load_recorded
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.given import refuse_missing, with_given
 from ipu_pipe.job.identity import MADE_LATER, changes, follows_length
@@ -28,6 +29,7 @@ from ipu_pipe.model.probe import Loss
 from ipu_pipe.plan.of_config import predicted_rate
 from ipu_pipe.report.executed import write_trace
 from ipu_pipe.report.memory import memory_record
+from ipu_pipe.report.modelled import stage_costs, write_modelled
 from ipu_pipe.report.summary import summarise
 from ipu_pipe.report.words import closing, opening
 from ipu_pipe.run import checkpoint
@@ -44,11 +46,12 @@ from ipu_pipe.update.state import import_state
 
 class _Start(NamedTuple):
     """How a run begins. `config`: to train by; `done`: updates that its checkpoint has, 0 without one; `ended`: the summary of
-    a run that is finished."""
+    a run that is finished; `resumes`: whether there is a run to go on with."""
 
     config: Config
-    done: int
-    ended: Optional[Dict[str, Any]]
+    done: int = 0
+    ended: Optional[Dict[str, Any]] = None
+    resumes: bool = False
 
 
 def train(
@@ -92,9 +95,9 @@ def train(
         job = build(start.config, model, data, loss, optimizer, start.done)
         job.config = job.config.model_copy(update={"init_from": began})
         try:
-            if resume:
+            if start.resumes:
                 on_main(lambda: _same_optimizer(job.config, out))
-            return _Run(job, out, resume, overwrite, quiet).go()
+            return _Run(job, out, start.resumes, overwrite, quiet).go()
         finally:
             if job.own_types is not None:
                 job.own_types.give_back()
@@ -137,18 +140,25 @@ def _checked(
     config: Config, out: Path, resume: bool, step: Optional[int], overwrite: bool, say: Callable[[str], None]
 ) -> _Start:
     """How to begin. `step`: that of the checkpoint asked for. What goes on otherwise is told. Raises BadInput."""
-    check_folder(out, resume, overwrite)
+    held = check_folder(out, resume, overwrite)
+    if resume and not held and step is None:  # as a job that is queued anew asks, wherever its first start got to
+        say(f"--resume: {out}: holds no run yet: it starts from the beginning")
+        return _Start(config)
     if not resume:
-        return _Start(config, 0, None)
+        return _Start(config)
     saved = out / "config.yaml"
     if not saved.is_file():
         raise BadInput(f"--resume: {out}: holds no run to resume")
-    recorded = load_config(saved)
+    recorded = load_recorded(saved)
     config = as_recorded(recorded, config)
-    if METHODS[config.method].structure is not None:  # its blocks are what is trained
-        config = _with_recorded_blocks(recorded, config)
+    config = _with_recorded_counts(recorded, config)
     if recorded.given is not None:
-        now = {"model": config.model.entry, "data": config.data.name, "loss": config.loss, "optimizer": config.optimizer.name}
+        now = {
+            "model": config.model.entry,
+            "data": config.data.name,
+            "loss": config.loss,
+            "optimizer": config.optimizer.name,
+        }
         refuse_missing(recorded, **{key: value if value == GIVEN else None for key, value in now.items()})
     found = changes(recorded, config)
     if found.refused:
@@ -159,22 +169,25 @@ def _checked(
         say(f"the run goes on with another {change}")
     if ended is None and found.longer and follows_length(config):
         say(f"its rates are from here on those of the longer run ({', '.join(follows_length(config))})")
-    return _Start(config, done, ended)
+    return _Start(config, done, ended, True)
 
 
 def _same_optimizer(config: Config, out: Path) -> None:
     """Refuse (BadInput) to go on with another optimizer than was given to the run."""
     saved = out / "config.yaml"
-    changes = [change for change in differences(load_config(saved), config) if change.startswith(MADE_LATER)]
+    changes = [change for change in differences(load_recorded(saved), config) if change.startswith(MADE_LATER)]
     if changes:
         raise BadInput([f"--resume: {saved}: {change}: the optimizer of a run cannot change" for change in changes])
 
 
-def _with_recorded_blocks(old: Config, new: Config) -> Config:
-    """`new` with the number of blocks that a run of `old` chose where `new` leaves it open."""
-    if new.method != old.method or new.method_args.blocks is not None:
+def _with_recorded_counts(old: Config, new: Config) -> Config:
+    """`new` with the number of blocks or of the method's replicas that a run of `old` chose where `new` leaves it open."""
+    method = METHODS[new.method]
+    key = "blocks" if method.structure is not None else "replicas" if method.rounds is not None else None
+    if key is None or new.method != old.method or getattr(new.method_args, key) is not None:
         return new
-    return new.model_copy(update={"method_args": new.method_args.model_copy(update={"blocks": old.method_args.blocks})})
+    own = new.method_args.model_copy(update={key: getattr(old.method_args, key)})
+    return new.model_copy(update={"method_args": own})
 
 
 class _Run:
@@ -188,10 +201,12 @@ class _Run:
             self.run = RunDir(out, resume=resume, overwrite=overwrite)
 
         on_main(begin)
+        job.folder = out
         self.out, self.resume, self.progress = out, resume, Progress(quiet or not is_main())
         self.position = Position()
         self.unread_seconds = 0.0  # of training since a loss was last read
         self.tested: List[Measured] = []  # at the last evaluation, by block
+        self.profile: Optional[StageSeconds] = None
         self.names = {parameter: name for name, parameter in job.model.named_parameters()}
 
     def go(self) -> Dict[str, Any]:
@@ -226,6 +241,7 @@ class _Run:
                 engine.abort()
             raise
         else:
+            self.profile = engine.profile()
             engine.close()
         finally:
             if self.run:
@@ -306,7 +322,7 @@ class _Run:
 
         def write() -> Dict[str, Any]:
             assert self.run is not None and measured is not None
-            report = _write_results(self.job, self.run, self.position, final, self.tested, measured)
+            report = _write_results(self.job, self.run, self.position, final, self.tested, measured, self.profile)
             on_devices = not backend_of(self.job.config).emulates  # which in one process does the work of all
             predicted = predicted_rate(self.job) if on_devices else None
             self.progress.say(closing(report, self.run.path, predicted))
@@ -316,11 +332,24 @@ class _Run:
 
 
 def _write_results(
-    job: Job, run: RunDir, position: Position, final: Measured, tested: Sequence[Measured], measured: Report
+    job: Job,
+    run: RunDir,
+    position: Position,
+    final: Measured,
+    tested: Sequence[Measured],
+    measured: Report,
+    profile: Optional[StageSeconds],
 ) -> Dict[str, Any]:
     """Write what a run that has ended leaves; returns its summary."""
-    report = summarise(job, position, final, measured, tested)
-    write_trace(job, run.path / "trace.json.gz", position, measured)
+    has_clocks = measured.events is not None
+    costs = None if has_clocks else stage_costs(job, profile, position)
+    report = summarise(job, position, final, measured, tested, costs)
+    if measured.times is None:
+        run.forget_trace()
+    if costs is not None and job.traced:
+        write_modelled(job, run.path, costs)
+    elif job.traced:
+        write_trace(job, run.path / "trace.json.gz", measured)
     for name, value in (measured.files or {}).items():
         run.write_json(name, value)
     run.write_json("memory.json", memory_record(job, measured))
@@ -336,4 +365,3 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     with attributed(lambda: "evaluation"):
         test_loss, accuracy = evaluate(setup)[-1]
     return {"weights": str(path), "test_loss": test_loss, "test_accuracy": accuracy}
-

@@ -21,7 +21,9 @@ class Kind(Enum):
     UPDATE = "U"
     AVERAGE = "A"  # of the weights, over the replicas
 
-    __hash__ = object.__hash__  # Enum's own is a function in Python, which the clock's tables would call a million times
+    __hash__ = (
+        object.__hash__
+    )  # Enum's own is a function in Python, which the clock's tables would call a million times
 
     @property
     def word(self) -> str:

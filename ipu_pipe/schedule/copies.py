@@ -18,8 +18,11 @@ def weight_copies(table: VersionTable) -> IntArray:
     start-up counts: PipeDream's timeline may there keep more copies than later on.
     """
     P, N = table.schedule.stages, table.schedule.accumulate
-    if table.method.delay is not None:  # no schedule's: all that a pass may read
-        return table.greatest_lag() + 1
+    history = table.method.history
+    if table.method.delay is not None or (history is not None and history.delays != "schedule"):
+        return table.greatest_lag() + 1  # no schedule's: all that a pass may read
+    if table.method.rounds is not None:  # a replica's each
+        return np.full(P, N)
     reach = N * (-(-4 * (P + N) // N))  # by then a stretch has long been in its steady state
     copies = np.ones(P, np.int64)
     # the pipeline is empty between parts and only the newest version left: parts of one length are alike

@@ -12,6 +12,8 @@ from enum import Enum
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple, Union
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.schedule import asynchrony
+from ipu_pipe.schedule.asynchrony import History, Rounds
 from ipu_pipe.shown import nearest, shown
 
 
@@ -23,6 +25,7 @@ class Pipeline(Enum):
     ONE_F_ONE_B_FLUSH = "1f1b_flush"  # one forward, one backward; empties after every batch; at most P-s in flight
     ONE_F_ONE_B = "1f1b"  # never empties; at most P in flight, counted at stage 0 only
     ONE_F_ONE_B_CAPPED = "1f1b_capped"  # never empties; at most P-s in flight on stage s
+    LOCAL_SGD = "local_sgd"  # 1F1B over the steps of replicas, which take turns; empties after every round of local steps
     DATAFLOW = "dataflow"  # a forward and a backward of every stage in each step
     LOCAL = "local"  # a forward and, at once, its backward of every stage in each step; no stage waits for a later one
     LOCAL_SHARED = "local_shared"  # the same, but updates wait for the next stage's gradient of the shared layer
@@ -34,6 +37,7 @@ class Reads(Enum):
     NEWEST = "newest"  # every update of that stage made in earlier slots
     DOUBLE_BUFFERED = "double_buffered"  # a version behind the batch: max(floor(m/N) - 1, 0), from each drain anew
     STASHED = "stashed"  # a backward reads what its microbatch's forward read
+    OWN = "own"  # every update of that stage by the same replica of the model: one each of its steps
     DELAYED = "delayed"  # a stated or drawn number of updates before the backward, whatever the schedule
 
 
@@ -81,7 +85,9 @@ class Method:
     `flushes`: the pipeline empties before every update, so that no pass ever reads old weights.
     `predicts`: both passes read weights predicted for one time, that at which the first stage's backward ends.
     `delay`: where forward_reads is DELAYED. `segments`: activations are recomputed, but for the inputs of so many segments.
-    `structure`: gradients stay inside blocks of stages; None: they pass through the whole model.
+    `structure`: gradients stay inside blocks of stages; None: they pass through the whole model. `history`: updates of single
+    stages, by gradients at old iterates of all (the reads above are then those of the schedule they are drawn from). `rounds`:
+    replicas with weights of their own.
     """
 
     name: str
@@ -96,15 +102,22 @@ class Method:
     delay: Optional[Delay] = None
     segments: Optional[int] = None
     structure: Optional[Structure] = None
+    history: Optional[History] = None
+    rounds: Optional[Rounds] = None
 
     @property
     def is_stale(self) -> bool:
         """Whether there are pipelines on which a pass reads other weights than the newest."""
-        return not self.flushes and self.structure is None
+        return not self.flushes and self.structure is None and self.rounds is None
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether it trains the whole model, as one, by what its schedule says."""
+        return self.structure is None and self.history is None and self.rounds is None
 
     def reads_old(self, stages: int) -> bool:
         """Whether any pass may read other weights than the newest, on a pipeline of so many stages."""
-        return self.is_stale and (stages > 1 or self.delay is not None)
+        return self.is_stale and (stages > 1 or self.delay is not None or self.history is not None)
 
     def accumulate_for(self, stages: int, microbatches: int) -> int:
         """N, the microbatches an update, where the user does not say."""
@@ -168,6 +181,14 @@ METHODS: Dict[str, Method] = _table(
         "last_layers", Pipeline.LOCAL, 0, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,
         "the baseline of Laskin et al. 2020, section 4", structure=Structure(layers=1),
     ),
+    Method(
+        "local_sgd", Pipeline.LOCAL_SGD, 0, Reads.OWN, Reads.STASHED, False, DefaultAccumulate.STAGES,
+        "LocalSGD in a pipeline: the randomized PipeDream paper, Algorithm 2 and appendix E.2", rounds=Rounds(),
+    ),
+    Method(
+        "randomized_pipedream", Pipeline.ONE_F_ONE_B, 0, Reads.NEWEST, Reads.STASHED, False, DefaultAccumulate.ONE,
+        "the randomized PipeDream paper, Algorithm 1", history=History(),
+    ),
 )  # fmt: skip
 
 
@@ -179,20 +200,26 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     """The method called `name`, its axes changed by `args`.
 
     `schedule` 1f1b|dataflow, `turn` 0|1, `stash` true|false, `hogwild` {mean, max}, `constant_delay` {updates},
-    `recompute` {segments}; `blocks` of local_chunked, `overlap` of local_overlapping, `layers` of last_layers. Other keys of
-    `args` belong to the update rules and are not looked at; None means not given.
+    `recompute` {segments}; `blocks` of local_chunked, `overlap` of local_overlapping, `layers` of last_layers; those of
+    randomized_pipedream and local_sgd (`ipu_pipe.schedule.asynchrony`). Other keys of `args` belong to the update rules and are
+    not looked at; None means not given.
     Raises BadInput for an unknown name and for an argument that the method cannot take, with the reason.
     """
     if name not in METHODS:
         raise BadInput(f"method: {shown(name)}: is none of {', '.join(METHODS)}{_nearest(name, METHODS)}")
     method = METHODS[name]
     given = {key: args[key] for key in AXES if args.get(key) is not None}
-    faults = _value_faults(given) or _axis_faults(method, given)
+    own = {key: args[key] for keys in asynchrony.OWN_KEYS.values() for key in keys if args.get(key) is not None}
+    faults = asynchrony.faults(name, own) + (_value_faults(given) or _axis_faults(method, given))
     if faults:
         raise BadInput(faults)
+    if method.history is not None:
+        return replace(method, history=asynchrony.history_of(own))
+    if method.rounds is not None:
+        return replace(method, rounds=asynchrony.rounds_of(own))
     if method.structure is not None:
-        own: Dict[str, Any] = {key: tuple(v) if isinstance(v, (list, tuple)) else v for key, v in given.items()}
-        return replace(method, structure=replace(method.structure, **own)) if own else method
+        changed: Dict[str, Any] = {key: tuple(v) if isinstance(v, (list, tuple)) else v for key, v in given.items()}
+        return replace(method, structure=replace(method.structure, **changed)) if changed else method
     if "schedule" in given:
         pipeline = Pipeline(given["schedule"])
         method = replace(method, pipeline=pipeline, turn=method.turn if pipeline is Pipeline.DATAFLOW else 0)
@@ -263,6 +290,10 @@ def _axis_faults(method: Method, given: Mapping[str, Any]) -> List[str]:
             reason = f"{method.name} takes {OWN_AXIS.get(method.name, 'none of these')}"
     elif local:
         given, reason = local, f"{method.name} has no blocks of its own losses: use a local_ method or last_layers"
+    elif method.history is not None:
+        reason = f"{method.name} reads the history of block updates by delays of its own: delay_bound, delays, order, nag"
+    elif method.rounds is not None:
+        reason = f"{method.name} has a timeline of its own and reads no old weights"
     elif method.flushes:
         reason = f"{method.name} empties the pipeline before every update: its schedule and its weights are fixed"
     elif method.forward_reads is Reads.DOUBLE_BUFFERED:

@@ -45,7 +45,15 @@ def make_schedule(
     parts: List[Part] = []
     for pipeline, count in ((Pipeline.FILL_DRAIN, warm), (method.pipeline, microbatches - warm)):
         timeline = TIMELINES[pipeline]
-        if timeline.longest is None:
+        if pipeline is Pipeline.LOCAL_SGD:
+            assert method.rounds is not None
+            if accumulate < stages and method.rounds.steps > MOST_SHARED_BATCHES:
+                raise BadInput(
+                    f"method_args: local_steps: {method.rounds.steps}: with fewer replicas ({accumulate}) than stages ({stages})"
+                    f" at most {MOST_SHARED_BATCHES} can be planned: each is a run of its own"
+                )
+            lengths = _in_rounds(drains, count, accumulate, method.rounds.steps * accumulate)
+        elif timeline.longest is None:
             later = [drain - warm for drain in drains if drain >= warm]
             lengths = _between_drains(later, count, accumulate)
             batches = max(length for length, _ in lengths) // accumulate if lengths else 0
@@ -59,9 +67,7 @@ def make_schedule(
             lengths = [(length, count // length), (count % length, 1)]
         for length, repeats in lengths:
             if length and repeats:
-                slots, runs = timeline.stretch(
-                    stages, length, accumulate if pipeline is Pipeline.LOCAL_SHARED else turn
-                )
+                slots, runs = timeline.stretch(stages, length, accumulate if timeline.by_accumulate else turn)
                 first_slot, first = (parts[-1].end_slot, parts[-1].end_microbatch) if parts else (0, 0)
                 parts.append(Part(first_slot, first, repeats, slots, length, runs))
     last = TIMELINES[method.pipeline]
@@ -82,10 +88,20 @@ def _between_drains(drains: Sequence[int], microbatches: int, accumulate: int) -
     return [(length, len(list(equal))) for length, equal in groupby(lengths)]
 
 
+def _in_rounds(drains: Sequence[int], microbatches: int, accumulate: int, most: int) -> List[Tuple[int, int]]:
+    """The rounds of at most so many microbatches, as `_between_drains`: each drain ends one."""
+    found: List[Tuple[int, int]] = []
+    for length, repeats in _between_drains(drains, microbatches, accumulate):
+        whole, rest = divmod(length, most)
+        found += [(most, whole * repeats)] if not rest else [(most, whole), (rest, 1)] * repeats
+    return found
+
+
 def utilization(method: Method, stages: int, accumulate: int) -> float:
-    """The planned busy share in the steady state: of a whole batch with its bubbles where the method flushes."""
-    if method.flushes:
-        return make_schedule(method, stages, accumulate, accumulate).busy_share()
+    """The planned busy share in the steady state: of a whole batch, or round, with its bubbles where the pipeline empties."""
+    if method.flushes or method.rounds is not None:
+        batches = 1 if method.rounds is None else method.rounds.steps
+        return make_schedule(method, stages, batches * accumulate, accumulate).busy_share()
     # All pipelines that never empty repeat every one or two slots, or with each batch, from slot 3P at the latest.
     period = accumulate + (stages > 1) if method.pipeline is Pipeline.LOCAL_SHARED else 2
     long = make_schedule(method, stages, 4 * stages + 2 + period, accumulate)
@@ -183,6 +199,37 @@ def _pipedream_1f1b(P: int, M: int, turn: int) -> Stretch:
     return 2 * (M + P - 1), np.concatenate([fill, between, steady, _alternating_backwards(P, M)])
 
 
+def local_sgd(sight: Sight) -> Tuple[Kind, ...]:
+    """As `pipedream_1f1b`, over the steps of a round, R replicas (N here) in turn: a replica's next step begins on a stage when
+    its last one is done there. P = 3, R = 2, two steps each:
+
+    stage 0  F0  F1  .   .   .   B0  F2  B1  F3  .   .   B2  .   B3
+    stage 1  .   F0  F1  .   B0  .   B1  F2  .   F3  B2  .   B3  .
+    stage 2  .   .   F0  B0  F1  B1  .   .   F2  B2  F3  B3  .   .
+
+    The next round begins when the last backward has left stage 0: it is a stretch of its own.
+    """
+    own = sight.done[FORWARD][sight.stage] - sight.accumulate  # this replica's step before
+    fits = (sight.stage > 0 or sight.in_flight < sight.stages) and sight.done[BACKWARD][sight.stage] > own
+    return _one_of(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
+
+
+def _local_sgd(P: int, M: int, accumulate: int) -> Stretch:
+    """With as many replicas as stages nobody waits for its own step. With fewer a step takes the 2P slots of its way, and after
+    the first one replicas follow one another every second slot."""
+    if accumulate >= P or M <= accumulate:
+        return _pipedream_1f1b(P, M, 0)
+    s = np.arange(P)
+    _, first = _pipedream_1f1b(P, accumulate, 0)
+    runs, slots = [first], 0
+    for begin in range(accumulate, M, accumulate):
+        count, slot = min(accumulate, M - begin), 2 * P * (begin // accumulate)
+        runs.append(run_array(s, FORWARD, begin, count, slot + s, 2))
+        runs.append(run_array(s, BACKWARD, begin, count, slot + 2 * P - 1 - s, 2))
+        slots = slot + 2 * P + 2 * (count - 1)
+    return slots, np.concatenate(runs)
+
+
 def dataflow(sight: Sight) -> Tuple[Kind, ...]:
     """Every step a forward of what arrived and a backward of what came back. P = 2, M = 3:
 
@@ -249,7 +296,7 @@ def _local_shared(P: int, M: int, accumulate: int) -> Stretch:
 class Timeline(NamedTuple):
     """A pipeline from an empty one to an empty one: its `policy`, and its `stretch` as a function of P, M and the turn.
 
-    LOCAL_SHARED takes N for the turn. `longest`: how many microbatches a stretch has at most, as a function of N; None: it
+    `by_accumulate`: it takes N for the turn. `longest`: how many microbatches a stretch has at most, as a function of N; None: it
     never empties. `slot_holds` and `local` as in `Schedule`.
     """
 
@@ -258,6 +305,7 @@ class Timeline(NamedTuple):
     longest: Optional[Callable[[int], int]] = None
     slot_holds: SlotHolds = SlotHolds.ONE
     local: bool = False
+    by_accumulate: bool = False
 
 
 TIMELINES: Dict[Pipeline, Timeline] = {
@@ -266,7 +314,8 @@ TIMELINES: Dict[Pipeline, Timeline] = {
     Pipeline.ONE_F_ONE_B_FLUSH: Timeline(capped_1f1b, _capped_1f1b, lambda accumulate: accumulate),
     Pipeline.ONE_F_ONE_B: Timeline(pipedream_1f1b, _pipedream_1f1b),
     Pipeline.ONE_F_ONE_B_CAPPED: Timeline(capped_1f1b, _capped_1f1b),
+    Pipeline.LOCAL_SGD: Timeline(local_sgd, _local_sgd, by_accumulate=True),
     Pipeline.DATAFLOW: Timeline(dataflow, _dataflow, slot_holds=SlotHolds.BOTH),
     Pipeline.LOCAL: Timeline(local, _local, slot_holds=SlotHolds.BOTH, local=True),
-    Pipeline.LOCAL_SHARED: Timeline(local_shared, _local_shared, slot_holds=SlotHolds.BOTH, local=True),
+    Pipeline.LOCAL_SHARED: Timeline(local_shared, _local_shared, slot_holds=SlotHolds.BOTH, local=True, by_accumulate=True),
 }

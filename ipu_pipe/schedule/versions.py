@@ -56,7 +56,8 @@ class VersionTable:
     def window(self, first: int, last: int, stages: slice = ALL_STAGES) -> Tuple[IntArray, IntArray]:
         """Forward and backward versions of the microbatches [first, last), checked."""
         newest = {kind: self._newest(kind, first, last, stages) for kind in PASSES}
-        if self.method.delay is not None:  # counted from the gradient's use; the schedule does not bound it
+        # counted from the gradient's use, or by the replica: the schedule does not bound it
+        if self.method.delay is not None or self.method.rounds is not None:
             newest[Kind.FORWARD] = newest[Kind.BACKWARD] = self._batch(first, newest[Kind.BACKWARD])
         forward = self._read(self.method.forward_reads, newest[Kind.FORWARD], None, first, stages)
         backward = self._read(self.method.backward_reads, newest[Kind.BACKWARD], forward, first, stages)
@@ -83,7 +84,7 @@ class VersionTable:
         return self.schedule.count_before(Kind.UPDATE, slots, stages) if last > first else slots
 
     def _read(self, rule: Reads, newest: IntArray, forward: Optional[IntArray], first: int, stages: slice) -> IntArray:
-        if rule is Reads.NEWEST:
+        if rule in (Reads.NEWEST, Reads.OWN):
             return newest
         if rule is Reads.STASHED:
             assert forward is not None, "only a backward can read what was stashed"
@@ -152,6 +153,9 @@ class VersionTable:
         if self.method.delay is not None:
             lag = np.full(P, self.method.delay.greatest, np.int64)
             return lag, lag if self.method.backward_reads is Reads.STASHED else np.zeros_like(lag)
+        history = self.method.history
+        if history is not None and history.delays != "schedule":
+            return history.greatest_lag(P), history.greatest_lag(P)
         start = N * (-(-2 * P // N) + 1)  # from microbatch 2P on, lags repeat with period N, to the last microbatch
         steady = VersionTable(make_schedule(self.method, P, start + N, N), self.method)
         forward_lag, backward_lag = np.zeros(P, np.int64), np.zeros(P, np.int64)

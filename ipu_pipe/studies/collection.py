@@ -7,26 +7,26 @@ they need no batch to fill a pipeline (Laskin et al. 2020, section 6).
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
-from ipu_pipe.backends.table import backend_of
+from ipu_pipe.backends.ranks import is_distributed, on_main
+from ipu_pipe.backends.table import BACKENDS, backend_of, launch
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.schema import Config
-from ipu_pipe.model.flops import BACKWARD, HOW
+from ipu_pipe.job.schema import BackendConfig, Config
+from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.report.memory import memory_table
 from ipu_pipe.report.traffic import links, shared_links
 from ipu_pipe.run.folder import check_folder
 from ipu_pipe.run.folder_lock import refuse_used
 from ipu_pipe.run.planning import planned
-from ipu_pipe.run.training import train
 from ipu_pipe.schedule import timelines
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.methods import METHODS, resolve_method
+from ipu_pipe.studies.turns import turn
 from ipu_pipe.written import write_json
-
-MIB = 2**20
 
 
 def collect(
@@ -36,54 +36,103 @@ def collect(
     steps: Optional[int] = None,
     overwrite: bool = False,
     say: Callable[[str], None] = print,
+    rounds: int = 1,
 ) -> Dict[str, Dict[str, Any]]:
     """Run each of `methods` for `steps` updates of the config's own batch (its own number if None, 0: plan only) into
-    `out/METHOD`. Returns what the three files hold: "throughput", "memory", "communication". Raises BadInput."""
+    `out/METHOD`, one after another, and so again in each further round into `out/METHOD/round-R`, so that what changes on the
+    machine meets all alike. Returns what the three files hold: "throughput", "memory", "communication". Raises BadInput."""
     for name in methods:
         if name not in METHODS:
             raise BadInput(f"--methods: {name}: must be of {', '.join(METHODS)}")
     if len(set(methods)) != len(methods):
         raise BadInput(f"--methods: {','.join(methods)}: a method is named twice")
-    if not backend_of(config).emulates:
-        raise BadInput(f"backend.name: {config.backend.name}: methods are compared on the emulator, in one process")
+    if backend_of(config).trains_on is not None:
+        raise BadInput(f"backend.name: {config.backend.name}: methods are compared on emulator or distributed")
+    if is_distributed():
+        launch(config, {"out": out, "methods": methods, "steps": steps, "rounds": rounds, "overwrite": overwrite})
     made: Dict[str, Job] = {}
     if list(methods) != [config.method]:  # one cut for all, the config's own, whatever their order
-        job = planned(of_method(config, config.method, steps))
+        job = planned(emulated(of_method(config, config.method, steps)))
         part = job.part
         if not part.spread:
             made[config.method] = job
             config = config.model_copy(update={"stages": part.begin_names() or 1})
     boundaries = config.stages if isinstance(config.stages, list) else []
     wished = {name: of_method(config, name, steps, boundaries) for name in methods}
+    folders = {name: [out / name, *(out / name / f"round-{r}" for r in range(2, rounds + 1))] for name in wished}
+    on_main(lambda: _check([folder for own in folders.values() for folder in own], overwrite))
+    jobs = {name: made.get(name) or planned(emulated(chosen)) for name, chosen in wished.items()}
+    summaries: Dict[str, List[Dict[str, Any]]] = {name: [] for name in wished}
+    for r in range(rounds if steps != 0 else 0):
+        for name, chosen in wished.items():
+            size = chosen.micro_batch_size * chosen.gradient_accumulation * chosen.replicas
+            say(
+                f"{name}: {chosen.steps} updates of {size} samples"
+                + (f", round {r + 1} of {rounds}" if rounds > 1 else "")
+            )
+            processes = len(jobs[name].part) * chosen.replicas
+            summaries[name].append(turn(chosen, folders[name][r], processes, overwrite))
     found: Dict[str, Dict[str, Any]] = {"throughput": {}, "memory": {}, "communication": {}}
-    for name in wished:
-        check_folder(out / name, False, overwrite)
-        refuse_used(out / name)
-    rates: Dict[str, Optional[float]] = {}
-    for name, chosen in wished.items():
-        size = chosen.micro_batch_size * chosen.gradient_accumulation * chosen.replicas
-        say(f"{name}: {chosen.steps} updates of {size} samples")
-        job = made.get(name) or planned(chosen)
-        rate = rates[name] = modelled_rate(job)
-        first = rates[methods[0]]
-        if steps == 0:
-            report: Mapping[str, Any] = {"links": links(job), "shared_layer_links": shared_links(job)}
-            memory = {"stages": [{"index": s, **row} for s, row in enumerate(memory_table(job))]}
-            speed, busy = None, job.utilization()
-        else:
-            report = train(chosen, out / name, overwrite=overwrite, quiet=True)
-            memory = json.loads((out / name / "memory.json").read_text())
-            speed, busy = report["throughput_samples_per_second"], report["utilization"]
-        found["throughput"][name] = {
-            "samples_per_second": speed,
-            "gradient_accumulation": chosen.gradient_accumulation,
-            "utilization": busy,
-            "utilization_steady": timelines.utilization(job.method, len(job.part), chosen.gradient_accumulation),
-            "modelled_speedup": None if rate is None or first is None else rate / first,
-        }
-        found["memory"][name] = {**memory, "devices": _device_memory(memory["stages"])}
-        found["communication"][name] = _communication(report, len(job.part))
+    for name, job in jobs.items():
+        runs = summaries[name]
+        found["throughput"][name] = _throughput(job, runs, jobs[methods[0]], summaries[methods[0]])
+        stages = [{"index": s, **row} for s, row in enumerate(memory_table(job))]
+        memory = _read_on_main(folders[name][0] / "memory.json") if runs else {"stages": stages}
+        found["memory"][name] = {**memory, "devices": _device_memory(memory)}
+        found["communication"][name] = _communication(job, runs[0] if runs else None)
     return found
+
+
+def emulated(config: Config) -> Config:
+    """The config on the emulator, which holds all stages: what is planned is the same."""
+    if backend_of(config).emulates:
+        return config
+    return config.model_copy(update={"backend": BackendConfig(threads=config.backend.threads)})
+
+
+def _check(folders: Sequence[Path], overwrite: bool) -> None:
+    for folder in folders:
+        check_folder(folder, False, overwrite)
+        refuse_used(folder)
+
+
+def _read_on_main(file: Path) -> Dict[str, Any]:
+    return on_main(lambda: dict(json.loads(file.read_text())))
+
+
+def _throughput(
+    job: Job, runs: Sequence[Mapping[str, Any]], first_job: Job, first_runs: Sequence[Mapping[str, Any]]
+) -> Dict[str, Any]:
+    """Of a method, beside those of the first one. On the emulator one machine does all devices' work: its speed says nothing of
+    theirs, and there is no measured speedup."""
+    rates, first_rates = (
+        _values(runs, "throughput_samples_per_second"),
+        _values(first_runs, "throughput_samples_per_second"),
+    )
+    stages, accumulate = len(job.part), job.config.gradient_accumulation
+    here, there = modelled_rate(job), modelled_rate(first_job)
+    has_devices = bool(rates) and not BACKENDS[runs[0]["backend"]].emulates
+    return {
+        "samples_per_second": statistics.median(rates) if rates else None,
+        "samples_per_second_by_round": rates,
+        "modelled_samples_per_second": _median(runs, "modelled_samples_per_second"),
+        "gradient_accumulation": accumulate,
+        "utilization": _median(runs, "utilization"),
+        "modelled_utilization": _median(runs, "modelled_utilization"),
+        "planned_utilization": job.planned_utilization(),
+        "planned_utilization_steady": timelines.utilization(job.method, stages, accumulate),
+        "measured_speedup": statistics.median(rates) / statistics.median(first_rates) if has_devices else None,
+        "modelled_speedup": None if here is None or there is None else here / there,
+    }
+
+
+def _values(runs: Sequence[Mapping[str, Any]], key: str) -> List[float]:
+    return [run[key] for run in runs if run[key] is not None]
+
+
+def _median(runs: Sequence[Mapping[str, Any]], key: str) -> Optional[float]:
+    values = _values(runs, key)
+    return statistics.median(values) if values else None
 
 
 def of_method(config: Config, name: str, steps: Optional[int], boundaries: Sequence[str] = ()) -> Config:
@@ -126,25 +175,44 @@ def modelled_rate(job: Job) -> Optional[float]:
     return length / (times[1] - times[0])
 
 
-def _device_memory(stages: Sequence[Mapping[str, Any]]) -> List[Dict[str, int]]:
+def _device_memory(memory: Mapping[str, Any]) -> List[Dict[str, Any]]:
+    """Bytes of each device as planned, and the greatest that it held at once, where that was measured."""
     kinds = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
-    return [{"index": row["index"], "bytes": sum(row[kind] for kind in kinds)} for row in stages]
+    peaks = memory.get("peak_memory") or []
+    if len(peaks) != len(memory["stages"]):  # the emulator's are one device's, replicas' others'
+        peaks = [None] * len(memory["stages"])
+    return [
+        {
+            "index": row["index"],
+            "bytes": sum(row[kind] for kind in kinds),
+            "measured_bytes": peak.get("total") if peak else None,
+        }
+        for row, peak in zip(memory["stages"], peaks)
+    ]
 
 
-def _communication(report: Mapping[str, Any], devices: int) -> Dict[str, Any]:
-    links, shared = (
-        [{key: link[key] for key in ("src", "dst", "bytes_per_microbatch")} for link in report.get(kind) or ()]
-        for kind in ("links", "shared_layer_links")
-    )
+def _communication(job: Job, run: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
+    """Links as a run measured them (without one, and on the emulator, as planned), and what was planned beside them."""
+    found: Dict[str, List[Dict[str, Any]]] = {}
+    for kind, own in {"links": links(job), "shared_layer_links": shared_links(job)}.items():
+        expected = {(link["src"], link["dst"]): link["bytes_per_microbatch"] for link in own}
+        found[kind] = [
+            {
+                **{key: link[key] for key in ("src", "dst", "bytes_per_microbatch")},
+                "planned_bytes_per_microbatch": expected.get((link["src"], link["dst"]), 0),
+            }
+            for link in (own if run is None else run.get(kind) or ())
+        ]
 
     def passing(end: str, device: int) -> int:
-        return sum(link["bytes_per_microbatch"] for link in [*links, *shared] if link[end] == device)
+        return sum(link["bytes_per_microbatch"] for each in found.values() for link in each if link[end] == device)
 
     amounts = [
         {"index": d, "received_bytes": passing("dst", d), "transmitted_bytes": passing("src", d)}
-        for d in range(devices)
+        for d in range(len(job.part))
     ]
-    return {"links": links, **({"shared_layer_links": shared} if shared else {}), "devices": amounts}
+    shared = found.pop("shared_layer_links")
+    return {**found, **({"shared_layer_links": shared} if shared else {}), "devices": amounts}
 
 
 def write(found: Mapping[str, Mapping[str, Any]], out: Path) -> List[Path]:
@@ -154,30 +222,3 @@ def write(found: Mapping[str, Mapping[str, Any]], out: Path) -> List[Path]:
     except OSError as error:
         raise BadInput(f"--out: {out}: cannot be made: {error.strerror or error}") from error
     return [write_json(out / f"{name}.json", {"methods": methods}) for name, methods in found.items()]
-
-
-def table(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """The comparison as text."""
-    lines = [
-        "method                  samples/s   busy (steady)   speedup by FLOPs   greatest device (MiB)   MiB a microbatch crosses"
-    ]
-    for name, speed in found["throughput"].items():
-        rate = "-" if speed["samples_per_second"] is None else f"{speed['samples_per_second']:.1f}"
-        most = max(device["bytes"] for device in found["memory"][name]["devices"]) / MIB
-        crossing = sum(device["transmitted_bytes"] for device in found["communication"][name]["devices"]) / MIB
-        gain = "-" if speed["modelled_speedup"] is None else f"{speed['modelled_speedup']:.2f}"
-        lines.append(
-            f"{name:22s} {rate:>10s} {speed['utilization_steady']:>15.1%} {gain:>18s} {most:>23.1f} {crossing:>29.3f}"
-        )
-    count = max(len(traffic["devices"]) for traffic in found["communication"].values())
-    lines += ["", "a microbatch, MiB             " + "  ".join(f"device {d:<9d}" for d in range(count))]
-    for name, traffic in found["communication"].items():
-        for key in ("received", "transmitted"):
-            amounts = "  ".join(f"{device[f'{key}_bytes'] / MIB:<16.4f}" for device in traffic["devices"])
-            lines.append(f"{name:17s} {key:12s}{amounts}".rstrip())
-    lines += [
-        "",
-        "samples/s: of this machine, which does all devices' work in turn on the emulator. busy: of the schedule's slots.",
-        f"speedup by FLOPs: the schedule with each stage's FLOPs as times ({HOW}), against the first method.",
-    ]
-    return "\n".join(lines)

@@ -24,9 +24,9 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipu_pipe.errors import BadInput, RunFault, writing
 from ipu_pipe.job.comparing import differences
-from ipu_pipe.job.config import configure, load_config
+from ipu_pipe.job.config import configure, load_recorded
+from ipu_pipe.report.plots import figure, mean_with_range
 from ipu_pipe.shown import shown
-from ipu_pipe.studies.plots import figure, mean_with_range
 from ipu_pipe.studies.worker_pool import in_workers
 from ipu_pipe.written import write
 from ipu_pipe.yaml_files import merge, read_yaml
@@ -177,7 +177,7 @@ def _work(config: Dict[str, Any], folder: str) -> Dict[str, Any]:
     out, start = Path(folder), time.monotonic()
     marker = out / "diverged.json"
     settings = configure(**config)
-    again = marker.is_file() and bool(differences(load_config(out / "config.yaml"), settings))
+    again = marker.is_file() and bool(differences(load_recorded(out / "config.yaml"), settings))
     if marker.is_file() and not again:
         return dict(json.loads(marker.read_text()))
     try:
@@ -211,7 +211,7 @@ def normalized_time(phases: Sequence[Mapping[str, Any]], step: int) -> float:
     total, left = 0.0, step
     for phase in phases:
         count = min(left, phase["updates"])
-        total += count / phase["utilization"]
+        total += count / phase["planned_utilization"]
         left -= count
     return total
 

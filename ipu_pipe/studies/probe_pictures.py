@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Optional, Sequence
 
-from ipu_pipe.studies.plots import figure, mean_with_range
+from ipu_pipe.report.plots import figure, mean_with_range
 
 
 def plot_angles(runs: Sequence[Mapping[str, Any]], file: Path) -> None:

@@ -1,111 +1,199 @@
 """Events as a Chrome trace file, which opens in Perfetto.
 
-A trace file is gzipped JSON: a process a device with a track for computing and one for communicating, "X" events for
-work, arrows ("s", "f") from a pass to the pass that its result lets run on the next stage, counters ("C"), and metadata
-under "otherData".
+A trace file is gzipped JSON in the Trace Event Format: a process a device, with a track for passes and waits, which never
+overlap, and one for communication; "X" events for what was done, arrows ("s", "f") from sends to passes, counters ("C"), those of
+memory in one record, so that viewers stack them, and metadata under "otherData". Times are in microseconds with three
+decimals: nanoseconds, exactly.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from itertools import islice
+import math
+from itertools import chain
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, Sequence, Set
+from typing import Any, Dict, Iterator, List, Sequence, Tuple, Union
 
-from ipu_pipe.schedule.actions import PASSES, Kind, pass_needs
-from ipu_pipe.trace import events as words
-from ipu_pipe.trace.events import KINDS, Counter, Event
+import numpy as np
+from numpy.typing import NDArray
+
+from ipu_pipe.schedule.actions import PASSES, Kind
+from ipu_pipe.trace.arrows import Arrows, arrows
+from ipu_pipe.trace.events import CARRIED, COMMUNICATION, KINDS, WAIT, Counter, Counters, Event, Events
+from ipu_pipe.trace.series import series
 from ipu_pipe.written import whole
 
-COMMUNICATION = (
-    *words.COMMUNICATION,
-    words.WAIT,
-)  # they overlap computation, so they are drawn on a track of their own
 LETTERS = {kind.word: kind.value for kind in (*PASSES, Kind.UPDATE)}
-# Which way the result of a pass goes, in stages: to the pass of its kind that needs it.
-TOWARDS = {need.kind.word: -need.offset for kind in PASSES for need in pass_needs(kind) if need.offset}
+WAIT_COLOUR = '"cname":"grey",'  # for chrome://tracing; Perfetto colours by name
+LEVEL = 5  # of gzip
+ROWS = 1 << 14  # put together at a time
+# A viewer counts microseconds in floats, which tell nanoseconds apart up to here. Later times are counted from the first.
+MOST_NS = 1 << 52
 
 
-def write_chrome(path: Path, events: Sequence[Event], counters: Sequence[Counter], metadata: Dict[str, Any]) -> None:
+def write_chrome(
+    path: Path,
+    events: Union[Events, Sequence[Event]],
+    counters: Union[Counters, Sequence[Counter]],
+    metadata: Dict[str, Any],
+) -> None:
     """Write a trace file, whole or not at all. Raises RunFault if the disk refuses.
 
     `metadata["modelled"]`, if true, is repeated on every event: its times come from a schedule, not from a clock.
-    `metadata["gradients_cross"]`, if false: no arrows between backwards.
+    `metadata["gradients_cross"]`, if false: no arrows between backwards. Where times are too great for a viewer's floats, they
+    count from the first, which "otherData" then has as "begin_ns".
     """
-    records = _records(events, counters, bool(metadata.get("modelled")), bool(metadata.get("gradients_cross", True)))
-    with whole(path, "the trace") as temporary, gzip.open(temporary, "wt", compresslevel=5, encoding="utf-8") as file:
-        file.write('{"displayTimeUnit":"ms","otherData":' + json.dumps(metadata) + ',"traceEvents":[')
+    events = events if isinstance(events, Events) else Events.of(events)
+    counters = counters if isinstance(counters, Counters) else Counters.of(counters)
+    events, counters, metadata = _countable(events, counters, metadata)
+    with whole(path, "the trace") as temporary, gzip.open(temporary, "wb", compresslevel=LEVEL) as file:
+        file.write(('{"displayTimeUnit":"ms","otherData":' + json.dumps(metadata) + ',"traceEvents":[').encode())
         separator = "\n"
-        for some in iter(lambda: list(islice(records, 4096)), []):
-            file.write(separator + ",\n".join(some))
+        for records in filter(None, _records(events, counters, metadata)):
+            file.write((separator + records).encode())
             separator = ",\n"
-        file.write("\n]}\n")
+        file.write(b"\n]}\n")
 
 
-# The records below are put together as text: json.dumps of a dictionary an event takes three times as long.
+def _countable(events: Events, counters: Counters, metadata: Dict[str, Any]) -> Tuple[Events, Counters, Dict[str, Any]]:
+    times = [column for column in (events.start, events.end, counters.time) if len(column)]
+    if not times or max(int(column.max()) for column in times) < MOST_NS:
+        return events, counters, metadata
+    begin = min(int(column.min()) for column in times)
+    events = events._replace(start=events.start - begin, end=events.end - begin)
+    return events, counters._replace(time=counters.time - begin), {**metadata, "begin_ns": begin}
 
 
-def _records(events: Sequence[Event], counters: Sequence[Counter], modelled: bool, gradients: bool) -> Iterator[str]:
-    """The file's records, as JSON texts."""
-    yield from _names(events)
-    mark = ',"modelled":true' if modelled else ""
-    for event in events:
-        yield _work(event, mark)
-    yield from _arrows(events if gradients else [event for event in events if event.kind != "backward"])
-    names = {name: json.dumps(name) for name in {counter.name for counter in counters}}
-    for device, name, time_ns, value in counters:
-        held = json.dumps(value if value == value else None)
-        yield f'{{"ph":"C","pid":{device},"name":{names[name]},"ts":{time_ns / 1000},"args":{{"value":{held}}}}}'
+def _records(events: Events, counters: Counters, metadata: Dict[str, Any]) -> Iterator[str]:
+    """The file's records, as JSON texts, many at a time."""
+    track, thread = _tracks(events)
+    if len(track):
+        yield ",\n".join(json.dumps({"ph": "M", **name}) for name in _names(events, track, thread))
+    mark = ',"modelled":true' if metadata.get("modelled") else ""
+    for begin in range(0, len(track), ROWS):
+        some = slice(begin, begin + ROWS)
+        yield _work(events.where(some), thread[some], mark)
+    found = arrows(events, metadata)
+    for begin in range(0, len(found.source), ROWS):
+        yield _drawn(events, thread, Arrows(*(column[begin : begin + ROWS] for column in found)), begin + 1)
+    yield from _counted(counters)
 
 
-def _names(events: Iterable[Event]) -> Iterator[str]:
+def _tracks(events: Events) -> Tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each event its track on its device (even: passes and waits, odd: communication) and the thread's number.
+
+    A viewer drops what overlaps on one track: that goes to further ones. And it tells threads apart by their number alone, and
+    puts a process's thread of the same number first: passes and waits.
+    """
+    track = events.of_kind(*COMMUNICATION).astype(np.int64)
+    order = np.lexsort((events.end, events.start, track, events.device))
+    device, on, start, end = events.device[order], track[order], events.start[order], events.end[order]
+    overlap = (device[1:] == device[:-1]) & (on[1:] == on[:-1]) & (start[1:] < end[:-1])
+    for where, kind in {*zip(device[1:][overlap].tolist(), on[1:][overlap].tolist())}:
+        mine = order[(device == where) & (on == kind)]
+        track[mine] += 2 * np.array(_lanes(events.start[mine].tolist(), events.end[mine].tolist()))
+    return track, track * (int(events.device.max(initial=0)) + 1) + events.device
+
+
+def _lanes(starts: List[int], ends: List[int]) -> List[int]:
+    """Of each event, in order of start, the first lane that is free."""
+    free_from: List[int] = []
+    lanes = []
+    for start, end in zip(starts, ends):
+        lane = next((lane for lane, free in enumerate(free_from) if free <= start), len(free_from))
+        free_from[lane : lane + 1] = [end]
+        lanes.append(lane)
+    return lanes
+
+
+def _names(events: Events, track: NDArray[np.int64], thread: NDArray[np.int64]) -> Iterator[Dict[str, Any]]:
     """Names of the devices and of their tracks."""
-    stages: Dict[int, Set[int]] = {}
-    communicate: Set[int] = set()
-    for event in events:
-        stages.setdefault(event.device, set()).add(event.stage)
-        if event.kind in COMMUNICATION:
-            communicate.add(event.device)
-    for device in sorted(stages):
-        on = ", ".join(str(stage) for stage in sorted(stages[device]) if stage >= 0)
-        yield _name(device, 0, "process_name", {"name": f"device {device}"})
-        yield _name(device, 0, "process_sort_index", {"sort_index": device})
-        yield _name(device, 0, "thread_name", {"name": f"compute, stage {on}" if on else "compute"})
-        if device in communicate:
-            yield _name(device, 1, "thread_name", {"name": "communication"})
+    stages: Dict[int, List[int]] = {}
+    for device, stage in np.unique(np.stack([events.device, events.stage]), axis=1).T.tolist():
+        stages.setdefault(device, []).extend([stage] if stage >= 0 else [])
+    seen = np.unique(np.stack([events.device, track, thread]), axis=1).T.tolist()
+    for device, held in stages.items():
+        yield {"pid": device, "tid": device, "name": "process_name", "args": {"name": f"device {device}"}}
+        yield {"pid": device, "tid": device, "name": "process_sort_index", "args": {"sort_index": device}}
+        for on, number in {0: device, **{on: number for where, on, number in seen if where == device}}.items():
+            name = ("communication" if on % 2 else "compute") + (f" {on // 2 + 1}" if on > 1 else "")
+            name += f", stage {', '.join(map(str, held))}" if held and not on % 2 else ""
+            yield {"pid": device, "tid": number, "name": "thread_name", "args": {"name": name}}
 
 
-def _name(device: int, track: int, what: str, args: Dict[str, Any]) -> str:
-    return json.dumps({"ph": "M", "pid": device, "tid": track, "name": what, "args": args})
+# The records below are put together as text, thousands by one format: json.dumps of a dictionary each takes many times as long.
 
 
-def _work(event: Event, mark: str) -> str:
-    stage, device, kind, microbatch, start_ns, end_ns, version, size = event[:8]
-    assert kind in KINDS, kind
-    key = "k" if kind == "update" else "microbatch"
-    name = LETTERS.get(kind, kind + " ") + str(microbatch)
-    if microbatch < 0:
-        name = kind
-    sent = "" if size is None else f',"bytes":{size}'
-    return (
-        f'{{"ph":"X","pid":{device},"tid":{1 if kind in COMMUNICATION else 0},"name":"{name}","cat":"{kind}",'
-        f'"ts":{start_ns / 1000},"dur":{(end_ns - start_ns) / 1000},'
-        f'"args":{{"stage":{stage},"{key}":{microbatch},"version":{version}{sent}{mark}}}}}'
-    )
+def _text(form: str, *columns: NDArray[Any]) -> str:
+    """A record a row, of columns of one length."""
+    rows = chain.from_iterable(zip(*(column.tolist() for column in columns)))
+    return ",\n".join([form] * len(columns[0])) % tuple(rows)
 
 
-def _arrows(events: Iterable[Event]) -> Iterator[str]:
-    """From each forward to the next stage's, and from each backward to the stage's before."""
-    passes = {(e.kind, e.stage, e.microbatch): e for e in events if e.kind in TOWARDS}
-    number = 0
-    for (kind, stage, microbatch), event in passes.items():
-        towards = TOWARDS[kind]
-        reached = passes.get((kind, stage + towards, microbatch))
-        if reached is not None:
-            number += 1
-            category = "activations" if towards > 0 else "gradients"
-            same = f'"tid":0,"cat":"{category}","name":"sends","id":{number}'
-            # a nanosecond inside the events, because an arrow is tied to the event that encloses its end
-            yield f'{{"ph":"s","pid":{event.device},"ts":{(event.end_ns - 1) / 1000},{same}}}'
-            yield f'{{"ph":"f","bp":"e","pid":{reached.device},"ts":{(reached.start_ns + 1) / 1000},{same}}}'
+def _words(words: Sequence[str], places: NDArray[Any]) -> NDArray[Any]:
+    return np.array(words, object)[places]
+
+
+def _argument(key: str, column: NDArray[Any]) -> NDArray[Any]:
+    """Nothing, where it is not known."""
+    values, places = np.unique(column, return_inverse=True)
+    return _words([f',"{key}":{value}' if value >= 0 else "" for value in values.tolist()], places)
+
+
+def _work(events: Events, thread: NDArray[np.int64], mark: str) -> str:
+    """What was done."""
+    update, wait = (events.kind == KINDS.index(kind) for kind in (Kind.UPDATE.word, WAIT))
+    for_device = wait & (events.peer >= 0)
+    number = np.where(for_device, events.peer, events.microbatch)
+    begins = [*(LETTERS.get(kind, kind + " ") for kind in KINDS), *KINDS, "wait for device "]
+    begin = np.where(for_device, 2 * len(KINDS), events.kind + len(KINDS) * (number < 0))
+    numbers = number.astype(object)
+    numbers[number < 0] = ""
+    return _text(
+        '{"ph":"X","pid":%d,"tid":%d,"name":"%s%s","cat":"%s","ts":%d.%03d,"dur":%d.%03d,%s"args":{'
+        '"stage":%d,"%s":%d,"version":%d%s%s%s' + mark + "}}",
+        events.device, thread, _words(begins, begin), numbers, _words(KINDS, events.kind), *np.divmod(events.start, 1000),
+        *np.divmod(events.end - events.start, 1000), _words(["", WAIT_COLOUR], wait.astype(int)),
+        events.stage, _words(["microbatch", "k"], update.astype(int)), events.microbatch, events.version,
+        _argument("bytes", events.bytes), _argument("peer", events.peer),
+        _words([f',"carries":"{what}"' if what else "" for what in CARRIED], events.carries),
+    )  # fmt: skip
+
+
+def _drawn(events: Events, thread: NDArray[np.int64], some: Arrows, number: int) -> str:
+    """Arrows, numbered from `number`."""
+    source, target = events.where(some.source), events.where(some.target)
+    passes = ~target.of_kind("recv", WAIT)
+    # a nanosecond inside the events, because an arrow is tied to the event around its end; and never back in time
+    end = np.where(passes, np.minimum(np.maximum(target.start + 1, source.start), target.end - 1), target.end - 1)
+    begin = np.maximum(source.start, np.minimum(source.end - 1, end))
+    drawn = (begin <= end) & (begin < source.end) & (end >= target.start)
+    shared = (_words(CARRIED, some.carries)[drawn], np.arange(number, number + len(end))[drawn])
+    same = '"pid":%d,"tid":%d,"ts":%d.%03d,"cat":"%s","name":"sends","id":%d}'
+    return _text(
+        '{"ph":"s",' + same + ',\n{"ph":"f","bp":"e",' + same,
+        source.device[drawn], thread[some.source][drawn], *np.divmod(begin[drawn], 1000), *shared,
+        target.device[drawn], thread[some.target][drawn], *np.divmod(end[drawn], 1000), *shared,
+    )  # fmt: skip
+
+
+def _counted(counters: Counters) -> Iterator[str]:
+    """Counters, those of memory in one record, each with its last value."""
+    for name, device, times, values in series(counters):
+        args = np.full(len(times), "", object)
+        for key, column in values.items():
+            label = json.dumps(key if name == "memory" else "value")
+            unknown = "" if name == "memory" else f",{label}:null"
+            args += np.array(
+                [f",{label}:{_number(v)}" if math.isfinite(v) else unknown for v in column.tolist()], object
+            )
+        form = '{"ph":"C","pid":%d,"name":' + json.dumps(name).replace("%", "%%") + ',"ts":%d.%03d,"args":{%s}}'
+        for begin in range(0, len(times), ROWS):
+            part, told = times[begin : begin + ROWS], [text[1:] for text in args[begin : begin + ROWS]]
+            yield _text(form, np.full(len(part), device), *np.divmod(part, 1000), np.array(told, object))
+
+
+def _number(value: float) -> str:
+    """As JSON, whole ones without a point."""
+    return str(int(value)) if value.is_integer() else repr(value)

@@ -1,7 +1,13 @@
 """The one event record of all backends, and many of them as columns.
 
-A device's time is its passes, its waits and its communication; a wait is never part of a pass. Waits and messages name the device
-on their other side, so that who held up whom can be asked of the columns.
+A device's time is its passes and updates, its waits and its communication: on one device no two events overlap, and what lies
+between them is the host's own (the rest). A pass begins when its inputs are there and ends before its result is sent:
+
+    wait (peer: who sends, carries: what)  recv (bytes)  forward  send (bytes, peer)   wait  recv  backward  send ...
+
+`wait`: for a message, for room to send the next one, for the data set (carries data, no peer) or for all stages' norms (no peer).
+`average`: the gradients of replicas, waiting included. An update is in parts where norms of other stages are asked for in its
+middle. A message's `microbatch` is the update's index where it carries norms, losses or shared gradients.
 """
 
 from __future__ import annotations
@@ -13,8 +19,13 @@ from numpy.typing import NDArray
 
 from ipu_pipe.schedule.actions import Kind
 
-COMPUTE = tuple(kind.word for kind in Kind if kind is not Kind.AVERAGE)
-COMMUNICATION = ("send", "recv", Kind.AVERAGE.word)  # the host's time for a message, or for an all-reduce
+UNTOLD, COLLECTIVE = (
+    "compute",
+    "collective",
+)  # of other tools' traces: what was computed, and to whom a message went, is not told
+COMPUTE = (*(kind.word for kind in Kind if kind is not Kind.AVERAGE), UNTOLD)
+# the host's time for a message, or for an all-reduce
+COMMUNICATION = ("send", "recv", Kind.AVERAGE.word, COLLECTIVE)
 WAIT = "wait"
 OUTSIDE = ("evaluate", "checkpoint", "pause")  # pause: not recorded, by a window of steps or by sampling
 KINDS = (*COMPUTE, *COMMUNICATION, WAIT, *OUTSIDE)
@@ -49,13 +60,21 @@ class Counter(NamedTuple):
     value: float
 
 
+# Names of the counters of memory, bytes that a device's tensors take, by category. `versions`: of weights besides those in the
+# model; `activations`: what microbatches in flight keep for their backward; `buffers`: receives posted and what was sent and is
+# not known to be through, unless it is in `activations`. ALLOCATED: by PyTorch's allocator of a GPU, whatever for.
+MEMORY = {
+    name: f"{name} (bytes)" for name in ("weights", "versions", "gradients", "optimizer", "activations", "buffers")
+}
+ALLOCATED = "allocated (bytes)"
+
 EVENT_TYPES: Dict[str, Any] = {
     "stage": np.int32, "device": np.int32, "kind": np.int8, "microbatch": np.int32, "start": np.int64, "end": np.int64,
     "version": np.int32, "bytes": np.int64, "peer": np.int32, "carries": np.int8,
 }  # fmt: skip
 COUNTER_TYPES: Dict[str, Any] = {"device": np.int32, "name": np.int16, "time": np.int64, "value": np.float64}
-_KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
-_CARRIED_CODE = {what: code for code, what in enumerate(CARRIED)}
+KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
+CARRIED_CODE = {what: code for code, what in enumerate(CARRIED)}
 
 
 class Events(NamedTuple):
@@ -76,7 +95,7 @@ class Events(NamedTuple):
     def of(cls, events: Iterable[Event]) -> "Events":
         """The columns of `events`."""
         rows = [
-            (*e[:2], _KIND_CODE[e.kind], *e[3:7], -1 if e.bytes is None else e.bytes, e.peer, _CARRIED_CODE[e.carries])
+            (*e[:2], KIND_CODE[e.kind], *e[3:7], -1 if e.bytes is None else e.bytes, e.peer, CARRIED_CODE[e.carries])
             for e in events
         ]
         columns = zip(*rows) if rows else [()] * len(EVENT_TYPES)
@@ -88,7 +107,7 @@ class Events(NamedTuple):
 
     def of_kind(self, *kinds: str) -> NDArray[np.bool_]:
         """Which are of one of these kinds."""
-        return np.isin(self.kind, [_KIND_CODE[kind] for kind in kinds])
+        return np.isin(self.kind, [KIND_CODE[kind] for kind in kinds])
 
     def rows(self) -> Iterable[Event]:
         """One record each: for few of them."""
@@ -134,6 +153,14 @@ class Trace(NamedTuple):
     counters: Counters
     metadata: Dict[str, Any]
     notes: Tuple[str, ...] = ()
+
+
+def updates_of(events: Events, accumulate: int) -> NDArray[np.int64]:
+    """The update, of `accumulate` microbatches, that each event belongs to: what is between two updates, to the one before."""
+    told = [CARRIED_CODE[what] for what in ("shared gradients", "norms", "losses", "weights")]
+    by_update = events.of_kind("update", Kind.AVERAGE.word) | np.isin(events.carries, told)
+    found = np.where(by_update, events.microbatch, events.microbatch // accumulate)
+    return np.where(events.of_kind(*OUTSIDE), events.version - 1, found)
 
 
 def joined(parts: Sequence[Events]) -> Events:

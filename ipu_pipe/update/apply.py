@@ -16,7 +16,11 @@ from ipu_pipe.update.rules import acting
 
 Floats = NDArray[np.float64]
 
-PLAIN, FORWARD, BACKWARD = 0, 1, 2  # how a version is corrected; -n: by what reads the lag of a backward, for a lag of n
+PLAIN, FORWARD, BACKWARD = (
+    0,
+    1,
+    2,
+)  # how a version is corrected; -n: by what reads the lag of a backward, for a lag of n
 
 
 @dataclass
@@ -69,7 +73,7 @@ class UpdateRules:
         rate: Callable[[int], float],
         switch: int = 0,
     ) -> None:
-        self._optimizer, self._rate, self.switch = optimizer, rate, switch
+        self.optimizer, self._rate, self.switch = optimizer, rate, switch
         by_stage: Dict[int, List[Dict[str, Any]]] = {}
         for group in optimizer.param_groups:
             by_stage.setdefault(group["stage"], []).append(group)
@@ -158,7 +162,7 @@ class UpdateRules:
             self._forget_others(stages)
         gathering = _gather(self.stages.values(), self._every, k)
         rates = self.rates(k)
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = float(rates[group["stage"]])
         followed = [(stage, rule.state(at)) for stage, rule, at in active if rule.state is not None and rule.state(at)]
         before = {stage.index: [p.detach().clone() for p in stage.parameters] for stage, _ in followed}
@@ -168,14 +172,14 @@ class UpdateRules:
                     _change_gradients(rule.gradient, at, stage)
             clip()
             moved = [(rule.step, at, _moved(stage)) for stage, rule, at in active if rule.step is not None]
-            self._optimizer.step()
+            self.optimizer.step()
             for change, at, groups in moved:
                 for own in groups:
                     _change_step(change, at, own)
             for stage, entries in followed:
                 now = [p.detach() for p in stage.parameters]
                 _follow(stage, entries, list(torch._foreach_sub(now, before[stage.index])))
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         for p, gradient in gathering:
             p.grad = gradient
 

@@ -17,6 +17,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import torch
 
 from ipu_pipe.schedule.methods import Method, Pipeline, Reads
+from ipu_pipe.stability import recurrences
 from ipu_pipe.update.rule import Follow, Reading, Rule, Setting, Tensors
 
 OPTIMAL = "optimal"
@@ -63,8 +64,7 @@ def spike_coefficients(setting: Setting, momentum: float) -> Tuple[float, float]
     """(a, b) of a stage: SC_kD with a = m^(kD), b = (1 - m^(kD)) / (1 - m), or any a and b."""
     if setting.values.get("a") is not None:
         return float(setting.values["a"]), float(setting.values["b"])
-    decayed = momentum ** (setting.values["scale"] * setting.lag)
-    return decayed, (1 - decayed) / (1 - momentum)
+    return recurrences.spike(momentum, setting.values["scale"] * setting.lag)
 
 
 def compensated(
@@ -82,8 +82,8 @@ DELTA = "t2_delta"
 
 def discrepancy_decay(setting: Setting) -> float:
     """gamma: decay^(1/D), or, with decay `optimal`, 1 - 2/(D + 1), the optimum on a quadratic."""
-    decay, lag = setting.values["decay"], max(setting.lag, 1.0)
-    return 1 - 2 / (lag + 1) if decay == OPTIMAL else float(decay) ** (1 / lag)
+    decay = setting.values["decay"]
+    return recurrences.discrepancy_decay(None if decay == OPTIMAL else decay, max(setting.lag, 1.0))
 
 
 def discrepancy_state(setting: Setting) -> Mapping[str, Follow]:
@@ -182,6 +182,19 @@ def spectrain_optimizer_faults(settings: Any, kind: str, options: Mapping[str, A
     ]
 
 
+# ---- NAG-RPD: x_hat = x + beta (x - x of the iterate before), where that one changed the block
+
+
+def nag_settings(rule: Rule, args: Mapping[str, Any], method: Method) -> Any:
+    """beta."""
+    return None if method.history is None else method.history.nag
+
+
+def nag_read(setting: Setting, reading: Reading) -> List[Tuple[str, float]]:
+    """w_t + beta (w_t - w_{t-1}) in both passes."""
+    return [(LAST_STEP, setting.values)]
+
+
 # ---- the table, in the order in which they act
 
 
@@ -219,6 +232,10 @@ RULES: Dict[str, Rule] = _table(
         "both passes read w - lr T v; T = s (backward), D + s (forward)",
         set_by=spectrain_settings, read=spectrain_read, needs_lag=False, optimizer_faults=spectrain_optimizer_faults,
     ),
+    Rule(
+        "nag", "the randomized PipeDream paper, appendix I", "both passes read x_(k-d) + beta (x_(k-d) - x_(k-d-1))",
+        set_by=nag_settings, state=lambda setting: {LAST_STEP: lambda _, step: step}, read=nag_read, needs_lag=False,
+    ),
 )  # fmt: skip
 
 
@@ -239,6 +256,10 @@ def faults(args: Mapping[str, Any], method: Method, kind: str, options: Mapping[
             why = "no gradient is stale: there is nothing for it to do"
             return [f"method_args.{key}: with {method.name} {why}" for key in idle]
     found: List[str] = []
+    if method.history is not None:
+        other = [rule.key for rule, _ in chosen if rule.key != "nag"] + ["warmup"] * (args.get("warmup") is not None)
+        why = "its delays are of the history of all stages' updates, for which no rule is defined"
+        return [f"method_args.{key}: not with {method.name}: {why}" for key in other]
     for rule, settings in chosen:
         found += rule.method_faults(settings, method, given) if rule.method_faults is not None else []
         found += rule.optimizer_faults(settings, kind, options) if rule.optimizer_faults is not None else []

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Iterator, List, Optional, Tuple
+from typing import Iterable, Iterator, List, Optional, Tuple
 
 import torch
 
 from ipu_pipe import launched
+from ipu_pipe.backends.emulator.measuring import of_steps
+from ipu_pipe.backends.emulator.profiling import profile
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.exactness import exactness_faults
 from ipu_pipe.backends.interface import Backend, Engine, Report, State, StepResult, refuse_foreign
 from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.blame import attributed
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.placing import place_whole
@@ -27,17 +30,20 @@ class EmulatorEngine(Engine):
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
         config, work = job.config, Work.of(job, first_update)
-        self._emulator = Emulator(work, job.model, job.part, job.example, config.seed, config.replicas)
+        self._block_updates = work.block_updates
+        self._emulator = Emulator(work, job.model, job.part, job.example, config.seed, job.width)
 
     def step(self, k: int) -> StepResult:
         with attributed(lambda: self._emulator.whereabouts):
-            return self._emulator.step(self._microbatches())
+            done = [self._emulator.step(self._microbatches()) for _ in range(self._block_updates)]
+        return of_steps(done, self._block_updates)[0]
 
     def advance(self, k: int, read: bool) -> List[StepResult]:
         if not reading_waits(self.job.device):
             return [self.step(k)]
-        self._emulator.advance(self._microbatches())
-        return self._emulator.read() if read else []
+        for _ in range(self._block_updates):
+            self._emulator.advance(self._microbatches())
+        return of_steps(self._emulator.read(), self._block_updates) if read else []
 
     def _microbatches(self) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
         """Those of the replays up to the next that updates, each when it is that one's turn."""
@@ -56,11 +62,26 @@ class EmulatorEngine(Engine):
 
     def report(self) -> Optional[Report]:
         held = optimizer_bytes(self.job.optimizer, len(self.job.part))
-        return Report(held, [self._emulator.weights.peak_bytes], None, None)
+        model, versions = self.job.model, self._emulator.peak_bytes
+        trained = [p for p in model.parameters() if p.requires_grad]
+        peaks = {
+            "weights": _bytes([*model.parameters(), *model.buffers()]),
+            "versions": versions,
+            "gradients": _bytes(trained),  # at each update all are there
+            "optimizer": sum(held),
+        }
+        return Report(held, [versions], None, None, peak_memory=[peaks])
+
+    def profile(self) -> Optional[StageSeconds]:
+        return profile(self.job)
 
     def close(self) -> None:
         self._emulator.close()
         self.release_blocks()
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def reading_waits(device: torch.device) -> bool:

@@ -68,6 +68,20 @@ class Measurements:
         return results
 
 
+def of_steps(results: Sequence[StepResult], block_updates: int) -> List[StepResult]:
+    """What steps of so many updates of single stages measured. Samples: a microbatch's, whose gradients of P stages they stand
+    for."""
+    if block_updates == 1:
+        return list(results)
+    found = []
+    for first in range(0, len(results), block_updates):
+        own = results[first : first + block_updates]
+        shares = [result.accuracy for result in own if result.accuracy is not None]
+        accuracy = sum(shares) / len(shares) if len(shares) == len(own) else None
+        found.append(StepResult(sum(result.loss for result in own) / len(own), accuracy, own[0].samples))
+    return found
+
+
 def _sum(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
     return a if b is None else b if a is None else a + b
 

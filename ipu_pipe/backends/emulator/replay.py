@@ -25,7 +25,9 @@ from ipu_pipe.backends.clipping import Clipping, Elsewhere
 from ipu_pipe.backends.emulator.measuring import BatchSums, Measurements
 from ipu_pipe.backends.emulator.recompute import Recomputation
 from ipu_pipe.backends.emulator.replicas import Replicas
+from ipu_pipe.backends.emulator.single_stage import BuffersOfOneStage
 from ipu_pipe.backends.interface import StepResult
+from ipu_pipe.backends.own_weights import OwnWeights
 from ipu_pipe.backends.reads import Replay, ReplayPlan
 from ipu_pipe.backends.weights import weights_of
 from ipu_pipe.backends.work import Work
@@ -52,17 +54,19 @@ class Emulator:
         self, work: Work, model: nn.Module, part: Partition, example: Microbatch, seed: int = 0, replicas: int = 1
     ) -> None:
         self.work, self.model, self._blocks = work, model, blocks_of(model)
-        self.update, self._number = work.update, work.microbatch * replicas
+        self.update, self._number = work.update * work.block_updates, work.first_replay(replicas)
         self._plan = ReplayPlan(work.source(range(replicas)), work.rules, self._number)
         self._replay: Optional[Replay] = None
         self._microbatch = work.microbatch
-        self.weights = weights_of(work, range(len(part)))
+        self.weights = weights_of(work, range(len(part)), self._plan.made(self._number))
         self._clipping = Clipping(work, Elsewhere())
         self._measured = Measurements(work)
         self._random = KeyedRandomness(model, random_modules(model, example[0]), seed, example[0].device)
         self._width = replicas
-        self._replicas = Replicas(model, replicas) if replicas > 1 else None
+        self._own = OwnWeights.of(work, model)
+        self._replicas = Replicas(model, replicas) if replicas > 1 and self._own is None else None
         self._watch, self._last_stage = StageWatch(model, part), len(part) - 1
+        self._buffers = BuffersOfOneStage(model, self._watch) if work.block_updates > 1 else None
         self._doing = "data"
         self._recomputation: Optional[Recomputation] = None
         if work.method.segments is not None and work.method.reads_old(len(part)):
@@ -100,7 +104,7 @@ class Emulator:
             sums.add(*self._pass(replay, x, y), len(x))
             self._doing = "data"  # of the next one, if there is any
         assert sums.count and len(replay.updates), f"{sums.count} microbatches given: not those up to the next update"
-        self._measured.add(self.update, sums)
+        self._measured.add(self.update // self.work.block_updates, sums)
         return replay
 
     def _pass(
@@ -110,12 +114,18 @@ class Emulator:
         self._random.microbatch = replay.microbatch * self._width + replay.replica
         if self._replicas:
             self._replicas.enter(replay.replica)
+        if self._own:
+            self._own.enter(replay.replica)
+        if self._buffers:
+            self._buffers.stage = int(replay.updates[0])
         (output, losses), to_backward = self._forward(replay, x, y)
         self.weights.load(replay.backward)
         self._doing = "backward"
         torch.autograd.backward([loss / self.work.accumulate for loss in to_backward])
         if self._replicas:
             self._replicas.leave(replay.replica)
+        if self._own:  # its step: the others' do not wait for it, nor it for them
+            self.work.rules.step(self.update, lambda: self._clipping(self.update))
         self._number, self._replay = self._number + 1, None
         self.weights.release(self._plan.oldest(self._number))
         outputs = output if isinstance(output, Outputs) else [output]
@@ -143,27 +153,41 @@ class Emulator:
 
     def _update(self, replay: Replay) -> None:
         self._doing, done = "update", self._number - 1
+        if self._own:
+            self._own.end_step(self.work, self.update)
+            self.update, self._doing = self.update + 1, "data"
+            return
         stages = None if len(replay.updates) == self._last_stage + 1 else replay.updates.tolist()
         self.weights.before_update(self._plan.read_later(self._plan.made(done), done), stages)
         if self._replicas:
             self._replicas.average()
         if self._blocks is not None:
             self._blocks.average_duplicates()
-        self.work.rules.step(self.update, lambda: self._clipping(self.update), stages)
+        first = int(replay.updates[0])
+        step = self.work.step_of(self.update, first, int(self._plan.made(done)[first]))
+        self.work.rules.step(step, lambda: self._clipping(step), stages)
         self.update += 1
         self.weights.release(self._plan.oldest(self._number))
         self._doing = "data"
 
     @property
+    def peak_bytes(self) -> int:
+        """The most bytes of weights held at once besides those in the model."""
+        return self.weights.peak_bytes if self._own is None else self._own.held_bytes
+
+    @property
     def whereabouts(self) -> str:
         """What it is doing, in words for a fault. The backward of the whole model does not tell its stages apart."""
+        place = f"{'block ' * (self.work.block_updates > 1)}update {self.update}"
         if self._doing == "update":
-            return f"update {self.update}"
+            return place
         stage = f", stage {self._watch.stage}" if self._doing in ("forward", "recomputation") else ""
-        return f"update {self.update}, microbatch {self._microbatch}{stage}, {self._doing}"
+        return f"{place}, microbatch {self._microbatch}{stage}, {self._doing}"
 
     def close(self) -> None:
         """Leave the model as an ordinary one: newest weights in its parameters, no hooks."""
         self.weights.rest()
         self._random.remove()
         self._watch.remove()
+        if self._buffers:
+            self._buffers.remove()

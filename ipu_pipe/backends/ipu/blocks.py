@@ -27,6 +27,7 @@ from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import BackendConfig
 from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.trace.events import Counters, Events, joined, joined_counters
 
 COMPILATION = 3600.0  # seconds that a process may have to wait for another's compiler
 RESULT_TAG = 1 << 28
@@ -51,8 +52,7 @@ class BlockEngine(Engine):
         self._ahead = self.depth + max(every)
         self._first = self._done = first_update
         self._results: Dict[int, torch.Tensor] = {}  # of updates that this block has done: loss, right, counted
-        traced = max(job.config.log.trace_microbatches // job.config.gradient_accumulation, 1)
-        self._timeline = ipu_profile.Timeline(first_update, first_update + traced, self.rank, self.rank)
+        self._timeline = ipu_profile.Timeline(job.traced, self.rank, self.rank)
         self.block = Block(job, self.rank, first_update, every[self.rank], self._timeline)
 
     def _check(self) -> None:
@@ -145,8 +145,10 @@ class BlockEngine(Engine):
 
     def report(self) -> Optional[Report]:
         with told_of_block(self.rank, "report"):
-            own = (self._optimizer_bytes, self.block.messages.sent, self._timeline.events, self._timeline.counters)
-            gathered = self._gather((*own, self._timeline.latency, self._timeline.cycles))
+            own = (self._optimizer_bytes, self.block.messages.sent, Events.of(self._timeline.events))
+            gathered = self._gather(
+                (*own, Counters.of(self._timeline.counters), self._timeline.latency, self._timeline.cycles)
+            )
         if gathered is None:
             return None
         links = {(s, s + 1): (int(part[1][0]), int(part[1][1])) for s, part in enumerate(gathered[:-1])}
@@ -155,9 +157,9 @@ class BlockEngine(Engine):
             for s, p in enumerate(gathered)
         ]
         return Report(
-            [part[0] for part in gathered], [0] * self.depth, links, [event for part in gathered for event in part[2]],
+            [part[0] for part in gathered], [0] * self.depth, links, joined([part[2] for part in gathered]),
             microbatches=(self._done - self._first) * self.job.config.gradient_accumulation,
-            counters=[counter for part in gathered for counter in part[3]],
+            counters=joined_counters([part[3] for part in gathered]),
             files={"ipu.json": {"execution": "decoupled", "blocks": blocks}},
         )  # fmt: skip
 

@@ -31,6 +31,7 @@ from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import Placement, placement, reserved
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
+from ipu_pipe.trace.events import Counters, Events
 
 Result = TypeVar("Result")
 
@@ -57,8 +58,7 @@ class PoptorchEngine(Engine):
         check_hardware(self.ipu, reserved(self._place.ipus * self._share.replicas))
         self._done, self._may_retry = first_update, True
         self._results: Deque[StepResult] = deque()
-        traced = max(config.log.trace_microbatches // config.gradient_accumulation, 1)
-        self._timeline = ipu_profile.Timeline(first_update, first_update + traced)
+        self._timeline = ipu_profile.Timeline(job.traced)
         self._channel = ipu_profile.tracepoints()
         self._session: Optional[Session] = self._new_session()
         if self.ipu.compile_only:
@@ -193,8 +193,8 @@ def _report(job: Job, place: Placement, optimizer: Mapping[str, Any], timeline: 
         "profiles": ipu_profile.profiles(config.ipu),
     }
     return Report(
-        state_bytes(tensors, job.part), [0], None, timeline.events,
-        counters=timeline.counters, utilization=busy, files={"ipu.json": numbers},
+        state_bytes(tensors, job.part), [0], None, Events.of(timeline.events),
+        counters=Counters.of(timeline.counters), utilization=busy, files={"ipu.json": numbers},
     )  # fmt: skip
 
 

@@ -72,7 +72,9 @@ class Executors:
         if not self.training.isAttachedToDevice():
             with told(f"attaching to the {self._where}"):
                 self.training.attachToDevice()
-        if self._set_rates(rates_of):  # when attached: attaching writes back the rate that was read at the last detachment
+        if self._set_rates(
+            rates_of
+        ):  # when attached: attaching writes back the rate that was read at the last detachment
             with told("setting the learning rate"):
                 self.training.setOptimizer(self.optimizer)
         start_ns = time.perf_counter_ns()

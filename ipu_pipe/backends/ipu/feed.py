@@ -1,7 +1,7 @@
 """Inputs of PopTorch's calls in order: made when they are asked for, or ahead of time by PopTorch's worker process.
 
-    sync     calls[i]                            in this process
-    async    calls[i] -> ring of shared memory   in the worker -> here, where a fault of the worker is told with its cause
+sync     calls[i]                            in this process
+async    calls[i] -> ring of shared memory   in the worker -> here, where a fault of the worker is told with its cause
 """
 
 from __future__ import annotations

@@ -90,7 +90,9 @@ def _set_numbers(options: Any, ipu: IpuConfig, place: Placement, training: bool)
     import torch
 
     options.Precision.setPartialsType({"float": torch.float, "half": torch.half}[ipu.partials])
-    options.Precision.enableStochasticRounding(ipu.stochastic_rounding and training)  # PopTorch advises against it elsewhere
+    options.Precision.enableStochasticRounding(
+        ipu.stochastic_rounding and training
+    )  # PopTorch advises against it elsewhere
     if ipu.floating_point_exceptions:
         options.Precision.enableFloatingPointExceptions(True)
     if ipu.stable_norm:

@@ -19,14 +19,15 @@ NO_STAGE = -1
 
 
 class Timeline:
-    """Events and counters of the calls of update `first` to `last`, of all stages together or of one on its own device."""
+    """Events and counters of the calls that make one of `updates`, of all stages together or of one on its own
+    device."""
 
-    def __init__(self, first: int, last: int, stage: int = NO_STAGE, device: int = ALL) -> None:
+    def __init__(self, updates: range, stage: int = NO_STAGE, device: int = ALL) -> None:
         self.events: List[Event] = []
         self.counters: List[Counter] = []
         self.cycles: Optional[int] = None  # of the last call, of the first replica
         self.latency: Dict[str, float] = {}  # seconds, means over the last call's device iterations; what PopTorch told
-        self._updates = range(first, last)
+        self._updates = updates
         self._stage, self._device = stage, device
 
     def add_call(
@@ -36,7 +37,7 @@ class Timeline:
         self.latency = _latencies(executor)
         if executor.options._Popart.options.get("instrumentWithHardwareCycleCounter"):
             self.cycles = _asked(executor.cycleCount)
-        if k not in self._updates:
+        if not any(update in self._updates for update in range(k, k + iterations)):
             return
         add = self.events.append
         begin = min(start_ns + round(self.latency.get("host_to_ipu", 0.0) * 1e9), end_ns)

@@ -97,7 +97,7 @@ def _kind_faults(optimizer: Tuple[str, Sequence[Mapping[str, Any]]], ipu: IpuCon
 
 
 def _alignment_faults(config: Config, iterations: int, facts: ModelFacts) -> List[str]:
-    key, every = key_said("device_iterations", iterations), config.evaluate.every * facts.updates_per_epoch
+    key, every = key_said("device_iterations", iterations), config.evaluate.interval(facts.updates_per_epoch)
     faults = []
     if facts.updates % iterations:
         faults.append(f"{key}: a call is so many updates: must divide the run's {facts.updates} (steps, epochs)")

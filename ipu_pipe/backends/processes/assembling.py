@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from ipu_pipe.backends.processes.channels import Channels, Link, links
 from ipu_pipe.backends.processes.group import gpus_talk
-from ipu_pipe.backends.processes.mail import THROUGH_CHANNELS, Layout
+from ipu_pipe.backends.processes.layout import Layout
+from ipu_pipe.backends.processes.mail import THROUGH_CHANNELS
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
@@ -53,8 +54,13 @@ def cut_out(job: Job, layout: Layout) -> Tuple[Place, List[Piece]]:
     keyed = KeyedRandomness(job.model, random_modules(job.model, job.example[0]), job.config.seed, job.device)
     head = blocks.head(s) if blocks is not None else None
     behind = cut[s - 1] if blocks is not None and blocks.overlap and s else None
+    own = job.width if job.method.rounds is not None else None  # replicas that take turns in one row
+
+    def source(m: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        return job.microbatch(m, layout.replica) if own is None else job.microbatch(m // own, m % own)
+
     place = Place(
-        layout, cut[s], across, lambda m: job.microbatch(m, layout.replica), job.device, keyed, job.method.structure, head, behind
+        layout, cut[s], across, source, job.device, keyed, job.method.structure, head, behind
     )  # fmt: skip
     return place, cut
 

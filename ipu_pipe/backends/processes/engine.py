@@ -6,7 +6,8 @@ stage  0    1    2    0    1    2          rank 0 prints and writes; gradients a
 
 from __future__ import annotations
 
-from typing import List, Optional
+import contextlib
+from typing import Iterator, List, Optional
 
 import torch.distributed as dist
 
@@ -17,15 +18,20 @@ from ipu_pipe.backends.processes.clocks import offset_to_first
 from ipu_pipe.backends.processes.evaluation import Evaluation
 from ipu_pipe.backends.processes.gathering import gather, stage_report, stage_state, whole_report, whole_state
 from ipu_pipe.backends.processes.group import check_launch, start
+from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.losses import Telling
-from ipu_pipe.backends.processes.mail import Layout, Mail, Timeline
+from ipu_pipe.backends.processes.mail import Mail
 from ipu_pipe.backends.processes.placing import place
 from ipu_pipe.backends.processes.player import RowPlayer
+from ipu_pipe.backends.processes.recording import finished, record
+from ipu_pipe.backends.processes.streams import StreamClock
+from ipu_pipe.backends.processes.timeline import Timeline
 from ipu_pipe.backends.processes.told import named_faults
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.model.uncompiled import import_compiler
 
 
 class ProcessEngine(Engine):
@@ -39,15 +45,18 @@ class ProcessEngine(Engine):
         self._first_update, self._blocks = first_update, blocks_of(job.model)
         groups = replica_groups(self.layout)
         own, cut = cut_out(job, self.layout)
-        timeline = Timeline(self.layout, work.microbatch + config.log.trace_microbatches)
+        timeline = Timeline(self.layout, job.traced, StreamClock() if job.device.type == "cuda" else None)
         channels = make_channels(job, self.layout)
         mail = Mail(self.layout, job.device, timeline, config.backend.deadline, channels=channels)
         self._player = RowPlayer(work, own, mail, groups[self.layout.stage] if groups else None)
         forget_others(job, own, cut)
         self._telling = Telling(mail, self.layout, self._with_loss(), job.batch, groups[0] if groups else None)
         self._evaluation = Evaluation(job, self._player, self._telling.with_loss)
+        import_compiler()
         with named_faults(self._player):
-            self._clock_offset = offset_to_first()
+            offset = offset_to_first()
+            record(job, self.layout, timeline, first_update, offset)
+        self._timeline, self._steps, self._aligned = timeline, 0, first_update
 
     def _with_loss(self) -> List[int]:
         """The stages that have a loss."""
@@ -62,29 +71,51 @@ class ProcessEngine(Engine):
             # where nothing comes back to the first stage, it must not stand still for the last one's loss
             ahead = self.layout.depth if self._blocks is not None and is_first else 0
             until = min(k + ahead + 1, self.job.schedule.stretch(k)[1])
+            self._timeline.begin_step(self._steps > 0)  # the first step of a process warms up
+            self._steps += 1
             if is_first:
                 self._telling.expect(k, until)
             while player.update < until:
                 self._telling.tell(player.update, player.step(player.update))
-            return self._telling.result(k)
+            result = self._telling.result(k)
+            self._timeline.end_step()
+            return result
 
     def evaluate(self) -> List[Measured]:
-        self._player.doing = "evaluation"
-        with named_faults(self._player):
+        with self._drained("evaluate", "evaluation"):
             return self._evaluation()
 
     def state(self) -> Optional[State]:
-        self._player.doing = "checkpoint"
-        with named_faults(self._player):
+        with self._drained("checkpoint", "checkpoint"):
             self._player.weights.rest()
             gathered = gather(self._player.mail, stage_state(self.job, self._player.place, self.names))
         return None if gathered is None else whole_state(self.job, gathered[: self.layout.depth])
 
+    @contextlib.contextmanager
+    def _drained(self, kind: str, doing: str) -> Iterator[None]:
+        """What is done while the pipeline is empty, an event of its own; the clocks are compared, too."""
+        self._player.doing = doing
+        start = self._timeline.mark()
+        with named_faults(self._player):
+            yield
+            self._align()
+        self._timeline.add(kind, -1, start, version=self._player.update)
+
+    def _align(self) -> None:
+        """Compare the clocks, if something was recorded since the last time."""
+        traced, done = self.job.traced, self._player.update + 1
+        if max(traced.start, self._aligned) < min(traced.stop, done):
+            self._timeline.synchronize(offset_to_first())
+        self._aligned = done
+
     def report(self) -> Optional[Report]:
         self._player.doing = "report"
         with named_faults(self._player):
-            gathered = gather(self._player.mail, stage_report(self.job, self._player, self._clock_offset))
-        done = (self._player.update - self._first_update) * self.job.config.gradient_accumulation
+            self._aligned = 0
+            self._align()
+            own = stage_report(self.job, self._player, finished(self.job, self.layout, self._timeline))
+            gathered = gather(self._player.mail, own)
+        done = (self._player.update - self._first_update) * self.job.schedule.accumulate
         return None if gathered is None else whole_report(gathered, self.layout.depth, done)
 
     def close(self) -> None:
@@ -95,6 +126,7 @@ class ProcessEngine(Engine):
 
     def abort(self) -> None:
         self._player.release()
+        self._timeline.flush()
         self.release_blocks()
 
 
@@ -104,4 +136,13 @@ def make(job: Job, first_update: int) -> ProcessEngine:
     return ProcessEngine(job, first_update)
 
 
-BACKEND = Backend(check_launch, start, place, exactness_faults, lambda job: "", make)
+def faults(job: Job) -> List[str]:
+    """What processes cannot train: what is no pipeline's schedule, or not exactly."""
+    method = job.method
+    if method.history is not None:
+        why = "draws what it reads, whatever a pipeline does"
+        return [f"method: {method.name}: {why}, which processes do not carry out: use backend.name: emulator"]
+    return exactness_faults(job)
+
+
+BACKEND = Backend(check_launch, start, place, faults, lambda job: "", make)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ipu_pipe.backends.processes.joining import answer_within
-from ipu_pipe.backends.processes.mail import Layout
+from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.player import RowPlayer
 from ipu_pipe.backends.processes.stopping import Stopping
 from ipu_pipe.errors import RunFault

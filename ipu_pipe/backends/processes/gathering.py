@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ipu_pipe.backends.interface import Report, State
+from ipu_pipe.backends.interface import DeviceTimes, Report, State
 from ipu_pipe.backends.processes.mail import Mail
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.processes.player import RowPlayer
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS
-from ipu_pipe.trace.events import Event
+from ipu_pipe.trace.events import Trace, joined, joined_counters
 from ipu_pipe.update import state
 
 Value = TypeVar("Value")
@@ -52,35 +52,39 @@ def whole_state(job: Job, stages: List[State]) -> State:
 
 class StageReport(NamedTuple):
     """What one rank measured: bytes of optimizer state, greatest bytes of weight versions besides the newest, what it sent,
-    its events, what it sent of the gradients of shared layers."""
+    what it sent of the gradients of shared layers, how it spent its time, the greatest bytes that it held, what it recorded."""
 
     optimizer_bytes: int
     version_bytes: int
     sent: Traffic
-    events: List[Event]
     shared: Traffic
+    times: DeviceTimes
+    peaks: Dict[str, int]
+    trace: Optional[Trace]
 
 
-def stage_report(job: Job, player: RowPlayer, clock_offset: int) -> StageReport:
-    """This rank's; event times by rank 0's clock."""
+def stage_report(job: Job, player: RowPlayer, trace: Optional[Trace]) -> StageReport:
+    """This rank's; `trace`: what it recorded, by rank 0's clock."""
     # of the layer behind, too, where it is shared
     held = sum(state.optimizer_bytes(job.optimizer, player.place.layout.depth))
     timeline = player.mail.timeline
-    events = [
-        event._replace(start_ns=event.start_ns + clock_offset, end_ns=event.end_ns + clock_offset)
-        for event in timeline.events
-    ]
-    return StageReport(held, player.weights.peak_bytes, timeline.sent, events, timeline.shared)
+    return StageReport(
+        held, player.weights.peak_bytes, timeline.sent, timeline.shared, timeline.times, player.memory.peaks, trace
+    )
 
 
 def whole_report(ranks: List[StageReport], depth: int, microbatches: int) -> Report:
-    """That of all ranks: of `depth` stages the first replica's, of events all."""
+    """That of all ranks: of `depth` stages the first replica's, of events, times and memory all."""
     own = ranks[:depth]
+    traces = [rank.trace for rank in ranks if rank.trace is not None]
     return Report(
         [stage.optimizer_bytes for stage in own],
         [stage.version_bytes for stage in own],
         {(src, dst): count for src, stage in enumerate(own) for dst, count in stage.sent.items()},
-        [event for rank in ranks for event in rank.events],
+        joined([trace.events for trace in traces]),
         microbatches,
         {(src, dst): count for src, stage in enumerate(own) for dst, count in stage.shared.items()},
+        joined_counters([trace.counters for trace in traces]),
+        times=[rank.times for rank in ranks],
+        peak_memory=[rank.peaks for rank in ranks],
     )

@@ -1,9 +1,9 @@
 """How the processes of a run find one another: within the deadline, and only if all were asked for the same.
 
-    rank 0 (or the launcher) keeps a store at MASTER_ADDR:MASTER_PORT
-    [1] each rank puts there what it was asked for: config, options, versions
-    [2] each waits until all the others' are there, and compares them with its own
-    [3] only then the process group is made, which would wait for a missing rank without a word
+rank 0 (or the launcher) keeps a store at MASTER_ADDR:MASTER_PORT
+[1] each rank puts there what it was asked for: config, options, versions
+[2] each waits until all the others' are there, and compares them with its own
+[3] only then the process group is made, which would wait for a missing rank without a word
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def meet(where: Launched, limit: float, asked: Asked) -> Any:
     try:
         return answer_within(limit + ANSWER, lambda: _meet(where, limit, asked))
     except TimeoutError as error:
-        raise RunFault(f"rank {where.rank}: rank 0 is at {_place(where)} but does not answer within {limit:g} s") from error
+        raise RunFault(
+            f"rank {where.rank}: rank 0 is at {_place(where)} but does not answer within {limit:g} s"
+        ) from error
 
 
 def keeper_is_there(where: Launched) -> bool:
@@ -112,7 +114,9 @@ def _meet(where: Launched, limit: float, asked: Asked) -> Any:
     except (BadInput, RunFault) as error:
         _end_for_all(store, where, error)
     except RuntimeError as error:  # what torch's store raises
-        raise RunFault(f"{_place(where)}: rank 0, which keeps the store there, left before all ranks had come") from error
+        raise RunFault(
+            f"{_place(where)}: rank 0, which keeps the store there, left before all ranks had come"
+        ) from error
     return store
 
 

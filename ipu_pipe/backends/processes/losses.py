@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ipu_pipe.backends.interface import StepResult
-from ipu_pipe.backends.processes.mail import RESULT, Layout, Mail, Message
+from ipu_pipe.backends.processes.layout import Layout
+from ipu_pipe.backends.processes.mail import RESULT, Mail, Message
 from ipu_pipe.model.cutting import Shape
 
 RESULT_SHAPE = (Shape((2,), torch.float64, False),)  # loss, share of right answers
@@ -70,7 +71,9 @@ class Telling:
         told = [self._mail.receive(s, Message(RESULT, k))[0] if s else self._own.pop(k) for s in self.with_loss]
         found = torch.stack(told)
         if self._layout.width > 1:
+            start = self._mail.timeline.mark()
             self._mail.wait(dist.all_reduce(found, group=self._first_stages, async_op=True))
+            self._mail.timeline.add("wait", k, start, carries="losses")
             found /= self._layout.width
         blocks = tuple((loss, None if share != share else share) for loss, share in found.tolist())
         return StepResult(*blocks[-1], self._samples, blocks if len(blocks) > 1 else ())

@@ -1,4 +1,4 @@
-"""What ranks tell each other and their clock: layout, messages over torch.distributed, the record of what was done.
+"""What ranks tell each other: messages over torch.distributed.
 
 A message is what an action needs from another rank, told by kind and microbatch. Receives are posted ahead, sends are kept
 until they are through; compute waits for one only when so many later ones are on their way that its action is long past.
@@ -10,27 +10,32 @@ until they are through; compute waits for one only when so many later ones are o
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Deque, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Deque, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
 
 from ipu_pipe.backends.processes.channels import Channels, Kinds, Link, finish, touch
 from ipu_pipe.backends.processes.joining import wait_limit
+from ipu_pipe.backends.processes.layout import Layout
+from ipu_pipe.backends.processes.timeline import Timeline
 from ipu_pipe.model.cutting import Shape
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.trace.events import Event
 
 ORDER = tuple(kind.value for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.UPDATE))  # within a slot
 FORWARD, RECOMPUTE, BACKWARD, UPDATE = ORDER
 NORM, SHARED, RESULT = "N", "S", "L"
 KINDS = (*ORDER, NORM, SHARED, RESULT)  # of messages: with an update the norm, gradients of a shared layer, losses
 ON_HOST = (NORM, RESULT)  # small tensors, on the host whatever the device
+LENT = (FORWARD, RECOMPUTE)  # what the sender keeps for its backward
 AHEAD = 3  # receives posted on each link before they are needed
+
+CARRIES = {
+    FORWARD: "activations", RECOMPUTE: "recomputed activations", BACKWARD: "gradients",
+    SHARED: "shared gradients", NORM: "norms", RESULT: "losses",
+}  # fmt: skip
 
 THROUGH_CHANNELS = Kinds(FORWARD, RECOMPUTE, BACKWARD, SHARED)
 
@@ -46,54 +51,53 @@ class Message(NamedTuple):
         return (8 * (len(KINDS) * self.microbatch + KINDS.index(self.kind)) + index % 8) % (1 << 30)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where this process stands: `depth` stages, of which it holds `stage`, in each of `width` replicas of the pipeline."""
+class _Sent(NamedTuple):
+    """A tensor on its way; `is_lent`: it is the one that the microbatch keeps."""
 
-    rank: int
-    depth: int
-    width: int = 1
+    work: Any
+    value: torch.Tensor
+    message: Message
+    bytes: int
+    is_lent: bool
+
+
+class Outbox:
+    """What was sent, by target, until it is known to be through; `bytes` of it."""
+
+    def __init__(self) -> None:
+        self._out: Dict[int, Deque[_Sent]] = {}
+        self._lent: Dict[int, int] = {}  # bytes that microbatches keep, too
+        self.bytes = 0
+
+    def add(self, target: int, sent: _Sent) -> None:
+        """One more."""
+        self._out.setdefault(target, deque()).append(sent)
+        self.bytes += sent.bytes
+        if sent.is_lent:
+            self._lent[sent.message.microbatch] = self.lent(sent.message.microbatch) + sent.bytes
+
+    def take(self, target: int) -> _Sent:
+        """The oldest."""
+        sent = self._out[target].popleft()
+        self.bytes -= sent.bytes
+        if sent.is_lent:
+            left = self._lent.pop(sent.message.microbatch) - sent.bytes
+            if left:
+                self._lent[sent.message.microbatch] = left
+        return sent
+
+    def count(self, target: int) -> int:
+        """Of those to a target."""
+        return len(self._out.get(target, ()))
+
+    def lent(self, m: int) -> int:
+        """Bytes that microbatch m keeps, as long as it is in flight."""
+        return self._lent.get(m, 0)
 
     @property
-    def stage(self) -> int:
-        """Stage of this rank."""
-        return self.rank % self.depth
-
-    @property
-    def replica(self) -> int:
-        """Replica of this rank."""
-        return self.rank // self.depth
-
-    def rank_of(self, stage: int) -> int:
-        """The rank that holds `stage` in the same replica."""
-        return self.replica * self.depth + stage
-
-
-class Timeline:
-    """What this rank did, by the clock. Events of microbatches from `limit` on are not kept."""
-
-    def __init__(self, layout: Layout, limit: int) -> None:
-        self.events: List[Event] = []
-        self._layout, self._limit = layout, limit
-        self.sent: Dict[int, Tuple[int, int]] = {}  # stage -> bytes, messages of activations and their gradients
-        self.shared: Dict[int, Tuple[int, int]] = {}  # and of the gradients of shared layers
-
-    def add(
-        self, kind: str, index: int, start: int, version: int = -1, size: Optional[int] = None, microbatch: int = -1
-    ) -> None:
-        """Something that began at `start` and ends now, of microbatch (or update) `index`. `microbatch`: the one that says
-        whether it is kept, where it is not the index."""
-        end = time.perf_counter_ns()
-        if (index if microbatch < 0 else microbatch) < self._limit:
-            stage = self._layout.stage
-            self.events.append(Event(stage, self._layout.rank, kind, index, start, end, version, size))
-
-    def count(self, stage: int, kind: str, size: int) -> None:
-        """A message sent to `stage`."""
-        if kind not in ON_HOST:
-            counted = self.shared if kind == SHARED else self.sent
-            total, messages = counted.get(stage, (0, 0))
-            counted[stage] = (total + size, messages + 1)
+    def targets(self) -> List[int]:
+        """To which something was sent."""
+        return list(self._out)
 
 
 class Mail:
@@ -118,9 +122,10 @@ class Mail:
         self._wanted: Dict[Tuple[int, str], Deque[Tuple[Message, Tuple[Shape, ...]]]] = {}  # by source and kind
         self._posted: Dict[Tuple[int, Message], List[Tuple[Any, torch.Tensor]]] = {}
         self._in_post: Dict[Tuple[int, str], int] = {}
-        self._out: Dict[int, Deque[Tuple[Any, torch.Tensor, str]]] = {}  # with the kind of message
+        self.out = Outbox()
         self._open: Dict[str, int] = {}  # by kind, the first microbatch or update whose receive may not be posted yet
         self._kept = 8 * (layout.depth + 1)  # tensors on their way to one stage
+        self._posted_bytes = 0
         self.waiting_for: Optional[int] = None  # the rank, while waiting
         self.is_warm = False  # the first step is done
 
@@ -177,20 +182,23 @@ class Mail:
                 group, tag = self._way(source, self._layout.stage, message, index)
                 received.append((dist.irecv(buffer, self._layout.rank_of(source), group, tag), buffer))
             self._posted[source, message] = received
+            self._posted_bytes += _bytes(received)
             self._in_post[source, kind] = self._in_post.get((source, kind), 0) + 1
 
     def receive(self, source: int, message: Message) -> List[torch.Tensor]:
-        """Wait for a message."""
-        start = time.perf_counter_ns()
+        """Wait for a message, and take it: an event each."""
+        carries, rank, timeline = CARRIES[message.kind], self._layout.rank_of(source), self.timeline
+        start = timeline.mark()
         received = self._posted.pop((source, message))
         for work, _ in received:
             self._finish(work, source, message.kind)
+        came, size = timeline.add("wait", message.microbatch, start, peer=rank, carries=carries), _bytes(received)
         self._in_post[source, message.kind] -= 1
+        self._posted_bytes -= size
         self._post(source, message.kind)
-        size = sum(buffer.numel() * buffer.element_size() for _, buffer in received)
-        if message.kind not in ON_HOST:
-            self.timeline.add("wait", message.microbatch, start, size=size)
-        return [buffer if message.kind in ON_HOST else buffer.to(self._device) for _, buffer in received]
+        taken = [buffer if message.kind in ON_HOST else buffer.to(self._device) for _, buffer in received]
+        timeline.add("recv", message.microbatch, came, size=size, peer=rank, carries=carries)
+        return taken
 
     def wait(self, work: Any, rank: Optional[int] = None) -> None:
         """Wait for what `rank` (None: any of several) takes part in, no longer than the limit."""
@@ -204,25 +212,33 @@ class Mail:
         self.waiting_for = None
 
     def send(self, target: int, message: Message, tensors: Sequence[torch.Tensor]) -> None:
-        """Send without waiting."""
-        start = time.perf_counter_ns()
-        size = 0
+        """Send without waiting for it to be through; where too many are on their way, the oldest are waited for."""
+        timeline = self.timeline
+        start = timeline.mark()
+        size, rank = 0, self._layout.rank_of(target)
         for index, tensor in enumerate(tensors):
             value = tensor.detach().contiguous()
             value = value.cpu() if self._through_host or message.kind in ON_HOST else value
             group, tag = self._way(self._layout.stage, target, message, index)
-            out = self._out.setdefault(target, deque())
-            out.append((dist.isend(value, self._layout.rank_of(target), group, tag), value, message.kind))
-            if len(out) > self._kept:  # the oldest was for an action of a slot long past: it is through, or soon
-                self._let_go(target)
-            size += value.numel() * value.element_size()
-        self.timeline.count(target, message.kind, size)
+            own = value.numel() * value.element_size()
+            is_lent = message.kind in LENT and value.data_ptr() == tensor.data_ptr()
+            self.out.add(target, _Sent(dist.isend(value, rank, group, tag), value, message, own, is_lent))
+            size += own
         if message.kind not in ON_HOST:
-            self.timeline.add("send", message.microbatch, start, size=size)
+            timeline.count_message(target, message.kind == SHARED, size)
+        begun = timeline.add("send", message.microbatch, start, size=size, peer=rank, carries=CARRIES[message.kind])
+        while self.out.count(target) > self._kept:  # the oldest was for a slot long past: it is through, or soon
+            oldest = self._let_go(target)
+            begun = timeline.add("wait", oldest.microbatch, begun, peer=rank, carries=CARRIES[oldest.kind])
 
-    def _let_go(self, target: int) -> None:
-        work, _, kind = self._out[target].popleft()
-        self._finish(work, target, kind)
+    def _let_go(self, target: int) -> Message:
+        work, _, message, *_ = self.out.take(target)
+        self._finish(work, target, message.kind)
+        return message
+
+    def buffer_bytes(self, in_flight: Iterable[int]) -> int:
+        """Bytes of posted receives, and of what was sent and may not be through, but for what microbatches `in_flight` keep."""
+        return self._posted_bytes + self.out.bytes - sum(map(self.out.lent, in_flight))
 
     def _finish(self, work: Any, stage: int, kind: str) -> None:
         """Wait for a message from or to a stage."""
@@ -231,6 +247,10 @@ class Mail:
 
     def flush(self) -> None:
         """Wait until all that was sent is through."""
-        for target, out in self._out.items():
-            while out:
+        for target in self.out.targets:
+            while self.out.count(target):
                 self._let_go(target)
+
+
+def _bytes(received: Sequence[Tuple[Any, torch.Tensor]]) -> int:
+    return sum(buffer.numel() * buffer.element_size() for _, buffer in received)

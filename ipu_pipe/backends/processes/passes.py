@@ -16,6 +16,7 @@ import torch
 
 from ipu_pipe.backends.processes.losses import Losses
 from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, Mail, Message
+from ipu_pipe.backends.processes.memory import Stash
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.processes.row import Segments
 from ipu_pipe.backends.reads import Replay, ReplayPlan
@@ -24,7 +25,10 @@ from ipu_pipe.backends.work import Work
 from ipu_pipe.job.evaluation import right_answers
 from ipu_pipe.local.blocks import losses_of, one_activation
 from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Reads
+
+Results = Tuple[List[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]  # outputs, loss, right answers
 
 
 @dataclass
@@ -35,6 +39,7 @@ class _Flight:
     inputs: List[torch.Tensor]
     outputs: List[torch.Tensor]
     loss: Optional[torch.Tensor]
+    labels: Optional[torch.Tensor]
 
 
 class Passes:
@@ -42,42 +47,53 @@ class Passes:
     forward is done."""
 
     def __init__(self, work: Work, place: Place, mail: Mail) -> None:
-        self._work, self._place, self._mail = work, place, mail
+        self._work, self._place, self._mail, self._timeline = work, place, mail, mail.timeline
         self._stage = place.layout.stage
         self._segments = Segments(work)
         self._plan = ReplayPlan(work.source([place.layout.replica]), work.rules, work.microbatch)
         self._flights: Dict[int, _Flight] = {}
         self.weights = weights_of(work, [self._stage])
         self.losses = Losses()
+        self.stash = Stash(place.held)
         self.update, self.forwarded = work.update, work.microbatch - 1
 
-    def forward(self, m: int) -> int:
-        """F(m); the version that it reads."""
-        received, replay = self._inputs(m), self._plan.replay(m).on(self._stage)
+    def forward(self, m: int) -> None:
+        """F(m), whose time begins when its inputs are there."""
+        begun = self._timeline.mark()
+        x, labels = self._place.data(m)
+        if x is not None or labels is not None:
+            self._timeline.add("wait", m, begun, carries="data")
+        received = [] if self._place.enter is None else self._mail.receive(self._stage - 1, Message(FORWARD, m))
+        begun = self._timeline.mark()
+        replay = self._plan.replay(m).on(self._stage)
+        inputs = self._inputs(received) if x is None else [x]
         self.weights.load(replay.forward)
         with torch.set_grad_enabled(replay.recompute is None):
-            outputs, loss, answers = self.run(m, received)
-        self._flights[m] = _Flight(replay, received, outputs, loss)
+            outputs, loss, answers = self._run(m, inputs, labels)
+        self._flights[m] = _Flight(replay, inputs, outputs, loss, labels)
         self.forwarded = m
         if loss is not None:
             self.losses.add(loss.detach(), answers)
+        version = int(replay.forward.versions[0])
+        self._timeline.add(Kind.FORWARD.word, m, begun, version=version)
         if self._place.leave is not None:
             self._mail.send(self._stage + 1, Message(FORWARD, m), outputs)
-        return int(replay.forward.versions[0])
 
-    def _inputs(self, m: int) -> List[torch.Tensor]:
-        enter = self._place.enter
-        if enter is None:
-            return [self._place.source(m)[0]]
-        received = self._mail.receive(self._stage - 1, Message(FORWARD, m))
-        if self._place.is_local:
+    def _inputs(self, received: List[torch.Tensor]) -> List[torch.Tensor]:
+        if self._place.is_local or self._place.enter is None:
             return received
-        return [t.requires_grad_() if shape.differentiable else t for t, shape in zip(received, enter.tensors)]
+        shapes = self._place.enter.tensors
+        return [t.requires_grad_() if shape.differentiable else t for t, shape in zip(received, shapes)]
 
-    def run(
-        self, m: int, inputs: Sequence[torch.Tensor]
-    ) -> Tuple[List[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]:
-        """What the next stage gets; where there is a loss, it and the right answers."""
+    def _run(self, m: int, inputs: List[torch.Tensor], labels: Optional[torch.Tensor]) -> Results:
+        """`run`, of which is known what it leaves."""
+        with self.stash.watched(m, [*inputs, labels]) as kept:
+            outputs, loss, answers = self.run(m, inputs, labels)
+            kept += [*outputs, loss]
+        return outputs, loss, answers
+
+    def run(self, m: int, inputs: Sequence[torch.Tensor], labels: Optional[torch.Tensor]) -> Results:
+        """What the next stage gets; where there is a loss of its `labels`, it and the right answers."""
         place = self._place
         if place.random is not None:
             place.random.microbatch = m * place.layout.width + place.layout.replica
@@ -92,33 +108,36 @@ class Passes:
             outputs = place.leave.flatten(output if not place.shared_own else entered)
         if not place.has_loss:
             return outputs, None, None
-        y = place.source(m)[1]
+        assert labels is not None
         if place.head is not None:
             output = place.head(one_activation(output))
-        return outputs, losses_of(self._work.loss, output, y)[0], right_answers(output, y)
+        return outputs, losses_of(self._work.loss, output, labels)[0], right_answers(output, labels)
 
-    def recompute(self, m: int) -> int:
-        """R(m); the version in memory."""
-        flight, s = self._flights[m], self._stage
-        inputs = flight.inputs
+    def recompute(self, m: int) -> None:
+        """R(m)."""
+        flight, s, received = self._flights[m], self._stage, None
         if not self._segments.is_head(s):
             received = self._mail.receive(s - 1, Message(RECOMPUTE, m))
+        begun = self._timeline.mark()
+        inputs = flight.inputs
+        if received is not None:
             inputs = [t.requires_grad_() if x.requires_grad else t for t, x in zip(received, flight.inputs)]
         assert flight.replay.recompute is not None
         self.weights.load(flight.replay.recompute)
         flight.inputs = inputs
         with buffers_restored(self._place.piece):
-            flight.outputs, flight.loss, _ = self.run(m, inputs)
+            flight.outputs, flight.loss, _ = self._run(m, inputs, flight.labels)
+        self._timeline.add(Kind.RECOMPUTE.word, m, begun, version=self.update)
         if not self._place.is_last and not self._segments.is_head(s + 1):
             self._mail.send(s + 1, Message(RECOMPUTE, m), flight.outputs)
-        return self.update
 
-    def backward(self, m: int) -> int:
-        """B(m); the version that it reads."""
+    def backward(self, m: int) -> None:
+        """B(m)."""
         flight, place, s = self._flights[m], self._place, self._stage
         gradients: List[torch.Tensor] = []
         if not place.is_last and not place.is_local:
             gradients = self._mail.receive(s + 1, Message(BACKWARD, m))
+        begun = self._timeline.mark()
         version = int(flight.replay.backward.versions[0])
         if self._work.method.backward_reads is Reads.NEWEST:
             assert version == self.update, (
@@ -132,13 +151,16 @@ class Passes:
             pairs = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad]
             if pairs:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        if not place.is_first and not place.is_local:
+        hands_on = not place.is_first and not place.is_local
+        if hands_on:
             back = [t for t, shape in zip(flight.inputs, place.crossings[s - 1].tensors) if shape.differentiable]
             found = [torch.zeros_like(t) if t.grad is None else t.grad for t in back]
-            self._mail.send(s - 1, Message(BACKWARD, m), found)
         del self._flights[m]
+        self.stash.drop(m)
         self._release()
-        return version
+        self._timeline.add(Kind.BACKWARD.word, m, begun, version=version)
+        if hands_on:
+            self._mail.send(s - 1, Message(BACKWARD, m), found)
 
     def before_update(self) -> None:
         """Keep what passes to come will read of the weights in memory."""

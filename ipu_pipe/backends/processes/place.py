@@ -9,7 +9,7 @@ from typing import Callable, List, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
-from ipu_pipe.backends.processes.mail import Layout
+from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.model.cutting import Crossing, Piece
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.schedule.methods import Structure
@@ -51,6 +51,22 @@ class Place:
     def has_loss(self) -> bool:
         """Whether a loss is taken of what this stage gives."""
         return self.head is not None or self.is_last
+
+    @cached_property
+    def held(self) -> List[torch.Tensor]:
+        """Parameters and buffers of what is here, each once."""
+        modules = [piece.tensors() for piece in (self.piece, self.behind) if piece is not None]
+        own = [t for tensors in modules for t in tensors]
+        if self.head is not None:
+            own += [*self.head.parameters(), *self.head.buffers()]
+        return list({id(t): t for t in own}.values())
+
+    def data(self, m: int) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+        """Inputs and labels of microbatch m; None what this stage does not need."""
+        if self.enter is not None and not self.has_loss:
+            return None, None
+        x, y = self.source(m)
+        return x if self.enter is None else None, y if self.has_loss else None
 
     @property
     def others(self) -> List[int]:

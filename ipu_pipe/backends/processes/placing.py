@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ipu_pipe.backends.processes.mail import Layout
+from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.ranks import on_all_ranks
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.placing import Placed, place_blocks
@@ -39,7 +39,9 @@ def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> 
 def _place_stages(config: Config, method: Method, model: nn.Module, x: torch.Tensor, depth: int, own: int) -> Placed:
     """One stage a process of a replica, neighbours taken together where there are fewer processes than stages."""
     stages = config.stages
-    wished = on_all_ranks(lambda: partition(model, x, stages, between_top=True))  # measured times differ from process to process
+    wished = on_all_ranks(
+        lambda: partition(model, x, stages, between_top=True)
+    )  # measured times differ from process to process
     begins = merge_stages(model, wished, depth, x)
     note = ""
     if len(wished) != depth:

@@ -1,18 +1,19 @@
 """One stage of one replica plays its row of the schedule: the kind of an action says which function carries it out.
 
-    F  Passes.forward     R  Passes.recompute     B  Passes.backward     U  the batch's loss, Updating, the next version
+F  Passes.forward     R  Passes.recompute     B  Passes.backward     U  the batch's loss, Updating, the next version
 """
 
 from __future__ import annotations
 
-import time
 from typing import Any, Callable, Dict, Iterator, Optional
 
 import torch
 
+from ipu_pipe.backends.own_weights import OwnWeights
 from ipu_pipe.backends.processes.channels import links, rehearsal
 from ipu_pipe.backends.processes.losses import Measured
 from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, THROUGH_CHANNELS, UPDATE, Mail
+from ipu_pipe.backends.processes.memory import Memory
 from ipu_pipe.backends.processes.passes import Passes
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.processes.row import Action, Needs, Row
@@ -21,8 +22,6 @@ from ipu_pipe.backends.processes.updating import Updating, counters_kept
 from ipu_pipe.backends.weights import Unversioned
 from ipu_pipe.backends.work import Work
 from ipu_pipe.update import clipping
-
-EVENTS = {FORWARD: "forward", RECOMPUTE: "forward", BACKWARD: "backward", UPDATE: "update"}  # what it is in a trace
 
 
 class RowPlayer:
@@ -35,17 +34,22 @@ class RowPlayer:
         self._work, self.place, self.mail = work, place, mail
         self._updating = Updating(work, place, mail, replicas)
         self._passes = Passes(work, place, mail)
+        self.memory = Memory(
+            place, work.rules, self._updating.parameters, self.weights, self._passes.stash, mail, work.update
+        )
         self._needs = Needs(work, place, self._updating.clipping.delayed)
+        self._own = OwnWeights.of(work, place.piece)
         self._is_ready = not mail.has_channels
         self._measured: Optional[Measured] = None  # by the newest update
-        self._carry_out: Dict[str, Callable[[int], int]] = {
-            FORWARD: self._passes.forward,
+        self._carry_out: Dict[str, Callable[[int], None]] = {
+            FORWARD: self._passes.forward if self._own is None else self._own_forward,
             RECOMPUTE: self._passes.recompute,
-            BACKWARD: self._passes.backward,
+            BACKWARD: self._passes.backward if self._own is None else self._own_backward,
             UPDATE: self._update,
         }
         self._row = self._actions(work.microbatch)
         self.doing = "start"
+        mail.timeline.at(self.update)
 
     @property
     def update(self) -> int:
@@ -65,7 +69,7 @@ class RowPlayer:
             return f"{self.doing} before update {self.update}"
         if kind == UPDATE:
             return f"update {index}"
-        return f"update {int(index) // self._work.accumulate}, microbatch {index}, action {self.doing}"
+        return f"update {int(index) // self._work.schedule.accumulate}, microbatch {index}, action {self.doing}"
 
     def _actions(self, first: int) -> Iterator[Action]:
         """The row from microbatch `first` on; what a chunk of it needs is expected before it begins."""
@@ -82,10 +86,8 @@ class RowPlayer:
         for kind, index in self._row:
             Stopping.check()
             self.doing = f"{kind}{index}"
-            start = time.perf_counter_ns()
-            version = self._carry_out[kind](index)
-            microbatch = index if kind != UPDATE else index * self._work.accumulate
-            self.mail.timeline.add(EVENTS[kind], index, start, version, microbatch=microbatch)
+            self._carry_out[kind](index)
+            self.memory.sample(self.update, kind in (BACKWARD, UPDATE), kind == UPDATE)
             if kind == UPDATE:
                 assert index == k
                 self.mail.is_warm = self.mail.is_warm or self._is_full(k)
@@ -97,16 +99,37 @@ class RowPlayer:
         further ahead, is that far."""
         return k - self._work.update >= (self.place.layout.depth + 1 if self.place.is_local else 0)
 
-    def _update(self, k: int) -> int:
-        """U(k); the version that it makes."""
+    def _own_forward(self, m: int) -> None:
+        """F(m) of the replica whose turn it is, with its own weights."""
+        assert self._own is not None
+        self._own.enter(m % self._own.count)
+        self._passes.forward(m)
+
+    def _own_backward(self, m: int) -> None:
+        """B(m), and the replica's step at once."""
+        assert self._own is not None
+        self._own.enter(m % self._own.count)
+        self._passes.backward(m)
+        self._updating.step(m // self._own.count)
+
+    def _update(self, k: int) -> None:
+        """U(k)."""
         if self.place.has_loss:
-            self._measured = self._passes.losses.take(self._work.accumulate)
+            self._measured = self._passes.losses.take(self._work.schedule.accumulate)
             self._work.refuse_nonfinite(k, [self._measured[0]])
+        if self._own is not None:
+            with self._updating.timed(k):
+                self._own.end_step(self._work, k)
+                self._passes.after_update()
+            self.mail.timeline.at(self.update)
+            return
         self._updating.gather(k)
-        self._passes.before_update()
-        self._updating.step(k)
-        self._passes.after_update()
-        return self.update
+        with self._updating.timed(k):
+            self._passes.before_update()
+            self.memory.sample(k)
+            self._updating.step(k)
+            self._passes.after_update()
+        self.mail.timeline.at(self.update)
 
     def _open_channels(self, k: int) -> None:
         """Receives up to where the pipeline empties may be posted; first of all, channels and kernels are used once."""
@@ -115,17 +138,18 @@ class RowPlayer:
             self._rehearse()
             self._is_ready = True
         end = self._work.schedule.stretch(k)[1]
-        self.mail.open(end * self._work.accumulate, end)
+        self.mail.open(end * self._work.schedule.accumulate, end)
 
     def _rehearse(self) -> None:
         """Forward, backward and update of the first microbatch, or of zeros where it comes from another stage."""
         m, place, rules = self._passes.forwarded + 1, self.place, self._work.rules
         with rehearsal([place.piece, place.head, place.behind], rules):
-            inputs = [place.source(m)[0]] if place.enter is None else []
+            x, labels = place.data(m)
+            inputs = [x] if x is not None else []
             for shape in place.enter.tensors if place.enter is not None else ():
                 zeros = torch.zeros(shape.shape, dtype=shape.dtype, device=place.device)
                 inputs.append(zeros.requires_grad_(shape.differentiable and not place.is_local))
-            outputs, loss, _ = self._passes.run(m, inputs)
+            outputs, loss, _ = self._passes.run(m, inputs, labels)
             ends = [t for t in (outputs if loss is None else [loss / self._work.accumulate]) if t.requires_grad]
             if ends:
                 torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])

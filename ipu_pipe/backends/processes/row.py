@@ -69,7 +69,9 @@ class Row:
         for begin in range(first, count, length):
             end = min(begin + length, count)
             backward = self._slots(Kind.BACKWARD, begin, end)
-            ends = np.flatnonzero(self._source.window(begin, end).updates[self._stage])  # the replays that update this stage
+            ends = np.flatnonzero(
+                self._source.window(begin, end).updates[self._stage]
+            )  # the replays that update this stage
             updates = self._source.made(begin)[self._stage] + np.arange(len(ends))
             parts = [(BACKWARD, backward, np.arange(begin, end)), (UPDATE, backward[ends], updates)]
             for kind, slots_of in ahead.items():

@@ -38,7 +38,12 @@ RUNS = (
     Runs(Pipeline.ONE_F_ONE_B_FLUSH, Reads.NEWEST, Reads.NEWEST, True, False, Execution.PIPELINED),
     Runs(Pipeline.LOCAL, Reads.NEWEST, Reads.NEWEST, False, True, Execution.PIPELINED),
 )
-_FREE = ("name", "source", "default_accumulate", "structure")  # of a method's fields: alter nothing here, or judged apart
+_FREE = (
+    "name",
+    "source",
+    "default_accumulate",
+    "structure",
+)  # of a method's fields: alter nothing here, or judged apart
 _NEAREST = {
     "pipedream": "pipedream_flush (1F1B with a flush), or local_greedy, whose blocks wait for no gradient",
     "pipedream_2bw": "pipedream_flush with a larger gradient_accumulation",

@@ -143,7 +143,9 @@ def _local_faults(config: Config, ipu: IpuConfig, method: Method, args: Mapping[
     if ipu.ipu_ids is not None and under_poprun():
         faults.append(f"{key_said('ipu_ids', ipu.ipu_ids)}: not under poprun, which chooses the devices: leave it out")
     if ipu.local == "fused" and ipu.ipu_ids is not None and len(ipu.ipu_ids) != 1:
-        faults.append(f"{key_said('ipu_ids', ipu.ipu_ids)}: must be one id of gc-info, that of a device with all the IPUs")
+        faults.append(
+            f"{key_said('ipu_ids', ipu.ipu_ids)}: must be one id of gc-info, that of a device with all the IPUs"
+        )
     if method.structure is not None and config.clip is not None:
         faults.append(
             f"clip: PopTorch's norm is over all blocks, those of {method.name} know only their own: must be null"
@@ -170,7 +172,9 @@ def location_faults(config: Config, ipu: IpuConfig) -> List[str]:
 def _target_faults(ipu: IpuConfig) -> List[str]:
     faults = []
     if ipu.offline_target is not None and not ipu.compile_only:
-        faults.append(f"{key_said('offline_target', ipu.offline_target)}: nothing can run on it: needs compile_only: true")
+        faults.append(
+            f"{key_said('offline_target', ipu.offline_target)}: nothing can run on it: needs compile_only: true"
+        )
     if ipu.offline_target is not None and ipu.use_ipu_model:
         faults.append(f"{key_said('use_ipu_model', True)}: not together with offline_target: set one of them")
     if ipu.log_cycle_count and ipu.use_ipu_model:

@@ -132,7 +132,9 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         self._refuse(name)
-        if name in ("cross_entropy", "nll_loss") and (kwargs.get("weight") is not None or args[2:3] not in ((), (None,))):
+        if name in ("cross_entropy", "nll_loss") and (
+            kwargs.get("weight") is not None or args[2:3] not in ((), (None,))
+        ):
             raise cpp_error(f'Parameter "weight" is unsupported for aten::{name}')
         result = func(*args, **kwargs)
         made = tensors(result)

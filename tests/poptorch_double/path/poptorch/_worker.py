@@ -1,7 +1,7 @@
 """The process that fills an AsynchronousDataAccessor's ring of shared memory, and this process's end of it.
 
-    here      begin 1 | slot 0, 1, 2 |                 | slot 0 (read, given back)
-    worker                           | ready 0, 1, 2   |           | ready 0 ... end
+here      begin 1 | slot 0, 1, 2 |                 | slot 0 (read, given back)
+worker                           | ready 0, 1, 2   |           | ready 0 ... end
 """
 
 from __future__ import annotations

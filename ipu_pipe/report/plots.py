@@ -18,15 +18,16 @@ def check_plots() -> None:
 
 
 @contextlib.contextmanager
-def figure(file: Path, size: Tuple[float, float], panels: int = 1) -> Iterator[List[Any]]:
-    """The axes of so many panels side by side, each of `size` inches; written to `file` at the end."""
+def figure(file: Path, size: Tuple[float, float], panels: int = 1, rows: int = 1) -> Iterator[List[Any]]:
+    """The axes of so many panels side by side, in so many rows, each of `size` inches; written to `file` at the end."""
     check_plots()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(size[0] * panels, size[1]), layout="constrained")
+    columns = -(-panels // rows)
+    drawn = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
     FigureCanvasAgg(drawn)
-    axes = list(drawn.subplots(1, panels, squeeze=False)[0])
+    axes = list(drawn.subplots(rows, columns, squeeze=False).flat)
     yield axes
     for each in axes:
         each.grid(alpha=0.3)

@@ -1,0 +1,86 @@
+"""What each stage's passes take on this machine: some passes of a microbatch after training, of which nothing stays."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from typing import List
+
+import torch
+
+from ipu_pipe.errors import first_line
+from ipu_pipe.hardware.profiling import PassSeconds, StageSeconds, median_passes, timed_passes
+from ipu_pipe.job.record import Job
+from ipu_pipe.local.blocks import losses_of
+from ipu_pipe.model.flops import BACKWARD
+from ipu_pipe.model.probe import undisturbed
+
+REPEATS = 3  # the process has trained: nothing is left to warm up
+ENOUGH = 0.5  # seconds, after which there is no repeat
+
+
+def profile(job: Job) -> StageSeconds:
+    """Medians over passes of the job's example. Weights, buffers, gradients and random states are as before; where the user's
+    model, loss or optimizer cannot do another pass, there is nothing but the reason."""
+    try:
+        runs = _passes(job)
+        update = _update(job)
+    except Exception as error:  # whatever the user's code raises: the run is done, and must not be lost by it
+        return StageSeconds((), (), (), f"its stages could not be timed ({first_line(error)})")
+    passes = median_passes(runs)
+    backward = passes.backward or _by_flops(job, passes.whole_backward)
+    if job.method.segments is not None:  # the activations are computed again
+        backward = [f + b for f, b in zip(passes.forward, backward)]
+    how = f"medians of {len(runs)} passes of {len(job.example[0])} samples when the training was done"
+    return StageSeconds(tuple(passes.forward), tuple(backward), tuple(update), how)
+
+
+def _passes(job: Job) -> List[PassSeconds]:
+    x, y = job.example
+    runs: List[PassSeconds] = []
+    began = time.perf_counter()
+    with undisturbed(job.model):
+        job.model.train()
+        while not runs or (len(runs) < REPEATS and time.perf_counter() - began < ENOUGH):
+            runs.append(
+                timed_passes(
+                    job.model, lambda: losses_of(job.loss, job.model(x.clone()), y.clone()), job.part.begins, len(job.part),
+                    x.is_cuda,
+                )
+            )  # fmt: skip
+    return runs
+
+
+def _by_flops(job: Job, whole: float) -> List[float]:
+    """Torch 2.0 does not tell the stages' backwards apart: the whole, divided as the FLOPs are."""
+    found = job.footprint
+    flops = found.backward_flops or tuple(BACKWARD * each for each in found.forward_flops)
+    total = sum(flops) or 1.0
+    return [whole * each / total for each in flops]
+
+
+def _update(job: Job) -> List[float]:
+    """Of a copy of the optimizer, stage by stage; what rules add is left out, and all of an optimizer that is not torch's, which
+    may look at its steps."""
+    if not type(job.optimizer).__module__.startswith("torch.optim."):
+        return [0.0] * len(job.part)
+    optimizer = copy.deepcopy(job.optimizer)
+    groups, found = optimizer.param_groups, []
+    for stage in range(len(job.part)):
+        optimizer.param_groups = [group for group in groups if group["stage"] == stage]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        found.append(
+            statistics.median(_timed_step(optimizer, job.device.type) for _ in range(REPEATS)) if parameters else 0.0
+        )
+    return found
+
+
+def _timed_step(optimizer: torch.optim.Optimizer, device: str) -> float:
+    start = time.perf_counter()
+    optimizer.step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

@@ -1,0 +1,116 @@
+"""What a trace tells: who is busy, who waits for whom, what holds a run up and what would help."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any, Dict, Optional, Sequence, Tuple
+
+from ipu_pipe.cli.arguments import say
+from ipu_pipe.errors import BadInput, Parser, traceback_shown
+
+EPILOG = """
+RUN is a run's folder, a *.trace, a Chrome trace of ipu_pipe (trace.json.gz), a trace of PyTorch's profiler or a folder of
+them (a file a rank), or PopVision's profile.pop. docs/traces.md says what each number means.
+
+examples:
+  python tools/analyze.py runs/digits                         what holds the run up, and why
+  python tools/analyze.py runs/digits --html digits.html      a page with a timeline to zoom into
+  python tools/analyze.py runs/digits --png timeline.png      its timeline as a picture
+  python tools/analyze.py runs/digits --against runs/gpipe    two runs side by side
+"""
+
+
+def parser() -> Parser:
+    """The command line."""
+    p = Parser(prog="tools/analyze.py", description=__doc__, epilog=EPILOG)
+    p.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or a trace file")
+    p.add_argument("--against", metavar="RUN2", type=Path, help="another one, to stand beside it")
+    p.add_argument("--json", action="store_true", help="for programs")
+    p.add_argument("--html", metavar="FILE", type=Path, help="write a page of its own with a timeline to zoom into")
+    p.add_argument("--png", metavar="FILE", type=Path, help="write the timeline as a picture")
+    p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
+    return p
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> None:
+    """Run the command."""
+    args = parser().parse_args(arguments)
+    with traceback_shown(args.traceback):
+        _run(args)
+
+
+def _run(args: argparse.Namespace) -> None:
+    from ipu_pipe.trace.reading import PROFILE
+
+    _check_outputs(args)
+    if args.run.name == PROFILE:
+        _profile(args)
+        return
+    trace, found = _analyzed(args.run)
+    other = None if args.against is None else _analyzed(args.against)[1]
+    if args.png is not None:
+        from ipu_pipe.report.analysis.picture import draw
+
+        args.png.parent.mkdir(parents=True, exist_ok=True)
+        draw(args.png, trace, found)
+        say(f"written: {args.png}")
+    if args.html is not None:
+        from ipu_pipe.report.page import write_page
+
+        args.html.parent.mkdir(parents=True, exist_ok=True)
+        write_page(args.html, trace, found)
+        say(f"written: {args.html}")
+    _print(found, other, args.json)
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    faults = [
+        f"--{name}: {file}: is a folder, must be a file"
+        for name, file in (("png", args.png), ("html", args.html))
+        if file is not None and file.is_dir()
+    ]
+    if faults:
+        raise BadInput(faults)
+    if args.png is not None:
+        from ipu_pipe.report.plots import check_plots
+
+        check_plots()
+
+
+def _analyzed(run: Path) -> Tuple[Any, Dict[str, Any]]:
+    from ipu_pipe.report.analysis.analyze import analyze
+    from ipu_pipe.trace.reading import read_trace
+
+    trace = read_trace(run)
+    return trace, analyze(trace, str(run))
+
+
+def _print(found: Dict[str, Any], other: Optional[Dict[str, Any]], as_json: bool) -> None:
+    from ipu_pipe.report.analysis import against, words
+
+    if as_json:
+        held = {} if other is None else {"against": {"other": other, "differences": against.differences(found, other)}}
+        print(json.dumps({**found, **held}, indent=1))
+        return
+    print(words.in_words(found))
+    if other is not None:
+        print()
+        print(against.in_words(found, other))
+
+
+def _profile(args: argparse.Namespace) -> None:
+    """What PopVision's profile says: it has cycles and memory, no events."""
+    from ipu_pipe.backends.ipu.profile import read_profile
+
+    if not args.run.is_file():
+        raise BadInput(f"{args.run}: no such profile")
+    if importlib.util.find_spec("pva") is None:
+        raise BadInput(f"{args.run}: is read by Graphcore's pva, which is not installed: open it with PopVision")
+    try:
+        found = read_profile(args.run)
+    except (RuntimeError, AttributeError, ValueError, OSError) as error:
+        raise BadInput(f"{args.run}: cannot be read by pva: {error}") from None
+    print(json.dumps({"source": str(args.run), "profile": found}, indent=1))

@@ -1,0 +1,155 @@
+"""Which learning rates are stable under delay: of a run's stages, or the papers' figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence
+
+from ipu_pipe.cli.arguments import add_set, folder, say
+from ipu_pipe.errors import BadInput, Parser, traceback_shown
+from ipu_pipe.shipped import config_path
+from ipu_pipe.shown import nearest, shown
+
+EXPERIMENTS = {"pipemare_17": "pipemare_recompute_resnet20", "pipemare_18": "pipemare_recompute_translation"}
+EPILOG = """
+examples:
+  python tools/stability.py                                     list the figures
+  python tools/stability.py configs/mlp_digits.yaml             the stages of a run: delays, largest stable rates, what helps
+  python tools/stability.py configs/mlp_digits.yaml --json --set method=pipemare optimizer.lr=0.5
+  python tools/stability.py pipemare_5a pb_5                    figures as data and pictures, into runs/stability
+  python tools/stability.py all --out docs/results/stability    all that need no training
+
+The curvature of a run is measured where it starts (init_from: elsewhere) by power iteration on the Hessian of the training
+loss, or given by --curvature. docs/stability.md says what the theory assumes. pipemare_17 and pipemare_18 are training runs:
+they run the experiments of tools/reproduce.py.
+"""
+
+
+def parser() -> Parser:
+    """The command line."""
+    p = Parser(prog="tools/stability.py", description=__doc__, epilog=EPILOG)
+    p.add_argument("what", metavar="CONFIG|FIGURE", nargs="*", help="a YAML file, or figures' names, or all")
+    add_set(p)
+    p.add_argument("--json", action="store_true", help="for programs")
+    p.add_argument("--out", type=folder, metavar="DIR", help="of figures: where they go (default: runs/stability)")
+    p.add_argument("--samples", type=_count, default=128, metavar="N", help="of which the curvature is (%(default)s)")
+    p.add_argument("--iterations", type=_count, default=100, metavar="N", help="of the power, at most (%(default)s)")
+    p.add_argument("--seed", type=int, default=0, metavar="S", help="of the vector that it starts from (%(default)s)")
+    p.add_argument("--curvature", type=_positive, metavar="X", help="given instead of measured")
+    p.add_argument("--by-stage", action="store_true", help="measure each stage's own curvature, not the model's")
+    p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
+    return p
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 10**6:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be a whole number from 1 to 1000000")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1e18:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be a number above 0")
+    return value
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> None:
+    """Run the command."""
+    args = parser().parse_args(arguments)
+    if not args.what and args.set and "=" not in args.set[-1]:  # --set a=1 CONFIG
+        args.what = [args.set.pop()]
+    with traceback_shown(args.traceback):
+        if len(args.what) == 1 and (args.what[0].endswith((".yaml", ".yml")) or config_path(args.what[0]).is_file()):
+            _config(args)
+        else:
+            _figures(args)
+
+
+def _config(args: argparse.Namespace) -> None:
+    if args.out is not None:
+        raise BadInput(f"--out: {args.out}: is where figures go; of a config nothing is written")
+    if args.by_stage and args.curvature is not None:
+        raise BadInput(
+            "--by-stage: not together with --curvature: either each stage's is measured, or one is given for all"
+        )
+    from ipu_pipe.job.config import load_config
+    from ipu_pipe.studies.run_stability import examine, in_words
+
+    config = load_config(config_path(args.what[0]), args.set)
+    how = {"samples": args.samples, "iterations": args.iterations, "seed": args.seed, "curvature": args.curvature}
+    found = {"config": args.what[0], **examine(config, **how, by_stage=args.by_stage)}
+    print(json.dumps(found, indent=1) if args.json else in_words(found))
+
+
+def _figures(args: argparse.Namespace) -> None:
+    from ipu_pipe.studies.delay_figures import FIGURES
+
+    known = [*FIGURES, *EXPERIMENTS]
+    unknown = [name for name in args.what if name not in known and name != "all"]
+    if unknown:
+        name = unknown[0]
+        close = nearest(name, known)
+        raise BadInput(
+            f"CONFIG|FIGURE: {shown(name)}: is no file, nor one of {', '.join(known)}, all"
+            + (f"; did you mean {close}?" if close else "")
+        )
+    if args.set:
+        raise BadInput("--set: changes keys of a config, and figures have none: name a YAML file")
+    if not args.what:
+        listed = {name: (make.__doc__ or "").strip() for name, make in FIGURES.items()}
+        listed.update({name: f"Training runs: tools/reproduce.py {own}." for name, own in EXPERIMENTS.items()})
+        print(json.dumps(listed, indent=1) if args.json else "\n".join(f"{k:12s} {v}" for k, v in listed.items()))
+        return
+    from ipu_pipe.report.plots import check_plots
+
+    check_plots()
+    wanted = list(dict.fromkeys(name for asked in args.what for name in (FIGURES if asked == "all" else [asked])))
+    found = {name: _one(name, args) for name in wanted}
+    if args.json:
+        print(json.dumps(found, indent=1))
+
+
+def _one(name: str, args: argparse.Namespace) -> Any:
+    from ipu_pipe.studies.delay_figures import FIGURES, as_json
+    from ipu_pipe.studies.delay_pictures import draw
+    from ipu_pipe.written import write
+
+    out: Path = args.out or Path("runs/stability")
+    if name in EXPERIMENTS:
+        return _experiment(EXPERIMENTS[name], out, args)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--out: {out}: cannot be written: {error.strerror or error}") from None
+    say(f"{name} ...")
+    figure = FIGURES[name]()
+    data: Dict[str, Any] = {"figure": name, **as_json(figure), "command": f"python tools/stability.py {name}"}
+    draw(figure, out / f"{name}.png")
+    write(out / f"{name}.json", json.dumps(data) + "\n")
+    if not args.json:
+        title = figure.title.replace("\n", " ")
+        print(f"{name}: {title}\n  {figure.source}\n  {figure.seen}\n  {out / name}.json, {out / name}.png")
+    return data
+
+
+def _experiment(name: str, out: Path, args: argparse.Namespace) -> Any:
+    """A figure of training runs, as tools/reproduce.py makes it."""
+    import contextlib
+    import io
+
+    from ipu_pipe.cli import reproduce
+
+    arguments: List[str] = [name, "--out", str(out)]
+    if not args.json:
+        reproduce.main(arguments)
+        return None
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        reproduce.main([*arguments, "--json"])
+    return json.loads(printed.getvalue())

@@ -1,0 +1,87 @@
+"""A trace as text within a page: columns packed, and, of more events than a browser draws well, a window and an overview."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from typing import Any, Dict, List
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ipu_pipe.trace.events import CARRIED, COMMUNICATION, KINDS, Counters, Events, Trace
+from ipu_pipe.trace.series import series
+
+MOST_EVENTS = 1_000_000  # each with its own box; of more, those in the middle of the run
+BINS = 2048  # of the overview
+MOST_MOMENTS = 1000  # of a curve
+MOST_CURVES = 256
+_TYPES = ("u1", "i2", "i4", "u4")  # little-endian, the first that holds a column; else f8
+
+
+def embedded(trace: Trace, analysis: Dict[str, Any]) -> Dict[str, Any]:
+    """What the page's scripts read, as JSON: see data.js. Times count from the span's begin, in nanoseconds."""
+    events = trace.events.where(np.lexsort((trace.events.end, trace.events.start)))
+    moments = [int(column.min()) for column in (events.start, trace.counters.time) if len(column)]
+    begin = analysis.get("begin_ns")
+    begin = min(moments, default=0) if begin is None else int(begin)
+    events = events._replace(start=events.start - begin, end=events.end - begin)
+    count, span = len(events.start), int(events.end.max(initial=0))
+    found: Dict[str, Any] = {
+        "metadata": trace.metadata, "notes": trace.notes, "kinds": KINDS, "carried": CARRIED, "span_ns": span,
+        "communication": COMMUNICATION, "count": count,
+        "devices": np.unique(events.device).tolist(), "curves": _curves(trace.counters, begin),
+    }  # fmt: skip
+    if count > MOST_EVENTS:
+        found["overview"] = _overview(events, span)
+        first = (count - MOST_EVENTS) // 2
+        events = events.where(slice(first, first + MOST_EVENTS))
+        found["window_ns"] = [int(events.start[0]), int(events.start[-1])]
+    columns = {**events._asdict(), "start": np.diff(events.start, prepend=0), "end": events.end - events.start}
+    return {**found, "columns": {name: _packed(column) for name, column in columns.items()}}
+
+
+def _packed(column: NDArray[Any]) -> Dict[str, str]:
+    """Numbers as the bytes of the narrowest type, compressed (zlib), in base64."""
+    low, high = (int(column.min()), int(column.max())) if len(column) and column.dtype.kind in "iu" else (0, 0)
+    fitting = (name for name in _TYPES if np.iinfo(name).min <= low and high <= np.iinfo(name).max)
+    name = "f8" if column.dtype.kind == "f" else next(fitting, "f8")
+    return {"type": name, "base64": base64.b64encode(zlib.compress(column.astype("<" + name).tobytes(), 6)).decode()}
+
+
+def _overview(events: Events, span: int) -> List[Dict[str, Any]]:
+    """Of each device and kind the share of each of BINS equal parts of the span, in 255ths."""
+    edges = np.linspace(0, span, BINS + 1)
+    kinds = np.unique(events.kind).tolist()
+    order = np.argsort(events.device, kind="stable")
+    names, firsts = np.unique(events.device[order], return_index=True)
+    found = []
+    for device, mine in zip(names.tolist(), np.split(order, firsts[1:])):
+        kind, start, end = events.kind[mine], events.start[mine], events.end[mine]
+        shares = {}
+        for code in kinds:
+            own = kind == code
+            share = np.diff(_until(edges, start[own]) - _until(edges, np.sort(end[own]))) / max(span / BINS, 1)
+            shares[KINDS[code]] = _packed(np.rint(255 * share.clip(0, 1)).astype(np.int64))
+        found.append({"device": device, "shares": shares})
+    return found
+
+
+def _until(edges: NDArray[np.float64], moments: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Of each edge, what lies between it and all the moments before it, together."""
+    before = np.searchsorted(moments, edges)
+    return before * edges - np.concatenate([[0.0], np.cumsum(moments, dtype=np.float64)])[before]
+
+
+def _curves(counters: Counters, begin: int) -> List[Dict[str, Any]]:
+    """Memory and other counters; of many moments the greatest of each part."""
+    curves = []
+    for name, device, times, values in series(counters):
+        whole = np.nansum(np.stack([*values.values()]), axis=0)
+        chosen = np.arange(len(times))
+        if len(times) > MOST_MOMENTS:
+            parts = np.linspace(0, len(times), MOST_MOMENTS + 1).astype(int)
+            chosen = np.array([low + int(whole[low:high].argmax()) for low, high in zip(parts[:-1], parts[1:])])
+        told = {key: [None if v != v else v for v in column[chosen].tolist()] for key, column in values.items()}
+        curves.append({"name": name, "device": device, "times": (times[chosen] - begin).tolist(), "values": told})
+    return curves[:MOST_CURVES]

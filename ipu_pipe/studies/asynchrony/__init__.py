@@ -1,0 +1,1 @@
+"""PipeDream, randomized PipeDream and LocalSGD on known objectives: the randomized PipeDream paper's experiments."""

@@ -1,0 +1,60 @@
+"""A model whose stages sleep, with timers of its own inside its forward and backward."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import Any, List
+
+import torch
+from torch import nn
+
+from ipu_pipe.data import TensorData
+
+WIDTH, CLASSES, BATCH = 12, 5, 6
+SECONDS = (0.004, 0.04)  # of a pass of stage 0 and of stage 1
+passes: List[List[int]] = []  # stage, begin and end (perf_counter_ns) of each forward and backward
+
+
+class _Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, stage: int) -> torch.Tensor:
+        ctx.stage = stage
+        time.sleep(SECONDS[stage])
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        begun = time.perf_counter_ns()
+        time.sleep(SECONDS[ctx.stage])
+        passes.append([ctx.stage, begun, time.perf_counter_ns()])
+        return gradient, None
+
+
+def _gradient_is_there(parameter: torch.Tensor) -> None:
+    passes[-1][2] = time.perf_counter_ns()
+
+
+class Stage(nn.Module):
+    def __init__(self, stage: int, width: int) -> None:
+        super().__init__()
+        self.stage, self.fc = stage, nn.Linear(WIDTH, width)
+        for parameter in self.fc.parameters():
+            parameter.register_post_accumulate_grad_hook(_gradient_is_there)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        begun = time.perf_counter_ns()
+        found: torch.Tensor = _Slow.apply(self.fc(x), self.stage)  # type: ignore[no-untyped-call]
+        passes.append([self.stage, begun, time.perf_counter_ns()])
+        return found
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(one=Stage(0, WIDTH), two=Stage(1, CLASSES)))
+
+
+def data() -> TensorData:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(600, WIDTH, generator=generator), torch.randint(CLASSES, (600,), generator=generator)
+    return TensorData((x, y), (x[:BATCH], y[:BATCH]), seed=0)

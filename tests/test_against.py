@@ -1,0 +1,124 @@
+"""train --against METHOD: with as many samples and with as much time, by the schedule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Dict
+
+import pytest
+
+from ipu_pipe.errors import RunFault
+from ipu_pipe.job.config import load_config
+from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.studies import against
+from ipu_pipe.studies.against import at_equal_time, choices, train_against
+from ipu_pipe.studies.stories import Run, planned_slots, stories
+
+DIGITS = str(Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml")
+SHORT = [
+    "steps=24", "log.tensorboard=false", "gradient_accumulation=2", "micro_batch_size=8", "evaluate={every: 0, subset: 64}",
+    "backend.threads=1", "stages=4", "optimizer.lr=0.02", "lr_schedule={name: linear, warmup_steps: 4}",
+]  # fmt: skip
+
+
+def config(*pairs: str) -> Any:
+    return load_config(DIGITS, [*SHORT, *pairs])
+
+
+def summary(method: str, steps: int, accumulate: int, **more: Any) -> Dict[str, Any]:
+    """Of a run on four stages."""
+    schedule = make_schedule(METHODS[method], 4, steps * accumulate, accumulate)
+    return {
+        "method": method, "steps": steps, "batch": {"gradient_accumulation": accumulate}, "model": {"stages": 4},
+        "planned_utilization": schedule.busy_share(), "modelled_utilization": None, "utilization": None,
+        "updates_per_epoch": 1000, "throughput_samples_per_second": 12.34, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pipedream", "pipedream_flush"])
+def test_slots_of_a_run_are_its_schedules(method: str) -> None:
+    told = summary(method, 9, 4)
+    assert planned_slots(told) == pytest.approx(make_schedule(METHODS[method], 4, 36, 4).slot_count)
+
+
+@pytest.mark.parametrize("accumulate, steps", [(2, 150), (4, 107), (8, 68), (16, 39), (500, None)])
+def test_as_much_time_is_the_most_updates_that_fit(accumulate: int, steps: Any) -> None:
+    """GPipe on 4 stages: 2 (K + 3) slots an update; 375 updates of 2 microbatches by 1F1B: 1,506 slots."""
+    first = summary("pipedream", 375, 2)
+    assert planned_slots(first) == pytest.approx(1506)
+    chosen = at_equal_time(config("method=gpipe", "steps=375"), accumulate, first)
+    if steps is None:
+        assert chosen is None
+        return
+    assert chosen is not None and chosen.steps == steps and chosen.gradient_accumulation == accumulate
+    assert 2 * (accumulate + 3) * steps <= 1506 < 2 * (accumulate + 3) * (steps + 1)
+    assert chosen.optimizer.lr == pytest.approx(0.02 * accumulate / 2)
+    assert chosen.lr_schedule.warmup_steps == -(-4 * 2 // accumulate)  # as many samples
+
+
+def test_milestones_come_at_the_same_share_of_the_run() -> None:
+    chosen = at_equal_time(
+        config("method=gpipe", "lr_schedule={name: step, milestones: [2, 3]}"), 4, summary("pipedream", 24, 2)
+    )
+    assert chosen is not None and chosen.steps is not None
+    share = chosen.steps * 4 / 48
+    assert chosen.lr_schedule.milestones == pytest.approx([2 * share, 3 * share])
+
+
+def test_a_method_that_does_not_drain_keeps_its_batch() -> None:
+    assert choices(config("method=gpipe")) == [2, 4, 8, 16] and choices(config("method=gpipe"), [4, 4]) == [4]
+    assert choices(config("method=pipemare")) == [2]
+
+
+def test_both_stories_are_told_and_drawn(tmp_path: Path) -> None:
+    said = train_against(config("method=pipedream"), config("method=gpipe"), tmp_path / "run", [4, 8])
+    told = json.loads((tmp_path / "run" / "against.json").read_text())
+    assert told["run"]["method"] == "pipedream" and told["same_samples"]["samples"] == told["run"]["samples"] == 24 * 16
+    slots = told["run"]["slots"]
+    for run, accumulate in zip(told["same_time"], (4, 8)):
+        held = json.loads((tmp_path / "run" / f"gpipe-accumulate-{accumulate}" / "summary.json").read_text())
+        assert (
+            held["batch"]["gradient_accumulation"] == run["accumulate"] == accumulate and held["steps"] == run["steps"]
+        )
+        assert 0.5 * slots < run["slots"] <= slots < told["same_samples"]["slots"]
+        assert run["curve"][0]["slots"] == 0 and run["curve"][-1]["slots"] == run["slots"]
+    best = max(run["final"]["test_accuracy"] for run in told["same_time"])
+    lines = said.splitlines()
+    assert lines[1].startswith("the same samples, 384: test accuracy") and lines[1].endswith("points")
+    assert f"{best:.3f} by gpipe at its best" in said and f"the same time, {slots:,.0f} slots (planned)" in said
+    assert "planned (of the schedule" in said and lines[-1].startswith("throughput: ")
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "run" / "against.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_method_that_takes_no_longer_is_not_run_again(tmp_path: Path) -> None:
+    said = train_against(config("method=gpipe"), config("method=pipedream"), tmp_path / "run")
+    assert "the same time: pipedream takes no longer" in said
+    assert json.loads((tmp_path / "run" / "against.json").read_text())["same_time"] == []
+
+
+def test_a_rate_that_is_too_high_is_told_and_the_others_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = against.train
+
+    def train(config: Any, out: Path, **how: Any) -> Any:
+        if config.gradient_accumulation == 8:
+            raise RunFault("update 3 of method gpipe: the training loss is nan; a smaller optimizer.lr may help")
+        return whole(config, out, **how)
+
+    monkeypatch.setattr(against, "train", train)
+    said = train_against(config("method=pipedream"), config("method=gpipe"), tmp_path / "run", [4, 8])
+    assert "8 microbatches an update" in said and "update 3 of method gpipe: the training loss is nan" in said
+    assert "by gpipe at its best" in said
+
+
+def test_the_better_loss_counts_where_accuracy_has_no_meaning() -> None:
+    def run(method: str, loss: float, slots: float, accumulate: int = 2) -> Run:
+        return Run(method, accumulate, 0.1, 10, 320, slots, {"test_loss": loss, "test_accuracy": None}, [])
+
+    both = run("pipedream", 1.5, 100.0), run("gpipe", 1.25, 250.0)
+    first, second = summary("pipedream", 10, 2), summary("gpipe", 10, 2)
+    said = stories(first, second, both, [run("gpipe", 2.0, 99.0, 4), run("gpipe", 1.75, 98.0, 8)])
+    assert "test loss 1.500 by pipedream, 1.250 by gpipe: +0.250" in said
+    assert "test loss 1.500 by pipedream, 1.750 by gpipe at its best: -0.250" in said

@@ -1,0 +1,173 @@
+"""How devices spent their time: known idle times come out exactly, and parts equal a count of every nanosecond."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Sequence, Set, Tuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ipu_pipe.report.analysis.intervals import merged
+from ipu_pipe.report.analysis.parts import Parts, parts_of, span_of
+from ipu_pipe.schedule.clock import clock, slot_costs
+from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.trace.events import COMMUNICATION, COMPUTE, OUTSIDE, WAIT, Event, Events
+from ipu_pipe.trace.modelled import modelled_events
+
+Drawn = Tuple[int, str, int, int, int]  # device, kind, start, end, peer
+
+
+def traced(*drawn: Drawn) -> Events:
+    return Events.of(Event(d, d, kind, 0, start, end, 0, None, peer) for d, kind, start, end, peer in drawn)
+
+
+def parts(*drawn: Drawn, devices: Sequence[int] = ()) -> List[Parts]:
+    events = traced(*drawn)
+    return parts_of(events, devices, span_of(events))
+
+
+def test_a_device_that_waits() -> None:
+    """busy [10, 20) and [50, 70), a message [20, 26), a wait for 1 [26, 40), an evaluation [42, 47), 100 in all."""
+    found = parts(
+        (0, "backward", 50, 70, -1), (0, "forward", 10, 20, -1), (0, "send", 20, 26, 1), (0, WAIT, 26, 40, 1),
+        (0, "evaluate", 42, 47, -1), (1, "forward", 0, 100, -1),
+    )  # fmt: skip
+    assert found[0] == Parts(
+        device=0, stages=(0,), busy_ns=30, wait_ns=14, communication_ns=6, ramp_up_ns=10, ramp_down_ns=30, idle_ns=10,
+        waits_for={1: 14}, idle_in={"evaluate": 5, "checkpoint": 0, "pause": 0, "host": 5}, outside_ns=5, messages_ns=6,
+        hidden_ns=0,
+    )  # fmt: skip
+    assert found[1].busy_ns == found[1].span_ns == 100 and found[1].waits_for == {}
+
+
+def test_what_overlaps_is_counted_once() -> None:
+    """Compute hides messages, these hide waits, waits hide evaluations, and of two waits the one that began first counts."""
+    found = parts(
+        (0, "forward", 0, 10, -1), (0, "forward", 5, 15, -1), (0, "backward", 90, 100, -1), (0, "backward", 95, 95, -1),
+        (0, "recv", 10, 25, 1), (0, "send", 12, 20, 1), (0, WAIT, 20, 50, 2), (0, WAIT, 18, 40, 1), (0, WAIT, 45, 60, 3),
+        (0, "pause", 30, 70, -1), (0, "checkpoint", 65, 80, -1),
+    )  # fmt: skip
+    (only,) = found
+    assert (only.busy_ns, only.communication_ns, only.wait_ns) == (25, 10, 35)
+    assert only.waits_for == {1: 15, 2: 10, 3: 10}
+    assert only.idle_in == {"evaluate": 0, "checkpoint": 15, "pause": 5, "host": 10}
+    assert (only.messages_ns, only.hidden_ns, only.outside_ns) == (15, 5, 20)
+
+
+def test_a_wait_within_a_wait() -> None:
+    (only,) = parts((0, WAIT, 12, 15, 2), (0, WAIT, 10, 20, 1), (0, "forward", 0, 5, -1), (0, "forward", 30, 35, -1))
+    assert only.waits_for == {1: 10} and only.wait_ns == 10 and only.idle_ns == 15
+
+
+def test_ramps_are_what_lies_before_and_after_compute_whatever_it_is() -> None:
+    (only,) = parts((0, WAIT, 0, 20, 1), (0, "update", 20, 20, -1), (0, "recv", 20, 30, 1), (0, "forward", 25, 40, -1),
+                    (0, WAIT, 35, 60, 1), (0, "evaluate", 60, 75, -1))  # fmt: skip
+    assert (only.ramp_up_ns, only.communication_ns, only.busy_ns, only.ramp_down_ns) == (20, 5, 15, 35)
+    assert only.wait_ns == only.idle_ns == 0 and only.outside_ns == 15
+
+
+def test_devices_without_compute_or_without_events() -> None:
+    found = parts((0, "forward", 0, 50, -1), (3, WAIT, 10, 30, 0), devices=[0, 1, 3])
+    assert [p.device for p in found] == [0, 1, 3]
+    assert (found[1].idle_ns, found[1].span_ns, found[1].stages) == (50, 50, ())
+    assert (found[2].wait_ns, found[2].idle_ns, found[2].ramp_up_ns) == (20, 30, 0)
+
+
+def test_an_instant_alone() -> None:
+    (only,) = parts((0, "forward", 7, 7, -1))
+    assert only.span_ns == only.busy_ns == 0
+
+
+KINDS_DRAWN = ["forward", "update", "send", "recv", WAIT, WAIT, WAIT, WAIT, *OUTSIDE]
+events_drawn = st.lists(
+    st.tuples(
+        st.integers(0, 1), st.sampled_from(KINDS_DRAWN), st.integers(0, 30), st.integers(0, 25), st.integers(-1, 2),
+    ).map(lambda e: (e[0], e[1], e[2], e[2] + e[3], e[4])),
+    min_size=1, max_size=12,
+)  # fmt: skip
+
+
+def literal(drawn: Sequence[Drawn], device: int, span: Tuple[int, int]) -> Dict[str, Any]:
+    """Every nanosecond of a device looked at on its own."""
+    own = [e for e in drawn if e[0] == device]
+    computes = [e for e in own if e[1] in COMPUTE]
+    begin = min((e[2] for e in computes), default=span[0])
+    last = max((e[3] for e in computes), default=span[1])
+    found: Dict[str, Any] = {"waits_for": {}, "idle_in": dict.fromkeys((*OUTSIDE, "host"), 0), "outside_ns": 0}
+    for part in ("busy", "communication", "wait", "ramp_up", "ramp_down", "idle"):
+        found[f"{part}_ns"] = 0
+    for t in range(*span):
+        at: Set[str] = {e[1] for e in own if e[2] <= t < e[3]}
+        outside = [kind for kind in OUTSIDE if kind in at]
+        if not begin <= t < last:
+            found["ramp_up_ns" if t < begin else "ramp_down_ns"] += 1
+            found["outside_ns"] += bool(outside)
+        elif at & {*COMPUTE}:
+            found["busy_ns"] += 1
+        elif at & {*COMMUNICATION}:
+            found["communication_ns"] += 1
+        elif WAIT in at:
+            first = min((e for e in own if e[1] == WAIT and e[2] <= t < e[3]), key=lambda e: e[2])
+            found["wait_ns"] += 1
+            found["waits_for"][first[4]] = found["waits_for"].get(first[4], 0) + 1
+        else:
+            found["idle_ns"] += 1
+            found["idle_in"][outside[0] if outside else "host"] += 1
+            found["outside_ns"] += bool(outside)
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(events_drawn)
+def test_parts_add_up_and_equal_a_count_of_every_nanosecond(drawn: List[Drawn]) -> None:
+    events = traced(*drawn)
+    span = span_of(events)
+    for found in parts_of(events, [0, 1, 2], span):
+        assert found.span_ns == span[1] - span[0]
+        told = {
+            key: value
+            for key, value in found._asdict().items()
+            if key not in ("device", "stages", "messages_ns", "hidden_ns")
+        }
+        assert told == literal(drawn, found.device, span)
+        messages = {t for e in drawn if e[0] == found.device and e[1] in COMMUNICATION for t in range(e[2], e[3])}
+        passes = {t for e in drawn if e[0] == found.device and e[1] in COMPUTE for t in range(e[2], e[3])}
+        assert (found.messages_ns, found.hidden_ns) == (len(messages), len(messages & passes))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=12), st.integers(0, 40), st.integers(0, 40))
+def test_unions_are_sets_of_moments(drawn: List[Tuple[int, int]], begin: int, end: int) -> None:
+    start = np.array([s for s, _ in drawn], np.int64)
+    found = merged(start, start + np.array([length for _, length in drawn], np.int64))
+    moments = {t for s, length in drawn for t in range(s, s + length)}
+    assert found.length == len(moments) and (found.start[1:] > found.end[:-1]).all()
+    assert found.before(np.arange(45)).tolist() == [len([t for t in moments if t < m]) for m in range(45)]
+    assert found.within(begin, end).length == len([t for t in moments if begin <= t < end])
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("stages, accumulate, batches", [(1, 1, 3), (2, 2, 3), (4, 4, 3), (5, 8, 2)])
+def test_parts_of_every_methods_slots(name: str, stages: int, accumulate: int, batches: int) -> None:
+    """In unit slots the bubble is the schedule's, device by device."""
+    method = METHODS[name]
+    schedule = make_schedule(method, stages, accumulate * batches, accumulate)
+    table = VersionTable(schedule, method)
+    count = accumulate * batches
+    events, _ = modelled_events(
+        clock(schedule, slot_costs(schedule)), (table.forward(0, count), table.backward(0, count)), accumulate, 1000.0,
+        schedule.device_of_stage,
+    )  # fmt: skip
+    columns = Events.of(events)
+    found = parts_of(columns, [], span_of(columns))
+    span = 1000 * schedule.slot_count
+    each = 2 * count * 1000 // schedule.slot_capacity
+    assert [(p.busy_ns, p.span_ns) for p in found] == [(each, span)] * stages
+    assert sum(p.busy_ns for p in found) / (stages * span) == pytest.approx(schedule.busy_share(), abs=1e-12)
+    if name == "gpipe":  # (P - 1) / (N + P - 1), Huang et al. 2019, section 2.3
+        idle = sum(p.span_ns - p.busy_ns for p in found) / (stages * span)
+        assert idle == pytest.approx((stages - 1) / (accumulate + stages - 1))

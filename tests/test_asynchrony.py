@@ -1,0 +1,341 @@
+"""Randomized PipeDream and LocalSGD: delays, timelines, and the emulator against the papers' algorithms in plain torch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Dict, List, Optional, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ipu_pipe.backends.emulator.replay import Emulator
+from ipu_pipe.backends.randomized import RandomizedReplays, order_of_updates
+from ipu_pipe.backends.work import Work
+from ipu_pipe.errors import BadInput
+from ipu_pipe.model.stages import partition
+from ipu_pipe.schedule import asynchrony
+from ipu_pipe.schedule.history import history_delays
+from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.groups import parameter_groups
+from tests.staged_models import MODELS, batches, whole
+
+LR, MOMENTUM, DECAY = 0.2, 0.9, 1e-3
+cross_entropy = nn.functional.cross_entropy
+
+
+def sgd(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+
+
+# ---- delays and timelines
+
+
+@pytest.mark.parametrize("P", range(2, 41))
+def test_steady_global_history_delays_are_the_closed_form(P: int) -> None:
+    """The full matrix tau(a, r) extracted from PipeDream's timeline; its greatest, mean and least (Proposition 4.1)."""
+    M = 8 * P
+    table = VersionTable(make_schedule(METHODS["pipedream"], P, M, 1), METHODS["pipedream"])
+    found = history_delays(table, 3 * P, 4 * P)
+    tau = asynchrony.steady_delays(P)
+    assert (found.written[:, None, :] - found.read[None, :, :] == tau[:, :, None]).all()
+    assert tau.max() == asynchrony.greatest_delay(P) == (P * P - P // 2 if P % 2 == 0 else P * P - (P + 1) // 2)
+    assert tau.mean() == asynchrony.mean_delay(P) == (P * P - 1) / 2
+    assert tau.min() == tau[P - 1, P - 1] == asynchrony.least_delay(P) == (P - 1) // 2
+    lags = np.arange(3 * P, 4 * P) - table.forward(3 * P, 4 * P)  # local staleness
+    assert (lags == P - 1 - np.arange(P)[:, None]).all()
+
+
+@pytest.mark.parametrize("P", [2, 3, 8, 16])
+def test_timelines_have_the_lengths_of_the_paper(P: int) -> None:
+    for K in (1, 2, 5, 30):
+        for R in {1, 2, P - 1, P, P + 3}:
+            method = resolve_method("local_sgd", {"local_steps": K})
+            for rounds in (1, 3):
+                M = rounds * R * K
+                found = make_schedule(method, P, M, R).slot_count
+                if R >= P:
+                    assert found == 2 * M + 2 * (P - 1) * rounds
+                if R <= P:
+                    assert found == rounds * (2 * P * K + 2 * (R - 1))
+    assert make_schedule(METHODS["pipedream"], P, 600, 1).slot_count == 2 * 600 + 2 * (P - 1)
+
+
+def test_the_papers_budgets_in_slots() -> None:
+    lengths = {
+        (P, M, K): make_schedule(resolve_method("local_sgd", {"local_steps": K}), P, M, P).slot_count
+        for P, M, K in ((16, 400, 5), (16, 960, 5))
+    }
+    assert make_schedule(METHODS["pipedream"], 16, 600, 1).slot_count == 1230
+    assert make_schedule(METHODS["pipedream"], 16, 1024, 1).slot_count == 2078
+    assert lengths == {(16, 400, 5): 950, (16, 960, 5): 2280}
+    assert make_schedule(resolve_method("local_sgd", {"local_steps": 8}), 16, 960, 16).slot_count == 2160
+
+
+def test_a_drain_ends_a_round() -> None:
+    schedule = make_schedule(resolve_method("local_sgd", {"local_steps": 5}), 3, 24, 2, drains=[6])
+    assert [schedule.stretch(k) for k in (0, 2, 3, 7, 8, 11)] == [(0, 3), (0, 3), (3, 8), (3, 8), (8, 12), (8, 12)]
+
+
+# ---- what is drawn
+
+
+def replays(
+    args: Dict[str, Any], P: int = 3, M: int = 40, drains: Sequence[int] = (), seed: int = 4
+) -> RandomizedReplays:
+    method = resolve_method("randomized_pipedream", args)
+    assert method.history is not None
+    table = VersionTable(make_schedule(method, P, M, 1, drains), method)
+    return RandomizedReplays(table, method.history, 10, seed)
+
+
+def test_draws_are_a_function_of_seed_and_iteration_alone() -> None:
+    whole_run, parts = replays({}, M=3000), replays({}, M=3000)
+    one = whole_run.window(0, 9000)
+    for first, last in ((5000, 6001), (4095, 4097), (17, 18)):
+        some = parts.window(first, last)
+        for got, all_of_them in zip(some[:4], one[:4]):
+            if got is not None and all_of_them is not None:
+                assert (got == all_of_them[..., first:last]).all()
+        assert (parts.made(first) == one.updates[:, :first].sum(axis=1)).all()
+    assert (replays({}, M=3000, seed=5).window(0, 90).forward != one.forward[:, :90]).any()
+
+
+def test_delays_and_draws_are_uniform_within_their_bounds() -> None:
+    source = replays({"delay_bound": 7}, M=4000)
+    delays = source.delays(0, source.count)
+    assert (delays[:, :5] <= np.arange(5)).all() and delays.max() == 7
+    for counts in [np.bincount(row[7:], minlength=8) for row in delays] + [
+        np.bincount(source.stages_of(0, 12000)),
+        np.bincount(source.microbatches_of(0, 12000) % 10),
+    ]:
+        expected = counts.sum() / len(counts)
+        assert (abs(counts - expected) < 5 * np.sqrt(expected)).all()
+    assert (source.microbatches_of(0, 12000) // 10 == np.arange(12000) // 30).all()  # of the epoch at hand
+    together = np.corrcoef(delays[:, 7:])
+    assert abs(together - np.eye(3)).max() < 0.05
+
+
+def test_no_delay_reaches_beyond_a_drain() -> None:
+    source = replays({"delay_bound": 50}, drains=[20])
+    delays = source.delays(0, 120)
+    assert (delays[:, 60:] <= np.arange(60)).all() and delays[:, 59].max() > 10
+
+
+def test_offsets_are_the_mean_delays_of_each_block() -> None:
+    P = 4
+    source = replays({"delays": "offsets"}, P=P)
+    expected = np.rint(asynchrony.steady_delays(P).mean(axis=0))
+    assert (source.delays(60, 90) == expected[:, None]).all()
+    assert replays({"delays": "offsets", "delay_bound": 5}, P=P).delays(60, 61).max() == 5
+
+
+def test_the_schedules_order_is_that_of_its_slots() -> None:
+    schedule = make_schedule(METHODS["pipedream"], 3, 4, 1)
+    stage, microbatch = order_of_updates(schedule)
+    drawn = [(2, 0), (1, 0), (2, 1), (0, 0), (2, 2), (1, 1), (0, 1), (2, 3), (1, 2), (0, 2), (1, 3), (0, 3)]
+    slots = {(s, m): (2 * 3 - 1 - s + 2 * m, s) for s, m in drawn}
+    assert list(zip(stage.tolist(), microbatch.tolist())) == sorted(slots, key=lambda key: slots[key])
+
+
+# ---- the emulator
+
+
+def emulated(
+    modules: List[nn.Module],
+    method: Method,
+    steps: int,
+    data: Sequence[Any],
+    drains: Sequence[int] = (),
+    batch: int = 10,
+) -> Emulator:
+    model = whole(modules)
+    part = partition(model, data[0][0])
+    R = 1 if method.rounds is None else method.rounds.replicas or len(part)
+    schedule = make_schedule(method, len(part), steps * R, R, drains)
+    table = VersionTable(schedule, method)
+    optimizer = sgd(parameter_groups(model, part))
+    rules = UpdateRules({}, method, table.rule_lag(), 1, optimizer, lambda k: LR / (k + 1))
+    source = None if method.history is None else RandomizedReplays(table, method.history, batch, 4)
+    block_updates = len(part) if method.history is not None else 1
+    work = Work(cross_entropy, table, rules, replays=source, block_updates=block_updates)
+    emulator = Emulator(work, model, part, data[0], 0, R)
+    for _ in range(steps * block_updates):
+        emulator.step(data[m * R + r] for m, r in until_update(emulator))
+    emulator.close()
+    return emulator
+
+
+def until_update(emulator: Emulator) -> Any:
+    while True:
+        replay = emulator.replay
+        yield replay.microbatch, replay.replica
+        if len(replay.updates):
+            return
+
+
+def fresh(name: str) -> List[nn.Module]:
+    torch.manual_seed(3)
+    return [stage.double() for stage in MODELS[name]()]
+
+
+def normed() -> List[nn.Module]:
+    torch.manual_seed(3)
+    sizes = [(12, 8), (8, 8), (8, 8)]
+    stages = [nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.Tanh()) for a, b in sizes]
+    return [stage.double() for stage in [*stages, nn.Linear(8, 4)]]
+
+
+def assert_alike(ours: List[nn.Module], theirs: List[nn.Module]) -> None:
+    for (name, a), b in zip(whole(ours).state_dict().items(), whole(theirs).state_dict().values()):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("model", [*MODELS, "normed"])
+@pytest.mark.parametrize("drains", [[], [7, 21]])
+def test_with_the_schedules_own_delays_it_is_pipedream_bit_for_bit(model: str, drains: List[int]) -> None:
+    """Weights, velocities and running statistics, with a learning rate that falls (appendix F)."""
+    make = normed if model == "normed" else lambda: fresh(model)
+    ours, theirs, data = make(), make(), batches(30)
+    exact = resolve_method("randomized_pipedream", {"order": "schedule", "delays": "schedule"})
+    found = emulated(ours, exact, 30, data, drains)
+    pipedream = emulated(theirs, resolve_method("pipedream"), 30, data, drains)
+    assert_alike(ours, theirs)
+    states = [e.work.rules.optimizer.state for e in (found, pipedream)]
+    for p, q in zip(whole(ours).parameters(), whole(theirs).parameters()):
+        assert torch.equal(states[0][p]["momentum_buffer"], states[1][q]["momentum_buffer"])
+
+
+def by_the_algorithm(
+    modules: List[nn.Module], source: RandomizedReplays, data: Sequence[Any], beta: Optional[float], in_order: bool
+) -> None:
+    """Algorithm 1 with all iterates kept as copies; momentum and decay as torch.optim.SGD does them."""
+    parameters = [list(module.parameters()) for module in modules]
+    history = [[[p.detach().clone() for p in own] for own in parameters]]
+    velocity: Dict[int, List[torch.Tensor]] = {}
+    P, net = len(modules), whole(modules)
+    stages, microbatches = source.stages_of(0, source.count), source.microbatches_of(0, source.count)
+    delays = source.delays(0, source.count)
+    for k in range(source.count):
+        s = int(stages[k])
+        for j in range(P):
+            at = k - int(delays[j, k])
+            for i, p in enumerate(parameters[j]):
+                x = history[at][j][i].clone()
+                if beta is not None and at > 0:
+                    x.add_(history[at][j][i] - history[at - 1][j][i], alpha=beta)
+                p.data = x
+        x, y = data[int(microbatches[k])]
+        net.zero_grad()
+        cross_entropy(net(x), y).backward()
+        new = [list(own) for own in history[-1]]
+        rate = LR / ((int((stages[:k] == s).sum()) if in_order else k // P) + 1)
+        old = velocity.get(s)
+        held = []
+        for i, p in enumerate(parameters[s]):
+            assert p.grad is not None
+            g = p.grad.add(history[-1][s][i], alpha=DECAY)
+            v = g.clone() if old is None else old[i].mul(MOMENTUM).add(g)
+            held.append(v)
+            new[s][i] = history[-1][s][i].add(v, alpha=-rate)
+        velocity[s] = held
+        history.append(new)
+    for j in range(P):
+        for i, p in enumerate(parameters[j]):
+            p.data = history[-1][j][i]
+
+
+@pytest.mark.parametrize("model", ["mlp", "residual"])
+@pytest.mark.parametrize(
+    "args", [{}, {"delay_bound": 0}, {"delay_bound": 5, "nag": 0.7}, {"delays": "offsets"}, {"order": "schedule"}],
+    ids=lambda v: "-".join(map(str, v.values())) or "default",
+)  # fmt: skip
+def test_weights_are_those_of_algorithm_1(args: Dict[str, Any], model: str) -> None:
+    ours, theirs, data = fresh(model), fresh(model), batches(40)
+    method = resolve_method("randomized_pipedream", args)
+    found = emulated(ours, method, 20, data)
+    by_the_algorithm(theirs, replays(args, P=len(theirs), M=20), data, args.get("nag"), "order" in args)
+    assert found.update == 20 * len(theirs)
+    for a, b in zip(whole(ours).parameters(), whole(theirs).parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+        assert args.get("nag") or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("model", ["mlp", "normed"])
+@pytest.mark.parametrize("R, K, drains", [(3, 2, []), (2, 5, [6]), (1, 3, []), (4, 1, [])])
+def test_local_sgd_is_replicas_that_train_by_themselves_and_meet(R: int, K: int, drains: List[int], model: str) -> None:
+    steps, data = 9, batches(9 * R)
+    make = normed if model == "normed" else lambda: fresh(model)
+    ours, first = make(), make()
+    emulated(ours, resolve_method("local_sgd", {"replicas": R, "local_steps": K}), steps, data, [d * R for d in drains])
+    nets = [whole(copy.deepcopy(first)) for _ in range(R)]
+    optimizers = [sgd(net.parameters()) for net in nets]
+    since = 0
+    for h in range(steps):
+        for r, (net, optimizer) in enumerate(zip(nets, optimizers)):
+            optimizer.param_groups[0]["lr"] = LR / (h + 1)
+            x, y = data[h * R + r]
+            optimizer.zero_grad()
+            cross_entropy(net(x), y).backward()
+            optimizer.step()
+        since += 1
+        if since == K or h + 1 in drains or h + 1 == steps:
+            meet(nets, optimizers)
+            since = 0
+    for (name, a), b in zip(whole(ours).state_dict().items(), nets[0].state_dict().values()):
+        assert torch.equal(a, b), name
+
+
+def meet(nets: List[nn.Module], optimizers: List[torch.optim.Optimizer]) -> None:
+    """Weights, velocities and running statistics become the mean of all."""
+    held = [
+        [*net.parameters(), *(optimizer.state[p]["momentum_buffer"] for p in net.parameters())]
+        + [b for b in net.buffers() if b.is_floating_point()]
+        for net, optimizer in zip(nets, optimizers)
+    ]
+    with torch.no_grad():
+        for own in zip(*held):
+            total = own[0].clone()
+            for other in own[1:]:
+                total += other
+            for tensor in own:
+                tensor.copy_(total / len(own))
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    "method, args, said",
+    [
+        ("pipedream", {"delay_bound": 4}, "method_args: delay_bound: 4: belongs to randomized_pipedream alone"),
+        ("gpipe", {"replicas": 4}, "method_args: replicas: 4: belongs to local_sgd alone"),
+        ("randomized_pipedream", {"delay_bound": -1}, "method_args: delay_bound: -1: must be a whole number >= 0"),
+        (
+            "randomized_pipedream",
+            {"delays": "drawn"},
+            "method_args: delays: drawn: must be uniform, offsets or schedule",
+        ),
+        (
+            "randomized_pipedream",
+            {"delays": "schedule"},
+            "method_args: delays: schedule: are those of PipeDream's order of updates: set order: schedule",
+        ),
+        (
+            "randomized_pipedream",
+            {"stash": False},
+            "method_args: stash: False: randomized_pipedream reads the history of block updates by delays of its own:"
+            " delay_bound, delays, order, nag",
+        ),
+        ("local_sgd", {"local_steps": 0}, "method_args: local_steps: 0: must be a whole number >= 1"),
+        ("randomized_pipedream", {"nag": 0}, "method_args: nag: 0: must be a number > 0, beta of the extrapolation"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused_in_one_line(method: str, args: Dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        resolve_method(method, args)
+    assert refused.value.faults == [said]

@@ -1,0 +1,117 @@
+"""Runs of randomized PipeDream and LocalSGD from configs: what is refused, and resuming with the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+from safetensors.torch import load_file
+
+from ipu_pipe.cli import schedule as schedule_command
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.config import configure
+from ipu_pipe.run.build import build
+from ipu_pipe.run.training import train
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def config(method: str, args: Dict[str, Any] = {}, **keys: Any) -> Any:
+    return configure(**{
+        "model": {"entry": "models.mlp:mlp"}, "data": {"name": "digits"}, "method": method, "method_args": args,
+        "optimizer": {"lr": 0.02, "momentum": 0.9}, "steps": 9, "backend": {"threads": 1}, "evaluate": {"every": 0},
+        "log": {"tensorboard": False}, "checkpoint": {"every": 4, "keep": 9}, **keys,
+    })  # fmt: skip
+
+
+RUNS: List[Any] = [
+    ("randomized_pipedream", {}),
+    ("randomized_pipedream", {"delay_bound": 6, "nag": 0.5}),
+    ("randomized_pipedream", {"order": "schedule", "delays": "schedule"}),
+    ("local_sgd", {"local_steps": 3}),
+    ("local_sgd", {"replicas": 2, "local_steps": 30}),
+]
+
+
+@pytest.mark.parametrize("method, args", RUNS)
+def test_a_resumed_run_ends_with_the_same_numbers(
+    method: str, args: Dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    whole = train(config(method, args), tmp_path / "whole", quiet=True)
+    train(config(method, args), tmp_path / "again", quiet=True)
+    again = train(config(method, args), tmp_path / "again", resume_from=4, quiet=True)
+    assert again["final"] == whole["final"] and again["steps"] == 9
+    ends = [load_file(tmp_path / run / "checkpoints" / "step-9" / "model.safetensors") for run in ("whole", "again")]
+    assert all((ends[0][name] == ends[1][name]).all() for name in ends[0])
+
+
+def test_the_number_of_replicas_is_that_of_the_stages_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    summary = train(config("local_sgd"), tmp_path / "run", quiet=True)
+    assert summary["model"]["stages"] == 5 and summary["batch"]["global_batch_size"] == 5 * 8
+    assert summary["samples"] == 9 * 5 * 8
+    assert [stage["weight_copies"] for stage in summary["stages"]] == [5] * 5
+    assert [stage["forward_delay"] for stage in summary["stages"]] == [0] * 5
+    longer = train(config("local_sgd", steps=11, stages=2), tmp_path / "run", resume=True, quiet=True)
+    assert longer["batch"]["global_batch_size"] == 5 * 8 and longer["model"]["stages"] == 2
+
+
+def test_what_randomized_pipedream_holds_is_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    job = build(config("randomized_pipedream", {"delay_bound": 5}))
+    assert job.table.greatest_lag().tolist() == [5] * 5  # where all five updates in between are of one stage
+    in_order = build(config("randomized_pipedream", {"delay_bound": 5, "order": "schedule"}))
+    assert in_order.table.greatest_lag().tolist() == [1] * 5
+    exact = build(config("randomized_pipedream", {"order": "schedule", "delays": "schedule"}))
+    assert exact.table.greatest_lag().tolist() == [4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "method, keys, said",
+    [
+        (
+            "randomized_pipedream",
+            {"gradient_accumulation": 2},
+            "gradient_accumulation: 2: randomized_pipedream updates single stages: must be 1",
+        ),
+        (
+            "local_sgd",
+            {"replicas": 2},
+            "replicas: 2: local_sgd has replicas that step by themselves (method_args.replicas): must be 1",
+        ),
+        (
+            "local_sgd",
+            {"clip": {"norm": 1.0, "scope": "global"}},
+            "clip.scope: global: local_sgd has replicas that step by themselves (method_args.replicas): must be stage",
+        ),
+        (
+            "randomized_pipedream",
+            {"method_args": {"t1": {}}},
+            "method_args.t1: not with randomized_pipedream: its delays are of the history of all stages' updates, for which"
+            " no rule is defined",
+        ),
+    ],
+)
+def test_what_has_no_meaning_is_refused(
+    method: str, keys: Dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(BadInput) as refused:
+        build(config(method, **{"args": keys.pop("method_args", {}), **keys}))
+    assert any(fault.endswith(said) for fault in refused.value.faults), refused.value.faults
+
+
+def test_a_bound_that_is_no_number_is_refused_at_its_place() -> None:
+    with pytest.raises(BadInput) as refused:
+        config("randomized_pipedream", {"delay_bound": -3})
+    assert refused.value.faults[0] == "configure: method_args.delay_bound: -3: must be a whole number >= 0"
+
+
+def test_a_method_without_a_timeline_has_no_schedule_to_print() -> None:
+    with pytest.raises(BadInput) as refused:
+        schedule_command.main(["randomized_pipedream", "--stages", "4", "--microbatches", "8"])
+    assert "has no timeline: stages, microbatches and delays are drawn" in refused.value.faults[0]

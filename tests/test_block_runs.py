@@ -1,0 +1,264 @@
+"""Objectives, and runs on vectors against the emulator and against plain replays of the same draws."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Union
+
+import numpy as np
+import pytest
+import torch
+
+from ipu_pipe.backends.emulator.replay import Emulator
+from ipu_pipe.backends.randomized import RandomizedReplays, order_of_updates
+from ipu_pipe.backends.work import Work
+from ipu_pipe.cli import reproduce
+from ipu_pipe.model.stages import partition
+from ipu_pipe.schedule.methods import Method, resolve_method
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.studies.asynchrony import block_runs, delays, experiments, results
+from ipu_pipe.studies.asynchrony.plain import PLAIN
+from ipu_pipe.studies.asynchrony.sources import randomized_source
+from ipu_pipe.studies.objectives import modules
+from ipu_pipe.studies.objectives.functions import (
+    Logistic,
+    Quadratic,
+    logistic_regression,
+    random_quadratic,
+    tridiagonal_quadratic,
+)
+from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.groups import parameter_groups
+
+P, D, M = 4, 24, 30
+RATES = np.array([0.01, 0.05])
+OBJECTIVES: Dict[str, Callable[[], Union[Quadratic, Logistic]]] = {
+    "quadratic": lambda: random_quadratic(40, D, 5, 1),
+    "tridiagonal": lambda: tridiagonal_quadratic(40, D, 5, 1),
+    "logistic": lambda: logistic_regression(20, D, 2, 1e-2, 0.0, 1),
+}
+
+
+def samples(objective: Union[Quadratic, Logistic]) -> Any:
+    rows, targets = (objective.A, objective.b) if isinstance(objective, Quadratic) else (objective.X, objective.y)
+    return torch.from_numpy(rows), torch.from_numpy(targets)
+
+
+def module_of(objective: Union[Quadratic, Logistic]) -> Any:
+    l2 = objective.l2 if isinstance(objective, Logistic) else 0.0
+    loss = modules.logistic if isinstance(objective, Logistic) else modules.half_square
+    return modules.Vector(D, P, l2).double(), loss
+
+
+def vector(model: Any) -> Any:
+    return torch.cat([p.detach() for p in model.parameters()]).numpy()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_gradients_and_values_are_those_of_the_module(name: str) -> None:
+    objective, x = OBJECTIVES[name](), np.random.default_rng(0).normal(size=(D, 2))
+    model, loss = module_of(objective)
+    rows, targets = samples(objective)
+    for g in range(2):
+        for block, values in zip(model.parameters(), np.split(x[:, g], P)):
+            block.data = torch.from_numpy(values.copy())
+        assert float(loss(model(rows), targets).detach()) == pytest.approx(objective.value(x)[g], rel=1e-13)
+        for b in (0, objective.batches - 1):
+            part = slice(b * objective.size, (b + 1) * objective.size)
+            model.zero_grad()
+            loss(model(rows[part]), targets[part]).backward()
+            expected = np.concatenate([p.grad.numpy() for p in model.parameters()])
+            np.testing.assert_allclose(objective.gradient(x, b)[:, g], expected, rtol=1e-11, atol=1e-12)
+            some = slice(6, 12)
+            np.testing.assert_allclose(objective.gradient(x, b, some), objective.gradient(x, b)[some], rtol=1e-11)
+
+
+def test_data_are_drawn_as_the_paper_draws_them() -> None:
+    rng = np.random.default_rng(3)
+    A = rng.normal(size=(30, 8))
+    found = random_quadratic(30, 8, 5, 3)
+    assert (found.A == A).all() and (found.b == A @ rng.normal(size=8)).all()
+    assert found.optimum == pytest.approx(0, abs=1e-25)
+    X = tridiagonal_quadratic(30, 8, 5, 3).A
+    matrix = 2.01 * np.eye(8) - np.eye(8, k=1) - np.eye(8, k=-1)
+    np.testing.assert_allclose(X.T @ X / 30, matrix, atol=1e-13)
+    rng = np.random.default_rng(3)
+    X, w = rng.normal(size=(30, 8)), rng.normal(size=8)
+    logistic = logistic_regression(30, 8, 1, 1e-2, 0.5, 3)
+    assert (logistic.X == X).all() and (logistic.y == rng.binomial(1, 1 / (1 + np.exp(-(X @ w))))).all()
+
+
+def test_the_logistic_optimum_is_where_the_gradient_ends() -> None:
+    objective = logistic_regression(30, 8, 30, 1e-2, 0.0, 3)
+    x = np.zeros((8, 1))
+    for _ in range(20000):
+        x -= 0.5 * objective.gradient(x, 0)
+    assert objective.optimum == pytest.approx(objective.value(x)[0], rel=1e-13)
+
+
+# ---- against the emulator
+
+
+def emulated(objective: Union[Quadratic, Logistic], method: Method, rate: float, source: Any = None, R: int = 1) -> Any:
+    model, loss = module_of(objective)
+    rows, targets = samples(objective)
+    part = partition(model, rows[:2])
+    assert len(part) == P
+    schedule = make_schedule(method, P, M, R)
+    table = VersionTable(schedule, method)
+    optimizer = torch.optim.SGD(parameter_groups(model, part), lr=rate)
+    rules = UpdateRules({}, method, table.rule_lag(), 1, optimizer, lambda k: rate)
+    work = Work(loss, table, rules, replays=source, block_updates=1 if source is None else P)
+    emulator = Emulator(work, model, part, (rows[:2], targets[:2]), 0, R)
+
+    def batch() -> Any:
+        while True:
+            replay = emulator.replay
+            b = (replay.microbatch * R + replay.replica) % objective.batches
+            at = slice(b * objective.size, (b + 1) * objective.size)
+            yield rows[at], targets[at]
+            if len(replay.updates):
+                return
+
+    for _ in range((M if source is None else source.count) // R):
+        emulator.step(batch())
+    emulator.close()
+    return vector(model)
+
+
+def assert_close(found: block_runs.Curve, expected: Callable[[float], Any], objective: Any) -> None:
+    for g, rate in enumerate(RATES):
+        np.testing.assert_allclose(found.x[:, g], expected(float(rate)), rtol=0, atol=1e-12 * np.abs(found.x).max())
+    assert found.values[-1] == pytest.approx(objective.value(found.x), rel=1e-12)
+    start = objective.value(np.zeros((D, 2)))
+    assert found.values[0] == pytest.approx(start, rel=1e-12) and (found.values[-1] < start).all()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_pipedream_is_the_emulators(name: str) -> None:
+    objective = OBJECTIVES[name]()
+    found = block_runs.pipedream(objective, P, M, RATES, 0)
+    assert_close(found, lambda rate: emulated(objective, resolve_method("pipedream"), rate), objective)
+    assert found.slots[-1] == 2 * M + 2 * (P - 1) and found.updates[-1] == M * P
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("args", [{}, {"delay_bound": 3, "nag": 0.4}], ids=["uniform", "nag"])
+def test_randomized_pipedream_is_the_emulators(name: str, args: Dict[str, Any]) -> None:
+    objective = OBJECTIVES[name]()
+    other = {**args, "delay_bound": 1}
+    sources = [randomized_source(P, M, objective.batches, each, 2) for each in (other, args)]
+    found = block_runs.randomized(objective, sources, RATES, 0, args.get("nag"))
+    method = resolve_method("randomized_pipedream", args)
+    assert_close(found[1], lambda rate: emulated(objective, method, rate, sources[1]), objective)
+    assert (found[0].x != found[1].x).any()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_local_sgd_is_the_emulators(name: str) -> None:
+    objective, R = OBJECTIVES[name](), 3
+    found = block_runs.local_sgd(objective, P, R, 4, M, RATES, 0)
+    method = resolve_method("local_sgd", {"replicas": R, "local_steps": 4})
+    assert_close(found, lambda rate: emulated(objective, method, rate, R=R), objective)
+    assert found.updates.tolist() == [0, 12 * P, 24 * P, 30 * P]
+
+
+def test_plain_replays_that_copy_their_history_agree() -> None:
+    objective = random_quadratic(40, D, 5, 1)
+    source = randomized_source(P, M, objective.batches, {"delay_bound": 11}, 2)
+    (found,) = block_runs.randomized(objective, [source], RATES, 0)
+    for replay in PLAIN.values():
+        for g, rate in enumerate(RATES):
+            x = replay(objective, source, 11, float(rate), source.count)
+            assert np.abs(x - found.x[:, g]).max() <= 1e-12 * np.abs(x).max()
+
+
+def test_noise_is_drawn_block_update_by_block_update() -> None:
+    """With PipeDream's own order and delays randomized PipeDream is PipeDream, noise included."""
+    objective = logistic_regression(20, D, 2, 1e-2, 0.5, 1)
+    exact = randomized_source(P, M, objective.batches, {"order": "schedule", "delays": "schedule"}, 0)
+    pipedream = block_runs.pipedream(objective, P, M, RATES, 7)
+    (found,) = block_runs.randomized(objective, [exact], RATES, 7)
+    np.testing.assert_allclose(found.x, pipedream.x, rtol=0, atol=1e-13)
+    assert np.abs(block_runs.pipedream(objective, P, M, RATES, 8).x - pipedream.x).max() > 1e-3
+    schedule = make_schedule(resolve_method("pipedream"), P, M, 1)
+    drawn, size = np.random.default_rng(7).normal(size=(P * M, D // P)), D // P
+    stage, microbatch = order_of_updates(schedule)
+    placed = block_runs._noise_by_pass(objective, schedule, size, 7)
+    assert placed is not None
+    for k in (0, 5, 60, P * M - 1):
+        assert (placed[stage[k], microbatch[k], :, 0] == 0.5 * drawn[k]).all()
+
+
+def test_budgets_in_slots() -> None:
+    assert [block_runs.microbatches_for(slots, 16) for slots in (830, 1230, 2078, 2077)] == [400, 600, 1024, 1024]
+    assert block_runs.jobs_for(2078, 16, 16, 5) == 874
+    for K in (1, 4, 30):
+        jobs = block_runs.jobs_for(830, 16, 16, K)
+        method = resolve_method("local_sgd", {"local_steps": K})
+        lengths = [make_schedule(method, 16, m, 16).slot_count for m in (jobs - 1, jobs)]
+        assert lengths[0] < 830 <= lengths[1]
+
+
+# ---- results
+
+
+def tried(label: str, step: float, *values: float) -> experiments.Tried:
+    return experiments.Tried(label, "pipedream", {}, step, [(k, 2 * k, v) for k, v in enumerate(values)])
+
+
+def test_the_best_step_of_each_row_is_told_with_what_the_paper_says(tmp_path: Path) -> None:
+    study = experiments.Study(
+        "tiny", "Tiny", "nobody", "f - f*", lambda seed: [],
+        [
+            experiments.Statement("A is better than B", lambda finals: finals["A"] < finals["B"]),
+            experiments.Statement("B is better than A", lambda finals: finals["B"] < finals["A"]),
+        ],
+    )  # fmt: skip
+    found = {
+        0: [tried("A", 0.5, 9, 1.0), tried("A", 0.25, 9, 2.0), tried("B", 0.5, 9, np.inf), tried("B", 0.25, 9, 4.0)],
+        1: [tried("A", 0.5, 9, 3.0), tried("A", 0.25, 9, 2.0), tried("B", 0.5, 9, np.inf), tried("B", 0.25, 9, 5.0)],
+    }
+    made = results.write_study(study, found, "a command", tmp_path)
+    a, b = made["rows"]
+    assert (a["final"], a["step_by_seed"], a["final_by_seed"]) == (1.5, {"0": 0.5, "1": 0.25}, {"0": 1.0, "1": 2.0})
+    assert (b["final"], b["stable_steps"], b["slots"]) == (4.5, [0.25], 2)
+    assert made["agrees"] is False and made["differences"] == ["not reproduced: B is better than A"]
+    assert json.loads((tmp_path / "results.json").read_text())["rows"][0]["step"] == 0.5
+    text = (tmp_path / "table.md").read_text()
+    assert (
+        "| A | 2^-1, 2^-2 | 1.5 +- 0.71 | 1, 2 | 1 | 2 |" in text and "| B is better than A | not reproduced |" in text
+    )
+    assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_the_studies_are_listed_and_the_quadratic_runs(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:  # type: ignore[type-arg]
+    reproduce.main(["--json"])
+    listed = [each["experiment"] for each in json.loads(capsys.readouterr().out)]
+    assert list(experiments.STUDIES) == listed[-5:] and "pb_resnet20" in listed
+    found = experiments.local_sgd_logistic(0)
+    labels: List[str] = list(dict.fromkeys(run.label for run in found))
+    assert labels == ["PipeDream", "LocalSGD K=2", "LocalSGD K=5", "LocalSGD K=30"]
+    assert {run.curve[-1][1] for run in found} == {830}
+
+
+def test_delay_statistics_and_their_fit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
+    reproduce.main([delays.NAME, "--json", "--out", str(tmp_path)])
+    found = json.loads(capsys.readouterr().out)
+    by_stages = {row["args"]["stages"]: row for row in found["rows"]}
+    assert sorted(by_stages) == list(range(2, 41)) and found["agrees"] and not found["differences"]
+    assert {key: by_stages[8][key] for key in ("least", "mean", "greatest")} == {
+        "least": 3,
+        "mean": 31.5,
+        "greatest": 60,
+    }
+    assert all((tmp_path / delays.NAME / name).stat().st_size > 10_000 for name in ("delays.png", "timelines.png"))
+    assert delays.exponent([2, 4, 8], [12, 48, 192]) == pytest.approx(2)
+
+
+def test_other_sources_draw_the_same_stages_whatever_their_bound() -> None:
+    sources: List[RandomizedReplays] = [randomized_source(8, 50, 20, {"delay_bound": b}, 3) for b in (0, 420)]
+    assert (sources[0].stages_of(0, 400) == sources[1].stages_of(0, 400)).all()
+    assert (sources[0].microbatches_of(0, 400) == sources[1].microbatches_of(0, 400)).all()

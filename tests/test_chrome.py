@@ -1,0 +1,236 @@
+"""The Chrome file by the rules of the Trace Event Format, and by what Perfetto does with it.
+
+Perfetto drops what overlaps on one thread, ties an arrow's ends to the events around them, and knows threads by number alone.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+
+from ipu_pipe.trace.arrows import arrows
+from ipu_pipe.trace.chrome import write_chrome
+from ipu_pipe.trace.events import CARRIED, KINDS, MEMORY, Counter, Counters, Event, Events
+from tests.test_trace import METHODS, of_method
+
+# Two devices; device 1 waits for what device 0 computes, and the other way round.
+#     device 0   F0 F1 [wait] B0            sends F0's result, then F1's
+#     device 1 [wait] F0 B0                 sends B0's
+MEASURED = [
+    Event(0, 0, "forward", 0, 0, 100, 0, 64),
+    Event(0, 0, "send", 0, 100, 130, -1, 64, 1, "activations"),
+    Event(0, 0, "forward", 1, 110, 200, 0, 64),
+    Event(0, 0, "send", 1, 125, 250, -1, 64, 1, "activations"),  # before the first message was gone
+    Event(1, 1, "wait", 0, 20, 140, -1, None, 0, "activations"),
+    Event(1, 1, "forward", 0, 140, 240, 0, None),
+    Event(1, 1, "backward", 0, 240, 440, 0, 64),
+    Event(1, 1, "send", 0, 440, 450, -1, 64, 0, "gradients"),
+    Event(0, 0, "wait", 0, 200, 460, -1, None, 1, "gradients"),
+    Event(0, 0, "backward", 0, 460, 660, 3, None),
+    Event(0, 0, "send", -1, 660, 670, -1, 8, 1, "norms"),
+    Event(0, 0, "update", 0, 670, 680, 1, None),
+]
+
+
+def held(path: Path) -> Dict[str, Any]:
+    found: Dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    return found
+
+
+def nanoseconds(microseconds: float) -> int:
+    return round(microseconds * 1000)
+
+
+def check(path: Path, events: int) -> None:
+    """Every rule that a viewer goes by."""
+    text = gzip.decompress(path.read_bytes()).decode()
+    times = re.findall(r'"(?:ts|dur)":([^,}]*)', text)
+    assert times and all(re.fullmatch(r"\d+\.\d{3}", time) for time in times)  # nanoseconds, exactly
+    found = json.loads(text)
+    assert found.keys() == {"displayTimeUnit", "otherData", "traceEvents"} and found["displayTimeUnit"] in ("ms", "ns")
+    of: Dict[str, List[Dict[str, Any]]] = {phase: [] for phase in "MXsfC"}
+    for record in found["traceEvents"]:
+        of[record["ph"]].append(record)
+    assert len(of["X"]) == events
+    processes = {r["pid"]: r["args"]["name"] for r in of["M"] if r["name"] == "process_name"}
+    threads = {r["tid"]: r["pid"] for r in of["M"] if r["name"] == "thread_name"}
+    assert len(threads) == len([r for r in of["M"] if r["name"] == "thread_name"])  # a number is one device's alone
+    on: Dict[int, List[Any]] = {tid: [] for tid in threads}
+    for r in of["X"]:
+        assert processes[r["pid"]] == f"device {r['pid']}" and threads[r["tid"]] == r["pid"]
+        assert isinstance(r["name"], str) and r["name"] and r["cat"] in KINDS and isinstance(r["args"]["version"], int)
+        begin = nanoseconds(r["ts"])
+        on[r["tid"]].append((begin, begin + nanoseconds(r["dur"])))
+    for lane in on.values():
+        lane.sort()
+        assert all(end <= begin for (_, end), (begin, _) in zip(lane, lane[1:]))
+    begins, ends = ({r["id"]: r for r in of[phase]} for phase in "sf")
+    assert len(begins) == len(of["s"]) == len(of["f"]) and begins.keys() == ends.keys()
+    for number, s in begins.items():
+        f = ends[number]
+        assert (s["name"], s["cat"]) == (f["name"], f["cat"]) and f["bp"] == "e" and s["ts"] <= f["ts"]
+        for r in (s, f):
+            assert (
+                any(begin <= nanoseconds(r["ts"]) < end for begin, end in on[r["tid"]])
+                and threads[r["tid"]] == r["pid"]
+            )
+    for r in of["C"]:
+        assert r["args"] and all(isinstance(value, (int, float)) for value in r["args"].values())
+
+
+def test_a_measured_trace(tmp_path: Path) -> None:
+    path = tmp_path / "t.json.gz"
+    write_chrome(path, MEASURED, [Counter(0, "weights (bytes)", 5, 10.0), Counter(1, "loss", 5, 0.1)], {"method": "x"})
+    check(path, len(MEASURED))
+    assert held(path)["otherData"] == {"method": "x"}
+    work = {(r["cat"], r["pid"], r["ts"]): r for r in held(path)["traceEvents"] if r["ph"] == "X"}
+    wait = work["wait", 1, 0.02]
+    assert wait["name"] == "wait for device 0" and wait["cname"] == "grey" and wait["dur"] == 0.12
+    assert wait["args"] == {"stage": 1, "microbatch": 0, "version": -1, "peer": 0, "carries": "activations"}
+    assert wait["tid"] == work["forward", 1, 0.14]["tid"]  # among the passes: what a device did is one row
+    assert work["backward", 0, 0.46]["args"]["version"] == 3
+    sends = [work["send", 0, ts]["tid"] for ts in (0.1, 0.125, 0.66)]
+    assert sends[0] == sends[2] != sends[1] and work["forward", 0, 0.0]["tid"] not in sends
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream", "local_greedy"])
+def test_modelled_traces(tmp_path: Path, name: str) -> None:
+    events, counters = of_method(name, {})
+    local = METHODS[name].structure is not None
+    write_chrome(tmp_path / "t", events, counters, {"modelled": True, "gradients_cross": not local})
+    check(tmp_path / "t", len(events))
+
+
+def drawn(events: List[Event], metadata: Dict[str, Any]) -> List[Any]:
+    found = arrows(Events.of(events), metadata)
+    return sorted(
+        (events[s], events[t], CARRIED[c])
+        for s, t, c in zip(found.source.tolist(), found.target.tolist(), found.carries.tolist())
+    )
+
+
+def test_arrows_lead_from_sends_to_the_passes_that_they_let_run() -> None:
+    assert drawn(MEASURED, {}) == sorted(
+        [
+            (MEASURED[1], MEASURED[5], "activations"),
+            (MEASURED[7], MEASURED[9], "gradients"),
+        ]
+    )  # fmt: skip
+
+
+def test_a_message_for_no_pass_leads_to_the_receive_or_to_the_wait() -> None:
+    send = Event(0, 0, "send", 3, 0, 10, -1, 8, 1, "norms")
+    wait = Event(1, 1, "wait", 3, 2, 12, -1, None, 0, "norms")
+    from_another = [
+        Event(2, 1, "wait", 3, 1, 12, -1, None, 2, "norms"),
+        Event(1, 2, "wait", 3, 1, 12, -1, None, 0, "norms"),
+    ]
+    receive = Event(1, 1, "recv", 3, 3, 12, -1, None, 0, "norms")
+    assert drawn([send, *from_another, wait], {}) == [(send, wait, "norms")]
+    assert drawn([send, *from_another, wait, receive], {}) == [(send, receive, "norms")]
+    assert drawn([send, *from_another], {}) == []
+
+
+def test_without_sends_arrows_lead_from_pass_to_pass_of_one_replica() -> None:
+    passes = [
+        Event(s, 2 * r + s, "forward", m, m + s, m + s + 1, 0, 1) for r in range(2) for s in range(2) for m in range(2)
+    ]
+    found = drawn(passes, {"device_of_stage": [0, 1]})
+    assert len(found) == 4 and all(
+        (t.stage, t.microbatch, t.device) == (s.stage + 1, s.microbatch, s.device + 1) for s, t, _ in found
+    )
+    assert drawn([p._replace(kind="backward") for p in passes], {"gradients_cross": False}) == []
+
+
+def test_where_sends_are_known_results_that_stay_on_a_device_still_lead_to_the_next_stage() -> None:
+    interleaved = [Event(s, s // 2, "forward", 0, 10 * s, 10 * s + 9, 0, 1) for s in range(4)]
+    send = Event(1, 0, "send", 0, 19, 20, -1, 1, 1, "activations")
+    assert drawn([*interleaved, send], {}) == [
+        (interleaved[0], interleaved[1], "activations"),
+        (send, interleaved[2], "activations"),
+        (interleaved[2], interleaved[3], "activations"),
+    ]
+
+
+def test_an_arrow_never_goes_back_in_time_though_clocks_differ(tmp_path: Path) -> None:
+    late = [
+        event._replace(start_ns=event.start_ns + 45, end_ns=event.end_ns + 45) if event.device == 0 else event
+        for event in MEASURED
+    ]
+    write_chrome(tmp_path / "t", late, [], {})
+    check(tmp_path / "t", len(late))
+
+
+def test_memory_is_one_counter_a_device_with_what_each_category_holds(tmp_path: Path) -> None:
+    counters = [
+        Counter(0, "gradients (bytes)", 10, 5.0), Counter(0, "weights (bytes)", 0, 7.0), Counter(0, "gradients (bytes)", 30, 0.0),
+        Counter(0, "weights (bytes)", 30, 8.0), Counter(0, "gradients (bytes)", 20, 6.5), Counter(1, "weights (bytes)", 10, 1.0),
+        Counter(1, 'a "% b', 1, 2),
+    ]  # fmt: skip
+    write_chrome(tmp_path / "t", MEASURED, counters, {})
+    check(tmp_path / "t", len(MEASURED))
+    found = [(r["name"], r["pid"], r["ts"], r["args"]) for r in held(tmp_path / "t")["traceEvents"] if r["ph"] == "C"]
+    assert found == [
+        ("memory", 0, 0.0, {"weights (bytes)": 7}),
+        ("memory", 0, 0.01, {"weights (bytes)": 7, "gradients (bytes)": 5}),
+        ("memory", 0, 0.02, {"gradients (bytes)": 6.5, "weights (bytes)": 7}),
+        ("memory", 0, 0.03, {"gradients (bytes)": 0, "weights (bytes)": 8}),
+        ("memory", 1, 0.01, {"weights (bytes)": 1}),
+        ('a "% b', 1, 0.001, {"value": 2}),
+    ]
+    assert {"weights", "gradients"} < set(MEMORY)
+
+
+def test_times_of_a_wall_clock_keep_their_nanoseconds(tmp_path: Path) -> None:
+    begin = 1_765_000_000_123_456_789
+    moved = [event._replace(start_ns=event.start_ns + begin, end_ns=event.end_ns + begin) for event in MEASURED]
+    write_chrome(tmp_path / "t", moved, [Counter(0, "weights (bytes)", begin + 5, 1.0)], {"method": "x"})
+    check(tmp_path / "t", len(MEASURED))
+    write_chrome(tmp_path / "plain", MEASURED, [Counter(0, "weights (bytes)", 5, 1.0)], {"method": "x"})
+    assert held(tmp_path / "t")["otherData"] == {"method": "x", "begin_ns": begin}
+    assert held(tmp_path / "t")["traceEvents"] == held(tmp_path / "plain")["traceEvents"]
+
+
+def test_columns_and_records_are_written_alike(tmp_path: Path) -> None:
+    counters = [Counter(0, "loss", 3, 0.25)]
+    write_chrome(tmp_path / "records", MEASURED, counters, {})
+    write_chrome(tmp_path / "columns", Events.of(MEASURED), Counters.of(counters), {})
+    assert held(tmp_path / "records") == held(tmp_path / "columns")
+
+
+def test_many_events_that_overlap_at_random(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    events = []
+    for m in range(20_000):  # more than are put together at a time
+        start = rng.randrange(200_000)
+        kind, carries = rng.choice(KINDS), rng.choice(CARRIED)
+        size, peer = rng.choice([None, 0, 9]), rng.choice([-1, 0, 3])
+        events.append(
+            Event(
+                rng.randrange(-1, 4), rng.randrange(4), kind, m % 500 - 1, start, start + 40, m % 3, size, peer, carries
+            )
+        )
+    write_chrome(tmp_path / "t", events, [], {})
+    found = held(tmp_path / "t")["traceEvents"]
+    work = [r for r in found if r["ph"] == "X"]
+    again = [
+        Event(
+            r["args"]["stage"], r["pid"], r["cat"], r["args"].get("microbatch", r["args"].get("k")), nanoseconds(r["ts"]),
+            nanoseconds(r["ts"] + r["dur"]), r["args"]["version"], r["args"].get("bytes"), r["args"].get("peer", -1),
+            r["args"].get("carries", ""),
+        )
+        for r in work
+    ]  # fmt: skip
+    assert again == events
+    last: Dict[int, int] = {}
+    for r in sorted(work, key=lambda r: r["ts"]):  # on a thread nothing overlaps
+        assert last.get(r["tid"], 0) <= nanoseconds(r["ts"])
+        last[r["tid"]] = nanoseconds(r["ts"] + r["dur"])
+    assert any(r["ph"] == "s" for r in found)
+    assert (tmp_path / "t").stat().st_size < 50 * len(events)  # though drawn at random: a million are below 50 MB

@@ -1,0 +1,342 @@
+"""Traces of processes tell the truth: waits, work, bytes and memory as they are, also of a run that is killed and goes on."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from ipu_pipe.backends.processes.layout import Layout
+from ipu_pipe.backends.processes.streams import StreamClock
+from ipu_pipe.backends.processes.timeline import Timeline
+from ipu_pipe.errors import end_process
+from ipu_pipe.trace.events import CARRIED, KINDS, MEMORY, Events, Trace, joined, updates_of
+from ipu_pipe.trace.store import read_store
+from tests import sleeping_model
+from tests.sleeping_model import BATCH, CLASSES, WIDTH
+
+processes = pytest.mark.skipif(
+    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
+    reason="needs torch 2.4",
+)
+UPDATES = 30
+
+
+class Started(NamedTuple):
+    ranks: List[Any]
+    folder: Path
+
+
+def start(folder: Path, **keys: Any) -> Started:
+    """Two processes that train the sleeping model."""
+    with socket.socket() as own:
+        own.bind(("localhost", 0))
+        port = own.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_train, args=(rank, str(folder), port, keys)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    return Started(ranks, folder)
+
+
+def finish(started: Started) -> None:
+    for rank in started.ranks:
+        rank.join(200)
+    assert [rank.exitcode for rank in started.ranks] == [0, 0]
+
+
+def _train(rank: int, folder: str, port: int, keys: Dict[str, Any]) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    from ipu_pipe.job.config import configure
+    from ipu_pipe.run import training
+
+    resume = keys.pop("resume", False)
+    config = configure(
+        method="pipedream", stages=["two"], micro_batch_size=BATCH, evaluate={"every": 0},
+        backend={"name": "distributed", "threads": 1}, optimizer={"lr": 0.01, "momentum": 0.9}, **keys,
+    )  # fmt: skip
+    real = training._write_results
+
+    def seen(*given: Any) -> Any:
+        held = given[-1]._asdict()
+        told = {key: held[key] for key in ("times", "peak_memory")}
+        (Path(folder) / "measured.json").write_text(json.dumps(told))
+        return real(*given)
+
+    training._write_results = seen
+    training.train(
+        config,
+        Path(folder) / "run",
+        model=sleeping_model.model(),
+        data=sleeping_model.data(),
+        resume=resume,
+        quiet=True,
+    )
+    (Path(folder) / f"slept-{rank}.json").write_text(json.dumps(sleeping_model.passes))
+    end_process(0)
+
+
+def of_rank(folder: Path, rank: int) -> Trace:
+    return read_store(folder / "run" / "trace" / f"rank-{rank}.trace")
+
+
+@pytest.fixture(scope="module")
+def slept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("slept")
+    finish(start(folder, steps=UPDATES, log={"tensorboard": False}))
+    return folder
+
+
+def during(intervals: Any, begin: int, end: int) -> int:
+    """Nanoseconds of the intervals (begin, end) that lie within."""
+    return sum(max(0, min(b, end) - max(a, begin)) for a, b in intervals)
+
+
+@processes
+def test_busy_is_what_timers_inside_the_model_measure(slept: Path) -> None:
+    """Story: the first device seemed busy 99.5 % of the time, since a backward held its wait for the gradients."""
+    times = json.loads((slept / "measured.json").read_text())["times"]
+    events = of_rank(slept, 0).events
+    updates = events.where(events.of_kind("update"))
+    begin, end = int(updates.end[0]), int(updates.end[-1])
+    own = [(a, b) for stage, a, b in json.loads((slept / "slept-0.json").read_text()) if stage == 0]
+    truth = during(own, begin, end) / (end - begin)
+    assert 0.05 < truth < 0.3
+    work = events.where(events.of_kind("forward", "backward"))
+    assert abs(during(zip(work.start.tolist(), work.end.tolist()), begin, end) / (end - begin) - truth) < 0.03
+    busy, wait, communication, span = times[0]
+    own_updates = int((updates.end - updates.start)[1:].sum()) / span  # which no timer in the model sees
+    assert abs(busy / span - own_updates - truth) < 0.03
+    assert wait / span > 0.6 and all(sum(device[:3]) <= device[3] for device in times)
+    assert times[1][0] / times[1][3] > 0.7  # the bottleneck
+    waits = of_rank(slept, 0).events
+    waits = waits.where(waits.of_kind("wait") & (waits.carries == CARRIED.index("gradients")))
+    assert len(waits.start) == UPDATES and set(waits.peer.tolist()) == {1}
+
+
+@processes
+def test_no_two_events_of_a_rank_overlap(slept: Path) -> None:
+    for device in (0, 1):
+        events = of_rank(slept, device).events
+        assert (events.start[1:] >= events.end[:-1]).all() and (events.end >= events.start).all()
+        assert set(events.device.tolist()) == set(events.stage.tolist()) == {device}
+
+
+@processes
+def test_communication_is_the_size_of_what_crosses_to_the_byte(slept: Path) -> None:
+    size = BATCH * WIDTH * 4
+    for device, carried, peer in ((0, "activations", 1), (1, "gradients", 0)):
+        events = of_rank(slept, device).events
+        sent = events.where(events.of_kind("send") & (events.carries == CARRIED.index(carried)))
+        assert sent.bytes.tolist() == [size] * UPDATES and set(sent.peer.tolist()) == {peer}
+        assert sent.microbatch.tolist() == list(range(UPDATES))
+        other = of_rank(slept, peer).events
+        came = other.where(other.of_kind("recv") & (other.carries == CARRIED.index(carried)))
+        assert came.bytes.tolist() == [size] * UPDATES and set(came.peer.tolist()) == {device}
+        # what is sent is there after it was sent, by one clock
+        assert (came.end - sent.start > -1_000_000).all()
+    links = json.loads((slept / "run" / "summary.json").read_text())["links"]
+    assert [(link["src"], link["dst"], link["bytes_per_microbatch"]) for link in links] == [(0, 1, size), (1, 0, size)]
+
+
+@processes
+def test_memory_is_what_the_tensors_take_to_the_byte(slept: Path) -> None:
+    peaks = json.loads((slept / "measured.json").read_text())["peak_memory"]
+    first, last = 4 * (WIDTH * WIDTH + WIDTH), 4 * (WIDTH * CLASSES + CLASSES)
+    across, labels = 4 * BATCH * WIDTH, 8 * BATCH
+    for peak, own in zip(peaks, (first, last)):
+        assert peak["weights"] == peak["gradients"] == peak["optimizer"] == own
+        assert peak["total"] <= sum(peak[name] for name in MEMORY)
+    assert [peak["versions"] for peak in peaks] == [first, 0]  # the copy that the first stage's backward reads
+    # two microbatches in flight: inputs, and what is sent on; on the last stage inputs, labels, the log of the softmax, the loss
+    # and the sum of the labels' weights
+    assert peaks[0]["activations"] == 2 * (across + across)
+    assert peaks[1]["activations"] == across + labels + 4 * BATCH * CLASSES + 4 + 4
+    for device in (0, 1):
+        counters = of_rank(slept, device).counters
+        for name, counter in MEMORY.items():
+            values = counters.value[counters.name == counters.names.index(counter)]
+            assert values.max() == peaks[device][name]
+
+
+@processes
+def test_the_metadata_tell_the_run_and_its_units(slept: Path) -> None:
+    told = of_rank(slept, 1).metadata
+    assert told["schema"] == 1 and told["method"] == "pipedream" and told["device_of_stage"] == [0, 1]
+    assert told["window"] == {"begin": 0, "end": 512, "every": 1} and told["step_samples"] == BATCH
+    units = {unit["name"]: unit for unit in told["units"]}
+    assert list(units) == ["one", "two"] and [unit["stage"] for unit in told["units"]] == [0, 1]
+    assert units["one"]["forward_flops"] == 2 * BATCH * WIDTH * WIDTH
+    assert units["two"]["backward_flops"] == 2 * 2 * BATCH * WIDTH * CLASSES
+    assert units["two"]["crossing_bytes"] == 4 * BATCH * WIDTH
+
+
+@processes
+def test_a_killed_run_leaves_its_trace_and_one_that_goes_on_takes_it_up(tmp_path: Path) -> None:
+    keys = {
+        "log": {"tensorboard": False, "trace": {"begin": 2, "end": 400}}, "checkpoint": {"every": 20},
+        "clip": {"norm": 1.0, "scope": "delayed_global"},
+    }  # fmt: skip
+    started = start(tmp_path, steps=90, **keys)
+    traces = [tmp_path / "run" / "trace" / f"rank-{rank}.trace" for rank in range(2)]
+    until = time.monotonic() + 120
+    while time.monotonic() < until and not (_most(traces[0]) > 45 and _most(traces[1]) > 45):
+        time.sleep(0.2)
+    for rank in started.ranks:
+        os.kill(rank.pid, signal.SIGKILL)
+        rank.join()
+    left = [read_store(path) for path in traces]
+    # clipping by norms of others divides an update into parts
+    done = [sorted(set(trace.events.microbatch[trace.events.of_kind("update")].tolist())) for trace in left]
+    assert all(updates == list(range(2, len(updates) + 2)) and len(updates) > 40 for updates in done)
+    steps = sorted(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    kept = steps[-1]
+    finish(start(tmp_path, steps=90, resume=True, **keys))
+    for rank, before in enumerate(left):
+        trace = of_rank(tmp_path, rank)
+        events = trace.events
+        updates = events.microbatch[events.of_kind("update") & (events.version >= 0)]
+        assert sorted(set(updates.tolist())) == list(range(2, 90))  # nothing lost, nothing twice
+        assert (events.start[1:] >= events.end[:-1]).all()
+        assert events.of_kind("pause").sum() == 1
+        old = updates_of(before.events, 1) < kept
+        assert int(old.sum()) == int(np.flatnonzero(events.of_kind("pause"))[0])
+        same = events.where(slice(0, int(old.sum())))
+        assert (same.end - same.start == (before.events.end - before.events.start)[old]).all()
+        norms = events.of_kind("wait") & (events.carries == CARRIED.index("norms"))
+        assert norms.any() and set(events.peer[norms].tolist()) == {1 - rank}
+        # also what changed before the window
+        assert set(trace.counters.names) == set(MEMORY.values())
+
+
+def _most(path: Path) -> int:
+    """Updates in a file that is being written."""
+    try:
+        events = read_store(path).events
+        return len(set(events.microbatch[events.of_kind("update")].tolist()))
+    except Exception:  # not there yet
+        return 0
+
+
+# ---- what is recorded, without processes
+
+
+def test_updates_in_the_window_are_recorded_and_what_lies_between_is_a_pause() -> None:
+    timeline = Timeline(Layout(0, 1), range(2, 8, 3))
+    for update in range(9):
+        timeline.at(update)
+        timeline.add("forward", update, timeline.mark(), version=update)
+        timeline.add("update", update, timeline.mark(), version=update + 1)
+    events = timeline.events()
+    assert [(KINDS[kind], int(m)) for kind, m in zip(events.kind, events.microbatch)] == [
+        ("forward", 2), ("update", 2), ("pause", -1), ("forward", 5), ("update", 5)
+    ]  # fmt: skip
+    assert (events.start[1:] >= events.end[:-1]).all()
+
+
+def test_totals_are_of_the_steps_that_are_timed_whatever_is_recorded() -> None:
+    timeline, took = Timeline(Layout(0, 1), range(0)), {"wait": 5, "recv": 70, "send": 7}
+    timeline.at(0)
+    for is_timed in (False, True):
+        timeline.begin_step(is_timed)
+        timeline.mark = iter(range(100, 200)).__next__  # type: ignore[assignment]
+        for kind in ("wait", "recv", "forward", "send", "update", "evaluate"):
+            timeline._keep(False, timeline.is_timed, kind, (0, 0, -1, -1, ""), 0, took.get(kind, 100))
+        timeline.end_step()
+    assert timeline.times[:3] == (200, 5, 77)
+    assert len(timeline.events().start) == 0
+
+
+class Stream:
+    """A GPU's stream: work takes its time there, the host goes on; events are passed in order."""
+
+    def __init__(self) -> None:
+        self.free = 0.0  # ms at which the stream has done all that it was asked
+        self.host = 0.0
+
+    def work(self, ms: float) -> None:
+        self.free = max(self.free, self.host) + ms
+
+    def event(self) -> "Passed":
+        return Passed(self)
+
+
+class Passed:
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.at = stream, -1.0
+
+    def record(self) -> None:
+        self.at = self.stream.free = max(self.stream.free, self.stream.host)
+
+    def query(self) -> bool:
+        return self.at <= self.stream.host
+
+    def elapsed_time(self, other: "Passed") -> float:
+        return other.at - self.at
+
+
+def test_on_a_gpu_events_take_the_time_that_they_take_there() -> None:
+    """The host asks for a forward of 30 ms within 1 ms, then waits 50 ms for a message: the GPU waits 21 of these."""
+    stream = Stream()
+
+    def finish() -> None:
+        stream.host = max(stream.host, stream.free)
+
+    timeline = Timeline(Layout(0, 1), range(9), StreamClock(stream.event, finish))
+    timeline.at(0)
+    timeline.begin_step(True)
+    begun = timeline.mark()
+    stream.work(30)
+    stream.host += 1
+    waits = timeline.add("forward", 0, begun, version=0)
+    stream.host += 50
+    timeline.add("wait", 0, waits, peer=1, carries="gradients")
+    begun = timeline.mark()
+    stream.work(60)
+    timeline.add("backward", 0, begun, version=0)
+    timeline.count("weights (bytes)", 5, timeline.mark())
+    timeline.end_step()
+    timeline.flush()
+    assert stream.host == 51 and len(timeline._unread) == 3  # a backward that goes on is not waited for
+    events = timeline.events()
+    assert [(KINDS[k], e) for k, e in zip(events.kind, (events.end - events.start) // 10**6)] == [
+        ("forward", 30), ("wait", 21), ("backward", 60)
+    ]  # fmt: skip
+    assert (events.start[1:] >= events.end[:-1]).all()
+    assert timeline.times == (90 * 10**6, 21 * 10**6, 0, 111 * 10**6)
+
+
+@pytest.mark.gpu
+def test_marks_of_a_gpu() -> None:
+    clock = StreamClock()
+    timeline = Timeline(Layout(0, 1), range(9), clock)
+    timeline.at(0)
+    a = torch.randn(4096, 4096, device="cuda")
+    begun, host = timeline.mark(), time.perf_counter_ns()
+    for _ in range(50):
+        a @ a
+    timeline.add("forward", 0, begun)
+    asked = time.perf_counter_ns() - host
+    events = timeline.events()
+    assert int(events.end[0] - events.start[0]) > asked
+
+
+def test_updates_of_events() -> None:
+    rows = [
+        ("forward", 7, 3, ""), ("send", 7, -1, "activations"), ("update", 1, 2, ""), ("wait", 1, -1, "norms"),
+        ("average", 1, -1, "gradients"), ("checkpoint", -1, 2, ""), ("evaluate", -1, 0, ""), ("wait", 1, -1, "losses"),
+    ]  # fmt: skip
+    from ipu_pipe.trace.events import Event
+
+    events = Events.of(Event(0, 0, kind, m, 0, 1, version, None, -1, what) for kind, m, version, what in rows)
+    assert updates_of(joined([events]), 4).tolist() == [1, 1, 1, 1, 1, 1, -1, 1]

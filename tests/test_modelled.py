@@ -1,0 +1,283 @@
+"""Where no device has a clock: each stage's passes measured, laid over the schedule by the clock; the training is as without."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Dict, List, Tuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ipu_pipe
+from ipu_pipe.backends.emulator import profiling
+from ipu_pipe.backends.interface import DeviceTimes, Report
+from ipu_pipe.hardware.profiling import StageSeconds
+from ipu_pipe.job.config import load_config
+from ipu_pipe.job.position import Position
+from ipu_pipe.report.modelled import modelled, played_seconds, stage_costs
+from ipu_pipe.report.summary import _utilization, upgraded
+from ipu_pipe.run.build import build
+from ipu_pipe.run.folder import finished_summary
+from ipu_pipe.run.training import train
+from ipu_pipe.schedule.clock import Costs, clock
+from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.trace.events import Event
+from ipu_pipe.trace.modelled import modelled_events
+from ipu_pipe.trace.store import read_store
+
+DIGITS = str(Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml")
+SHORT = [
+    "steps=6", "log.tensorboard=false", "gradient_accumulation=4", "micro_batch_size=8", "evaluate={every: 0, subset: 32}",
+    "backend.threads=1", "stages=null",
+]  # fmt: skip
+
+
+def config(*pairs: str) -> Any:
+    return load_config(DIGITS, [*SHORT, *pairs])
+
+
+class Slow(nn.Module):
+    """Takes so many seconds forward, and again backward."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.inner = seconds, nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        y = self.inner(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: time.sleep(self.seconds))
+        return y
+
+
+def model(*parts: nn.Module) -> nn.Module:
+    """A stage a part; with running statistics and dropout."""
+    torch.manual_seed(0)
+    first = [nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.2)]
+    return nn.Sequential(*first, *map(ipu_pipe.begin_stage, parts), nn.ReLU(), ipu_pipe.begin_stage(nn.Linear(16, 10)))
+
+
+def events_of(method: str, costs: Costs, stages: int, microbatches: int, accumulate: int, **given: Any) -> List[Event]:
+    schedule = make_schedule(METHODS[method], stages, microbatches, accumulate)
+    table = VersionTable(schedule, METHODS[method])
+    versions = table.forward(0, microbatches), table.backward(0, microbatches)
+    given = {"device_of_stage": range(stages), "boundary_bytes": [100 * (s + 1) for s in range(stages - 1)], **given}
+    found, _ = modelled_events(clock(schedule, costs), versions, accumulate, 1.0, **given)
+    return list(found.rows())
+
+
+# ---- events
+
+
+def test_a_gap_is_a_wait_for_the_device_of_what_came_last() -> None:
+    """GPipe, forwards of 10 and 30, backwards of 20 and 60:
+    device 0   F0 F1 wait for B0 ........... B0  wait B1      0-10 10-20 20-130 130-150 150-190 190-210
+    device 1      F0 ... F1 ... B0 ... B1                     10-40 40-70 70-130 130-190"""
+    found = events_of("gpipe", Costs([10, 30], [20, 60], [0, 0]), 2, 2, 2)
+    waits = [e for e in found if e.kind == "wait"]
+    assert waits == [
+        Event(0, 0, "wait", 0, 20, 130, -1, None, 1, "gradients"),
+        Event(0, 0, "wait", 1, 150, 190, -1, None, 1, "gradients"),
+        Event(1, 1, "wait", 0, 0, 10, -1, None, 0, "activations"),
+    ]
+    sends = [e for e in found if e.kind == "send"]
+    assert sends[0] == Event(0, 0, "send", 0, 10, 10, -1, 100, 1, "activations")
+    assert sends[-1] == Event(1, 1, "send", 1, 190, 190, -1, 100, 0, "gradients") and len(sends) == 4
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream", "pipemare", "pipelined_backprop", "naive", "local_greedy"])
+def test_what_a_device_does_and_waits_for_fills_its_time(name: str) -> None:
+    accumulate = 1 if name == "naive" else 4
+    local = METHODS[name].structure is not None
+    costs = Costs([3, 11, 5], [7, 2, 13], [1, 2, 3])
+    found = events_of(name, costs, 3, 12, accumulate, gradients_cross=not local)
+    for device in range(3):
+        own = [e for e in found if e.device == device and e.kind != "send"]
+        assert own[0].start_ns == 0 and all(a.end_ns == b.start_ns for a, b in zip(own, own[1:]))
+        for wait, following in zip(own, own[1:]):
+            if wait.kind == "wait":  # ends when the peer's pass does
+                kind = {"activations": "forward", "gradients": "backward"}[wait.carries]
+                need = [e for e in found if (e.kind, e.device, e.microbatch) == (kind, wait.peer, wait.microbatch)]
+                assert [e.end_ns for e in need] == [wait.end_ns] and following.kind == kind
+        busy = sum(e.end_ns - e.start_ns for e in own if e.kind != "wait")
+        assert busy == 12 * (costs.forward[device] + costs.backward[device]) + 12 // accumulate * costs.update[device]
+    sent = sum(e.bytes or 0 for e in found if e.kind == "send")
+    assert sent == 12 * (100 + 200) * (1 if local else 2)
+
+
+def test_neighbours_on_one_device_send_nothing() -> None:
+    found = events_of("gpipe", Costs([1] * 3, [1] * 3, [0] * 3), 3, 4, 4, device_of_stage=[0, 0, 1])
+    assert {(e.device, e.peer) for e in found if e.kind == "send"} == {(0, 1), (1, 0)}
+    assert {(e.device, e.peer) for e in found if e.kind == "wait"} <= {(0, 1), (1, 0)}
+
+
+def test_only_the_window_is_recorded_with_pauses_between() -> None:
+    whole = events_of("pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2)
+    window = events_of("pipedream", Costs([3, 5], [7, 2], [1, 1]), 2, 24, 2, updates=range(2, 9, 3))
+    told = {2, 5, 8}
+    kept = [e for e in whole if (e.microbatch if e.kind == "update" else e.microbatch // 2) in told]
+    key = lambda e: (e.device, e.start_ns, e.end_ns, e.kind)  # noqa: E731
+    assert sorted((e for e in window if e.kind != "pause"), key=key) == sorted(kept, key=key)
+    for device in range(2):
+        own = [e for e in window if e.device == device and e.kind != "send"]
+        assert all(a.end_ns == b.start_ns for a, b in zip(own, own[1:]))
+        assert sum(e.kind == "pause" for e in own) >= 2
+
+
+# ---- what the stages take
+
+
+def test_a_slow_stage_is_seen_as_one(tmp_path: Path) -> None:
+    """A stage that sleeps 10 ms a pass beside one that sleeps 1: the trace says so, and for whom the others wait."""
+    report = train(
+        config("method=pipedream", "steps=2"), tmp_path / "run", model=model(Slow(0.001), Slow(0.01)), quiet=True
+    )
+    trace = read_store(tmp_path / "run" / "trace" / "modelled.trace")
+    said = json.loads(gzip.decompress((tmp_path / "run" / "trace.json.gz").read_bytes()))["otherData"]
+    assert trace.metadata["modelled"] is said["modelled"] is True and "measured here" in said["why_modelled"]
+    rows = list(trace.events.rows())
+    took = {
+        (e.kind, e.stage): e.end_ns - e.start_ns
+        for e in rows
+        if e.kind in ("forward", "backward") and e.microbatch == 1
+    }
+    tells_backwards = hasattr(torch._C._autograd, "_get_sequence_nr")  # torch 2.0 does not
+    for kind in ("forward", "backward") if tells_backwards else ("forward",):
+        assert (
+            took[kind, 1] >= 1e6
+            and took[kind, 2] >= 10e6
+            and took[kind, 1] < took[kind, 2]
+            and took[kind, 0] < took[kind, 2]
+        )
+    late = [e for e in rows if e.kind == "wait" and e.device == 3 and e.microbatch > 0]
+    assert {e.peer for e in late} == {2}
+    assert report["utilization"] is None and 0.2 < report["modelled_utilization"] < 0.6 < report["planned_utilization"]
+    assert report["modelled_samples_per_second"] < 8 / 0.02
+
+
+@pytest.mark.parametrize("pairs", [(), ("method=local_greedy", "gradient_accumulation=1"), ("optimizer.momentum=0.9",)])
+def test_profiling_leaves_nothing_behind(pairs: Tuple[str, ...]) -> None:
+    """Weights, running statistics, gradients, modes, the optimizer and the random state are as before, to the bit."""
+    job = build(config(*pairs), model=model(nn.Linear(16, 16)))
+    for p in job.model.parameters():
+        p.grad = torch.ones_like(p)
+    job.optimizer.step()
+    job.model.eval()
+    before, state = copy.deepcopy(job.model.state_dict()), copy.deepcopy(job.optimizer.state_dict())
+    random, gradients = torch.get_rng_state(), [p.grad for p in job.model.parameters()]
+    found = profiling.profile(job)
+    assert len(found.forward) == len(found.backward) == len(found.update) == len(job.part) and min(found.forward) > 0
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), job.model.state_dict().values()))
+    assert torch.equal(random, torch.get_rng_state()) and not job.model.training
+    assert all(a is b for a, b in zip(gradients, [p.grad for p in job.model.parameters()]))
+    after = job.optimizer.state_dict()
+    assert after["param_groups"] == state["param_groups"] and after["state"].keys() == state["state"].keys()
+    for key, own in state["state"].items():
+        assert all(torch.equal(a, b) for a, b in zip(own.values(), after["state"][key].values()) if a is not None)
+
+
+def test_the_numbers_of_a_run_are_those_without_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def weights(name: str) -> Dict[str, torch.Tensor]:
+        given = model(nn.Linear(16, 16))
+        train(config("method=pipemare"), tmp_path / name, model=given, quiet=True)
+        return dict(given.state_dict())
+
+    with_profile = weights("a")
+    monkeypatch.setattr(profiling, "_passes", lambda job: 1 / 0)
+    without = weights("b")
+    assert all(torch.equal(with_profile[key], without[key]) for key in without)
+    summary = json.loads((tmp_path / "b" / "summary.json").read_text())
+    assert summary["modelled_utilization"] is None and summary["planned_utilization"] > 0
+    said = read_store(tmp_path / "b" / "trace" / "modelled.trace").metadata["why_modelled"]
+    assert "FLOPs" in said and "could not be timed (ZeroDivisionError: division by zero)" in said
+
+
+def test_an_optimizer_of_the_users_own_makes_no_step_more(tmp_path: Path) -> None:
+    steps: List[int] = []
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            steps.append(1)
+            return super().step(closure)
+
+    train(config(), tmp_path / "run", optimizer=lambda groups: Counting(groups, lr=0.01), quiet=True)
+    assert len(steps) == 6
+
+
+def test_costs_by_flops_take_as_long_as_a_microbatch_took() -> None:
+    job = build(config("method=gpipe"))
+    position = Position(seconds=10.0, timed_updates=5)
+    found = stage_costs(job, StageSeconds((), (), (), "why"), position)
+    assert not found.measured and "since why" in found.why
+    assert sum(found.costs.forward) + sum(found.costs.backward) == pytest.approx(10 / 5 / 4)
+    shares = np.array(found.costs.forward) / sum(found.costs.forward)
+    assert shares == pytest.approx(np.array(job.footprint.forward_flops) / sum(job.footprint.forward_flops))
+
+
+# ---- busy shares
+
+
+def test_the_modelled_share_of_equal_stages_is_the_planned_one() -> None:
+    """Where a slot holds two passes, the clock need not wait for its end: no less is busy then."""
+    ones = Costs([1.0] * 4, [1.0] * 4, [0.0] * 4)
+    shares = {}
+    for pairs in (
+        ("method=gpipe",),
+        ("method=pipedream",),
+        ("method=pipemare", "method_args={warmup: {epochs: 0.05}}"),
+    ):
+        job = build(config(*pairs, "stages=4", "steps=9"))
+        shares[pairs[0]] = modelled(job, ones).utilization, job.planned_utilization()
+    for found, expected in (shares["method=gpipe"], shares["method=pipedream"]):
+        assert found == pytest.approx(expected, rel=1e-9)
+    found, expected = shares["method=pipemare"]
+    assert expected <= found < 1
+
+
+def test_a_long_run_takes_what_it_takes_played_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ipu_pipe.report import modelled as module
+
+    costs = Costs([3, 11, 5], [7, 2, 13], [1, 2, 3])
+    for name in ("gpipe", "pipedream", "pipedream_2bw"):
+        schedule = make_schedule(METHODS[name], 3, 1200, 3)
+        whole = clock(schedule, costs).finish
+        monkeypatch.setattr(module, "PLAYED", 40_000)
+        assert played_seconds(schedule, costs, 1200) == whole
+        monkeypatch.setattr(module, "PLAYED", 300)
+        assert played_seconds(schedule, costs, 1200) == pytest.approx(whole, rel=0.01)
+
+
+def test_measured_shares_are_of_all_devices_time() -> None:
+    job: Any = SimpleNamespace(planned_utilization=lambda: 0.9)
+    times = [DeviceTimes(10, 80, 10, 100), DeviceTimes(90, 5, 5, 100)]
+    found = _utilization(job, Report([], [], None, [], times=times), None)
+    assert found["utilization"] == 0.5 and found["bubble_fraction"] == 0.5
+    assert found["planned_utilization"] == 0.9 and found["modelled_utilization"] is None
+    assert _utilization(job, Report([], [], None, None), None)["utilization"] is None
+
+
+# ---- earlier summaries
+
+
+def test_a_summary_of_schema_1_is_understood(tmp_path: Path) -> None:
+    old = {
+        "schema": 1, "utilization": 0.4, "bubble_fraction": 0.6, "steps": 3,
+        "phases": [{"method": "gpipe", "updates": 3, "utilization": 0.4}],
+    }  # fmt: skip
+    (tmp_path / "summary.json").write_text(json.dumps(old))
+    found = finished_summary(tmp_path)
+    assert found is not None and found["schema"] == 2 and found["steps"] == 3
+    assert (found["utilization"], found["bubble_fraction"], found["modelled_utilization"]) == (None, None, None)
+    assert (found["planned_utilization"], found["planned_bubble_fraction"]) == (0.4, 0.6)
+    assert found["phases"] == [{"method": "gpipe", "updates": 3, "planned_utilization": 0.4}]
+    assert upgraded(found) is found

@@ -1,0 +1,128 @@
+"""The page's file: nothing outside it is asked for, its data are whole, and names in it are inert. tests/browser/ uses it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any, Dict, List
+
+import numpy as np
+import pytest
+
+from ipu_pipe.errors import RunFault
+from ipu_pipe.report.page import embedding, write_page
+from ipu_pipe.trace.events import KINDS, Counter, Counters, Event, Events, Trace
+from tests.page_example import HOSTILE, example
+
+
+def written(path: Path, *args: Any) -> str:
+    write_page(path, *args)
+    return path.read_text(encoding="utf-8")
+
+
+def data(page: str) -> Dict[str, Any]:
+    (held,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    found: Dict[str, Any] = json.loads(held)
+    return found
+
+
+def unpacked(column: Dict[str, str]) -> List[Any]:
+    values: List[Any] = np.frombuffer(
+        zlib.decompress(base64.b64decode(column["base64"])), "<" + column["type"]
+    ).tolist()
+    return values
+
+
+def test_the_page_holds_all_of_the_trace(tmp_path: Path) -> None:
+    trace, analysis = example()
+    held = data(written(tmp_path / "p.html", trace, analysis))
+    assert held["analysis"] == json.loads(json.dumps(analysis)) and held["trace"]["metadata"] == trace.metadata
+    columns = {name: unpacked(column) for name, column in held["trace"]["columns"].items()}
+    start = np.cumsum(columns["start"])
+    order = np.lexsort((trace.events.end, trace.events.start))
+    assert start.tolist() == trace.events.start[order].tolist()
+    assert (start + columns["end"]).tolist() == trace.events.end[order].tolist()
+    for name in set(columns) - {"start", "end"}:
+        assert columns[name] == getattr(trace.events, name)[order].tolist(), name
+    assert held["trace"]["kinds"] == list(KINDS)
+    curves = [curve for curve in held["trace"]["curves"] if curve["device"] == 0]
+    assert {curve["name"] for curve in curves} == {"memory"} and len(curves[0]["values"]) == 4
+
+
+def test_times_of_a_wall_clock_count_from_the_begin(tmp_path: Path) -> None:
+    begin = 1_765_000_000_123_456_789
+    events = [Event(0, 0, "forward", m, begin + 10 * m, begin + 10 * m + 9, 0, 1 << 40) for m in range(3)]
+    held = data(
+        written(tmp_path / "p", Trace(Events.of(events), Counters.of([Counter(0, "loss", begin + 7, 1)]), {}), {})
+    )
+    columns = held["trace"]["columns"]
+    assert (unpacked(columns["start"]), unpacked(columns["end"])) == ([0, 10, 10], [9, 9, 9])
+    assert unpacked(columns["bytes"]) == [1 << 40] * 3 and columns["microbatch"]["type"] == "u1"
+    assert held["trace"]["curves"][0]["times"] == [7]
+    held = data(written(tmp_path / "p", Trace(Events.of(events), Counters.of([]), {}), {"begin_ns": begin - 5}))
+    assert unpacked(held["trace"]["columns"]["start"])[0] == 5
+
+
+def test_nothing_is_asked_of_any_network(tmp_path: Path) -> None:
+    page = written(tmp_path / "p", *example())
+    page = page.replace("http://www.w3.org/2000/svg", "")  # a name, which no browser opens
+    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|\bsrc=|fetch\(|XMLHttpRequest|WebSocket", page)
+    assert re.findall(r"<link[^>]*>", page) == ['<link rel="icon" href="data:,">']
+    assert "default-src 'none'" in page and "/* " not in re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
+    assert len(page) < 200_000
+
+
+def test_names_cannot_end_the_data(tmp_path: Path) -> None:
+    trace, analysis = example("</script>" + HOSTILE + "<!--")
+    analysis["notes"] = ["</SCRIPT >", "\u2028"]
+    page = written(tmp_path / "p", trace, analysis)
+    assert (
+        data(page)["trace"]["metadata"]["run"] == trace.metadata["run"]
+        and data(page)["analysis"]["notes"][0] == "</SCRIPT >"
+    )
+    assert "hostile = true</script>" not in page and "</SCRIPT >" not in page and "onerror" in page
+    assert page.count("<script") == page.count("</script>") == 2
+
+
+def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
+    trace, analysis = example()
+    analysis.update(utilization=float("nan"), imbalance=float("inf"))
+    held = data(written(tmp_path / "p", trace, analysis))["analysis"]
+    assert held["utilization"] is None and held["imbalance"] is None
+
+
+def test_of_more_events_than_a_page_holds_there_are_a_window_and_an_overview(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding, "MOST_EVENTS", 4)
+    monkeypatch.setattr(embedding, "BINS", 4)
+    events = [Event(0, 0, "forward", m, 100 * m, 100 * m + 50, 0, None) for m in range(8)]
+    events += [Event(0, 0, "wait", m, 100 * m + 50, 100 * m + 100, -1, None) for m in range(4)]
+    held = data(written(tmp_path / "p", Trace(Events.of(events), Counters.of([]), {}), {}))["trace"]
+    assert held["count"] == 12 and len(unpacked(held["columns"]["kind"])) == 4
+    assert held["window_ns"] == [200, 350]
+    (overview,) = held["overview"]
+    shares = {kind: np.array(unpacked(share)) / 255 for kind, share in overview["shares"].items()}
+    assert held["span_ns"] == 750
+    exact = {"forward": [100] * 4, "wait": [87.5, 87.5, 25, 0]}  # of each 187.5 ns
+    assert shares.keys() == exact.keys()
+    for kind, expected in exact.items():
+        assert shares[kind].tolist() == pytest.approx([each / 187.5 for each in expected], abs=0.003)
+    monkeypatch.setattr(embedding, "MOST_EVENTS", 12)
+    assert "overview" not in data(written(tmp_path / "p", Trace(Events.of(events), Counters.of([]), {}), {}))["trace"]
+
+
+def test_of_many_moments_a_curve_keeps_the_greatest(tmp_path: Path) -> None:
+    counters = [Counter(0, "weights (bytes)", t, float(t == 1234)) for t in range(5000)]
+    trace = Trace(Events.of([]), Counters.of(counters), {})
+    (curve,) = data(written(tmp_path / "p", trace, {}))["trace"]["curves"]
+    assert len(curve["times"]) == embedding.MOST_MOMENTS and 1234 in curve["times"]
+    assert sum(curve["values"]["weights (bytes)"]) == 1.0
+
+
+def test_a_disk_that_refuses_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RunFault, match="nowhere"):
+        write_page(tmp_path / "nowhere" / "p.html", *example())

@@ -1,0 +1,311 @@
+"""What theory says of a run: curvature, the recurrences that a config stands for, advice; and the emulator, which must agree."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Dict, List
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ipu_pipe import begin_stage
+from ipu_pipe.backends.table import make_engine
+from ipu_pipe.cli import stability as command
+from ipu_pipe.data import TensorData
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.config import configure
+from ipu_pipe.job.record import Job
+from ipu_pipe.run.build import build
+from ipu_pipe.stability.advice import Stage, advice, verdicts
+from ipu_pipe.stability.recurrences import pipelined, pipemare
+from ipu_pipe.studies.curvature import sharpest
+from ipu_pipe.studies.delayed_regression import largest_curvature, losses, regression_set
+from ipu_pipe.studies.run_stability import findings
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+# ---- curvature
+
+
+def half_square(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ((output[:, -1] - y) ** 2).mean() / 2
+
+
+def test_the_curvature_of_linear_regression_is_known() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(50, 7, dtype=torch.float64), torch.randn(50, dtype=torch.float64)
+    model = nn.Linear(7, 1, bias=False).double()
+    found = sharpest(model, half_square, x, y, [[model.weight]], 500, 1e-8)
+    values = np.linalg.eigvalsh((x.T @ x / 50).numpy())
+    assert found.value == pytest.approx(values[-1], rel=1e-9) and found.residual <= 1e-8
+    assert 1 < found.iterations < 500 and found.shares == (pytest.approx(1),)
+    few = sharpest(model, half_square, x, y, [[model.weight]], 3, 1e-8)
+    assert few.iterations == 3 and few.residual > 1e-8 and few.value < found.value
+
+
+class Saddle(nn.Module):
+    """Of curvatures 2 along a, -10 along b, times a sign."""
+
+    def __init__(self, sign: float = 1.0) -> None:
+        super().__init__()
+        self.a, self.b, self.sign = nn.Parameter(torch.tensor([0.3])), nn.Parameter(torch.tensor([0.2])), sign
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sign * (self.a**2 - 5 * self.b**2) * x[:, :1].abs().clamp(1, 1)
+
+
+def test_it_is_the_greatest_above_zero_that_counts() -> None:
+    def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return output.mean()
+
+    x, model = torch.ones(4, 1), Saddle()
+    found = sharpest(model, loss, x, x, [[model.a], [model.b]], 500, 1e-5)
+    assert found.value == pytest.approx(2, rel=1e-3) and found.shares == (pytest.approx(1), pytest.approx(0, abs=1e-6))
+    hill = Saddle(-1.0)
+    assert sharpest(hill, loss, x, x, [[hill.a], [hill.b]], 500, 1e-5).value == pytest.approx(10, rel=1e-3)
+    with pytest.raises(BadInput, match="in 1 iterations no direction"):
+        sharpest(model, loss, x, x, [[model.b]], 50)
+
+
+def test_a_model_is_left_as_found_and_looked_at_without_its_dropout() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Linear(8, 3))
+    model.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x, y, state = torch.randn(16, 6), torch.arange(16) % 3, torch.get_rng_state()
+    stages = [[*model[0].parameters(), *model[1].parameters()], list(model[4].parameters())]
+    found = [sharpest(model, nn.functional.cross_entropy, x, y, stages, 200, 1e-3, discrepancy=True) for _ in range(2)]
+    assert found[0] == found[1] and sum(found[0].shares) == pytest.approx(1, rel=1e-4)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module.training for module in model.modules()) and torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+    plain = nn.Sequential(*(layer for layer in model if not isinstance(layer, nn.Dropout)))
+    assert sharpest(plain, nn.functional.cross_entropy, x, y, stages, 200, 1e-3).value == pytest.approx(
+        found[0].value, rel=1e-4
+    )
+
+
+def test_attention_can_be_differentiated_twice() -> None:
+    torch.manual_seed(2)
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    x = torch.randn(3, 5, 8)
+    found = sharpest(model, lambda out, y: ((out - y) ** 2).mean(), x, x.flip(0), [list(model.parameters())], 40, 0.1)
+    assert found.value > 0
+
+
+def test_the_discrepancy_is_that_of_the_backwards_weights_alone() -> None:
+    """f = (a b x - y)^2 / 2: of the gradient (r b x, r a x), r = a b x - y, the backward reads b alone anew:
+    its derivative by that is r x, of the first by b."""
+    a, b, x, y = 1.2, 0.7, 1.5, 0.4
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).double()
+    with torch.no_grad():
+        model[0].weight.fill_(a)
+        model[1].weight.fill_(b)
+    data = torch.tensor([[x]], dtype=torch.float64), torch.tensor([y], dtype=torch.float64)
+    stages = [[model[0].weight], [model[1].weight]]
+    found = sharpest(model, half_square, *data, stages, 500, 1e-9, discrepancy=True)
+    r = a * b * x - y
+    hessian = np.array([[b * b * x * x, r * x + a * b * x * x], [r * x + a * b * x * x, a * a * x * x]])
+    values, vectors = np.linalg.eigh(hessian)
+    v = vectors[:, -1]
+    assert found.value == pytest.approx(values[-1]) and found.shares == pytest.approx(tuple(v**2))
+    assert found.discrepancy == pytest.approx(-v[0] * v[1] * r * x / values[-1], rel=1e-6)
+
+
+# ---- a run of which theory knows all
+
+
+class Part(nn.Module):
+    """Adds its weight's part of one direction to the last column."""
+
+    def __init__(self, column: int, start: float) -> None:
+        super().__init__()
+        self.column, self.weight = column, nn.Parameter(torch.tensor([start]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        more = x[:, -1:] + x[:, self.column : self.column + 1] * self.weight
+        return torch.cat([x[:, :-1], more], dim=1)
+
+
+SHARES = (0.4, 0.1, 0.3, 0.2)  # of a direction of curvature 3
+
+
+def job(lr: float, **keys: Any) -> Job:
+    """Four stages on a loss with one direction, the same sample again and again."""
+    columns = torch.tensor([3 * share for share in SHARES]).sqrt()
+    parts: List[nn.Module] = [Part(i, float(column)) for i, column in enumerate(columns)]
+    model = nn.Sequential(parts[0], *map(begin_stage, parts[1:]))
+    x = torch.cat([columns, torch.zeros(1)]).repeat(64, 1).double()
+    y = torch.zeros(64, dtype=torch.float64)
+    config = configure(**{
+        "optimizer": {"name": "sgd", "lr": lr, "momentum": 0.8}, "micro_batch_size": 1, "gradient_accumulation": 1,
+        "steps": 3000, "precision": "float64", "evaluate": {"every": 0}, "log": {"tensorboard": False}, **keys,
+    })  # fmt: skip
+    return build(config, model=model, data=TensorData((x, y), (x[:4], y[:4])), loss=half_square)
+
+
+RUNS: Dict[str, Dict[str, Any]] = {
+    "gpipe": {"method": "gpipe"},
+    "pipedream": {"method": "pipedream"},
+    "2BW": {"method": "pipedream_2bw", "gradient_accumulation": 4},
+    "PB, Nesterov": {
+        "method": "pipelined_backprop",
+        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.8, "nesterov": True},
+    },
+    "PB, both": {
+        "method": "pipelined_backprop",
+        "method_args": {"weight_prediction": {"form": "difference"}, "spike_compensation": {"scale": 2.0}},
+    },
+    "PB, shrunk": {"method": "pipelined_backprop", "method_args": {"gradient_shrinking": {"factor": 0.7}}},
+    "SpecTrain": {"method": "spectrain"},
+    "PipeMare, T1": {"method": "pipemare", "method_args": {"t1": {"anneal_updates": 10**8}}},
+    "constant delay": {"method": "pipedream", "method_args": {"constant_delay": {"updates": 5}}},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_emulator_diverges_where_theory_says(name: str) -> None:
+    """The stages share one direction, so that the largest stable rate of the whole is exact: a tenth below it the loss falls from
+    one stretch of updates to the next, a tenth above it rises."""
+    keys = RUNS[name]
+    found = findings(job(0.1, **keys), samples=4, iterations=20)
+    assert found["curvature"]["value"] == pytest.approx(3) and found["curvature"]["discrepancy"] in (None, 0)
+    assert [s["share"] for s in found["stages"]] == pytest.approx(SHARES)
+    limit = found["whole"]["largest_stable_rate"]
+    assert found["whole"]["margin"] == pytest.approx(limit / 0.1)
+    for factor in (0.9, 1.1):
+        again = dict(keys, optimizer={**keys.get("optimizer", {"name": "sgd", "momentum": 0.8}), "lr": factor * limit})
+        engine = make_engine(job(0.1, **again), 0)
+        losses = [engine.step(k).loss for k in range(90 if name in ("2BW", "gpipe") else 180)]
+        engine.close()
+        third = len(losses) // 3
+        assert (max(losses[-third:]) > max(losses[third:-third])) == (factor > 1)
+
+
+def test_each_stage_is_told_apart_by_its_delay_and_curvature() -> None:
+    found = findings(job(0.1, method="pipelined_backprop"), samples=4, iterations=20, by_stage=True)
+    stages = found["stages"]
+    assert [s["delay"] for s in stages] == [6, 4, 2, 0] and [s["rate"] for s in stages] == [0.1] * 4
+    assert [s["curvature"] for s in stages] == pytest.approx([3 * share for share in SHARES])
+    for s, share in zip(stages, SHARES):
+        alone = verdicts([Stage(0, pipelined(s["delay"], 0.8), 0.1, 3 * share)])[0]
+        assert (s["largest_stable_rate"], s["margin"]) == pytest.approx((alone.largest_rate, alone.margin))
+
+
+def test_rates_are_the_greatest_of_the_run_after_its_rules() -> None:
+    keys = {"method": "pipemare", "method_args": {"t1": {"anneal_updates": 100}}, "steps": 200,
+            "lr_schedule": {"name": "step", "milestones": [1], "gamma": 0.01}}  # fmt: skip
+    found = findings(job(0.2, **keys), curvature=3.0)
+    assert found["curvature"] == {"value": 3.0, "how": "given"} and found["whole"] is None
+    stages = found["stages"]
+    assert [s["delay"] for s in stages] == [7, 5, 3, 1]
+    powers = [1 - 63 / 100] * 3  # the last update at the full rate: 64 of an epoch
+    assert [s["rate"] for s in stages[:3]] == pytest.approx([0.2 / d**p for d, p in zip((7, 5, 3), powers)])
+    assert found["rates_of_update"] == [63, 63, 63, 0]
+
+
+# ---- advice
+
+
+def test_advice_names_the_worst_stage_and_what_raises_its_limit() -> None:
+    stages = [Stage(s, pipelined(d, 0.9), 0.05, 2.0) for s, d in enumerate((6, 4, 2, 0))]
+    found = verdicts(stages)
+    assert [v.margin for v in found] == sorted(v.margin for v in found) and found[0].margin < 1 < found[-1].margin
+    changes = {r.change: r for r in found[0].remedies}
+    assert set(changes) == {
+        "t1", "spike_compensation", "weight_prediction", "spike_compensation + weight_prediction",
+        "momentum 0 at lr / (1 - momentum)",
+    }  # fmt: skip
+    assert changes["t1"].margin == pytest.approx(6 * found[0].margin)
+    assert not found[-1].remedies  # nothing is late
+    lines = advice(found)
+    assert [v.margin < 1 for v in found] == [True, True, True, False]
+    assert lines[0].startswith("3 of 4 stages step at more than their largest stable rate; most stage 0 (delay 6")
+    assert len(lines) == 4 and "with " in lines[1]
+    assert verdicts([Stage(0, pipelined(3), 0.1, 0.0)])[0].margin == math.inf  # without weights
+    calm = advice(verdicts([Stage(0, pipelined(3), 1e-4, 1.0)]))
+    assert calm[0].startswith("no stage steps at more than its largest stable rate")
+
+
+def test_against_discrepancy_t2_and_stashing_are_advised() -> None:
+    (found,) = verdicts([Stage(0, pipemare(10, 0, 5.0), 0.05, 1.0)])
+    by_name = {r.change: r.largest_rate for r in found.remedies}
+    assert by_name["stash"] == pytest.approx(2 * math.sin(math.pi / 42))
+    assert found.largest_rate < by_name["t2"] < by_name["stash"]
+
+
+# ---- the command
+
+
+DIGITS = "configs/mlp_digits.yaml"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    command.main(arguments)
+    return capsys.readouterr().out
+
+
+def test_a_config_is_told_stage_by_stage(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    asked = (DIGITS, "--set", "method=pipemare", "optimizer.lr=0.5", "gradient_accumulation=1")
+    found = json.loads(printed(capsys, *asked, "--json"))
+    assert list(found) == ["config", "method", "curvature", "rates_of_update", "stages", "whole", "advice"]
+    assert [s["delay"] for s in found["stages"]] == [7, 5, 3, 1] and found["curvature"]["iterations"] < 100
+    assert found["stages"][0]["margin"] < 1 < found["stages"][0]["raised_by"][0]["margin"]
+    table = printed(capsys, *asked, "--curvature", "0.3")
+    assert "largest stable" in table and "t1 (" in table
+
+
+@pytest.mark.parametrize("arguments, line", [
+    (["nowhere.yaml"], "nowhere.yaml"),
+    (["pipemare_5"], "did you mean pipemare_5"),
+    (["pb_3", "--set", "a=1"], "--set: changes keys of a config"),
+    ([DIGITS, "--set", "optimizer.name=adam", "optimizer.momentum=null"], "optimizer.name: adam: the theory is of SGD"),
+    ([DIGITS, "--set", "method=local_greedy"], "method: local_greedy: trains blocks by losses"),
+    ([DIGITS, "--set", "method_args.hogwild={max: 9}"], "method_args.hogwild: delays are drawn"),
+    ([DIGITS, "--curvature", "-1"], "-1: must be a number above 0"),
+    ([DIGITS, "--samples", "1000000"], "--samples: 1000000: the training set has not so many"),
+    ([DIGITS, "--by-stage", "--curvature", "2"], "--by-stage: not together with --curvature"),
+    ([DIGITS, "--out", "x"], "--out: x: is where figures go"),
+])  # fmt: skip
+def test_bad_input_is_a_line(arguments: List[str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(BadInput) as refused:
+        command.main(arguments)
+    (fault,) = refused.value.faults
+    assert line in fault
+
+
+def test_the_command_ends_with_2_and_a_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/stability.py", "nowhere.yaml"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("error: nowhere.yaml: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_figures_are_data_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(printed(capsys, "pipemare_16", "pb_3", "--out", str(tmp_path), "--json"))
+    assert list(found) == ["pipemare_16", "pb_3"]
+    assert json.loads((tmp_path / "pb_3.json").read_text()) == found["pb_3"]
+    assert found["pb_3"]["command"] == "python tools/stability.py pb_3" and "Figure 3" in found["pb_3"]["source"]
+    assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in found)
+    lines = {line["label"]: line for line in found["pipemare_16"]["panels"][0]["lines"]}
+    assert max(lines["no discrepancy"]["y"]) < max(lines["the same, T2 (D = 0.1)"]["y"])
+    listed = printed(capsys)
+    assert "pb_12" in listed and "pipemare_18" in listed
+
+
+def test_delayed_regression_diverges_along_lemma_1() -> None:
+    data = regression_set()
+    limit = 2 / largest_curvature(data) * math.sin(math.pi / 42)
+    whole = data._replace(batch=256)  # less noise
+    found = losses(whole, np.array([0.7, 1.4]) * limit, np.array([10, 20]), 2500)
+    assert np.isfinite(found).tolist() == [[True, False], [False, False]] and found[0, 0] < 0.3

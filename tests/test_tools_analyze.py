@@ -1,0 +1,153 @@
+"""tools/analyze.py: its answers as text, JSON and picture, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+
+from ipu_pipe.cli import analyze
+from ipu_pipe.errors import BadInput
+from ipu_pipe.report.analysis import picture
+from ipu_pipe.trace.events import WAIT, Counter, Event, Events
+from ipu_pipe.trace.store import TraceWriter
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("busy_ns", "wait_ns", "communication_ns", "ramp_up_ns", "ramp_down_ns", "idle_ns")
+
+
+def run_folder(path: Path, slow: int = 20, microbatches: int = 6) -> Path:
+    """Two ranks, the second of which takes `slow` milliseconds a pass and the first 2."""
+    for rank, each in ((0, 2), (1, slow)):
+        metadata = {
+            "method": "pipedream", "method_args": {}, "stages": 2, "accumulate": 1, "microbatches": microbatches,
+            "backend": "distributed",
+            "device_of_stage": [0, 1], "modelled": False,
+            "units": [{"name": f"layer{i}", "stage": int(i > 1), "forward_flops": 1e6, "backward_flops": 1e6, "crossing_bytes": 8}
+                      for i in range(6)],
+        }  # fmt: skip
+        writer = TraceWriter(path / "trace" / f"rank-{rank}.trace", metadata)
+        for m in range(microbatches):
+            at, end = 2 * m * slow, 2 * (m + 1) * slow
+            for kind, begin in (("forward", at), ("backward", end - each)):
+                ns = begin * 1_000_000
+                writer.add(Event(rank, rank, kind, m, ns, ns + each * 1_000_000, m, None))
+            if rank == 0:
+                writer.add(Event(0, 0, "send", m, ns, ns + 1000, -1, 64, 1, "activations"))
+                writer.add(
+                    Event(0, 0, WAIT, m, (at + each) * 1_000_000, (end - each) * 1_000_000, -1, None, 1, "gradients")
+                )
+            writer.add(Event(rank, rank, "update", m, end * 1_000_000, end * 1_000_000, m + 1, None))
+            writer.count(Counter(rank, "weights (bytes)", at * 1_000_000, 1e6 * (rank + 1)))
+        writer.close()
+    return path
+
+
+def answered(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    analyze.main([str(argument) for argument in arguments])
+    return capsys.readouterr().out
+
+
+def test_the_answer_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = answered(capsys, run_folder(tmp_path / "run")).splitlines()
+    assert said[0].endswith("run: pipedream, 2 stages, 2 devices, 240 ms, measured")
+    assert said[2] == "What holds it up: stage 1 on device 1"
+    assert "10 times what the others do" in said[3] and "device 0 waits for it 90.0% of the time" in said[4]
+    assert "begin stage 1 at layer4 instead of layer2" in said[6] and "predicted" in said[6]
+
+
+def test_the_contract_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found: Dict[str, Any] = json.loads(answered(capsys, run_folder(tmp_path / "run"), "--json"))
+    for device in found["devices"]:
+        assert sum(device[part] for part in PARTS) == found["span_ns"] == 240_000_000
+        assert all(isinstance(device[part], int) for part in PARTS)
+    assert [device["index"] for device in found["devices"]] == [0, 1] and found["devices"][0]["waits_for"] == {
+        "1": 216_000_000
+    }
+    assert found["utilization"] + found["bubble_fraction"] == pytest.approx(1) and found["modelled"] is False
+    assert {"stage", "device", "why", "gain"} <= found["bottleneck"].keys() and found["bottleneck"]["gain"] > 0.2
+    assert {"src": 0, "dst": 1, "bytes": 64 * 6, "messages": 6}.items() <= found["links"][0].items()
+    assert [(m["device"], m["peak_bytes"], m["at_ns"], m["categories"]) for m in found["memory"]] == [
+        (0, 1_000_000, 0, {"weights": 1_000_000}), (1, 2_000_000, 0, {"weights": 2_000_000}),
+    ]  # fmt: skip
+    assert [each["stage"] for each in found["staleness"]] == [0, 1]
+
+
+def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", slow=10)
+    said = answered(capsys, one, "--against", two)
+    line = next(line for line in said.splitlines() if line.startswith("span_ns"))
+    assert line.split() == ["span_ns", "240,000,000", "120,000,000", "120,000,000", "+100.0%"]
+    found = json.loads(answered(capsys, one, "--against", two, "--json"))
+    assert found["span_ns"] == 240_000_000 and found["against"]["other"]["span_ns"] == 120_000_000
+    assert {"name": "span_ns", "this": 240_000_000, "other": 120_000_000, "difference": 120_000_000} in found[
+        "against"
+    ]["differences"]
+
+
+def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    run = run_folder(tmp_path / "run $x_1$")
+    answered(capsys, run, "--png", tmp_path / "made" / "a.png")
+    assert (tmp_path / "made" / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_folder(tmp_path / "run")
+    answered(capsys, run, "--html", tmp_path / "made" / "a.html")
+    page = (tmp_path / "made" / "a.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>") and "times what the others do on average" in page
+
+
+def test_of_many_events_a_window_is_drawn() -> None:
+    events = Events.of(Event(d, d, "forward", m, 10 * m, 10 * m + 9, 0, None) for m in range(10_000) for d in range(4))
+    begin, end = picture.window(events)
+    inside = (events.start < end) & (events.end > begin)
+    assert begin < 50_000 < end and 4 * picture.A_DEVICE - 8 <= inside.sum() <= picture.MOST
+    assert picture.window(events.where(slice(0, 40))) == (0, 99)
+
+
+BAD: List[Any] = [
+    (["nothing"], "nothing: no such run or trace"),
+    (["run", "--against", "words"], "words: is no trace"),
+    (["run", "--png", "run"], "--png: run: is a folder"),
+    (["profile.pop"], "which is not installed"),
+    (["none/profile.pop"], "no such profile"),
+    (["run", "--html"], "expected one argument"),
+    ([], "RUN"),
+]
+
+
+@pytest.mark.parametrize("arguments, said", BAD, ids=[" ".join(arguments) for arguments, _ in BAD])
+def test_bad_input(arguments: List[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_folder(tmp_path / "run")
+    (tmp_path / "words").write_text("hello")
+    (tmp_path / "profile.pop").write_bytes(b"\0")
+    with pytest.raises(BadInput) as caught:
+        analyze.main(arguments)
+    assert len(caught.value.faults) == 1 and said in caught.value.faults[0]
+
+
+def test_exit_codes(tmp_path: Path) -> None:
+    (tmp_path / "cut.json").write_text('{"traceEvents": [{"ph": "X"')
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "analyze.py"), "cut.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "error: cut.json: cannot be read as a Chrome trace: ends too early\n"
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "tools/bench_analyze.py", "--events", "5600", "--foreign", "200", "--json"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert [row["events"] for row in json.loads(ended.stdout)] == [5600, 200]

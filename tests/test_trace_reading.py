@@ -1,0 +1,235 @@
+"""Whose traces are read, and what is said of files that are none."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence
+
+import pytest
+import torch
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.trace import json_records
+from ipu_pipe.trace.chrome import write_chrome
+from ipu_pipe.trace.events import CARRIED, KINDS, Counter, Event
+from ipu_pipe.trace.json_records import read_records
+from ipu_pipe.trace.reading import read_trace
+from ipu_pipe.trace.store import TraceWriter
+
+EVENTS = [Event(d, d, "forward", m, 100 * m, 100 * m + 50, 0, None) for m in range(3) for d in (0, 1)]
+
+
+def stored(path: Path, events: Sequence[Event], counters: Sequence[Counter] = (), **metadata: Any) -> Path:
+    writer = TraceWriter(path, metadata)
+    for event in events:
+        writer.add(event)
+    for counter in counters:
+        writer.count(counter)
+    writer.close()
+    return path
+
+
+# ---- ours
+
+
+def test_a_run_of_several_ranks_is_one_trace(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        own = [event for event in EVENTS if event.device == rank]
+        stored(
+            tmp_path / "trace" / f"rank-{rank}.trace",
+            own,
+            [Counter(rank, f"of {rank}", 5, 1.5)],
+            method="gpipe",
+            rank=rank,
+        )
+    write_chrome(tmp_path / "trace.json.gz", EVENTS[:1], [], {})  # of both the columns are read
+    for given in (tmp_path, tmp_path / "trace"):
+        found = read_trace(given)
+        assert sorted(found.events.rows()) == sorted(EVENTS)
+        assert list(found.counters.rows()) == [Counter(0, "of 0", 5, 1.5), Counter(1, "of 1", 5, 1.5)]
+        assert found.metadata == {"method": "gpipe", "rank": 0}
+    assert len(read_trace(tmp_path / "trace" / "rank-1.trace").events.start) == 3
+
+
+@pytest.mark.parametrize("name", ["trace.json.gz", "plain.json"])
+def test_chrome_json_of_ours(tmp_path: Path, name: str) -> None:
+    waits = [
+        Event(1, 1, "wait", 0, 0, 40, -1, None, 0, "activations"),
+        Event(0, 0, "send", 0, 10, 20, -1, 64, 1, "activations"),
+    ]
+    write_chrome(tmp_path / "trace.json.gz", [*EVENTS, *waits], [Counter(0, "weights", 7, 2.5)], {"method": "gpipe"})
+    if name == "plain.json":
+        (tmp_path / name).write_bytes(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
+    found = read_trace(tmp_path if name == "trace.json.gz" else tmp_path / name)
+    assert [event[:8] for event in found.events.rows()] == [event[:8] for event in [*EVENTS, *waits]]
+    assert list(found.counters.rows()) == [Counter(0, "weights", 7, 2.5)] and found.metadata == {"method": "gpipe"}
+
+
+def test_a_killed_run_is_read_with_a_note(tmp_path: Path) -> None:
+    path = stored(tmp_path / "a.trace", EVENTS)
+    whole = path.read_bytes()
+    stored(path, [*EVENTS, EVENTS[0]], x=1)
+    path.write_bytes(whole + whole[20:40])
+    found = read_trace(path)
+    assert len(found.events.start) == len(EVENTS) and "ends within a block" in found.notes[0]
+
+
+# ---- PyTorch's profiler
+
+
+def kineto(path: Path, records: Sequence[Dict[str, Any]], rank: Optional[int] = None, **keys: Any) -> Path:
+    told = {} if rank is None else {"distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 2}}
+    path.write_text(json.dumps({"schemaVersion": 1, **told, "traceEvents": list(records), **keys}))
+    return path
+
+
+def x(category: str, name: str, ts: float, dur: float) -> Dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 9,
+        "tid": 1,
+        "ts": ts,
+        "dur": dur,
+        "args": {"External id": 1},
+    }
+
+
+def kinds(path: Path) -> List[Any]:
+    return [(event.device, event.kind, event.start_ns, event.end_ns) for event in read_trace(path).events.rows()]
+
+
+def test_a_profilers_records_of_a_gpu(tmp_path: Path) -> None:
+    """Where there are kernels the host's operations say nothing of the device."""
+    kineto(tmp_path / "a.json", [
+        {"ph": "M", "name": "process_name", "pid": 9, "args": {"name": "python"}},
+        x("cpu_op", "aten::mm", 0, 99), x("kernel", "gemm", 1.5, 2.25), x("kernel", "ncclDevKernel_SendRecv(x)", 4, 1),
+        x("kernel", "ncclDevKernel_AllReduce_Sum_f32", 5, 1), x("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 6, 1),
+        x("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 7, 1), x("python_function", "forward", 0, 50), x("Trace", "all", 0, 99),
+    ], rank=3, baseTimeNanoseconds=10**18)  # fmt: skip
+    assert kinds(tmp_path / "a.json") == [
+        (3, "compute", 1500, 3750), (3, "collective", 4000, 5000), (3, "collective", 5000, 6000), (3, "recv", 6000, 7000),
+        (3, "compute", 7000, 8000),
+    ]  # fmt: skip
+
+
+def test_a_profilers_records_of_cpus_in_a_folder(tmp_path: Path) -> None:
+    for rank, base in ((1, 10**18 + 500), (0, 10**18)):
+        records = [x("cpu_op", "aten::mm", 1, 2), x("user_annotation", "gloo:send" if rank == 0 else "gloo:recv", 3, 1),
+                   x("user_annotation", "ProfilerStep#3", 0, 50), x("cpu_op", "c10d::allreduce_", 5, 1)]  # fmt: skip
+        kineto(tmp_path / f"trace_rank{rank}.json", records, rank=None if rank else 0, baseTimeNanoseconds=base)
+    assert kinds(tmp_path) == [
+        (0, "compute", 1000, 3000), (0, "send", 3000, 4000), (0, "collective", 5000, 6000),
+        (1, "compute", 1500, 3500), (1, "recv", 3500, 4500), (1, "collective", 5500, 6500),
+    ]  # fmt: skip
+    assert "microbatches, versions and waits are not told" in read_trace(tmp_path).notes[0]
+
+
+def test_what_pytorchs_profiler_writes_here_is_read(tmp_path: Path) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+    profiler.export_chrome_trace(str(tmp_path / "a.json"))
+    found = read_trace(tmp_path / "a.json")
+    assert len(found.events.start) >= 3 and {event.kind for event in found.events.rows()} == {"compute"}
+
+
+def test_two_files_of_one_rank(tmp_path: Path) -> None:
+    for name in "ab":
+        kineto(tmp_path / f"{name}.json", [x("kernel", "gemm", 0, 1)], rank=1)
+    with pytest.raises(BadInput, match="are all of rank 1"):
+        read_trace(tmp_path)
+
+
+# ---- a piece at a time
+
+
+@pytest.mark.parametrize("piece", [1, 2, 7, 64, 10_000])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_records_are_the_same_in_whatever_pieces(
+    tmp_path: Path, piece: int, indent: Optional[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_records, "PIECE", piece)
+    monkeypatch.setattr(json_records, "BATCH", 3)
+    held = {"a": [1, {"b": "]}"}], "traceEvents": [{"ph": "X", "n": i, "é": '"\\'} for i in range(10)], "number": 12345}
+    (tmp_path / "t").write_text(json.dumps(held, indent=indent))
+    found: List[Any] = []
+    keys = read_records(tmp_path / "t", found.extend)
+    assert {**keys, "traceEvents": found} == held
+    (tmp_path / "t").write_text(json.dumps(held["traceEvents"], indent=indent))
+    found.clear()
+    assert read_records(tmp_path / "t", found.extend) == {} and found == held["traceEvents"]
+
+
+# ---- what is no trace
+
+
+def bad(tmp_path: Path) -> Dict[str, Path]:
+    """Files and folders that cannot be analyzed."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("x: 1")
+    (run / "summary.json").write_text("{}")
+    (tmp_path / "empty folder").mkdir()
+    ours = stored(tmp_path / "whole.trace", EVENTS).read_bytes()
+    write_chrome(tmp_path / "whole.json.gz", EVENTS, [], {})
+    packed = (tmp_path / "whole.json.gz").read_bytes()
+    text = gzip.decompress(packed)
+    one = {
+        "ph": "X",
+        "cat": "forward",
+        "pid": 0,
+        "ts": 1,
+        "dur": 1,
+        "args": {"stage": 0, "microbatch": 0, "version": 0},
+    }
+
+    def chrome(**changes: Any) -> bytes:
+        return json.dumps({"traceEvents": [{**one, **changes}]}).encode()
+
+    contents = {
+        "empty": b"", "empty.trace": b"", "a picture.png": b"\x89PNG\r\n", "words": b"hello", "zeros.trace": bytes(100),
+        "damaged.trace": ours[:-9] + b"\0" + ours[-8:], "cut.json.gz": packed[:-40], "cut.json": text[:-40],
+        "half.json": text[: len(text) // 2], "list.json": b"[]", "null.json": b"null", "number.json": b"[3]",
+        "other.json": b'{"a": 1}', "none.json": b'{"traceEvents": []}', "not json": b'{"traceEvents": [}',
+        "foreign.json": b'{"traceEvents": [{"ph": "X", "cat": "browser", "name": "a", "ts": 0, "dur": 1}]}',
+        "no time.json": b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "dur": 1}]}',
+        "odd time.json": b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "ts": "x", "dur": 1}]}',
+        "deep.json": b'{"traceEvents": ' + b"[" * 100_000,
+        "long number.json": b'{"traceEvents": [' + b"9" * 10_000 + b"]}",
+        "negative.json": chrome(dur=-5), "no device.json": chrome(pid=-1), "far.json": chrome(ts=1e300),
+        "nan.json": chrome(ts=float("nan")),
+        "stage.json": chrome(args={"stage": "x", "microbatch": 0, "version": 0}), "large.json": chrome(pid=1 << 40),
+        "metadata.json": b'{"otherData": [], "traceEvents": []}',
+    }  # fmt: skip
+    found = {}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        found[name] = tmp_path / name
+    stored(tmp_path / "nothing.trace", [])
+    stored(tmp_path / "backwards.trace", [Event(0, 0, "forward", 0, 9, 3, 0, None)])
+    found.update(
+        {name: tmp_path / name for name in ("nothing.trace", "backwards.trace", "run", "empty folder", "not there")}
+    )
+    return found
+
+
+def test_what_is_no_trace_is_one_line_each(tmp_path: Path) -> None:
+    given = bad(tmp_path)
+    for name, path in given.items():
+        with pytest.raises(BadInput) as caught:
+            read_trace(path)
+        (fault,) = caught.value.faults
+        assert fault.startswith(f"{path}: ") and len(fault) < 400 + len(str(path)), (name, fault)
+    assert len(given) > 30
+
+
+def test_codes_are_by_name(tmp_path: Path) -> None:
+    """Files of before these kinds were known are read."""
+    older = [kind for kind in KINDS if kind not in ("compute", "collective")]
+    writer = TraceWriter(tmp_path / "a.trace", {"kinds": older, "carried": list(CARRIED)})
+    writer.add(Event(0, 0, KINDS[older.index("evaluate")], 0, 0, 1, 0, None))
+    writer.close()
+    assert [event.kind for event in read_trace(tmp_path / "a.trace").events.rows()] == ["evaluate"]

@@ -1,0 +1,62 @@
+"""Block updates a second of randomized PipeDream on the random quadratic, delay bound 420: python tools/bench_rpd.py
+
+The fast runs (all steps of the grid at once, alone and together with the other delay bounds of the experiment, float64) against a
+plain replay that copies its history of 420 iterates for each block update, on the same draws; and how far their last iterates are
+apart. Processor time of one thread, which others on the machine disturb less than a clock.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np  # noqa: E402
+
+from ipu_pipe.studies.asynchrony.block_runs import randomized  # noqa: E402
+from ipu_pipe.studies.asynchrony.plain import PLAIN  # noqa: E402
+from ipu_pipe.studies.asynchrony.sources import randomized_source  # noqa: E402
+from ipu_pipe.studies.objectives.functions import random_quadratic  # noqa: E402
+
+STAGES, MICROBATCHES, BOUND = 8, 400, 420
+OTHER_BOUNDS = (8, 30, 60, 180)
+RATES = np.asarray(2.0 ** np.arange(-8, 1))
+COMPARED = 3  # steps, the least ones, which do not diverge
+
+
+def main() -> None:
+    """Time all, and compare."""
+    objective = random_quadratic(2000, 512, 100)
+    objective.gradient(np.zeros((512, 1)), 0)  # the products are made once
+    sources = [
+        randomized_source(STAGES, MICROBATCHES, objective.batches, {"delay_bound": bound}, 0)
+        for bound in (BOUND, *OTHER_BOUNDS)
+    ]
+    source, count = sources[0], sources[0].count
+    for name, chosen in (("grid", sources[:1]), ("grid and bounds", sources)):
+        seconds, found = [], []
+        for _ in range(5):
+            start = time.process_time()
+            found = randomized(objective, chosen, RATES, 0, points=1)
+            seconds.append(time.process_time() - start)
+        updates = count * len(RATES) * len(chosen)
+        print(f"fast, {name}: {updates / min(seconds):,.0f} block updates/s ({updates:,} of them)")
+        fast = updates / min(seconds)
+    apart = 0.0
+    plain = {}
+    for name, replay in PLAIN.items():
+        seconds = []
+        for g in range(COMPARED):
+            start = time.process_time()
+            x = replay(objective, source, BOUND, float(RATES[g]), count)
+            seconds.append(time.process_time() - start)
+            apart = max(apart, float(np.abs(found[0].x[:, g] - x).max() / np.abs(x).max()))
+        plain[name] = count / min(seconds)
+        print(f"plain, history copied as {name}: {plain[name]:,.0f} block updates/s: ratio {fast / plain[name]:.1f}")
+    print(f"last iterates differ by {apart:.1e} of the greatest coordinate")
+
+
+if __name__ == "__main__":
+    main()
