@@ -26,13 +26,14 @@ def example(name: str = "an example") -> Tuple[Trace, Dict[str, Any]]:
         clock(schedule, costs), (table.forward(0, MICROBATCHES), table.backward(0, MICROBATCHES)),
         accumulate=ACCUMULATE, unit_ns=1e6, device_of_stage=range(STAGES), boundary_bytes=[SIZE] * (STAGES - 1),
     )  # fmt: skip
-    events = [*made]
+    work = [event for event in made.rows() if event.kind in ("forward", "backward", "update")]
+    events = [*work]
     counters = [
         Counter(s, name, 0, (s + 2.0) * SIZE) for s in range(STAGES) for name in (MEMORY["weights"], MEMORY["versions"])
     ]
     for s in range(STAGES):
         alive, at = 0, 0
-        for e in sorted((e for e in made if e.device == s), key=lambda e: (e.end_ns, e.start_ns)):
+        for e in sorted((e for e in work if e.device == s), key=lambda e: (e.end_ns, e.start_ns)):
             towards = 1 if e.kind == Kind.FORWARD.word else -1
             what = "activations" if towards > 0 else "gradients"
             if e.start_ns - at > 1000 and e.kind != "update":

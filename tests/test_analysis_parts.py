@@ -162,8 +162,7 @@ def test_parts_of_every_methods_slots(name: str, stages: int, accumulate: int, b
         clock(schedule, slot_costs(schedule)), (table.forward(0, count), table.backward(0, count)), accumulate, 1000.0,
         schedule.device_of_stage,
     )  # fmt: skip
-    columns = Events.of(events)
-    found = parts_of(columns, [], span_of(columns))
+    found = parts_of(events, [], span_of(events))
     span = 1000 * schedule.slot_count
     each = 2 * count * 1000 // schedule.slot_capacity
     assert [(p.busy_ns, p.span_ns) for p in found] == [(each, span)] * stages

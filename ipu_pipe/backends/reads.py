@@ -87,7 +87,9 @@ class ReplayPlan:
         return Replay(int(found.microbatch[at]), int(found.replica[at]), *passes, np.flatnonzero(found.updates[:, at]))
 
     def made(self, number: int) -> IntArray:
-        """The updates (P,) that the stages have had before a replay."""
+        """The updates (P,) that the stages have had before a replay; also at the end of all."""
+        if number == self._start:  # of a run that goes on where it ended there is nothing to be read
+            return self._made[:, 0]
         return self._made[:, self._offset(number)]
 
     def oldest(self, number: int) -> IntArray:
