@@ -3,24 +3,31 @@ numbers."""
 
 from __future__ import annotations
 
+import itertools
 import resource
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any, List, Tuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from ipu_pipe.hardware.costing import Costed, count_units, measure_units
+from ipu_pipe.hardware.files import read_hardware
 from ipu_pipe.hardware.units import joined
 from ipu_pipe.model import flops
 from ipu_pipe.model.cutting import crossings, pieces
 from ipu_pipe.model.observation import Observed, count, kept_bytes
 from ipu_pipe.model.probe import footprint, undisturbed
-from ipu_pipe.model.shapes import RULES, by_shape, fits, stand_in
+from ipu_pipe.model.shape_rules import RULES
+from ipu_pipe.model.shapes import by_shape, fits, shapes_only, stand_in
 from ipu_pipe.model.stages import begin_stage, partition, stage_flops
 from ipu_pipe.model.uncompiled import without_compiler
+from ipu_pipe.plan.prediction import Problem, Sums
 from models.resnet import resnet18
 from models.transformer import transformer_lm, transformer_translation
 
@@ -270,6 +277,59 @@ def test_rules_of_shapes_are_those_of_pytorch(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
+T, MASK, PLACES = torch.randn(2, 5, 6), torch.ones(5, 6, dtype=torch.bool), torch.arange(10).reshape(2, 5)
+OPERATIONS: List[Any] = [
+    lambda t, m, p: F.layer_norm(t, (6,)), lambda t, m, p: torch.native_layer_norm(t, (5, 6), None, None, 1e-5),
+    lambda t, m, p: F.embedding(p, t[0].repeat(3, 1)), lambda t, m, p: t + t[0], lambda t, m, p: t * t[..., :1],
+    lambda t, m, p: t.transpose(0, 1) + t[0][:, None], lambda t, m, p: t[0] + t, lambda t, m, p: p / 2, lambda t, m, p: p + 0.5,
+    lambda t, m, p: p.sigmoid(), lambda t, m, p: F.gelu(t), lambda t, m, p: t.transpose(1, 2).tanh(), lambda t, m, p: t**2,
+    lambda t, m, p: p**2, lambda t, m, p: p == 3, lambda t, m, p: t[0] <= t, lambda t, m, p: m & m[:1], lambda t, m, p: ~m,
+    lambda t, m, p: p & p, lambda t, m, p: t.masked_fill(m, 0.0), lambda t, m, p: t[:, :, :1].masked_fill(m, 0.0),
+    lambda t, m, p: torch.where(m, t, t[0]), lambda t, m, p: torch.where(m, t, t.double()), lambda t, m, p: t.tril(),
+    lambda t, m, p: torch.cat([t, t[:1]]), lambda t, m, p: torch.cat([t, t], -1),
+    lambda t, m, p: torch.cat([t[:0].flatten(), p[0]]),
+    lambda t, m, p: torch.cat([t.transpose(1, 2), t.transpose(1, 2)]), lambda t, m, p: torch.arange(5, device=t.device),
+    lambda t, m, p: torch.arange(2, 9, 3, device=t.device), lambda t, m, p: torch.arange(0.0, 1.0, 0.25, device=t.device),
+    lambda t, m, p: torch.arange(4, dtype=torch.float32, device=t.device),
+    lambda t, m, p: torch.baddbmm(t, t, t[:, :1].expand(2, 6, 6)),
+    lambda t, m, p: F.hardswish(t), lambda t, m, p: F.dropout(t), lambda t, m, p: t.add_(1.0).mul_(2.0),
+    lambda t, m, p: F.cross_entropy(t.transpose(1, 2), p % 6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", range(len(OPERATIONS)))
+def test_a_rule_gives_what_the_cpu_gives(place: int) -> None:
+    """Shape, numbers and order in memory, of the backward too."""
+    real_one, shape_one = T.clone().requires_grad_(), T.to("meta").requires_grad_()
+    expected = OPERATIONS[place](real_one * 1, MASK, PLACES)
+    with shapes_only():
+        found = OPERATIONS[place](shape_one * 1, MASK.to("meta"), PLACES.to("meta"))
+        (first, *_), (other, *_) = ((made,) if isinstance(made, torch.Tensor) else made for made in (expected, found))
+        if first.requires_grad:
+            first.sum().backward()
+            other.sum().backward()
+    assert (other.shape, other.dtype, other.stride()) == (first.shape, first.dtype, first.stride())
+    assert (shape_one.grad is None) == (real_one.grad is None)
+    assert real_one.grad is None or shape_one.grad is None or shape_one.grad.stride() == real_one.grad.stride()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 9), reason="that PyTorch imports it itself")
+def test_a_transformer_is_counted_without_symbolic_algebra() -> None:
+    """Which takes longer to import than the whole count."""
+    code = """
+import sys, torch
+from ipu_pipe.hardware.costing import count_units
+from ipu_pipe.model.shapes import made_by_shape
+from models.transformer import transformer_lm
+with made_by_shape():
+    model = transformer_lm(vocabulary=11, width=8, heads=2, blocks=2)
+x = torch.zeros(2, 5, dtype=torch.long, device="meta")
+count_units(model, x, (), lambda out, y: torch.nn.functional.cross_entropy(out, y), x)
+assert "sympy" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
 def test_the_compiler_is_there_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name == "torch._dynamo"]:
         monkeypatch.delitem(sys.modules, name)
@@ -277,3 +337,28 @@ def test_the_compiler_is_there_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> 
         standing = sys.modules["torch._dynamo"]
         assert standing.disable(len) is len
     assert sys.modules.get("torch._dynamo") is not standing
+
+
+class Gated(nn.Module):
+    """Its last part keeps what its second keeps too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        return self.d(self.c(self.b(h))) * h
+
+
+def test_each_stage_keeps_once_what_its_units_keep() -> None:
+    """Whatever units before it keep; of every run of units, as a whole pass would have it."""
+    model, x = Gated(), torch.zeros(2, 4)
+    units, calls = count_units(model, x, ["b", "c", "d"]).units, real(model, x).calls[1:]
+    assert [unit.also_kept for unit in units] == [(), (), (), ((2, 16.0),)]
+    for first, end in itertools.combinations(range(5), 2):
+        assert joined(units[first:end]).activation_bytes * 2 == kept_bytes(calls[first:end]), (first, end)
+    given = read_hardware("v100x8")
+    sums = Sums(Problem(units, 16.0, given, 1e9, "float32", "sgd"), 2)
+    ends = [sums.stage(np.array(a), np.array(b)).activation_bytes for a, b in itertools.combinations(range(5), 2)]
+    assert ends == [joined(units[a:b]).activation_bytes for a, b in itertools.combinations(range(5), 2)]

@@ -228,11 +228,29 @@ def test_a_config_is_written_for_what_was_planned_or_not_at_all(capsys: Any, tmp
     assert file.read_text() != before
 
 
-def test_the_configs_hardware_is_the_default_and_blocks_are_no_pipeline(capsys: Any) -> None:
-    """Of a local method's config it says that it plans pipelines in its place."""
-    command.main(["configs/mlp_digits.yaml", "--set", "hardware=v100x8", "method=local_greedy", "--top", "1"])
+def test_the_configs_hardware_is_the_default(capsys: Any) -> None:
+    """And so is its method; of one that is not planned it says so."""
+    command.main(["configs/mlp_digits.yaml", "--set", "hardware=v100x8", "method=local_overlapping", "--top", "1"])
     said = capsys.readouterr()
-    assert "8 devices of v100x8" in said.out and "method: local_greedy: its blocks are not planned" in said.err
+    assert "8 devices of v100x8" in said.out and "method: local_overlapping: is not planned" in said.err
+
+
+@pytest.mark.parametrize("name, asked", [("v100x8", []), ("pod4", []), ("v100x8", ["--methods", "local_chunked"])])
+def test_local_methods_are_planned_and_written(name: str, asked: List[str], capsys: Any, tmp_path: Path) -> None:
+    """Of a local config by default, beside pipelines, and when asked for; a stage is a block, in what is written too."""
+    file = tmp_path / "planned.yaml"
+    size = "500kB" if name == "v100x8" else "189MB"  # a fifth is code
+    local = ["--set", "method=local_greedy", "--hardware", name, "--devices", "4", "--memory", size, "--top", "40"]
+    command.main(["configs/mlp_digits.yaml", *local, *asked, "--json", "--write", str(file)])
+    said = capsys.readouterr()
+    plans = json.loads(said.out)["plans"]
+    methods = {each["method"] for each in plans}
+    usual = {"local_greedy", "pipedream_flush"} | (set() if name == "pod4" else {"pipedream_2bw", "gpipe"})
+    assert methods == ({"local_chunked"} if asked else usual) and "not planned" not in said.err
+    written, best = load_config(file), plans[0]
+    assert written.method == best["method"] and best["depth"] > 1
+    if best["method"] == "local_chunked":
+        assert list(written.method_args.blocks) == best["stages"]
 
 
 @pytest.mark.parametrize(

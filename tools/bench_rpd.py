@@ -13,8 +13,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ipu_pipe import interrupts  # noqa: E402
+
+if __name__ == "__main__":
+    interrupts.end_at_once()  # before the imports that take time
+
 import numpy as np  # noqa: E402
 
+from ipu_pipe.errors import run_command  # noqa: E402
 from ipu_pipe.studies.asynchrony.block_runs import randomized  # noqa: E402
 from ipu_pipe.studies.asynchrony.plain import PLAIN  # noqa: E402
 from ipu_pipe.studies.asynchrony.sources import randomized_source  # noqa: E402
@@ -59,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

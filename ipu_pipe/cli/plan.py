@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, List, Optional, Sequence, Tuple
 
@@ -20,6 +21,12 @@ examples:
   python tools/plan.py configs/resnet50_cifar10_finest.yaml --hardware v100x8 --memory 16GB --write runs/planned.yaml
   python tools/train.py runs/planned.yaml
 """
+USUAL, IN_LOCKSTEP = ("pipedream_2bw", "pipedream_flush", "gpipe"), ("pipedream_flush",)
+LOCAL = ("local_greedy", "local_chunked")  # a stage is a block
+METHODS_HELP = (
+    f"pipelines, or {' or '.join(LOCAL)}, a block a stage (default: the config's and {', '.join(USUAL)}; on hardware in "
+    f"lock-step, such as IPUs, {' and '.join(IN_LOCKSTEP)} and a config's local method)"
+)
 SIZES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
@@ -46,7 +53,7 @@ def parser() -> Parser:
     )
     p.add_argument("--devices", type=int, metavar="N", help="how many (default: as many as the hardware's file says)")
     p.add_argument("--memory", type=_size, metavar="SIZE", help="of a device, such as 16GB, in place of the file's")
-    p.add_argument("--methods", metavar="A,B,...", help="default: the pipelines that the hardware runs")
+    p.add_argument("--methods", metavar="A,B,...", help=METHODS_HELP)
     p.add_argument("--batch", type=int, metavar="SAMPLES", help="greatest global batch (default: the config's)")
     p.add_argument(
         "--precision", metavar="P", help="in place of the config's; also float16, of GPUs, with a float32 master copy"
@@ -85,8 +92,9 @@ def _run(args: argparse.Namespace) -> None:
     from ipu_pipe.written import write
 
     config = load_config(args.config, args.set)
-    problem, how = _problem(config, args)
-    methods = _methods(config, args, problem.hardware.lockstep)
+    hardware = _hardware(config, args)
+    methods = _methods(config, args, hardware.lockstep)
+    problem, how = _problem(config, args, hardware, methods)
     batch = args.batch or config.micro_batch_size * config.gradient_accumulation * config.replicas
     found = make_plan(problem, methods, problem.hardware.devices, batch, args.top)
     if args.json:
@@ -99,9 +107,9 @@ def _run(args: argparse.Namespace) -> None:
             f"no configuration fits {problem.hardware.name}: {found.smallest_change or 'the batch is too small'}"
         )
     if args.write is not None:
-        hardware = args.hardware if args.hardware is not None else config.hardware
+        named = args.hardware if args.hardware is not None else config.hardware
         args.write.parent.mkdir(parents=True, exist_ok=True)
-        write(args.write, planned_config(config, problem, found.plans[0][0], hardware))
+        write(args.write, planned_config(config, problem, found.plans[0][0], named))
         say(f"written: {args.write}: {_how_to_train(config, args.write, found.plans[0][0].asked.devices)}")
 
 
@@ -116,38 +124,44 @@ def _how_to_train(config: Any, path: Path, devices: int) -> str:
     )
 
 
-def _problem(config: Any, args: argparse.Namespace) -> Tuple[Any, str]:
-    """What is to be planned, and how the model's figures were come by."""
+def _hardware(config: Any, args: argparse.Namespace) -> Any:
     from ipu_pipe.hardware.files import read_hardware
-    from ipu_pipe.hardware.precision import PRECISIONS
-    from ipu_pipe.plan.of_config import problem_of
-    from ipu_pipe.run.units import units_of
 
     if args.hardware is None and config.hardware is None:
         raise BadInput("--hardware: missing, and the config names none: must be a name of configs/hardware/ or a file")
     hardware = read_hardware(args.hardware) if args.hardware is not None else read_hardware(config.hardware, "hardware")
-    if args.devices is not None:
-        hardware = hardware.with_devices(args.devices)
+    return hardware if args.devices is None else hardware.with_devices(args.devices)
+
+
+def _problem(config: Any, args: argparse.Namespace, hardware: Any, methods: Sequence[str]) -> Tuple[Any, str]:
+    """What is to be planned, and how the model's figures were come by."""
+    from ipu_pipe.hardware.precision import PRECISIONS
+    from ipu_pipe.plan.of_config import problem_of
+    from ipu_pipe.run.units import units_of
+    from ipu_pipe.schedule.methods import METHODS
+
     precision = args.precision or config.precision
     if precision not in PRECISIONS:
         raise BadInput(f"--precision: {precision}: must be one of {', '.join(PRECISIONS)}")
     usable = None if args.memory is None else args.memory * hardware.device.usable_share.value
-    costed, entering = units_of(config, args.measure)
-    return problem_of(config, costed.units, entering, hardware, memory=usable, precision=precision), costed.how
+    of_blocks = any(METHODS[name].structure is not None for name in methods)
+    costed, entering, blocks = units_of(config, args.measure, of_blocks)
+    given = problem_of(config, costed.units, entering, hardware, memory=usable, precision=precision)
+    return replace(given, blocks=blocks), costed.how
 
 
 def _methods(config: Any, args: argparse.Namespace, lockstep: bool) -> List[str]:
     from ipu_pipe.schedule.methods import METHODS
 
     pipelines = [name for name, row in METHODS.items() if row.is_pipeline and name != "naive"]
+    planned = [*pipelines, *LOCAL]
     if args.methods is not None:
         asked = [name for name in args.methods.split(",") if name]
-        faults = [f"--methods: {name}: must be of {', '.join(pipelines)}" for name in asked if name not in pipelines]
+        faults = [f"--methods: {name}: must be of {', '.join(planned)}" for name in asked if name not in planned]
         if faults or not asked:
             raise BadInput(faults or f"--methods: {args.methods}: must be names of methods, by commas")
         return asked
-    usual = ["pipedream_flush"] if lockstep else ["pipedream_2bw", "pipedream_flush", "gpipe"]
-    if METHODS[config.method].structure is not None:
-        say(f"method: {config.method}: its blocks are not planned: pipelines of one loss are, in its place")
-    own = [config.method] if config.method in pipelines and not lockstep else []
-    return list(dict.fromkeys([*own, *usual]))
+    if METHODS[config.method].structure is not None and config.method not in LOCAL:
+        say(f"method: {config.method}: is not planned: pipelines of one loss are, in its place")
+    own = [config.method] if config.method in (LOCAL if lockstep else planned) else []
+    return list(dict.fromkeys([*own, *(IN_LOCKSTEP if lockstep else USUAL)]))

@@ -8,7 +8,7 @@ each unit's passes of a real microbatch, on the device where it lies.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Dict, NamedTuple, Sequence, Set, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -33,14 +33,16 @@ class Costed(NamedTuple):
     how: str
 
 
-def count_units(model: nn.Module, x: torch.Tensor, begins: Sequence[str] = ()) -> Costed:
+def count_units(
+    model: nn.Module, x: torch.Tensor, begins: Sequence[str] = (), loss: Optional[Loss] = None, y: Any = None
+) -> Costed:
     """The units of a model that takes microbatches like `x`, between modules of its top-level sequence and at the modules
-    `begins`, figures for a sample. Model and `x` may lie on the meta device. What two units keep of one memory is the first
-    one's. Raises BadInput."""
+    `begins`, figures for a sample. Model, `x` and `y` may lie on the meta device. The `loss` of its outputs and labels `y`, where
+    given, is in the last one. What two units keep of one memory is the first one's. Raises BadInput."""
     try:
         calls, runs = execution(model, x)
         refuse_unused(calls)
-        seen, samples = _counted(model, x)
+        seen, samples = _counted(model, x, loss, y)
     except BadInput:
         raise
     except Exception as error:  # whatever the user's model raises
@@ -52,12 +54,16 @@ def count_units(model: nn.Module, x: torch.Tensor, begins: Sequence[str] = ()) -
     starts = [0, *[i for i, call in enumerate(seen.calls) if call.name in wanted]]
     names = [first, *[seen.calls[i].name for i in starts[1:]]]
     owned = _parameters(model, seen)
-    kept: Set[int] = set()
+    kept: Dict[int, int] = {}  # memory -> the last unit that keeps it
     units = []
-    for name, a, b in zip(names, starts, [*starts[1:], len(seen.calls)]):
+    for i, (name, a, b) in enumerate(zip(names, starts, [*starts[1:], len(seen.calls)])):
         own = seen.calls[a:b]
-        saved = {place: size for call in own for place, size in call.saved.items() if place not in kept}
-        kept.update(saved)
+        saved = {place: size for call in own for place, size in call.saved.items()}
+        again: Dict[int, float] = {}
+        for place in [place for place in saved if place in kept]:
+            again[i - kept[place]] = again.get(i - kept[place], 0.0) + saved.pop(place) / samples
+            kept[place] = i
+        kept.update(dict.fromkeys(saved, i))
         units.append(
             Unit(
                 name,
@@ -69,24 +75,29 @@ def count_units(model: nn.Module, x: torch.Tensor, begins: Sequence[str] = ()) -
                 next((p.element_size() for p in model.parameters()), 4),
                 forward_moved=sum(call.moved for call in own) / samples,
                 backward_moved=sum(call.backward_moved for call in own) / samples,
+                also_kept=tuple(sorted(again.items())),
             )
         )
     return Costed(tuple(units), f"FLOPs {HOW}, {how}")
 
 
-def _counted(model: nn.Module, x: torch.Tensor) -> Tuple[Observed, int]:
+def _counted(model: nn.Module, x: torch.Tensor, loss: Optional[Loss], y: Any) -> Tuple[Observed, int]:
     """A pass, and of how many samples."""
+
+    def passed(x: torch.Tensor, y: Any) -> Any:
+        return model(x) if loss is None else loss(model(x), y)
+
     if fits(model, x):
         try:
             with by_shape(model):
-                shapes = stand_in(x)
-                return count(model, shapes, lambda: model(shapes)), len(x)
+                shapes, labels = stand_in((x, y))
+                return count(model, shapes, lambda: passed(shapes, labels)), len(x)
         except Exception:  # its forward looks at values: what the user's code raises then may be anything
             if x.is_meta:
                 raise
     few = x[:FEW].clone()
     with undisturbed(model):
-        return count(model, few, lambda: model(few)), len(few)
+        return count(model, few, lambda: passed(few, y if y is None else y[:FEW])), len(few)
 
 
 def _parameters(model: nn.Module, seen: Observed) -> Dict[str, int]:

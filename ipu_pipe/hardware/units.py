@@ -24,11 +24,13 @@ class Unit:
 
     FLOPs (a multiplication and an addition are two) and bytes are for one sample. `output_bytes`: what crosses to the next
     device if a stage ends with this unit, whatever else passes by included. `activation_bytes`: what is kept from the forward
-    for the backward, weights apart. `forward_moved`, `backward_moved`: what operations without FLOPs (norms, activation
-    functions, sums) read and write; both 0: not counted. These are sizes of numbers of `number_bytes`, and scale with the
-    precision. `parameters`: how many trained numbers it owns (a weight used twice is the first unit's). `measured`: what its
-    passes took, for one or more sizes of microbatch; empty: not measured, and times come from FLOPs and bytes.
-    `update_seconds`: of its weights' update, where measured.
+    for the backward, weights and `also_kept` apart: that are pairs (k, bytes) of what it keeps and units before it keep too, the
+    last of them k before, so that a stage which begins behind that one keeps it as well (most often its input).
+    `forward_moved`, `backward_moved`: what operations without FLOPs (norms, activation functions, sums) read and write; both
+    0: not counted. All these are sizes of numbers of `number_bytes`, and scale with the precision. `parameters`: how many
+    trained numbers it owns (a weight used twice is the first unit's). `measured`: what its passes took, for one or more sizes
+    of microbatch; empty: not measured, and times come from FLOPs and bytes. `update_seconds`: of its weights' update, where
+    measured.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Unit:
     update_seconds: float = 0.0
     forward_moved: float = 0.0
     backward_moved: float = 0.0
+    also_kept: Tuple[Tuple[int, float], ...] = ()
 
 
 def joined(units: Sequence[Unit]) -> Unit:
@@ -56,7 +59,8 @@ def joined(units: Sequence[Unit]) -> Unit:
         sum(unit.backward_flops for unit in units),
         sum(unit.parameters for unit in units),
         units[-1].output_bytes,
-        sum(unit.activation_bytes for unit in units),
+        sum(unit.activation_bytes for unit in units)
+        + sum(size for i, unit in enumerate(units) for back, size in unit.also_kept if back > i),
         units[0].number_bytes,
         tuple(
             Measured(size, sum(own[size].forward for own in by_size), sum(own[size].backward for own in by_size))

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from ipu_pipe.model.flops import BACKWARD, FlopCounterMode, by_formula, formulas, separate_attention
-from ipu_pipe.model.shapes import tensors_in
+from ipu_pipe.model.shape_rules import tensors_in
 
 
 @dataclass
@@ -103,7 +103,8 @@ def count(model: nn.Module, x: torch.Tensor, forward: Callable[[], Any]) -> Obse
         trained = [p for p in model.parameters() if p.requires_grad]
         try:
             if results and trained:
-                gradients = [torch.ones_like(t) for t in results]
+                # of one number PyTorch makes it itself, without its symbolic algebra
+                gradients = [None if t.numel() == 1 else torch.ones_like(t) for t in results]
                 with counter:
                     torch.autograd.grad(results, trained, gradients, allow_unused=True)
             seen.backward = True

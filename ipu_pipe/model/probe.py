@@ -20,7 +20,8 @@ from ipu_pipe.model.counts import top_places
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.observation import Observed, count, kept_bytes, storage
 from ipu_pipe.model.randomness import generators
-from ipu_pipe.model.shapes import by_shape, pays, stand_in, tensors_in
+from ipu_pipe.model.shape_rules import tensors_in
+from ipu_pipe.model.shapes import by_shape, pays, stand_in
 from ipu_pipe.trace.metadata import Unit
 
 Loss = Callable[[Any, Any], torch.Tensor]

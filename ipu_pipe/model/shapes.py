@@ -8,7 +8,6 @@ raises, and who asked takes the tensors themselves.
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any, Callable, Dict, Iterator, List, Set, Tuple
 
 import torch
@@ -17,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from ipu_pipe.model.shape_rules import ATEN, MADE, POINTWISE, RULES, alike, like, tensors_in
 from ipu_pipe.model.uncompiled import without_compiler
 
-ATEN = torch.ops.aten
 SMALL = 300_000  # numbers
 
 
@@ -103,15 +102,6 @@ def _held(module: nn.Module) -> Tuple[Dict[str, Any], List[Tuple[Any, Any]]]:
     return attributes, [(container, container.copy()) for container in containers]
 
 
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an operation's arguments or results, and in lists there."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
-
-
 class _Shapes(TorchDispatchMode):
     """Operations on shapes. A tensor that the forward made or kept elsewhere becomes a shape where it meets one."""
 
@@ -124,191 +114,16 @@ class _Shapes(TorchDispatchMode):
         shapes = {tensor.is_meta for tensor in tensors_in((*args, *kwargs.values()))}
         if len(shapes) > 1:
             args, kwargs = stand_in((args, kwargs))
+        made = NotImplemented
         if True in shapes and func in RULES:
-            return RULES[func](*args, **kwargs)
-        if True in shapes and func.overloadpacket in POINTWISE and _alike(args):
-            return _like(args[0])
+            made = RULES[func](*args, **kwargs)
+        elif True in shapes and func.overloadpacket in POINTWISE and alike(func.overloadpacket, args):
+            made = like(args[0])
+        elif func in MADE and str(kwargs.get("device")) == "meta":
+            made = MADE[func](*args, **kwargs)
+        if made is not NotImplemented:
+            return made
         return func(*args, **kwargs)
-
-
-# ---- shapes of what PyTorch's own rules are slowest for, and import a symbolic algebra: they are written in Python
-
-
-def _like(x: Any, *rest: Any, **options: Any) -> Any:
-    """A result like the first argument."""
-    if x.is_contiguous() or 0 in x.stride():  # expanded: written out
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return torch.empty_like(x)
-
-
-def _itself(x: Any, *rest: Any, **options: Any) -> Any:
-    """What is filled with other numbers."""
-    return x
-
-
-def _new(x: Any, *shape: int) -> Any:
-    """Contiguous, of the numbers of `x`."""
-    return torch.empty(shape, dtype=x.dtype, device="meta")
-
-
-def _each(values: Any, i: int) -> int:
-    """Of dimension i, where one value may stand for all."""
-    return int(values[i] if len(values) > 1 else values[0])
-
-
-def _convolution(
-    x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, extra: Any, groups: int
-) -> Any:
-    """x (b, c, ...) or (c, ...), weight (out, in / groups, ...), transposed (in, out / groups, ...)."""
-    sizes, kernel = x.shape[-(weight.dim() - 2) :], weight.shape[2:]
-
-    made = []
-    for i, (size, width) in enumerate(zip(sizes, kernel)):
-        reach = _each(dilation, i) * (width - 1)
-        if transposed:
-            made.append((size - 1) * _each(stride, i) - 2 * _each(padding, i) + reach + _each(extra, i) + 1)
-        else:
-            made.append((size + 2 * _each(padding, i) - reach - 1) // _each(stride, i) + 1)
-    channels, given = (
-        (weight.shape[1] * groups, weight.shape[0]) if transposed else (weight.shape[0], weight.shape[1] * groups)
-    )
-    if x.dim() not in (weight.dim(), weight.dim() - 1) or x.shape[-weight.dim() + 1] != given or min(made) < 1:
-        raise RuntimeError(f"a convolution of {tuple(x.shape)} with weights {tuple(weight.shape)}")
-    return _new(x, *x.shape[: -weight.dim() + 1], channels, *made)
-
-
-def _convolution_backward(gradient: Any, x: Any, weight: Any, bias: Any, *rest: Any, **options: Any) -> Any:
-    mask = options.get("output_mask", rest[-1])
-    made = (_like(x), _like(weight), _new(gradient, *(bias or (0,))))
-    return tuple(own if wanted else None for own, wanted in zip(made, mask))
-
-
-def _batch_norm(
-    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
-) -> Any:
-    kept = weight if weight is not None else mean if mean is not None else x  # in whose numbers the CPU takes means
-    size = x.shape[1] if training else 0
-    return _like(x), _new(kept, size), _new(kept, size)
-
-
-def _batch_norm_backward(gradient: Any, x: Any, weight: Any, *rest: Any, **options: Any) -> Any:
-    mask = options.get("output_mask", rest[-1])
-    like = weight if weight is not None else x
-    made = (_like(x), _new(like, x.shape[1]), _new(like, x.shape[1]))
-    return tuple(own if wanted else None for own, wanted in zip(made, mask))
-
-
-def _mean(x: Any, dimensions: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    over = {d % x.dim() for d in (dimensions or range(x.dim()))} if x.dim() else set()
-    shape = [1 if d in over else size for d, size in enumerate(x.shape) if keepdim or d not in over]
-    return torch.empty(shape, dtype=dtype or x.dtype, device="meta")
-
-
-def _sum(x: Any, dimensions: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    return _mean(x, dimensions, keepdim, dtype or (None if x.is_floating_point() or x.is_complex() else torch.int64))
-
-
-def _product(a: Any, b: Any) -> Any:
-    """a (..., n, k), b (..., k, m)."""
-    if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
-        raise RuntimeError(f"a product of {tuple(a.shape)} with {tuple(b.shape)}")
-    return _new(a, *a.shape[:-1], b.shape[-1])
-
-
-def _sum_and_product(c: Any, a: Any, b: Any, **factors: Any) -> Any:
-    return _product(a, b)
-
-
-def _ones_like(x: Any, dtype: Any = None, **options: Any) -> Any:
-    return torch.empty(x.shape, dtype=dtype or x.dtype, device="meta")
-
-
-def _softmax(x: Any, dimension: int, to_float: bool = False) -> Any:
-    return torch.empty(x.shape, dtype=torch.float32 if to_float else x.dtype, device="meta")
-
-
-def _likelihood(x: Any, labels: Any, weights: Any, reduction: int, ignored: int) -> Any:
-    return (_new(x) if reduction else _new(x, *labels.shape)), _new(x)
-
-
-def _group_norm(x: Any, weight: Any, bias: Any, batch: int, channels: int, size: int, groups: int, eps: float) -> Any:
-    return _like(x), _new(x, batch, groups), _new(x, batch, groups)
-
-
-def _max_pool(
-    x: Any, width: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False
-) -> Any:
-    """x (b, c, h, w) or (c, h, w): its greatest numbers and where they are."""
-    made = []
-    for i, size in enumerate(x.shape[-2:]):
-        step, around = _each(stride or width, i), _each(padding, i)
-        reach = size + 2 * around - _each(dilation, i) * (_each(width, i) - 1) - 1
-        count = (reach + (step - 1 if ceil_mode else 0)) // step + 1
-        made.append(count - (ceil_mode and (count - 1) * step >= size + around))
-    if min(made) < 1:
-        raise RuntimeError(f"a pool of {tuple(x.shape)}")
-    shape = (*x.shape[:-2], *made)
-    return _new(x, *shape), torch.empty(shape, dtype=torch.int64, device="meta")
-
-
-def _stack(tensors: Any, dim: int = 0) -> Any:
-    """Tensors of one shape, along a new dimension."""
-    first = tensors[0]
-    if any(t.shape != first.shape for t in tensors):
-        raise RuntimeError(f"stack of {[tuple(t.shape) for t in tensors]}")
-    shape = [*first.shape]
-    shape.insert(dim if dim >= 0 else dim + first.dim() + 1, len(tensors))
-    dtype = functools.reduce(torch.promote_types, [t.dtype for t in tensors])
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _like_second(gradient: Any, x: Any, *rest: Any, **options: Any) -> Any:
-    return _like(x)
-
-
-RULES: Dict[Any, Callable[..., Any]] = {
-    ATEN.convolution.default: _convolution,
-    ATEN.convolution_backward.default: _convolution_backward,
-    ATEN.native_batch_norm.default: _batch_norm,
-    ATEN.native_batch_norm_backward.default: _batch_norm_backward,
-    ATEN.native_group_norm.default: _group_norm,
-    ATEN.mm.default: _product,
-    ATEN.bmm.default: _product,
-    ATEN.addmm.default: _sum_and_product,
-    ATEN.stack.default: _stack,
-    ATEN.mean.dim: _mean,
-    ATEN.sum.default: _sum,
-    ATEN.sum.dim_IntList: _sum,
-    ATEN.ones_like.default: _ones_like,
-    ATEN.nll_loss_forward.default: _likelihood,
-    ATEN.nll_loss_backward.default: _like_second,
-    ATEN._log_softmax.default: _softmax,
-    ATEN._softmax.default: _softmax,
-    ATEN._log_softmax_backward_data.default: _like,
-    ATEN._softmax_backward_data.default: _like,
-    ATEN.max_pool2d_with_indices.default: _max_pool,
-    ATEN.max_pool2d_with_indices_backward.default: _like_second,
-    **dict.fromkeys((ATEN.normal_.default, ATEN.uniform_.default, ATEN.zero_.default, ATEN.fill_.Scalar), _itself),
-}
-POINTWISE = {ATEN.relu, ATEN.threshold_backward, ATEN.add, ATEN.mul, ATEN.sub, ATEN.div}
-
-
-def _alike(values: Any) -> bool:
-    """Whether the tensors among an operation's arguments are contiguous, of one shape and of one kind of numbers."""
-    tensors = list(tensors_in(values))
-    first = tensors[0]
-    return (
-        values[0] is first
-        and (
-            len(tensors) == 1
-            or all(t.shape == first.shape and t.dtype == first.dtype and t.is_contiguous() for t in tensors)
-        )
-        and not (
-            first.dtype == torch.bool
-            or any(isinstance(v, (float, complex)) for v in values)
-            and not first.is_floating_point()
-        )
-    )
 
 
 # ---- operations that look at values

@@ -19,7 +19,8 @@ from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.hardware.units import Unit
 from ipu_pipe.local.heads import MakeHead, make_head
 from ipu_pipe.model.observation import Call, count
-from ipu_pipe.model.shapes import by_shape, stand_in, tensors_in
+from ipu_pipe.model.shape_rules import tensors_in
+from ipu_pipe.model.shapes import by_shape, stand_in
 
 
 @dataclass(frozen=True)

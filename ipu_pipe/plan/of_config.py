@@ -21,6 +21,7 @@ from ipu_pipe.job.ipu.placement import placement_faults
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import GIVEN
+from ipu_pipe.model.probe import Loss
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.partition import IntArray, StageCosts, best_cuts
 from ipu_pipe.plan.placing import layouts
@@ -59,8 +60,9 @@ def is_chosen(stages: Any) -> bool:
 
 
 def chosen_stages(
-    config: Config, method: Method, model: nn.Module, x: torch.Tensor, processes: Optional[int] = None
-) -> List[str]:
+    config: Config, method: Method, model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor],
+    processes: Optional[int] = None,
+) -> List[str]:  # fmt: skip
     """Names of the modules at which stages 1 and on begin, of a config whose `stages` leave them to the planner.
 
     As many stages as `processes` (of each replica, None: not on processes) or as `count` says; else the number, of those for
@@ -74,7 +76,8 @@ def chosen_stages(
             "or finest"
         )
     count = processes if config.stages == "auto" else config.stages["count"]
-    units = count_units(model, x[:FEW]).units
+    x, y = example
+    units = count_units(model, x[:FEW], (), loss, y[:FEW]).units
     starts: Optional[Sequence[int]]
     if config.hardware is None:
         starts = _by_flops(units, count)
@@ -144,7 +147,7 @@ class OwnCut(NamedTuple):
 
 def own_cut(job: Job) -> OwnCut:
     """Of a job whose config names hardware. Raises BadInput where that cannot be predicted."""
-    config, (x, _) = job.config, job.example
+    config, (x, y) = job.config, job.example
     assert config.hardware is not None
     hardware, depth = read_hardware(config.hardware, "hardware"), len(job.part)
     if job.method.structure is not None:
@@ -153,7 +156,7 @@ def own_cut(job: Job) -> OwnCut:
         raise BadInput("stages: single weights are spread over them: the planner predicts stages of whole modules")
     hardware = hardware.with_devices(max(hardware.devices, depth * config.replicas))
     begins = job.part.begin_names()
-    units = count_units(job.model, x[:FEW], begins).units
+    units = count_units(job.model, x[:FEW], begins, job.loss, y[:FEW]).units
     problem = problem_of(config, units, _sample_bytes(x), hardware)
     names = [unit.name for unit in units]
     starts = [0, *[names.index(name) for name in begins]]

@@ -60,6 +60,7 @@ class Sums:
         self.update = _sums(updates)
         self.parameters = _sums([unit.parameters for unit in units])
         self.activations = _sums([unit.activation_bytes for unit in units])
+        self.also_kept = _also_kept(units)
         self.number_bytes = units[0].number_bytes
         crossing = [unit.output_bytes * scale / unit.number_bytes for unit in units]
         # bytes of a microbatch that enter a stage which begins at each unit; none leave the last
@@ -74,6 +75,8 @@ class Sums:
 
         parameters: Any = between(self.parameters)
         activations: Any = between(self.activations)
+        if self.also_kept is not None:
+            activations = activations + self.also_kept[first, end]
         if local:
             assert self.blocks is not None
             parameters, activations = (
@@ -108,6 +111,16 @@ class _BlockCosts:
 
 def _sums(values: Sequence[float]) -> FloatArray:
     return np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64))])
+
+
+@lru_cache(maxsize=8)
+def _also_kept(units: Tuple[Unit, ...]) -> Optional[FloatArray]:
+    """Bytes that a stage keeps and units before it too, by its first unit and its end, (n + 1, n + 1); None: nowhere any."""
+    found = np.zeros((len(units) + 1, len(units) + 1))
+    for i, unit in enumerate(units):
+        for back, size in unit.also_kept:
+            found[i - back + 1 : i + 1, i + 1 :] += size
+    return found if found.any() else None
 
 
 @lru_cache(maxsize=None)
@@ -147,7 +160,7 @@ class Costing:
         """False where all devices together have too little, if every stage held as little as the one that holds least."""
         kept = self.kept
         fewest = Holding(*(np.array([count]) for count in (kept.copies.min(), 0, kept.activations.min())))
-        whole = self._memory(0, np.array(0), np.array(len(self.work)), fewest)
+        whole = self._memory(0, *self._stages(np.array(0), np.array(len(self.work))), fewest)
         total = float(whole.total) + (self.asked.depth - 1) * float(whole.code)
         return total <= self.problem.memory_bytes * self.asked.depth
 
@@ -181,13 +194,14 @@ class Costing:
         """Bytes of the fullest stage's device, cut so that these are least."""
 
         def costs(first: IntArray, end: IntArray) -> StageCosts:
-            return lambda k: np.asarray(self._memory(self.asked.depth - k, first, end).total, np.float64)
+            stages = self._stages(first, end)
+            return lambda k: np.asarray(self._memory(self.asked.depth - k, *stages).total, np.float64)
 
         starts = best_cuts([0.0] * len(self.work), self.asked.depth, costs)
         return None if starts is None else max(memory.total for memory in self.memories(starts))
 
     def _stage_costs(self, first: IntArray, end: IntArray) -> StageCosts:
-        seconds = sum(self._seconds(first, end))
+        seconds, stages = sum(self._seconds(first, end)), self._stages(first, end)
 
         def of_stage(k: int) -> FloatArray:
             s = self.asked.depth - k
@@ -196,7 +210,7 @@ class Costing:
                 both = self.problem.lockstep and not self.local  # go together between cycles
                 leaves = self.sums.entering[end] * (self.onward[s].seconds + self.back[s].seconds * both)
             cost = seconds + leaves if self.problem.lockstep else np.maximum(seconds, leaves)
-            return np.where(self._memory(s, first, end).total <= self.problem.memory_bytes, cost, np.inf)
+            return np.where(self._memory(s, *stages).total <= self.problem.memory_bytes, cost, np.inf)
 
         return of_stage
 
@@ -210,11 +224,16 @@ class Costing:
             backward = backward + sums.blocks.backward[end] - sums.blocks.spared[first]
         return forward, backward + forward if self.asked.recompute else backward
 
-    def _memory(self, s: int, first: IntArray, end: IntArray, kept: Optional[Holding] = None) -> StageMemory:
+    def _stages(self, first: IntArray, end: IntArray) -> Tuple[Unit, Any]:
+        """Those of the units from `first` to before `end`, and the bytes that enter them."""
+        return self.sums.stage(first, end, self.local), self.sums.entering[first]
+
+    def _memory(self, s: int, stages: Unit, entering: Any, kept: Optional[Holding] = None) -> StageMemory:
+        """Of `stages` (one or many) as the s-th."""
         kept = kept or self.kept
         return stage_memory(
-            self.sums.stage(first, end, self.local),
-            self.sums.entering[first],  # type: ignore[arg-type]
+            stages,
+            entering,
             int(kept.copies[s]),
             int(kept.inputs[s]),
             int(kept.activations[s]),
@@ -227,7 +246,9 @@ class Costing:
     def memories(self, starts: Sequence[int]) -> List[StageMemory]:
         """Bytes of each stage's device."""
         edges = [*starts, len(self.work)]
-        found = [self._memory(s, np.array(a), np.array(b)) for s, (a, b) in enumerate(zip(edges, edges[1:]))]
+        found = [
+            self._memory(s, *self._stages(np.array(a), np.array(b))) for s, (a, b) in enumerate(zip(edges, edges[1:]))
+        ]
         return [StageMemory(*(int(size) for size in memory)) for memory in found]
 
     def costs(self, starts: Sequence[int]) -> Costs:

@@ -12,6 +12,7 @@ from ipu_pipe.job.method_args import MethodArgs
 from ipu_pipe.job.schema import Config
 from ipu_pipe.plan.answer import begin_names
 from ipu_pipe.plan.prediction import Prediction, Problem
+from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.yaml_files import parse
 
 
@@ -29,8 +30,12 @@ def planned_config(config: Config, problem: Problem, found: Prediction, hardware
         "precision": problem.precision,
         "hardware": hardware,
     }
+    own, local = config.method_args, METHODS[asked.method].structure is not None
     if asked.method != config.method:
-        changes["method_args"] = MethodArgs()
+        own = MethodArgs(head=config.method_args.head if local else None)
+    if asked.method == "local_chunked":
+        own = own.model_copy(update={"blocks": begin_names(problem, found) or 1})
+    changes["method_args"] = own
     text = dump(config.model_copy(update=changes))
     try:
         configure(**parse(text, "--write"))  # checked before anything is written

@@ -150,7 +150,7 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     example = x.clone(), y.clone()  # a model that works in place must not change the data
     setup.label_range = try_model(model, chosen_loss, example, taken[1])
     if is_chosen(config.stages):
-        config = _with_chosen_stages(config, method, model, example[0])
+        config = _with_chosen_stages(config, method, model, chosen_loss, example)
     placed = backend_of(config).place(config, method, model, example[0])
     model, part, own = placed.model, placed.part, placed.own
     if method.structure is not None:
@@ -206,11 +206,13 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     return job
 
 
-def _with_chosen_stages(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> Config:
+def _with_chosen_stages(
+    config: Config, method: Method, model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]
+) -> Config:
     """The config with the names of the modules at which the planner has stages begin, the same on all processes: each may have
     measured its own machine."""
     processes = launched.read().world // config.replicas if config.backend.name == "distributed" else None
-    begins = on_main(lambda: chosen_stages(config, method, model, x, processes))
+    begins = on_main(lambda: chosen_stages(config, method, model, loss, example, processes))
     return config.model_copy(update={"stages": begins or 1})
 
 
