@@ -14,7 +14,7 @@ def trace_metadata(job: Job) -> Metadata:
     planned = job.planned_utilization()
     return Metadata(
         schema=SCHEMA,
-        run="" if job.folder is None else str(job.folder),
+        run="" if job.folder is None else job.folder.resolve().name,
         method=job.method.name,
         method_args=config.method_args.model_dump(mode="json", exclude_none=True),
         backend=config.backend.name,
