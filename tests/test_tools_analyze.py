@@ -13,7 +13,7 @@ import pytest
 from ipu_pipe.cli import analyze
 from ipu_pipe.errors import BadInput
 from ipu_pipe.report.analysis import picture
-from ipu_pipe.trace.events import WAIT, Counter, Event, Events
+from ipu_pipe.trace.events import WAIT, Counter, Counters, Event, Events
 from ipu_pipe.trace.store import TraceWriter
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,19 +30,23 @@ def run_folder(path: Path, slow: int = 20, microbatches: int = 6) -> Path:
             "units": [{"name": f"layer{i}", "stage": int(i > 1), "forward_flops": 1e6, "backward_flops": 1e6, "crossing_bytes": 8}
                       for i in range(6)],
         }  # fmt: skip
-        writer = TraceWriter(path / "trace" / f"rank-{rank}.trace", metadata)
+        events: List[Event] = []
+        counters: List[Counter] = []
         for m in range(microbatches):
             at, end = 2 * m * slow, 2 * (m + 1) * slow
             for kind, begin in (("forward", at), ("backward", end - each)):
                 ns = begin * 1_000_000
-                writer.add(Event(rank, rank, kind, m, ns, ns + each * 1_000_000, m, None))
+                events.append(Event(rank, rank, kind, m, ns, ns + each * 1_000_000, m, None))
             if rank == 0:
-                writer.add(Event(0, 0, "send", m, ns, ns + 1000, -1, 64, 1, "activations"))
-                writer.add(
+                events.append(Event(0, 0, "send", m, ns, ns + 1000, -1, 64, 1, "activations"))
+                events.append(
                     Event(0, 0, WAIT, m, (at + each) * 1_000_000, (end - each) * 1_000_000, -1, None, 1, "gradients")
                 )
-            writer.add(Event(rank, rank, "update", m, end * 1_000_000, end * 1_000_000, m + 1, None))
-            writer.count(Counter(rank, "weights (bytes)", at * 1_000_000, 1e6 * (rank + 1)))
+            events.append(Event(rank, rank, "update", m, end * 1_000_000, end * 1_000_000, m + 1, None))
+            counters.append(Counter(rank, "weights (bytes)", at * 1_000_000, 1e6 * (rank + 1)))
+        writer = TraceWriter(path / "trace" / f"rank-{rank}.trace", metadata)
+        writer.write_events(Events.of(events))
+        writer.write_counters(Counters.of(counters))
         writer.close()
     return path
 

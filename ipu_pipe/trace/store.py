@@ -24,9 +24,7 @@ from ipu_pipe.trace.events import (
     COUNTER_TYPES,
     EVENT_TYPES,
     KINDS,
-    Counter,
     Counters,
-    Event,
     Events,
     Trace,
     joined,
@@ -37,7 +35,7 @@ SUFFIX = ".trace"
 MAGIC = b"ipu_pipe trace 1\n"
 HEAD = struct.Struct("<4sIII")
 META, EVENTS, COUNTERS, CLOCK = b"meta", b"evnt", b"cntr", b"clck"
-ROWS = 4096  # in a block; those that wait for one are lost with a process that is killed
+ROWS = 1 << 16  # in a block, at most
 LEVEL = 1
 
 
@@ -46,8 +44,6 @@ class TraceWriter:
 
     def __init__(self, path: Path, metadata: Dict[str, Any]) -> None:
         self.path = path
-        self._events: List[Event] = []
-        self._counters: List[Counter] = []
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = path.open("wb")
@@ -55,18 +51,6 @@ class TraceWriter:
         except OSError as error:
             raise RunFault(f"{path}: the trace cannot be written: {error.strerror or error}") from None
         self.tell({"kinds": KINDS, "carried": CARRIED, **metadata})
-
-    def add(self, event: Event) -> None:
-        """Keep an event."""
-        self._events.append(event)
-        if len(self._events) >= ROWS:
-            self.flush()
-
-    def count(self, counter: Counter) -> None:
-        """Keep a counter's value."""
-        self._counters.append(counter)
-        if len(self._counters) >= ROWS:
-            self.flush()
 
     def tell(self, metadata: Dict[str, Any]) -> None:
         """Add to the metadata, or replace some."""
@@ -78,8 +62,8 @@ class TraceWriter:
 
     def write_events(self, events: Events) -> None:
         """Write columns at once, in blocks."""
-        for begin in range(0, len(events.start), 16 * ROWS):
-            part = events.where(slice(begin, begin + 16 * ROWS))
+        for begin in range(0, len(events.start), ROWS):
+            part = events.where(slice(begin, begin + ROWS))
             self._write(EVENTS, len(part.start), _packed(part, EVENT_TYPES))
 
     def write_counters(self, counters: Counters) -> None:
@@ -90,20 +74,14 @@ class TraceWriter:
             self._write(COUNTERS, len(counters.time), struct.pack("<I", len(names)) + names + columns)
 
     def flush(self) -> None:
-        """Write all that is kept."""
-        events, counters = self._events, self._counters
-        self._events, self._counters = [], []
-        if events:
-            self.write_events(Events.of(events))
-        if counters:
-            self.write_counters(Counters.of(counters))
+        """Hand all that was written to the system, which keeps it if this process is killed."""
         try:
             self._file.flush()
         except OSError as error:
             raise RunFault(f"{self.path}: the trace cannot be written: {error.strerror or error}") from None
 
     def close(self) -> None:
-        """Write all that is kept, and end."""
+        """End the file."""
         if not self._file.closed:
             self.flush()
             self._file.close()
