@@ -7,10 +7,13 @@ apart. Processor time of one thread, which others on the machine disturb less th
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
 
+for library in ("OMP", "OPENBLAS", "MKL"):  # before NumPy: its products shall be one thread's
+    os.environ[f"{library}_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ipu_pipe import interrupts  # noqa: E402
