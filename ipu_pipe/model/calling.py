@@ -1,0 +1,17 @@
+"""How a model is called with a batch's input."""
+
+from __future__ import annotations
+
+from typing import Any, Mapping
+
+from torch import nn
+
+
+def call(model: nn.Module, x: Any) -> Any:
+    """The output of `model` for the input `x`: a mapping is its keyword arguments, a tuple or list its positional ones, whatever
+    these hold; anything else is its one argument."""
+    if isinstance(x, Mapping):
+        return model(**x)
+    if isinstance(x, (tuple, list)):
+        return model(*x)
+    return model(x)
