@@ -247,15 +247,6 @@ def test_a_longer_run_killed_before_its_first_checkpoint_is_not_finished(
     assert resumed(out, "steps=16")["steps"] == 16
 
 
-def test_rates_that_follow_the_length_of_a_run_are_told(cut: Path, capsys: Any) -> None:
-    chosen = ["lr_schedule.name=linear", "method_args={t1: {}}", "steps=4"]
-    out = cut.parent / "linear"
-    train(config(*keys(*chosen)), out, quiet=True)
-    capsys.readouterr()
-    train(config(*keys(*chosen, "steps=6")), out, resume=True)
-    assert "its rates are from here on those of the longer run (lr_schedule, method_args.t1)" in capsys.readouterr().out
-
-
 def test_every_key_of_the_config_has_a_role() -> None:
     assert set(Config.model_fields) <= set(ROLES)
     assert {key for key, role in ROLES.items() if role in (Role.FREE, Role.GROWS)} == {

@@ -57,11 +57,12 @@ def mismatches(saved: Mapping[str, Any], own: Mapping[str, Any]) -> List[Tuple[s
 
 
 def follows_length(config: Config) -> List[str]:
-    """Keys by which a rate depends on how long the run is."""
+    """Keys that are not given, for which rates therefore depend on how long the run is."""
     schedule, t1 = config.lr_schedule, config.method_args.t1
-    found = ["lr_schedule"] if schedule.name in ("cosine", "linear") else []
-    if t1 is not None and t1.anneal_updates is None and not schedule.milestones and not schedule.warmup_steps:
-        found.append("method_args.t1")
+    found = ["lr_schedule.total_steps"] if schedule.falls and schedule.total_steps is None else []
+    own = schedule.milestones or schedule.warmup_steps or schedule.total_steps
+    if t1 is not None and t1.anneal_updates is None and not own:
+        found.append("method_args.t1.anneal_updates")
     return found
 
 

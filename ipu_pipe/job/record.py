@@ -154,7 +154,10 @@ def _move(value: Any, device: torch.device, dtype: torch.dtype, pins: bool = Fal
 
 
 def rate_of(config: Config, base: float, k: int, updates: int, per_epoch: int) -> float:
-    """Learning rate of update k, before the rules."""
+    """Learning rate of update k, before the rules. Where stages are drawn, one may have more updates than the run has steps."""
+    if config.lr_schedule.falls:
+        updates = config.lr_schedule.total_steps or updates
+        k = min(k, updates - 1)
     return lr.rate(config.lr_schedule, base, k, updates, per_epoch)
 
 

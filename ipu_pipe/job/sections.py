@@ -17,6 +17,7 @@ from ipu_pipe.values import (
     Section,
     Share,
     Stages,
+    Updates,
     Whole,
     fault_at,
 )
@@ -98,9 +99,11 @@ class OptimizerConfig(Section):
 
 
 class LrSchedule(Section):
-    """See ipu_pipe.update.rates. `milestones` in epochs, `warmup_steps` in updates."""
+    """See ipu_pipe.update.rates. `milestones` in epochs, `warmup_steps` in updates. `total_steps`: the updates over which cosine
+    and linear fall, and from which T1 takes its K; those of the run if null, which can then not be made longer."""
 
     name: Literal["constant", "step", "cosine", "linear"] = "constant"
+    total_steps: Optional[Updates] = None
     warmup_steps: Whole = 0
     milestones: List[Epochs] = []
     gamma: Positive = 0.1
@@ -111,7 +114,14 @@ class LrSchedule(Section):
             raise fault_at("milestones", [], "step needs at least one epoch at which the rate is multiplied by gamma")
         if self.name != "step" and self.milestones:
             raise fault_at("milestones", self.milestones, f"{self.name} has none, only step has")
+        if self.total_steps is not None and not self.falls:
+            raise fault_at("total_steps", self.total_steps, f"{self.name} has none, only cosine and linear have")
         return self
+
+    @property
+    def falls(self) -> bool:
+        """Whether the rate falls over all of the run."""
+        return self.name in ("cosine", "linear")
 
 
 class ClipConfig(Section):

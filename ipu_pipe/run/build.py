@@ -237,6 +237,11 @@ def _check_length(config: Config, updates: int, per_epoch: int) -> None:
         raise BadInput(
             f"epochs: {config.epochs}: {updates} updates, at most {MOST_UPDATES}: a run is planned before it starts"
         )
+    total = config.lr_schedule.total_steps
+    if total is not None and total < updates:
+        raise BadInput(
+            f"lr_schedule.total_steps: {total}: the run has {updates} updates, and its rate falls to 0 before: must be no less"
+        )
     for key, every in (("checkpoint", config.checkpoint.every), ("evaluate", config.evaluate.interval(per_epoch))):
         if every and updates // every > MOST_STOPS:
             raise BadInput(
@@ -259,11 +264,11 @@ def _rules(
     if "t1" in args and args["t1"]["anneal_updates"] is None:
         schedule = config.lr_schedule
         first = round(min(schedule.milestones) * per_epoch) if schedule.milestones else None
-        args = {**args, "t1": {"anneal_updates": anneal_default(first, schedule.warmup_steps, updates)}}
+        lasting = schedule.total_steps or updates
+        args = {**args, "t1": {"anneal_updates": anneal_default(first, schedule.warmup_steps, lasting)}}
     return UpdateRules(
         args, table.method, table.rule_lag(), config.gradient_accumulation, optimizer,
-        # where stages are drawn, one may have more updates than the run has steps
-        lambda k: rate_of(config, base, min(k, updates - 1), updates, per_epoch), switch,
+        lambda k: rate_of(config, base, k, updates, per_epoch), switch,
     )  # fmt: skip
 
 

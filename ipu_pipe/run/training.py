@@ -20,7 +20,7 @@ from ipu_pipe.job.comparing import as_recorded, differences, dump
 from ipu_pipe.job.config import load_recorded
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.given import refuse_missing, with_given
-from ipu_pipe.job.identity import MADE_LATER, changes, follows_length
+from ipu_pipe.job.identity import MADE_LATER, changes
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
@@ -74,9 +74,9 @@ def train(
     came after it is deleted. Raises BadInput before anything is written where the job is not possible, RunFault where the loss
     is not finite, and what the model, loss, data source or optimizer raise as it is, with the place (a UserFault) at the end of
     its chain of causes. On the distributed backend every process calls this alike; the first one writes, all return the summary.
-    A process's model then holds the weights of its own stage and not-a-number elsewhere: the whole is in the newest checkpoint.
     A model given here is trained in place, in the config's precision, and has its own dtypes again at the end, whatever way that
-    comes.
+    comes. On processes every rank's is whole then (after a fault each has its own stage alone, not-a-number elsewhere: the newest
+    checkpoint has the whole).
     """
     out = as_folder(out)
     launch(config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite})
@@ -167,8 +167,6 @@ def _checked(
     ended = finished_summary(out) if step is None and not found.longer else None
     for change in found.free if ended is None else ():
         say(f"the run goes on with another {change}")
-    if ended is None and found.longer and follows_length(config):
-        say(f"its rates are from here on those of the longer run ({', '.join(follows_length(config))})")
     return _Start(config, done, ended, True)
 
 

@@ -16,7 +16,15 @@ from ipu_pipe.backends.interface import Backend, Engine, Report, State, StepResu
 from ipu_pipe.backends.processes.assembling import cut_out, forget_others, make_channels, replica_groups
 from ipu_pipe.backends.processes.clocks import offset_to_first
 from ipu_pipe.backends.processes.evaluation import Evaluation
-from ipu_pipe.backends.processes.gathering import gather, stage_report, stage_state, whole_report, whole_state
+from ipu_pipe.backends.processes.gathering import (
+    gather,
+    hand_round,
+    stage_report,
+    stage_state,
+    stages_of,
+    whole_report,
+    whole_state,
+)
 from ipu_pipe.backends.processes.group import check_launch, start
 from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.losses import Telling
@@ -49,6 +57,9 @@ class ProcessEngine(Engine):
         channels = make_channels(job, self.layout)
         mail = Mail(self.layout, job.device, timeline, config.backend.deadline, channels=channels)
         self._player = RowPlayer(work, own, mail, groups[self.layout.stage] if groups else None)
+        self._stages = (
+            stages_of(job.model, cut) if job.own_types is not None else {}
+        )  # of a model that the caller holds
         forget_others(job, own, cut)
         self._telling = Telling(mail, self.layout, self._with_loss(), job.batch, groups[0] if groups else None)
         self._evaluation = Evaluation(job, self._player, self._telling.with_loss)
@@ -122,6 +133,8 @@ class ProcessEngine(Engine):
         self._player.doing = "end"
         with named_faults(self._player):
             self._player.close()
+            if self._stages:
+                hand_round(self._player.mail, self.job.model, self._stages)
         self.abort()
 
     def abort(self) -> None:
