@@ -12,12 +12,16 @@ from typing import Any, Dict, List
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ipu_pipe.errors import BadInput, end_process
-from ipu_pipe.run.training import train
-from tests.test_train import config
+from ipu_pipe.job.config import load_config
+from ipu_pipe.job.sections import InitFrom
+from ipu_pipe.run import checkpoint
+from ipu_pipe.run.build import set_up
+from ipu_pipe.run.training import evaluate_checkpoint, train
+from tests.test_train import DIGITS, config, run_tool, sets  # noqa: F401
 
 BASE = [
     "optimizer.momentum=0.9", "optimizer.lr=0.02", "checkpoint.every=4", "checkpoint.keep=9", "log.every=1",
@@ -210,3 +214,71 @@ def test_a_run_goes_on_elsewhere_and_leaves_the_whole_model_to_every_caller(tmp_
             found = torch.load(tmp_path / f"{method}-{rank}.pt")
             assert [n for n, value in everything(model).items() if not torch.equal(value, found[n])] == []
             assert {value.dtype for value in found.values()} == {torch.float64, torch.int64}
+
+
+# ---- from weights
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has ended, after 4 and 8 updates; not to be changed."""
+    out = tmp_path_factory.mktemp("ended") / "run"
+    went(out, "steps=8")
+    return out
+
+
+def test_a_run_begins_with_the_newest_weights_of_another(ended: Path) -> None:
+    newest = evaluate_checkpoint(config(*BASE), ended / "checkpoints" / "step-8")
+    assert {**evaluate_checkpoint(config(*BASE), ended), "weights": newest["weights"]} == newest
+    for path in (ended, ended / "checkpoints" / "step-8"):
+        found = set_up(config(*BASE, f"init_from={path}")).model.state_dict()
+        assert all(torch.equal(value, held(ended, 8)[f"model/{name}"]) for name, value in found.items())
+
+
+def test_weights_with_a_new_head_are_taken_but_for_it(ended: Path, tmp_path: Path, run_tool: Any) -> None:  # noqa: F811
+    out, keys = tmp_path / "tuned", ["model.args.classes=12", f"init_from={{path: {ended}, strict: false}}", "steps=4"]
+    code, printed, error = run_tool(DIGITS, *sets(*BASE, *keys), "--out", str(out))
+    assert code == 0, error
+    record = json.loads((out / "init_from.json").read_text())
+    assert set(record["left_out"]) == set(record["new"]) and len(record["new"]) == 2
+    assert list(record["left_out"].values()) == [
+        "shape (10, 8), the model has (12, 8)",
+        "shape (10,), the model has (12,)",
+    ]
+    (line,) = [line for line in printed.splitlines() if line.startswith("init_from: ")]
+    assert f"{record['taken']} parameters and buffers are from there" in line and all(n in line for n in record["new"])
+    fresh = set_up(config(*BASE, *keys)).model.state_dict()
+    own = set_up(config(*BASE, keys[0])).model.state_dict()
+    for name, value in fresh.items():
+        assert torch.equal(value, own[name] if name in record["new"] else held(ended, 8)[f"model/{name}"]), name
+    assert load_config(out / "config.yaml").init_from == InitFrom(path=str(ended), strict=False)
+    assert (
+        went(out, *keys, "steps=8", resume=True)["steps"] == 8
+        and json.loads((out / "init_from.json").read_text()) == record
+    )
+
+
+def test_weights_that_do_not_fit_say_what_would(ended: Path, tmp_path: Path) -> None:
+    def told(path: Path, *over: str) -> List[str]:
+        with pytest.raises(BadInput) as error:
+            set_up(config(*BASE, f"init_from={path}", *over))
+        return error.value.faults
+
+    faults = told(ended, "model.args.classes=12")
+    assert len(faults) == 2 and faults[-1].endswith("; init_from: {path: ..., strict: false} takes what fits")
+    weights = load_file(ended / "checkpoints" / "step-8" / "model.safetensors")
+    save_file({f"module.{name}": value for name, value in weights.items()}, tmp_path / "wrapped.safetensors")
+    (fault,) = told(tmp_path / "wrapped.safetensors")
+    assert (
+        "all names begin with module., a wrapper's: save the state dict of the model inside it; nothing in it fits"
+        in fault
+    )
+    (again,) = told(
+        tmp_path / "wrapped.safetensors", f"init_from={{path: {tmp_path / 'wrapped.safetensors'}, strict: false}}"
+    )
+    assert again == fault
+    if checkpoint.torch_version() >= checkpoint.SAFE_TORCH:
+        torch.save({"epoch": 3, "state_dict": weights}, tmp_path / "nest.pt")
+        assert told(tmp_path / "nest.pt")[0].endswith(
+            "(names to tensors): there is one inside, at state_dict: save that alone"
+        )

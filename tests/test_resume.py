@@ -19,6 +19,7 @@ from ipu_pipe.job.comparing import dump
 from ipu_pipe.job.config import load_config
 from ipu_pipe.job.identity import ROLES, Role
 from ipu_pipe.job.schema import Config
+from ipu_pipe.job.sections import InitFrom
 from ipu_pipe.run import checkpoint, manifest
 from ipu_pipe.run.build import build
 from ipu_pipe.run.folder import RunDir
@@ -532,7 +533,7 @@ def test_a_run_with_weights_to_begin_with_is_resumed_twice(cut: Path, tmp_path: 
     first.unlink()
     for _ in range(2):
         resumed(tmp_path / "run", *chosen, resume_from=4)
-    assert load_config(tmp_path / "run" / "config.yaml").init_from == str(first)
+    assert load_config(tmp_path / "run" / "config.yaml").init_from == InitFrom(path=str(first))
 
 
 # ---- foreign files

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 from torch import nn
@@ -30,6 +30,16 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 DTYPES.update(dict.fromkeys(("16.16", "16.32", "32.32"), torch.float32))  # on the host; IPUs get what it says
 
 
+class Begun(NamedTuple):
+    """What a run that begins with the weights at `path` has of them: how many are `taken`, names `left_out` with the reason, and
+    those of the model that are `new`."""
+
+    path: str
+    taken: int
+    left_out: Dict[str, str]
+    new: List[str]
+
+
 @dataclass
 class Setup:
     """Model, loss and data of a run on its device: all that evaluation needs."""
@@ -41,6 +51,7 @@ class Setup:
     device: torch.device
     own_types: Optional[OwnTypes]  # of a model that the caller gave
     label_range: Optional[LabelRange] = field(default=None, init=False)  # where the loss asks for one
+    begun: Optional[Begun] = field(default=None, init=False)  # with weights that need not all fit
 
     device_kind: str = field(default="cpu", init=False)  # what trains: `ipu`, or the type of the device
     pins_memory: bool = field(default=False, init=False)  # what is pinned goes to a GPU without waiting

@@ -18,6 +18,7 @@ from ipu_pipe.job.sections import (
     DataConfig,
     EvaluateConfig,
     Given,
+    InitFrom,
     LogConfig,
     LrSchedule,
     ModelConfig,
@@ -26,7 +27,7 @@ from ipu_pipe.job.sections import (
     StageFinest,
 )
 from ipu_pipe.schedule.methods import METHODS, Reads
-from ipu_pipe.values import MOST_STAGES, Count, PathText, Seconds, Section, Seed, Threads, Updates, fault_at
+from ipu_pipe.values import MOST_STAGES, Count, Seconds, Section, Seed, Threads, Updates, fault_at
 
 
 class BackendConfig(Section):
@@ -86,7 +87,7 @@ class Config(Section):
     precision: Literal["float32", "float64", "bfloat16", "16.16", "16.32", "32.32"] = "float32"
     recompute: StrictBool = False
     hardware: Union[None, str, Dict[str, Any]] = None
-    init_from: Optional[PathText] = None
+    init_from: Optional[InitFrom] = None
     allow_nonfinite: StrictBool = False
     given: Optional[Given] = None
     # what the update rules have against the config's own optimizer, with places: told if no other one is given

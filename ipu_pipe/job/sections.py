@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
-from pydantic import BaseModel, ConfigDict, StrictBool, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, StrictBool, field_validator, model_serializer, model_validator
 from typing_extensions import Literal
 
 from ipu_pipe.values import (
@@ -20,6 +20,7 @@ from ipu_pipe.values import (
     Updates,
     Whole,
     fault_at,
+    path_text,
 )
 
 GIVEN = "(given in Python)"
@@ -211,6 +212,25 @@ class StageFinest(Section):
     """A number of stages over which the weights are spread."""
 
     finest: Stages
+
+
+class InitFrom(Section):
+    """Weights to begin with: a state dict's file, a checkpoint's folder, or a run's, of which the newest checkpoint counts; a
+    path alone is one that must fit. `strict` false: what has no place in the model is left out, and what it lacks is new."""
+
+    path: PathText
+    strict: StrictBool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        if not isinstance(value, (str, Mapping)):
+            raise ValueError("must be a path, or {path, strict}")
+        return {"path": path_text(value)} if isinstance(value, str) else value
+
+    @model_serializer
+    def _as_given(self) -> Union[str, Dict[str, Any]]:
+        return self.path if self.strict else {"path": self.path, "strict": False}
 
 
 class Description(Section):

@@ -17,9 +17,9 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.blame import attributed
 from ipu_pipe.job.determinism import set_numerics
 from ipu_pipe.job.given import describe, describe_optimizer, refuse_missing, with_given, with_optimizer
-from ipu_pipe.job.record import DTYPES, Job, Setup, drains_of, rate_of
+from ipu_pipe.job.record import DTYPES, Begun, Job, Setup, drains_of, rate_of
 from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import Given
+from ipu_pipe.job.sections import Given, InitFrom
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
 from ipu_pipe.local.footprint import footprint_of
 from ipu_pipe.model.precision import OwnTypes
@@ -66,8 +66,7 @@ def set_up(
     refuse_wrapped(model)
     _refuse_tensors(model)
     _refuse_unkeyed(model, device)
-    if config.init_from:
-        load_weights(model, read_weights(Path(config.init_from)), f"init_from: {config.init_from}")
+    begun = _begin(model, config.init_from) if config.init_from else None
     own_types = OwnTypes(model) if given else None
     model = model.to(device, DTYPES[config.precision]).train()
     data = data if data is not None else make_data(config)
@@ -75,9 +74,23 @@ def set_up(
     if isinstance(chosen_loss, nn.Module):  # class weights and the like
         chosen_loss = chosen_loss.to(device)
     made = Setup(config, model, chosen_loss, data, device, own_types)
+    made.begun = begun
     backend = backend_of(config)
     made.device_kind, made.pins_memory = backend.trains_on or kind, backend.pins_memory
     return made
+
+
+def _begin(model: nn.Module, begin: InitFrom, heads_too: bool = True) -> Optional[Begun]:
+    """Give the model the weights that the run begins with; what of them, where they need not all fit. Raises BadInput."""
+    tensors, place = read_weights(Path(begin.path)), f"init_from: {begin.path}"
+    own = model.state_dict()
+    try:
+        left_out, new = load_weights(model, tensors, place, heads_too, begin.strict)
+    except BadInput as error:
+        fits = any(name in own and own[name].shape == value.shape for name, value in tensors.items())
+        way = "; init_from: {path: ..., strict: false} takes what fits" if fits else "; nothing in it fits"
+        raise BadInput([*error.faults[:-1], error.faults[-1] + way]) from None
+    return None if begin.strict else Begun(begin.path, len(own) - len(new), left_out, new)
 
 
 def _refuse_tensors(model: nn.Module) -> None:
@@ -155,7 +168,7 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     model, part, own = placed.model, placed.part, placed.own
     if method.structure is not None:
         if config.init_from:  # again, now with the heads that it may hold
-            load_weights(model, read_weights(Path(config.init_from)), f"init_from: {config.init_from}", heads_too=False)
+            _begin(model, config.init_from, heads_too=False)
         if method.structure.blocks is not None and config.method_args.blocks is None:  # as many as processes
             args_of = config.method_args.model_copy(update={"blocks": len(part)})
             config = config.model_copy(update={"method_args": args_of})
@@ -198,6 +211,7 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
         _rules(config, args, table, made, base, updates, per_epoch, switch),
         base, per_epoch, updates, example, footprint_of(model, part, chosen_loss, example), placed.note, done, used,
     )  # fmt: skip
+    job.begun = setup.begun
     job.label_range, job.device_kind, job.pins_memory = setup.label_range, setup.device_kind, setup.pins_memory
     reasons = checks.faults(job, config.optimizer_faults() if optimizer is None else ())
     if reasons:

@@ -177,7 +177,7 @@ def _curvature_json(
         "residual": first.residual,
         "seed": seed,
         "samples": samples,
-        "weights": job.config.init_from or "as the run begins",
+        "weights": job.config.init_from.path if job.config.init_from else "as the run begins",
         "discrepancy": first.discrepancy,
     }
 
