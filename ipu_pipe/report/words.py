@@ -24,6 +24,7 @@ def opening(job: Job, done: int = 0) -> str:
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
     lines = [job.note] if job.note else []
+    lines += _beside(job)
     lines += [_begun(job.begun)] if job.begun is not None else []
     others = job.own_types.others(DTYPES[config.precision]) if job.own_types is not None else []
     if others:
@@ -38,6 +39,18 @@ def opening(job: Job, done: int = 0) -> str:
         f"{job.updates - done} updates, {job.updates_per_epoch} an epoch",
     ]
     return "\n".join(lines)
+
+
+def _beside(job: Job) -> List[str]:
+    """What a config says that does not count, or is of no use."""
+    config, method, lines = job.config, job.method, []
+    if config.steps is not None and "epochs" in config.model_fields_set:
+        if config.epochs * job.updates_per_epoch != config.steps:
+            lines.append(f"steps: {config.steps} counts, epochs: {config.epochs} does not")
+    of_stages = method.structure is None and method.history is None and method.rounds is None and method.delay is None
+    if len(job.part) == 1 and of_stages:
+        lines.append(f"stages: one stage: there is nothing to pipeline, {method.name} is plain training")
+    return lines
 
 
 def _begun(begun: Begun) -> str:
