@@ -39,7 +39,7 @@ ALSO_CALLED = {
     "learning_rate": "lr", "gpu": "cuda",
     "interleaved": "pipedream_flush", "interleaved_1f1b": "pipedream_flush", "zero_bubble": "pipedream_flush",
     "zb_h1": "pipedream_flush", "dualpipe": "pipedream_flush", "schedulegpipe": "gpipe", "schedule1f1b": "pipedream_flush",
-    "fp16": "bfloat16", "float16": "bfloat16", "half": "bfloat16", "amp": "bfloat16_mixed", "mixed": "bfloat16_mixed",
+    "fp16": "bfloat16", "amp": "bfloat16_mixed", "mixed": "bfloat16_mixed",
     "bf16_mixed": "bfloat16_mixed", "gloo": "distributed", "nccl": "distributed", "torchrun": "distributed",
     "processes": "distributed", "ipu": "poptorch", "cosineannealinglr": "cosine", "multisteplr": "step", "steplr": "step",
 }  # fmt: skip
