@@ -259,7 +259,7 @@ def test_rates_that_follow_the_length_of_a_run_are_told(cut: Path, capsys: Any) 
 def test_every_key_of_the_config_has_a_role() -> None:
     assert set(Config.model_fields) <= set(ROLES)
     assert {key for key, role in ROLES.items() if role in (Role.FREE, Role.GROWS)} == {
-        "steps", "epochs", "log", "checkpoint", "evaluate", "backend", "stages", "hardware",
+        "steps", "epochs", "log", "checkpoint", "evaluate", "backend", "stages", "hardware", "metrics", "callbacks",
     }  # fmt: skip
 
 
