@@ -251,7 +251,7 @@ def test_a_longer_run_killed_before_its_first_checkpoint_is_not_finished(
 def test_every_key_of_the_config_has_a_role() -> None:
     assert set(Config.model_fields) <= set(ROLES)
     assert {key for key, role in ROLES.items() if role in (Role.FREE, Role.GROWS)} == {
-        "steps", "epochs", "log", "checkpoint", "evaluate", "backend", "stages", "hardware",
+        "steps", "epochs", "log", "checkpoint", "evaluate", "backend", "stages", "hardware", "metrics", "callbacks",
     }  # fmt: skip
 
 

@@ -29,13 +29,15 @@ ROLES: Dict[str, Role] = {
     **dict.fromkeys(("recompute", "allow_nonfinite"), Role.KEPT),
     **dict.fromkeys(("steps", "epochs"), Role.GROWS),
     **dict.fromkeys(("backend", "stages", "hardware", "evaluate", "checkpoint", "log"), Role.FREE),
+    **dict.fromkeys(("metrics", "callbacks"), Role.FREE),
 }
 
 
 def role(key: str, method: str) -> Role:
     """What `key`, its sections parted by dots, is to a run of `method`. Blocks with losses of their own are what is trained:
     there the stages decide."""
-    top = key.partition(".")[0]
+    top, _, inner = key.partition(".")
+    top = inner.partition(".")[0] if top == "given" and ROLES.get(inner.partition(".")[0]) is Role.FREE else top
     if top == "stages" and method in METHODS and METHODS[method].structure is not None:
         return Role.DECIDES
     return ROLES.get(top, Role.KEPT)

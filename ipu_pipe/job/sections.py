@@ -199,6 +199,25 @@ class LogConfig(Section):
         return value
 
 
+class Entry(Section):
+    """`entry`: "module:callable"; `args`: its keyword arguments."""
+
+    entry: str
+    args: Dict[str, Any] = {}
+
+
+def entries(value: Any, what: str) -> Any:
+    """A config's list of names or import strings, or mappings of an Entry's keys; of each the text or the Entry. Raises
+    ValueError: `what` may stand there."""
+    if isinstance(value, (list, tuple)) and all(isinstance(one, (str, Entry)) or _is_entry(one) for one in value):
+        return [one if isinstance(one, (str, Entry)) else Entry.model_validate(one) for one in value]
+    raise ValueError(f"must be a list of {what}, or of {{entry, args}}")
+
+
+def _is_entry(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("entry"), str) and set(value) <= {"entry", "args"}
+
+
 class StageCount(Section):
     """A number of stages, balanced by a cost; `hardware`: by what the config's `hardware` would take. Times differ from one
     measurement to the next: the folder of a run holds the names of the modules at which its stages begin instead, and a resumed
@@ -249,3 +268,5 @@ class Given(Section):
     data: Optional[Description] = None
     loss: Optional[Description] = None
     optimizer: Optional[Description] = None
+    metrics: Optional[List[Description]] = None
+    callbacks: Optional[List[Description]] = None

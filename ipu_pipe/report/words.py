@@ -165,9 +165,7 @@ def closing(report: Mapping[str, Any], folder: Path, predicted: Optional[Tuple[s
         "",
         f"{report['method']} on {report['model']['stages']} stages: {report['steps']} updates of "
         f"{report['batch']['global_batch_size']} samples",
-        f"  test accuracy {number(first['test_accuracy'], 3)} -> {number(last['test_accuracy'], 3)}, "
-        f"test loss {number(first['test_loss'], 4)} -> {number(last['test_loss'], 4)}, "
-        f"training loss {number(last['train_loss'], 4)}",
+        f"  {', '.join(_tested(first, last))}, training loss {number(last['train_loss'], 4)}",
         f"  busy: {busy(report)}",
         f"  greatest lag {_range(lags)} updates; weight copies {_range(copies)} a stage",
         "  where to look:",
@@ -176,12 +174,24 @@ def closing(report: Mapping[str, Any], folder: Path, predicted: Optional[Tuple[s
         f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir {folder}",
         f"    {folder / 'checkpoints'}    weights",
     ]
+    if report["stopped"] is not None:
+        lines.insert(2, f"  ended after {report['steps']} of {report['planned_steps']} updates: {report['stopped']}")
     measured = report["throughput_samples_per_second"]
     if predicted is not None and measured is not None:
         name, rate = predicted
         error = f"the prediction is {abs(rate / measured - 1):.1%} too {'high' if rate > measured else 'low'}"
         lines.append(f"  predicted on {name}: {rate:.1f} samples/s, measured: {measured:.1f}; {error}")
     return "\n".join([*lines, throughput(report)])
+
+
+def _tested(first: Mapping[str, Any], last: Mapping[str, Any]) -> List[str]:
+    """Metrics that are known, and the loss, before and after."""
+    names = [name for name in last if name.startswith("test_") and name != "test_loss"]
+    known = [(name, 3) for name in names if first.get(name) is not None or last[name] is not None]
+    return [
+        f"test {name[5:]} {number(first.get(name), digits)} -> {number(last[name], digits)}"
+        for name, digits in [*known[:1], ("test_loss", 4), *known[1:]]
+    ]
 
 
 def busy(report: Mapping[str, Any]) -> str:

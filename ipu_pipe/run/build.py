@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.blame import attributed
 from ipu_pipe.job.determinism import set_numerics
 from ipu_pipe.job.given import describe, describe_optimizer, refuse_missing, with_given, with_optimizer
+from ipu_pipe.job.metrics import metrics_of
 from ipu_pipe.job.record import DTYPES, Begun, Job, Setup, drains_of, rate_of
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import Given, InitFrom
@@ -50,10 +51,11 @@ def set_up(
     data: Optional[DataSource] = None,
     loss: Optional[Loss] = None,
     by_shape: bool = False,
+    metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None,
 ) -> Setup:
-    """The model, loss and data that `config` describes, ready to run. What is given takes the place of the config's entry;
-    `by_shape`: model and microbatches are shapes without numbers (see `ipu_pipe.run.planning`)."""
-    refuse_missing(config, model=model, data=data, loss=loss)
+    """The model, loss, data and metrics that `config` describes, ready to run. What is given takes the place of the config's
+    entry; `by_shape`: model and microbatches are shapes without numbers (see `ipu_pipe.run.planning`)."""
+    refuse_missing(config, model=model, data=data, loss=loss, metrics=metrics)
     device = _device(config)
     kind = device.type
     torch.manual_seed(derived_seed(config.seed, "model"))
@@ -77,6 +79,7 @@ def set_up(
     made.begun = begun
     backend = backend_of(config)
     made.device_kind, made.pins_memory = backend.trains_on or kind, backend.pins_memory
+    made.metrics = metrics_of(config.metrics if metrics is None else metrics)
     return made
 
 
@@ -127,6 +130,8 @@ def build(
     optimizer: Optional[update.OptimizerFactory] = None,
     done: int = 0,
     by_shape: bool = False,
+    *,
+    metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None,
 ) -> Job:
     """Build the job that `config` describes. What is given as an object takes the place of the config's entry; `done`: updates
     of the run that are done already, in a checkpoint that it goes on from; `by_shape`: as in `set_up`.
@@ -136,8 +141,9 @@ def build(
     as it is.
     """
     with attributed(lambda: "before training"):
-        refuse_missing(config, model=model, data=data, loss=loss, optimizer=optimizer)
-        setup = set_up(with_given(config, model, data, loss, optimizer), model, data, loss, by_shape)
+        refuse_missing(config, model=model, data=data, loss=loss, optimizer=optimizer, metrics=metrics)
+        described = with_given(config, model, data, loss, optimizer, metrics=metrics)
+        setup = set_up(described, model, data, loss, by_shape, metrics)
     trained = [p for p in setup.model.parameters() if p.requires_grad]
     try:
         with attributed(lambda: "before training"):
@@ -213,6 +219,7 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     )  # fmt: skip
     job.begun = setup.begun
     job.label_range, job.device_kind, job.pins_memory = setup.label_range, setup.device_kind, setup.pins_memory
+    job.metrics = setup.metrics
     reasons = checks.faults(job, config.optimizer_faults() if optimizer is None else ())
     if reasons:
         raise BadInput(reasons)

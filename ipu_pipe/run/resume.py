@@ -13,7 +13,7 @@ import torch
 from ipu_pipe.backends.interface import MARK
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.identity import deciding, follows_length, mismatches
-from ipu_pipe.job.position import Position
+from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.model.probe import undisturbed
@@ -55,7 +55,7 @@ def refuse_foreign_run(job: Job, held: Checkpoint, path: Path) -> None:
 def position_of(held: Checkpoint) -> Position:
     """How far the run had come."""
     saved = held.state["position"]
-    return Position(**{**saved, "initial": tuple(saved["initial"])})
+    return Position(**{**saved, "initial": Measured.read(saved["initial"])})
 
 
 # ---- whose it is
@@ -95,6 +95,11 @@ def _is_real(value: Any) -> bool:
     return isinstance(value, float) or (fits and not isinstance(value, bool))
 
 
+def _flat(pair: List[Any]) -> List[Any]:
+    """A loss and what metrics there are, in earlier checkpoints the accuracy alone."""
+    return [pair[0], *pair[1].values()] if isinstance(pair[1], dict) else pair
+
+
 def _position_faults(job: Job, held: Checkpoint, step: int) -> List[str]:
     """What cannot be in the position, which stands for `step` updates done."""
     place, saved = f"{checkpoint.STATE}: position", held.state.get("position")
@@ -120,8 +125,8 @@ def _position_faults(job: Job, held: Checkpoint, step: int) -> List[str]:
             f"must be a whole number from 1 to {update} with a best_loss, or both null",
         ),
         "initial": (
-            isinstance(initial, list) and len(initial) == 2 and all(v is None or _is_real(v) for v in initial),
-            "must be a loss and an accuracy, each a number or null",
+            isinstance(initial, list) and len(initial) == 2 and all(v is None or _is_real(v) for v in _flat(initial)),
+            "must be a loss and metrics by name, each a number or null",
         ),
     }
     return [f"{place}.{key}: {saved[key]}: {allowed}" for key, (fits, allowed) in sane.items() if not fits]
