@@ -29,13 +29,28 @@ def opening(job: Job, done: int = 0) -> str:
             f"precision: the model given in {' and '.join(others)} is trained in {config.precision}, and cast back at the end"
         )
     lines += [
+        *left_out(job),
         f"{model_name(config)}: {parameters:,} parameters on {len(job.part)} stages; method {job.method.name}, "
         f"backend {config.backend.name} on {job.device_kind}",
         f"global batch size {job.batch} = micro_batch_size {config.micro_batch_size} x "
         f"gradient_accumulation {config.gradient_accumulation} x replicas {job.width}; "
-        f"{job.updates - done} updates, {job.updates_per_epoch} an epoch",
+        f"{job.updates - done} updates, "
+        + (f"{job.updates_per_epoch} an epoch" if job.updates_per_epoch is not None else "of data without a length"),
     ]
     return "\n".join(lines)
+
+
+def left_out(job: Job) -> List[str]:
+    """What of the training data no update has, in a line; nothing where all is used, or where that is not known."""
+    if job.updates_per_epoch is None:
+        return []
+    size, used = job.config.micro_batch_size, job.updates_per_epoch * job.batch
+    held = getattr(job.data, "train_samples", None) or size * (job.data.train_batches_per_epoch(size) or 0)
+    if held <= used:
+        return []
+    return [
+        f"data: {held - used:,} of {held:,} training samples are left out of each epoch: they fill no batch of {job.batch}"
+    ]
 
 
 def plan(job: Job) -> str:

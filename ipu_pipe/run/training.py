@@ -37,6 +37,7 @@ from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.folder import RunDir, as_folder, check_folder, finished_summary
 from ipu_pipe.run.folder_lock import FolderLock, refuse_used
 from ipu_pipe.run.log import Log, log_of, nothing
+from ipu_pipe.run.parts import Output
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.resume import choose, origin, position_of, refuse_foreign_run, saved_state
 from ipu_pipe.schedule.methods import METHODS
@@ -60,7 +61,8 @@ def train(
     *,
     model: Optional[nn.Module] = None,
     data: Optional[DataSource] = None,
-    loss: Optional[Loss] = None,
+    loss: Union[Loss, str, None] = None,
+    output: Optional[Output] = None,
     optimizer: Optional[update.OptimizerFactory] = None,
     resume: bool = False,
     resume_from: Optional[int] = None,
@@ -69,7 +71,9 @@ def train(
 ) -> Dict[str, Any]:
     """Train by `config` and write the run into the folder `out`; returns the summary (as in `summary.json`).
 
-    A model, data source, loss or optimizer factory given here takes the place of the config's entry. `resume` goes on
+    A model, data source, loss or optimizer factory given here takes the place of the config's entry. `loss` may also be a name as
+    there; `output`: what of the model's output the loss is of, where that is an object, a mapping or a tuple: a name or an index
+    as in `model.output`, or a function of the output. `resume` goes on
     from the newest checkpoint, with the same numbers as if never interrupted; `resume_from` from that of this step, and what
     came after it is deleted. Raises BadInput before anything is written where the job is not possible, RunFault where the loss
     is not finite, and what the model, loss, data source or optimizer raise as it is, with the place (a UserFault) at the end of
@@ -80,8 +84,8 @@ def train(
     """
     out = as_folder(out)
     launch(config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite})
-    refuse_missing(config, model=model, data=data, loss=loss, optimizer=optimizer)
-    config = with_given(config, model, data, loss, optimizer)
+    refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer)
+    config = with_given(config, model, data, loss, optimizer, output)
     say = Progress(quiet or not is_main()).say
     resume = resume or resume_from is not None
     with reserved(out, resume=resume, overwrite=overwrite, say=say):
@@ -92,7 +96,7 @@ def train(
         began = start.config.init_from
         if start.done:  # the checkpoint takes the place of the weights that the run began with
             start = start._replace(config=start.config.model_copy(update={"init_from": None}))
-        job = build(start.config, model, data, loss, optimizer, start.done)
+        job = build(start.config, model, data, loss, optimizer, start.done, output=output)
         job.config = job.config.model_copy(update={"init_from": began})
         try:
             if start.resumes:
@@ -155,6 +159,7 @@ def _checked(
     if recorded.given is not None:
         now = {
             "model": config.model.entry,
+            "output": config.model.output,
             "data": config.data.name,
             "loss": config.loss,
             "optimizer": config.optimizer.name,
@@ -263,13 +268,13 @@ class _Run:
             return
         rate, self.unread_seconds = sum(result.samples for result in results) / self.unread_seconds, 0.0
         for update_index, result in enumerate(results, position.update - len(results)):
-            if update_index % job.updates_per_epoch == 0:
+            if update_index % job.averaged == 0:
                 position.epoch_loss, position.epoch_updates = 0.0, 0
             position.epoch_loss, position.epoch_updates = position.epoch_loss + result.loss, position.epoch_updates + 1
             bar.advance(result.loss, result.accuracy, rate)
         if position.update % job.config.log.every == 0 or position.update == job.updates:
             each = {"block_train_loss": [loss for loss, _ in result.blocks]} if result.blocks else {}
-            epoch = position.update / job.updates_per_epoch
+            epoch = job.epoch(position.update)
             log(
                 step=position.update, epoch=epoch, train_loss=result.loss, lr=job.rate(k), samples_per_second=rate, **each
             )  # fmt: skip
@@ -287,7 +292,7 @@ class _Run:
         position, self.tested = self.position, found
         if bar is not None:
             bar.evaluated(test_loss, accuracy)
-        epoch = position.update / self.job.updates_per_epoch
+        epoch = self.job.epoch(position.update)
         each = dict(zip(("block_test_loss", "block_test_accuracy"), map(list, zip(*found)))) if len(found) > 1 else {}
         log(step=position.update, epoch=epoch, test_loss=test_loss, test_accuracy=accuracy, **each)
         if test_loss is not None and (position.best_loss is None or test_loss < position.best_loss) and position.update:

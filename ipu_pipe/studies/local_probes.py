@@ -32,7 +32,9 @@ from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.model.calling import call
 from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.nests import sample_count
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.studies.gradient_angles import GradientProbe
@@ -54,9 +56,9 @@ def angle_run(config: Config, method: str, every: int, samples: int) -> Dict[str
     job = _build(config, {"method": method})
     blocks = blocks_of(job.model)
     assert blocks is not None
-    if job.data.train_batches_per_epoch(samples) < 1:
+    if not job.data.train_batches_per_epoch(samples):
         raise BadInput(f"--samples: {samples}: the training set has not so many")
-    probe = GradientProbe(job.model, job.loss, *job.to_device(*job.data.train_batch(0, 0, samples)), seed=config.seed)
+    probe = GradientProbe(job.model, job.loss, *job.ready(job.data.train_batch(0, 0, samples)), seed=config.seed)
     points: List[Dict[str, Any]] = []
 
     def measure(done: int, loss: Optional[float]) -> None:
@@ -129,7 +131,7 @@ def label_run(config: Config, label: str, keys: Mapping[str, Any], every: int) -
     loss, accuracy = measured(job, training_batches(job, None))
     return {
         "label": label, "blocks": len(job.part), "points": points, "train_loss": loss, "train_accuracy": accuracy,
-        "epochs": job.updates / job.updates_per_epoch, "seconds": time.monotonic() - start,
+        "epochs": job.epoch(job.updates), "seconds": time.monotonic() - start,
     }  # fmt: skip
 
 
@@ -160,7 +162,7 @@ def training_batches(job: Job, samples: Optional[int]) -> Iterator[Pair]:
         held.test = data.train  # which it normalizes and does not augment
         return _cut(held.test_batches(TEST_BATCH), samples)
     size = job.config.micro_batch_size
-    return _cut((data.train_batch(0, i, size) for i in range(data.train_batches_per_epoch(size))), samples)
+    return _cut((data.train_batch(0, i, size) for i in range(data.train_batches_per_epoch(size) or 0)), samples)
 
 
 def _cut(batches: Iterable[Pair], samples: Optional[int]) -> Iterator[Pair]:
@@ -184,7 +186,7 @@ def measured(job: Job, batches: Iterable[Pair]) -> Measured:
         model.eval()
         for x, y in batches:
             x, y = job.to_device(x, y)
-            tally.add(model(x), y, len(x))
+            tally.add(call(model, x), y, sample_count(x))
     return tally.measured
 
 

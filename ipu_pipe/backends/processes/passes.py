@@ -23,7 +23,7 @@ from ipu_pipe.backends.reads import Replay, ReplayPlan
 from ipu_pipe.backends.weights import weights_of
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.evaluation import right_answers
-from ipu_pipe.local.blocks import losses_of, one_activation
+from ipu_pipe.local.blocks import losses_of, one_activation, scored
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Reads
@@ -108,10 +108,13 @@ class Passes:
             outputs = place.leave.flatten(output if not place.shared_own else entered)
         if not place.has_loss:
             return outputs, None, None
-        assert labels is not None
         if place.head is not None:
             output = place.head(one_activation(output))
-        return outputs, losses_of(self._work.loss, output, labels)[0], right_answers(output, labels)
+        return (
+            outputs,
+            losses_of(self._work.loss, output, labels)[0],
+            right_answers(scored(self._work.loss, output), labels),
+        )
 
     def recompute(self, m: int) -> None:
         """R(m)."""
