@@ -94,6 +94,18 @@ def refuse_others(nest: Any, what: str) -> None:
         raise BadInput(f"data: {what}: hold no tensor")
 
 
+def refuse_other_shapes(x: Any, example: Any, m: int) -> None:
+    """Refuse (BadInput) inputs of microbatch m that are not of the example's shapes."""
+    wanted = {name: tuple(t.shape) for name, t in named(example) if t is not None}
+    found = {name: tuple(t.shape) for name, t in named(x) if t is not None}
+    for name in {**wanted, **found}:
+        if wanted.get(name) != found.get(name):
+            raise BadInput(
+                f"data: microbatch {m}: inputs{name and ': ' + name}: of shape {found.get(name)}, of the first microbatch "
+                f"{wanted.get(name)}: stages on processes take one shape: pad to one length, or use backend.name: emulator"
+            )
+
+
 def refuse_uneven(x: Any) -> None:
     """Refuse (BadInput) inputs whose tensors are not of the same samples: their first dimension must be the batch's."""
     if isinstance(x, torch.Tensor):
