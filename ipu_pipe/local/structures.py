@@ -28,21 +28,23 @@ from ipu_pipe.schedule.methods import Structure
 
 class Staged(NamedTuple):
     """What blocks are made of: a model, an input of it, its structure, the stages as the config says them; `links`: names of the
-    modules of its top-level sequence, at which blocks may begin."""
+    modules of its top-level sequence, at which blocks may begin; `one_stage`: why a weight lies in one of them."""
 
     model: nn.Module
     x: torch.Tensor
     structure: Structure
     stages: Any
     links: List[str]
+    one_stage: str
 
     def partition(self) -> Partition:
         """The stages; a count is balanced between modules of the top level."""
-        return partition(self.model, self.x, self.stages, between_top=True)
+        return partition(self.model, self.x, self.stages, True, self.one_stage)
 
     def links_at(self, begins: List[str], key: str) -> List[str]:
         """Each of `begins` as the link that it is or begins with; BadInput for what lies in a block with a skip connection."""
-        partition(self.model, self.x, begins if begins else 1)  # refuses unknown names and a wrong order
+        # refuses unknown names and a wrong order
+        partition(self.model, self.x, begins if begins else 1, one_stage=self.one_stage)
         found, faults = [], []
         for begin in begins:
             link = next((name for name in self.links if f"{name}.".startswith(f"{begin}.")), None)
@@ -115,19 +117,19 @@ def row_of(structure: Structure) -> Row:
 
 def make_blocks(
     model: nn.Module, x: torch.Tensor, structure: Structure, stages: Any, seed: int = 0, count: Optional[int] = None,
-    head: Optional[MakeHead] = None,
+    head: Optional[MakeHead] = None, one_stage: str = "",
 ) -> Tuple[BlockedModel, Partition]:  # fmt: skip
     """A model in blocks by a method's structure, and the partition with a block a stage. `stages`: as the config says them;
-    `count`: how many blocks there must be (processes). Raises BadInput."""
+    `count`: how many blocks there must be (processes); `one_stage`: as `model.stages.partition`. Raises BadInput."""
     row = row_of(structure)
-    begins = row.begins(Staged(model, x, structure, stages, [name for name, _ in links_of(model, x)]))
+    begins = row.begins(Staged(model, x, structure, stages, [name for name, _ in links_of(model, x)], one_stage))
     if count is not None and len(begins) + 1 != count:
         raise BadInput(
             f"stages: {len(begins) + 1} blocks, each in a process of its own: start as many for each replica, not {count}"
         )
     blocks = Blocks(model, begins, x, seed, row.trains_last, head)
     made = BlockedModel(blocks)
-    part = partition(made, x, begins if begins else 1)
+    part = partition(made, x, begins if begins else 1, one_stage=one_stage)
     if structure.overlap:
         blocks.share(structure.overlap)
     return made, part

@@ -32,8 +32,8 @@ def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> 
     if structure is None:
         return _place_stages(config, method, model, x, depth, own)
     if structure.blocks is not None and config.method_args.blocks is None:  # as many chunks as processes
-        structure = replace(structure, blocks=depth)
-    return place_blocks(config, structure, model, x, depth, own)
+        method = replace(method, structure=replace(structure, blocks=depth))
+    return place_blocks(config, method, model, x, depth, own)
 
 
 def _place_stages(config: Config, method: Method, model: nn.Module, x: torch.Tensor, depth: int, own: int) -> Placed:
