@@ -101,6 +101,16 @@ TIES: Dict[str, Dict[int, Dict[str, Tuple[int, str]]]] = {
 }
 TIED = {"tied": tied, "thrice": thrice}
 
+
+def twice() -> nn.Sequential:
+    """A module of two weights that runs again after others."""
+    torch.manual_seed(3)
+    again = nn.Linear(4, 4)
+    return nn.Sequential(
+        nn.Linear(12, 4), begin_stage(again), begin_stage(nn.Tanh()), again, begin_stage(nn.Linear(4, 4))
+    )
+
+
 MODELS: Dict[str, Callable[[], List[nn.Module]]] = {"mlp": mlp, "convolution": convolution, "residual": residual}
 
 

@@ -17,7 +17,7 @@ from ipu_pipe.model.stages import begin_stage, partition
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from tests.staged_models import TIED, TIES, batches, whole
+from tests.staged_models import TIED, TIES, batches, twice, whole
 from tests.test_emulator_exact import OPTIMIZERS, emulate, literal, plain_training
 
 SHARING = [name for name, method in METHODS.items() if method.one_version]
@@ -68,11 +68,6 @@ def test_stages_of_the_others_read_different_ones(name: str) -> None:
 # ---- which stages
 
 
-def twice() -> nn.Module:
-    linear = begin_stage(nn.Linear(4, 4))
-    return nn.Sequential(nn.Linear(4, 4), linear, begin_stage(nn.ReLU()), linear)
-
-
 def test_the_first_stage_that_uses_a_weight_holds_it_whatever_its_name() -> None:
     """Its name is that of the module that comes first in the model, here the one that runs last."""
 
@@ -96,8 +91,9 @@ def test_the_first_stage_that_uses_a_weight_holds_it_whatever_its_name() -> None
 
 
 def test_a_module_that_runs_on_two_stages_uses_its_weights_on_both() -> None:
-    part = partition(twice(), torch.randn(2, 4), one_stage=None)
-    assert [list(stage.parameters) for stage in part.stages] == [["0.weight", "0.bias"], ["1.weight", "1.bias"], []]
+    part = partition(twice(), torch.randn(2, 12), one_stage=None)
+    names = [["0.weight", "0.bias"], ["1.weight", "1.bias"], [], ["4.weight", "4.bias"]]
+    assert [list(stage.parameters) for stage in part.stages] == names
     assert part.replicas(2) == ["1.weight", "1.bias"]
 
 
@@ -156,11 +152,7 @@ def test_weights_equal_those_of_the_literal_replay(
 @pytest.mark.parametrize("model", [*TIED, "twice"])
 @pytest.mark.parametrize("method", FLUSHING)
 def test_methods_that_flush_are_plain_training(method: str, model: str, dtype: torch.dtype) -> None:
-    if model == "twice":
-        torch.manual_seed(3)
-        unsplit = nn.Sequential(nn.Linear(12, 4), *twice()).to(dtype)
-    else:
-        unsplit = whole(fresh(model, dtype))
+    unsplit = twice().to(dtype) if model == "twice" else whole(fresh(model, dtype))
     data, twin = batches(24, dtype=dtype), copy.deepcopy(unsplit)
     emulate(unsplit, resolve_method(method), 4, data, OPTIMIZERS["sgd"])
     plain_training(twin, data, 4, OPTIMIZERS["sgd"])

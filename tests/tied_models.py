@@ -46,3 +46,11 @@ class Gpt2(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (B, T) -> (B, vocabulary, T)."""
         return self.lm(x).logits.transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class Normed(nn.Sequential):
+    """A batch norm that runs on two stages."""
+
+    def __init__(self) -> None:
+        norm = nn.BatchNorm1d(12)
+        super().__init__(nn.Linear(12, 12), norm, begin_stage(nn.Linear(12, 12)), norm, nn.Linear(12, 4))

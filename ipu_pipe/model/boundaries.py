@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Dict, List, Mapping, NamedTuple, Sequence, Set, Tuple
 
 from torch import nn
@@ -125,9 +125,9 @@ def finish(
     model: nn.Module, runs: List[str], calls: List[Call], begins: Dict[str, int], stage_of: Dict[str, int]
 ) -> Partition:
     """Stages from boundaries and the stage in which each parameter is used first by each of its names."""
-    uses = _uses(model, runs, begins, stage_of)
-    count = 1 + max([0, *begins.values(), *stage_of.values()])
     at_call = stage_at_call(calls, begins)
+    uses = _uses(model, runs, begins, stage_of, {call.name: at_call[call.name] for call in calls if call.alone})
+    count = 1 + max([0, *begins.values(), *stage_of.values()])
     first_module: Dict[int, str] = {}
     for call in calls:
         if call.works:
@@ -140,15 +140,26 @@ def finish(
 
 
 def _uses(
-    model: nn.Module, runs: List[str], begins: Mapping[str, int], stage_of: Mapping[str, int]
+    model: nn.Module,
+    runs: List[str],
+    begins: Mapping[str, int],
+    stage_of: Mapping[str, int],
+    alone: Mapping[str, int],
 ) -> Dict[str, Tuple[Use, ...]]:
-    """The stages that use each weight, ascending."""
+    """The stages that use each weight, ascending. `alone`: stages of the modules in which no other runs: what one of them holds
+    of another's it computes with."""
     found: Dict[int, List[Use]] = {}
     owned: Dict[str, List[Tuple[int, str]]] = {}
     for module, own, parameter in parameters_by_module(model):
         name = full_name(module, own)
         found.setdefault(id(parameter), []).append(Use(stage_of[name], name))
         owned.setdefault(module, []).append((id(parameter), name))
+    known = {name for name, _ in model.named_modules()}
+    for module, held in model.named_modules(remove_duplicate=False):
+        around = answering(module, {"": 0, **alone})
+        if module not in known and around in alone:
+            for name, parameter in held.named_parameters(module, recurse=False):
+                found[id(parameter)].append(Use(alone[around], name))
     reach: Dict[str, int] = {}
     stage = 0
     for module in runs:  # one that runs again later uses its weights there
@@ -159,6 +170,20 @@ def _uses(
     names = {id(p): name for name, p in model.named_parameters()}
     by_stage = {names[weight]: {use.stage: use for use in reversed(uses)} for weight, uses in found.items()}
     return {name: tuple(uses[stage] for stage in sorted(uses)) for name, uses in by_stage.items()}
+
+
+def used_on(part: Partition, stages: Mapping[str, Sequence[int]], model: nn.Module) -> Partition:
+    """The same with the weights of `model` shared that several `stages` do use, by name."""
+    shared = {
+        name: part.shared[name]
+        if [use.stage for use in part.shared.get(name, ())] == list(own)
+        else tuple(Use(stage, name) for stage in own)
+        for name, own in stages.items()
+    }
+    holder = {**part.stage_of(), **{name: uses[0].stage for name, uses in shared.items()}}
+    names = [name for name, _ in model.named_parameters()]
+    held = (replace(s, parameters=tuple(n for n in names if holder[n] == s.index)) for s in part.stages)
+    return replace(part, stages=tuple(held), shared=shared)
 
 
 def refuse_shared(part: Partition, why: str) -> None:

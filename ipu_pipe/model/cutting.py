@@ -242,13 +242,13 @@ class Piece(nn.Module):
 
     def state(self) -> Dict[str, torch.Tensor]:
         """The part of the model's state dict that lies here."""
-        held = {
-            f"{name}.{key}": value
-            for name, link in zip(self.names, self.links)
-            for key, value in link.state_dict().items()
-        }
-        whole = self._whole[0].state_dict() if self._own else {}
-        return {**held, **{name: whole[name] for name in self._own if name in whole}}
+        own = {id(t) for t in self.tensors()}
+        return {name: t.detach() for name, t in self._whole[0].state_dict(keep_vars=True).items() if id(t) in own}
+
+    def weights(self) -> List[str]:
+        """Names of the trained parameters that lie here, each by its first in the model."""
+        own = {id(p) for p in self.parameters() if p.requires_grad}
+        return [name for name, p in self._whole[0].named_parameters() if id(p) in own]
 
     def own_weights(self) -> List[str]:
         """Weights of the model itself, of no module of it, that are used here and train."""
