@@ -58,9 +58,7 @@ class Run:
         if self.run:
             if self.resume:
                 self.run.forget_after(position.update, self.progress.say)
-            self.run.write_text("config.yaml", dump(job.config))
-            if job.begun is not None:
-                self.run.write_json("init_from.json", job.begun._asdict())
+            self.run.describe(dump(job.config), job.begun)
             self.run.open_metrics(position.update)
         self.progress.say(opening(job, position.update))
         engine = make_engine(job, position.update)
