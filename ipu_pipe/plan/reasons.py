@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
+from ipu_pipe.plan.batches import batch_time
 from ipu_pipe.plan.candidates import Candidate
-from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, batch_time, without_messages
+from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, without_messages
 from ipu_pipe.plan.search import least_memory
 from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
