@@ -48,7 +48,10 @@ def problem_of(
     optimizer = kinds.get(config.optimizer.name, "momentum" if config.optimizer.momentum else "sgd")
     scale = PRECISIONS[precision].activation / units[0].number_bytes
     usable = hardware.device.usable_bytes if memory is None else memory
-    return Problem(tuple(units), entering * scale, hardware, usable, precision, optimizer)
+    ipu = config.backend.ipu
+    off_chip = ipu is not None and ipu.tensor_locations.optimizer.on_chip is False
+    streamed = off_chip and hardware.device.streaming_bytes is not None
+    return Problem(tuple(units), entering * scale, hardware, usable, precision, optimizer, streamed=streamed)
 
 
 def candidate_of(config: Config, depth: int) -> Candidate:

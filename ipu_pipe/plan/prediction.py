@@ -16,7 +16,7 @@ from ipu_pipe.hardware.description import Hardware
 from ipu_pipe.hardware.links import host_seconds
 from ipu_pipe.hardware.memory import Holding, StageMemory, holding, stage_memory
 from ipu_pipe.hardware.precision import PRECISIONS
-from ipu_pipe.hardware.times import Passes, pass_seconds, update_seconds
+from ipu_pipe.hardware.times import Passes, pass_seconds, state_bytes, update_seconds
 from ipu_pipe.hardware.units import Unit
 from ipu_pipe.plan.batches import Batches
 from ipu_pipe.plan.blocks import BlockUnits
@@ -31,7 +31,8 @@ from ipu_pipe.schedule.methods import METHODS, Pipeline
 @dataclass(frozen=True)
 class Problem:
     """What is planned: `units` of the model in order, `input_bytes` of a sample, on `hardware` with so many usable bytes a
-    device. `optimizer`: of hardware.times.MOMENTS. `blocks`: for methods that train blocks by losses of their own."""
+    device. `optimizer`: of hardware.times.MOMENTS. `blocks`: for methods that train blocks by losses of their own. `streamed`:
+    the optimizer's state lies in streaming memory (PopTorch's tensor_locations.optimizer.on_chip false)."""
 
     units: Tuple[Unit, ...]
     input_bytes: float
@@ -40,11 +41,23 @@ class Problem:
     precision: str
     optimizer: str
     blocks: Optional[BlockUnits] = None
+    streamed: bool = False
 
     @property
     def lockstep(self) -> bool:
         """Whether stages begin their cycles together."""
         return self.hardware.lockstep
+
+    def update_seconds(self, unit: Unit) -> float:
+        """Of an update of the unit's weights."""
+        return update_seconds(unit, self.hardware, self.precision, self.optimizer, self.streamed)
+
+    def may_hold_state(self, parameters: Any) -> Any:
+        """Whether streaming memory, where the optimizer's state lies there, holds that of so many `parameters`."""
+        room = self.hardware.device.streaming_bytes
+        if not self.streamed or room is None:
+            return True
+        return parameters * state_bytes(self.precision, self.optimizer) <= room.value
 
 
 class Sums:
@@ -53,7 +66,7 @@ class Sums:
     def __init__(self, problem: Problem, samples: int) -> None:
         units, scale = problem.units, PRECISIONS[problem.precision].activation
         passes = [pass_seconds(unit, problem.hardware, problem.precision, samples) for unit in units]
-        updates = [update_seconds(unit, problem.hardware, problem.precision, problem.optimizer) for unit in units]
+        updates = [problem.update_seconds(unit) for unit in units]
         self.forward = _sums([each.forward for each in passes])
         self.backward = _sums([each.backward for each in passes])
         self.update = _sums(updates)
@@ -99,9 +112,7 @@ class _BlockCosts:
         passes = [seconds(head) for head in blocks.heads]
         self.forward = ends([each.forward for each in passes])
         self.backward = ends([each.backward for each in passes])
-        self.update = ends(
-            [update_seconds(head, problem.hardware, problem.precision, problem.optimizer) for head in blocks.heads]
-        )
+        self.update = ends([problem.update_seconds(head) for head in blocks.heads])
         self.parameters = ends([head.parameters for head in blocks.heads])
         self.activations = ends([head.activation_bytes for head in blocks.heads])
         pairs = zip(problem.units[1:], blocks.first[1:])
@@ -211,7 +222,8 @@ class Costing:
                 both = self.problem.lockstep and not self.local  # go together between cycles
                 leaves = self.sums.entering[end] * (self.onward[s].seconds + self.back[s].seconds * both)
             cost = seconds + leaves if self.problem.lockstep else np.maximum(seconds, leaves)
-            return np.where(self._memory(s, *stages).total <= self.problem.memory_bytes, cost, np.inf)
+            fits = self._memory(s, *stages).total <= self.problem.memory_bytes
+            return np.where(fits & self.problem.may_hold_state(stages[0].parameters), cost, np.inf)
 
         return of_stage
 
@@ -242,6 +254,7 @@ class Costing:
             samples=self.asked.micro_batch_size,
             optimizer=self.problem.optimizer,
             device=self.problem.hardware.device,
+            streamed=self.problem.streamed,
         )
 
     def memories(self, starts: Sequence[int]) -> List[StageMemory]:
