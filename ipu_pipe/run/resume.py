@@ -117,7 +117,7 @@ def _position_faults(job: Job, held: Checkpoint, step: int) -> List[str]:
     sane = {
         "epoch_updates": (
             saved["epoch_updates"] == within,
-            f"must be {within}, after {update} updates of {per_epoch} an epoch",
+            f"must be {within}, after {update} updates of {averaged} an epoch",
         ),
         "epoch_loss": (_is_real(saved["epoch_loss"]), "must be a number"),
         "seconds": (_is_real(saved["seconds"]) and 0 <= saved["seconds"] < math.inf, "must be a number >= 0"),
