@@ -226,7 +226,7 @@ class _Run:
                 if position.update == 0:
                     position.initial = self._evaluate(engine, log)
                 final: Optional[Measured] = None
-                with self.progress.bar(job.updates, position.update) as bar:
+                with self.progress.bar(job.updates, position.update, job.updates_per_epoch) as bar:
                     while position.update < job.updates:
                         self._step(engine, bar, log)
                         if job.evaluates_after(position.update):
