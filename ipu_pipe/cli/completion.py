@@ -24,6 +24,7 @@ It completes the command ipu-pipe, and is made by shtab (pip install shtab). Tes
 # of each shell: a function that completes one of some words or a YAML file, and how an argument asks for it
 FUNCTIONS = {
     "bash": """{name}() {{
+  local IFS=$' \n'
   compgen -W "{words}" -- $1
   compgen -f -X '!*.y*ml' -- $1
   compgen -d -- $1
