@@ -26,14 +26,15 @@ TRACED = 512  # microbatches of a stage, where nothing is said
 
 
 class ModelConfig(Section):
-    """`entry`: "module:callable" that makes the model; `args`: its keyword arguments."""
+    """`entry`: "module:callable" that makes the model. `args`: its keyword arguments."""
 
     entry: str
     args: Dict[str, Any] = {}
 
 
 class DataConfig(BaseModel):
-    """`name`: a set of ipu_pipe.data or "module:callable" that makes a DataSource. Other keys are passed on to it."""
+    """Keys besides these are passed on to what makes the data. `name`: a set of ipu_pipe.data or "module:callable" that makes
+    a DataSource. `root`: the folder that holds the set's own. `subset`, `test_subset`: only the first so many samples."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str
@@ -47,8 +48,10 @@ class DataConfig(BaseModel):
 
 
 class OptimizerConfig(Section):
-    """A torch.optim optimizer. Settings that are null stay PyTorch's own. `reference_batch_size`: lr and momentum are those
-    for updates of so many samples, and are scaled to this run's (see ipu_pipe.update.rates.scaled_for_update_size)."""
+    """A torch.optim optimizer. Settings that are null stay PyTorch's own. `name`: which one. `lr`: learning rate. `momentum`,
+    `nesterov`: of sgd. `weight_decay`: decoupled in adamw, else added to the gradient. `betas`, `eps`: of adam and adamw.
+    `no_decay`: parameters without weight decay: name patterns, or norms_and_biases. `reference_batch_size`: lr and momentum
+    are those for updates of so many samples, and are scaled to this run's (see ipu_pipe.update.rates.scaled_for_update_size)."""
 
     name: str = "sgd"
     lr: Optional[NotNegative] = 0.05
@@ -98,7 +101,8 @@ class OptimizerConfig(Section):
 
 
 class LrSchedule(Section):
-    """See ipu_pipe.update.rates. `milestones` in epochs, `warmup_steps` in updates."""
+    """The rate by the update, see ipu_pipe.update.rates. `name`: what follows the warm-up. `warmup_steps`: updates over which the
+    rate rises from 0. `milestones`: epochs at which step multiplies it. `gamma`: by what."""
 
     name: Literal["constant", "step", "cosine", "linear"] = "constant"
     warmup_steps: Whole = 0
@@ -115,8 +119,9 @@ class LrSchedule(Section):
 
 
 class ClipConfig(Section):
-    """Gradient clipping to a norm: over all stages (`global`, synchronous methods), each `stage` alone, or by the newest global
-    norm that all stages know (`delayed_global`, asynchronous methods; see ipu_pipe.update.clipping.DelayedGlobalNorm)."""
+    """Gradient clipping to a `norm`, whose `scope` is: over all stages (`global`, synchronous methods), each `stage` alone, or
+    by the newest global norm that all stages know (`delayed_global`, asynchronous methods; see
+    ipu_pipe.update.clipping.DelayedGlobalNorm)."""
 
     norm: Positive
     scope: Literal["global", "stage", "delayed_global"] = "global"
@@ -166,7 +171,8 @@ OLD_TRACE = "trace_microbatches"  # what `trace` was called
 
 
 class LogConfig(Section):
-    """A line of metrics.jsonl after each `every` updates. `trace`: null, or false, for none."""
+    """What a run writes as it goes. `every`: updates between two lines of metrics.jsonl. `tensorboard`: the same for TensorBoard.
+    `trace`: which updates' events are recorded; null, or false, for none."""
 
     every: Count = 10
     tensorboard: StrictBool = True
@@ -189,16 +195,16 @@ class LogConfig(Section):
 
 
 class StageCount(Section):
-    """A number of stages, balanced by a cost; `hardware`: by what the config's `hardware` would take. Times differ from one
-    measurement to the next: the folder of a run holds the names of the modules at which its stages begin instead, and a resumed
-    run has those (see `as_recorded`)."""
+    """So many stages, balanced. Times differ from one measurement to the next: the folder of a run holds the names of the modules
+    at which its stages begin instead, and a resumed run has those (see ipu_pipe.job.comparing.as_recorded). `count`: how many.
+    `by`: the cost that is balanced; hardware is what the config's hardware would take."""
 
     count: Stages
     by: Literal["flops", "parameters", "time", "hardware"] = "flops"
 
 
 class StageFinest(Section):
-    """A number of stages over which the weights are spread."""
+    """`finest`: so many stages, over which the weights are spread."""
 
     finest: Stages
 
