@@ -1,7 +1,7 @@
 """The tutorials' commands, run as a reader would, page by page, each in a folder of its own.
 
-A block of ```bash is run, line by line; one with a title is written to the file of that name; ```text is only to be read. Commands
-of this library and scripts run in this process, which is faster.
+A block of ```bash is run, line by line; one with a title is written to the file of that name; ```text is only to be read.
+Commands of this library and scripts run in this process, which is faster.
 """
 
 from __future__ import annotations
