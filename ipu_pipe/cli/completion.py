@@ -71,8 +71,10 @@ def script(shell: str) -> str:
         for action in own._actions:
             _complete(action, command, functions)
         each.add_parser(command.replace("_", "-"), parents=[own], add_help=False, help=says)
-    preamble = "\n".join(FUNCTIONS[shell].format(name=name, words=words) for name, words in functions.items())
-    made: str = shtab.complete(whole, shell, preamble={shell: preamble})
+    preamble: Any = {
+        shell: "\n".join(FUNCTIONS[shell].format(name=name, words=words) for name, words in functions.items())
+    }
+    made: str = shtab.complete(whole, shell, preamble=preamble)
     return made
 
 

@@ -65,7 +65,7 @@ def train_against(
                 timed.append(
                     _timed(chosen, folder_of(out, other.method, count), resume, overwrite, quiet, both[0].slots)
                 )
-    told = record(config, both, timed)
+    told = record(config, first_summary["model"]["stages"], both, timed)
 
     def leave() -> None:
         write_json(out / "against.json", finite(told))
