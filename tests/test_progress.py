@@ -36,7 +36,9 @@ def lines_of(updates: int, seconds: float, per_epoch: int, evaluates: bool = Fal
         clock.now += seconds
         bar.advance(1.0, 0.5, 64.0)
         if evaluates and done % per_epoch == 0:
+            clock.now += 5.0
             bar.evaluated(0.5, 0.75)
+    bar.end_epoch()
     return said
 
 
@@ -49,13 +51,13 @@ def test_a_line_every_half_minute() -> None:
 def test_a_line_at_an_epochs_end_though_not_more_than_one_a_second() -> None:
     slow = lines_of(updates=30, seconds=1.0, per_epoch=10)
     assert [line.partition(":")[0] for line in slow] == [f"update {n}0/30, epoch {n}" for n in (1, 2, 3)]
-    quick = lines_of(updates=300, seconds=0.01, per_epoch=10)
-    assert [line.partition(",")[0] for line in quick] == ["update 100/300", "update 200/300", "update 300/300"]
+    quick = lines_of(updates=125, seconds=0.03, per_epoch=10)
+    assert [line.partition(":")[0] for line in quick] == [f"update {n}0/125, epoch {n}" for n in (4, 8, 12)]
 
 
-def test_an_evaluation_is_in_the_next_line() -> None:
-    said = lines_of(updates=40, seconds=1.0, per_epoch=20, evaluates=True)
-    assert "test loss" not in said[0] and said[1].endswith("samples/s, test loss 0.500 accuracy 0.750")
+def test_an_epochs_end_and_its_evaluation_are_one_line() -> None:
+    said = lines_of(updates=35, seconds=1.0, per_epoch=20, evaluates=True)
+    assert said == ["update 20/35, epoch 1: loss 1.000 accuracy 0.500, 64 samples/s, test loss 0.500 accuracy 0.750"]
 
 
 @pytest.mark.parametrize("colours", ["", "1"])
@@ -68,9 +70,8 @@ def test_what_is_no_terminal_gets_no_carriage_returns(monkeypatch: pytest.Monkey
         for _ in range(3):
             bar.advance(1.0, None, 8.0)
     said: Any = sys.stderr.getvalue()
-    assert said == "".join(
-        f"update {n}/3, epoch {e}: loss 1.000, 8 samples/s\n" for n, e in ((1, 0.33), (2, 0.67), (3, 1))
-    )
+    lines = [f"update {n}/3, epoch {e}: loss 1.000, 8 samples/s" for n, e in ((1, 0.33), (2, 0.67), (3, 1), (3, 1))]
+    assert said.split("\n") == [*lines, ""]
 
 
 # ---- --quiet

@@ -37,22 +37,32 @@ class Bar:
         self._rate = 0.0
         self._tested = ""
         self._last_line = clock()
+        self._ends_epoch = False  # the last update did, and its line waits for an evaluation, which may come
 
     def advance(self, loss: float, accuracy: Optional[float], rate: float) -> None:
         """One more update is done: its mean loss, accuracy (a fraction or None) and samples a second."""
+        self.end_epoch()
         self._done += 1
         keep = 0.95 if self._loss is not None else 0.0
         self._loss = keep * (self._loss or 0.0) + (1 - keep) * loss
         if accuracy is not None:
             self._accuracy = keep * (self._accuracy or 0.0) + (1 - keep) * accuracy
         self._rate = keep * self._rate + (1 - keep) * rate
-        self._show(self._done % self._per_epoch == 0)
+        self._ends_epoch = self._done % self._per_epoch == 0
+        self._show(False)
 
     def evaluated(self, loss: Optional[float], accuracy: Optional[float]) -> None:
         """The test set was evaluated."""
         if loss is not None:
             self._tested = f", test loss {loss:.3f}" + (f" accuracy {accuracy:.3f}" if accuracy is not None else "")
+        self._ends_epoch = False
         self._show(True)
+
+    def end_epoch(self) -> None:
+        """Show the end of an epoch that no evaluation has shown."""
+        if self._ends_epoch:
+            self._ends_epoch = False
+            self._show(True)
 
     def _show(self, soon: bool) -> None:
         """Show where the run is; as a line if the last one is long ago, or `soon` thereafter."""
@@ -87,7 +97,9 @@ class Progress:
             yield Bar(total, done, per_epoch)
         elif not sys.stderr.isatty() or not console.is_terminal or console.is_dumb_terminal:
             # a notebook shows standard error as faults
-            yield Bar(total, done, per_epoch, tell=self.say if console.is_jupyter else _on_standard_error)
+            bar = Bar(total, done, per_epoch, tell=self.say if console.is_jupyter else _on_standard_error)
+            yield bar
+            bar.end_epoch()
         else:
             columns = BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
             shown = TextColumn("{task.fields[shown]}")
