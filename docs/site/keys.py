@@ -88,13 +88,14 @@ def explained(section: Type[BaseModel]) -> Tuple[str, Dict[str, str]]:
 def kind(annotation: Any) -> str:
     """A field's type in words."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if _sections_in(annotation):
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
         return "section"
     if str(origin) in ("typing.Annotated", "<class 'typing.Annotated'>"):
         return kind(arguments[0])
     if origin is typing.Union:
         given = [kind(each) for each in arguments if each is not type(None)]
-        return ", ".join(dict.fromkeys(given)) + (" or null" if type(None) in arguments else "")
+        null = type(None) in arguments and given != ["section"]
+        return ", ".join(dict.fromkeys(given)) + (" or null" if null else "")
     if origin is typing.Literal or "Literal" in str(origin):
         return ", ".join(f"`{each}`" for each in arguments)
     if origin in (list, tuple):

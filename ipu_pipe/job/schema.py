@@ -6,7 +6,7 @@ The docstring of a section says what its keys mean, each as `key`: meaning; the 
 
 from __future__ import annotations
 
-from typing import Any, Dict, Mapping, Optional, Tuple, Type, Union
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Type, Union
 
 from pydantic import PrivateAttr, StrictBool, field_validator, model_validator
 from typing_extensions import Literal
@@ -19,17 +19,20 @@ from ipu_pipe.job.sections import (
     CheckpointConfig,
     ClipConfig,
     DataConfig,
+    Entry,
     EvaluateConfig,
     Given,
+    InitFrom,
     LogConfig,
     LrSchedule,
     ModelConfig,
     OptimizerConfig,
     StageCount,
     StageFinest,
+    entries,
 )
 from ipu_pipe.schedule.methods import METHODS, Reads
-from ipu_pipe.values import MOST_STAGES, Count, PathText, Seconds, Section, Seed, Threads, Updates, fault_at
+from ipu_pipe.values import MOST_STAGES, Count, Seconds, Section, Seed, Threads, Updates, fault_at
 
 
 class BackendConfig(Section):
@@ -73,12 +76,13 @@ class Config(Section):
     pass through the stages together. `gradient_accumulation`: microbatches an update. `replicas`: of the whole pipeline, each
     with its share of the samples. `optimizer`: of torch.optim. `lr_schedule`: how the learning rate changes. `clip`: of
     gradients; null for none. `epochs`: passes over the data. `steps`: updates, instead of epochs; null: as many as the epochs
-    have. `evaluate`: on the test set. `checkpoint`: when the run's state is saved. `log`: metrics and traces. `seed`: of
-    weights, order, augmentation and dropout. `precision`: of weights and passes; the last three are PopTorch's, in bits of
-    passes and weights. `recompute`: activations are made again for the backward, from each stage's input, instead of kept.
-    `hardware`: what predictions are made for: a name, a file or its keys, see docs/hardware.md. `init_from`: a checkpoint
-    folder or a file of weights to begin with. `allow_nonfinite`: a loss that is not finite does not end the run. `given`: what
-    Python gave, written by the run.
+    have. `evaluate`: on the test set. `metrics`: of evaluations, see docs/loop.md. `callbacks`: code of one's own that a run
+    calls, see docs/loop.md. `checkpoint`: when the run's state is saved. `log`: metrics and traces. `seed`: of weights, order,
+    augmentation and dropout. `precision`: of weights and passes; the last three are PopTorch's, in bits of passes and weights.
+    `recompute`: activations are made again for the backward, from each stage's input, instead of kept. `hardware`: what
+    predictions are made for: a name, a file or its keys, see docs/hardware.md. `init_from`: a checkpoint folder or a file of
+    weights to begin with. `allow_nonfinite`: a loss that is not finite does not end the run. `given`: what Python gave,
+    written by the run.
     """
 
     model: ModelConfig
@@ -97,17 +101,29 @@ class Config(Section):
     epochs: Updates = 1
     steps: Optional[Updates] = None
     evaluate: EvaluateConfig = EvaluateConfig()
+    metrics: List[Union[str, Entry]] = ["accuracy"]
+    callbacks: List[Union[str, Entry]] = []
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     seed: Seed = 0
     precision: Literal["float32", "float64", "bfloat16", "16.16", "16.32", "32.32"] = "float32"
     recompute: StrictBool = False
     hardware: Union[None, str, Dict[str, Any]] = None
-    init_from: Optional[PathText] = None
+    init_from: Optional[InitFrom] = None
     allow_nonfinite: StrictBool = False
     given: Optional[Given] = None
     # what the update rules have against the config's own optimizer, with places: told if no other one is given
     _optimizer_faults: Tuple[str, ...] = PrivateAttr(default=())
+
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _metrics(cls, value: Any) -> Any:
+        return entries(value, "names such as accuracy, or import strings module:name")
+
+    @field_validator("callbacks", mode="before")
+    @classmethod
+    def _callbacks(cls, value: Any) -> Any:
+        return entries(value, "import strings module:name")
 
     @field_validator("precision", mode="before")
     @classmethod
