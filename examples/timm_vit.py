@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipu_pipe
 
-updates = int(sys.argv[1]) if sys.argv[1:] else 150
+updates = int(sys.argv[1]) if sys.argv[1:] else 300
 
 digits = load_digits()  # 1,797 images of 8x8
 x, y = torch.tensor(digits.images, dtype=torch.float32)[:, None], torch.tensor(digits.target)  # (N, 1, 8, 8)
@@ -43,7 +43,7 @@ summary = ipu_pipe.train(
         DataLoader(train_set, batch_size=16, shuffle=True, drop_last=True), DataLoader(test_set, batch_size=64)
     ),
     loss=torch.nn.functional.cross_entropy,
-    optimizer=functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.05),
+    optimizer=functools.partial(torch.optim.AdamW, lr=2e-3, weight_decay=0.05),
     overwrite=True,
 )
 print(f"test accuracy {summary['final']['test_accuracy']:.3f}")
