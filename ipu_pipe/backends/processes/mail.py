@@ -26,15 +26,19 @@ from ipu_pipe.schedule.actions import Kind
 
 ORDER = tuple(kind.value for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.UPDATE))  # within a slot
 FORWARD, RECOMPUTE, BACKWARD, UPDATE = ORDER
-NORM, SHARED, RESULT = "N", "S", "L"
-KINDS = (*ORDER, NORM, SHARED, RESULT)  # of messages: with an update the norm, gradients of a shared layer, losses
+NORM, SHARED, RESULT, TIED, WEIGHTS = "N", "S", "L", "T", "V"
+# of messages: with an update the norm, gradients of a shared layer, losses; of weights of several stages the gradients of a
+# backward, and what an update makes of them
+KINDS = (*ORDER, NORM, SHARED, RESULT, TIED, WEIGHTS)
 ON_HOST = (NORM, RESULT)  # small tensors, on the host whatever the device
 LENT = (FORWARD, RECOMPUTE)  # what the sender keeps for its backward
-AHEAD = 3  # receives posted on each link before they are needed
+AHEAD = (
+    3  # receives posted on each link before they are needed; of weights, which are large and come once an update, one
+)
 
 CARRIES = {
     FORWARD: "activations", RECOMPUTE: "recomputed activations", BACKWARD: "gradients",
-    SHARED: "shared gradients", NORM: "norms", RESULT: "losses",
+    SHARED: "shared gradients", NORM: "norms", RESULT: "losses", TIED: "tied gradients", WEIGHTS: "weights",
 }  # fmt: skip
 
 THROUGH_CHANNELS = Kinds(FORWARD, RECOMPUTE, BACKWARD, SHARED)
@@ -120,7 +124,7 @@ class Mail:
         self._deadline, self._channels = deadline, channels
         self._through_host = device.type != "cpu" and channels is None
         self._wanted: Dict[Tuple[int, str], Deque[Tuple[Message, Tuple[Shape, ...]]]] = {}  # by source and kind
-        self._posted: Dict[Tuple[int, Message], List[Tuple[Any, torch.Tensor]]] = {}
+        self.posted: Dict[Tuple[int, Message], List[Tuple[Any, torch.Tensor]]] = {}
         self._in_post: Dict[Tuple[int, str], int] = {}
         self.out = Outbox()
         self._open: Dict[str, int] = {}  # by kind, the first microbatch or update whose receive may not be posted yet
@@ -145,15 +149,16 @@ class Mail:
         touch(self._channels, order, self._layout.stage, self._layout.rank_of, self._device, self._wait_for_channel)
 
     def open(self, microbatch: int, update: int) -> None:
-        """From now on receives may be posted of messages before this microbatch, or update, where they go through channels."""
+        """From now on receives may be posted of messages before this microbatch, or update: of all, where it was never said."""
         if self._open.get(FORWARD) == microbatch:
             return
-        self._open = {**dict.fromkeys(ORDER, microbatch), SHARED: update}
+        updates = dict.fromkeys((SHARED, NORM, WEIGHTS), update)
+        self._open = {**dict.fromkeys((*ORDER, TIED), microbatch), **updates}
         for source, kind in list(self._wanted):
             self._post(source, kind)
 
     def _may_post(self, message: Message) -> bool:
-        return not self._by_channel(message.kind) or message.microbatch < self._open.get(message.kind, 0)
+        return message.microbatch < self._open.get(message.kind, 0 if self._by_channel(message.kind) else 1 << 62)
 
     def _by_channel(self, kind: str) -> bool:
         return self._channels is not None and kind not in ON_HOST
@@ -172,8 +177,8 @@ class Mail:
             self._post(source, kind)
 
     def _post(self, source: int, kind: str) -> None:
-        queue = self._wanted[source, kind]
-        while queue and self._in_post.get((source, kind), 0) < AHEAD and self._may_post(queue[0][0]):
+        queue, most = self._wanted[source, kind], 1 if kind == WEIGHTS else AHEAD
+        while queue and self._in_post.get((source, kind), 0) < most and self._may_post(queue[0][0]):
             message, shapes = queue.popleft()
             place = "cpu" if self._through_host or kind in ON_HOST else self._device
             received = []
@@ -181,7 +186,7 @@ class Mail:
                 buffer = torch.empty(shape.sent, dtype=shape.dtype, device=place)
                 group, tag = self._way(source, self._layout.stage, message, index)
                 received.append((dist.irecv(buffer, self._layout.rank_of(source), group, tag), buffer))
-            self._posted[source, message] = received
+            self.posted[source, message] = received
             self._posted_bytes += _bytes(received)
             self._in_post[source, kind] = self._in_post.get((source, kind), 0) + 1
 
@@ -189,7 +194,7 @@ class Mail:
         """Wait for a message, and take it: an event each."""
         carries, rank, timeline = CARRIES[message.kind], self._layout.rank_of(source), self.timeline
         start = timeline.mark()
-        received = self._posted.pop((source, message))
+        received = self.posted.pop((source, message))
         for work, _ in received:
             self._finish(work, source, message.kind)
         came, size = timeline.add("wait", message.microbatch, start, peer=rank, carries=carries), _bytes(received)
@@ -214,15 +219,16 @@ class Mail:
     def send(self, target: int, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """Send without waiting for it to be through; where too many are on their way, the oldest are waited for."""
         timeline = self.timeline
-        start = timeline.mark()
-        size, rank = 0, self._layout.rank_of(target)
+        start, size, rank = timeline.mark(), 0, self._layout.rank_of(target)
         for index, tensor in enumerate(tensors):
             value = tensor.detach().contiguous()
             value = value.cpu() if self._through_host or message.kind in ON_HOST else value
             group, tag = self._way(self._layout.stage, target, message, index)
             own = value.numel() * value.element_size()
-            is_lent = message.kind in LENT and value.data_ptr() == tensor.data_ptr()
-            self.out.add(target, _Sent(dist.isend(value, rank, group, tag), value, message, own, is_lent))
+            is_copy = value.data_ptr() != tensor.data_ptr()
+            is_lent = message.kind in LENT and not is_copy
+            held = own if is_copy or message.kind != WEIGHTS else 0  # that of a weight is this stage's anyhow
+            self.out.add(target, _Sent(dist.isend(value, rank, group, tag), value, message, held, is_lent))
             size += own
         if message.kind not in ON_HOST:
             timeline.count_message(target, message.kind == SHARED, size)

@@ -5,12 +5,14 @@ F  Passes.forward     R  Passes.recompute     B  Passes.backward     U  the batc
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable, Dict, Iterator, Optional
 
 import torch
 
 from ipu_pipe.backends.own_weights import OwnWeights
 from ipu_pipe.backends.processes.channels import links, rehearsal
+from ipu_pipe.backends.processes.ending import Ending
 from ipu_pipe.backends.processes.losses import Measured
 from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, THROUGH_CHANNELS, UPDATE, Mail
 from ipu_pipe.backends.processes.memory import Memory
@@ -27,24 +29,26 @@ from ipu_pipe.update import clipping
 class RowPlayer:
     """Plays the row of the stage at `place`: `step(k)` up to and including update k.
 
-    `doing`: the action, or what else. `replicas`: the process group of the stage's replicas, None where there is one.
+    `doing`: the action, or what else. `replicas`: the process group of the stage's replicas, None where there is one. `ending`:
+    of a run that may be asked to end.
     """
 
-    def __init__(self, work: Work, place: Place, mail: Mail, replicas: Any = None) -> None:
-        self._work, self.place, self.mail = work, place, mail
+    def __init__(
+        self, work: Work, place: Place, mail: Mail, replicas: Any = None, ending: Optional[Ending] = None
+    ) -> None:
+        self._work, self.place, self.mail, self._ending = work, place, mail, ending
         self._updating = Updating(work, place, mail, replicas)
         self._passes = Passes(work, place, mail)
-        self.memory = Memory(
-            place, work.rules, self._updating.parameters, self.weights, self._passes.stash, mail, work.update
-        )
+        tied, stash = self._passes.tied, self._passes.stash
+        self.memory = Memory(place, work.rules, self._updating.parameters, self.weights, tied, stash, mail, work.update)
         self._needs = Needs(work, place, self._updating.clipping.delayed)
         self._own = OwnWeights.of(work, place.piece)
         self._is_ready = not mail.has_channels
         self._measured: Optional[Measured] = None  # by the newest update
         self._carry_out: Dict[str, Callable[[int], None]] = {
-            FORWARD: self._passes.forward if self._own is None else self._own_forward,
+            FORWARD: self._passes.forward if self._own is None else functools.partial(self._own_pass, FORWARD),
             RECOMPUTE: self._passes.recompute,
-            BACKWARD: self._passes.backward if self._own is None else self._own_backward,
+            BACKWARD: self._passes.backward if self._own is None else functools.partial(self._own_pass, BACKWARD),
             UPDATE: self._update,
         }
         self._row = self._actions(work.microbatch)
@@ -62,6 +66,11 @@ class RowPlayer:
         return self._passes.weights
 
     @property
+    def version_bytes(self) -> int:
+        """The most that were held of them besides the newest."""
+        return self.weights.peak_bytes + self._passes.tied.peak_bytes
+
+    @property
     def whereabouts(self) -> str:
         """What it is doing, in words for a fault."""
         kind, index = self.doing[:1], self.doing[1:]
@@ -76,7 +85,7 @@ class RowPlayer:
         for chunk in Row(self._work, self.place.layout.stage).chunks(first):
             for source, messages in self._needs.messages(chunk).items():
                 self.mail.expect(source, messages)
-            yield from chunk
+            yield from chunk if self._ending is None else self._ending.begun(chunk)
 
     def step(self, k: int) -> Optional[Measured]:
         """Carry out the row up to update k. Where there is a loss: (its mean, share of right answers or None) over the batch."""
@@ -99,18 +108,15 @@ class RowPlayer:
         further ahead, is that far."""
         return k - self._work.update >= (self.place.layout.depth + 1 if self.place.is_local else 0)
 
-    def _own_forward(self, m: int) -> None:
-        """F(m) of the replica whose turn it is, with its own weights."""
+    def _own_pass(self, kind: str, m: int) -> None:
+        """F(m) or B(m) of the replica whose turn it is, with its own weights; after B(m) it steps at once."""
         assert self._own is not None
         self._own.enter(m % self._own.count)
-        self._passes.forward(m)
-
-    def _own_backward(self, m: int) -> None:
-        """B(m), and the replica's step at once."""
-        assert self._own is not None
-        self._own.enter(m % self._own.count)
-        self._passes.backward(m)
-        self._updating.step(m // self._own.count)
+        if kind == FORWARD:
+            self._passes.forward(m)
+        else:
+            self._passes.backward(m)
+            self._updating.step(m // self._own.count)
 
     def _update(self, k: int) -> None:
         """U(k)."""
@@ -129,15 +135,19 @@ class RowPlayer:
             self.memory.sample(k)
             self._updating.step(k)
             self._passes.after_update()
+        self._passes.tied.copy(k)
+        if self._work.schedule.stretch(k)[1] == self.update:  # no receive of a channel waits while the pipeline is empty
+            self._passes.tied.load(self.update)
         self.mail.timeline.at(self.update)
 
     def _open_channels(self, k: int) -> None:
         """Receives up to where the pipeline empties may be posted; first of all, channels and kernels are used once."""
         if not self._is_ready:
-            self.mail.touch(links(self.place.layout.depth, self._work.method, THROUGH_CHANNELS))
+            depth, tied = self.place.layout.depth, self.place.ties.links
+            self.mail.touch(links(depth, self._work.method, THROUGH_CHANNELS, tied))
             self._rehearse()
             self._is_ready = True
-        end = self._work.schedule.stretch(k)[1]
+        end = self._work.schedule.stretch(k)[1] if self._ending is None else self._ending.open()
         self.mail.open(end * self._work.schedule.accumulate, end)
 
     def _rehearse(self) -> None:
@@ -163,10 +173,16 @@ class RowPlayer:
             if place.device.type == "cuda":
                 torch.cuda.synchronize()
 
+    def rest(self) -> None:
+        """With nothing in flight: the newest weights in the parameters."""
+        self.weights.rest()
+        self._passes.tied.load(self.update)
+
     def close(self) -> None:
         """All messages through, the newest weights in the parameters, no hooks left."""
+        self._updating.clipping.forget_rest()
+        self.rest()
         self.mail.flush()
-        self.weights.rest()
         self.release()
 
     def release(self) -> None:
