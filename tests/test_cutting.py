@@ -145,11 +145,11 @@ def test_pieces_compute_what_the_model_does(make: Any, begins: List[str], x: tor
 
 @pytest.mark.parametrize("name", list(others()))
 def test_models_of_other_libraries_are_cut_inside_their_modules(name: str) -> None:
-    from tests import third_party
+    from tests import third_party_models
 
     entry, begins, x = others()[name]
     torch.manual_seed(0)
-    check(getattr(third_party, entry)(), begins or third_party.CASES[name].begins, x)
+    check(getattr(third_party_models, entry)(), begins or third_party_models.CASES[name].begins, x)
 
 
 def test_what_depends_on_sizes_alone_is_made_again() -> None:
@@ -314,7 +314,7 @@ def test_orders_and_sizes_that_were_not_recorded_are_refused() -> None:
 
 
 def test_a_cache_of_keys_is_refused_with_what_turns_it_off() -> None:
-    from tests import third_party
+    from tests import third_party_models
 
     with pytest.raises(BadInput, match=r"stage 0: model.transformer.h.0.*DynamicCache.*config.use_cache = False"):
-        pieces(third_party.gpt2(use_cache=True), ["model.transformer.h.1"], WORDS)
+        pieces(third_party_models.gpt2(use_cache=True), ["model.transformer.h.1"], WORDS)

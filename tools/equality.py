@@ -77,7 +77,7 @@ def parser() -> Parser:
         default=list(MODELS),
         metavar="MODEL",
         help=f"of {', '.join(MODELS)}; or {THIRD_PARTY}: small models of torchvision, timm and Hugging Face"
-        " (tests/third_party.py), with stages that begin inside their modules, or some of these by name",
+        " (tests/third_party_models.py), with stages that begin inside their modules, or some of these by name",
     )
     p.add_argument("--cases", nargs="+", default=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
     p.add_argument("--json", action="store_true", help="print JSON")
@@ -118,7 +118,7 @@ def _can(case: str, model: str, ranks: int) -> bool:
 
 
 def _third_party() -> Any:
-    from tests.third_party import CASES as models
+    from tests.third_party_models import CASES as models
 
     return models
 
@@ -134,7 +134,7 @@ def _settings(case: str, model: str, ranks: int) -> Any:
         chosen: Dict[str, Any] = {**MODELS[model], "stages": ranks if case in LOCAL else None}
     else:
         own = _third_party()[model]
-        chosen = {"model": {"entry": f"tests.third_party:{own.entry}"}, "data": own.data, "stages": own.stages(ranks)}
+        chosen = {"model": {"entry": f"tests.third_party_models:{own.entry}"}, "data": own.data, "stages": own.stages(ranks)}
     return configure(
         **CASES[case], **chosen,
         micro_batch_size=2, gradient_accumulation=4, steps=6,
