@@ -299,6 +299,22 @@ def test_ipus_take_pairs_of_tensors() -> None:
     assert "model.output: IPUs" in faults(job)[0]
 
 
+def test_heads_of_blocks_give_what_is_taken_already() -> None:
+    keys = {"method": "local_greedy", "stages": ["1"]}
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4))
+    pairs = [(a, y) for a, _, y in PARTS]
+    line = refusal(model, pairs, keys, output=lambda scores: scores)
+    assert line.startswith("model.output: (given in Python): local_greedy") and "name of a field, or an index" in line
+    data = ipu_pipe.from_loader([a for a, _, _ in PARTS])
+
+    class Squares(nn.Sequential):
+        def forward(self, a: Any) -> Any:
+            return super().forward(a).square().mean()
+
+    assert refusal(Squares(*model), data, {**keys, "loss": "model"}).startswith("loss: model: local_greedy: the heads")
+    build(settings(**{**keys, "method": "last_layers", "method_args": {"layers": 1}}), Squares(*model), data, "model")
+
+
 def test_fields_of_outputs() -> None:
     pair = Named(torch.zeros(1), torch.ones(2))
     assert fields(pair) == ["a", "b"] and fields((1, 2)) == [0, 1] and fields({"x": 1}) == ["x"]

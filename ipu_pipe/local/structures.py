@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
-import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
@@ -22,6 +21,7 @@ from ipu_pipe.local.blocks import BlockedModel, Blocks
 from ipu_pipe.local.heads import MakeHead
 from ipu_pipe.local.laws import Law
 from ipu_pipe.model.cutting import links_of, merge_stages
+from ipu_pipe.model.outputs import Take
 from ipu_pipe.model.stages import Partition, partition
 from ipu_pipe.schedule.methods import Structure
 
@@ -31,7 +31,7 @@ class Staged(NamedTuple):
     modules of its top-level sequence, at which blocks may begin."""
 
     model: nn.Module
-    x: torch.Tensor
+    x: Any
     structure: Structure
     stages: Any
     links: List[str]
@@ -114,18 +114,18 @@ def row_of(structure: Structure) -> Row:
 
 
 def make_blocks(
-    model: nn.Module, x: torch.Tensor, structure: Structure, stages: Any, seed: int = 0, count: Optional[int] = None,
-    head: Optional[MakeHead] = None,
+    model: nn.Module, x: Any, structure: Structure, stages: Any, seed: int = 0, count: Optional[int] = None,
+    head: Optional[MakeHead] = None, take: Optional[Take] = None,
 ) -> Tuple[BlockedModel, Partition]:  # fmt: skip
     """A model in blocks by a method's structure, and the partition with a block a stage. `stages`: as the config says them;
-    `count`: how many blocks there must be (processes). Raises BadInput."""
+    `count`: how many blocks there must be (processes); `take`: what the loss is of in the model's output. Raises BadInput."""
     row = row_of(structure)
     begins = row.begins(Staged(model, x, structure, stages, [name for name, _ in links_of(model, x)]))
     if count is not None and len(begins) + 1 != count:
         raise BadInput(
             f"stages: {len(begins) + 1} blocks, each in a process of its own: start as many for each replica, not {count}"
         )
-    blocks = Blocks(model, begins, x, seed, row.trains_last, head)
+    blocks = Blocks(model, begins, x, seed, row.trains_last, head, take)
     made = BlockedModel(blocks)
     part = partition(made, x, begins if begins else 1)
     if structure.overlap:
