@@ -58,7 +58,7 @@ def train_alike(
     engine = make_engine(job, 0)
     for k in range(updates):
         engine.step(k)
-    assert engine.evaluate()[0][0] is not None
+    assert engine.evaluate()[0].loss is not None
     engine.close()
     before = dict(plain.named_parameters())
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -205,9 +205,9 @@ def test_a_model_that_gives_its_scores_and_its_loss() -> None:
     train_alike(Two(), [tuple(parts) for parts in PARTS], lambda model, batch: model(*batch)[1], loss="model")
     job = build(settings(), Two(), ipu_pipe.from_loader(batches, batches), "model", output=0)
     engine = make_engine(job, 0)
-    (loss, accuracy), model = engine.evaluate()[0], job.model
+    found, model = engine.evaluate()[0], job.model
     right = sum(int((model(a, b).argmax(dim=1) == y).sum()) for a, b, y in PARTS)
-    assert accuracy == right / 16 and loss == pytest.approx(sum(model(a, b, y)[1].item() for a, b, y in PARTS) / 4)
+    assert found.accuracy == right / 16 and found.loss == pytest.approx(sum(model(a, b, y)[1].item() for a, b, y in PARTS) / 4)
     engine.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 from torch import nn
@@ -12,13 +12,16 @@ from torch import nn
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.batches import divided
 from ipu_pipe.data.labels import LabelRange
+from ipu_pipe.job.metrics import DEFAULT, Metric
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import Given
+from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.model.nests import mapped, refuse_others, refuse_uneven
 from ipu_pipe.model.outputs import OwnLoss
 from ipu_pipe.model.precision import OwnTypes
 from ipu_pipe.model.probe import Footprint, Loss
 from ipu_pipe.model.stages import Partition
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.figures import amortized_utilization
 from ipu_pipe.schedule.methods import METHODS, Method
 from ipu_pipe.schedule.table import Schedule
@@ -32,6 +35,16 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 DTYPES.update(dict.fromkeys(("16.16", "16.32", "32.32"), torch.float32))  # on the host; IPUs get what it says
 
 
+class Begun(NamedTuple):
+    """What a run that begins with the weights at `path` has of them: how many are `taken`, names `left_out` with the reason, and
+    those of the model that are `new`."""
+
+    path: str
+    taken: int
+    left_out: Dict[str, str]
+    new: List[str]
+
+
 @dataclass
 class Setup:
     """Model, loss and data of a run on its device: all that evaluation needs."""
@@ -43,8 +56,10 @@ class Setup:
     device: torch.device
     own_types: Optional[OwnTypes]  # of a model that the caller gave
     label_range: Optional[LabelRange] = field(default=None, init=False)  # where the loss asks for one
+    begun: Optional[Begun] = field(default=None, init=False)  # with weights that need not all fit
 
     device_kind: str = field(default="cpu", init=False)  # what trains: `ipu`, or the type of the device
+    metrics: Tuple[Metric, ...] = field(default=DEFAULT, init=False)  # of evaluations
     pins_memory: bool = field(default=False, init=False)  # what is pinned goes to a GPU without waiting
 
     def parted(self, batch: Any) -> Tuple[Any, Any]:
@@ -95,6 +110,7 @@ class Job(Setup):
     note: str = ""  # what the user should know of the stages
     done: int = 0  # updates of the run that this one goes on with: the pipeline is empty there
     used: Given = Given()  # the optimizer and the loss, whoever gave them
+    may_stop: bool = False  # whether the run may be asked to end after any update
     folder: Optional[Path] = None  # of the run, where every process may write what it did
 
     @property
@@ -132,6 +148,25 @@ class Job(Setup):
     def rate(self, k: int) -> float:
         """Learning rate of update k."""
         return rate_of(self.config, self.base_rate, k, self.updates, self.updates_per_epoch)
+
+    def done_with(self, k: int) -> int:
+        """The updates that the first stage has done when the loss of update k is known: where nothing comes back to it, it must
+        not stand still for the last one's."""
+        ahead = len(self.part) if blocks_of(self.model) is not None else 0
+        return min(k + ahead + 1, self.schedule.stretch(k)[1])
+
+    def begun_with(self, k: int) -> int:
+        """The batches that are begun by then, all of which a run does that is asked to end after update k: what is in the
+        pipeline comes to its end."""
+        if self.method.history is not None:
+            return k + 1
+        if self.method.rounds is not None:  # replicas must meet first
+            return self.schedule.stretch(k)[1]
+        last = self.done_with(k) - 1
+        first_stage, batch = slice(0, 1), self.schedule.accumulate
+        slot = self.schedule.slots(Kind.UPDATE, last, last + 1, first_stage)[0]
+        begun = int(self.schedule.count_before(Kind.FORWARD, slot + 1, first_stage)[0, 0])
+        return max(-(-begun // batch), last + 1)
 
     def phase_schedules(self) -> List[Tuple[str, int, Schedule]]:
         """The run in order: (method, updates, schedule) of the warm-up by GPipe, of which one batch stands for all, then of the
@@ -180,7 +215,10 @@ def _move(value: torch.Tensor, device: torch.device, dtype: torch.dtype, pins: b
 
 
 def rate_of(config: Config, base: float, k: int, updates: int, per_epoch: Optional[int]) -> float:
-    """Learning rate of update k, before the rules."""
+    """Learning rate of update k, before the rules. Where stages are drawn, one may have more updates than the run has steps."""
+    if config.lr_schedule.falls:
+        updates = config.lr_schedule.total_steps or updates
+        k = min(k, updates - 1)
     return lr.rate(config.lr_schedule, base, k, updates, per_epoch)
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
-from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from typing_extensions import Literal
 
 from ipu_pipe.values import (
@@ -17,8 +26,10 @@ from ipu_pipe.values import (
     Section,
     Share,
     Stages,
+    Updates,
     Whole,
     fault_at,
+    path_text,
 )
 
 GIVEN = "(given in Python)"
@@ -101,9 +112,11 @@ class OptimizerConfig(Section):
 
 
 class LrSchedule(Section):
-    """See ipu_pipe.update.rates. `milestones` in epochs, `warmup_steps` in updates."""
+    """See ipu_pipe.update.rates. `milestones` in epochs, `warmup_steps` in updates. `total_steps`: the updates over which cosine
+    and linear fall, and from which T1 takes its K; those of the run if null, which can then not be made longer."""
 
     name: Literal["constant", "step", "cosine", "linear"] = "constant"
+    total_steps: Optional[Updates] = None
     warmup_steps: Whole = 0
     milestones: List[Epochs] = []
     gamma: Positive = 0.1
@@ -114,7 +127,14 @@ class LrSchedule(Section):
             raise fault_at("milestones", [], "step needs at least one epoch at which the rate is multiplied by gamma")
         if self.name != "step" and self.milestones:
             raise fault_at("milestones", self.milestones, f"{self.name} has none, only step has")
+        if self.total_steps is not None and not self.falls:
+            raise fault_at("total_steps", self.total_steps, f"{self.name} has none, only cosine and linear have")
         return self
+
+    @property
+    def falls(self) -> bool:
+        """Whether the rate falls over all of the run."""
+        return self.name in ("cosine", "linear")
 
 
 class ClipConfig(Section):
@@ -193,6 +213,25 @@ class LogConfig(Section):
         return value
 
 
+class Entry(Section):
+    """`entry`: "module:callable"; `args`: its keyword arguments."""
+
+    entry: str
+    args: Dict[str, Any] = {}
+
+
+def entries(value: Any, what: str) -> Any:
+    """A config's list of names or import strings, or mappings of an Entry's keys; of each the text or the Entry. Raises
+    ValueError: `what` may stand there."""
+    if isinstance(value, (list, tuple)) and all(isinstance(one, (str, Entry)) or _is_entry(one) for one in value):
+        return [one if isinstance(one, (str, Entry)) else Entry.model_validate(one) for one in value]
+    raise ValueError(f"must be a list of {what}, or of {{entry, args}}")
+
+
+def _is_entry(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("entry"), str) and set(value) <= {"entry", "args"}
+
+
 class StageCount(Section):
     """A number of stages, balanced by a cost; `hardware`: by what the config's `hardware` would take. Times differ from one
     measurement to the next: the folder of a run holds the names of the modules at which its stages begin instead, and a resumed
@@ -206,6 +245,25 @@ class StageFinest(Section):
     """A number of stages over which the weights are spread."""
 
     finest: Stages
+
+
+class InitFrom(Section):
+    """Weights to begin with: a state dict's file, a checkpoint's folder, or a run's, of which the newest checkpoint counts; a
+    path alone is one that must fit. `strict` false: what has no place in the model is left out, and what it lacks is new."""
+
+    path: PathText
+    strict: StrictBool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        if not isinstance(value, (str, Mapping)):
+            raise ValueError("must be a path, or {path, strict}")
+        return {"path": path_text(value)} if isinstance(value, str) else value
+
+    @model_serializer
+    def _as_given(self) -> Union[str, Dict[str, Any]]:
+        return self.path if self.strict else {"path": self.path, "strict": False}
 
 
 class Description(Section):
@@ -225,3 +283,5 @@ class Given(Section):
     data: Optional[Description] = None
     loss: Optional[Description] = None
     optimizer: Optional[Description] = None
+    metrics: Optional[List[Description]] = None
+    callbacks: Optional[List[Description]] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple, Union
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import nn
@@ -17,9 +17,10 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.blame import attributed
 from ipu_pipe.job.determinism import set_numerics
 from ipu_pipe.job.given import describe, describe_optimizer, refuse_missing, with_given, with_optimizer
-from ipu_pipe.job.record import DTYPES, Job, Setup, drains_of, rate_of
+from ipu_pipe.job.metrics import metrics_of
+from ipu_pipe.job.record import DTYPES, Begun, Job, Setup, drains_of, rate_of
 from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import OWN, Description, Given
+from ipu_pipe.job.sections import OWN, Description, Given, InitFrom
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
 from ipu_pipe.local.footprint import footprint_of
 from ipu_pipe.model.nests import copied
@@ -52,11 +53,12 @@ def set_up(
     data: Optional[DataSource] = None,
     loss: Union[Loss, str, None] = None,
     by_shape: bool = False,
+    metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None,
     output: Optional[Output] = None,
 ) -> Setup:
-    """The model, loss and data that `config` describes, ready to run. What is given takes the place of the config's entry;
-    `by_shape`: model and microbatches are shapes without numbers (see `ipu_pipe.run.planning`)."""
-    refuse_missing(config, model=model, output=output, data=data, loss=loss)
+    """The model, loss, data and metrics that `config` describes, ready to run. What is given takes the place of the config's
+    entry; `by_shape`: model and microbatches are shapes without numbers (see `ipu_pipe.run.planning`)."""
+    refuse_missing(config, model=model, output=output, data=data, loss=loss, metrics=metrics)
     device = _device(config)
     kind = device.type
     torch.manual_seed(derived_seed(config.seed, "model"))
@@ -69,8 +71,7 @@ def set_up(
     refuse_wrapped(model)
     _refuse_tensors(model)
     _refuse_unkeyed(model, device)
-    if config.init_from:
-        load_weights(model, read_weights(Path(config.init_from)), f"init_from: {config.init_from}")
+    begun = _begin(model, config.init_from) if config.init_from else None
     own_types = OwnTypes(model) if given else None
     model = model.to(device, DTYPES[config.precision]).train()
     data = data if data is not None else make_data(config)
@@ -79,9 +80,24 @@ def set_up(
     if isinstance(weighted, nn.Module):  # class weights and the like
         weighted.to(device)
     made = Setup(config, model, chosen_loss, data, device, own_types)
+    made.begun = begun
     backend = backend_of(config)
     made.device_kind, made.pins_memory = backend.trains_on or kind, backend.pins_memory
+    made.metrics = metrics_of(config.metrics if metrics is None else metrics)
     return made
+
+
+def _begin(model: nn.Module, begin: InitFrom, heads_too: bool = True) -> Optional[Begun]:
+    """Give the model the weights that the run begins with; what of them, where they need not all fit. Raises BadInput."""
+    tensors, place = read_weights(Path(begin.path)), f"init_from: {begin.path}"
+    own = model.state_dict()
+    try:
+        left_out, new = load_weights(model, tensors, place, heads_too, begin.strict)
+    except BadInput as error:
+        fits = any(name in own and own[name].shape == value.shape for name, value in tensors.items())
+        way = "; init_from: {path: ..., strict: false} takes what fits" if fits else "; nothing in it fits"
+        raise BadInput([*error.faults[:-1], error.faults[-1] + way]) from None
+    return None if begin.strict else Begun(begin.path, len(own) - len(new), left_out, new)
 
 
 def _refuse_tensors(model: nn.Module) -> None:
@@ -118,6 +134,8 @@ def build(
     optimizer: Optional[update.OptimizerFactory] = None,
     done: int = 0,
     by_shape: bool = False,
+    *,
+    metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None,
     output: Optional[Output] = None,
 ) -> Job:
     """Build the job that `config` describes. What is given as an object takes the place of the config's entry; `done`: updates
@@ -128,9 +146,9 @@ def build(
     as it is.
     """
     with attributed(lambda: "before training"):
-        refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer)
-        given = with_given(config, model, data, loss, optimizer, output)
-        setup = set_up(given, model, data, loss, by_shape, output)
+        refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, metrics=metrics)
+        described = with_given(config, model, data, loss, optimizer, output, metrics=metrics)
+        setup = set_up(described, model, data, loss, by_shape, metrics, output)
     trained = [p for p in setup.model.parameters() if p.requires_grad]
     try:
         with attributed(lambda: "before training"):
@@ -160,7 +178,7 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     model, part, own = placed.model, placed.part, placed.own
     if method.structure is not None:
         if config.init_from:  # again, now with the heads that it may hold
-            load_weights(model, read_weights(Path(config.init_from)), f"init_from: {config.init_from}", heads_too=False)
+            _begin(model, config.init_from, heads_too=False)
         if method.structure.blocks is not None and config.method_args.blocks is None:  # as many as processes
             args_of = config.method_args.model_copy(update={"blocks": len(part)})
             config = config.model_copy(update={"method_args": args_of})
@@ -203,7 +221,9 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
         _rules(config, args, table, made, base, updates, per_epoch, switch),
         base, per_epoch, updates, example, footprint_of(model, part, chosen_loss, example), placed.note, done, used,
     )  # fmt: skip
+    job.begun = setup.begun
     job.label_range, job.device_kind, job.pins_memory = setup.label_range, setup.device_kind, setup.pins_memory
+    job.metrics = setup.metrics
     reasons = checks.faults(job, config.optimizer_faults() if optimizer is None else ())
     if reasons:
         raise BadInput(reasons)
@@ -272,6 +292,11 @@ def _check_length(config: Config, updates: int, per_epoch: Optional[int]) -> Non
         raise BadInput(
             f"epochs: {config.epochs}: {updates} updates, at most {MOST_UPDATES}: a run is planned before it starts"
         )
+    total = config.lr_schedule.total_steps
+    if total is not None and total < updates:
+        raise BadInput(
+            f"lr_schedule.total_steps: {total}: the run has {updates} updates, and its rate falls to 0 before: must be no less"
+        )
     for key, every in (("checkpoint", config.checkpoint.every), ("evaluate", config.evaluate.interval(per_epoch))):
         if every and updates // every > MOST_STOPS:
             raise BadInput(
@@ -294,11 +319,11 @@ def _rules(
     if "t1" in args and args["t1"]["anneal_updates"] is None:
         schedule = config.lr_schedule
         first = round(min(schedule.milestones) * per_epoch) if schedule.milestones and per_epoch else None
-        args = {**args, "t1": {"anneal_updates": anneal_default(first, schedule.warmup_steps, updates)}}
+        lasting = schedule.total_steps or updates
+        args = {**args, "t1": {"anneal_updates": anneal_default(first, schedule.warmup_steps, lasting)}}
     return UpdateRules(
         args, table.method, table.rule_lag(), config.gradient_accumulation, optimizer,
-        # where stages are drawn, one may have more updates than the run has steps
-        lambda k: rate_of(config, base, min(k, updates - 1), updates, per_epoch), switch,
+        lambda k: rate_of(config, base, k, updates, per_epoch), switch,
     )  # fmt: skip
 
 

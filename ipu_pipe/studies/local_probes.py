@@ -100,8 +100,9 @@ def chunk_run(config: Config, begins: Sequence[str], size: int, seed: int, sampl
     train = measured(job, training_batches(job, count))
     test = measured(job, _cut(_test(job), count))
     return {
-        "chunk": size, "blocks": len(job.part), "seed": seed, "samples": count, "train_loss": train[0],
-        "train_accuracy": train[1], "test_loss": test[0], "test_accuracy": test[1], "seconds": time.monotonic() - start,
+        "chunk": size, "blocks": len(job.part), "seed": seed, "samples": count, "train_loss": train.loss,
+        "train_accuracy": train.accuracy, "test_loss": test.loss, "test_accuracy": test.accuracy,
+        "seconds": time.monotonic() - start,
     }  # fmt: skip
 
 
@@ -126,9 +127,9 @@ def label_run(config: Config, label: str, keys: Mapping[str, Any], every: int) -
             window.clear()
 
     _train(job, gather)
-    loss, accuracy = measured(job, training_batches(job, None))
+    found = measured(job, training_batches(job, None))
     return {
-        "label": label, "blocks": len(job.part), "points": points, "train_loss": loss, "train_accuracy": accuracy,
+        "label": label, "blocks": len(job.part), "points": points, "train_loss": found.loss, "train_accuracy": found.accuracy,
         "epochs": job.epoch(job.updates), "seconds": time.monotonic() - start,
     }  # fmt: skip
 
@@ -184,7 +185,7 @@ def _count(batches: Iterable[Pair]) -> int:
 
 def measured(job: Job, batches: Iterable[Pair]) -> Measured:
     """Mean loss and accuracy (a fraction) of the model's own output over `batches`, in evaluation mode."""
-    tally, model = Tally(job.loss), job.model
+    tally, model = Tally.of(job), job.model
     with torch.no_grad(), modes_restored(model):
         model.eval()
         for x, y in batches:

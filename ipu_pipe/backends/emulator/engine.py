@@ -30,7 +30,7 @@ class EmulatorEngine(Engine):
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
         config, work = job.config, Work.of(job, first_update)
-        self._block_updates = work.block_updates
+        self._block_updates, self._end = work.block_updates, job.updates
         self._emulator = Emulator(work, job.model, job.part, job.example, config.seed, job.width)
 
     def step(self, k: int) -> StepResult:
@@ -52,6 +52,11 @@ class EmulatorEngine(Engine):
             replay = self._emulator.replay
             is_done = len(replay.updates) > 0
             yield self.job.microbatch(replay.microbatch, replay.replica)
+
+    def end(self, done: int, asked: bool) -> int:
+        if asked:
+            self._end = min(self._end, self.job.begun_with(done - 1))
+        return self._end
 
     def evaluate(self) -> List[Measured]:
         with attributed(lambda: f"evaluation before update {self._emulator.update}"):

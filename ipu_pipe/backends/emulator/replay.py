@@ -32,7 +32,7 @@ from ipu_pipe.backends.reads import Replay, ReplayPlan
 from ipu_pipe.backends.weights import weights_of
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.blame import StageWatch
-from ipu_pipe.job.evaluation import right_answers
+from ipu_pipe.job.metrics import right_answers
 from ipu_pipe.local.blocks import Outputs, blocks_of, losses_of, scored
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.nests import lead, sample_count

@@ -22,7 +22,7 @@ from ipu_pipe.backends.processes.row import Segments
 from ipu_pipe.backends.reads import Replay, ReplayPlan
 from ipu_pipe.backends.weights import weights_of
 from ipu_pipe.backends.work import Work
-from ipu_pipe.job.evaluation import right_answers
+from ipu_pipe.job.metrics import right_answers
 from ipu_pipe.local.blocks import losses_of, one_activation, scored
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.nests import tensors
