@@ -89,7 +89,7 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     table = VersionTable(schedule, method)
     layout = Layout(rank, ranks)
     cut = pieces(model, names, data[0][0])
-    across = crossings(cut, model, data[0][0])
+    across = crossings(cut)
     make = ADAMW if "adamw" in case[0] else SGD
     optimizer = make(stage_groups(parameter_groups(model, part), rank))
     rate = make.keywords["lr"]

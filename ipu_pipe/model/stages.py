@@ -13,7 +13,6 @@ that runs from its first module to the next boundary, in the order of execution 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, List, Mapping, NamedTuple, Sequence, Tuple, TypeVar, Union
 
 from torch import nn
@@ -92,27 +91,6 @@ def _read_choice(stages: Any) -> Tuple[int, str, bool]:
     if by not in COSTS:
         raise BadInput(f"stages: by: {by}: must be one of {', '.join(COSTS)}")
     return count, by, finest
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Of a module: the stages of the first and the last thing that is computed in it, and its forward FLOPs."""
-
-    first: int
-    last: int
-    flops: float
-
-
-def extents(model: nn.Module, part: Partition, example: Any, names: Sequence[str]) -> List[Extent]:
-    """The modules `names`, which run one after another, seen in one forward of `example`. FLOPs as for `by: flops`."""
-    calls, _ = execution(model, example, counted=True)
-    at_call = stage_at_call(calls, part.begins)
-    found = []
-    for name in names:
-        inside = [call for call in calls if f"{call.name}.".startswith(f"{name}.")]
-        stages = [at_call[call.name] for call in inside if call.works] or [at_call.get(name, 0)]
-        found.append(Extent(stages[0], stages[-1], sum(call.flops for call in inside)))
-    return found
 
 
 class StageFlops(NamedTuple):

@@ -51,7 +51,7 @@ def cut_out(job: Job, layout: Layout) -> Tuple[Place, List[Piece]]:
         cut, across = blocks.pieces, blocks.crossings
     else:
         cut = pieces(job.model, job.part.begin_names(), job.example[0])
-        across = crossings(cut, job.model, job.example[0])
+        across = crossings(cut)
     keyed = KeyedRandomness(job.model, random_modules(job.model, job.example[0]), job.config.seed, job.device)
     head = blocks.head(s) if blocks is not None else None
     behind = cut[s - 1] if blocks is not None and blocks.overlap and s else None

@@ -178,7 +178,7 @@ class Mail:
             place = "cpu" if self._through_host or kind in ON_HOST else self._device
             received = []
             for index, shape in enumerate(shapes):
-                buffer = torch.empty(shape.shape, dtype=shape.dtype, device=place)
+                buffer = torch.empty(shape.sent, dtype=shape.dtype, device=place)
                 group, tag = self._way(source, self._layout.stage, message, index)
                 received.append((dist.irecv(buffer, self._layout.rank_of(source), group, tag), buffer))
             self.posted[source, message] = received

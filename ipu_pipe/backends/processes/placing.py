@@ -14,7 +14,8 @@ from ipu_pipe.backends.ranks import on_all_ranks
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.placing import Placed, place_blocks
 from ipu_pipe.job.schema import Config
-from ipu_pipe.model.cutting import Piece, crossings, merge_stages, pieces
+from ipu_pipe.model.cutting import Piece, pieces
+from ipu_pipe.model.merging import merge_stages
 from ipu_pipe.model.rehearsal import refuse_other_pieces
 from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import Method, Reads
@@ -39,16 +40,13 @@ def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> 
 def _place_stages(config: Config, method: Method, model: nn.Module, x: torch.Tensor, depth: int, own: int) -> Placed:
     """One stage a process of a replica, neighbours taken together where there are fewer processes than stages."""
     stages = config.stages
-    wished = on_all_ranks(
-        lambda: partition(model, x, stages, between_top=True)
-    )  # measured times differ from process to process
+    wished = on_all_ranks(lambda: partition(model, x, stages))  # measured times differ from process to process
     begins = merge_stages(model, wished, depth, x)
     note = ""
     if len(wished) != depth:
         shown = first_of(begins, 8) or "the model"
         note = f"{len(wished)} stages on {depth} processes: taken together, stages begin at {shown}"
     cut = pieces(model, begins, x)
-    crossings(cut, model, x)  # refuses what cannot cross
     refuse_other_pieces(model, cut, x)  # on every rank alike, before any waits for another
     _refuse_model(method, cut)
     return Placed(model, partition(model, x, begins if begins else 1), own, note)

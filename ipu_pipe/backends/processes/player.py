@@ -149,7 +149,7 @@ class RowPlayer:
             x, labels = place.data(m)
             inputs = [x] if x is not None else []
             for shape in place.enter.tensors if place.enter is not None else ():
-                zeros = torch.zeros(shape.shape, dtype=shape.dtype, device=place.device)
+                zeros = torch.zeros(shape.sent, dtype=shape.dtype, device=place.device)
                 inputs.append(zeros.requires_grad_(shape.differentiable and not place.is_local))
             outputs, loss, _ = self._passes.run(m, inputs, labels)
             ends = [t for t in (outputs if loss is None else [loss / self._work.accumulate]) if t.requires_grad]
