@@ -50,9 +50,10 @@ class Tally:
 
     def add(self, output: Any, y: Any, samples: int) -> None:
         """A batch's outputs and labels."""
+        taken = scores(self._loss, output)
         self._losses.add(output, y, samples)
         for counting in self._counting:
-            counting.add(scores(self._loss, output), y, samples)
+            counting.add(taken, y, samples)
 
     def _of_batch(self, output: Any, y: Any, samples: int) -> torch.Tensor:
         """The loss times its weight, the weight."""

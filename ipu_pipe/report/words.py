@@ -43,19 +43,6 @@ def opening(job: Job, done: int = 0) -> str:
     return "\n".join(lines)
 
 
-def left_out(job: Job) -> List[str]:
-    """What of the training data no update has, in a line; nothing where all is used, or where that is not known."""
-    if job.updates_per_epoch is None:
-        return []
-    size, used = job.config.micro_batch_size, job.updates_per_epoch * job.batch
-    held = getattr(job.data, "train_samples", None) or size * (job.data.train_batches_per_epoch(size) or 0)
-    if held <= used:
-        return []
-    return [
-        f"data: {held - used:,} of {held:,} training samples are left out of each epoch: they fill no batch of {job.batch}"
-    ]
-
-
 def _beside(job: Job) -> List[str]:
     """What a config says that does not count, or is of no use."""
     config, method, lines = job.config, job.method, []
@@ -74,6 +61,19 @@ def _begun(begun: Begun) -> str:
         f"init_from: {begun.path}: {begun.taken} parameters and buffers are from there; left out: {first_of(left) or 'none'}; "
         f"new in the model: {first_of(begun.new) or 'none'}"
     )
+
+
+def left_out(job: Job) -> List[str]:
+    """What of the training data no update has, in a line; nothing where all is used, or where that is not known."""
+    if job.updates_per_epoch is None:
+        return []
+    size, used = job.config.micro_batch_size, job.updates_per_epoch * job.batch
+    held = getattr(job.data, "train_samples", None) or size * (job.data.train_batches_per_epoch(size) or 0)
+    if held <= used:
+        return []
+    return [
+        f"data: {held - used:,} of {held:,} training samples are left out of each epoch: they fill no batch of {job.batch}"
+    ]
 
 
 def plan(job: Job) -> str:

@@ -66,7 +66,8 @@ def train(
 
     A model, data source, loss, optimizer factory, metrics or callbacks given here take the place of the config's entry
     (docs/loop.md says what each may be). `loss` may also be a name as there; `output`: what of the model's output the loss is of,
-    where that is an object, a mapping or a tuple: as `model.output`, or a function of the output. `resume` goes on
+    where that is an object, a mapping or a tuple: a name or an index as in `model.output`, or a function of the output. `resume`
+    goes on
     from the newest checkpoint, with the same numbers as if never interrupted; `resume_from` from that of this step, and what
     came after it is deleted. Raises BadInput before anything is written where the job is not possible, RunFault where the loss
     is not finite, and what the model, loss, data source or optimizer raise as it is, with the place (a UserFault) at the end of
