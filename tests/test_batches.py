@@ -23,7 +23,7 @@ from ipu_pipe.backends.table import make_engine
 from ipu_pipe.data.batches import divided
 from ipu_pipe.errors import end_process
 from ipu_pipe.job.schema import BackendConfig, Config
-from ipu_pipe.model.nests import copied, few, mapped, named, tensors
+from ipu_pipe.model.nests import copied, few, mapped, named, refuse_other_shapes, tensors
 from ipu_pipe.model.outputs import OwnLoss, fields, taker, told
 from ipu_pipe.report.words import left_out
 from ipu_pipe.run.build import build
@@ -321,6 +321,15 @@ def test_heads_of_blocks_give_what_is_taken_already() -> None:
 
     assert refusal(Squares(*model), data, {**keys, "loss": "model"}).startswith("loss: model: local_greedy: the heads")
     build(settings(**{**keys, "method": "last_layers", "method_args": {"layers": 1}}), Squares(*model), data, "model")
+
+
+def test_stages_on_processes_take_one_shape() -> None:
+    a, b, _ = PARTS[0]
+    refuse_other_shapes({"a": a, "b": None}, {"a": b.new_zeros(4, 3), "b": None}, 5)
+    with pytest.raises(BadInput) as refused:
+        refuse_other_shapes({"a": a[:, :2]}, {"a": a}, 5)
+    (line,) = refused.value.faults
+    assert line.startswith("data: microbatch 5: inputs: a: of shape (4, 2), of the first microbatch (4, 3)") and "pad" in line
 
 
 def test_fields_of_outputs() -> None:
