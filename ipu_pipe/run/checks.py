@@ -57,7 +57,11 @@ def asynchrony(job: Job) -> List[str]:
     config, method = job.config, job.method
     if method.history is None and method.rounds is None:
         return []
-    why = "updates single stages" if method.rounds is None else "has replicas that step by themselves (method_args.replicas)"
+    why = (
+        "updates single stages"
+        if method.rounds is None
+        else "has replicas that step by themselves (method_args.replicas)"
+    )
     found = [
         f"{key}: {getattr(config, key)}: {method.name} {why}: must be 1"
         for key in ("replicas", "gradient_accumulation")
@@ -109,6 +113,16 @@ def blocks(job: Job) -> List[str]:
     return faults
 
 
+def group_rates(job: Job) -> List[str]:
+    """Where parameter groups have rates of their own."""
+    if job.rules.have_one_rate or not (job.rules.read_rates or job.config.backend.name == "poptorch"):
+        return []
+    who = (
+        "backend.name poptorch" if job.config.backend.name == "poptorch" else "a rule that corrects weights by the rate"
+    )
+    return [f"optimizer: parameter groups with learning rates of their own: not with {who}: must have one"]
+
+
 def _rules(job: Job) -> List[str]:
     """Whether the rules are defined on the optimizer that trains, in all its groups."""
     args, kind = job.config.method_settings(), update.kind(job.optimizer)
@@ -116,4 +130,4 @@ def _rules(job: Job) -> List[str]:
     return list(dict.fromkeys(found))
 
 
-CHECKS = (backend, asynchrony, clipped_warmup, own_buffers, blocks)
+CHECKS = (backend, asynchrony, clipped_warmup, own_buffers, blocks, group_rates)

@@ -30,7 +30,8 @@ from ipu_pipe.run.loop import Run
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.resume import choose
 from ipu_pipe.schedule.methods import METHODS
-from ipu_pipe.update import optimizer as update
+from ipu_pipe.update.given_optimizer import factory_of
+from ipu_pipe.update.playing import SchedulerFactory
 
 Metrics = Union[Sequence[Any], Mapping[str, Any]]
 
@@ -52,7 +53,9 @@ def train(
     model: Optional[nn.Module] = None,
     data: Optional[DataSource] = None,
     loss: Optional[Loss] = None,
-    optimizer: Optional[update.OptimizerFactory] = None,
+    optimizer: Any = None,
+    optimizer_args: Optional[Mapping[str, Any]] = None,
+    lr_scheduler: Optional[SchedulerFactory] = None,
     metrics: Optional[Metrics] = None,
     callbacks: Optional[Sequence[Callback]] = None,
     resume: bool = False,
@@ -62,7 +65,7 @@ def train(
 ) -> Dict[str, Any]:
     """Train by `config` and write the run into the folder `out`; returns the summary (as in `summary.json`).
 
-    A model, data source, loss, optimizer factory, metrics or callbacks given here take the place of the config's entry
+    A model, data source, loss, optimizer, lr_scheduler, metrics or callbacks given here take the place of the config's entry
     (docs/loop.md says what each may be). `resume` goes on
     from the newest checkpoint, with the same numbers as if never interrupted; `resume_from` from that of this step, and what
     came after it is deleted. Raises BadInput before anything is written where the job is not possible, RunFault where the loss
@@ -74,10 +77,15 @@ def train(
     """
     out = as_folder(out)
     launch(config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite})
-    refuse_missing(config, model=model, data=data, loss=loss, optimizer=optimizer, metrics=metrics)
+    given: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
+    refuse_missing(config, model=model, data=data, loss=loss, optimizer=optimizer, **given)
+    if optimizer is not None:
+        optimizer = factory_of(optimizer, optimizer_args)
+    elif optimizer_args is not None:
+        raise BadInput("optimizer_args: need optimizer=..., the class that they are of")
     with attributed(lambda: "before training"):
         called = make_callbacks(config, callbacks)
-    config = with_given(config, model, data, loss, optimizer, metrics=metrics, callbacks=callbacks)
+    config = with_given(config, model, data, loss, optimizer, callbacks=callbacks, **given)
     say = Progress(quiet or not is_main()).say
     resume = resume or resume_from is not None
     with reserved(out, resume=resume, overwrite=overwrite, say=say):
@@ -88,7 +96,7 @@ def train(
         began = start.config.init_from
         if start.done:  # the checkpoint takes the place of the weights that the run began with
             start = start._replace(config=start.config.model_copy(update={"init_from": None}))
-        job = build(start.config, model, data, loss, optimizer, start.done, metrics=metrics)
+        job = build(start.config, model, data, loss, optimizer, start.done, **given)
         job.config = job.config.model_copy(update={"init_from": began})
         try:
             if start.resumes:
@@ -156,6 +164,7 @@ def _checked(
             "data": config.data.name,
             "loss": config.loss,
             "optimizer": config.optimizer.name,
+            "lr_scheduler": config.lr_schedule.name,
         }
         refuse_missing(recorded, **{key: value if value == GIVEN else None for key, value in now.items()})
     found = changes(recorded, config)
