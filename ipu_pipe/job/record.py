@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
@@ -33,6 +33,16 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 DTYPES.update(dict.fromkeys(("16.16", "16.32", "32.32"), torch.float32))  # on the host; IPUs get what it says
 
 
+class Begun(NamedTuple):
+    """What a run that begins with the weights at `path` has of them: how many are `taken`, names `left_out` with the reason, and
+    those of the model that are `new`."""
+
+    path: str
+    taken: int
+    left_out: Dict[str, str]
+    new: List[str]
+
+
 @dataclass
 class Setup:
     """Model, loss and data of a run on its device: all that evaluation needs."""
@@ -44,6 +54,7 @@ class Setup:
     device: torch.device
     own_types: Optional[OwnTypes]  # of a model that the caller gave
     label_range: Optional[LabelRange] = field(default=None, init=False)  # where the loss asks for one
+    begun: Optional[Begun] = field(default=None, init=False)  # with weights that need not all fit
 
     device_kind: str = field(default="cpu", init=False)  # what trains: `ipu`, or the type of the device
     metrics: Tuple[Metric, ...] = field(default=DEFAULT, init=False)  # of evaluations
@@ -181,7 +192,10 @@ def _move(value: Any, device: torch.device, dtype: torch.dtype, pins: bool = Fal
 
 
 def rate_of(config: Config, base: float, k: int, updates: int, per_epoch: int) -> float:
-    """Learning rate of update k, before the rules."""
+    """Learning rate of update k, before the rules. Where stages are drawn, one may have more updates than the run has steps."""
+    if config.lr_schedule.falls:
+        updates = config.lr_schedule.total_steps or updates
+        k = min(k, updates - 1)
     return lr.rate(config.lr_schedule, base, k, updates, per_epoch)
 
 

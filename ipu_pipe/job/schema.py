@@ -16,9 +16,11 @@ from ipu_pipe.job.sections import (
     CheckpointConfig,
     ClipConfig,
     DataConfig,
+    EarlyStoppingConfig,
     Entry,
     EvaluateConfig,
     Given,
+    InitFrom,
     LogConfig,
     LrSchedule,
     ModelConfig,
@@ -28,7 +30,7 @@ from ipu_pipe.job.sections import (
     entries,
 )
 from ipu_pipe.schedule.methods import METHODS, Reads
-from ipu_pipe.values import MOST_STAGES, Count, PathText, Seconds, Section, Seed, Threads, Updates, fault_at
+from ipu_pipe.values import MOST_STAGES, Count, Seconds, Section, Seed, Threads, Updates, fault_at
 
 
 class BackendConfig(Section):
@@ -84,13 +86,14 @@ class Config(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     metrics: List[Union[str, Entry]] = ["accuracy"]
     callbacks: List[Union[str, Entry]] = []
+    early_stopping: Optional[EarlyStoppingConfig] = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     seed: Seed = 0
     precision: Literal["float32", "float64", "bfloat16", "16.16", "16.32", "32.32"] = "float32"
     recompute: StrictBool = False
     hardware: Union[None, str, Dict[str, Any]] = None
-    init_from: Optional[PathText] = None
+    init_from: Optional[InitFrom] = None
     allow_nonfinite: StrictBool = False
     given: Optional[Given] = None
     # what the update rules have against the config's own optimizer, with places: told if no other one is given
@@ -139,6 +142,17 @@ class Config(Section):
         raise ValueError(
             "must be null (the model's own), auto, finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
         )
+
+    @model_validator(mode="after")
+    def _what_stops_is_measured(self) -> "Config":
+        chosen = self.early_stopping.metric if self.early_stopping is not None else "loss"
+        names = ["loss", *(name if isinstance(name, str) else name.entry for name in self.metrics)]
+        known = [name.rpartition(":")[2] for name in names]
+        if chosen not in known and GIVEN not in known:
+            raise fault_at(
+                "early_stopping.metric", chosen, f"no evaluation gives it: must be one of {', '.join(known)}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _no_optimizer_is_lost(self) -> "Config":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
-from pydantic import BaseModel, ConfigDict, StrictBool, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, StrictBool, field_validator, model_serializer, model_validator
 from typing_extensions import Literal
 
 from ipu_pipe.values import (
@@ -17,8 +17,10 @@ from ipu_pipe.values import (
     Section,
     Share,
     Stages,
+    Updates,
     Whole,
     fault_at,
+    path_text,
 )
 
 GIVEN = "(given in Python)"
@@ -127,11 +129,13 @@ class OptimizerConfig(Section):
 
 
 class LrSchedule(Section):
-    """See ipu_pipe.update.rates. `milestones` in epochs, `warmup_steps` in updates. `name` may be a class such as
-    torch.optim.lr_scheduler.OneCycleLR, or "module:callable" of an optimizer, with the keyword arguments `args`, stepped after
-    each `interval`: see ipu_pipe.update.playing."""
+    """See ipu_pipe.update.rates. `milestones` in epochs, `warmup_steps` in updates. `total_steps`: the updates over which cosine
+    and linear fall, and from which T1 takes its K; those of the run if null, which can then not be made longer. `name` may be a
+    class such as torch.optim.lr_scheduler.OneCycleLR, or "module:callable" of an optimizer, with the keyword arguments `args`,
+    stepped after each `interval`: see ipu_pipe.update.playing."""
 
     name: str = "constant"
+    total_steps: Optional[Updates] = None
     warmup_steps: Whole = 0
     milestones: List[Epochs] = []
     gamma: Positive = 0.1
@@ -166,7 +170,14 @@ class LrSchedule(Section):
             raise fault_at("milestones", [], "step needs at least one epoch at which the rate is multiplied by gamma")
         if self.name != "step" and self.milestones:
             raise fault_at("milestones", self.milestones, f"{self.name} has none, only step has")
+        if self.total_steps is not None and not self.falls:
+            raise fault_at("total_steps", self.total_steps, f"{self.name} has none, only cosine and linear have")
         return self
+
+    @property
+    def falls(self) -> bool:
+        """Whether the rate falls over all of the run."""
+        return self.name in ("cosine", "linear")
 
 
 class ClipConfig(Section):
@@ -188,6 +199,16 @@ class EvaluateConfig(Section):
         return max(1, round(self.every * updates_per_epoch)) if self.every else 0
 
     subset: Optional[Count] = None
+
+
+class EarlyStoppingConfig(Section):
+    """The run ends after `patience` evaluations in a row whose `metric` is not better than the best by more than `min_delta`;
+    `mode`: min, max, or null for what the metric's name says. See ipu_pipe.run.early_stopping."""
+
+    metric: str = "loss"
+    mode: Optional[Literal["min", "max"]] = None
+    patience: Count = 3
+    min_delta: NotNegative = 0.0
 
 
 class CheckpointConfig(Section):
@@ -275,6 +296,25 @@ class StageFinest(Section):
     """A number of stages over which the weights are spread."""
 
     finest: Stages
+
+
+class InitFrom(Section):
+    """Weights to begin with: a state dict's file, a checkpoint's folder, or a run's, of which the newest checkpoint counts; a
+    path alone is one that must fit. `strict` false: what has no place in the model is left out, and what it lacks is new."""
+
+    path: PathText
+    strict: StrictBool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        if not isinstance(value, (str, Mapping)):
+            raise ValueError("must be a path, or {path, strict}")
+        return {"path": path_text(value)} if isinstance(value, str) else value
+
+    @model_serializer
+    def _as_given(self) -> Union[str, Dict[str, Any]]:
+        return self.path if self.strict else {"path": self.path, "strict": False}
 
 
 class Description(Section):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, List, Mapping, Optional, Sequence, Set, Tuple
 
-from ipu_pipe.job.record import DTYPES, Job
+from ipu_pipe.job.record import DTYPES, Begun, Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.stages import describe
 from ipu_pipe.plan.answer import own_cut_in_words
 from ipu_pipe.report.memory import memory_figures, memory_table
 from ipu_pipe.schedule.drawing import format_text
+from ipu_pipe.shown import first_of
 
 MIB = 2**20
 SHOWN_STAGES = 12
@@ -23,6 +24,8 @@ def opening(job: Job, done: int = 0) -> str:
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
     lines = [job.note] if job.note else []
+    lines += _beside(job)
+    lines += [_begun(job.begun)] if job.begun is not None else []
     others = job.own_types.others(DTYPES[config.precision]) if job.own_types is not None else []
     if others:
         lines.append(
@@ -36,6 +39,26 @@ def opening(job: Job, done: int = 0) -> str:
         f"{job.updates - done} updates, {job.updates_per_epoch} an epoch",
     ]
     return "\n".join(lines)
+
+
+def _beside(job: Job) -> List[str]:
+    """What a config says that does not count, or is of no use."""
+    config, method, lines = job.config, job.method, []
+    if config.steps is not None and "epochs" in config.model_fields_set:
+        if config.epochs * job.updates_per_epoch != config.steps:
+            lines.append(f"steps: {config.steps} counts, epochs: {config.epochs} does not")
+    of_stages = method.structure is None and method.history is None and method.rounds is None and method.delay is None
+    if len(job.part) == 1 and of_stages:
+        lines.append(f"stages: one stage: there is nothing to pipeline, {method.name} is plain training")
+    return lines
+
+
+def _begun(begun: Begun) -> str:
+    left = [f"{name} ({why})" for name, why in begun.left_out.items()]
+    return (
+        f"init_from: {begun.path}: {begun.taken} parameters and buffers are from there; left out: {first_of(left) or 'none'}; "
+        f"new in the model: {first_of(begun.new) or 'none'}"
+    )
 
 
 def plan(job: Job) -> str:

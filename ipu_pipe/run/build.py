@@ -18,9 +18,9 @@ from ipu_pipe.job.blame import attributed
 from ipu_pipe.job.determinism import set_numerics
 from ipu_pipe.job.given import describe, describe_optimizer, refuse_missing, with_given, with_optimizer
 from ipu_pipe.job.metrics import metrics_of
-from ipu_pipe.job.record import DTYPES, Job, Setup, drains_of, rate_of
+from ipu_pipe.job.record import DTYPES, Begun, Job, Setup, drains_of, rate_of
 from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import Given
+from ipu_pipe.job.sections import Given, InitFrom
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
 from ipu_pipe.local.footprint import footprint_of
 from ipu_pipe.model.precision import OwnTypes
@@ -70,8 +70,7 @@ def set_up(
     refuse_wrapped(model)
     _refuse_tensors(model)
     _refuse_unkeyed(model, device)
-    if config.init_from:
-        load_weights(model, read_weights(Path(config.init_from)), f"init_from: {config.init_from}")
+    begun = _begin(model, config.init_from) if config.init_from else None
     own_types = OwnTypes(model) if given else None
     model = model.to(device, DTYPES[config.precision]).train()
     data = data if data is not None else make_data(config)
@@ -79,10 +78,24 @@ def set_up(
     if isinstance(chosen_loss, nn.Module):  # class weights and the like
         chosen_loss = chosen_loss.to(device)
     made = Setup(config, model, chosen_loss, data, device, own_types)
+    made.begun = begun
     backend = backend_of(config)
     made.device_kind, made.pins_memory = backend.trains_on or kind, backend.pins_memory
     made.metrics = metrics_of(config.metrics if metrics is None else metrics)
     return made
+
+
+def _begin(model: nn.Module, begin: InitFrom, heads_too: bool = True) -> Optional[Begun]:
+    """Give the model the weights that the run begins with; what of them, where they need not all fit. Raises BadInput."""
+    tensors, place = read_weights(Path(begin.path)), f"init_from: {begin.path}"
+    own = model.state_dict()
+    try:
+        left_out, new = load_weights(model, tensors, place, heads_too, begin.strict)
+    except BadInput as error:
+        fits = any(name in own and own[name].shape == value.shape for name, value in tensors.items())
+        way = "; init_from: {path: ..., strict: false} takes what fits" if fits else "; nothing in it fits"
+        raise BadInput([*error.faults[:-1], error.faults[-1] + way]) from None
+    return None if begin.strict else Begun(begin.path, len(own) - len(new), left_out, new)
 
 
 def _refuse_tensors(model: nn.Module) -> None:
@@ -168,7 +181,7 @@ def _assemble(
     model, part, own = placed.model, placed.part, placed.own
     if method.structure is not None:
         if config.init_from:  # again, now with the heads that it may hold
-            load_weights(model, read_weights(Path(config.init_from)), f"init_from: {config.init_from}", heads_too=False)
+            _begin(model, config.init_from, heads_too=False)
         if method.structure.blocks is not None and config.method_args.blocks is None:  # as many as processes
             args_of = config.method_args.model_copy(update={"blocks": len(part)})
             config = config.model_copy(update={"method_args": args_of})
@@ -215,6 +228,7 @@ def _assemble(
         _rules(config, args, table, made, base, updates, per_epoch, switch, played),
         base, per_epoch, updates, example, footprint_of(model, part, chosen_loss, example), placed.note, done, used,
     )  # fmt: skip
+    job.begun = setup.begun
     job.label_range, job.device_kind, job.pins_memory = setup.label_range, setup.device_kind, setup.pins_memory
     job.metrics, job.played = setup.metrics, played
     reasons = checks.faults(job, config.optimizer_faults() if optimizer is None else ())
@@ -255,6 +269,11 @@ def _check_length(config: Config, updates: int, per_epoch: int) -> None:
         raise BadInput(
             f"epochs: {config.epochs}: {updates} updates, at most {MOST_UPDATES}: a run is planned before it starts"
         )
+    total = config.lr_schedule.total_steps
+    if total is not None and total < updates:
+        raise BadInput(
+            f"lr_schedule.total_steps: {total}: the run has {updates} updates, and its rate falls to 0 before: must be no less"
+        )
     for key, every in (("checkpoint", config.checkpoint.every), ("evaluate", config.evaluate.interval(per_epoch))):
         if every and updates // every > MOST_STOPS:
             raise BadInput(
@@ -278,12 +297,12 @@ def _rules(
     if "t1" in args and args["t1"]["anneal_updates"] is None:
         schedule = config.lr_schedule
         first = round(min(schedule.milestones) * per_epoch) if schedule.milestones else None
-        args = {**args, "t1": {"anneal_updates": anneal_default(first, schedule.warmup_steps, updates)}}
+        lasting = schedule.total_steps or updates
+        args = {**args, "t1": {"anneal_updates": anneal_default(first, schedule.warmup_steps, lasting)}}
     return UpdateRules(
         args, table.method, table.rule_lag(), config.gradient_accumulation, optimizer,
-        # where stages are drawn, one may have more updates than the run has steps
-        lambda k: played[min(k, updates - 1)] if played is not None else
-        rate_of(config, base, min(k, updates - 1), updates, per_epoch), switch, base,
+        lambda k: rate_of(config, base, k, updates, per_epoch) if played is None else played[min(k, updates - 1)],
+        switch, base,
     )  # fmt: skip
 
 

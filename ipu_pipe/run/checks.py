@@ -115,7 +115,8 @@ def blocks(job: Job) -> List[str]:
 
 def group_rates(job: Job) -> List[str]:
     """Where parameter groups have rates of their own."""
-    if job.rules.have_one_rate or not (job.rules.read_rates or job.config.backend.name == "poptorch"):
+    has_one = all(group["lr"] == job.base_rate for group in job.optimizer.param_groups)
+    if has_one or not (job.rules.read_rates or job.config.backend.name == "poptorch"):
         return []
     who = (
         "backend.name poptorch" if job.config.backend.name == "poptorch" else "a rule that corrects weights by the rate"

@@ -31,17 +31,22 @@ def make_model(config: Config) -> nn.Module:
 # Classes that put another's module inside: whose names, hooks and order of work are not the model's own.
 WRAPPERS = {
     "OptimizedModule": "torch.compile", "DataParallel": "DataParallel", "DistributedDataParallel": "DistributedDataParallel",
-    "FullyShardedDataParallel": "FullyShardedDataParallel", "PoplarExecutor": "a PopTorch executor",
+    "FullyShardedDataParallel": "FullyShardedDataParallel", "FSDPModule": "fully_shard", "ScriptModule": "torch.jit",
+    "PoplarExecutor": "a PopTorch executor", "DeepSpeedEngine": "DeepSpeed",
 }  # fmt: skip
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse (BadInput) a model inside a wrapper, by the wrapper's name."""
-    wrapper = next((WRAPPERS[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in WRAPPERS), None)
-    if wrapper is not None:
-        raise BadInput(
-            f"model: is wrapped by {wrapper}: give the model itself, which the backend divides over its devices"
-        )
+    """Refuse (BadInput) a model inside a wrapper, or with a module inside one, by the wrapper's name."""
+    for name, module in model.named_modules():
+        kinds = [WRAPPERS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in WRAPPERS]
+        if getattr(module, "_compiled_call_impl", None) is not None:  # by module.compile(), which leaves its class
+            kinds.append("torch.compile")
+        if kinds:
+            place = f"model: {name}" if name else "model"
+            raise BadInput(
+                f"{place}: is wrapped by {kinds[0]}: give the model itself, which the backend divides over its devices"
+            )
 
 
 def make_data(config: Config) -> DataSource:

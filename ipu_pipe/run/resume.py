@@ -12,9 +12,10 @@ import torch
 
 from ipu_pipe.backends.interface import MARK
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.identity import deciding, mismatches
+from ipu_pipe.job.identity import deciding, follows_length, mismatches
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.schema import Config
 from ipu_pipe.model.probe import undisturbed
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.checkpoint import Checkpoint
@@ -45,7 +46,7 @@ def choose(folder: Path, step: Optional[int]) -> int:
 def refuse_foreign_run(job: Job, held: Checkpoint, path: Path) -> None:
     """Refuse (BadInput) a checkpoint that is not this run's, or whose position or optimizer state cannot be."""
     own = origin(job)
-    faults = _key_faults(held, own) or _position_faults(job, held, int(path.name.partition("-")[2]))
+    faults = _key_faults(job.config, held, own) or _position_faults(job, held, int(path.name.partition("-")[2]))
     if not faults:
         faults = _model_faults(job, held) + _optimizer_faults(job, held, own)
     checkpoint.refuse(path, faults)
@@ -60,7 +61,7 @@ def position_of(held: Checkpoint) -> Position:
 # ---- whose it is
 
 
-def _key_faults(held: Checkpoint, own: Origin) -> List[str]:
+def _key_faults(config: Config, held: Checkpoint, own: Origin) -> List[str]:
     if held.manifest is None:  # the earlier layout: only the run's config.yaml says it
         return []
     faults = [
@@ -69,6 +70,12 @@ def _key_faults(held: Checkpoint, own: Origin) -> List[str]:
     ]
     if held.manifest.updates > own.updates:
         faults.append(f"steps: saved in a run of {held.manifest.updates}, this one has {own.updates}: may only grow")
+    follows = follows_length(config) if own.updates > held.manifest.updates else []
+    if follows:
+        faults.append(
+            f"steps: saved in a run of {held.manifest.updates}, this one has {own.updates}, at other rates from the beginning: "
+            f"only a run that began with {' and '.join(follows)} can grow; with new rates, begin one from its weights (init_from)"
+        )
     return faults
 
 

@@ -17,13 +17,14 @@ from ipu_pipe.job.comparing import as_recorded, differences
 from ipu_pipe.job.config import load_recorded
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.given import refuse_missing, with_given
-from ipu_pipe.job.identity import MADE_LATER, changes, follows_length
+from ipu_pipe.job.identity import MADE_LATER, changes
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import GIVEN
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.callbacks import Callback, make_callbacks
+from ipu_pipe.run.early_stopping import EarlyStopping
 from ipu_pipe.run.folder import as_folder, check_folder, finished_summary
 from ipu_pipe.run.folder_lock import FolderLock, refuse_used
 from ipu_pipe.run.loop import Run
@@ -71,9 +72,9 @@ def train(
     came after it is deleted. Raises BadInput before anything is written where the job is not possible, RunFault where the loss
     is not finite, and what the model, loss, data source or optimizer raise as it is, with the place (a UserFault) at the end of
     its chain of causes. On the distributed backend every process calls this alike; the first one writes, all return the summary.
-    A process's model then holds the weights of its own stage and not-a-number elsewhere: the whole is in the newest checkpoint.
     A model given here is trained in place, in the config's precision, and has its own dtypes again at the end, whatever way that
-    comes.
+    comes. On processes every rank's is whole then (after a fault each has its own stage alone, not-a-number elsewhere: the newest
+    checkpoint has the whole).
     """
     out = as_folder(out)
     launch(config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite})
@@ -85,6 +86,8 @@ def train(
         raise BadInput("optimizer_args: need optimizer=..., the class that they are of")
     with attributed(lambda: "before training"):
         called = make_callbacks(config, callbacks)
+        if config.early_stopping is not None:
+            called.append(EarlyStopping.of(config.early_stopping))
     config = with_given(config, model, data, loss, optimizer, callbacks=callbacks, **given)
     say = Progress(quiet or not is_main()).say
     resume = resume or resume_from is not None
@@ -174,8 +177,6 @@ def _checked(
     ended = finished_summary(out) if step is None and not found.longer else None
     for change in found.free if ended is None else ():
         say(f"the run goes on with another {change}")
-    if ended is None and found.longer and follows_length(config):
-        say(f"its rates are from here on those of the longer run ({', '.join(follows_length(config))})")
     return _Start(config, done, ended, True)
 
 

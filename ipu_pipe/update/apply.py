@@ -92,11 +92,6 @@ class UpdateRules:
         self._codes = {code: self._code_by_stage(code) for code in (FORWARD, BACKWARD)}
 
     @property
-    def have_one_rate(self) -> bool:
-        """Whether all groups of the optimizer have the same."""
-        return all(share == 1 for share in self._shares)
-
-    @property
     def read_rates(self) -> bool:
         """Whether a rule corrects what passes read by the learning rate."""
         return any(rule.read is not None for rule, _ in self._rules)

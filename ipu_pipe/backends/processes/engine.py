@@ -17,7 +17,15 @@ from ipu_pipe.backends.processes.assembling import cut_out, forget_others, make_
 from ipu_pipe.backends.processes.clocks import offset_to_first
 from ipu_pipe.backends.processes.ending import Ending
 from ipu_pipe.backends.processes.evaluation import Evaluation
-from ipu_pipe.backends.processes.gathering import gather, stage_report, stage_state, whole_report, whole_state
+from ipu_pipe.backends.processes.gathering import (
+    gather,
+    hand_round,
+    stage_report,
+    stage_state,
+    stages_of,
+    whole_report,
+    whole_state,
+)
 from ipu_pipe.backends.processes.group import check_launch, start
 from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.losses import Telling
@@ -53,6 +61,8 @@ class ProcessEngine(Engine):
         if job.may_stop:
             self._ending = Ending(mail, self.layout.rank, job.schedule.accumulate, job.updates, first_update)
         self._player = RowPlayer(work, own, mail, groups[self.layout.stage] if groups else None, self._ending)
+        # of a model that the caller holds
+        self._stages = stages_of(job.model, cut) if job.own_types is not None else {}
         forget_others(job, own, cut)
         self._telling = Telling(mail, self.layout, self._with_loss(), job.batch, groups[0] if groups else None)
         self._evaluation = Evaluation(job, self._player, self._telling.with_loss)
@@ -137,6 +147,8 @@ class ProcessEngine(Engine):
             if self._ending is not None:
                 self._ending.flush()
             self._player.close()
+            if self._stages:
+                hand_round(self._player.mail, self.job.model, self._stages)
         self.abort()
 
     def abort(self) -> None:
