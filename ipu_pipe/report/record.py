@@ -16,10 +16,10 @@ from typing import Any, Dict, Optional
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten
 
 from ipu_pipe import __version__
 from ipu_pipe.job.record import Job
+from ipu_pipe.model.nests import tensors
 
 GIT_SECONDS = 5.0
 
@@ -122,9 +122,9 @@ def first_microbatch(job: Job) -> Dict[str, Any]:
     """Shapes, types and hash of the first microbatch as the data source gives it: other data are told by it in all but rare
     cases. Whole files that are fetched are checked by their own hashes when they are read."""
     batch = job.data.train_batch(0, 0, job.config.micro_batch_size)
-    tensors = [value for value in tree_flatten(batch)[0] if isinstance(value, torch.Tensor)]
+    held = tensors(batch)
     digest = hashlib.sha256()
-    for tensor in tensors:
+    for tensor in held:
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    shown = [f"{str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}" for tensor in tensors]
+    shown = [f"{str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}" for tensor in held]
     return {"first_microbatch": shown, "sha256": digest.hexdigest()}

@@ -20,9 +20,11 @@ from ipu_pipe.job.given import describe, describe_optimizer, refuse_missing, wit
 from ipu_pipe.job.metrics import metrics_of
 from ipu_pipe.job.record import DTYPES, Begun, Job, Setup, drains_of, rate_of
 from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import Given, InitFrom
+from ipu_pipe.job.sections import OWN, Description, Given, InitFrom
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
 from ipu_pipe.local.footprint import footprint_of
+from ipu_pipe.model.nests import copied
+from ipu_pipe.model.outputs import OwnLoss, plain
 from ipu_pipe.model.precision import OwnTypes
 from ipu_pipe.model.probe import Loss, drawn_unkeyed
 from ipu_pipe.model.randomness import derived_seed
@@ -31,7 +33,15 @@ from ipu_pipe.model.uncompiled import without_compiler
 from ipu_pipe.plan.of_config import chosen_stages, is_chosen
 from ipu_pipe.run import checks
 from ipu_pipe.run.checkpoint import load_weights, read_weights
-from ipu_pipe.run.parts import make_data, make_factory, make_loss, make_model, make_scheduler, refuse_wrapped
+from ipu_pipe.run.parts import (
+    Output,
+    make_data,
+    make_factory,
+    make_loss,
+    make_model,
+    make_scheduler,
+    refuse_wrapped,
+)
 from ipu_pipe.run.trying import try_model
 from ipu_pipe.schedule.methods import Method, check, resolve_method
 from ipu_pipe.schedule.segments import segment_ends
@@ -51,13 +61,14 @@ def set_up(
     config: Config,
     model: Optional[nn.Module] = None,
     data: Optional[DataSource] = None,
-    loss: Optional[Loss] = None,
+    loss: Union[Loss, str, None] = None,
     by_shape: bool = False,
     metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None,
+    output: Optional[Output] = None,
 ) -> Setup:
     """The model, loss, data and metrics that `config` describes, ready to run. What is given takes the place of the config's
     entry; `by_shape`: model and microbatches are shapes without numbers (see `ipu_pipe.run.planning`)."""
-    refuse_missing(config, model=model, data=data, loss=loss, metrics=metrics)
+    refuse_missing(config, model=model, output=output, data=data, loss=loss, metrics=metrics)
     device = _device(config)
     kind = device.type
     torch.manual_seed(derived_seed(config.seed, "model"))
@@ -74,9 +85,10 @@ def set_up(
     own_types = OwnTypes(model) if given else None
     model = model.to(device, DTYPES[config.precision]).train()
     data = data if data is not None else make_data(config)
-    chosen_loss = loss if loss is not None else make_loss(config)
-    if isinstance(chosen_loss, nn.Module):  # class weights and the like
-        chosen_loss = chosen_loss.to(device)
+    chosen_loss = make_loss(config, loss, output)
+    weighted = plain(chosen_loss)
+    if isinstance(weighted, nn.Module):  # class weights and the like
+        weighted.to(device)
     made = Setup(config, model, chosen_loss, data, device, own_types)
     made.begun = begun
     backend = backend_of(config)
@@ -128,13 +140,14 @@ def build(
     config: Config,
     model: Optional[nn.Module] = None,
     data: Optional[DataSource] = None,
-    loss: Optional[Loss] = None,
+    loss: Union[Loss, str, None] = None,
     optimizer: Optional[update.OptimizerFactory] = None,
     done: int = 0,
     by_shape: bool = False,
     *,
     metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None,
     lr_scheduler: Optional[SchedulerFactory] = None,
+    output: Optional[Output] = None,
 ) -> Job:
     """Build the job that `config` describes. What is given as an object takes the place of the config's entry; `done`: updates
     of the run that are done already, in a checkpoint that it goes on from; `by_shape`: as in `set_up`.
@@ -145,10 +158,10 @@ def build(
     """
     with attributed(lambda: "before training"):
         given: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
-        refuse_missing(config, model=model, data=data, loss=loss, optimizer=optimizer, **given)
+        refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, **given)
         factory = None if optimizer is None else factory_of(optimizer)
-        described = with_given(config, model, data, loss, optimizer, metrics=metrics, lr_scheduler=lr_scheduler)
-        setup = set_up(described, model, data, loss, by_shape, metrics)
+        described = with_given(config, model, data, loss, optimizer, output, **given)
+        setup = set_up(described, model, data, loss, by_shape, metrics, output)
     trained = [p for p in setup.model.parameters() if p.requires_grad]
     try:
         with attributed(lambda: "before training"):
@@ -171,9 +184,8 @@ def _assemble(
     rounds = method.rounds
     width = config.replicas if rounds is None else rounds.replicas or 1
     per_epoch, updates = _length(config, data, width)
-    taken = data.train_batch(0, 0, config.micro_batch_size)
-    x, y = setup.to_device(*taken)
-    example = x.clone(), y.clone()  # a model that works in place must not change the data
+    taken = setup.parted(data.train_batch(0, 0, config.micro_batch_size))
+    example = copied(setup.to_device(*taken))  # a model that works in place must not change the data
     setup.label_range = try_model(model, chosen_loss, example, taken[1])
     if is_chosen(config.stages):
         config = _with_chosen_stages(config, method, model, chosen_loss, example)
@@ -198,7 +210,7 @@ def _assemble(
     # replicas with weights of their own take turns in one timeline
     accumulate = config.gradient_accumulation if method.rounds is None else method.rounds.replicas or 1
     check(method, len(part), updates * accumulate, accumulate)
-    switch = round(args["warmup"]["epochs"] * per_epoch) if "warmup" in args else 0
+    switch = round(args["warmup"]["epochs"] * per_epoch) if "warmup" in args and per_epoch else 0
     drains = [k * accumulate for k in drains_of(config, updates, per_epoch, done)]
     schedule = make_schedule(method, len(part), updates * accumulate, accumulate, drains, switch * accumulate)
     table = VersionTable(schedule, method, config.seed)
@@ -217,12 +229,9 @@ def _assemble(
         whole = made if held is groups else factory(groups)  # a process holds its own stage's alone
     if optimizer is not None:
         config = with_optimizer(config, whole)
-    used = Given(optimizer=describe_optimizer(whole), loss=describe(setup.loss))
+    used = Given(optimizer=describe_optimizer(whole), loss=_described(plain(setup.loss)))
     base = float(whole.param_groups[0]["lr"])
-    played: Optional[List[float]] = None
-    if config.lr_schedule.is_played:
-        every = per_epoch if config.lr_schedule.interval == "epoch" else 1
-        played = play(scheduler or make_scheduler(config), whole, base, updates, every)
+    played = _played(config, scheduler, whole, base, updates, per_epoch)
     job = Job(
         config, model, chosen_loss, data, device, setup.own_types, part, method, schedule, table, groups, made,
         _rules(config, args, table, made, base, updates, per_epoch, switch, played),
@@ -238,8 +247,12 @@ def _assemble(
     return job
 
 
+def _described(loss: Loss) -> Description:
+    return Description(name=OWN) if isinstance(loss, OwnLoss) else describe(loss)
+
+
 def _with_chosen_stages(
-    config: Config, method: Method, model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]
+    config: Config, method: Method, model: nn.Module, loss: Loss, example: Tuple[Any, Any]
 ) -> Config:
     """The config with the names of the modules at which the planner has stages begin, the same on all processes: each may have
     measured its own machine."""
@@ -248,9 +261,15 @@ def _with_chosen_stages(
     return config.model_copy(update={"stages": begins or 1})
 
 
-def _length(config: Config, data: DataSource, width: int) -> Tuple[int, int]:
-    """Updates of an epoch and of the run, of `width` microbatches each times those accumulated. Raises BadInput."""
+def _length(config: Config, data: DataSource, width: int) -> Tuple[Optional[int], int]:
+    """Updates of an epoch (None where that is not known) and of the run, of `width` microbatches each times those accumulated.
+    Raises BadInput."""
     microbatches = data.train_batches_per_epoch(config.micro_batch_size)
+    if microbatches is None:
+        _refuse_epochs(config)
+        assert config.steps is not None
+        _check_length(config, config.steps, None)
+        return None, config.steps
     per_epoch = microbatches // (config.gradient_accumulation * width)
     if per_epoch < 1:
         raise BadInput(
@@ -263,7 +282,27 @@ def _length(config: Config, data: DataSource, width: int) -> Tuple[int, int]:
     return per_epoch, updates
 
 
-def _check_length(config: Config, updates: int, per_epoch: int) -> None:
+def _refuse_epochs(config: Config) -> None:
+    """Refuse (BadInput, every fault) what counts in epochs where the data has no length."""
+    milestones, warmup, evaluate = config.lr_schedule.milestones, config.method_args.warmup, config.evaluate
+    delays = resolve_method(config.method, config.method_settings()).history
+    said = {
+        "steps: null: must be the updates of the run": config.steps is None,
+        f"lr_schedule.milestones: {milestones}: must be none (linear and cosine go by updates)": bool(milestones),
+        f"evaluate.every: {evaluate.every}: must be 1 or 0, after the last update alone, or with evaluate.steps, in updates": (
+            evaluate.every not in (0, 1) and evaluate.steps is None
+        ),
+        f"method_args.warmup: {warmup and warmup.epochs} epochs: must be none": warmup is not None,
+        f"method: {config.method}: draws delays by the epoch: must be another": delays is not None,
+    }
+    faults = [
+        f"{fault}: the training data has no length, so that it has no epochs" for fault, is_so in said.items() if is_so
+    ]
+    if faults:
+        raise BadInput(faults)
+
+
+def _check_length(config: Config, updates: int, per_epoch: Optional[int]) -> None:
     """Whether the run can be planned: what that takes grows with its updates and with the stops among them."""
     if updates > MOST_UPDATES:
         raise BadInput(
@@ -289,14 +328,14 @@ def _rules(
     optimizer: torch.optim.Optimizer,
     base: float,
     updates: int,
-    per_epoch: int,
+    per_epoch: Optional[int],
     switch: int,
     played: Optional[Sequence[float]],
 ) -> UpdateRules:
     """The run's update rules; T1's K, where it is not given, from the learning-rate schedule."""
     if "t1" in args and args["t1"]["anneal_updates"] is None:
         schedule = config.lr_schedule
-        first = round(min(schedule.milestones) * per_epoch) if schedule.milestones else None
+        first = round(min(schedule.milestones) * per_epoch) if schedule.milestones and per_epoch else None
         lasting = schedule.total_steps or updates
         args = {**args, "t1": {"anneal_updates": anneal_default(first, schedule.warmup_steps, lasting)}}
     return UpdateRules(
@@ -304,6 +343,23 @@ def _rules(
         lambda k: rate_of(config, base, k, updates, per_epoch) if played is None else played[min(k, updates - 1)],
         switch, base,
     )  # fmt: skip
+
+
+def _played(
+    config: Config,
+    scheduler: Optional[SchedulerFactory],
+    optimizer: torch.optim.Optimizer,
+    base: float,
+    updates: int,
+    per_epoch: Optional[int],
+) -> Optional[List[float]]:
+    """The rate of every update where a torch.optim.lr_scheduler gives them, which is made here."""
+    if not config.lr_schedule.is_played:
+        return None
+    if config.lr_schedule.interval == "epoch" and per_epoch is None:
+        raise BadInput("lr_schedule.interval: epoch: the data have no epochs: must be update")
+    every = per_epoch if config.lr_schedule.interval == "epoch" and per_epoch else 1
+    return play(scheduler or make_scheduler(config), optimizer, base, updates, every)
 
 
 def _check_groups(optimizer: Any) -> None:

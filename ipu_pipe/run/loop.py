@@ -131,9 +131,9 @@ class Run:
         rate, self.unread_seconds = sum(result.samples for result in results) / self.unread_seconds, 0.0
         shows_accuracy = any(metric.name == ACCURACY for metric in job.metrics)
         for update_index, result in enumerate(results, position.update - len(results)):
-            position.count(result.loss, begins_epoch=update_index % job.updates_per_epoch == 0)
+            position.count(result.loss, begins_epoch=update_index % job.averaged == 0)
             bar.advance(result.loss, result.accuracy if shows_accuracy else None, rate)
-        epoch = position.update / job.updates_per_epoch
+        epoch = job.epoch(position.update)
         losses = tuple(loss for loss, _ in result.blocks) or (result.loss,)
         each = {"block_train_loss": list(losses)} if result.blocks else {}
         line = {"train_loss": result.loss, "lr": job.rate(k), "samples_per_second": rate, **each}
@@ -158,7 +158,7 @@ class Run:
         position, self.tested, found = self.position, every, every[-1]
         if bar is not None:
             bar.evaluated(found)
-        epoch = position.update / self.job.updates_per_epoch
+        epoch = self.job.epoch(position.update)
         log(step=position.update, epoch=epoch, **found.record(), **(by_block(every) if len(every) > 1 else {}))
         position.note(found)
         self.now = replace(self.now, step=position.update, epoch=epoch, metrics=found.record())

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Iterable, Iterator, List, Optional, Union
+from typing import Any, Iterable, Iterator, List, Mapping, Optional, Union
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ipu_pipe.data import DataSource
+from ipu_pipe.data.batches import LABELS, divided
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import load_recorded
 from ipu_pipe.job.sections import GIVEN
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.nests import mapped, tensors
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.parts import make_model
 
@@ -30,9 +32,10 @@ def predict(
     """The outputs of `model` for all inputs of `data`, in order, in evaluation mode: a tensor, or what the model gives with
     tensors (samples, ...) in it, on the CPU.
 
-    `model`: a model, left as it was; or a run's folder (its newest checkpoint) or a checkpoint's, whose weights go into `into`,
-    or into the model that the run's config names. `data`: a DataSource (its test set), a loader or other iterable of batches
-    (x, y) or x, or the inputs themselves, a tensor or a mapping of tensors, taken `batch_size` at a time. Raises BadInput.
+    `model`: a model, left as it was; or a run's folder (its newest checkpoint) or a checkpoint's, whose weights go into
+    `into`, or into the model that the run's config names. `data`: a DataSource (its test set), a loader or other iterable
+    of batches, whose labels are left out, or the inputs themselves, a tensor or a mapping of tensors, taken `batch_size`
+    at a time. Raises BadInput.
     """
     if not isinstance(model, nn.Module):
         model = _with_weights(Path(model), into)
@@ -46,7 +49,7 @@ def predict(
     with torch.no_grad(), modes_restored(model):
         model.eval()
         for x in _inputs(data, batch_size):
-            found.append(tree_map(_on_host, call(model, tree_map(lambda value: _as(value, like), x))))
+            found.append(tree_map(_on_host, call(model, mapped(lambda value: _as(value, like), x))))
     if not found:
         raise BadInput("predict: data: holds no samples")
     return _joined(found)
@@ -77,26 +80,31 @@ def _with_weights(path: Path, into: Optional[nn.Module]) -> nn.Module:
 def _inputs(data: Any, size: int) -> Iterator[Any]:
     """Batches of inputs."""
     if isinstance(data, DataSource):
-        for x, _ in data.test_batches(size):
-            yield x
-    elif isinstance(data, (torch.Tensor, dict)) or not isinstance(data, Iterable):
-        leaves, shape = tree_flatten(data)
-        counts = {len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        yield from (_input(batch, getattr(data, "labels", None)) for batch in data.test_batches(size))
+    elif isinstance(data, (torch.Tensor, Mapping)) or not isinstance(data, Iterable):
+        counts = {len(value) for value in tensors(data) if value.dim()}
         if len(counts) != 1:
             raise BadInput(
                 f"predict: data: a {type(data).__name__}: must be a DataSource, a loader, or tensors of one length"
             )
         for start in range(0, counts.pop(), size):
-            yield tree_unflatten([leaf[start : start + size] for leaf in leaves], shape)
+            yield mapped(lambda value, start=start: value[start : start + size], data)  # type: ignore[misc]
     else:
-        for batch in data:
-            yield batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 else batch
+        yield from (_input(batch, None) for batch in data)
 
 
-def _as(value: Any, like: torch.Tensor) -> Any:
+def _input(batch: Any, labels: Optional[str]) -> Any:
+    """A batch without its labels, where it has any."""
+    if isinstance(batch, Mapping):
+        known = [name for name in (labels, *LABELS) if name in batch]
+        return divided(batch, labels)[0] if known else batch
+    if isinstance(batch, (tuple, list)):
+        return batch[0] if len(batch) == 1 else divided(batch)[0]
+    return batch
+
+
+def _as(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """On the model's device, floats in its precision."""
-    if not isinstance(value, torch.Tensor):
-        return value
     return value.to(like.device, like.dtype) if value.is_floating_point() else value.to(like.device)
 
 

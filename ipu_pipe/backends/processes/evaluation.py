@@ -18,6 +18,7 @@ from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import one_activation
 from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.nests import sample_count
 
 EVALUATION_TAG = (1 << 30) + 2  # beyond all messages of the schedule
 COUNTED = "ipu_pipe/evaluated"  # batches that any stage has done, in the store
@@ -61,7 +62,7 @@ class Evaluation:
             if place.head is not None:
                 output = place.head(one_activation(output))
             if s in self._with_loss:
-                tally.add(output, y, len(x))
+                tally.add(output, y, sample_count(x))
             if place.layout.width > 1:
                 dist.distributed_c10d._get_default_store().add(COUNTED, 1)
         return tally.sums
