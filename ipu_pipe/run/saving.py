@@ -99,7 +99,6 @@ def _write(job: Job, run: RunDir, ended: Ended, measured: Report) -> Dict[str, A
     has_clocks = measured.events is not None
     costs = None if has_clocks else stage_costs(job, ended.profile, ended.position)
     report = summarise(job, ended.position, ended.final, measured, ended.tested, costs, ended.stopped)
-    report["record"] = {**ended.record, "ended": now()}
     if measured.times is None:
         run.forget_trace()
     if costs is not None and job.traced:
@@ -109,5 +108,6 @@ def _write(job: Job, run: RunDir, ended: Ended, measured: Report) -> Dict[str, A
     for name, value in (measured.files or {}).items():
         run.write_json(name, value)
     run.write_json("memory.json", memory_record(job, measured))
+    run.write_json("record.json", [*earlier_starts(run.path)[:-1], {**ended.record, "ended": now()}])
     run.write_json("summary.json", report)  # last: a run with a summary is finished
     return report
