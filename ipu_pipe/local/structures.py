@@ -28,22 +28,24 @@ from ipu_pipe.schedule.methods import Structure
 
 
 class Staged(NamedTuple):
-    """What blocks are made of: a model, an input of it, its structure, the stages as the config says them."""
+    """What blocks are made of: a model, an input of it, its structure, the stages as the config says them; `one_stage`: why a
+    weight lies in one of them."""
 
     model: nn.Module
     x: Any
     structure: Structure
     stages: Any
+    one_stage: str
 
     def partition(self) -> Partition:
         """The stages. A count is balanced between any modules, if only one activation crosses there; else between those of the
         top level."""
-        part = partition(self.model, self.x, self.stages)
+        part = partition(self.model, self.x, self.stages, one_stage=self.one_stage)
         names = part.begin_names()
         named = self.stages is None or isinstance(self.stages, (list, tuple))
         if named or len(self.alone(names)) == len(names):
             return part
-        return partition(self.model, self.x, self.stages, between_top=True)
+        return partition(self.model, self.x, self.stages, between_top=True, one_stage=self.one_stage)
 
     def alone(self, names: List[str]) -> List[str]:
         """Those of `names` at which one activation crosses."""
@@ -74,7 +76,8 @@ def _every_stage(staged: Staged) -> List[str]:
 def _chunks(staged: Staged) -> List[str]:
     wanted = staged.structure.blocks
     if isinstance(wanted, tuple):
-        partition(staged.model, staged.x, list(wanted) or 1)  # refuses unknown names and a wrong order
+        # refuses unknown names and a wrong order
+        partition(staged.model, staged.x, list(wanted) or 1, one_stage=staged.one_stage)
         return list(wanted)
     assert wanted is not None
     part = staged.partition()
@@ -112,19 +115,20 @@ def row_of(structure: Structure) -> Row:
 
 def make_blocks(
     model: nn.Module, x: Any, structure: Structure, stages: Any, seed: int = 0, count: Optional[int] = None,
-    head: Optional[MakeHead] = None, take: Optional[Take] = None,
+    head: Optional[MakeHead] = None, one_stage: str = "", take: Optional[Take] = None,
 ) -> Tuple[BlockedModel, Partition]:  # fmt: skip
     """A model in blocks by a method's structure, and the partition with a block a stage. `stages`: as the config says them;
-    `count`: how many blocks there must be (processes); `take`: what the loss is of in the model's output. Raises BadInput."""
+    `count`: how many blocks there must be (processes); `one_stage`: as `model.stages.partition`; `take`: what the loss is of in
+    the model's output. Raises BadInput."""
     row = row_of(structure)
-    begins = row.begins(Staged(model, x, structure, stages))
+    begins = row.begins(Staged(model, x, structure, stages, one_stage))
     if count is not None and len(begins) + 1 != count:
         raise BadInput(
             f"stages: {len(begins) + 1} blocks, each in a process of its own: start as many for each replica, not {count}"
         )
     blocks = Blocks(model, begins, x, seed, row.trains_last, head, take)
     made = BlockedModel(blocks)
-    part = partition(made, x, begins if begins else 1)
+    part = partition(made, x, begins if begins else 1, one_stage=one_stage)
     if structure.overlap:
         blocks.share(structure.overlap)
     return made, part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from dataclasses import replace
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from torch import nn
@@ -42,7 +43,7 @@ def spread(
             begins[call.name] = stage
     made = finish(model, runs, calls, begins, stage_of)
     empty = tuple(Stage(s, "", ()) for s in range(len(made), count))
-    return Partition(made.stages + empty, made.begins, spread=True)
+    return replace(made, stages=made.stages + empty, spread=True)
 
 
 def balanced(
@@ -53,11 +54,13 @@ def balanced(
     count: int,
     by: str,
     between_top: bool,
+    shares: bool,
 ) -> Partition:
     """Exactly `count` stages: between modules of the top-level sequence, where every backend can cut, unless a stage of that
-    costs over TOP_SLACK times what it must; then at any modules, nested ones too."""
+    costs over TOP_SLACK times what it must; then at any modules, nested ones too. `shares`: between two uses of one weight, too.
+    """
     costs = costs_of(model, calls, groups, by)
-    places = _places(calls, _held_together(model, calls, runs))
+    places = _places(calls, set() if shares else _held_together(model, calls, runs))
     if len(places) < count:  # what is shared cannot be divided: its refusal names it
         places = _places(calls, set())
     top = [place for place in places if place.through == 0]

@@ -157,8 +157,13 @@ def _chain(parts: Sequence[Piece], x: Any) -> Any:
             entered.append(tensors_of(value))
 
     def backward() -> None:
-        for outs, ins in zip(reversed(handed), reversed(entered)):
+        for part, outs, ins in zip(reversed(parts[:-1]), reversed(handed), reversed(entered)):
             pairs = [(out, into.grad) for out, into in zip(outs, ins) if into.grad is not None and out.requires_grad]
+            # of a weight that later pieces use, too: autograd adds to what came first
+            later = [(p, p.grad) for p in part.parameters() if p.grad is not None]
+            for p, _ in later:
+                p.grad = None
+            pairs += later
             if pairs:
                 torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
 

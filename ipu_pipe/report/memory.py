@@ -47,10 +47,12 @@ def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[st
     rows = []
     for stage, entering in zip(job.part.stages, _input_bytes(job)):
         s = stage.index
+        # of weights that an earlier stage holds, too; one microbatch's gradient is on its way there
+        replicas = sum(sizes[name] for name in job.part.replicas(s))
         planned = stage_bytes(
-            weights=sum(sizes[name] for name in stage.parameters) + behind[s],
+            weights=sum(sizes[name] for name in stage.parameters) + behind[s] + replicas,
             copies=int(copies[s]),
-            gradients=trained[s] + behind[s],
+            gradients=trained[s] + behind[s] + replicas,
             optimizer=moments * (trained[s] + behind[s]) * own,
             accumulators=len(job.rules.entries(s)) * trained[s],
             saved=job.footprint.saved_bytes[s],

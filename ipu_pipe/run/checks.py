@@ -57,7 +57,11 @@ def asynchrony(job: Job) -> List[str]:
     config, method = job.config, job.method
     if method.history is None and method.rounds is None:
         return []
-    why = "updates single stages" if method.rounds is None else "has replicas that step by themselves (method_args.replicas)"
+    why = (
+        "updates single stages"
+        if method.rounds is None
+        else "has replicas that step by themselves (method_args.replicas)"
+    )
     found = [
         f"{key}: {getattr(config, key)}: {method.name} {why}: must be 1"
         for key in ("replicas", "gradient_accumulation")

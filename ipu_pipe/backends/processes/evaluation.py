@@ -34,7 +34,7 @@ class Evaluation:
     def __call__(self) -> List[Measured]:
         """By stage with a loss, the same on every rank."""
         layout = self._place.layout
-        self._player.weights.rest()
+        self._player.rest()
         sums = torch.zeros(layout.depth, len(Tally.of(self._job).sums), dtype=torch.float64)
         modules = [module for module in (self._place.piece, self._place.head) if module is not None]
         with torch.no_grad(), modes_restored(*modules):
