@@ -55,6 +55,11 @@ def cases() -> List[Case]:
         own = {"replicas": R, "local_steps": K}
         made += [(f"{way}-local_sgd-{R}", "local_sgd", own, R, model, 0) for way in ("plain", "clip-stage", "adamw")]
     made.append(("channels-local_sgd", "local_sgd", {"replicas": 3, "local_steps": 2}, 3, "residual", 0))
+    for method in (name for name, chosen in METHODS.items() if chosen.one_version):
+        clips = ["clip-global"] if METHODS[method].flushes else ["clip-stage", "clip-delayed"]
+        for way, model in zip(["plain", "channels", "adamw", *clips], ("tied", "thrice", "twice", "tied", "thrice")):
+            made.append((f"{way}-{method}-{model}", method, {}, 1 if method == "naive" else 4, model, 0))
+    made.append(("warm-up-thrice", "pipedream_2bw", {}, 4, "thrice", 3))
     for name, row in ROWS.items():
         if not resolve_method(row.method, row.args).delay:
             made.append((f"rule-{name}", row.method, _fit(row.args), 1, "residual", row.switch))
@@ -81,7 +86,7 @@ def _counts_versions(case: Case) -> bool:
 def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
     name, method_name, args, accumulate, model_name, switch = case
     method, model, data = resolve_method(method_name, args), fresh(model_name), batches(accumulate * updates_of(case))
-    part = partition(model, data[0][0], begins(model, ranks))
+    part = partition(model, data[0][0], begins(model, ranks), one_stage=method.one_stage)
     schedule = make_schedule(method, ranks, len(data), accumulate, drains_of(case), switch * accumulate)
     table = VersionTable(schedule, method)
     make = ADAMW if "adamw" in name else SGD
@@ -93,7 +98,9 @@ def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
     emulator.close()
     copies = weight_copies(table)
     held = {
-        f"versions {stage.index}": torch.tensor(copies[stage.index] - 1.0) for stage in part.stages if stage.parameters
+        f"versions {stage.index}": torch.tensor(copies[stage.index] - 1.0)
+        for stage in part.stages
+        if stage.parameters or part.replicas(stage.index)
     }
     return {**model.state_dict(), "losses": torch.tensor(losses), **held}
 

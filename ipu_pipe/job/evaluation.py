@@ -10,7 +10,10 @@ from ipu_pipe.job.metrics import DEFAULT, Counting, Metric, counts_labels, right
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Setup
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
+from ipu_pipe.model.calling import call
 from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.nests import few, sample_count
+from ipu_pipe.model.outputs import plain, scores
 from ipu_pipe.model.probe import Loss
 
 TEST_BATCH = 128  # samples of one evaluation forward; BatchNorm does not see it, it evaluates by running statistics
@@ -19,11 +22,11 @@ TEST_BATCH = 128  # samples of one evaluation forward; BatchNorm does not see it
 def test_batches(setup: Setup) -> Iterator[Tuple[Any, Any]]:
     """The test set on the run's device, up to `evaluate.subset` samples."""
     subset, seen = setup.config.evaluate.subset, 0
-    for x, y in setup.data.test_batches(TEST_BATCH):
-        x, y = setup.to_device(x, y)
+    for batch in setup.data.test_batches(TEST_BATCH):
+        x, y = setup.ready(batch)
         if subset:
-            x, y = x[: subset - seen], y[: subset - seen]
-        seen += len(x)
+            x, y = few(x, subset - seen), few(y, subset - seen)
+        seen += sample_count(x)
         yield x, y
         if subset and seen >= subset:
             return
@@ -47,12 +50,14 @@ class Tally:
 
     def add(self, output: Any, y: Any, samples: int) -> None:
         """A batch's outputs and labels."""
-        for counting in (self._losses, *self._counting):
-            counting.add(output, y, samples)
+        taken = scores(self._loss, output)
+        self._losses.add(output, y, samples)
+        for counting in self._counting:
+            counting.add(taken, y, samples)
 
     def _of_batch(self, output: Any, y: Any, samples: int) -> torch.Tensor:
         """The loss times its weight, the weight."""
-        answers = right_answers(output, y) if counts_labels(self._loss) else None
+        answers = right_answers(scores(self._loss, output), y) if counts_labels(plain(self._loss)) else None
         loss = self._loss(output, y).detach().double().reshape(())
         weight = torch.full_like(loss, samples) if answers is None else answers[1].double()
         # all stays on its device: to read a batch's numbers would hold a GPU up
@@ -83,8 +88,8 @@ def evaluate(setup: Setup) -> List[Measured]:
     with torch.no_grad(), modes_restored(model):
         model.eval()
         for x, y in test_batches(setup):
-            outputs = blocks.outputs(x) if blocks is not None else [model(x)]
+            outputs = blocks.outputs(x) if blocks is not None else [call(model, x)]
             tallies = tallies or [Tally.of(setup) for _ in outputs]
             for tally, output in zip(tallies, outputs):
-                tally.add(output, y, len(x))
+                tally.add(output, y, sample_count(x))
     return [tally.measured for tally in tallies or [Tally.of(setup)]]

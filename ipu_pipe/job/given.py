@@ -70,19 +70,29 @@ def with_given(
     data: Any = None,
     loss: Any = None,
     optimizer: Any = None,
+    output: Any = None,
     *,
     metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None,
     callbacks: Optional[Sequence[Any]] = None,
 ) -> Config:
-    """The config with descriptions of the objects that are given; the keys that they replace claim nothing. The optimizer is
-    described when it is made."""
+    """The config with descriptions of the objects that are given; the keys that they replace claim nothing. What a key could say
+    itself (a loss's name, an output's) it says. The optimizer is described when it is made."""
     given: Dict[str, Any] = {}
     changes: Dict[str, Any] = {}
     if model is not None:
-        given["model"], changes["model"] = Description(name=qualified(type(model))), ModelConfig(entry=GIVEN)
+        given["model"], changes["model"] = (
+            Description(name=qualified(type(model))),
+            ModelConfig(entry=GIVEN, output=config.model.output),
+        )
+    if output is not None:
+        if callable(output):
+            given["output"], output = describe(output), GIVEN
+        changes["model"] = changes.get("model", config.model).model_copy(update={"output": output})
     if data is not None:
         given["data"], changes["data"] = Description(name=qualified(type(data))), DataConfig(name=GIVEN)
-    if loss is not None:
+    if isinstance(loss, str):
+        changes["loss"] = loss
+    elif loss is not None:
         given["loss"], changes["loss"] = describe(loss), GIVEN
     if optimizer is not None:
         given["optimizer"] = None

@@ -12,7 +12,7 @@ from ipu_pipe.job.entries import resolve_entry
 from ipu_pipe.job.schema import Config
 from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.model.stages import Partition, partition
-from ipu_pipe.schedule.methods import Method, Structure
+from ipu_pipe.schedule.methods import Method
 
 
 class Placed(NamedTuple):
@@ -28,20 +28,23 @@ class Placed(NamedTuple):
 def place_whole(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> Placed:
     """All stages in this process. `x`: one microbatch of input. Raises BadInput."""
     if method.structure is not None:
-        return place_blocks(config, method.structure, model, x)
-    return Placed(model, partition(model, x, config.stages))
+        return place_blocks(config, method, model, x)
+    return Placed(model, partition(model, x, config.stages, one_stage=method.one_stage))
 
 
 def place_blocks(
-    config: Config, structure: Structure, model: nn.Module, x: torch.Tensor, count: Optional[int] = None,
+    config: Config, method: Method, model: nn.Module, x: torch.Tensor, count: Optional[int] = None,
     own: Optional[int] = None,
 ) -> Placed:  # fmt: skip
     """Blocks with losses of their own; `count`: how many there must be, `own`: the one of this process. Raises BadInput."""
+    assert method.structure is not None
     if isinstance(config.stages, dict) and config.stages.get("by") == "time":
         raise BadInput(
             "stages.by: time: times differ from run to run, and blocks are what is trained: must be flops or parameters"
         )
     entry = config.method_args.head
     head = resolve_entry(entry, "method_args.head") if entry else None
-    made, part = make_blocks(model, x, structure, config.stages, config.seed, count, head)
+    made, part = make_blocks(
+        model, x, method.structure, config.stages, config.seed, count, head, method.one_stage or ""
+    )
     return Placed(made, part, own)

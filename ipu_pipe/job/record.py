@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from ipu_pipe.data import DataSource
+from ipu_pipe.data.batches import divided
 from ipu_pipe.data.labels import LabelRange
-from ipu_pipe.errors import BadInput
 from ipu_pipe.job.metrics import DEFAULT, Metric
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import Given
 from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.model.nests import mapped, refuse_others, refuse_uneven
+from ipu_pipe.model.outputs import OwnLoss
 from ipu_pipe.model.precision import OwnTypes
 from ipu_pipe.model.probe import Footprint, Loss
 from ipu_pipe.model.stages import Partition
@@ -60,13 +62,30 @@ class Setup:
     metrics: Tuple[Metric, ...] = field(default=DEFAULT, init=False)  # of evaluations
     pins_memory: bool = field(default=False, init=False)  # what is pinned goes to a GPU without waiting
 
+    def parted(self, batch: Any) -> Tuple[Any, Any]:
+        """A batch of the data as inputs and labels. The labels of a model that computes its own loss are among the inputs, too.
+        Raises BadInput."""
+        return divided(batch, getattr(self.data, "labels", None), isinstance(self.loss, OwnLoss))
+
+    def ready(self, batch: Any) -> Tuple[Any, Any]:
+        """A batch of the data as inputs and labels on the run's device. Raises BadInput."""
+        return self.to_device(*self.parted(batch))
+
     def to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
-        """A microbatch on the run's device, inputs in its precision."""
+        """A microbatch on the run's device, inputs in its precision. Raises BadInput."""
+        refuse_others(x, "inputs")
+        refuse_uneven(x)
+        if y is not None or not isinstance(self.loss, OwnLoss):
+            refuse_others(y, "labels")
         dtype = DTYPES[self.config.precision]
         # the CPU's loss looks itself, a GPU's kernel aborts
         if self.label_range is not None and self.device.type == "cuda":
             self.label_range.check_on_host(y)
-        return _move(x, self.device, dtype, self.pins_memory), _move(y, self.device, dtype, self.pins_memory)
+
+        def move(value: torch.Tensor) -> torch.Tensor:
+            return _move(value, self.device, dtype, self.pins_memory)
+
+        return mapped(move, x), mapped(move, y)
 
 
 @dataclass
@@ -84,9 +103,9 @@ class Job(Setup):
     optimizer: torch.optim.Optimizer
     rules: UpdateRules
     base_rate: float
-    updates_per_epoch: int
+    updates_per_epoch: Optional[int]  # None where the data has no length: all is one epoch
     updates: int
-    example: Tuple[torch.Tensor, torch.Tensor]
+    example: Tuple[Any, Any]
     footprint: Footprint
     note: str = ""  # what the user should know of the stages
     done: int = 0  # updates of the run that this one goes on with: the pipeline is empty there
@@ -111,11 +130,20 @@ class Job(Setup):
         chosen = self.config.log.trace
         return range(0) if chosen is None else chosen.updates(self.config.gradient_accumulation)
 
-    def microbatch(self, m: int, replica: int = 0) -> Tuple[torch.Tensor, torch.Tensor]:
+    def microbatch(self, m: int, replica: int = 0) -> Tuple[Any, Any]:
         """Microbatch m of a replica of the pipeline, on the run's device. Replicas take turns in an epoch's order."""
         accumulate, width = self.config.gradient_accumulation, self.width
-        epoch, within = divmod(m, self.updates_per_epoch * accumulate)
-        return self.to_device(*self.data.train_batch(epoch, within * width + replica, self.config.micro_batch_size))
+        epoch, within = (0, m) if self.updates_per_epoch is None else divmod(m, self.updates_per_epoch * accumulate)
+        return self.ready(self.data.train_batch(epoch, within * width + replica, self.config.micro_batch_size))
+
+    @property
+    def averaged(self) -> int:
+        """The updates over which the training loss is averaged: of an epoch, or a hundred where there are none."""
+        return self.updates_per_epoch or 100
+
+    def epoch(self, done: int) -> Optional[float]:
+        """How many epochs `done` updates are; None where the data has no length."""
+        return None if self.updates_per_epoch is None else done / self.updates_per_epoch
 
     def rate(self, k: int) -> float:
         """Learning rate of update k."""
@@ -179,16 +207,14 @@ class Job(Setup):
         return self.evaluates_after(done) or (every is not None and done % every == 0)
 
 
-def _move(value: Any, device: torch.device, dtype: torch.dtype, pins: bool = False) -> Any:
-    if not isinstance(value, torch.Tensor):
-        raise BadInput(f"data: a microbatch holds {type(value).__name__}, must be tensors (x, y)")
+def _move(value: torch.Tensor, device: torch.device, dtype: torch.dtype, pins: bool = False) -> torch.Tensor:
     if pins and device.type == "cuda" and value.device.type == "cpu":
         value = value.to(dtype) if value.is_floating_point() else value
         return value.pin_memory().to(device, non_blocking=True)
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
 
-def rate_of(config: Config, base: float, k: int, updates: int, per_epoch: int) -> float:
+def rate_of(config: Config, base: float, k: int, updates: int, per_epoch: Optional[int]) -> float:
     """Learning rate of update k, before the rules. Where stages are drawn, one may have more updates than the run has steps."""
     if config.lr_schedule.falls:
         updates = config.lr_schedule.total_steps or updates
@@ -196,7 +222,7 @@ def rate_of(config: Config, base: float, k: int, updates: int, per_epoch: int) -
     return lr.rate(config.lr_schedule, base, k, updates, per_epoch)
 
 
-def drains_of(config: Config, updates: int, per_epoch: int, done: int) -> List[int]:
+def drains_of(config: Config, updates: int, per_epoch: Optional[int], done: int) -> List[int]:
     """Updates after which the pipeline empties: evaluations and checkpoints before the end, and where the run goes on, which may
     be none of these any more."""
     marks: Set[int] = {done} if 0 < done < updates else set()

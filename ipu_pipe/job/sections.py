@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
-from pydantic import BaseModel, ConfigDict, StrictBool, field_validator, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from typing_extensions import Literal
 
 from ipu_pipe.values import (
@@ -24,14 +33,17 @@ from ipu_pipe.values import (
 )
 
 GIVEN = "(given in Python)"
+OWN = "model"  # the loss of a model that computes it itself
 TRACED = 512  # microbatches of a stage, where nothing is said
 
 
 class ModelConfig(Section):
-    """`entry`: "module:callable" that makes the model. `args`: its keyword arguments."""
+    """`entry`: "module:callable" that makes the model. `args`: its keyword arguments. `output`: what of its output the loss is
+    of, a field's name, an index, or "module:callable" that takes it; null is all of it."""
 
     entry: str
     args: Dict[str, Any] = {}
+    output: Union[None, StrictInt, StrictStr] = None
 
 
 class DataConfig(BaseModel):
@@ -139,16 +151,18 @@ class ClipConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Evaluation after each `every` epochs, or each share of one (0: only before and after training), on the first `subset` test
-    samples."""
+    """Evaluation after each `every` epochs, or each share of one (0: only before and after training), or after each `steps`
+    updates, on the first `subset` test samples."""
 
     every: Often = 1
-
-    def interval(self, updates_per_epoch: int) -> int:
-        """The updates between two evaluations, 0 for never."""
-        return max(1, round(self.every * updates_per_epoch)) if self.every else 0
-
+    steps: Optional[Count] = None
     subset: Optional[Count] = None
+
+    def interval(self, updates_per_epoch: Optional[int]) -> int:
+        """The updates between two evaluations, 0 for never. Of data without epochs `every` says nothing."""
+        if self.steps is not None:
+            return self.steps
+        return max(1, round(self.every * updates_per_epoch)) if self.every and updates_per_epoch else 0
 
 
 class CheckpointConfig(Section):
@@ -271,6 +285,7 @@ class Given(Section):
     """What Python gave in the place of the config's own; written by a run, and of no use on the command line."""
 
     model: Optional[Description] = None
+    output: Optional[Description] = None
     data: Optional[Description] = None
     loss: Optional[Description] = None
     optimizer: Optional[Description] = None

@@ -21,8 +21,9 @@ from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.local.duplicates import Duplicates
 from ipu_pipe.local.heads import MakeHead, make_head
 from ipu_pipe.model.buffers import buffers_restored
-from ipu_pipe.model.cutting import crossings, pieces, writes_over
+from ipu_pipe.model.cutting import pieces
 from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.outputs import scores
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.model.rehearsal import refuse_other_pieces
@@ -51,6 +52,11 @@ def losses_of(loss: Loss, output: Any, y: Any) -> List[torch.Tensor]:
     return [each(own, y) for own in (output if isinstance(output, Outputs) else [output])]
 
 
+def scored(loss: Loss, output: Any) -> Any:
+    """What of an output its loss is of."""
+    return scores(loss.each if isinstance(loss, SumOfLosses) else loss, output)
+
+
 class Blocks:
     """The blocks of a model that have losses of their own. `begins`: names of the modules at which the second and later ones
     begin. `trains_last`: only the last one trains, the others are frozen; there are no heads then.
@@ -67,8 +73,10 @@ class Blocks:
     ) -> None:
         self.model = model
         self.pieces = pieces(model, begins, x)
-        self.crossings = crossings(self.pieces, model, x)
+        self.crossings = self.pieces[0].cut.crossings
         refuse_other_pieces(model, self.pieces, x)
+        with torch.no_grad():
+            self.pieces[0].cut.prepare(x, training=False)  # for copies of the model, too
         self.overlap = 0  # so many blocks before its own are in each
         self._duplicates: Optional[Duplicates] = None
         before = self.pieces[:-1] if trains_last else []
@@ -98,7 +106,7 @@ class Blocks:
                     raise BadInput(f"method_args.head: before {begin}: {first_line(error)}") from error
                 if found != tuple(output.shape):
                     raise BadInput(f"method_args.head: before {begin}: gives {found}, must give {tuple(output.shape)}")
-                if writes_over(built, activation):
+                if _writes_over(built, activation):
                     built.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),))
                 made[str(index)] = built.train()
         return made
@@ -149,7 +157,7 @@ class Blocks:
     def share(self, overlap: int) -> None:
         """From now on so many blocks before its own are in each block, as duplicates: the same weights, gradients apart."""
         self.overlap = overlap
-        self.pieces[0].begins_in_place = True  # the input is taken twice
+        self.pieces[0].copies_input = True  # the input is taken twice
         self._duplicates = Duplicates(self.pieces, overlap)
 
     def average_duplicates(self) -> None:
@@ -193,6 +201,15 @@ class BlockedModel(nn.Module):
 def blocks_of(model: nn.Module) -> Optional[Blocks]:
     """The blocks that have losses of their own; None for other models."""
     return model._local_blocks if isinstance(model, BlockedModel) else None
+
+
+def _writes_over(part: nn.Module, value: torch.Tensor) -> bool:
+    """Whether the first thing that a module does is to overwrite what it is given."""
+    try:
+        part(value.detach().clone().requires_grad_())
+    except RuntimeError as error:
+        return "leaf Variable that requires grad" in str(error)
+    return False
 
 
 def one_activation(value: Any) -> torch.Tensor:

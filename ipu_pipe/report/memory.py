@@ -15,6 +15,7 @@ from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import placement
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.model.nests import size
 from ipu_pipe.schedule import figures
 from ipu_pipe.schedule.copies import weight_copies
 from ipu_pipe.schedule.runs import IntArray
@@ -46,10 +47,12 @@ def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[st
     rows = []
     for stage, entering in zip(job.part.stages, _input_bytes(job)):
         s = stage.index
+        # of weights that an earlier stage holds, too; one microbatch's gradient is on its way there
+        replicas = sum(sizes[name] for name in job.part.replicas(s))
         planned = stage_bytes(
-            weights=sum(sizes[name] for name in stage.parameters) + behind[s],
+            weights=sum(sizes[name] for name in stage.parameters) + behind[s] + replicas,
             copies=int(copies[s]),
-            gradients=trained[s] + behind[s],
+            gradients=trained[s] + behind[s] + replicas,
             optimizer=moments * (trained[s] + behind[s]) * own,
             accumulators=len(job.rules.entries(s)) * trained[s],
             saved=job.footprint.saved_bytes[s],
@@ -98,8 +101,7 @@ def _behind_bytes(job: Job) -> List[int]:
 
 def _input_bytes(job: Job) -> List[int]:
     """What enters each stage with a microbatch."""
-    x = job.example[0]
-    return [x.numel() * x.element_size(), *job.footprint.boundary_bytes]
+    return [size(job.example[0]), *job.footprint.boundary_bytes]
 
 
 def _trained_bytes(job: Job) -> List[int]:

@@ -32,11 +32,13 @@ def opening(job: Job, done: int = 0) -> str:
             f"precision: the model given in {' and '.join(others)} is trained in {config.precision}, and cast back at the end"
         )
     lines += [
+        *left_out(job),
         f"{model_name(config)}: {parameters:,} parameters on {len(job.part)} stages; method {job.method.name}, "
         f"backend {config.backend.name} on {job.device_kind}",
         f"global batch size {job.batch} = micro_batch_size {config.micro_batch_size} x "
         f"gradient_accumulation {config.gradient_accumulation} x replicas {job.width}; "
-        f"{job.updates - done} updates, {job.updates_per_epoch} an epoch",
+        f"{job.updates - done} updates, "
+        + (f"{job.updates_per_epoch} an epoch" if job.updates_per_epoch is not None else "of data without a length"),
     ]
     return "\n".join(lines)
 
@@ -45,7 +47,7 @@ def _beside(job: Job) -> List[str]:
     """What a config says that does not count, or is of no use."""
     config, method, lines = job.config, job.method, []
     if config.steps is not None and "epochs" in config.model_fields_set:
-        if config.epochs * job.updates_per_epoch != config.steps:
+        if job.updates_per_epoch is None or config.epochs * job.updates_per_epoch != config.steps:
             lines.append(f"steps: {config.steps} counts, epochs: {config.epochs} does not")
     of_stages = method.structure is None and method.history is None and method.rounds is None and method.delay is None
     if len(job.part) == 1 and of_stages:
@@ -59,6 +61,17 @@ def _begun(begun: Begun) -> str:
         f"init_from: {begun.path}: {begun.taken} parameters and buffers are from there; left out: {first_of(left) or 'none'}; "
         f"new in the model: {first_of(begun.new) or 'none'}"
     )
+def left_out(job: Job) -> List[str]:
+    """What of the training data no update has, in a line; nothing where all is used, or where that is not known."""
+    if job.updates_per_epoch is None:
+        return []
+    size, used = job.config.micro_batch_size, job.updates_per_epoch * job.batch
+    held = getattr(job.data, "train_samples", None) or size * (job.data.train_batches_per_epoch(size) or 0)
+    if held <= used:
+        return []
+    return [
+        f"data: {held - used:,} of {held:,} training samples are left out of each epoch: they fill no batch of {job.batch}"
+    ]
 
 
 def plan(job: Job) -> str:

@@ -24,6 +24,14 @@ from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.saving import Ended, finish, restore, save
 
 
+def _begin(run: RunDir, job: Job, done: int) -> None:
+    """What a run writes before its first update of this start, `done` being done."""
+    run.write_text("config.yaml", dump(job.config))
+    if job.begun is not None:
+        run.write_json("init_from.json", job.begun._asdict())
+    run.open_metrics(done)
+
+
 class Run:
     """One run in progress, on this process. Only the main one has a folder to write into."""
 
@@ -58,10 +66,7 @@ class Run:
         if self.run:
             if self.resume:
                 self.run.forget_after(position.update, self.progress.say)
-            self.run.write_text("config.yaml", dump(job.config))
-            if job.begun is not None:
-                self.run.write_json("init_from.json", job.begun._asdict())
-            self.run.open_metrics(position.update)
+            _begin(self.run, job, position.update)
         self.progress.say(opening(job, position.update))
         engine = make_engine(job, position.update)
         try:
@@ -138,9 +143,9 @@ class Run:
         rate, self.unread_seconds = sum(result.samples for result in results) / self.unread_seconds, 0.0
         shows_accuracy = any(metric.name == ACCURACY for metric in job.metrics)
         for update_index, result in enumerate(results, position.update - len(results)):
-            position.count(result.loss, begins_epoch=update_index % job.updates_per_epoch == 0)
+            position.count(result.loss, begins_epoch=update_index % job.averaged == 0)
             bar.advance(result.loss, result.accuracy if shows_accuracy else None, rate)
-        epoch = position.update / job.updates_per_epoch
+        epoch = job.epoch(position.update)
         losses = tuple(loss for loss, _ in result.blocks) or (result.loss,)
         each = {"block_train_loss": list(losses)} if result.blocks else {}
         line = {"train_loss": result.loss, "lr": job.rate(k), "samples_per_second": rate, **each}
@@ -165,7 +170,7 @@ class Run:
         position, self.tested, found = self.position, every, every[-1]
         if bar is not None:
             bar.evaluated(found)
-        epoch = position.update / self.job.updates_per_epoch
+        epoch = self.job.epoch(position.update)
         log(step=position.update, epoch=epoch, **found.record(), **(by_block(every) if len(every) > 1 else {}))
         position.note(found)
         self.now = replace(self.now, step=position.update, epoch=epoch, metrics=found.record())

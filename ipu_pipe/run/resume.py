@@ -16,6 +16,8 @@ from ipu_pipe.job.identity import deciding, follows_length, mismatches
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
+from ipu_pipe.model.calling import call
+from ipu_pipe.model.nests import copied
 from ipu_pipe.model.probe import undisturbed
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.checkpoint import Checkpoint
@@ -108,12 +110,12 @@ def _position_faults(job: Job, held: Checkpoint, step: int) -> List[str]:
         return [f"{place}: its keys must be {', '.join(sorted(known))}"]
     if not isinstance(held.state.get("optimizer"), dict):
         return [f"{checkpoint.STATE}: optimizer: must be a mapping"]
-    update, per_epoch = saved["update"], job.updates_per_epoch
+    update, averaged = saved["update"], job.averaged
     if not _is_whole(update, 1, job.updates):
         return [f"{place}.update: {update}: must be a whole number from 1 to the run's {job.updates}"]
     if {update, step} != {held.state.get("step")}:
         return [f"{place}.update: {update}: the checkpoint is of step {step}"]
-    within = (update - 1) % per_epoch + 1
+    within = (update - 1) % averaged + 1
     best, loss, initial = saved["best_step"], saved["best_loss"], saved["initial"]
     sane = {
         "epoch_updates": (saved["epoch_updates"] == within, f"must be {within}, {update} updates into the run"),
@@ -249,7 +251,7 @@ def _moved(job: Job) -> List[str]:
         job.model.train()
         x, y = job.example
         with torch.enable_grad():
-            job.loss(job.model(x.clone()), y.clone()).backward()
+            job.loss(call(job.model, copied(x)), copied(y)).backward()
         moved = [name for name, parameter in job.model.named_parameters() if parameter.grad is not None]
         job.model.zero_grad(set_to_none=True)
     return moved

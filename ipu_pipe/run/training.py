@@ -27,6 +27,7 @@ from ipu_pipe.run.callbacks import Callback, make_callbacks
 from ipu_pipe.run.folder import as_folder, check_folder, finished_summary
 from ipu_pipe.run.folder_lock import FolderLock, refuse_used
 from ipu_pipe.run.loop import Run
+from ipu_pipe.run.parts import Output
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.resume import choose
 from ipu_pipe.schedule.methods import METHODS
@@ -51,7 +52,8 @@ def train(
     *,
     model: Optional[nn.Module] = None,
     data: Optional[DataSource] = None,
-    loss: Optional[Loss] = None,
+    loss: Union[Loss, str, None] = None,
+    output: Optional[Output] = None,
     optimizer: Optional[update.OptimizerFactory] = None,
     metrics: Optional[Metrics] = None,
     callbacks: Optional[Sequence[Callback]] = None,
@@ -63,7 +65,9 @@ def train(
     """Train by `config` and write the run into the folder `out`; returns the summary (as in `summary.json`).
 
     A model, data source, loss, optimizer factory, metrics or callbacks given here take the place of the config's entry
-    (docs/loop.md says what each may be). `resume` goes on
+    (docs/loop.md says what each may be). `loss` may also be a name as there; `output`: what of the model's output the loss is of,
+    where that is an object, a mapping or a tuple: a name or an index as in `model.output`, or a function of the output. `resume`
+    goes on
     from the newest checkpoint, with the same numbers as if never interrupted; `resume_from` from that of this step, and what
     came after it is deleted. Raises BadInput before anything is written where the job is not possible, RunFault where the loss
     is not finite, and what the model, loss, data source or optimizer raise as it is, with the place (a UserFault) at the end of
@@ -74,10 +78,10 @@ def train(
     """
     out = as_folder(out)
     launch(config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite})
-    refuse_missing(config, model=model, data=data, loss=loss, optimizer=optimizer, metrics=metrics)
+    refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, metrics=metrics)
     with attributed(lambda: "before training"):
         called = make_callbacks(config, callbacks)
-    config = with_given(config, model, data, loss, optimizer, metrics=metrics, callbacks=callbacks)
+    config = with_given(config, model, data, loss, optimizer, output, metrics=metrics, callbacks=callbacks)
     say = Progress(quiet or not is_main()).say
     resume = resume or resume_from is not None
     with reserved(out, resume=resume, overwrite=overwrite, say=say):
@@ -88,7 +92,7 @@ def train(
         began = start.config.init_from
         if start.done:  # the checkpoint takes the place of the weights that the run began with
             start = start._replace(config=start.config.model_copy(update={"init_from": None}))
-        job = build(start.config, model, data, loss, optimizer, start.done, metrics=metrics)
+        job = build(start.config, model, data, loss, optimizer, start.done, metrics=metrics, output=output)
         job.config = job.config.model_copy(update={"init_from": began})
         try:
             if start.resumes:
@@ -153,6 +157,7 @@ def _checked(
     if recorded.given is not None:
         now = {
             "model": config.model.entry,
+            "output": config.model.output,
             "data": config.data.name,
             "loss": config.loss,
             "optimizer": config.optimizer.name,

@@ -12,7 +12,6 @@ import math
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
-import torch
 from torch import nn
 
 from ipu_pipe.backends.table import backend_of
@@ -20,6 +19,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.recurrences import against, recurrence
 from ipu_pipe.job.schema import Config
+from ipu_pipe.model.nests import mapped
 from ipu_pipe.run.build import build
 from ipu_pipe.stability.advice import Stage, Verdict, advice, together, verdicts
 from ipu_pipe.stability.loops import Floats
@@ -91,12 +91,12 @@ def _rates(job: Job) -> Tuple[Floats, List[int]]:
 
 def _measure(job: Job, samples: int, iterations: int, seed: int, differ: bool, by_stage: bool) -> List[Curvature]:
     """Of the whole model, and then, where asked, of each stage."""
-    if job.data.train_batches_per_epoch(samples) < 1:
+    if job.data.train_batches_per_epoch(samples) == 0:
         raise BadInput(f"--samples: {samples}: the training set has not so many")
-    x, y = job.to_device(*job.data.train_batch(0, 0, samples))
-    if x.dtype is torch.bfloat16:
+    x, y = job.ready(job.data.train_batch(0, 0, samples))
+    if job.config.precision == "bfloat16":
         job.model.float()
-        x = x.float()
+        x = mapped(lambda t: t.float() if t.is_floating_point() else t, x)
     own: List[List[nn.Parameter]] = [[] for _ in job.part.stages]
     for group in job.groups:
         own[group["stage"]] += group["params"]

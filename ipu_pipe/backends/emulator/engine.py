@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Iterable, Iterator, List, Optional, Tuple
 
 import torch
 
@@ -45,7 +45,7 @@ class EmulatorEngine(Engine):
             self._emulator.advance(self._microbatches())
         return of_steps(self._emulator.read(), self._block_updates) if read else []
 
-    def _microbatches(self) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
+    def _microbatches(self) -> Iterator[Tuple[Any, Any]]:
         """Those of the replays up to the next that updates, each when it is that one's turn."""
         is_done = False
         while not is_done:

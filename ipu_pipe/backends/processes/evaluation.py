@@ -18,6 +18,7 @@ from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import one_activation
 from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.nests import sample_count
 
 EVALUATION_TAG = (1 << 30) + 2  # beyond all messages of the schedule
 COUNTED = "ipu_pipe/evaluated"  # batches that any stage has done, in the store
@@ -33,7 +34,7 @@ class Evaluation:
     def __call__(self) -> List[Measured]:
         """By stage with a loss, the same on every rank."""
         layout = self._place.layout
-        self._player.weights.rest()
+        self._player.rest()
         sums = torch.zeros(layout.depth, len(Tally.of(self._job).sums), dtype=torch.float64)
         modules = [module for module in (self._place.piece, self._place.head) if module is not None]
         with torch.no_grad(), modes_restored(*modules):
@@ -51,17 +52,18 @@ class Evaluation:
         tally, place, s = Tally.of(self._job), self._place, self._place.layout.stage
         for x, y in test_batches(self._job):
             value: Any = x
+            crossings = place.piece.cut.prepare(x, training=False)
             if not place.is_first:
-                enter = place.crossings[s - 1]
+                enter = crossings[s - 1]
                 value = enter.unflatten([self._take(shape.dtype) for shape in enter.tensors])
             output = place.piece(value)
             if not place.is_last:
-                for tensor in place.crossings[s].flatten(output):
+                for tensor in crossings[s].flatten(output):
                     self._give(tensor)
             if place.head is not None:
                 output = place.head(one_activation(output))
             if s in self._with_loss:
-                tally.add(output, y, len(x))
+                tally.add(output, y, sample_count(x))
             if place.layout.width > 1:
                 dist.distributed_c10d._get_default_store().add(COUNTED, 1)
         return tally.sums

@@ -89,7 +89,7 @@ def stage_report(job: Job, player: RowPlayer, trace: Optional[Trace]) -> StageRe
     held = sum(state.optimizer_bytes(job.optimizer, player.place.layout.depth))
     timeline = player.mail.timeline
     return StageReport(
-        held, player.weights.peak_bytes, timeline.sent, timeline.shared, timeline.times, player.memory.peaks, trace
+        held, player.version_bytes, timeline.sent, timeline.shared, timeline.times, player.memory.peaks, trace
     )
 
 

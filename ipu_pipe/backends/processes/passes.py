@@ -9,7 +9,7 @@ A rank needs no version table to find the newest weights: it reads what its memo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import numpy as np
 import torch
@@ -19,12 +19,14 @@ from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, Mail,
 from ipu_pipe.backends.processes.memory import Stash
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.processes.row import Segments
+from ipu_pipe.backends.processes.ties import Tied
 from ipu_pipe.backends.reads import Replay, ReplayPlan
 from ipu_pipe.backends.weights import weights_of
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.metrics import right_answers
-from ipu_pipe.local.blocks import losses_of, one_activation
+from ipu_pipe.local.blocks import losses_of, one_activation, scored
 from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.nests import tensors
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Reads
 
@@ -36,10 +38,10 @@ class _Flight:
     """A microbatch between its forward and its backward on this stage."""
 
     replay: Replay
-    inputs: List[torch.Tensor]
+    inputs: List[Any]  # the batch's, or the tensors that were received
     outputs: List[torch.Tensor]
     loss: Optional[torch.Tensor]
-    labels: Optional[torch.Tensor]
+    labels: Any
 
 
 class Passes:
@@ -53,6 +55,7 @@ class Passes:
         self._plan = ReplayPlan(work.source([place.layout.replica]), work.rules, work.microbatch)
         self._flights: Dict[int, _Flight] = {}
         self.weights = weights_of(work, [self._stage])
+        self.tied = Tied(place.ties, mail, work.update)
         self.losses = Losses()
         self.stash = Stash(place.held)
         self.update, self.forwarded = work.update, work.microbatch - 1
@@ -64,8 +67,10 @@ class Passes:
         if x is not None or labels is not None:
             self._timeline.add("wait", m, begun, carries="data")
         received = [] if self._place.enter is None else self._mail.receive(self._stage - 1, Message(FORWARD, m))
-        begun = self._timeline.mark()
         replay = self._plan.replay(m).on(self._stage)
+        version = int(replay.forward.versions[0])
+        self.tied.load(version)
+        begun = self._timeline.mark()
         inputs = self._inputs(received) if x is None else [x]
         self.weights.load(replay.forward)
         with torch.set_grad_enabled(replay.recompute is None):
@@ -74,7 +79,6 @@ class Passes:
         self.forwarded = m
         if loss is not None:
             self.losses.add(loss.detach(), answers)
-        version = int(replay.forward.versions[0])
         self._timeline.add(Kind.FORWARD.word, m, begun, version=version)
         if self._place.leave is not None:
             self._mail.send(self._stage + 1, Message(FORWARD, m), outputs)
@@ -85,14 +89,14 @@ class Passes:
         shapes = self._place.enter.tensors
         return [t.requires_grad_() if shape.differentiable else t for t, shape in zip(received, shapes)]
 
-    def _run(self, m: int, inputs: List[torch.Tensor], labels: Optional[torch.Tensor]) -> Results:
+    def _run(self, m: int, inputs: List[Any], labels: Any) -> Results:
         """`run`, of which is known what it leaves."""
-        with self.stash.watched(m, [*inputs, labels]) as kept:
+        with self.stash.watched(m, tensors([*inputs, labels])) as kept:
             outputs, loss, answers = self.run(m, inputs, labels)
             kept += [*outputs, loss]
         return outputs, loss, answers
 
-    def run(self, m: int, inputs: Sequence[torch.Tensor], labels: Optional[torch.Tensor]) -> Results:
+    def run(self, m: int, inputs: Sequence[Any], labels: Any) -> Results:
         """What the next stage gets; where there is a loss of its `labels`, it and the right answers."""
         place = self._place
         if place.random is not None:
@@ -108,10 +112,13 @@ class Passes:
             outputs = place.leave.flatten(output if not place.shared_own else entered)
         if not place.has_loss:
             return outputs, None, None
-        assert labels is not None
         if place.head is not None:
             output = place.head(one_activation(output))
-        return outputs, losses_of(self._work.loss, output, labels)[0], right_answers(output, labels)
+        return (
+            outputs,
+            losses_of(self._work.loss, output, labels)[0],
+            right_answers(scored(self._work.loss, output), labels),
+        )
 
     def recompute(self, m: int) -> None:
         """R(m)."""
@@ -137,6 +144,7 @@ class Passes:
         gradients: List[torch.Tensor] = []
         if not place.is_last and not place.is_local:
             gradients = self._mail.receive(s + 1, Message(BACKWARD, m))
+        came = self.tied.came(m)
         begun = self._timeline.mark()
         version = int(flight.replay.backward.versions[0])
         if self._work.method.backward_reads is Reads.NEWEST:
@@ -144,23 +152,26 @@ class Passes:
                 f"stage {s}, B{m}: memory holds version {self.update}, the table says {version}"
             )
         self.weights.load(flight.replay.backward)
+        self.tied.load(version)
         if flight.loss is not None:
             (flight.loss / self._work.accumulate).backward()  # type: ignore[no-untyped-call]
         elif not place.is_local:
             outputs = [t for t, shape in zip(flight.outputs, place.crossings[s].tensors) if shape.differentiable]
-            pairs = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad]
+            pairs = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad] + came
             if pairs:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         hands_on = not place.is_first and not place.is_local
         if hands_on:
             back = [t for t, shape in zip(flight.inputs, place.crossings[s - 1].tensors) if shape.differentiable]
             found = [torch.zeros_like(t) if t.grad is None else t.grad for t in back]
+        tied = self.tied.take_out()
         del self._flights[m]
         self.stash.drop(m)
         self._release()
         self._timeline.add(Kind.BACKWARD.word, m, begun, version=version)
         if hands_on:
             self._mail.send(s - 1, Message(BACKWARD, m), found)
+        self.tied.give(m, tied)
 
     def before_update(self) -> None:
         """Keep what passes to come will read of the weights in memory."""
@@ -187,4 +198,6 @@ class Passes:
         oldest = [int(flight.replay.backward.versions[0]) for flight in self._flights.values()]
         if self.forwarded + 1 < self._work.schedule.microbatches:
             oldest.append(int(self._plan.replay(self.forwarded + 1).forward.versions[self._stage]))
-        self.weights.release(np.array([min(oldest, default=np.iinfo(np.int64).max)]))
+        first = min(oldest, default=np.iinfo(np.int64).max)
+        self.weights.release(np.array([first]))
+        self.tied.release(int(first))

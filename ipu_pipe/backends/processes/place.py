@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
 from ipu_pipe.backends.processes.layout import Layout
+from ipu_pipe.backends.processes.ties import Ties
 from ipu_pipe.model.cutting import Crossing, Piece
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.schedule.methods import Structure
@@ -19,18 +20,19 @@ from ipu_pipe.schedule.methods import Structure
 class Place:
     """This process's. `source(m)`: microbatch m as (x, y), asked for on the first and the last stage only. `crossings`: what
     crosses each cut. Of blocks with losses of their own (`structure`): `head`, the auxiliary head, and `behind`, the stage
-    before, of which this one holds a duplicate.
+    before, of which this one holds a duplicate. `ties`: weights that other stages use, too.
     """
 
     layout: Layout
     piece: Piece
     crossings: Sequence[Crossing]
-    source: Callable[[int], Tuple[torch.Tensor, torch.Tensor]]
+    source: Callable[[int], Tuple[Any, Any]]
     device: torch.device
     random: Optional[KeyedRandomness] = None
     structure: Optional[Structure] = None
     head: Optional[nn.Module] = None
     behind: Optional[Piece] = None
+    ties: Ties = Ties()
 
     @property
     def is_first(self) -> bool:
@@ -61,7 +63,7 @@ class Place:
             own += [*self.head.parameters(), *self.head.buffers()]
         return list({id(t): t for t in own}.values())
 
-    def data(self, m: int) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+    def data(self, m: int) -> Tuple[Any, Any]:
         """Inputs and labels of microbatch m; None what this stage does not need."""
         if self.enter is not None and not self.has_loss:
             return None, None
