@@ -89,9 +89,9 @@ wheel: install
 	    --constraint $(CONSTRAINTS) "$$(ls $(WHEEL_VENV)/dist/*.whl)[data]"
 	$(WHEEL_VENV)/bin/python tests/wheel_commands.py
 
-# the documentation as a site, in build/site; nothing but its tools is fetched
+# the documentation as a site, in build/site; nothing but its tools is fetched (--quiet would drop the warnings that --strict counts)
 site: $(VENV)/.site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml
 	@echo "written: build/site/index.html"
 
 $(VENV)/.site: $(VENV)/.installed

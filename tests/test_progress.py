@@ -6,7 +6,7 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import Any, List
+from typing import Any, List, Optional
 
 import pytest
 from command_line import run_here
@@ -29,14 +29,14 @@ class Turned:
         return self.now
 
 
-def lines_of(updates: int, seconds: float, per_epoch: int, evaluates: bool = False) -> List[str]:
+def lines_of(updates: int, seconds: float, per_epoch: Optional[int], evaluates: bool = False) -> List[str]:
     """What a run says whose updates take so long."""
     clock, said = Turned(), []
     bar = Bar(updates, 0, per_epoch, tell=said.append, clock=clock)
     for done in range(1, updates + 1):
         clock.now += seconds
         bar.advance(1.0, 0.5, 64.0)
-        if evaluates and done % per_epoch == 0:
+        if evaluates and per_epoch and done % per_epoch == 0:
             clock.now += 5.0
             bar.evaluated(Measured(0.5, {"accuracy": 0.75}))
     bar.end_epoch()
@@ -54,6 +54,11 @@ def test_a_line_at_an_epochs_end_though_not_more_than_one_a_second() -> None:
     assert [line.partition(":")[0] for line in slow] == [f"update {n}0/30, epoch {n}" for n in (1, 2, 3)]
     quick = lines_of(updates=125, seconds=0.03, per_epoch=10)
     assert [line.partition(":")[0] for line in quick] == [f"update {n}0/125, epoch {n}" for n in (4, 8, 12)]
+
+
+def test_without_epochs_none_are_told() -> None:
+    said = lines_of(updates=40, seconds=1.0, per_epoch=None)
+    assert said == ["update 30/40: loss 1.000 accuracy 0.500, 64 samples/s"]
 
 
 def test_an_epochs_end_and_its_evaluation_are_one_line() -> None:

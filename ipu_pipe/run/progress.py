@@ -50,7 +50,7 @@ class Bar:
         if accuracy is not None:
             self._accuracy = keep * (self._accuracy or 0.0) + (1 - keep) * accuracy
         self._rate = keep * self._rate + (1 - keep) * rate
-        self._ends_epoch = bool(self._per_epoch) and self._done % (self._per_epoch or 1) == 0
+        self._ends_epoch = self._per_epoch is not None and self._done % self._per_epoch == 0
         self._show(False)
 
     def evaluated(self, found: Measured) -> None:
@@ -76,8 +76,8 @@ class Bar:
             self._rich.update(self._task, completed=self._done, shown=text)
         elif self._tell and now - self._last_line >= (EPOCH_SECONDS if soon else LINE_SECONDS):
             self._last_line = now
-            epoch = f", epoch {round(self._done / self._per_epoch, 2):g}" if self._per_epoch else ""
-            self._tell(f"update {self._done}/{self._total}{epoch}: {text}")
+            epochs = f", epoch {round(self._done / self._per_epoch, 2):g}" if self._per_epoch else ""
+            self._tell(f"update {self._done}/{self._total}{epochs}: {text}")
 
 
 class Progress:
@@ -94,7 +94,7 @@ class Progress:
 
     @contextlib.contextmanager
     def bar(self, total: int, done: int, per_epoch: Optional[int]) -> Iterator[Bar]:
-        """A bar over `total` updates of which `done` are done, `per_epoch` of them an epoch."""
+        """A bar over `total` updates of which `done` are done, `per_epoch` of them an epoch, None where there are none."""
         console = Console(file=sys.stderr)
         if self._quiet:
             yield Bar(total, done, per_epoch)
