@@ -33,7 +33,9 @@ def escaped(text: str) -> str:
 # What others call what has another name here.
 ALSO_CALLED = {
     "1f1b": "pipedream_flush", "dapple": "pipedream_flush", "2bw": "pipedream_2bw", "pb": "pipelined_backprop",
-    "localsgd": "local_sgd", "rpd": "randomized_pipedream", "bf16": "bfloat16", "fp32": "float32", "single": "float32",
+    "localsgd": "local_sgd", "rpd": "randomized_pipedream", "bf16": "bfloat16",
+    **dict.fromkeys(("float16", "fp16", "half", "mixed", "amp", "autocast", "bf16_mixed", "16_mixed"), "bfloat16_mixed"),
+    "fp32": "float32", "single": "float32",
     "fp64": "float64", "double": "float64",
     "accumulation_steps": "gradient_accumulation", "grad_accum": "gradient_accumulation", "max_steps": "steps",
     "learning_rate": "lr", "gpu": "cuda",

@@ -14,7 +14,10 @@ from torch import nn
 from ipu_pipe.backends.processes.channels import links
 from ipu_pipe.backends.processes.mail import THROUGH_CHANNELS
 from ipu_pipe.errors import end_process
+from ipu_pipe.hardware.precision import MIXED, row_of
+from ipu_pipe.job.record import DTYPES
 from ipu_pipe.model.cutting import crossings, pieces
+from ipu_pipe.model.precision import Numbers
 from ipu_pipe.model.probe import random_modules
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.stages import partition
@@ -22,7 +25,7 @@ from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import parameter_groups, stage_groups
+from ipu_pipe.update.groups import parameter_groups, stage_groups, trained
 from tests.nccl_double import NcclDouble
 from tests.staged_models import MODELS, Skipping, batches, whole
 
@@ -57,6 +60,17 @@ def fresh(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     return whole([stage.to(dtype) for stage in MODELS[name]()])
 
 
+def numbers_of(case: Case, model: nn.Module) -> Numbers:
+    """Those that a fresh model computes in from here on: mixed ones where the case's name asks for it."""
+    row = row_of(MIXED, resolve_method(case[1], case[2])) if case[0].startswith("mixed") else "float64"
+    return Numbers(model, row, DTYPES[row], torch.device("cpu"), is_given=False)
+
+
+def data_of(case: Case, numbers: Numbers) -> List[Any]:
+    """Its microbatches."""
+    return [(x.to(numbers.inputs), y) for x, y in batches(case[3] * updates_of(case))]
+
+
 def clip_of(case: Case) -> Any:
     """(norm, scope) that the case's name asks for."""
     scopes = {"clip-stage": "stage", "clip-global": "global", "clip-delayed": "delayed_global"}
@@ -82,7 +96,8 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     _, name, args, accumulate, model_name, switch = case
     method = resolve_method(name, args)
     model = fresh(model_name)
-    data = batches(accumulate * updates_of(case))
+    numbers = numbers_of(case, model)
+    data = data_of(case, numbers)
     names = begins(model, ranks)
     part = partition(model, data[0][0], names)
     schedule = make_schedule(method, ranks, len(data), accumulate, drains_of(case), switch * accumulate)
@@ -91,16 +106,16 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     cut = pieces(model, names, data[0][0])
     across = crossings(cut, model, data[0][0])
     make = ADAMW if "adamw" in case[0] else SGD
-    optimizer = make(stage_groups(parameter_groups(model, part), rank))
+    optimizer = make(stage_groups(trained(parameter_groups(model, part), numbers.trained), rank))
     rate = make.keywords["lr"]
-    rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch)
+    rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch, numbers.masters)
     keyed = KeyedRandomness(model, random_modules(model, data[0][0]), 0, torch.device("cpu"))
     channels = channels_of(case, ranks)
     double = NcclDouble(list((channels or {}).values()))
     double.watch(cut[rank], optimizer)
     cpu = torch.device("cpu")
     engine = RowPlayer(
-        Work(nn.functional.cross_entropy, table, rules, clip_of(case)),
+        Work(numbers.loss(nn.functional.cross_entropy), table, rules, clip_of(case)),
         Place(layout, cut[rank], across, lambda m: data[m], cpu, keyed),
         Mail(layout, cpu, Timeline(layout, range(512)), 300.0, channels=channels),
     )
@@ -111,7 +126,8 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
                 assert not double.pending(), "receives are posted while the pipeline is empty"
             losses.append(engine.step(k))
         engine.close()
-    state = cut[rank].state()
+    with numbers.whole():
+        state = cut[rank].state()
     own = sum(state[name].numel() * state[name].element_size() for name in part.stages[rank].parameters)
     if own:  # weight versions besides the newest, at most
         state[f"versions {rank}"] = torch.tensor(engine.weights.peak_bytes / own)

@@ -7,8 +7,9 @@ newest when, and the update rules are written out from their papers' equations, 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -100,16 +101,23 @@ class State:
 
 
 class LiteralStage:
-    """One stage: weights in memory, one graph a microbatch in flight, an optimizer of its own."""
+    """One stage: weights in memory, one graph a microbatch in flight, an optimizer of its own.
+
+    `reads`: dtypes of the weights that passes read, where these are roundings of those that the stage keeps, in float32; the
+    module computes in them. `around`: what every forward runs in (autocast).
+    """
 
     def __init__(
         self,
         module: nn.Module,
         make_optimizer: Callable[[List[nn.Parameter]], Any],
         rules: Optional[LiteralRules] = None,
+        reads: Optional[Mapping[str, torch.dtype]] = None,
+        around: Callable[[], ContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
-        self.module, self.rules = module, rules
+        self.module, self.rules, self.around = module, rules, around
         self.parameters = dict(module.named_parameters())
+        self.reads = reads or {name: p.dtype for name, p in self.parameters.items()}
         self.optimizer = make_optimizer(list(self.parameters.values())) if self.parameters else None
         self.history = [self._now()]  # weights after 0, 1, 2, ... updates of this stage
         self.states = [State(self.history[0])]
@@ -148,9 +156,10 @@ class LiteralStage:
         return weights
 
     def _run(self, m: int, inputs: Sequence[torch.Tensor], weights: Weights) -> Tuple[torch.Tensor, ...]:
-        read = {name: w.clone().requires_grad_() for name, w in weights.items()}
+        read = {name: w.clone().to(self.reads[name]).requires_grad_() for name, w in weights.items()}
         received = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
-        outputs = functional_call(self.module, read, (received[0] if len(received) == 1 else tuple(received),))
+        with self.around():
+            outputs = functional_call(self.module, read, (received[0] if len(received) == 1 else tuple(received),))
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         self.in_flight[m] = (read, received, outputs)
         return outputs
@@ -164,7 +173,8 @@ class LiteralStage:
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         for name, p in self.parameters.items():
             if read[name].grad is not None:
-                p.grad = read[name].grad.clone() if p.grad is None else p.grad + read[name].grad
+                gradient = read[name].grad.to(p.dtype)
+                p.grad = gradient.clone() if p.grad is None else p.grad + gradient
         return [x.grad for x in received]
 
     def update(self) -> None:

@@ -66,11 +66,12 @@ def parser() -> Parser:
     p = Parser(
         prog="tools/equality.py",
         description="Train each method on each model by processes (one thread each, gloo) and by the emulator, 6 updates of 4\n"
-        "microbatches in float32, and print whether the final weights are equal bit for bit. Takes minutes.",
+        "microbatches, and print whether the final weights are equal bit for bit. Takes minutes.",
     )
     p.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="P", help="processes (default 2 4)")
     p.add_argument("--models", nargs="+", default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
     p.add_argument("--cases", nargs="+", default=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
+    p.add_argument("--precision", default="float32", metavar="P", help="of a config (default float32)")
     p.add_argument("--json", action="store_true", help="print JSON")
     return p
 
@@ -88,8 +89,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for ranks in args.ranks:
             pairs = [(case, model) for case in args.cases for model in args.models if _can(case, model, ranks)]
-            _processes(ranks, pairs, folder)
-            rows += [_compare(case, model, ranks, folder) for case, model in pairs]
+            _processes(ranks, pairs, folder, args.precision)
+            rows += [_compare(case, model, ranks, folder, args.precision) for case, model in pairs]
     if args.json:
         print(json.dumps({"rows": rows}, indent=1))
     else:
@@ -106,23 +107,24 @@ def _can(case: str, model: str, ranks: int) -> bool:
     return not (model == "translation" and CASES[case]["method"].startswith("local_"))
 
 
-def _settings(case: str, model: str, ranks: int) -> Any:
+def _settings(case: str, model: str, ranks: int, precision: str) -> Any:
     from ipu_pipe.job.config import configure
 
     return configure(
         **CASES[case], **MODELS[model], stages=ranks if case in LOCAL else None,
         micro_batch_size=2, gradient_accumulation=4, steps=6,
         optimizer={"lr": 0.02, "momentum": 0.9}, log={"tensorboard": False}, evaluate={"subset": 32}, seed=3,
+        precision=precision,
         backend={"name": "distributed", "threads": 1},
     )  # fmt: skip
 
 
-def _processes(ranks: int, pairs: List[Tuple[str, str]], folder: str) -> None:
+def _processes(ranks: int, pairs: List[Tuple[str, str]], folder: str, precision: str) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    made = [context.Process(target=_rank, args=(rank, ranks, pairs, folder, port)) for rank in range(ranks)]
+    made = [context.Process(target=_rank, args=(rank, ranks, pairs, folder, port, precision)) for rank in range(ranks)]
     for process in made:
         process.start()
     for process in made:
@@ -131,7 +133,7 @@ def _processes(ranks: int, pairs: List[Tuple[str, str]], folder: str) -> None:
         raise RunFault(f"one of {ranks} processes failed: see above")
 
 
-def _rank(rank: int, ranks: int, pairs: List[Tuple[str, str]], folder: str, port: int) -> None:
+def _rank(rank: int, ranks: int, pairs: List[Tuple[str, str]], folder: str, port: int, precision: str) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="localhost", MASTER_PORT=str(port)
     )
@@ -139,7 +141,7 @@ def _rank(rank: int, ranks: int, pairs: List[Tuple[str, str]], folder: str, port
     from ipu_pipe.run.training import train
 
     for case, model in pairs:
-        train(_settings(case, model, ranks), _folder(folder, case, model, ranks), quiet=True)
+        train(_settings(case, model, ranks, precision), _folder(folder, case, model, ranks), quiet=True)
     group.stop()
     end_process(0)
 
@@ -148,7 +150,7 @@ def _folder(folder: str, case: str, model: str, ranks: int) -> Path:
     return Path(folder) / f"{ranks}-{model}-{case.replace(' ', '')}"
 
 
-def _compare(case: str, model: str, ranks: int, folder: str) -> Dict[str, Any]:
+def _compare(case: str, model: str, ranks: int, folder: str, precision: str) -> Dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 
@@ -158,7 +160,7 @@ def _compare(case: str, model: str, ranks: int, folder: str) -> Dict[str, Any]:
     there = _folder(folder, case, model, ranks)
     report = json.loads((there / "summary.json").read_text())
     placed = report["stages_begin_at"]
-    settings, backend = _settings(case, model, ranks), load_config(there / "config.yaml").backend
+    settings, backend = _settings(case, model, ranks, precision), load_config(there / "config.yaml").backend
     changes: Dict[str, Any] = {"backend": backend.model_copy(update={"name": "emulator"})}
     if case == "local_chunked":
         changes["method_args"] = settings.method_args.model_copy(update={"blocks": placed})

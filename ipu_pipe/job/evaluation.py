@@ -11,6 +11,7 @@ from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Setup
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
 from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.precision import plain_loss
 from ipu_pipe.model.probe import Loss
 
 TEST_BATCH = 128  # samples of one evaluation forward; BatchNorm does not see it, it evaluates by running statistics
@@ -61,6 +62,7 @@ class Tally:
 
 def _counts_labels(loss: Loss) -> bool:
     """Whether a loss is cross-entropy as a mean over all labels but -100."""
+    loss = plain_loss(loss)
     if isinstance(loss, nn.CrossEntropyLoss):
         return loss.weight is None and loss.ignore_index == -100
     return loss is nn.functional.cross_entropy

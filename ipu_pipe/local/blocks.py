@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.local.duplicates import Duplicates
 from ipu_pipe.local.heads import MakeHead, make_head
+from ipu_pipe.model.autocast import cast, is_cast
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.cutting import crossings, pieces, writes_over
 from ipu_pipe.model.modes import modes_restored
@@ -91,7 +92,10 @@ class Blocks:
                 activation = _one(value, begin)
                 try:
                     built = make(activation, output)
-                    found = tuple(built.to(x.device, activation.dtype).eval()(activation).shape)
+                    built.to(x.device, torch.float32 if is_cast(model) else activation.dtype)
+                    if is_cast(model):
+                        cast(built, x.device.type)
+                    found = tuple(built.eval()(activation).shape)
                 except BadInput:
                     raise
                 except Exception as error:  # whatever the user's function raises

@@ -29,6 +29,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.model.autocast import casting
 from ipu_pipe.model.balance import balance
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.modes import modes_restored
@@ -231,6 +232,10 @@ class Piece(nn.Module):
         """What the next piece takes, or the model's output."""
         if self.begins_in_place:
             value = tree_map(lambda t: t.clone() if t.is_floating_point() else t, value)
+        with casting(self._whole[0]):
+            return self._run(value)
+
+    def _run(self, value: Any) -> Any:
         values: Dict[Any, Any] = {_INPUT: value}
         if self._enters:
             values = dict(zip(self._enters, value if len(self._enters) > 1 else (value,)))

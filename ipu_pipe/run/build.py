@@ -14,6 +14,7 @@ from ipu_pipe.backends.ranks import on_main
 from ipu_pipe.backends.table import backend_of
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.precision import row_of
 from ipu_pipe.job.blame import attributed
 from ipu_pipe.job.determinism import set_numerics
 from ipu_pipe.job.given import describe, describe_optimizer, refuse_missing, with_given, with_optimizer
@@ -22,7 +23,8 @@ from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import Given
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
 from ipu_pipe.local.footprint import footprint_of
-from ipu_pipe.model.precision import OwnTypes
+from ipu_pipe.model.masters import Masters
+from ipu_pipe.model.precision import Numbers, plain_loss
 from ipu_pipe.model.probe import Loss, drawn_unkeyed
 from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.model.shapes import made_by_shape
@@ -39,7 +41,7 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.shown import first_of
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import only, parameter_groups, stage_groups
+from ipu_pipe.update.groups import only, parameter_groups, stage_groups, trained
 from ipu_pipe.update.rates import anneal_default
 from ipu_pipe.values import MOST_STOPS, MOST_UPDATES
 
@@ -68,13 +70,14 @@ def set_up(
     _refuse_unkeyed(model, device)
     if config.init_from:
         load_weights(model, read_weights(Path(config.init_from)), f"init_from: {config.init_from}")
-    own_types = OwnTypes(model) if given else None
-    model = model.to(device, DTYPES[config.precision]).train()
     data = data if data is not None else make_data(config)
     chosen_loss = loss if loss is not None else make_loss(config)
     if isinstance(chosen_loss, nn.Module):  # class weights and the like
         chosen_loss = chosen_loss.to(device)
-    made = Setup(config, model, chosen_loss, data, device, own_types)
+    row = row_of(config.precision, resolve_method(config.method, config.method_settings()))
+    # last: what fails before leaves a caller's model as it was
+    numbers = Numbers(model.train(), row, DTYPES[row], device, given)
+    made = Setup(config, model, numbers.loss(chosen_loss), data, device, numbers)
     backend = backend_of(config)
     made.device_kind, made.pins_memory = backend.trains_on or kind, backend.pins_memory
     return made
@@ -125,15 +128,14 @@ def build(
     with attributed(lambda: "before training"):
         refuse_missing(config, model=model, data=data, loss=loss, optimizer=optimizer)
         setup = set_up(with_given(config, model, data, loss, optimizer), model, data, loss, by_shape)
-    trained = [p for p in setup.model.parameters() if p.requires_grad]
+    thawed = [p for p in setup.model.parameters() if p.requires_grad]
     try:
         with attributed(lambda: "before training"):
             return _assemble(setup, optimizer, done)
     except BaseException:
-        for parameter in trained:  # a method may have frozen some
+        for parameter in thawed:  # a method may have frozen some
             parameter.requires_grad_(True)
-        if setup.own_types is not None:
-            setup.own_types.give_back()
+        setup.numbers.give_back()
         raise
 
 
@@ -178,7 +180,7 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     table = VersionTable(schedule, method, config.seed)
     if method.segments is not None:
         segment_ends(len(part), method.segments)  # refuses more than there are stages
-    groups = parameter_groups(model, part, config.optimizer.no_decay)
+    groups = trained(parameter_groups(model, part, config.optimizer.no_decay), setup.numbers.trained)
     held = groups if own is None else stage_groups(groups, own)
     blocks = blocks_of(model)
     if own and blocks is not None and blocks.overlap:  # this process's duplicate of the stage before
@@ -191,11 +193,11 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
         whole = made if held is groups else factory(groups)  # a process holds its own stage's alone
     if optimizer is not None:
         config = with_optimizer(config, whole)
-    used = Given(optimizer=describe_optimizer(whole), loss=describe(setup.loss))
+    used = Given(optimizer=describe_optimizer(whole), loss=describe(plain_loss(setup.loss)))
     base = float(made.param_groups[0]["lr"])
     job = Job(
-        config, model, chosen_loss, data, device, setup.own_types, part, method, schedule, table, groups, made,
-        _rules(config, args, table, made, base, updates, per_epoch, switch),
+        config, model, chosen_loss, data, device, setup.numbers, part, method, schedule, table, groups, made,
+        _rules(config, args, table, made, base, updates, per_epoch, switch, setup.numbers.masters),
         base, per_epoch, updates, example, footprint_of(model, part, chosen_loss, example), placed.note, done, used,
     )  # fmt: skip
     job.label_range, job.device_kind, job.pins_memory = setup.label_range, setup.device_kind, setup.pins_memory
@@ -254,6 +256,7 @@ def _rules(
     updates: int,
     per_epoch: int,
     switch: int,
+    masters: Optional[Masters],
 ) -> UpdateRules:
     """The run's update rules; T1's K, where it is not given, from the learning-rate schedule."""
     if "t1" in args and args["t1"]["anneal_updates"] is None:
@@ -263,7 +266,7 @@ def _rules(
     return UpdateRules(
         args, table.method, table.rule_lag(), config.gradient_accumulation, optimizer,
         # where stages are drawn, one may have more updates than the run has steps
-        lambda k: rate_of(config, base, min(k, updates - 1), updates, per_epoch), switch,
+        lambda k: rate_of(config, base, min(k, updates - 1), updates, per_epoch), switch, masters,
     )  # fmt: skip
 
 

@@ -66,6 +66,7 @@ def train(
     resume_from: Optional[int] = None,
     overwrite: bool = False,
     quiet: bool = False,
+    keep_dtype: bool = False,
 ) -> Dict[str, Any]:
     """Train by `config` and write the run into the folder `out`; returns the summary (as in `summary.json`).
 
@@ -76,7 +77,7 @@ def train(
     its chain of causes. On the distributed backend every process calls this alike; the first one writes, all return the summary.
     A process's model then holds the weights of its own stage and not-a-number elsewhere: the whole is in the newest checkpoint.
     A model given here is trained in place, in the config's precision, and has its own dtypes again at the end, whatever way that
-    comes.
+    comes, unless it shall `keep_dtype` of the training.
     """
     out = as_folder(out)
     launch(config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite})
@@ -99,8 +100,7 @@ def train(
                 on_main(lambda: _same_optimizer(job.config, out))
             return _Run(job, out, start.resumes, overwrite, quiet).go()
         finally:
-            if job.own_types is not None:
-                job.own_types.give_back()
+            job.numbers.give_back(keep_dtype)
 
 
 @contextlib.contextmanager
@@ -207,7 +207,7 @@ class _Run:
         self.unread_seconds = 0.0  # of training since a loss was last read
         self.tested: List[Measured] = []  # at the last evaluation, by block
         self.profile: Optional[StageSeconds] = None
-        self.names = {parameter: name for name, parameter in job.model.named_parameters()}
+        self.names = {parameter: name for name, parameter in job.trained().items()}
 
     def go(self) -> Dict[str, Any]:
         job = self.job
@@ -312,7 +312,8 @@ class _Run:
         on_main(lambda: refuse_foreign_run(job, held, path))
         if held.manifest is None:
             self.progress.say(f"{path}: of the earlier layout, which does not say whose run it is: that is not checked")
-        checkpoint.load_weights(job.model, held.model, str(path))
+        with job.numbers.whole(loads=True):
+            checkpoint.load_weights(job.model, held.model, str(path))
         import_state(job.optimizer, self.names, held.optimizer, held.state["optimizer"])
         self.position = position_of(held)
         self.progress.say(f"resuming after update {self.position.update} from {path}")
@@ -361,7 +362,8 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     """Test loss and accuracy of the weights in a checkpoint folder or a plain state dict, without training."""
     path = Path(path)
     setup = set_up(config.model_copy(update={"init_from": None}))
-    checkpoint.load_weights(setup.model, checkpoint.read_weights(path), str(path))
+    with setup.numbers.whole(loads=True):
+        checkpoint.load_weights(setup.model, checkpoint.read_weights(path), str(path))
     with attributed(lambda: "evaluation"):
         test_loss, accuracy = evaluate(setup)[-1]
     return {"weights": str(path), "test_loss": test_loss, "test_accuracy": accuracy}

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ipu_pipe.data.labels import LabelRange, label_range
 from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.precision import plain_loss
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.model.shapes import by_shape, looks_at_values, pays, stand_in
 
@@ -33,7 +34,7 @@ def try_model(
             output = None if x.is_meta else _few(model, x)
             if output is None:
                 output = model(x)
-            allowed = label_range(loss, output, y)
+            allowed = label_range(plain_loss(loss), output, y)
             if allowed is not None:
                 allowed.check(labels)
             value = loss(output, y)

@@ -151,6 +151,7 @@ class Passes:
             pairs = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad]
             if pairs:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        self._work.rules.collect()
         hands_on = not place.is_first and not place.is_local
         if hands_on:
             back = [t for t, shape in zip(flight.inputs, place.crossings[s - 1].tensors) if shape.differentiable]

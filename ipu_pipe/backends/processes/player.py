@@ -153,6 +153,7 @@ class RowPlayer:
             ends = [t for t in (outputs if loss is None else [loss / self._work.accumulate]) if t.requires_grad]
             if ends:
                 torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+            rules.collect()
             bound = self._work.clip[0] if self._work.clip else float("inf")
             parameters = self._updating.parameters
             with counters_kept(parameters):
