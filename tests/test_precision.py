@@ -19,11 +19,17 @@ from torch import nn
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.files import read_hardware
+from ipu_pipe.hardware.memory import stage_memory
 from ipu_pipe.hardware.precision import MASTERS, MIXED, row_of
+from ipu_pipe.hardware.units import Unit
 from ipu_pipe.job.record import DTYPES
 from ipu_pipe.job.schema import Config
 from ipu_pipe.model.precision import Numbers
 from ipu_pipe.model.stages import partition
+from ipu_pipe.plan.candidates import Candidate
+from ipu_pipe.plan.prediction import Problem
+from ipu_pipe.plan.search import search
 from ipu_pipe.report.memory import memory_table
 from ipu_pipe.report.words import opening
 from ipu_pipe.run.build import build
@@ -317,3 +323,20 @@ def test_memory_is_what_was_planned(keys: List[str], tmp_path: Path) -> None:
     copies = sum(row["weight_bytes"] for row in planned)
     assert copies == peak["weights"] + peak["versions"] or "method=pipemare" in keys
     assert out["steps"] == 8
+
+
+def test_a_plan_counts_each_methods_own_way() -> None:
+    unit = Unit("a", 1e6, 2e6, 1000, 400.0, 2000.0, 4)
+    plain = read_hardware("h100x8")
+    problem = Problem((unit,), 256.0, plain, 1e9, MIXED, "adam")
+    ways = [problem, problem.of("pipemare")]
+    assert [way.precision for way in ways] == [problem.of("pipedream").precision, MASTERS] == [MIXED, MASTERS]
+    assert [way.input_bytes for way in ways] == [256.0, 128.0]
+    held = [
+        stage_memory(unit, 0.0, 2, 0, 3, precision=way.precision, samples=2, optimizer=way.optimizer) for way in ways
+    ]
+    # weights and an older version; gradients; moments and master; halved activations, and autocast's copies with each
+    assert [tuple(each)[:5] for each in held] == [(4000, 4000, 4000, 8000, 0), (2000, 2000, 4000, 12000, 0)]
+    assert [each.activations for each in held] == [3 * (2 * 1000 + 2000), 3 * 2 * 1000]
+    asked = Candidate("pipemare", 1, 1, 2, 1, False)
+    assert search(problem, [asked], 1).best[0].memory[0].weights == 2000
