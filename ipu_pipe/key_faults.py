@@ -10,6 +10,28 @@ from pydantic import BaseModel
 from ipu_pipe.shown import also_called, nearest, shown
 
 MOST_TOLD = 50
+# What others call a key of a run's config.
+KEYS_ALSO_CALLED = {
+    **dict.fromkeys(("batch_size", "train_batch_size", "per_device_train_batch_size", "microbatch_size"), "micro_batch_size"),
+    **dict.fromkeys(("chunks", "n_microbatches", "num_microbatches", "num_micro_batches"), "gradient_accumulation"),
+    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "gradient_accumulation"),
+    **dict.fromkeys(("num_epochs", "max_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("max_steps", "num_steps", "iterations"), "steps"),
+    **dict.fromkeys(("amp", "fp16", "bf16", "mixed_precision", "dtype", "autocast"), "precision"),
+    **dict.fromkeys(("num_stages", "devices", "world_size", "pipeline_parallel_size"), "stages"),
+    **dict.fromkeys(("max_grad_norm", "clip_grad_norm", "grad_clip", "gradient_clip_val"), "clip.norm"),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "lr_schedule"),
+    **dict.fromkeys(("pretrained", "weights", "load_from"), "init_from"),
+    **dict.fromkeys(("save_every", "save_steps", "checkpoint_every"), "checkpoint.every"),
+    **dict.fromkeys(("eval_every", "eval_steps"), "evaluate.every"),
+    **dict.fromkeys(("log_every", "log_interval", "logging_steps"), "log.every"),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "checkpoint_activations"), "recompute"),
+    **dict.fromkeys(("out", "output_dir", "save_dir", "run_dir"), "--out DIR"),
+    "num_warmup_steps": "lr_schedule.warmup_steps", "learning_rate": "optimizer.lr", "criterion": "loss",
+    "dataset": "data", "random_seed": "seed", "resume": "--resume", "dp_size": "replicas",
+}  # fmt: skip
+# The key of a section for which a value alone is most likely meant, by the value's type.
+MEANT = {str: ("entry", "name"), int: ("norm", "every"), float: ("norm", "every")}
 Schema = Type[BaseModel]
 
 
@@ -32,6 +54,8 @@ def _told(detail: Any, origins: Mapping[str, str], place: str, schema: Schema, f
         message = message[len("Value error, ") :]
     elif kind == "extra_forbidden":
         message = f"unknown key{_nearest(parts, schema, forms)}"
+    elif kind in ("model_type", "model_attributes_type"):
+        message = _allowed(kind, {}, message) + _such_as(parts, value, schema)
     elif kind != "missing":
         message = _allowed(kind, detail.get("ctx", {}), message)
         near = also_called(value, literals(detail)) if kind == "literal_error" else ""
@@ -39,6 +63,13 @@ def _told(detail: Any, origins: Mapping[str, str], place: str, schema: Schema, f
     key = ".".join(parts)
     said = "missing: must be given" if kind == "missing" else f"{_as_written(value)}: {message}"
     return f"{origin_of(key, origins, place)}: {shown(key)}: {said}"
+
+
+def _such_as(parts: List[str], value: Any, schema: Schema) -> str:
+    """The section as it would be with the value that was given in its place."""
+    field = schema.model_fields.get(parts[0]) if len(parts) == 1 else None
+    meant = [key for key in MEANT.get(type(value), ()) if field is not None and key in _keys(field)]
+    return f", such as {{{meant[0]}: {shown(value)}}}" if meant else ""
 
 
 def literals(detail: Any) -> List[str]:
@@ -90,6 +121,9 @@ def _nearest(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) -> s
     known = list(section.model_fields)
     if parts[-1] in known:  # of another form of `stages`
         return ""
+    called = KEYS_ALSO_CALLED.get(parts[-1].lower().replace("-", "_"), "")
+    if called and len(parts) == 1 and (called.startswith("--") or called.partition(".")[0] in known):
+        return f", nearest is {called}"
     further = [f"{name}.{key}" for name in known for key in _keys(section.model_fields[name]) if key == parts[-1]]
     near = " or ".join(further) or nearest(parts[-1], known, alike=0.5)
     return f", nearest is {near}" if near else f", allowed are {', '.join(known)}"

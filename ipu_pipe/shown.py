@@ -30,7 +30,7 @@ def escaped(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-# What others call what has another name here.
+# What others call what has another name here; of what is not here (interleaved, zero-bubble) the nearest.
 ALSO_CALLED = {
     "1f1b": "pipedream_flush", "dapple": "pipedream_flush", "2bw": "pipedream_2bw", "pb": "pipelined_backprop",
     "localsgd": "local_sgd", "rpd": "randomized_pipedream", "bf16": "bfloat16",
@@ -39,6 +39,10 @@ ALSO_CALLED = {
     "fp64": "float64", "double": "float64",
     "accumulation_steps": "gradient_accumulation", "grad_accum": "gradient_accumulation", "max_steps": "steps",
     "learning_rate": "lr", "gpu": "cuda",
+    "interleaved": "pipedream_flush", "interleaved_1f1b": "pipedream_flush", "zero_bubble": "pipedream_flush",
+    "zb_h1": "pipedream_flush", "dualpipe": "pipedream_flush", "schedulegpipe": "gpipe", "schedule1f1b": "pipedream_flush",
+    "gloo": "distributed", "nccl": "distributed", "torchrun": "distributed",
+    "processes": "distributed", "ipu": "poptorch", "cosineannealinglr": "cosine", "multisteplr": "step", "steplr": "step",
 }  # fmt: skip
 
 

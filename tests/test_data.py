@@ -536,33 +536,18 @@ def test_loader_of_another_batch_size_is_refused() -> None:
     one_line(refused, "batches of 4, micro_batch_size is 8")
 
 
-def test_loader_without_length_is_refused() -> None:
+def test_loader_without_length_says_so() -> None:
     def endless() -> Iterator[Any]:
         while True:
             yield torch.zeros(4, 1), torch.zeros(4)
 
-    with pytest.raises(BadInput) as refused:
-        from_loader(endless()).train_batches_per_epoch(4)
-    one_line(refused, "no length", "__len__", "DataSource")
+    assert from_loader(endless()).train_batches_per_epoch(4) is None  # a run of so many steps: see test_batches.py
 
 
-def test_loader_that_ends_early_or_gives_no_pairs_is_refused() -> None:
+def test_loader_that_ends_early_is_refused() -> None:
     with pytest.raises(BadInput) as refused:
         from_loader([(torch.zeros(4, 1), torch.zeros(4))]).train_batch(0, 2, 4)
     one_line(refused, "ended after 1 batches")
-    triple = (torch.zeros(4, 1), torch.zeros(4), torch.zeros(4))
-    for batch, kinds in (
-        (torch.zeros(2, 1), "(Tensor)"),
-        (triple, "(Tensor, Tensor, Tensor)"),
-        ((list(triple[:2]), triple[2]), "(list, Tensor)"),
-        ({"x": triple[0], "y": triple[1]}, "(dict)"),
-    ):
-        with pytest.raises(BadInput) as refused:
-            from_loader([batch]).train_batch(0, 0, 4)
-        one_line(refused, kinds, "batches (x, y) of two tensors")
-        with pytest.raises(BadInput) as refused:
-            list(from_loader(loader(), [batch]).test_batches(4))
-        one_line(refused, kinds, "batches (x, y) of two tensors")
 
 
 def test_loader_for_tests_comes_as_it_is() -> None:

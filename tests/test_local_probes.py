@@ -221,13 +221,13 @@ def test_evaluation_is_by_final_output_and_leaves_modes() -> None:
     job = build(digits("method=local_greedy"))
     data = list(probes.training_batches(job, 64))
     modes = [module.training for module in job.model.modules()]
-    loss, accuracy = probes.measured(job, data)
+    loss, found = probes.measured(job, data)
     assert modes == [module.training for module in job.model.modules()]
     job.model.eval()
     with torch.no_grad():
         output = job.model(data[0][0])
     assert not isinstance(output, Outputs) and loss == pytest.approx(float(cross_entropy(output, data[0][1])))
-    assert accuracy == pytest.approx(float((output.argmax(1) == data[0][1]).float().mean()))
+    assert found["accuracy"] == pytest.approx(float((output.argmax(1) == data[0][1]).float().mean()))
 
 
 def test_labels_are_fitted_and_points_are_means() -> None:

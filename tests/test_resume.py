@@ -19,6 +19,7 @@ from ipu_pipe.job.comparing import dump
 from ipu_pipe.job.config import load_config
 from ipu_pipe.job.identity import ROLES, Role
 from ipu_pipe.job.schema import Config
+from ipu_pipe.job.sections import InitFrom
 from ipu_pipe.run import checkpoint, manifest
 from ipu_pipe.run.build import build
 from ipu_pipe.run.folder import RunDir
@@ -247,19 +248,10 @@ def test_a_longer_run_killed_before_its_first_checkpoint_is_not_finished(
     assert resumed(out, "steps=16")["steps"] == 16
 
 
-def test_rates_that_follow_the_length_of_a_run_are_told(cut: Path, capsys: Any) -> None:
-    chosen = ["lr_schedule.name=linear", "method_args={t1: {}}", "steps=4"]
-    out = cut.parent / "linear"
-    train(config(*keys(*chosen)), out, quiet=True)
-    capsys.readouterr()
-    train(config(*keys(*chosen, "steps=6")), out, resume=True)
-    assert "its rates are from here on those of the longer run (lr_schedule, method_args.t1)" in capsys.readouterr().out
-
-
 def test_every_key_of_the_config_has_a_role() -> None:
     assert set(Config.model_fields) <= set(ROLES)
     assert {key for key, role in ROLES.items() if role in (Role.FREE, Role.GROWS)} == {
-        "steps", "epochs", "log", "checkpoint", "evaluate", "backend", "stages", "hardware",
+        "steps", "epochs", "log", "checkpoint", "evaluate", "backend", "stages", "hardware", "metrics", "callbacks",
     }  # fmt: skip
 
 
@@ -541,7 +533,7 @@ def test_a_run_with_weights_to_begin_with_is_resumed_twice(cut: Path, tmp_path: 
     first.unlink()
     for _ in range(2):
         resumed(tmp_path / "run", *chosen, resume_from=4)
-    assert load_config(tmp_path / "run" / "config.yaml").init_from == str(first)
+    assert load_config(tmp_path / "run" / "config.yaml").init_from == InitFrom(path=str(first))
 
 
 # ---- foreign files

@@ -346,9 +346,9 @@ def test_evaluation_takes_the_subset_and_no_more(subset: int) -> None:
         assert found[0] == pytest.approx(float(loss(model(x[:subset]), y[:subset]).detach()), rel=1e-5)
         kept = y[:subset] != -100
         right = (model(x[:subset]).argmax(1) == y[:subset])[kept].float().mean()
-        assert found[1] == pytest.approx(float(right))
+        assert found.accuracy == pytest.approx(float(right))
     y[:] = -100
-    assert evaluate(set_up(chosen, model, Given(x, y))) == [(None, None)]
+    assert evaluate(set_up(chosen, model, Given(x, y))) == [(None, {"accuracy": None})]
 
 
 def test_a_checkpoint_or_state_dict_is_evaluated_alone(tmp_path: Path, run_tool: Any) -> None:

@@ -31,6 +31,9 @@ class Elsewhere:
     def tell(self, k: int, norms: Mapping[int, Optional[float]]) -> None:
         """Send the others those of the stages here."""
 
+    def forget(self, k: int) -> None:
+        """Those of update k are not needed any more."""
+
 
 class Clipping:
     """Scales the gradients of the stages that are here, at each update."""
@@ -61,6 +64,12 @@ class Clipping:
         else:
             for stage in self._stages.values():
                 clipping.scale_to(norm, stage, clipping.gradient_norms(stage))
+
+    def forget_rest(self) -> None:
+        """Of a run that ends sooner than planned: the norms that later updates would have asked for."""
+        for k in sorted(self._norms):
+            self._elsewhere.forget(k)
+        self._norms.clear()
 
     def _by_delayed_norm(self, delayed: clipping.DelayedGlobalNorm, k: int) -> None:
         own = {s: clipping.own_norm(parameters) for s, parameters in self._stages.items()}

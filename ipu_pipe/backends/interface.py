@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tup
 import torch
 from torch import nn
 
+from ipu_pipe.backends.ranks import on_main
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.placing import Placed
@@ -91,8 +92,15 @@ class Engine:
         """Update k, and what was measured since this last told it: where reading would hold a GPU up nothing unless `read`."""
         return [self.step(k)]
 
+    def end(self, done: int, asked: bool) -> int:
+        """How many updates the run has, when `done` are: as many as planned, or fewer where the main process has `asked` to end
+        it, now or before. Every process calls it then, and ends at the same one: when what is in the pipeline is done."""
+        if self.job.schedule.stretch(done - 1)[1] > done:  # it is not empty: told where it is
+            return self.job.updates
+        return done if on_main(lambda: asked) else self.job.updates
+
     def evaluate(self) -> List[Measured]:
-        """Test loss and accuracy with the pipeline drained, of each block that has a loss of its own, the model's own last; the
+        """Test loss and metrics with the pipeline drained, of each block that has a loss of its own, the model's own last; the
         same on every process."""
         raise NotImplementedError
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Iterable, Optional, Sequence, Tuple
+from functools import partial
+from typing import Callable, Iterable, Optional, Sequence, Tuple
 
 from ipu_pipe.backends.randomized import RandomizedReplays
 from ipu_pipe.backends.replays import Replays, RoundReplays, TableReplays
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.recurrences import bears_least
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.table import Schedule
@@ -24,6 +26,7 @@ class Work:
     `table`: who reads what, over the schedule. `rules`: the update rules, over an optimizer that holds the parameters of the
     stages that are here. `clip`: (norm, scope) or None. `allow_nonfinite`: a loss that is no finite number ends nothing.
     `microbatch`: the first to come, after a resume. `replays`: what is read and updated, where that is not the table's.
+    `bears_least`: what is said of the stages where such a loss ends the run at this update.
     `block_updates`: of single stages, that are one step.
     """
 
@@ -35,6 +38,7 @@ class Work:
     microbatch: int = 0
     replays: Optional[Replays] = None
     block_updates: int = 1
+    bears_least: Callable[[int], str] = lambda update: ""
 
     @classmethod
     def of(cls, job: Job, first_update: int) -> Work:
@@ -45,9 +49,20 @@ class Work:
         replays: Optional[Replays] = None
         history = job.method.history
         if history is not None:
+            assert job.updates_per_epoch is not None  # the build's check
             replays = RandomizedReplays(job.table, history, job.updates_per_epoch, config.seed)
         count = len(job.part) if history is not None else 1
-        return cls(job.loss, job.table, job.rules, clip, config.allow_nonfinite, first, replays, count)
+        return cls(
+            job.loss,
+            job.table,
+            job.rules,
+            clip,
+            config.allow_nonfinite,
+            first,
+            replays,
+            count,
+            partial(bears_least, job),
+        )
 
     def source(self, replicas: Sequence[int]) -> Replays:
         """The replays of these replicas of the pipeline."""
@@ -90,14 +105,20 @@ class Work:
     def refuse_nonfinite(self, k: int, losses: Iterable[float]) -> None:
         """Raises RunFault where a loss of update k is not a finite number, unless that is allowed."""
         if not self.allow_nonfinite:
-            refuse_nonfinite(self.method.name, k, losses)
+            refuse_nonfinite(self.method.name, k, losses, bears_least=self.bears_least)
 
 
-def refuse_nonfinite(method: str, k: int, losses: Iterable[float], more_advice: str = "") -> None:
-    """Raises RunFault where a loss of update k is not a finite number."""
+def refuse_nonfinite(
+    method: str,
+    k: int,
+    losses: Iterable[float],
+    more_advice: str = "",
+    bears_least: Callable[[int], str] = lambda update: "",
+) -> None:
+    """Raises RunFault where a loss of update k is not a finite number; `bears_least`: what is said of the stages then."""
     wrong = [loss for loss in losses if not math.isfinite(loss)]
     if wrong:
         raise RunFault(
             f"update {k} of method {method}: the training loss is {wrong[0]}; a smaller optimizer.lr or "
-            f"lr_schedule.warmup_steps may help{more_advice} (allow_nonfinite: true goes on regardless)"
+            f"lr_schedule.warmup_steps may help{more_advice} (allow_nonfinite: true goes on regardless){bears_least(k)}"
         )

@@ -5,8 +5,9 @@ the epoch and the place in the epoch alone, never on how microbatches are groupe
 resumed run needs no state of its data.
 """
 
-from ipu_pipe.data.batches import DataSource, TensorData, from_loader
+from ipu_pipe.data.batches import DataSource, TensorData
 from ipu_pipe.data.fetch import fetch
+from ipu_pipe.data.loaders import from_loader
 from ipu_pipe.data.sets import SETS, default_root, load_data
 
 __all__ = ["SETS", "DataSource", "TensorData", "default_root", "fetch", "from_loader", "load_data"]

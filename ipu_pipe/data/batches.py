@@ -1,8 +1,8 @@
-"""From samples to microbatches: order, augmentation, normalization, and a user's own loader."""
+"""From samples to microbatches: what a batch is, the order of samples, augmentation, normalization."""
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
@@ -18,18 +18,57 @@ except ImportError:  # pragma: no cover
 Pair = Tuple[torch.Tensor, torch.Tensor]
 
 
+LABELS = ("labels", "label", "target", "targets")  # of a mapping, where nothing is said: the first that is there
+
+
 @runtime_checkable
 class DataSource(Protocol):
-    """What training needs of data. Write one for your own data, or wrap a loader with `from_loader`."""
+    """What training needs of data. Write one for your own data, or wrap a loader with `from_loader`.
 
-    def train_batches_per_epoch(self, batch_size: int) -> int:
-        """Full microbatches of `batch_size` in an epoch; a last one that is not full is dropped."""
+    A batch is a pair (inputs, labels), or a tuple of more whose last is the labels, or a mapping with the labels under a name of
+    `LABELS`. Inputs are a tensor, or tensors in mappings, tuples and lists to any depth, each with the samples as its first
+    dimension: the model gets a mapping as keyword arguments, a tuple or list as positional ones. None may stand for what it is
+    not given. With `loss: model` the model gets the whole batch, labels too, in the same way.
 
-    def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
-        """Microbatch `index` of `epoch`, both from 0: inputs (batch_size, ...) and labels."""
+    A source may have attributes: `labels`, the name of the labels in its mappings, and `train_samples`, how many samples an epoch
+    would have if no microbatch were dropped.
+    """
 
-    def test_batches(self, batch_size: int) -> Iterator[Pair]:
+    def train_batches_per_epoch(self, batch_size: int) -> Optional[int]:
+        """Full microbatches of `batch_size` in an epoch; a last one that is not full is dropped. None where that is not known:
+        the run is then so many `steps` of one epoch, number 0, whose microbatches do not end."""
+
+    def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
+        """Microbatch `index` of `epoch`, both from 0, of `batch_size` samples."""
+
+    def test_batches(self, batch_size: int) -> Iterator[Any]:
         """The whole test set in order, at most `batch_size` samples at a time."""
+
+
+def divided(batch: Any, labels: Optional[str] = None, whole: bool = False) -> Tuple[Any, Any]:
+    """A batch's inputs and labels. `labels`: their name in a mapping, if it is none of `LABELS`; `whole`: the model gets all of
+    the batch, and the labels may be missing (None). Raises BadInput."""
+    if isinstance(batch, Mapping):
+        name = labels or next((key for key in LABELS if key in batch), None)
+        if whole:
+            return batch, None if name is None else batch.get(name)
+        if name is None or name not in batch:
+            why = f"has no {labels}" if labels else f"{', '.join(LABELS)}: none is among them"
+            raise BadInput(
+                f"data: a batch of {', '.join(map(str, batch))}: which are its labels? {why}: say their name, as "
+                "from_loader(..., labels=NAME), or take loss: model"
+            )
+        return {key: value for key, value in batch.items() if key != name}, batch[name]
+    if isinstance(batch, (tuple, list)) and len(batch) > 1:
+        if whole:
+            return tuple(batch), batch[-1]
+        return batch[0] if len(batch) == 2 else tuple(batch[:-1]), batch[-1]
+    if whole:
+        return batch, None
+    raise BadInput(
+        f"data: a batch is a {type(batch).__name__}{' of one' if isinstance(batch, (tuple, list)) else ''}: must be (inputs, "
+        "labels) or a mapping that holds labels"
+    )
 
 
 class TensorData:
@@ -55,7 +94,12 @@ class TensorData:
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
         """Full microbatches in an epoch."""
-        return len(self.train[0]) // batch_size
+        return self.train_samples // batch_size
+
+    @property
+    def train_samples(self) -> int:
+        """Those of an epoch."""
+        return len(self.train[0])
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
         """Microbatch `index` of `epoch`: the places [index b, (index + 1) b) of the epoch's order."""
@@ -140,12 +184,12 @@ class SyntheticData:
     def __init__(
         self, shape: Sequence[int], classes: int, samples: int, test_samples: int, seed: int, bytes: bool = False
     ) -> None:
-        self._shape, self._classes, self._samples, self._test = list(shape), classes, samples, test_samples
+        self._shape, self._classes, self.train_samples, self._test = list(shape), classes, samples, test_samples
         self._seed, self._type = seed, torch.uint8 if bytes else torch.float32
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
         """Full microbatches in an epoch."""
-        return self._samples // batch_size
+        return self.train_samples // batch_size
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
         """Microbatch `index` of `epoch`."""
@@ -168,96 +212,6 @@ class SyntheticData:
                 x[row].random_(0, 256, generator=generator)
             y[row] = torch.randint(0, self._classes, (), generator=generator)
         return x, y
-
-
-class LoaderData:
-    """A user's own loaders of (x, y) batches; see `from_loader`."""
-
-    def __init__(self, train: Iterable[Any], test: Optional[Iterable[Any]], seed: int) -> None:
-        self._train, self._test, self._seed = train, test, seed
-        self._epoch, self._next = -1, 0
-        self._iterator: Iterator[Any] = iter(())
-        self._newest: Optional[Any] = None
-
-    def train_batches_per_epoch(self, batch_size: int) -> int:
-        """The loader's length, less a last batch that is not full where it can be known."""
-        try:
-            count = len(self._train)  # type: ignore[arg-type]
-        except TypeError:
-            raise BadInput("data: the training loader has no length: give it __len__, or write a DataSource") from None
-        batches = getattr(self._train, "batch_sampler", None)
-        batches = self._train if batches is None else batches
-        size, drawn = getattr(batches, "batch_size", None), getattr(batches, "sampler", None)
-        if not hasattr(drawn, "__len__"):
-            drawn = getattr(self._train, "dataset", None)
-        if isinstance(size, int) and hasattr(drawn, "__len__") and not getattr(batches, "drop_last", False):
-            count = min(count, len(drawn) // size)  # type: ignore[arg-type]
-        return count
-
-    def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
-        """Batch `index` of the loader's pass number `epoch`; batches before it are passed over."""
-        if epoch != self._epoch or index < self._next - 1:
-            # a loader that shuffles draws its order from the global random state: make that a function of the epoch
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derived_seed(self._seed, "loader", epoch))
-                for own in self._generators():
-                    own.manual_seed(derived_seed(self._seed, "loader", epoch))
-                self._iterator = iter(self._train)
-                self._epoch, self._next = epoch, 0
-                return self._advance(index, batch_size)
-        if index == self._next - 1:
-            return self._checked(self._newest, batch_size)
-        return self._advance(index, batch_size)
-
-    def _generators(self) -> List[torch.Generator]:
-        """Those that take the global one's place: the loader's own, and its samplers'."""
-        loader = self._train
-        batches = getattr(loader, "batch_sampler", None)
-        drawing = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-        found = (getattr(holder, "generator", None) for holder in drawing)
-        return [own for own in found if isinstance(own, torch.Generator)]
-
-    def _advance(self, index: int, batch_size: int) -> Pair:
-        while self._next <= index:
-            try:
-                self._newest = next(self._iterator)
-            except StopIteration:
-                raise BadInput(
-                    f"data: the training loader ended after {self._next} batches, its length says more"
-                ) from None
-            self._next += 1
-        return self._checked(self._newest, batch_size)
-
-    def _checked(self, batch: Any, batch_size: int) -> Pair:
-        x, y = _pair(batch)
-        if len(x) != batch_size:
-            raise BadInput(
-                f"data: the loader gives batches of {len(x)}, micro_batch_size is {batch_size}: they must agree"
-            )
-        return x, y
-
-    def test_batches(self, batch_size: int) -> Iterator[Pair]:
-        """The test loader's batches as they come."""
-        for batch in self._test if self._test is not None else ():
-            yield _pair(batch)
-
-
-def _pair(batch: Any) -> Pair:
-    held = batch if isinstance(batch, (tuple, list)) else [batch]
-    if len(held) != 2 or not all(isinstance(part, torch.Tensor) for part in held):
-        kinds = ", ".join(type(part).__name__ for part in held)
-        raise BadInput(f"data: the loader gives batches of ({kinds}): must be batches (x, y) of two tensors")
-    return held[0], held[1]
-
-
-def from_loader(train: Iterable[Any], test: Optional[Iterable[Any]] = None, seed: int = 0) -> LoaderData:
-    """A DataSource from loaders of (x, y) batches, such as torch.utils.data.DataLoader; their batches are the microbatches.
-
-    A loader that shuffles is made to shuffle by (seed, epoch), so that resuming finds the same order; generators of
-    its own and of its samplers are re-seeded. Data augmented from the global random state inside the loader is not repeated
-    exactly by a resumed run.
-    """
-    return LoaderData(train, test, seed)
 
 
 def split(x: torch.Tensor, y: torch.Tensor, test: int, seed: int = 0) -> List[Pair]:

@@ -69,7 +69,12 @@ class ImageFolder:
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
         """Full microbatches in an epoch."""
-        return len(self._train) // batch_size
+        return self.train_samples // batch_size
+
+    @property
+    def train_samples(self) -> int:
+        """Those of an epoch."""
+        return len(self._train)
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
         """Microbatch `index` of `epoch`."""

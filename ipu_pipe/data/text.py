@@ -54,21 +54,21 @@ class TextData:
                 " a tenth of them for tests"
             )
         self._text, self._test_text = torch.from_numpy(numbers[:cut]), torch.from_numpy(numbers[cut:])
-        self._count, self._test_count = cut // context - 1, (len(numbers) - cut - 1) // context
-        check_limit("subset", subset, self._count)
+        count, self._test_count = cut // context - 1, (len(numbers) - cut - 1) // context
+        check_limit("subset", subset, count)
         check_limit("test_subset", test_subset, self._test_count)
-        self._count, self._test_count = subset or self._count, test_subset or self._test_count
+        self.train_samples, self._test_count = subset or count, test_subset or self._test_count
         self._context, self._seed, self._epoch = context, seed, -1
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
         """Full microbatches in an epoch."""
-        return self._count // batch_size
+        return self.train_samples // batch_size
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
         """Microbatch `index` of `epoch`: the places [index b, (index + 1) b) of the epoch's order."""
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(derived_seed(self._seed, "order", epoch))
-            order = torch.randperm(self._count, generator=generator)
+            order = torch.randperm(self.train_samples, generator=generator)
             generator.manual_seed(derived_seed(self._seed, "offset", epoch))
             self._starts = order * self._context + torch.randint(0, self._context, (), generator=generator)
             self._epoch = epoch

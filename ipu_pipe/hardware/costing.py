@@ -10,16 +10,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
-import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.hardware.profiling import median_passes, timed_passes
 from ipu_pipe.hardware.units import Measured, Unit
 from ipu_pipe.model.autocast import uncast_meanwhile
+from ipu_pipe.model.calling import call
 from ipu_pipe.model.counts import top_places
 from ipu_pipe.model.execution import answering, execution, parameters_by_module, refuse_unused
 from ipu_pipe.model.flops import HOW
+from ipu_pipe.model.nests import copied, described, few, lead, sample_count
 from ipu_pipe.model.observation import Observed, count
 from ipu_pipe.model.precision import plain_loss
 from ipu_pipe.model.probe import Loss, undisturbed
@@ -36,7 +37,7 @@ class Costed(NamedTuple):
 
 
 def count_units(
-    model: nn.Module, x: torch.Tensor, begins: Sequence[str] = (), loss: Optional[Loss] = None, y: Any = None
+    model: nn.Module, x: Any, begins: Sequence[str] = (), loss: Optional[Loss] = None, y: Any = None
 ) -> Costed:
     """The units of a model that takes microbatches like `x`, between modules of its top-level sequence and at the modules
     `begins`, figures for a sample. Model, `x` and `y` may lie on the meta device. The `loss` of its outputs and labels `y`, where
@@ -49,19 +50,23 @@ def count_units(
     except BadInput:
         raise
     except Exception as error:  # whatever the user's model raises
-        raise BadInput(f"model: it cannot be counted on {tuple(x.shape)}, {x.dtype}: {first_line(error)}") from error
-    how = "by shape" if samples == len(x) and fits(model, x) else f"in a forward and backward of {samples} samples"
+        raise BadInput(f"model: it cannot be counted on {described(x)}: {first_line(error)}") from error
+    how = (
+        "by shape"
+        if samples == sample_count(x) and fits(model, x)
+        else f"in a forward and backward of {samples} samples"
+    )
     places = top_places(model, calls, runs)
-    first = places[0] or next(call.name for call in seen.calls if call.works)
+    first = places[0] or next(each.name for each in seen.calls if each.works)
     wanted = {*places[1:], *begins} - {first}
-    starts = [0, *[i for i, call in enumerate(seen.calls) if call.name in wanted]]
+    starts = [0, *[i for i, each in enumerate(seen.calls) if each.name in wanted]]
     names = [first, *[seen.calls[i].name for i in starts[1:]]]
     owned = _parameters(model, seen)
     kept: Dict[int, int] = {}  # memory -> the last unit that keeps it
     units = []
     for i, (name, a, b) in enumerate(zip(names, starts, [*starts[1:], len(seen.calls)])):
         own = seen.calls[a:b]
-        saved = {place: size for call in own for place, size in call.saved.items()}
+        saved = {place: size for each in own for place, size in each.saved.items()}
         again: Dict[int, float] = {}
         for place in [place for place in saved if place in kept]:
             again[i - kept[place]] = again.get(i - kept[place], 0.0) + saved.pop(place) / samples
@@ -70,42 +75,42 @@ def count_units(
         units.append(
             Unit(
                 name,
-                sum(call.flops for call in own) / samples,
-                sum(call.backward_flops for call in own) / samples,
-                sum(owned.get(call.name, 0) for call in own),
+                sum(each.flops for each in own) / samples,
+                sum(each.backward_flops for each in own) / samples,
+                sum(owned.get(each.name, 0) for each in own),
                 (seen.live[b] if b < len(seen.calls) else 0) / samples,
                 sum(saved.values()) / samples,
                 next((p.element_size() for p in model.parameters()), 4),
-                forward_moved=sum(call.moved for call in own) / samples,
-                backward_moved=sum(call.backward_moved for call in own) / samples,
+                forward_moved=sum(each.moved for each in own) / samples,
+                backward_moved=sum(each.backward_moved for each in own) / samples,
                 also_kept=tuple(sorted(again.items())),
             )
         )
     return Costed(tuple(units), f"FLOPs {HOW}, {how}")
 
 
-def _counted(model: nn.Module, x: torch.Tensor, loss: Optional[Loss], y: Any) -> Tuple[Observed, int]:
+def _counted(model: nn.Module, x: Any, loss: Optional[Loss], y: Any) -> Tuple[Observed, int]:
     """A pass, and of how many samples."""
 
-    def passed(x: torch.Tensor, y: Any) -> Any:
-        return model(x) if loss is None else loss(model(x), y)
+    def passed(x: Any, y: Any) -> Any:
+        return call(model, x) if loss is None else loss(call(model, x), y)
 
     if fits(model, x):
         try:
             with by_shape(model):
                 shapes, labels = stand_in((x, y))
-                return count(model, shapes, lambda: passed(shapes, labels)), len(x)
+                return count(model, shapes, lambda: passed(shapes, labels)), sample_count(x)
         except Exception:  # its forward looks at values: what the user's code raises then may be anything
-            if x.is_meta:
+            if lead(x).is_meta:
                 raise
-    few = x[:FEW].clone()
+    some = copied(few(x, FEW))
     with undisturbed(model):
-        return count(model, few, lambda: passed(few, y if y is None else y[:FEW])), len(few)
+        return count(model, some, lambda: passed(some, few(y, FEW))), sample_count(some)
 
 
 def _parameters(model: nn.Module, seen: Observed) -> Dict[str, int]:
     """Trained numbers that each call answers for, a weight used twice where it is used first."""
-    order = {call.name: i for i, call in enumerate(seen.calls)}
+    order = {each.name: i for i, each in enumerate(seen.calls)}
     first: Dict[int, Tuple[int, int]] = {}
     for module, _, parameter in parameters_by_module(model):
         if parameter.requires_grad:
@@ -121,14 +126,14 @@ def _parameters(model: nn.Module, seen: Observed) -> Dict[str, int]:
 
 
 def measure_units(
-    costed: Costed, model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor, warm_up: int = 2, repeats: int = 5
+    costed: Costed, model: nn.Module, loss: Loss, x: Any, y: Any, warm_up: int = 2, repeats: int = 5
 ) -> Costed:
     """The units with the seconds of their passes of the microbatch `x`, `y` on its device, medians of `repeats` after a
     `warm_up`. The model is left as it was. On torch 2.0 a backward's time is divided as the FLOPs of the backwards are."""
     begins = {unit.name: i for i, unit in enumerate(costed.units)}
     with undisturbed(model):
         runs = [
-            timed_passes(model, lambda: [loss(model(x.clone()), y)], begins, len(begins), x.is_cuda)
+            timed_passes(model, lambda: [loss(call(model, copied(x)), y)], begins, len(begins), lead(x).is_cuda)
             for _ in range(warm_up + repeats)
         ]
     found = median_passes(runs[warm_up:])
@@ -139,5 +144,7 @@ def measure_units(
         else:
             whole = sum(each.backward_flops for each in costed.units) or 1.0
             backward = found.whole_backward * unit.backward_flops / whole
-        made.append(replace(unit, measured=(*unit.measured, Measured(len(x), found.forward[i], backward))))
-    return Costed(tuple(made), f"{costed.how}; seconds measured with {len(x)} samples on {x.device.type}")
+        made.append(replace(unit, measured=(*unit.measured, Measured(sample_count(x), found.forward[i], backward))))
+    return Costed(
+        tuple(made), f"{costed.how}; seconds measured with {sample_count(x)} samples on {lead(x).device.type}"
+    )

@@ -72,6 +72,16 @@ def keep_traceback(error: BaseException, folder: Path) -> None:
         fault.kept = str(file)
 
 
+@contextlib.contextmanager
+def traceback_kept(folder: Path) -> Iterator[None]:
+    """What ends what is inside is kept in the folder, as by `keep_traceback`."""
+    try:
+        yield
+    except BaseException as error:
+        keep_traceback(error, folder)
+        raise
+
+
 class StageWatch:
     """Which stage of an unsplit model runs: that whose first module was entered last. Set `stage` to 0 before each forward."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
 
 import torch
 from torch import nn
@@ -25,7 +25,8 @@ def describe(value: Any) -> Description:
     """A function, a partial one or an object: its qualified name, and the numbers and texts that it was set to."""
     if isinstance(value, functools.partial):
         return Description(name=qualified(value.func), settings=_plain(value.keywords))
-    own = {} if hasattr(value, "__qualname__") else {k: v for k, v in vars(value).items() if k != "training"}
+    held = {} if hasattr(value, "__qualname__") else getattr(value, "__dict__", {})
+    own = {k: v for k, v in held.items() if k != "training"}
     return Description(name=qualified(value), settings=_plain({k: v for k, v in own.items() if not k.startswith("_")}))
 
 
@@ -55,22 +56,51 @@ def _plain(values: Dict[str, Any]) -> Dict[str, Any]:
     return found
 
 
+def describe_all(values: Union[Sequence[Any], Mapping[str, Any]]) -> List[Description]:
+    """Of each: a text is its own name; where a mapping names them, the name is a setting."""
+    if isinstance(values, Mapping):
+        pairs = [(describe(value), name) for name, value in values.items()]
+        return [found.model_copy(update={"settings": {**found.settings, "called": name}}) for found, name in pairs]
+    return [Description(name=value) if isinstance(value, str) else describe(value) for value in values]
+
+
 def with_given(
-    config: Config, model: Optional[nn.Module], data: Any = None, loss: Any = None, optimizer: Any = None
+    config: Config,
+    model: Optional[nn.Module],
+    data: Any = None,
+    loss: Any = None,
+    optimizer: Any = None,
+    output: Any = None,
+    *,
+    metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None,
+    callbacks: Optional[Sequence[Any]] = None,
 ) -> Config:
-    """The config with descriptions of the objects that are given; the keys that they replace claim nothing. The optimizer is
-    described when it is made."""
+    """The config with descriptions of the objects that are given; the keys that they replace claim nothing. What a key could say
+    itself (a loss's name, an output's) it says. The optimizer is described when it is made."""
     given: Dict[str, Any] = {}
     changes: Dict[str, Any] = {}
     if model is not None:
-        given["model"], changes["model"] = Description(name=qualified(type(model))), ModelConfig(entry=GIVEN)
+        given["model"], changes["model"] = (
+            Description(name=qualified(type(model))),
+            ModelConfig(entry=GIVEN, output=config.model.output),
+        )
+    if output is not None:
+        if callable(output):
+            given["output"], output = describe(output), GIVEN
+        changes["model"] = changes.get("model", config.model).model_copy(update={"output": output})
     if data is not None:
         given["data"], changes["data"] = Description(name=qualified(type(data))), DataConfig(name=GIVEN)
-    if loss is not None:
+    if isinstance(loss, str):
+        changes["loss"] = loss
+    elif loss is not None:
         given["loss"], changes["loss"] = describe(loss), GIVEN
     if optimizer is not None:
         given["optimizer"] = None
         changes["optimizer"] = OptimizerConfig(name=GIVEN, lr=None, no_decay=config.optimizer.no_decay)
+    if metrics is not None:
+        given["metrics"], changes["metrics"] = describe_all(metrics), [GIVEN]
+    if callbacks is not None:
+        given["callbacks"], changes["callbacks"] = describe_all(callbacks), []
     if not changes:
         return config
     return config.model_copy(update={**changes, "given": (config.given or Given()).model_copy(update=given)})
@@ -82,11 +112,15 @@ def with_optimizer(config: Config, optimizer: torch.optim.Optimizer) -> Config:
     return config.model_copy(update={"given": described})
 
 
+def _names(described: Union[Description, List[Description]]) -> str:
+    return described.name if isinstance(described, Description) else ", ".join(one.name for one in described)
+
+
 def refuse_missing(config: Config, **objects: Any) -> None:
     """Refuse (BadInput) a config of a run to which Python gave what it does not give now."""
     lacking = [key for key, value in objects.items() if value is None and getattr(config.given, key, None) is not None]
     if lacking:
-        told = ", ".join(f"given.{key}: {getattr(config.given, key).name}" for key in lacking)
+        told = ", ".join(f"given.{key}: {_names(getattr(config.given, key))}" for key in lacking)
         raise BadInput(
             f"{told}: Python gave it to the run that wrote this config, and only Python can again: "
             f"ipu_pipe.train(config, out, {', '.join(f'{key}=...' for key in lacking)})"

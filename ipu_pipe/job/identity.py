@@ -29,13 +29,15 @@ ROLES: Dict[str, Role] = {
     **dict.fromkeys(("recompute", "allow_nonfinite"), Role.KEPT),
     **dict.fromkeys(("steps", "epochs"), Role.GROWS),
     **dict.fromkeys(("backend", "stages", "hardware", "evaluate", "checkpoint", "log"), Role.FREE),
+    **dict.fromkeys(("metrics", "callbacks"), Role.FREE),
 }
 
 
 def role(key: str, method: str) -> Role:
     """What `key`, its sections parted by dots, is to a run of `method`. Blocks with losses of their own are what is trained:
     there the stages decide."""
-    top = key.partition(".")[0]
+    top, _, inner = key.partition(".")
+    top = inner.partition(".")[0] if top == "given" and ROLES.get(inner.partition(".")[0]) is Role.FREE else top
     if top == "stages" and method in METHODS and METHODS[method].structure is not None:
         return Role.DECIDES
     return ROLES.get(top, Role.KEPT)
@@ -57,11 +59,12 @@ def mismatches(saved: Mapping[str, Any], own: Mapping[str, Any]) -> List[Tuple[s
 
 
 def follows_length(config: Config) -> List[str]:
-    """Keys by which a rate depends on how long the run is."""
+    """Keys that are not given, for which rates therefore depend on how long the run is."""
     schedule, t1 = config.lr_schedule, config.method_args.t1
-    found = ["lr_schedule"] if schedule.name in ("cosine", "linear") else []
-    if t1 is not None and t1.anneal_updates is None and not schedule.milestones and not schedule.warmup_steps:
-        found.append("method_args.t1")
+    found = ["lr_schedule.total_steps"] if schedule.falls and schedule.total_steps is None else []
+    own = schedule.milestones or schedule.warmup_steps or schedule.total_steps
+    if t1 is not None and t1.anneal_updates is None and not own:
+        found.append("method_args.t1.anneal_updates")
     return found
 
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 from torch import nn
 
 from ipu_pipe.data import DataSource
+from ipu_pipe.data.batches import divided
 from ipu_pipe.data.labels import LabelRange
-from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.precision import MASTERS, MIXED
+from ipu_pipe.job.metrics import DEFAULT, Metric
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import Given
+from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.model.nests import mapped, refuse_others, refuse_uneven
+from ipu_pipe.model.outputs import OwnLoss
 from ipu_pipe.model.precision import Numbers
 from ipu_pipe.model.probe import Footprint, Loss
 from ipu_pipe.model.stages import Partition
+from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.figures import amortized_utilization
 from ipu_pipe.schedule.methods import METHODS, Method
 from ipu_pipe.schedule.table import Schedule
@@ -32,6 +37,16 @@ DTYPES.update({MIXED: torch.float32, MASTERS: torch.bfloat16})
 DTYPES.update(dict.fromkeys(("16.16", "16.32", "32.32"), torch.float32))  # on the host; IPUs get what it says
 
 
+class Begun(NamedTuple):
+    """What a run that begins with the weights at `path` has of them: how many are `taken`, names `left_out` with the reason, and
+    those of the model that are `new`."""
+
+    path: str
+    taken: int
+    left_out: Dict[str, str]
+    new: List[str]
+
+
 @dataclass
 class Setup:
     """Model, loss and data of a run on its device: all that evaluation needs."""
@@ -43,17 +58,35 @@ class Setup:
     device: torch.device
     numbers: Numbers  # that the model computes in
     label_range: Optional[LabelRange] = field(default=None, init=False)  # where the loss asks for one
+    begun: Optional[Begun] = field(default=None, init=False)  # with weights that need not all fit
 
     device_kind: str = field(default="cpu", init=False)  # what trains: `ipu`, or the type of the device
+    metrics: Tuple[Metric, ...] = field(default=DEFAULT, init=False)  # of evaluations
     pins_memory: bool = field(default=False, init=False)  # what is pinned goes to a GPU without waiting
 
+    def parted(self, batch: Any) -> Tuple[Any, Any]:
+        """A batch of the data as inputs and labels. The labels of a model that computes its own loss are among the inputs, too.
+        Raises BadInput."""
+        return divided(batch, getattr(self.data, "labels", None), isinstance(self.loss, OwnLoss))
+
+    def ready(self, batch: Any) -> Tuple[Any, Any]:
+        """A batch of the data as inputs and labels on the run's device. Raises BadInput."""
+        return self.to_device(*self.parted(batch))
+
     def to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
-        """A microbatch on the run's device, inputs in its precision."""
+        """A microbatch on the run's device, inputs in its precision. Raises BadInput."""
+        refuse_others(x, "inputs")
+        refuse_uneven(x)
+        if y is not None or not isinstance(self.loss, OwnLoss):
+            refuse_others(y, "labels")
         # the CPU's loss looks itself, a GPU's kernel aborts
         if self.label_range is not None and self.device.type == "cuda":
             self.label_range.check_on_host(y)
-        x = _move(x, self.device, self.numbers.inputs, self.pins_memory)
-        return x, _move(y, self.device, self.numbers.labels, self.pins_memory)
+
+        def mover(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+            return lambda value: _move(value, self.device, dtype, self.pins_memory)
+
+        return mapped(mover(self.numbers.inputs), x), mapped(mover(self.numbers.labels), y)
 
     def trained(self) -> Dict[str, nn.Parameter]:
         """What an optimizer changes, by the names of the model's weights: these, or their masters."""
@@ -75,13 +108,14 @@ class Job(Setup):
     optimizer: torch.optim.Optimizer
     rules: UpdateRules
     base_rate: float
-    updates_per_epoch: int
+    updates_per_epoch: Optional[int]  # None where the data has no length: all is one epoch
     updates: int
-    example: Tuple[torch.Tensor, torch.Tensor]
+    example: Tuple[Any, Any]
     footprint: Footprint
     note: str = ""  # what the user should know of the stages
     done: int = 0  # updates of the run that this one goes on with: the pipeline is empty there
     used: Given = Given()  # the optimizer and the loss, whoever gave them
+    may_stop: bool = False  # whether the run may be asked to end after any update
     folder: Optional[Path] = None  # of the run, where every process may write what it did
 
     @property
@@ -110,15 +144,43 @@ class Job(Setup):
         chosen = self.config.log.trace
         return range(0) if chosen is None else chosen.updates(self.config.gradient_accumulation)
 
-    def microbatch(self, m: int, replica: int = 0) -> Tuple[torch.Tensor, torch.Tensor]:
+    def microbatch(self, m: int, replica: int = 0) -> Tuple[Any, Any]:
         """Microbatch m of a replica of the pipeline, on the run's device. Replicas take turns in an epoch's order."""
         accumulate, width = self.config.gradient_accumulation, self.width
-        epoch, within = divmod(m, self.updates_per_epoch * accumulate)
-        return self.to_device(*self.data.train_batch(epoch, within * width + replica, self.config.micro_batch_size))
+        epoch, within = (0, m) if self.updates_per_epoch is None else divmod(m, self.updates_per_epoch * accumulate)
+        return self.ready(self.data.train_batch(epoch, within * width + replica, self.config.micro_batch_size))
+
+    @property
+    def averaged(self) -> int:
+        """The updates over which the training loss is averaged: of an epoch, or a hundred where there are none."""
+        return self.updates_per_epoch or 100
+
+    def epoch(self, done: int) -> Optional[float]:
+        """How many epochs `done` updates are; None where the data has no length."""
+        return None if self.updates_per_epoch is None else done / self.updates_per_epoch
 
     def rate(self, k: int) -> float:
         """Learning rate of update k."""
         return rate_of(self.config, self.base_rate, k, self.updates, self.updates_per_epoch)
+
+    def done_with(self, k: int) -> int:
+        """The updates that the first stage has done when the loss of update k is known: where nothing comes back to it, it must
+        not stand still for the last one's."""
+        ahead = len(self.part) if blocks_of(self.model) is not None else 0
+        return min(k + ahead + 1, self.schedule.stretch(k)[1])
+
+    def begun_with(self, k: int) -> int:
+        """The batches that are begun by then, all of which a run does that is asked to end after update k: what is in the
+        pipeline comes to its end."""
+        if self.method.history is not None:
+            return k + 1
+        if self.method.rounds is not None:  # replicas must meet first
+            return self.schedule.stretch(k)[1]
+        last = self.done_with(k) - 1
+        first_stage, batch = slice(0, 1), self.schedule.accumulate
+        slot = self.schedule.slots(Kind.UPDATE, last, last + 1, first_stage)[0]
+        begun = int(self.schedule.count_before(Kind.FORWARD, slot + 1, first_stage)[0, 0])
+        return max(-(-begun // batch), last + 1)
 
     def phase_schedules(self) -> List[Tuple[str, int, Schedule]]:
         """The run in order: (method, updates, schedule) of the warm-up by GPipe, of which one batch stands for all, then of the
@@ -159,21 +221,22 @@ class Job(Setup):
         return self.evaluates_after(done) or (every is not None and done % every == 0)
 
 
-def _move(value: Any, device: torch.device, dtype: torch.dtype, pins: bool = False) -> Any:
-    if not isinstance(value, torch.Tensor):
-        raise BadInput(f"data: a microbatch holds {type(value).__name__}, must be tensors (x, y)")
+def _move(value: torch.Tensor, device: torch.device, dtype: torch.dtype, pins: bool = False) -> torch.Tensor:
     if pins and device.type == "cuda" and value.device.type == "cpu":
         value = value.to(dtype) if value.is_floating_point() else value
         return value.pin_memory().to(device, non_blocking=True)
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
 
-def rate_of(config: Config, base: float, k: int, updates: int, per_epoch: int) -> float:
-    """Learning rate of update k, before the rules."""
+def rate_of(config: Config, base: float, k: int, updates: int, per_epoch: Optional[int]) -> float:
+    """Learning rate of update k, before the rules. Where stages are drawn, one may have more updates than the run has steps."""
+    if config.lr_schedule.falls:
+        updates = config.lr_schedule.total_steps or updates
+        k = min(k, updates - 1)
     return lr.rate(config.lr_schedule, base, k, updates, per_epoch)
 
 
-def drains_of(config: Config, updates: int, per_epoch: int, done: int) -> List[int]:
+def drains_of(config: Config, updates: int, per_epoch: Optional[int], done: int) -> List[int]:
     """Updates after which the pipeline empties: evaluations and checkpoints before the end, and where the run goes on, which may
     be none of these any more."""
     marks: Set[int] = {done} if 0 < done < updates else set()

@@ -3,7 +3,7 @@ other. `ipu_pipe.job.config` reads one."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Mapping, Optional, Tuple, Type, Union
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Type, Union
 
 from pydantic import PrivateAttr, StrictBool, field_validator, model_validator
 from typing_extensions import Literal
@@ -16,17 +16,20 @@ from ipu_pipe.job.sections import (
     CheckpointConfig,
     ClipConfig,
     DataConfig,
+    Entry,
     EvaluateConfig,
     Given,
+    InitFrom,
     LogConfig,
     LrSchedule,
     ModelConfig,
     OptimizerConfig,
     StageCount,
     StageFinest,
+    entries,
 )
 from ipu_pipe.schedule.methods import METHODS, Reads
-from ipu_pipe.values import MOST_STAGES, Count, PathText, Seconds, Section, Seed, Threads, Updates, fault_at
+from ipu_pipe.values import MOST_STAGES, Count, Seconds, Section, Seed, Threads, Updates, fault_at
 
 
 class BackendConfig(Section):
@@ -80,17 +83,29 @@ class Config(Section):
     epochs: Updates = 1
     steps: Optional[Updates] = None
     evaluate: EvaluateConfig = EvaluateConfig()
+    metrics: List[Union[str, Entry]] = ["accuracy"]
+    callbacks: List[Union[str, Entry]] = []
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     seed: Seed = 0
     precision: Literal["float32", "float64", "bfloat16", "bfloat16_mixed", "16.16", "16.32", "32.32"] = "float32"
     recompute: StrictBool = False
     hardware: Union[None, str, Dict[str, Any]] = None
-    init_from: Optional[PathText] = None
+    init_from: Optional[InitFrom] = None
     allow_nonfinite: StrictBool = False
     given: Optional[Given] = None
     # what the update rules have against the config's own optimizer, with places: told if no other one is given
     _optimizer_faults: Tuple[str, ...] = PrivateAttr(default=())
+
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _metrics(cls, value: Any) -> Any:
+        return entries(value, "names such as accuracy, or import strings module:name")
+
+    @field_validator("callbacks", mode="before")
+    @classmethod
+    def _callbacks(cls, value: Any) -> Any:
+        return entries(value, "import strings module:name")
 
     @field_validator("precision", mode="before")
     @classmethod

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
-from pydantic import BaseModel, ConfigDict, StrictBool, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from typing_extensions import Literal
 
 from ipu_pipe.values import (
@@ -17,19 +26,24 @@ from ipu_pipe.values import (
     Section,
     Share,
     Stages,
+    Updates,
     Whole,
     fault_at,
+    path_text,
 )
 
 GIVEN = "(given in Python)"
+OWN = "model"  # the loss of a model that computes it itself
 TRACED = 512  # microbatches of a stage, where nothing is said
 
 
 class ModelConfig(Section):
-    """`entry`: "module:callable" that makes the model; `args`: its keyword arguments."""
+    """`entry`: "module:callable" that makes the model; `args`: its keyword arguments. `output`: what of its output the loss is
+    of, a field's name, an index, or "module:callable" that takes it; null is all of it."""
 
     entry: str
     args: Dict[str, Any] = {}
+    output: Union[None, StrictInt, StrictStr] = None
 
 
 class DataConfig(BaseModel):
@@ -98,9 +112,11 @@ class OptimizerConfig(Section):
 
 
 class LrSchedule(Section):
-    """See ipu_pipe.update.rates. `milestones` in epochs, `warmup_steps` in updates."""
+    """See ipu_pipe.update.rates. `milestones` in epochs, `warmup_steps` in updates. `total_steps`: the updates over which cosine
+    and linear fall, and from which T1 takes its K; those of the run if null, which can then not be made longer."""
 
     name: Literal["constant", "step", "cosine", "linear"] = "constant"
+    total_steps: Optional[Updates] = None
     warmup_steps: Whole = 0
     milestones: List[Epochs] = []
     gamma: Positive = 0.1
@@ -111,7 +127,14 @@ class LrSchedule(Section):
             raise fault_at("milestones", [], "step needs at least one epoch at which the rate is multiplied by gamma")
         if self.name != "step" and self.milestones:
             raise fault_at("milestones", self.milestones, f"{self.name} has none, only step has")
+        if self.total_steps is not None and not self.falls:
+            raise fault_at("total_steps", self.total_steps, f"{self.name} has none, only cosine and linear have")
         return self
+
+    @property
+    def falls(self) -> bool:
+        """Whether the rate falls over all of the run."""
+        return self.name in ("cosine", "linear")
 
 
 class ClipConfig(Section):
@@ -123,16 +146,18 @@ class ClipConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Evaluation after each `every` epochs, or each share of one (0: only before and after training), on the first `subset` test
-    samples."""
+    """Evaluation after each `every` epochs, or each share of one (0: only before and after training), or after each `steps`
+    updates, on the first `subset` test samples."""
 
     every: Often = 1
-
-    def interval(self, updates_per_epoch: int) -> int:
-        """The updates between two evaluations, 0 for never."""
-        return max(1, round(self.every * updates_per_epoch)) if self.every else 0
-
+    steps: Optional[Count] = None
     subset: Optional[Count] = None
+
+    def interval(self, updates_per_epoch: Optional[int]) -> int:
+        """The updates between two evaluations, 0 for never. Of data without epochs `every` says nothing."""
+        if self.steps is not None:
+            return self.steps
+        return max(1, round(self.every * updates_per_epoch)) if self.every and updates_per_epoch else 0
 
 
 class CheckpointConfig(Section):
@@ -188,6 +213,25 @@ class LogConfig(Section):
         return value
 
 
+class Entry(Section):
+    """`entry`: "module:callable"; `args`: its keyword arguments."""
+
+    entry: str
+    args: Dict[str, Any] = {}
+
+
+def entries(value: Any, what: str) -> Any:
+    """A config's list of names or import strings, or mappings of an Entry's keys; of each the text or the Entry. Raises
+    ValueError: `what` may stand there."""
+    if isinstance(value, (list, tuple)) and all(isinstance(one, (str, Entry)) or _is_entry(one) for one in value):
+        return [one if isinstance(one, (str, Entry)) else Entry.model_validate(one) for one in value]
+    raise ValueError(f"must be a list of {what}, or of {{entry, args}}")
+
+
+def _is_entry(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("entry"), str) and set(value) <= {"entry", "args"}
+
+
 class StageCount(Section):
     """A number of stages, balanced by a cost; `hardware`: by what the config's `hardware` would take. Times differ from one
     measurement to the next: the folder of a run holds the names of the modules at which its stages begin instead, and a resumed
@@ -203,6 +247,25 @@ class StageFinest(Section):
     finest: Stages
 
 
+class InitFrom(Section):
+    """Weights to begin with: a state dict's file, a checkpoint's folder, or a run's, of which the newest checkpoint counts; a
+    path alone is one that must fit. `strict` false: what has no place in the model is left out, and what it lacks is new."""
+
+    path: PathText
+    strict: StrictBool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        if not isinstance(value, (str, Mapping)):
+            raise ValueError("must be a path, or {path, strict}")
+        return {"path": path_text(value)} if isinstance(value, str) else value
+
+    @model_serializer
+    def _as_given(self) -> Union[str, Dict[str, Any]]:
+        return self.path if self.strict else {"path": self.path, "strict": False}
+
+
 class Description(Section):
     """An object that took the place of a key: its qualified name and settings; of an optimizer also those of parameter groups
     that have others."""
@@ -216,6 +279,9 @@ class Given(Section):
     """What Python gave in the place of the config's own; written by a run, and of no use on the command line."""
 
     model: Optional[Description] = None
+    output: Optional[Description] = None
     data: Optional[Description] = None
     loss: Optional[Description] = None
     optimizer: Optional[Description] = None
+    metrics: Optional[List[Description]] = None
+    callbacks: Optional[List[Description]] = None

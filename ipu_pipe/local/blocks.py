@@ -24,6 +24,7 @@ from ipu_pipe.model.autocast import cast, is_cast
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.cutting import crossings, pieces, writes_over
 from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.outputs import scores
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.model.rehearsal import refuse_other_pieces
@@ -50,6 +51,11 @@ def losses_of(loss: Loss, output: Any, y: Any) -> List[torch.Tensor]:
     """One loss for each block that has its own, the model's own last."""
     each = loss.each if isinstance(loss, SumOfLosses) else loss
     return [each(own, y) for own in (output if isinstance(output, Outputs) else [output])]
+
+
+def scored(loss: Loss, output: Any) -> Any:
+    """What of an output its loss is of."""
+    return scores(loss.each if isinstance(loss, SumOfLosses) else loss, output)
 
 
 class Blocks:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Tuple
+from typing import Any, Tuple
 
-import torch
 from torch import nn
 
 from ipu_pipe.local.blocks import blocks_of
@@ -13,9 +12,7 @@ from ipu_pipe.model.probe import Footprint, Loss, footprint
 from ipu_pipe.model.stages import Partition
 
 
-def footprint_of(
-    model: nn.Module, part: Partition, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]
-) -> Footprint:
+def footprint_of(model: nn.Module, part: Partition, loss: Loss, example: Tuple[Any, Any]) -> Footprint:
     """As seen in one microbatch. Blocks with losses of their own take these where they are: only activations are handed on."""
     blocks = blocks_of(model)
     if blocks is None:

@@ -10,13 +10,15 @@ from torch import nn
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.autocast import uncast_meanwhile
 from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.calling import call
 from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.nests import copied, lead
 from ipu_pipe.model.observation import Call, Observed, count, watch
 from ipu_pipe.model.shapes import by_shape, pays, stand_in
 
 
 def execution(
-    model: nn.Module, example: torch.Tensor, counted: bool = False, values: bool = False
+    model: nn.Module, example: Any, counted: bool = False, values: bool = False
 ) -> Tuple[List[Call], List[str]]:
     """First runs of all modules in order, and the names of every run (repeats too), seen in one forward: by shape, unless that
     cannot be or `values` are asked for. `counted`: with what each costs, forward and backward.
@@ -30,7 +32,7 @@ def execution(
     return seen.calls, seen.runs
 
 
-def _observe(model: nn.Module, example: torch.Tensor, training: bool, counted: bool, values: bool) -> Observed:
+def _observe(model: nn.Module, example: Any, training: bool, counted: bool, values: bool) -> Observed:
     look = count if counted else watch
     with uncast_meanwhile(model):
         return _observed(model, example, training, look, values)
@@ -49,22 +51,23 @@ def _observed(
     return look(model, example, lambda: _run_quietly(model, example, training))
 
 
-def _run_quietly(model: nn.Module, example: torch.Tensor, training: bool) -> Any:
+def _run_quietly(model: nn.Module, example: Any, training: bool) -> Any:
     """One forward that leaves buffers, modes and random states as they were.
 
     BatchNorm stays in evaluation mode: in training it refuses an example of one value a channel.
     """
-    devices = [example.device] if example.is_cuda else []
+    device = lead(example).device
+    devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), buffers_restored(model), modes_restored(model):
         model.train(training)
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 module.training = False
-        return model(example.clone())
+        return call(model, copied(example))
 
 
 def refuse_unused(calls: List[Call]) -> None:
-    if not any(call.works for call in calls):
+    if not any(own.works for own in calls):
         raise BadInput("model: no module of it runs in forward: nothing to divide into stages")
 
 
@@ -88,7 +91,7 @@ def parameters_by_module(model: nn.Module) -> Iterable[Tuple[str, str, nn.Parame
 
 def weight_groups(model: nn.Module, calls: List[Call]) -> List[Tuple[Call, List[str]]]:
     """(module that runs, parameter names) of each weight in the order of execution, a bias joined to the weight before it."""
-    order = {call.name: call for call in calls}
+    order = {own.name: own for own in calls}
     at_call = dict.fromkeys(order, 0)
     owned: Dict[str, List[List[str]]] = {}
     for module, name, _ in parameters_by_module(model):
@@ -97,4 +100,4 @@ def weight_groups(model: nn.Module, calls: List[Call]) -> List[Tuple[Call, List[
             groups[-1].append(full_name(module, name))
         else:
             groups.append([full_name(module, name)])
-    return [(call, group) for call in calls for group in owned.get(call.name, [])]
+    return [(own, group) for own in calls for group in owned.get(own.name, [])]

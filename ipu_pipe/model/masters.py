@@ -54,10 +54,10 @@ class Masters:
                 weight.data = master.data
             yield
         finally:
-            for weight, home in zip(self._of, homes):
-                weight.data = home
-            if loads:
-                write(list(self._of.items()))
+            for (weight, master), home in zip(self._of.items(), homes):
+                if loads:
+                    master.data = weight.data  # another one may have been put in its place
+                weight.data = master.data.to(LOW) if loads else home
 
     def take_over(self) -> None:
         """The model holds its masters from now on."""

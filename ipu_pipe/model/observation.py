@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from ipu_pipe.model.flops import BACKWARD, FlopCounterMode, by_formula, formulas, separate_attention
+from ipu_pipe.model.nests import tensors
 from ipu_pipe.model.shape_rules import tensors_in
 
 
@@ -75,14 +76,14 @@ def kept_bytes(calls: Sequence[Call]) -> int:
     return sum({storage: size for call in calls for storage, size in call.saved.items()}.values())
 
 
-def watch(model: nn.Module, x: torch.Tensor, forward: Callable[[], Any]) -> Observed:
+def watch(model: nn.Module, x: Any, forward: Callable[[], Any]) -> Observed:
     """Only the order of `forward`, a pass of the model's input `x`. Nothing is counted."""
     with _calls(model, lambda: None) as seen, torch.no_grad():
         forward()
     return seen
 
 
-def count(model: nn.Module, x: torch.Tensor, forward: Callable[[], Any]) -> Observed:
+def count(model: nn.Module, x: Any, forward: Callable[[], Any]) -> Observed:
     """All of `forward`, a pass of the model's input `x` that gives a loss or outputs, and of its backward."""
     weights = {storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     counter = _Counter(x)
@@ -188,14 +189,14 @@ def _moved(operation: Any, arguments: Any, result: Any) -> float:
 class _Counter(TorchDispatchMode):
     """Sees every operation of a forward, and of its backward."""
 
-    def __init__(self, x: torch.Tensor) -> None:
+    def __init__(self, x: Any) -> None:
         super().__init__()
         self.calls: List[Call] = []
-        self.held: List[torch.Tensor] = [x]  # so that a storage's number stays its own
+        self.held: List[torch.Tensor] = tensors(x)  # so that a storage's number stays its own
         self.forward = True
         self._formulas = formulas()
         self._first: List[int] = []  # autograd node of each call
-        self._made: Dict[Any, int] = {_view(x): 0}  # call in which a tensor is made
+        self._made: Dict[Any, int] = {_view(t): 0 for t in self.held}  # call in which a tensor is made
         self._reached: Dict[Any, int] = {}  # the last that reads it
         self._steps = [0]  # by how much more bytes cross before each call than before the one before
 

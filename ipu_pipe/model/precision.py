@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from ipu_pipe.model.autocast import cast, region, uncast
 from ipu_pipe.model.masters import LOW, Masters
+from ipu_pipe.model.outputs import OfOutput, OwnLoss
 from ipu_pipe.model.probe import Loss
 
 
@@ -84,7 +85,7 @@ class Numbers:
 
     def __init__(self, model: nn.Module, row: str, dtype: torch.dtype, device: torch.device, is_given: bool) -> None:
         """`dtype`: of the weights."""
-        self.row, self._model, self._dtype = row, model, dtype
+        self.row, self.is_given, self._model, self._dtype = row, is_given, model, dtype
         self._own = OwnTypes(model) if is_given else None
         self.masters: Optional[Masters] = None
         self.inputs = self.labels = dtype
@@ -104,9 +105,11 @@ class Numbers:
 
     def loss(self, loss: Loss) -> Loss:
         """A loss of the model's outputs."""
-        if self.row in ("bfloat16_mixed", "bfloat16_masters"):
-            return LossInFloat32(loss, self._autocast)
-        return loss
+        if self.row not in ("bfloat16_mixed", "bfloat16_masters") or isinstance(loss, OwnLoss):
+            return loss
+        if isinstance(loss, OfOutput):
+            return OfOutput(LossInFloat32(loss.plain, self._autocast), loss.take)
+        return LossInFloat32(loss, self._autocast)
 
     def whole(self, loads: bool = False) -> ContextManager[None]:
         """Inside, the model's weights are in full, to be saved; `loads`: others are put in."""

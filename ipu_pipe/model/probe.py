@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipu_pipe.model.boundaries import Partition, stage_at_call
 from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.calling import call
 from ipu_pipe.model.counts import top_places
 from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.nests import lead, mapped, tensors
 from ipu_pipe.model.observation import Observed, count, kept_bytes, storage
 from ipu_pipe.model.randomness import generators
 from ipu_pipe.model.shape_rules import tensors_in
@@ -87,7 +89,7 @@ def _storage(tensor: torch.Tensor) -> Tuple[int, str]:
 # ---- footprint
 
 
-def footprint(model: nn.Module, part: Partition, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> Footprint:
+def footprint(model: nn.Module, part: Partition, loss: Loss, x: Any, y: Any) -> Footprint:
     """What one microbatch `x`, `y` computes and leaves on each stage and sends over each boundary: by shape, where the
     model can run so, else of the microbatch itself."""
     seen = None
@@ -95,19 +97,19 @@ def footprint(model: nn.Module, part: Partition, loss: Loss, x: torch.Tensor, y:
         try:
             with by_shape(model):
                 a, b = stand_in((x, y))
-                seen = count(model, a, lambda: loss(model(a), b))
+                seen = count(model, a, lambda: loss(call(model, a), b))
         except Exception:  # model or loss look at values: what the user's code raises then may be anything
             pass
     if seen is None:
         with undisturbed(model):
-            seen = count(model, x, lambda: loss(model(x), y))
+            seen = count(model, x, lambda: loss(call(model, x), y))
     stages, at_call = len(part), stage_at_call(seen.calls, part.begins)
     own = seen.by_stage(at_call, stages)
-    backward = tuple(sum(call.backward_flops for call in calls) for calls in own) if seen.backward else None
+    backward = tuple(sum(each.backward_flops for each in calls) for calls in own) if seen.backward else None
     return Footprint(
         tuple(map(kept_bytes, own)),
         tuple(seen.crossing(at_call, stages)),
-        tuple(sum(call.flops for call in calls) for calls in own),
+        tuple(sum(each.flops for each in calls) for calls in own),
         backward,
         _units(model, part, seen, at_call),
     )
@@ -117,13 +119,13 @@ def _units(model: nn.Module, part: Partition, seen: Observed, stage_of: Mapping[
     """What lies between one place where a stage may begin on every backend, or begins, and the next."""
     first, *others = top_places(model, seen.calls, seen.runs)
     places = {*others, *part.begins}
-    starts = [0, *(i for i, call in enumerate(seen.calls) if i and call.name in places)]
+    starts = [0, *(i for i, each in enumerate(seen.calls) if i and each.name in places)]
     return tuple(
         Unit(
             name=seen.calls[a].name if a else first,
             stage=stage_of[seen.calls[a].name],
-            forward_flops=sum(call.flops for call in seen.calls[a:b]),
-            backward_flops=sum(call.backward_flops for call in seen.calls[a:b]),
+            forward_flops=sum(each.flops for each in seen.calls[a:b]),
+            backward_flops=sum(each.backward_flops for each in seen.calls[a:b]),
             crossing_bytes=seen.live[a],
         )
         for a, b in zip(starts, [*starts[1:], len(seen.calls)])
@@ -133,11 +135,11 @@ def _units(model: nn.Module, part: Partition, seen: Observed, stage_of: Mapping[
 # ---- randomness
 
 
-def random_modules(model: nn.Module, x: torch.Tensor) -> List[str]:
+def random_modules(model: nn.Module, x: Any) -> List[str]:
     """Names of the modules whose own forward draws random numbers (dropout and the like), in training mode."""
     names = {id(module): name for name, module in model.named_modules()}
     drawn: Set[str] = set()
-    drawing = generators(x.device)
+    drawing = generators(lead(x).device)
     stack: List[List[torch.Tensor]] = []
 
     def states() -> List[torch.Tensor]:
@@ -158,7 +160,7 @@ def random_modules(model: nn.Module, x: torch.Tensor) -> List[str]:
         handles = [m.register_forward_pre_hook(before) for m in model.modules()]
         handles += [m.register_forward_hook(after) for m in model.modules()]
         try:
-            model(x)
+            call(model, x)
         finally:
             for handle in handles:
                 handle.remove()
@@ -174,7 +176,7 @@ def drawn_unkeyed(model: nn.Module, device: torch.device) -> List[str]:
     return [name for name, m in modules if m.dropout > 0 and m.num_layers > 1]
 
 
-def changing_buffers(model: nn.Module, x: torch.Tensor) -> List[str]:
+def changing_buffers(model: nn.Module, x: Any) -> List[str]:
     """Names of the buffers that a forward in training changes, those of BatchNorm apart, which it does not read there."""
     norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)}
     before = {name: t.clone() for name, t in model.named_buffers() if name.rpartition(".")[0] not in norms}
@@ -182,14 +184,14 @@ def changing_buffers(model: nn.Module, x: torch.Tensor) -> List[str]:
         return []
     with undisturbed(model), torch.no_grad():
         model.train()
-        model(x)
+        call(model, x)
         return [name for name, t in model.named_buffers() if name in before and not torch.equal(t, before[name])]
 
 
 # ---- weights that a backward would not see
 
 
-def derived_weights(model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> List[str]:
+def derived_weights(model: nn.Module, loss: Loss, x: Any, y: Any) -> List[str]:
     """Names of parameters from which the forward derives a tensor that it saves for the backward.
 
     A backward that shall read newer weights gets them written into the parameters' own storage. What the forward derived
@@ -211,7 +213,7 @@ def derived_weights(model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tens
 
     with undisturbed(model):
         model.train()
-        other = x.flatten()[torch.randperm(x.numel(), device=x.device)].view_as(x)
+        other = mapped(_shuffled, x)
         _nudge(list(model.parameters()))  # away from special points, such as scales that start at zero
         here, there = _saved(model, loss, x, y), _saved(model, loss, other, y)
         suspects = [i for i, (a, b) in enumerate(zip(here, there)) if _same(a, b)]
@@ -254,7 +256,7 @@ class _Origins(TorchDispatchMode):
         return result
 
 
-def _may_derive(model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> bool:
+def _may_derive(model: nn.Module, loss: Loss, x: Any, y: Any) -> bool:
     """Whether the forward saves what is computed from weights and not from the input, seen by shape; True where that cannot be
     seen."""
     saved: List[int] = []
@@ -268,9 +270,9 @@ def _may_derive(model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor) 
         with modes_restored(model), by_shape(model):
             model.train()
             a, b = stand_in((x, y))
-            origins = _Origins(list(model.parameters()), [a, b])
+            origins = _Origins(list(model.parameters()), tensors((a, b)))
             with origins, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                loss(model(a), b)
+                loss(call(model, a), b)
             return not origins.derived.isdisjoint(saved)
     except Exception:  # model or loss look at values: what the user's code raises then may be anything
         return True
@@ -282,14 +284,18 @@ def _first_state(model: nn.Module, name: str) -> bool:
     return isinstance(model.get_submodule(module), nn.RNNBase) and own.startswith("bias")
 
 
+def _shuffled(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten()[torch.randperm(x.numel(), device=x.device)].view_as(x)
+
+
 def _nudge(parameters: List[nn.Parameter]) -> None:
     for p in parameters:
         p.data.mul_(1.1).add_(torch.rand_like(p.data), alpha=0.05)
 
 
-def _saved(model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> List[Optional[torch.Tensor]]:
+def _saved(model: nn.Module, loss: Loss, x: Any, y: Any) -> List[Optional[torch.Tensor]]:
     """Copies of the tensors saved for the backward, in order; None for those in a weight's or the input's storage."""
-    given = {_storage(t) for t in [*model.parameters(), *model.buffers(), x, y]}
+    given = {_storage(t) for t in [*model.parameters(), *model.buffers(), *tensors((x, y))]}
     saved: List[Optional[torch.Tensor]] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -298,10 +304,11 @@ def _saved(model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> Li
         saved.append(tensor.detach().clone() if plain else None)
         return tensor
 
-    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []), buffers_restored(model):
+    device = lead(x).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), buffers_restored(model):
         torch.manual_seed(0)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss(model(x), y)
+            loss(call(model, x), y)
     return saved
 
 

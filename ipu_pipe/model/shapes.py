@@ -16,24 +16,25 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from ipu_pipe.model.nests import lead, numbers, tensors
 from ipu_pipe.model.shape_rules import ATEN, MADE, POINTWISE, RULES, alike, like, tensors_in
 from ipu_pipe.model.uncompiled import without_compiler
 
 SMALL = 300_000  # numbers
 
 
-def fits(model: nn.Module, x: torch.Tensor) -> bool:
+def fits(model: nn.Module, x: Any) -> bool:
     """Whether a forward of `x` may be run by shape. A GPU's kernels keep other things than the CPU's, and so do the CPU's own for
     recurrent layers: these run as they are."""
-    devices = {t.device.type for t in [x, *model.parameters(), *model.buffers()]}
+    devices = {t.device.type for t in [*tensors(x), *model.parameters(), *model.buffers()]}
     return devices == {"meta"} or (
         devices == {"cpu"} and not any(isinstance(module, nn.RNNBase) for module in model.modules())
     )
 
 
-def pays(model: nn.Module, x: torch.Tensor) -> bool:
+def pays(model: nn.Module, x: Any) -> bool:
     """Whether a forward of `x` is quicker by shape, where it may be: of few numbers it is not."""
-    return fits(model, x) and (x.is_meta or x.numel() + sum(p.numel() for p in model.parameters()) > SMALL)
+    return fits(model, x) and (lead(x).is_meta or numbers(x) + sum(p.numel() for p in model.parameters()) > SMALL)
 
 
 def stand_in(value: Any) -> Any:

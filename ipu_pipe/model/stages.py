@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, List, Mapping, NamedTuple, Sequence, Tuple, TypeVar, Union
 
-import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
@@ -41,9 +40,7 @@ def begin_stage(module: Module) -> Module:
     return module
 
 
-def partition(
-    model: nn.Module, example: torch.Tensor, stages: StageChoice = None, between_top: bool = False
-) -> Partition:
+def partition(model: nn.Module, example: Any, stages: StageChoice = None, between_top: bool = False) -> Partition:
     """Assign every parameter of `model` to a stage.
 
     `example`: one microbatch of input, run in evaluation and in training mode without gradients to see the order of
@@ -106,7 +103,7 @@ class Extent:
     flops: float
 
 
-def extents(model: nn.Module, part: Partition, example: torch.Tensor, names: Sequence[str]) -> List[Extent]:
+def extents(model: nn.Module, part: Partition, example: Any, names: Sequence[str]) -> List[Extent]:
     """The modules `names`, which run one after another, seen in one forward of `example`. FLOPs as for `by: flops`."""
     calls, _ = execution(model, example, counted=True)
     at_call = stage_at_call(calls, part.begins)
@@ -125,7 +122,7 @@ class StageFlops(NamedTuple):
     backward: float
 
 
-def stage_flops(model: nn.Module, part: Partition, example: torch.Tensor) -> List[StageFlops]:
+def stage_flops(model: nn.Module, part: Partition, example: Any) -> List[StageFlops]:
     """Of each stage for the microbatch `example`, as for `by: flops`."""
     calls, _ = execution(model, example, counted=True)
     at_call = stage_at_call(calls, part.begins)

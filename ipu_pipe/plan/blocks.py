@@ -18,6 +18,8 @@ from torch import nn
 from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.hardware.units import Unit
 from ipu_pipe.local.heads import MakeHead, make_head
+from ipu_pipe.model.calling import call
+from ipu_pipe.model.nests import sample_count
 from ipu_pipe.model.observation import Call, count
 from ipu_pipe.model.shape_rules import tensors_in
 from ipu_pipe.model.shapes import by_shape, stand_in
@@ -32,9 +34,7 @@ class BlockUnits:
     first: Tuple[Unit, ...]
 
 
-def count_blocks(
-    model: nn.Module, x: torch.Tensor, units: Sequence[Unit], head: Optional[MakeHead] = None
-) -> BlockUnits:
+def count_blocks(model: nn.Module, x: Any, units: Sequence[Unit], head: Optional[MakeHead] = None) -> BlockUnits:
     """Those of a model whose `units` are known, figures for a sample; `x`: as they were counted with. `head` makes the heads,
     else the model's `local_head` or that of its family. Raises BadInput where a block cannot begin at every unit (a skip
     connection crosses) or no head is known."""
@@ -45,12 +45,12 @@ def count_blocks(
         with by_shape(model):
             whole = _EveryUnit(model, [unit.name for unit in units[1:]])
             with torch.no_grad():
-                whole(stand_in(x))
-            _refuse_crossed(units, whole.ends, len(x))
+                call(whole, stand_in(x))
+            _refuse_crossed(units, whole.ends, sample_count(x))
             for value in whole.ends:
                 whole.heads.append(make(value, whole.output).to("meta"))
             shapes = stand_in(x)
-            seen = count(whole, shapes, lambda: whole(shapes))
+            seen = count(whole, shapes, lambda: call(whole, shapes))
     except BadInput:
         raise
     except Exception as error:  # whatever the user's code raises
@@ -59,13 +59,13 @@ def count_blocks(
     first = tuple(
         replace(
             unit,
-            backward_flops=sum(call.backward_flops for call in calls) / len(x),
-            backward_moved=sum(call.backward_moved for call in calls) / len(x),
+            backward_flops=sum(each.backward_flops for each in calls) / sample_count(x),
+            backward_moved=sum(each.backward_moved for each in calls) / sample_count(x),
         )
         for unit, calls in zip(units, own)
     )
     heads = tuple(
-        _head(unit, made, calls, {place for call in before for place in call.saved}, len(x))
+        _head(unit, made, calls, {place for each in before for place in each.saved}, sample_count(x))
         for unit, made, calls, before in zip(units, whole.heads, behind, own)
     )
     return BlockUnits(heads, first)
@@ -81,7 +81,7 @@ class _EveryUnit(nn.Module):
         self.ends: List[torch.Tensor] = []  # activations at the end of each unit but the last
         self.output: Any = None
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """The model's output, and every head's."""
         self.ends = []
 
@@ -91,7 +91,7 @@ class _EveryUnit(nn.Module):
 
         handles = [self.model.get_submodule(name).register_forward_pre_hook(enter) for name in self.begins]
         try:
-            self.output = self.model(x)
+            self.output = self.model(*inputs, **named)
         finally:
             for handle in handles:
                 handle.remove()
@@ -115,27 +115,27 @@ def _parts(calls: Sequence[Call], names: Sequence[str]) -> Tuple[List[List[Call]
     own: List[List[Call]] = [[] for _ in names]
     heads: List[List[Call]] = [[] for _ in names[1:]]
     part = own[0]
-    for call in calls:
-        outer = call.name.split(".")
+    for each in calls:
+        outer = each.name.split(".")
         if outer[0] == "heads" and len(outer) > 1:
             part = heads[int(outer[1])]
-        elif call.name in at:
-            part = own[at[call.name]]
-        part.append(call)
+        elif each.name in at:
+            part = own[at[each.name]]
+        part.append(each)
     return own, heads
 
 
 def _head(unit: Unit, head: nn.Module, calls: Sequence[Call], kept: Any, samples: int) -> Unit:
     """A head as a unit; what its block keeps anyhow (`kept`) is not its own."""
-    saved = {place: size for call in calls for place, size in call.saved.items() if place not in kept}
+    saved = {place: size for each in calls for place, size in each.saved.items() if place not in kept}
     return Unit(
         f"head behind {unit.name}",
-        sum(call.flops for call in calls) / samples,
-        sum(call.backward_flops for call in calls) / samples,
+        sum(each.flops for each in calls) / samples,
+        sum(each.backward_flops for each in calls) / samples,
         sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad),
         0.0,
         sum(saved.values()) / samples,
         unit.number_bytes,
-        forward_moved=sum(call.moved for call in calls) / samples,
-        backward_moved=sum(call.backward_moved for call in calls) / samples,
+        forward_moved=sum(each.moved for each in calls) / samples,
+        backward_moved=sum(each.backward_moved for each in calls) / samples,
     )

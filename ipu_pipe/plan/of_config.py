@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
-import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
@@ -21,6 +20,7 @@ from ipu_pipe.job.ipu.placement import placement_faults
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import GIVEN
+from ipu_pipe.model.nests import few, sample_count, size
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.partition import IntArray, StageCosts, best_cuts
@@ -60,7 +60,7 @@ def is_chosen(stages: Any) -> bool:
 
 
 def chosen_stages(
-    config: Config, method: Method, model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor],
+    config: Config, method: Method, model: nn.Module, loss: Loss, example: Tuple[Any, Any],
     processes: Optional[int] = None,
 ) -> List[str]:  # fmt: skip
     """Names of the modules at which stages 1 and on begin, of a config whose `stages` leave them to the planner.
@@ -77,7 +77,7 @@ def chosen_stages(
         )
     count = processes if config.stages == "auto" else config.stages["count"]
     x, y = example
-    units = count_units(model, x[:FEW], (), loss, y[:FEW]).units
+    units = count_units(model, few(x, FEW), (), loss, few(y, FEW)).units
     starts: Optional[Sequence[int]]
     if config.hardware is None:
         starts = _by_flops(units, count)
@@ -103,7 +103,7 @@ def _by_flops(units: Sequence[Unit], count: Optional[int]) -> Optional[List[int]
 
 
 def _by_times(
-    config: Config, method: Method, units: Sequence[Unit], x: torch.Tensor, said: str, count: Optional[int]
+    config: Config, method: Method, units: Sequence[Unit], x: Any, said: str, count: Optional[int]
 ) -> Sequence[int]:
     assert config.hardware is not None
     hardware, width = read_hardware(config.hardware, "hardware"), config.replicas
@@ -133,8 +133,8 @@ def _runs(config: Config, method: Method, depth: int) -> bool:
     return config.backend.ipu is None or not placement_faults(config, config.backend.ipu, method, depth)
 
 
-def _sample_bytes(x: torch.Tensor) -> float:
-    return x.numel() * x.element_size() / len(x)
+def _sample_bytes(x: Any) -> float:
+    return size(x) / sample_count(x)
 
 
 class OwnCut(NamedTuple):
@@ -156,7 +156,7 @@ def own_cut(job: Job) -> OwnCut:
         raise BadInput("stages: single weights are spread over them: the planner predicts stages of whole modules")
     hardware = hardware.with_devices(max(hardware.devices, depth * config.replicas))
     begins = job.part.begin_names()
-    units = count_units(job.model, x[:FEW], begins, job.loss, y[:FEW]).units
+    units = count_units(job.model, few(x, FEW), begins, job.loss, few(y, FEW)).units
     problem = problem_of(config, units, _sample_bytes(x), hardware)
     names = [unit.name for unit in units]
     starts = [0, *[names.index(name) for name in begins]]

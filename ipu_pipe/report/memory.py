@@ -15,6 +15,7 @@ from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import placement
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.model.nests import size
 from ipu_pipe.schedule import figures
 from ipu_pipe.schedule.copies import weight_copies
 from ipu_pipe.schedule.runs import IntArray
@@ -98,8 +99,7 @@ def _behind_bytes(job: Job) -> List[int]:
 
 def _input_bytes(job: Job) -> List[int]:
     """What enters each stage with a microbatch."""
-    x = job.example[0]
-    return [x.numel() * x.element_size(), *job.footprint.boundary_bytes]
+    return [size(job.example[0]), *job.footprint.boundary_bytes]
 
 
 def _trained_bytes(job: Job) -> List[int]:

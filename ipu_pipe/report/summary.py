@@ -26,8 +26,10 @@ def summarise(
     measured: Report,
     tested: Sequence[Measured] = (),
     costs: Optional[StageCosts] = None,
+    stopped: Optional[str] = None,
 ) -> Dict[str, Any]:
-    """The contents of `summary.json`. `costs`: of the stages, where no device has a clock."""
+    """The contents of `summary.json`. `costs`: of the stages, where no device has a clock; `stopped`:
+    why the run ended sooner than planned."""
     config = job.config
     rate = position.timed_updates * job.batch / position.seconds if position.seconds else None
     return {
@@ -51,13 +53,14 @@ def summarise(
         "optimizer": job.used.optimizer.model_dump() if job.used.optimizer else None,
         "loss": job.used.loss.model_dump(exclude={"groups"}) if job.used.loss else None,
         "steps": position.update,
+        "planned_steps": job.updates,
+        "stopped": stopped,
         "samples": position.update * job.batch,
         "updates_per_epoch": job.updates_per_epoch,
-        "initial": dict(zip(("test_loss", "test_accuracy"), position.initial)),
+        "initial": position.initial.record(),
         "final": {
             "train_loss": position.epoch_loss / position.epoch_updates if position.epoch_updates else None,
-            "test_loss": final[0],
-            "test_accuracy": final[1],
+            **final.record(),
         },
         "throughput_samples_per_second": rate,
         **_utilization(job, measured, costs),
@@ -108,8 +111,6 @@ def _block_records(job: Job, measured: Report, tested: Sequence[Measured]) -> Di
     if job.method.structure is None:
         return {}
     first = len(job.part) - len(tested)
-    blocks = [
-        {"index": first + i, "test_loss": loss, "test_accuracy": accuracy} for i, (loss, accuracy) in enumerate(tested)
-    ]
+    blocks = [{"index": first + i, **found.record()} for i, found in enumerate(tested)]
     shared = shared_links(job) if measured.shared is None else measured_links(measured.shared, measured.microbatches)
     return {"blocks": blocks, "shared_layer_links": shared}

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any, List, Mapping, Optional, Sequence, Set, Tuple
 
 from ipu_pipe.hardware.precision import MASTERS, MIXED
-from ipu_pipe.job.record import Job
+from ipu_pipe.job.record import Begun, Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.stages import describe
 from ipu_pipe.plan.answer import own_cut_in_words
 from ipu_pipe.report.memory import memory_figures, memory_table
 from ipu_pipe.schedule.drawing import format_text
+from ipu_pipe.shown import first_of
 
 MIB = 2**20
 SHOWN_STAGES = 12
@@ -24,6 +25,8 @@ def opening(job: Job, done: int = 0) -> str:
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
     lines = [job.note] if job.note else []
+    lines += _beside(job)
+    lines += [_begun(job.begun)] if job.begun is not None else []
     others = job.numbers.others()
     if others:
         lines.append(
@@ -31,11 +34,13 @@ def opening(job: Job, done: int = 0) -> str:
         )
     lines += _mixed(job)
     lines += [
+        *left_out(job),
         f"{model_name(config)}: {parameters:,} parameters on {len(job.part)} stages; method {job.method.name}, "
         f"backend {config.backend.name} on {job.device_kind}",
         f"global batch size {job.batch} = micro_batch_size {config.micro_batch_size} x "
         f"gradient_accumulation {config.gradient_accumulation} x replicas {job.width}; "
-        f"{job.updates - done} updates, {job.updates_per_epoch} an epoch",
+        f"{job.updates - done} updates, "
+        + (f"{job.updates_per_epoch} an epoch" if job.updates_per_epoch is not None else "of data without a length"),
     ]
     return "\n".join(lines)
 
@@ -49,6 +54,37 @@ def _mixed(job: Job) -> List[str]:
     return [
         f"precision {MIXED}: weights in bfloat16, updates of float32 masters beside them: a backward of {job.method.name} reads "
         "other weights than its forward, of which autocast would keep copies"
+    ]
+
+
+def _beside(job: Job) -> List[str]:
+    """What a config says that does not count, or is of no use."""
+    config, method, lines = job.config, job.method, []
+    if config.steps is not None and "epochs" in config.model_fields_set:
+        if job.updates_per_epoch is None or config.epochs * job.updates_per_epoch != config.steps:
+            lines.append(f"steps: {config.steps} counts, epochs: {config.epochs} does not")
+    of_stages = method.structure is None and method.history is None and method.rounds is None and method.delay is None
+    if len(job.part) == 1 and of_stages:
+        lines.append(f"stages: one stage: there is nothing to pipeline, {method.name} is plain training")
+    return lines
+
+
+def _begun(begun: Begun) -> str:
+    left = [f"{name} ({why})" for name, why in begun.left_out.items()]
+    return (
+        f"init_from: {begun.path}: {begun.taken} parameters and buffers are from there; left out: {first_of(left) or 'none'}; "
+        f"new in the model: {first_of(begun.new) or 'none'}"
+    )
+def left_out(job: Job) -> List[str]:
+    """What of the training data no update has, in a line; nothing where all is used, or where that is not known."""
+    if job.updates_per_epoch is None:
+        return []
+    size, used = job.config.micro_batch_size, job.updates_per_epoch * job.batch
+    held = getattr(job.data, "train_samples", None) or size * (job.data.train_batches_per_epoch(size) or 0)
+    if held <= used:
+        return []
+    return [
+        f"data: {held - used:,} of {held:,} training samples are left out of each epoch: they fill no batch of {job.batch}"
     ]
 
 
@@ -156,9 +192,7 @@ def closing(report: Mapping[str, Any], folder: Path, predicted: Optional[Tuple[s
         "",
         f"{report['method']} on {report['model']['stages']} stages: {report['steps']} updates of "
         f"{report['batch']['global_batch_size']} samples",
-        f"  test accuracy {number(first['test_accuracy'], 3)} -> {number(last['test_accuracy'], 3)}, "
-        f"test loss {number(first['test_loss'], 4)} -> {number(last['test_loss'], 4)}, "
-        f"training loss {number(last['train_loss'], 4)}",
+        f"  {', '.join(_tested(first, last))}, training loss {number(last['train_loss'], 4)}",
         f"  busy: {busy(report)}",
         f"  greatest lag {_range(lags)} updates; weight copies {_range(copies)} a stage",
         "  where to look:",
@@ -167,12 +201,24 @@ def closing(report: Mapping[str, Any], folder: Path, predicted: Optional[Tuple[s
         f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir {folder}",
         f"    {folder / 'checkpoints'}    weights",
     ]
+    if report["stopped"] is not None:
+        lines.insert(2, f"  ended after {report['steps']} of {report['planned_steps']} updates: {report['stopped']}")
     measured = report["throughput_samples_per_second"]
     if predicted is not None and measured is not None:
         name, rate = predicted
         error = f"the prediction is {abs(rate / measured - 1):.1%} too {'high' if rate > measured else 'low'}"
         lines.append(f"  predicted on {name}: {rate:.1f} samples/s, measured: {measured:.1f}; {error}")
     return "\n".join([*lines, throughput(report)])
+
+
+def _tested(first: Mapping[str, Any], last: Mapping[str, Any]) -> List[str]:
+    """Metrics that are known, and the loss, before and after."""
+    names = [name for name in last if name.startswith("test_") and name != "test_loss"]
+    known = [(name, 3) for name in names if first.get(name) is not None or last[name] is not None]
+    return [
+        f"test {name[5:]} {number(first.get(name), digits)} -> {number(last[name], digits)}"
+        for name, digits in [*known[:1], ("test_loss", 4), *known[1:]]
+    ]
 
 
 def busy(report: Mapping[str, Any]) -> str:

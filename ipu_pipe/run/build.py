@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import nn
@@ -18,12 +18,15 @@ from ipu_pipe.hardware.precision import row_of
 from ipu_pipe.job.blame import attributed
 from ipu_pipe.job.determinism import set_numerics
 from ipu_pipe.job.given import describe, describe_optimizer, refuse_missing, with_given, with_optimizer
-from ipu_pipe.job.record import DTYPES, Job, Setup, drains_of, rate_of
+from ipu_pipe.job.metrics import metrics_of
+from ipu_pipe.job.record import DTYPES, Begun, Job, Setup, drains_of, rate_of
 from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import Given
+from ipu_pipe.job.sections import OWN, Description, Given, InitFrom
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
 from ipu_pipe.local.footprint import footprint_of
 from ipu_pipe.model.masters import Masters
+from ipu_pipe.model.nests import copied
+from ipu_pipe.model.outputs import OwnLoss, plain
 from ipu_pipe.model.precision import Numbers, plain_loss
 from ipu_pipe.model.probe import Loss, drawn_unkeyed
 from ipu_pipe.model.randomness import derived_seed
@@ -32,7 +35,7 @@ from ipu_pipe.model.uncompiled import without_compiler
 from ipu_pipe.plan.of_config import chosen_stages, is_chosen
 from ipu_pipe.run import checks
 from ipu_pipe.run.checkpoint import load_weights, read_weights
-from ipu_pipe.run.parts import make_data, make_factory, make_loss, make_model, refuse_wrapped
+from ipu_pipe.run.parts import Output, make_data, make_factory, make_loss, make_model, refuse_wrapped
 from ipu_pipe.run.trying import try_model
 from ipu_pipe.schedule.methods import Method, check, resolve_method
 from ipu_pipe.schedule.segments import segment_ends
@@ -50,12 +53,14 @@ def set_up(
     config: Config,
     model: Optional[nn.Module] = None,
     data: Optional[DataSource] = None,
-    loss: Optional[Loss] = None,
+    loss: Union[Loss, str, None] = None,
     by_shape: bool = False,
+    metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None,
+    output: Optional[Output] = None,
 ) -> Setup:
-    """The model, loss and data that `config` describes, ready to run. What is given takes the place of the config's entry;
-    `by_shape`: model and microbatches are shapes without numbers (see `ipu_pipe.run.planning`)."""
-    refuse_missing(config, model=model, data=data, loss=loss)
+    """The model, loss, data and metrics that `config` describes, ready to run. What is given takes the place of the config's
+    entry; `by_shape`: model and microbatches are shapes without numbers (see `ipu_pipe.run.planning`)."""
+    refuse_missing(config, model=model, output=output, data=data, loss=loss, metrics=metrics)
     device = _device(config)
     kind = device.type
     torch.manual_seed(derived_seed(config.seed, "model"))
@@ -68,19 +73,34 @@ def set_up(
     refuse_wrapped(model)
     _refuse_tensors(model)
     _refuse_unkeyed(model, device)
-    if config.init_from:
-        load_weights(model, read_weights(Path(config.init_from)), f"init_from: {config.init_from}")
+    begun = _begin(model, config.init_from) if config.init_from else None
     data = data if data is not None else make_data(config)
-    chosen_loss = loss if loss is not None else make_loss(config)
-    if isinstance(chosen_loss, nn.Module):  # class weights and the like
-        chosen_loss = chosen_loss.to(device)
+    chosen_loss = make_loss(config, loss, output)
+    weighted = plain(chosen_loss)
+    if isinstance(weighted, nn.Module):  # class weights and the like
+        weighted.to(device)
+    measured = metrics_of(config.metrics if metrics is None else metrics)
     row = row_of(config.precision, resolve_method(config.method, config.method_settings()))
     # last: what fails before leaves a caller's model as it was
     numbers = Numbers(model.train(), row, DTYPES[row], device, given)
     made = Setup(config, model, numbers.loss(chosen_loss), data, device, numbers)
+    made.begun, made.metrics = begun, measured
     backend = backend_of(config)
     made.device_kind, made.pins_memory = backend.trains_on or kind, backend.pins_memory
     return made
+
+
+def _begin(model: nn.Module, begin: InitFrom, heads_too: bool = True) -> Optional[Begun]:
+    """Give the model the weights that the run begins with; what of them, where they need not all fit. Raises BadInput."""
+    tensors, place = read_weights(Path(begin.path)), f"init_from: {begin.path}"
+    own = model.state_dict()
+    try:
+        left_out, new = load_weights(model, tensors, place, heads_too, begin.strict)
+    except BadInput as error:
+        fits = any(name in own and own[name].shape == value.shape for name, value in tensors.items())
+        way = "; init_from: {path: ..., strict: false} takes what fits" if fits else "; nothing in it fits"
+        raise BadInput([*error.faults[:-1], error.faults[-1] + way]) from None
+    return None if begin.strict else Begun(begin.path, len(own) - len(new), left_out, new)
 
 
 def _refuse_tensors(model: nn.Module) -> None:
@@ -113,10 +133,13 @@ def build(
     config: Config,
     model: Optional[nn.Module] = None,
     data: Optional[DataSource] = None,
-    loss: Optional[Loss] = None,
+    loss: Union[Loss, str, None] = None,
     optimizer: Optional[update.OptimizerFactory] = None,
     done: int = 0,
     by_shape: bool = False,
+    *,
+    metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None,
+    output: Optional[Output] = None,
 ) -> Job:
     """Build the job that `config` describes. What is given as an object takes the place of the config's entry; `done`: updates
     of the run that are done already, in a checkpoint that it goes on from; `by_shape`: as in `set_up`.
@@ -126,8 +149,9 @@ def build(
     as it is.
     """
     with attributed(lambda: "before training"):
-        refuse_missing(config, model=model, data=data, loss=loss, optimizer=optimizer)
-        setup = set_up(with_given(config, model, data, loss, optimizer), model, data, loss, by_shape)
+        refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, metrics=metrics)
+        described = with_given(config, model, data, loss, optimizer, output, metrics=metrics)
+        setup = set_up(described, model, data, loss, by_shape, metrics, output)
     thawed = [p for p in setup.model.parameters() if p.requires_grad]
     try:
         with attributed(lambda: "before training"):
@@ -147,9 +171,8 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     rounds = method.rounds
     width = config.replicas if rounds is None else rounds.replicas or 1
     per_epoch, updates = _length(config, data, width)
-    taken = data.train_batch(0, 0, config.micro_batch_size)
-    x, y = setup.to_device(*taken)
-    example = x.clone(), y.clone()  # a model that works in place must not change the data
+    taken = setup.parted(data.train_batch(0, 0, config.micro_batch_size))
+    example = copied(setup.to_device(*taken))  # a model that works in place must not change the data
     setup.label_range = try_model(model, chosen_loss, example, taken[1])
     if is_chosen(config.stages):
         config = _with_chosen_stages(config, method, model, chosen_loss, example)
@@ -157,7 +180,7 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     model, part, own = placed.model, placed.part, placed.own
     if method.structure is not None:
         if config.init_from:  # again, now with the heads that it may hold
-            load_weights(model, read_weights(Path(config.init_from)), f"init_from: {config.init_from}", heads_too=False)
+            _begin(model, config.init_from, heads_too=False)
         if method.structure.blocks is not None and config.method_args.blocks is None:  # as many as processes
             args_of = config.method_args.model_copy(update={"blocks": len(part)})
             config = config.model_copy(update={"method_args": args_of})
@@ -174,7 +197,7 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     # replicas with weights of their own take turns in one timeline
     accumulate = config.gradient_accumulation if method.rounds is None else method.rounds.replicas or 1
     check(method, len(part), updates * accumulate, accumulate)
-    switch = round(args["warmup"]["epochs"] * per_epoch) if "warmup" in args else 0
+    switch = round(args["warmup"]["epochs"] * per_epoch) if "warmup" in args and per_epoch else 0
     drains = [k * accumulate for k in drains_of(config, updates, per_epoch, done)]
     schedule = make_schedule(method, len(part), updates * accumulate, accumulate, drains, switch * accumulate)
     table = VersionTable(schedule, method, config.seed)
@@ -193,14 +216,16 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
         whole = made if held is groups else factory(groups)  # a process holds its own stage's alone
     if optimizer is not None:
         config = with_optimizer(config, whole)
-    used = Given(optimizer=describe_optimizer(whole), loss=describe(plain_loss(setup.loss)))
+    used = Given(optimizer=describe_optimizer(whole), loss=_described(plain_loss(plain(setup.loss))))
     base = float(made.param_groups[0]["lr"])
     job = Job(
         config, model, chosen_loss, data, device, setup.numbers, part, method, schedule, table, groups, made,
         _rules(config, args, table, made, base, updates, per_epoch, switch, setup.numbers.masters),
         base, per_epoch, updates, example, footprint_of(model, part, chosen_loss, example), placed.note, done, used,
     )  # fmt: skip
+    job.begun = setup.begun
     job.label_range, job.device_kind, job.pins_memory = setup.label_range, setup.device_kind, setup.pins_memory
+    job.metrics = setup.metrics
     reasons = checks.faults(job, config.optimizer_faults() if optimizer is None else ())
     if reasons:
         raise BadInput(reasons)
@@ -208,8 +233,12 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     return job
 
 
+def _described(loss: Loss) -> Description:
+    return Description(name=OWN) if isinstance(loss, OwnLoss) else describe(loss)
+
+
 def _with_chosen_stages(
-    config: Config, method: Method, model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor]
+    config: Config, method: Method, model: nn.Module, loss: Loss, example: Tuple[Any, Any]
 ) -> Config:
     """The config with the names of the modules at which the planner has stages begin, the same on all processes: each may have
     measured its own machine."""
@@ -218,9 +247,15 @@ def _with_chosen_stages(
     return config.model_copy(update={"stages": begins or 1})
 
 
-def _length(config: Config, data: DataSource, width: int) -> Tuple[int, int]:
-    """Updates of an epoch and of the run, of `width` microbatches each times those accumulated. Raises BadInput."""
+def _length(config: Config, data: DataSource, width: int) -> Tuple[Optional[int], int]:
+    """Updates of an epoch (None where that is not known) and of the run, of `width` microbatches each times those accumulated.
+    Raises BadInput."""
     microbatches = data.train_batches_per_epoch(config.micro_batch_size)
+    if microbatches is None:
+        _refuse_epochs(config)
+        assert config.steps is not None
+        _check_length(config, config.steps, None)
+        return None, config.steps
     per_epoch = microbatches // (config.gradient_accumulation * width)
     if per_epoch < 1:
         raise BadInput(
@@ -233,11 +268,36 @@ def _length(config: Config, data: DataSource, width: int) -> Tuple[int, int]:
     return per_epoch, updates
 
 
-def _check_length(config: Config, updates: int, per_epoch: int) -> None:
+def _refuse_epochs(config: Config) -> None:
+    """Refuse (BadInput, every fault) what counts in epochs where the data has no length."""
+    milestones, warmup, evaluate = config.lr_schedule.milestones, config.method_args.warmup, config.evaluate
+    delays = resolve_method(config.method, config.method_settings()).history
+    said = {
+        "steps: null: must be the updates of the run": config.steps is None,
+        f"lr_schedule.milestones: {milestones}: must be none (linear and cosine go by updates)": bool(milestones),
+        f"evaluate.every: {evaluate.every}: must be 1 or 0, after the last update alone, or with evaluate.steps, in updates": (
+            evaluate.every not in (0, 1) and evaluate.steps is None
+        ),
+        f"method_args.warmup: {warmup and warmup.epochs} epochs: must be none": warmup is not None,
+        f"method: {config.method}: draws delays by the epoch: must be another": delays is not None,
+    }
+    faults = [
+        f"{fault}: the training data has no length, so that it has no epochs" for fault, is_so in said.items() if is_so
+    ]
+    if faults:
+        raise BadInput(faults)
+
+
+def _check_length(config: Config, updates: int, per_epoch: Optional[int]) -> None:
     """Whether the run can be planned: what that takes grows with its updates and with the stops among them."""
     if updates > MOST_UPDATES:
         raise BadInput(
             f"epochs: {config.epochs}: {updates} updates, at most {MOST_UPDATES}: a run is planned before it starts"
+        )
+    total = config.lr_schedule.total_steps
+    if total is not None and total < updates:
+        raise BadInput(
+            f"lr_schedule.total_steps: {total}: the run has {updates} updates, and its rate falls to 0 before: must be no less"
         )
     for key, every in (("checkpoint", config.checkpoint.every), ("evaluate", config.evaluate.interval(per_epoch))):
         if every and updates // every > MOST_STOPS:
@@ -254,19 +314,19 @@ def _rules(
     optimizer: torch.optim.Optimizer,
     base: float,
     updates: int,
-    per_epoch: int,
+    per_epoch: Optional[int],
     switch: int,
     masters: Optional[Masters],
 ) -> UpdateRules:
     """The run's update rules; T1's K, where it is not given, from the learning-rate schedule."""
     if "t1" in args and args["t1"]["anneal_updates"] is None:
         schedule = config.lr_schedule
-        first = round(min(schedule.milestones) * per_epoch) if schedule.milestones else None
-        args = {**args, "t1": {"anneal_updates": anneal_default(first, schedule.warmup_steps, updates)}}
+        first = round(min(schedule.milestones) * per_epoch) if schedule.milestones and per_epoch else None
+        lasting = schedule.total_steps or updates
+        args = {**args, "t1": {"anneal_updates": anneal_default(first, schedule.warmup_steps, lasting)}}
     return UpdateRules(
         args, table.method, table.rule_lag(), config.gradient_accumulation, optimizer,
-        # where stages are drawn, one may have more updates than the run has steps
-        lambda k: rate_of(config, base, min(k, updates - 1), updates, per_epoch), switch, masters,
+        lambda k: rate_of(config, base, k, updates, per_epoch), switch, masters,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 from safetensors import SafetensorError
@@ -29,11 +29,13 @@ from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.run import manifest
 from ipu_pipe.run.manifest import NOBODY, Manifest, Origin
+from ipu_pipe.shown import shown
 
 TENSORS = ("model", "optimizer")
 STATE = "state.json"
 FILES = (*(f"{name}.safetensors" for name in TENSORS), STATE)
 EARLIER_KEYS = {"position", "optimizer", "schema", "step", "sha256"}  # of state.json of schema 1
+WRAPPED = ("module.", "_orig_mod.")  # before the names of a model inside DataParallel or torch.compile
 SHOWN = 5  # faults told of one checkpoint; the others are counted
 SAFE_TORCH = (2, 6)  # before it torch.load could run a file's code in spite of weights_only (CVE-2025-32434)
 _NAME = re.compile(r"step-(\d+)$")
@@ -169,8 +171,16 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(model, optimizer, state, found)
 
 
+def newest(path: Path) -> Path:
+    """The newest checkpoint of the run whose folder `path` is; `path` itself where it is no such folder."""
+    done = steps(path / "checkpoints")
+    return path / "checkpoints" / f"step-{done[-1]}" if done else path
+
+
 def read_weights(path: Path) -> Dict[str, torch.Tensor]:
-    """The weights of a checkpoint folder or of a file, as `read_tensors`. Files of a checkpoint must be what was saved."""
+    """The weights of a checkpoint folder, of a run's newest checkpoint, or of a file, as `read_tensors`. Files of a checkpoint
+    must be what was saved."""
+    path = newest(path)
     if os.path.isdir(path):
         _verified(path)
         path = path / f"{TENSORS[0]}.safetensors"
@@ -239,9 +249,15 @@ def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
     except Exception as error:  # many kinds, from the format's reader and from pickle's
         reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise BadInput(f"{path}: cannot be read as a state dict: {reason}") from None
-    if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
-        raise BadInput(f"{path}: holds no plain state dict (names to tensors)")
+    if not _is_plain(loaded):
+        inside = [key for key, value in loaded.items() if _is_plain(value)] if isinstance(loaded, dict) else []
+        there = f": there is one inside, at {shown(inside[0])}: save that alone" if inside else ""
+        raise BadInput(f"{path}: holds no plain state dict (names to tensors){there}")
     return loaded
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(isinstance(each, torch.Tensor) for each in value.values())
 
 
 def torch_version() -> Tuple[int, ...]:
@@ -249,25 +265,40 @@ def torch_version() -> Tuple[int, ...]:
     return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
+class Loaded(NamedTuple):
+    """`left_out`: names in a state dict that found no place in the model, with the reason; `new`: names in the model that keep
+    their own values."""
+
+    left_out: Dict[str, str]
+    new: List[str]
+
+
 def load_weights(
-    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], place: str, heads_too: bool = True
-) -> None:
-    """Copy a state dict into `model`; all names and shapes must agree. `place` names the source in the error. `heads_too` false:
-    auxiliary heads are taken where they are there and fit, and stay as they are otherwise."""
+    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], place: str, heads_too: bool = True, strict: bool = True
+) -> Loaded:
+    """Copy a state dict into `model`; all names and shapes must agree if `strict`, else those that do are taken. `place` names
+    the source in the error. `heads_too` false: auxiliary heads are taken where they are there and fit, and stay as they are
+    otherwise."""
     own = model.state_dict()
     heads = {name: value for name, value in own.items() if name.startswith(HEADS)}
     if not heads or not heads_too:  # auxiliary heads only train
         fits = {n: v for n, v in tensors.items() if n in heads and heads[n].shape == v.shape}
         tensors = {**{n: v for n, v in tensors.items() if not n.startswith(HEADS)}, **heads, **fits}
-    faults = [f"{name}: missing, the model needs it" for name in own if name not in tensors]
-    faults += [f"{name}: the model has no such parameter or buffer" for name in tensors if name not in own]
-    faults += [
-        f"{name}: shape {tuple(tensors[name].shape)}, the model has {tuple(own[name].shape)}"
-        for name in own
-        if name in tensors and own[name].shape != tensors[name].shape
-    ]
-    refuse(place, faults)
-    model.load_state_dict(dict(tensors))
+    odd = {name: "the model has no such parameter or buffer" for name in tensors if name not in own}
+    for name in own:
+        if name in tensors and own[name].shape != tensors[name].shape:
+            odd[name] = f"shape {tuple(tensors[name].shape)}, the model has {tuple(own[name].shape)}"
+    fits = {name: value for name, value in tensors.items() if name not in odd}
+    if strict or not fits:
+        missing = [f"{name}: missing, the model needs it" for name in own if name not in tensors]
+        prefix = next((p for p in WRAPPED if tensors and all(name.startswith(p) for name in tensors)), None)
+        if prefix is not None and odd:
+            raise BadInput(
+                f"{place}: all names begin with {prefix}, a wrapper's: save the state dict of the model inside it"
+            )
+        refuse(place, missing + [f"{name}: {why}" for name, why in odd.items()])
+    model.load_state_dict({**own, **fits})
+    return Loaded(odd, [name for name in own if name not in fits])
 
 
 def refuse(place: object, faults: List[str]) -> None:

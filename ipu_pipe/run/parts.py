@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Callable, Dict
+from typing import Any, Callable, Dict, Optional, Union
 
 import torch
 from torch import nn
@@ -12,6 +12,8 @@ from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.entries import call_entry, resolve_entry
 from ipu_pipe.job.schema import Config
+from ipu_pipe.job.sections import OWN
+from ipu_pipe.model.outputs import OfOutput, OwnLoss, taker
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.rates import scaled_for_update_size
@@ -28,17 +30,22 @@ def make_model(config: Config) -> nn.Module:
 # Classes that put another's module inside: whose names, hooks and order of work are not the model's own.
 WRAPPERS = {
     "OptimizedModule": "torch.compile", "DataParallel": "DataParallel", "DistributedDataParallel": "DistributedDataParallel",
-    "FullyShardedDataParallel": "FullyShardedDataParallel", "PoplarExecutor": "a PopTorch executor",
+    "FullyShardedDataParallel": "FullyShardedDataParallel", "FSDPModule": "fully_shard", "ScriptModule": "torch.jit",
+    "PoplarExecutor": "a PopTorch executor", "DeepSpeedEngine": "DeepSpeed",
 }  # fmt: skip
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse (BadInput) a model inside a wrapper, by the wrapper's name."""
-    wrapper = next((WRAPPERS[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in WRAPPERS), None)
-    if wrapper is not None:
-        raise BadInput(
-            f"model: is wrapped by {wrapper}: give the model itself, which the backend divides over its devices"
-        )
+    """Refuse (BadInput) a model inside a wrapper, or with a module inside one, by the wrapper's name."""
+    for name, module in model.named_modules():
+        kinds = [WRAPPERS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in WRAPPERS]
+        if getattr(module, "_compiled_call_impl", None) is not None:  # by module.compile(), which leaves its class
+            kinds.append("torch.compile")
+        if kinds:
+            place = f"model: {name}" if name else "model"
+            raise BadInput(
+                f"{place}: is wrapped by {kinds[0]}: give the model itself, which the backend divides over its devices"
+            )
 
 
 def make_data(config: Config) -> DataSource:
@@ -54,7 +61,29 @@ def make_data(config: Config) -> DataSource:
     return load_data(config.data.name, seed=config.seed, **options)
 
 
-def make_loss(config: Config) -> Loss:
+Output = Union[int, str, Callable[[Any], Any]]  # what of a model's output its loss is of
+
+
+def make_loss(config: Config, given: Union[Loss, str, None] = None, output: Optional[Output] = None) -> Loss:
+    """The config's loss, of what its `model.output` says of the model's output. A loss or an `output` given as a function takes
+    the place of the config's."""
+    take = output if callable(output) else make_take(config)
+    chosen = given if callable(given) else None if config.loss == OWN else make_plain_loss(config)
+    if chosen is None:
+        return OwnLoss(take)
+    return chosen if take is None else OfOutput(chosen, take)
+
+
+def make_take(config: Config) -> Optional[Callable[[Any], Any]]:
+    """What `model.output` takes of an output: a field, an element, what an import string's function gives; None where it says
+    nothing."""
+    said = config.model.output
+    if isinstance(said, str) and ":" in said:
+        return resolve_entry(said, "model.output")
+    return None if said is None else taker(said)
+
+
+def make_plain_loss(config: Config) -> Loss:
     """Mean cross-entropy, or the config's own loss (outputs, labels) -> scalar; a module class is made into one."""
     if config.loss == "cross_entropy":
         return nn.functional.cross_entropy

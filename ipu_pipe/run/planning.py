@@ -11,6 +11,7 @@ from torch import nn
 from ipu_pipe.backends.table import backend_of
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
+from ipu_pipe.model.nests import numbers
 from ipu_pipe.model.shapes import SMALL, shapes_only
 from ipu_pipe.run.build import build
 
@@ -35,5 +36,5 @@ def _may_be_shapes(config: Config) -> bool:
 
 def _tells(job: Job) -> bool:
     """Of few numbers all is computed as it is, and so it is where the CPU's own kernels keep other things (recurrent layers)."""
-    numbers = job.example[0].numel() + sum(p.numel() for p in job.model.parameters())
-    return numbers > SMALL and not any(isinstance(module, nn.RNNBase) for module in job.model.modules())
+    held = numbers(job.example[0]) + sum(p.numel() for p in job.model.parameters())
+    return held > SMALL and not any(isinstance(module, nn.RNNBase) for module in job.model.modules())

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
+from ipu_pipe.job.position import Measured
+
 LINE_SECONDS = 15.0  # between lines where there is no terminal
 TEST_LINE_SECONDS = 1.0  # since the last line, for one after an evaluation
 
@@ -37,10 +39,11 @@ class Bar:
         self._rate = keep * self._rate + (1 - keep) * rate
         self._show()
 
-    def evaluated(self, loss: Optional[float], accuracy: Optional[float]) -> None:
+    def evaluated(self, found: Measured) -> None:
         """The test set was evaluated."""
-        if loss is not None:
-            self._tested = f", test loss {loss:.3f}" + (f" accuracy {accuracy:.3f}" if accuracy is not None else "")
+        if found.loss is not None:
+            known = [f" {name} {value:.3f}" for name, value in found.metrics.items() if value is not None]
+            self._tested = f", test loss {found.loss:.3f}{''.join(known)}"
         self._last_line -= LINE_SECONDS - TEST_LINE_SECONDS
         self._show()
 

@@ -12,9 +12,12 @@ import torch
 
 from ipu_pipe.backends.interface import MARK
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.identity import deciding, mismatches
-from ipu_pipe.job.position import Position
+from ipu_pipe.job.identity import deciding, follows_length, mismatches
+from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.schema import Config
+from ipu_pipe.model.calling import call
+from ipu_pipe.model.nests import copied
 from ipu_pipe.model.probe import undisturbed
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.checkpoint import Checkpoint
@@ -45,7 +48,7 @@ def choose(folder: Path, step: Optional[int]) -> int:
 def refuse_foreign_run(job: Job, held: Checkpoint, path: Path) -> None:
     """Refuse (BadInput) a checkpoint that is not this run's, or whose position or optimizer state cannot be."""
     own = origin(job)
-    faults = _key_faults(held, own) or _position_faults(job, held, int(path.name.partition("-")[2]))
+    faults = _key_faults(job.config, held, own) or _position_faults(job, held, int(path.name.partition("-")[2]))
     if not faults:
         faults = _model_faults(job, held) + _optimizer_faults(job, held, own)
     checkpoint.refuse(path, faults)
@@ -54,13 +57,13 @@ def refuse_foreign_run(job: Job, held: Checkpoint, path: Path) -> None:
 def position_of(held: Checkpoint) -> Position:
     """How far the run had come."""
     saved = held.state["position"]
-    return Position(**{**saved, "initial": tuple(saved["initial"])})
+    return Position(**{**saved, "initial": Measured.read(saved["initial"])})
 
 
 # ---- whose it is
 
 
-def _key_faults(held: Checkpoint, own: Origin) -> List[str]:
+def _key_faults(config: Config, held: Checkpoint, own: Origin) -> List[str]:
     if held.manifest is None:  # the earlier layout: only the run's config.yaml says it
         return []
     faults = [
@@ -69,6 +72,12 @@ def _key_faults(held: Checkpoint, own: Origin) -> List[str]:
     ]
     if held.manifest.updates > own.updates:
         faults.append(f"steps: saved in a run of {held.manifest.updates}, this one has {own.updates}: may only grow")
+    follows = follows_length(config) if own.updates > held.manifest.updates else []
+    if follows:
+        faults.append(
+            f"steps: saved in a run of {held.manifest.updates}, this one has {own.updates}, at other rates from the beginning: "
+            f"only a run that began with {' and '.join(follows)} can grow; with new rates, begin one from its weights (init_from)"
+        )
     return faults
 
 
@@ -88,6 +97,11 @@ def _is_real(value: Any) -> bool:
     return isinstance(value, float) or (fits and not isinstance(value, bool))
 
 
+def _flat(pair: List[Any]) -> List[Any]:
+    """A loss and what metrics there are, in earlier checkpoints the accuracy alone."""
+    return [pair[0], *pair[1].values()] if isinstance(pair[1], dict) else pair
+
+
 def _position_faults(job: Job, held: Checkpoint, step: int) -> List[str]:
     """What cannot be in the position, which stands for `step` updates done."""
     place, saved = f"{checkpoint.STATE}: position", held.state.get("position")
@@ -96,12 +110,12 @@ def _position_faults(job: Job, held: Checkpoint, step: int) -> List[str]:
         return [f"{place}: its keys must be {', '.join(sorted(known))}"]
     if not isinstance(held.state.get("optimizer"), dict):
         return [f"{checkpoint.STATE}: optimizer: must be a mapping"]
-    update, per_epoch = saved["update"], job.updates_per_epoch
+    update, averaged = saved["update"], job.averaged
     if not _is_whole(update, 1, job.updates):
         return [f"{place}.update: {update}: must be a whole number from 1 to the run's {job.updates}"]
     if {update, step} != {held.state.get("step")}:
         return [f"{place}.update: {update}: the checkpoint is of step {step}"]
-    within = (update - 1) % per_epoch + 1
+    within = (update - 1) % averaged + 1
     best, loss, initial = saved["best_step"], saved["best_loss"], saved["initial"]
     sane = {
         "epoch_updates": (saved["epoch_updates"] == within, f"must be {within}, {update} updates into the run"),
@@ -113,8 +127,8 @@ def _position_faults(job: Job, held: Checkpoint, step: int) -> List[str]:
             f"must be a whole number from 1 to {update} with a best_loss, or both null",
         ),
         "initial": (
-            isinstance(initial, list) and len(initial) == 2 and all(v is None or _is_real(v) for v in initial),
-            "must be a loss and an accuracy, each a number or null",
+            isinstance(initial, list) and len(initial) == 2 and all(v is None or _is_real(v) for v in _flat(initial)),
+            "must be a loss and metrics by name, each a number or null",
         ),
     }
     return [f"{place}.{key}: {saved[key]}: {allowed}" for key, (fits, allowed) in sane.items() if not fits]
@@ -238,7 +252,7 @@ def _moved(job: Job) -> List[str]:
         job.model.train()
         x, y = job.example
         with torch.enable_grad():
-            job.loss(job.model(x.clone()), y.clone()).backward()
+            job.loss(call(job.model, copied(x)), copied(y)).backward()
         moved = [name for name, parameter in job.model.named_parameters() if parameter.grad is not None]
         job.model.zero_grad(set_to_none=True)
     return moved

@@ -12,6 +12,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ipu_pipe.data.labels import LabelRange, label_range
 from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.calling import call
+from ipu_pipe.model.nests import described, lead
+from ipu_pipe.model.outputs import SCORES, fields, plain, scores, told
 from ipu_pipe.model.precision import plain_loss
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.model.shapes import by_shape, looks_at_values, pays, stand_in
@@ -19,22 +22,22 @@ from ipu_pipe.model.shapes import by_shape, looks_at_values, pays, stand_in
 FEW = 2  # samples; a batch norm refuses one
 
 
-def try_model(
-    model: nn.Module, loss: Loss, example: Tuple[torch.Tensor, torch.Tensor], labels: Any
-) -> Optional[LabelRange]:
+def try_model(model: nn.Module, loss: Loss, example: Tuple[Any, Any], labels: Any) -> Optional[LabelRange]:
     """Run a forward of the microbatch with the loss, so that a model that does not fit the data, or cannot learn, is told in one
     line. `labels`: the example's, with their numbers where it is a shape. Returns what labels the loss allows, where it is
     known. Raises BadInput."""
     x, y = example
-    devices = [x.device] if x.is_cuda else []
+    device, is_meta = lead(x).device, lead(x).is_meta
+    devices = [device] if device.type == "cuda" else []
+    output: Any = None
     try:
         with contextlib.ExitStack() as inside:
             inside.enter_context(torch.random.fork_rng(devices=devices))
-            inside.enter_context(by_shape(model) if x.is_meta else buffers_restored(model))
-            output = None if x.is_meta else _few(model, x)
+            inside.enter_context(by_shape(model) if is_meta else buffers_restored(model))
+            output = None if is_meta else _few(model, x)
             if output is None:
-                output = model(x)
-            allowed = label_range(plain_loss(loss), output, y)
+                output = call(model, x)
+            allowed = label_range(plain_loss(plain(loss)), scores(loss, output), y)
             if allowed is not None:
                 allowed.check(labels)
             value = loss(output, y)
@@ -43,9 +46,12 @@ def try_model(
     except BadInput:
         raise
     except Exception as error:  # whatever the user's model raises
-        raise BadInput(
-            f"model: it fails on a microbatch of shape {tuple(x.shape)}, {x.dtype}: {first_line(error)}"
-        ) from error
+        if fields(output) and plain(loss) is loss:
+            raise BadInput(
+                f"model: returns {told(output)}, and the loss wants one of these ({first_line(error)}): say which is the output,"
+                f" as model.output: {_likely(output)}, or take loss: model if it holds its own"
+            ) from error
+        raise BadInput(f"model: it fails on a microbatch of shape {described(x)}: {first_line(error)}") from error
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise BadInput("loss: must give one number, the mean over the microbatch")
     if not value.requires_grad:
@@ -53,10 +59,14 @@ def try_model(
     return allowed
 
 
-def _few(model: nn.Module, x: torch.Tensor) -> Any:
+def _likely(output: Any) -> Any:
+    return SCORES if SCORES in fields(output) else fields(output)[0]
+
+
+def _few(model: nn.Module, x: Any) -> Any:
     """Outputs of the shape that the microbatch's have, with the numbers of its first samples over and over. None where that does
     not tell what all of its samples would: where the forward of all fails by shape, or looks at values."""
-    if len(x) <= FEW or not x.is_floating_point() or not pays(model, x):
+    if not isinstance(x, torch.Tensor) or len(x) <= FEW or not x.is_floating_point() or not pays(model, x):
         return None
     try:
         with by_shape(model), looks_at_values() as looks, torch.no_grad():

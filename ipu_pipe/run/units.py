@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
 
+from ipu_pipe.data.batches import divided
 from ipu_pipe.hardware.costing import Costed, count_units, measure_units
 from ipu_pipe.job.entries import resolve_entry
 from ipu_pipe.job.schema import Config
+from ipu_pipe.job.sections import OWN
+from ipu_pipe.model.nests import mapped, sample_count, size
 from ipu_pipe.model.shapes import made_by_shape
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.run.build import set_up
@@ -32,7 +35,7 @@ def units_of(config: Config, measured: bool = False, blocks: bool = False) -> Co
         model, costed, x = _measured(config)
     else:
         model, costed, x = _counted(config)
-    entering = x.numel() * x.element_size() / len(x)
+    entering = size(x) / sample_count(x)
     if not blocks:
         return ConfigUnits(costed, entering)
     entry = config.method_args.head
@@ -40,23 +43,28 @@ def units_of(config: Config, measured: bool = False, blocks: bool = False) -> Co
     return ConfigUnits(costed, entering, count_blocks(model, x, costed.units, head))
 
 
-def _counted(config: Config) -> Tuple[nn.Module, Costed, torch.Tensor]:
+def _counted(config: Config) -> Tuple[nn.Module, Costed, Any]:
     loss = make_loss(config)
-    x, y = make_data(config).train_batch(0, 0, 2)
+    data = make_data(config)
+    x, y = divided(data.train_batch(0, 0, 2), getattr(data, "labels", None), config.loss == OWN)
     try:
         with made_by_shape():
             model = make_model(config)
-        return model, count_units(model, x.to("meta"), (), loss, y.to("meta")), x
+        return model, count_units(model, mapped(_shape, x), (), loss, mapped(_shape, y)), x
     except Exception:  # a model that is made from numbers, or looks at them: told below, if it is not that
         model = make_model(config)
         return model, count_units(model, x, (), loss, y), x
 
 
-def _measured(config: Config) -> Tuple[nn.Module, Costed, torch.Tensor]:
+def _shape(t: torch.Tensor) -> torch.Tensor:
+    return t.to("meta")
+
+
+def _measured(config: Config) -> Tuple[nn.Module, Costed, Any]:
     setup = set_up(config)
     costed = None
-    for size in (config.micro_batch_size, 2 * config.micro_batch_size):
-        x, y = setup.to_device(*setup.data.train_batch(0, 0, size))
+    for many in (config.micro_batch_size, 2 * config.micro_batch_size):
+        x, y = setup.ready(setup.data.train_batch(0, 0, many))
         costed = costed or count_units(setup.model, x, (), setup.loss, y)
         costed = measure_units(costed, setup.model, setup.loss, x, y)
     assert costed is not None

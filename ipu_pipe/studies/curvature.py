@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.model.calling import call
+from ipu_pipe.model.nests import copied
 from ipu_pipe.model.probe import Loss, random_modules, undisturbed
 
 Vector = List[torch.Tensor]
@@ -31,8 +33,8 @@ class Curvature:
 def sharpest(
     model: nn.Module,
     loss: Loss,
-    x: torch.Tensor,
-    y: torch.Tensor,
+    x: Any,
+    y: Any,
     stages: Sequence[Sequence[nn.Parameter]],
     iterations: int = 100,
     tolerance: float = 0.01,
@@ -69,7 +71,7 @@ def sharpest(
     return Curvature(value, shares, done, residual, apart)
 
 
-def _deterministic(model: nn.Module, x: torch.Tensor) -> None:
+def _deterministic(model: nn.Module, x: Any) -> None:
     names = random_modules(model, x)
     model.train()
     for name in names:
@@ -88,13 +90,13 @@ def _twice_differentiable() -> ContextManager[Any]:
 def _gradient(
     model: nn.Module,
     loss: Loss,
-    x: torch.Tensor,
-    y: torch.Tensor,
+    x: Any,
+    y: Any,
     parameters: Sequence[nn.Parameter],
     create_graph: bool = False,
 ) -> Vector:
     found = torch.autograd.grad(
-        loss(model(x.clone()), y), list(parameters), create_graph=create_graph, allow_unused=True
+        loss(call(model, copied(x)), y), list(parameters), create_graph=create_graph, allow_unused=True
     )
     return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found)]
 
@@ -136,9 +138,7 @@ def _power(product: Any, v: Vector, iterations: int, tolerance: float) -> Tuple[
     return value, v, done, residual
 
 
-def _discrepancy(
-    model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor, parameters: Sequence[nn.Parameter], v: Vector
-) -> float:
+def _discrepancy(model: nn.Module, loss: Loss, x: Any, y: Any, parameters: Sequence[nn.Parameter], v: Vector) -> float:
     """-v . (the gradient's derivative by the weights that the backward reads) v: a central difference, by weights written in
     place between forward and backward."""
     far = 1e-3 * float(sum((p.detach() ** 2).sum() for p in parameters)) ** 0.5
@@ -154,8 +154,8 @@ def _moved_between(parameters: Sequence[nn.Parameter], v: Vector, far: float) ->
     """A gradient whose backward reads weights moved by far v; put back at the end."""
     before = [p.detach().clone() for p in parameters]
 
-    def gradient(model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> Vector:
-        value = loss(model(x.clone()), y)
+    def gradient(model: nn.Module, loss: Loss, x: Any, y: Any) -> Vector:
+        value = loss(call(model, copied(x)), y)
         for p, part in zip(parameters, v):
             p.data.add_(part, alpha=far)
         found = torch.autograd.grad(value, list(parameters), allow_unused=True)

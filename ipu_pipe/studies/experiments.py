@@ -196,7 +196,7 @@ def _work(config: Dict[str, Any], folder: str) -> Dict[str, Any]:
     return {**_result(out, summary["phases"], summary["updates_per_epoch"]), "diverged": None, "seconds": seconds}
 
 
-def _result(out: Path, phases: Sequence[Mapping[str, Any]], per_epoch: int) -> Dict[str, Any]:
+def _result(out: Path, phases: Sequence[Mapping[str, Any]], per_epoch: Any) -> Dict[str, Any]:
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     curve = [
         (r["epoch"], normalized_time(phases, r["step"]) / per_epoch, r["test_loss"], r["test_accuracy"])

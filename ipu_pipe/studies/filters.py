@@ -19,9 +19,7 @@ WHITE = 255
 def read_weights(path: Path) -> Tuple[Path, Dict[str, torch.Tensor]]:
     """The file or checkpoint folder read, and its weights: `path` is a state dict's file, a checkpoint folder, or the folder of a
     run, of which the newest checkpoint counts. Raises BadInput."""
-    steps = checkpoint.steps(path / "checkpoints")
-    if steps:
-        path = path / "checkpoints" / f"step-{steps[-1]}"
+    path = checkpoint.newest(path)
     return path, checkpoint.read_weights(path)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Callable, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence
 
 import torch
 from torch import nn
@@ -11,7 +11,9 @@ from torch import nn
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local.blocks import blocks_of, losses_of
 from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.calling import call
 from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.nests import copied, lead
 from ipu_pipe.model.probe import Loss, random_modules, undisturbed
 from ipu_pipe.model.randomness import KeyedRandomness
 
@@ -34,12 +36,12 @@ class GradientProbe:
     `ipu_pipe.local.blocks.losses_of` takes it. `seed`: of the draws.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor, seed: int = 0) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, x: Any, y: Any, seed: int = 0) -> None:
         blocks = blocks_of(model)
         if blocks is None:
             raise BadInput(f"model: {type(model).__name__}: has no blocks that are trained by losses of their own")
         self._model, self._loss, self._x, self._y, self._seed, self._blocks = model, loss, x, y, seed, blocks
-        self._random = random_modules(model, x.clone())
+        self._random = random_modules(model, copied(x))
         # a block's layers without its head; none where they are frozen
         self._own = [
             [t for t in piece.tensors() if isinstance(t, nn.Parameter) and t.requires_grad] for piece in blocks.pieces
@@ -49,7 +51,7 @@ class GradientProbe:
         """One for each block, in order; None where a gradient is zero, not finite, or the block does not train."""
         whole = self._blocks.model
         with undisturbed(self._model), modes_restored(whole):
-            keyed = KeyedRandomness(self._model, self._random, self._seed, self._x.device)
+            keyed = KeyedRandomness(self._model, self._random, self._seed, lead(self._x).device)
             try:
                 self._model.train()
                 whole.train()
@@ -64,7 +66,7 @@ class GradientProbe:
         for parameter in self._model.parameters():
             parameter.grad = None
         with buffers_restored(self._model), buffers_restored(self._blocks.model):
-            torch.autograd.backward(losses_of(self._loss, model(self._x.clone()), self._y))
+            torch.autograd.backward(losses_of(self._loss, call(model, copied(self._x)), self._y))
         finish()
         return [_vector([torch.zeros_like(p) if p.grad is None else p.grad for p in own]) for own in self._own]
 

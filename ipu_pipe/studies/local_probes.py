@@ -32,7 +32,9 @@ from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.model.calling import call
 from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.nests import few, sample_count
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.studies.gradient_angles import GradientProbe
@@ -54,9 +56,9 @@ def angle_run(config: Config, method: str, every: int, samples: int) -> Dict[str
     job = _build(config, {"method": method})
     blocks = blocks_of(job.model)
     assert blocks is not None
-    if job.data.train_batches_per_epoch(samples) < 1:
+    if not job.data.train_batches_per_epoch(samples):
         raise BadInput(f"--samples: {samples}: the training set has not so many")
-    probe = GradientProbe(job.model, job.loss, *job.to_device(*job.data.train_batch(0, 0, samples)), seed=config.seed)
+    probe = GradientProbe(job.model, job.loss, *job.ready(job.data.train_batch(0, 0, samples)), seed=config.seed)
     points: List[Dict[str, Any]] = []
 
     def measure(done: int, loss: Optional[float]) -> None:
@@ -91,17 +93,16 @@ def chunk_run(config: Config, begins: Sequence[str], size: int, seed: int, sampl
     at most `samples`. Losses are means over samples, accuracies fractions. Raises BadInput."""
     start = time.monotonic()
     job = _build(config, {"seed": seed, **chunked(begins, size)})
-    count = min(
-        samples, _count(training_batches(job, samples)), _count(_cut(job.data.test_batches(TEST_BATCH), samples))
-    )
+    count = min(samples, _count(training_batches(job, samples)), _count(_cut(_test(job), samples)))
     if count < 1:
         raise BadInput("data: has no test samples, with which training samples are compared")
     _train(job, lambda k, result: None)
     train = measured(job, training_batches(job, count))
-    test = measured(job, _cut(job.data.test_batches(TEST_BATCH), count))
+    test = measured(job, _cut(_test(job), count))
     return {
-        "chunk": size, "blocks": len(job.part), "seed": seed, "samples": count, "train_loss": train[0],
-        "train_accuracy": train[1], "test_loss": test[0], "test_accuracy": test[1], "seconds": time.monotonic() - start,
+        "chunk": size, "blocks": len(job.part), "seed": seed, "samples": count, "train_loss": train.loss,
+        "train_accuracy": train.accuracy, "test_loss": test.loss, "test_accuracy": test.accuracy,
+        "seconds": time.monotonic() - start,
     }  # fmt: skip
 
 
@@ -126,10 +127,10 @@ def label_run(config: Config, label: str, keys: Mapping[str, Any], every: int) -
             window.clear()
 
     _train(job, gather)
-    loss, accuracy = measured(job, training_batches(job, None))
+    found = measured(job, training_batches(job, None))
     return {
-        "label": label, "blocks": len(job.part), "points": points, "train_loss": loss, "train_accuracy": accuracy,
-        "epochs": job.updates / job.updates_per_epoch, "seconds": time.monotonic() - start,
+        "label": label, "blocks": len(job.part), "points": points, "train_loss": found.loss, "train_accuracy": found.accuracy,
+        "epochs": job.epoch(job.updates), "seconds": time.monotonic() - start,
     }  # fmt: skip
 
 
@@ -158,33 +159,38 @@ def training_batches(job: Job, samples: Optional[int]) -> Iterator[Pair]:
     if isinstance(data, TensorData):
         held = copy.copy(data)
         held.test = data.train  # which it normalizes and does not augment
-        return _cut(held.test_batches(TEST_BATCH), samples)
+        return _cut(map(job.parted, held.test_batches(TEST_BATCH)), samples)
     size = job.config.micro_batch_size
-    return _cut((data.train_batch(0, i, size) for i in range(data.train_batches_per_epoch(size))), samples)
+    each = (data.train_batch(0, i, size) for i in range(data.train_batches_per_epoch(size) or 0))
+    return _cut(map(job.parted, each), samples)
+
+
+def _test(job: Job) -> Iterator[Pair]:
+    return map(job.parted, job.data.test_batches(TEST_BATCH))
 
 
 def _cut(batches: Iterable[Pair], samples: Optional[int]) -> Iterator[Pair]:
     left = math.inf if samples is None else samples
     for x, y in batches:
-        take = int(min(left, len(x)))
-        yield x[:take], y[:take]
+        take = int(min(left, sample_count(x)))
+        yield few(x, take), few(y, take)
         left -= take
         if left <= 0:
             return
 
 
 def _count(batches: Iterable[Pair]) -> int:
-    return sum(len(x) for x, _ in batches)
+    return sum(sample_count(x) for x, _ in batches)
 
 
 def measured(job: Job, batches: Iterable[Pair]) -> Measured:
     """Mean loss and accuracy (a fraction) of the model's own output over `batches`, in evaluation mode."""
-    tally, model = Tally(job.loss), job.model
+    tally, model = Tally.of(job), job.model
     with torch.no_grad(), modes_restored(model):
         model.eval()
         for x, y in batches:
             x, y = job.to_device(x, y)
-            tally.add(model(x), y, len(x))
+            tally.add(call(model, x), y, sample_count(x))
     return tally.measured
 
 

@@ -12,21 +12,18 @@ import math
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
-import torch
 from torch import nn
 
 from ipu_pipe.backends.table import backend_of
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.recurrences import against, recurrence
 from ipu_pipe.job.schema import Config
+from ipu_pipe.model.nests import mapped
 from ipu_pipe.run.build import build
 from ipu_pipe.stability.advice import Stage, Verdict, advice, together, verdicts
 from ipu_pipe.stability.loops import Floats
-from ipu_pipe.stability.recurrences import Read, Recurrence
 from ipu_pipe.studies.curvature import Curvature, sharpest
-from ipu_pipe.update.optimizer import kind
-from ipu_pipe.update.rule import Setting
-from ipu_pipe.update.rules import acting, discrepancy_decay, spectrain_horizon, spike_coefficients
 
 MOST_RATES = 1000  # updates of which the rate is looked at
 
@@ -50,7 +47,9 @@ def findings(
 ) -> Dict[str, Any]:
     """The findings as plain data. `curvature`: given instead of measured on the first `samples` of the first epoch; `by_stage`:
     each stage's own, the others' weights held. Raises BadInput for what the theory is not about."""
-    _refuse(job)
+    faults = against(job)
+    if faults:
+        raise BadInput(faults)
     lags = job.table.greatest_lag().tolist(), job.table.greatest_backward_lag().tolist()
     differ = any(a != b for a, b in zip(*lags))
     measured = _measure(job, samples, iterations, seed, differ, by_stage) if curvature is None else []
@@ -58,7 +57,7 @@ def findings(
     apart = measured[0].discrepancy or 0.0 if measured else 0.0
     rates, at = _rates(job)
     stages = [
-        Stage(s, _updates(job, s, lags[0][s], lags[1][s], apart), float(rates[s]), value)
+        Stage(s, recurrence(job, s, lags[0][s], lags[1][s], apart), float(rates[s]), value)
         for s, value in enumerate(values)
     ]
     found = verdicts(stages)
@@ -73,51 +72,6 @@ def findings(
         "whole": _whole(stages, measured, base, rates),
         "advice": advice(found),
     }
-
-
-def _refuse(job: Job) -> None:
-    """What the theory is not about."""
-    faults = []
-    if kind(job.optimizer) != "sgd":
-        faults.append(
-            f"optimizer.name: {kind(job.optimizer)}: the theory is of SGD, with momentum or without: must be sgd"
-        )
-    elif any(group.get("maximize") for group in job.optimizer.param_groups):
-        faults.append("optimizer.maximize: true: the theory is of descent")
-    if job.method.structure is not None:
-        faults.append(f"method: {job.method.name}: trains blocks by losses of their own: no gradient is stale")
-    if job.method.delay is not None and job.method.delay.drawn:
-        faults.append("method_args.hogwild: delays are drawn: the theory is of fixed ones: use constant_delay")
-    if faults:
-        raise BadInput(faults)
-
-
-def _updates(job: Job, stage: int, forward: int, backward: int, apart: float) -> Recurrence:
-    """A stage's recurrence, of curvature 1."""
-    options = job.optimizer.param_groups[0]
-    momentum = float(options["momentum"])
-    scale = 1 - options["dampening"] if momentum else 1.0
-    a, b = (momentum * scale, 1.0) if options["nesterov"] else (scale, 0.0)
-    shrink, ahead, back, correction, decay, by_velocity = 1.0, 0.0, 0.0, 0.0, 0.0, False
-    for rule, values in acting(job.config.method_settings(), job.method):
-        setting = Setting(values, stage, float(forward), job.method, job.config.gradient_accumulation)
-        if not rule.acts_on(setting):
-            continue
-        if rule.key == "gradient_shrinking":
-            shrink = float(values["factor"]) ** forward
-        elif rule.key == "spike_compensation":
-            a, b = spike_coefficients(setting, momentum)
-        elif rule.key == "t2":
-            correction, decay = float(forward - backward), discrepancy_decay(setting)
-        elif rule.key == "weight_prediction":
-            ahead, by_velocity = values["scale"] * forward, values["form"] == "velocity"
-        elif rule.key == "spectrain":
-            ahead, back, by_velocity = spectrain_horizon(setting, True), spectrain_horizon(setting, False), True
-    first = Read(shrink * (1 + apart), forward, ahead, by_velocity)
-    if backward == forward or not apart:
-        return Recurrence((first._replace(sensitivity=shrink),), momentum, a, b)
-    second = Read(-shrink * apart, backward, back, by_velocity, correction)
-    return Recurrence((first, second), momentum, a, b, decay)
 
 
 def _looked_at(job: Job) -> List[int]:
@@ -137,12 +91,12 @@ def _rates(job: Job) -> Tuple[Floats, List[int]]:
 
 def _measure(job: Job, samples: int, iterations: int, seed: int, differ: bool, by_stage: bool) -> List[Curvature]:
     """Of the whole model, and then, where asked, of each stage."""
-    if job.data.train_batches_per_epoch(samples) < 1:
+    if job.data.train_batches_per_epoch(samples) == 0:
         raise BadInput(f"--samples: {samples}: the training set has not so many")
-    x, y = job.to_device(*job.data.train_batch(0, 0, samples))
-    if x.dtype is torch.bfloat16:
+    x, y = job.ready(job.data.train_batch(0, 0, samples))
+    if job.config.precision == "bfloat16":
         job.model.float()
-        x = x.float()
+        x = mapped(lambda t: t.float() if t.is_floating_point() else t, x)
     own: List[List[nn.Parameter]] = [[] for _ in job.part.stages]
     for group in job.groups:
         own[group["stage"]] += group["params"]
@@ -177,7 +131,7 @@ def _curvature_json(
         "residual": first.residual,
         "seed": seed,
         "samples": samples,
-        "weights": job.config.init_from or "as the run begins",
+        "weights": job.config.init_from.path if job.config.init_from else "as the run begins",
         "discrepancy": first.discrepancy,
     }
 

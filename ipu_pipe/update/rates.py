@@ -7,7 +7,7 @@ import math
 from typing import Any, Optional, Tuple
 
 
-def rate(settings: Any, base: float, k: int, updates: int, updates_per_epoch: int) -> float:
+def rate(settings: Any, base: float, k: int, updates: int, updates_per_epoch: Optional[int]) -> float:
     """Learning rate of update k of `updates` in all, both counted from 0.
 
     `settings` has `name`, `warmup_steps` w, `milestones` (in epochs) and `gamma`. With t = (k - w) / (updates - w), the
@@ -26,6 +26,7 @@ def rate(settings: Any, base: float, k: int, updates: int, updates_per_epoch: in
     if settings.name == "linear":
         return base * factor * (1 - done)
     if settings.name == "step":
+        assert updates_per_epoch is not None  # of data that has epochs
         return base * factor * settings.gamma ** sum(k >= epoch * updates_per_epoch for epoch in settings.milestones)
     return base * factor
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Iterable, Iterator, List, Optional, Tuple
 
 import torch
 
@@ -30,7 +30,7 @@ class EmulatorEngine(Engine):
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
         config, work = job.config, Work.of(job, first_update)
-        self._block_updates = work.block_updates
+        self._block_updates, self._end = work.block_updates, job.updates
         self._emulator = Emulator(work, job.model, job.part, job.example, config.seed, job.width)
 
     def step(self, k: int) -> StepResult:
@@ -45,13 +45,18 @@ class EmulatorEngine(Engine):
             self._emulator.advance(self._microbatches())
         return of_steps(self._emulator.read(), self._block_updates) if read else []
 
-    def _microbatches(self) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
+    def _microbatches(self) -> Iterator[Tuple[Any, Any]]:
         """Those of the replays up to the next that updates, each when it is that one's turn."""
         is_done = False
         while not is_done:
             replay = self._emulator.replay
             is_done = len(replay.updates) > 0
             yield self.job.microbatch(replay.microbatch, replay.replica)
+
+    def end(self, done: int, asked: bool) -> int:
+        if asked:
+            self._end = min(self._end, self.job.begun_with(done - 1))
+        return self._end
 
     def evaluate(self) -> List[Measured]:
         with attributed(lambda: f"evaluation before update {self._emulator.update}"):

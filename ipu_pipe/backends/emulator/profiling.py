@@ -13,7 +13,9 @@ from ipu_pipe.errors import first_line
 from ipu_pipe.hardware.profiling import PassSeconds, StageSeconds, median_passes, timed_passes
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import losses_of
+from ipu_pipe.model.calling import call
 from ipu_pipe.model.flops import BACKWARD
+from ipu_pipe.model.nests import copied, lead, sample_count
 from ipu_pipe.model.probe import undisturbed
 
 REPEATS = 3  # the process has trained: nothing is left to warm up
@@ -32,7 +34,7 @@ def profile(job: Job) -> StageSeconds:
     backward = passes.backward or _by_flops(job, passes.whole_backward)
     if job.method.segments is not None:  # the activations are computed again
         backward = [f + b for f, b in zip(passes.forward, backward)]
-    how = f"medians of {len(runs)} passes of {len(job.example[0])} samples when the training was done"
+    how = f"medians of {len(runs)} passes of {sample_count(job.example[0])} samples when the training was done"
     return StageSeconds(tuple(passes.forward), tuple(backward), tuple(update), how)
 
 
@@ -45,8 +47,8 @@ def _passes(job: Job) -> List[PassSeconds]:
         while not runs or (len(runs) < REPEATS and time.perf_counter() - began < ENOUGH):
             runs.append(
                 timed_passes(
-                    job.model, lambda: losses_of(job.loss, job.model(x.clone()), y.clone()), job.part.begins, len(job.part),
-                    x.is_cuda,
+                    job.model, lambda: losses_of(job.loss, call(job.model, copied(x)), copied(y)), job.part.begins, len(job.part),
+                    lead(x).is_cuda,
                 )
             )  # fmt: skip
     return runs

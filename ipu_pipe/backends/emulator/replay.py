@@ -32,14 +32,16 @@ from ipu_pipe.backends.reads import Replay, ReplayPlan
 from ipu_pipe.backends.weights import weights_of
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.blame import StageWatch
-from ipu_pipe.job.evaluation import right_answers
-from ipu_pipe.local.blocks import Outputs, blocks_of, losses_of
+from ipu_pipe.job.metrics import right_answers
+from ipu_pipe.local.blocks import Outputs, blocks_of, losses_of, scored
+from ipu_pipe.model.calling import call
+from ipu_pipe.model.nests import lead, sample_count
 from ipu_pipe.model.probe import random_modules
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.schedule.segments import segment_ends
 
-Microbatch = Tuple[torch.Tensor, torch.Tensor]  # x, y
+Microbatch = Tuple[Any, Any]  # x, y
 Forward = Tuple[Any, List[torch.Tensor]]  # output, losses
 
 
@@ -61,7 +63,7 @@ class Emulator:
         self.weights = weights_of(work, range(len(part)), self._plan.made(self._number))
         self._clipping = Clipping(work, Elsewhere())
         self._measured = Measurements(work)
-        self._random = KeyedRandomness(model, random_modules(model, example[0]), seed, example[0].device)
+        self._random = KeyedRandomness(model, random_modules(model, example[0]), seed, lead(example[0]).device)
         self._width = replicas
         self._own = OwnWeights.of(work, model)
         trained = [p for stage in work.rules.stages.values() for p in stage.parameters]
@@ -102,15 +104,13 @@ class Emulator:
         sums = BatchSums()
         for x, y in microbatches:
             replay = self.replay
-            sums.add(*self._pass(replay, x, y), len(x))
+            sums.add(*self._pass(replay, x, y), sample_count(x))
             self._doing = "data"  # of the next one, if there is any
         assert sums.count and len(replay.updates), f"{sums.count} microbatches given: not those up to the next update"
         self._measured.add(self.update // self.work.block_updates, sums)
         return replay
 
-    def _pass(
-        self, replay: Replay, x: torch.Tensor, y: torch.Tensor
-    ) -> Tuple[List[torch.Tensor], List[Optional[torch.Tensor]]]:
+    def _pass(self, replay: Replay, x: Any, y: Any) -> Tuple[List[torch.Tensor], List[Optional[torch.Tensor]]]:
         """Loss and right answers of the output; of each block's where they have losses of their own."""
         self._random.microbatch = replay.microbatch * self._width + replay.replica
         if self._replicas:
@@ -131,15 +131,15 @@ class Emulator:
         self._number, self._replay = self._number + 1, None
         self.weights.release(self._plan.oldest(self._number))
         outputs = output if isinstance(output, Outputs) else [output]
-        return [loss.detach() for loss in losses], [right_answers(own, y) for own in outputs]
+        return [loss.detach() for loss in losses], [right_answers(scored(self.work.loss, own), y) for own in outputs]
 
-    def _forward(self, replay: Replay, x: torch.Tensor, y: torch.Tensor) -> Tuple[Forward, List[torch.Tensor]]:
+    def _forward(self, replay: Replay, x: Any, y: Any) -> Tuple[Forward, List[torch.Tensor]]:
         """The forward that counts, and the losses that the backward starts from: those of a second one where activations are
         recomputed."""
 
         def forward() -> Forward:
             self._watch.stage = 0
-            output = self.model(x)
+            output = call(self.model, x)
             self._watch.stage = self._last_stage
             return output, losses_of(self.work.loss, output, y)
 

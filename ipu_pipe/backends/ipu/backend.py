@@ -9,6 +9,8 @@ import os
 import sys
 from typing import Iterator, List, Mapping
 
+import torch
+
 from ipu_pipe.backends.interface import Backend, Engine
 from ipu_pipe.backends.ipu import blocks as ipu_blocks
 from ipu_pipe.backends.ipu.engine import PoptorchEngine
@@ -22,6 +24,7 @@ from ipu_pipe.job.ipu.placement import placement, under_poprun
 from ipu_pipe.job.placing import place_whole
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import BackendConfig, Config
+from ipu_pipe.model.outputs import OwnLoss, plain
 
 MISSING = (
     "PopTorch is not installed: it is a wheel inside Graphcore's Poplar SDK 3.4 (not on PyPI), for Python 3.8 and "
@@ -94,9 +97,26 @@ def _stderr_is_a_file() -> Iterator[None]:
 def faults(job: Job) -> List[str]:
     """Reasons why PopTorch cannot run the job; empty if none is known before compiling."""
     config = job.config
+    unfit = _batch_faults(job)
+    if unfit or job.updates_per_epoch is None:
+        return unfit
     found = facts(job.model, job.part, job.example[0], job.optimizer, job.updates, job.updates_per_epoch)
     local = instance(config).replicas if importlib.util.find_spec("poptorch") is not None else None
     return refuses(config, job.method, found, local if local != config.replicas else None)
+
+
+def _batch_faults(job: Job) -> List[str]:
+    """What of the data and of the loss's reading PopTorch is not given here: its models take one tensor and its labels."""
+    where = "IPUs (backend.name: poptorch)"
+    if not all(isinstance(part, torch.Tensor) for part in job.example):
+        return [f"data: {where} take batches (x, y) of two tensors: use backend.name: emulator or distributed"]
+    if isinstance(plain(job.loss), OwnLoss) or plain(job.loss) is not job.loss:
+        return [
+            f"{'loss: model' if isinstance(job.loss, OwnLoss) else 'model.output'}: {where} take a model that gives a tensor"
+        ]
+    if job.updates_per_epoch is None:
+        return [f"data: the training data has no length, which {where} need"]
+    return []
 
 
 def note(job: Job) -> str:

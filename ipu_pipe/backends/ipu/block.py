@@ -102,7 +102,7 @@ class Block:
         return torch.cat([like] * (self._rows() // self._config.micro_batch_size))
 
     def _tally(self, inference: Any) -> torch.Tensor:
-        tally, rows = Tally(self.job.loss), self._rows()
+        tally, rows = Tally.of(self.job), self._rows()
         for number, (x, y, count) in enumerate(in_calls(test_batches(self.job), rows)):
             tag = EVALUATION_TAG + number
             value = x

@@ -117,11 +117,12 @@ class BlockEngine(Engine):
     def evaluate(self) -> List[Measured]:
         """The test set through all blocks, on the same IPUs."""
         with told_of_block(self.rank, "evaluation"):
-            sums = torch.zeros(self.depth, 5, dtype=torch.float64)
-            sums[self.rank] = self.block.evaluate()
+            own = self.block.evaluate()
+            sums = torch.zeros(self.depth, len(own), dtype=torch.float64)
+            sums[self.rank] = own
             self.block.messages.flush()
             dist.all_reduce(sums)
-            return [Tally(self.job.loss, row).measured for row in sums]
+            return [Tally.of(self.job, row).measured for row in sums]
 
     # --- state
 

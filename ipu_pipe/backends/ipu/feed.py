@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from ipu_pipe.backends.ipu.options import named
 from ipu_pipe.data import DataSource
+from ipu_pipe.data.batches import divided
 from ipu_pipe.errors import BadInput, RunFault, first_line
 from ipu_pipe.job.ipu.config import DataLoading
 from ipu_pipe.job.schema import Config
@@ -40,7 +41,8 @@ class Calls(Dataset):  # type: ignore[type-arg]
     microbatches, of the replicas from `replica` on. It can go to another process."""
 
     def __init__(
-        self, data: DataSource, config: Config, updates_per_epoch: int, first: int, updates: int, replica: int, replicas: int
+        self, data: DataSource, config: Config, updates_per_epoch: Optional[int], first: int, updates: int, replica: int,
+        replicas: int,
     ) -> None:  # fmt: skip
         self._data, self._config, self._per_epoch = data, config, updates_per_epoch
         self._first, self._iterations = first, config.ipu.device_iterations
@@ -65,8 +67,9 @@ class Calls(Dataset):  # type: ignore[type-arg]
 
     def _microbatch(self, m: int, replica: int) -> Tuple[torch.Tensor, torch.Tensor]:
         config = self._config
+        assert self._per_epoch is not None  # the backend's check
         epoch, within = divmod(m, self._per_epoch * config.gradient_accumulation)
-        return self._data.train_batch(epoch, within * config.replicas + replica, config.micro_batch_size)
+        return divided(self._data.train_batch(epoch, within * config.replicas + replica, config.micro_batch_size))
 
 
 class Reporting(Dataset):  # type: ignore[type-arg]

@@ -87,7 +87,7 @@ class Session:
         return found
 
     def _tally(self, inference: Any) -> List[Measured]:
-        tallies = [Tally(self.job.loss) for _ in range(losses_of(self.job))]
+        tallies = [Tally.of(self.job) for _ in range(losses_of(self.job))]
         for x, y, count in in_calls(test_batches(self.job), self._rows(inference)):
             with told("evaluation"):
                 outputs = inference(as_input(x, self.job.config.precision))

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ipu_pipe.backends.ipu.options import stage_name
-from ipu_pipe.job.evaluation import right_answers
 from ipu_pipe.job.ipu.config import IpuConfig
+from ipu_pipe.job.metrics import right_answers
 from ipu_pipe.local.blocks import HEADS, SumOfLosses, blocks_of, one_activation
 from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.probe import Loss

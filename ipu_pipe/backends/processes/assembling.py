@@ -16,6 +16,7 @@ from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.model.cutting import Piece, crossings, pieces
+from ipu_pipe.model.nests import refuse_other_shapes
 from ipu_pipe.model.probe import random_modules
 from ipu_pipe.model.randomness import KeyedRandomness
 
@@ -56,8 +57,10 @@ def cut_out(job: Job, layout: Layout) -> Tuple[Place, List[Piece]]:
     behind = cut[s - 1] if blocks is not None and blocks.overlap and s else None
     own = job.width if job.method.rounds is not None else None  # replicas that take turns in one row
 
-    def source(m: int) -> Tuple[torch.Tensor, torch.Tensor]:
-        return job.microbatch(m, layout.replica) if own is None else job.microbatch(m // own, m % own)
+    def source(m: int) -> Tuple[Any, Any]:
+        x, y = job.microbatch(m, layout.replica) if own is None else job.microbatch(m // own, m % own)
+        refuse_other_shapes(x, job.example[0], m)
+        return x, y
 
     place = Place(
         layout, cut[s], across, source, job.device, keyed, job.method.structure, head, behind

@@ -15,8 +15,17 @@ from ipu_pipe.backends.exactness import exactness_faults
 from ipu_pipe.backends.interface import Backend, Engine, Report, State, StepResult, refuse_foreign
 from ipu_pipe.backends.processes.assembling import cut_out, forget_others, make_channels, replica_groups
 from ipu_pipe.backends.processes.clocks import offset_to_first
+from ipu_pipe.backends.processes.ending import Ending
 from ipu_pipe.backends.processes.evaluation import Evaluation
-from ipu_pipe.backends.processes.gathering import gather, stage_report, stage_state, whole_report, whole_state
+from ipu_pipe.backends.processes.gathering import (
+    gather,
+    hand_round,
+    stage_report,
+    stage_state,
+    stages_of,
+    whole_report,
+    whole_state,
+)
 from ipu_pipe.backends.processes.group import check_launch, start
 from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.losses import Telling
@@ -48,7 +57,12 @@ class ProcessEngine(Engine):
         timeline = Timeline(self.layout, job.traced, StreamClock() if job.device.type == "cuda" else None)
         channels = make_channels(job, self.layout)
         mail = Mail(self.layout, job.device, timeline, config.backend.deadline, channels=channels)
-        self._player = RowPlayer(work, own, mail, groups[self.layout.stage] if groups else None)
+        self._ending: Optional[Ending] = None
+        if job.may_stop:
+            self._ending = Ending(mail, self.layout.rank, job.schedule.accumulate, job.updates, first_update)
+        self._player = RowPlayer(work, own, mail, groups[self.layout.stage] if groups else None, self._ending)
+        # of a model that the caller holds
+        self._stages = stages_of(job.model, cut) if job.numbers.is_given else {}
         forget_others(job, own, cut)
         self._telling = Telling(mail, self.layout, self._with_loss(), job.batch, groups[0] if groups else None)
         self._evaluation = Evaluation(job, self._player, self._telling.with_loss)
@@ -68,18 +82,27 @@ class ProcessEngine(Engine):
     def step(self, k: int) -> StepResult:
         player, is_first = self._player, self.layout.stage == 0
         with named_faults(player):
-            # where nothing comes back to the first stage, it must not stand still for the last one's loss
-            ahead = self.layout.depth if self._blocks is not None and is_first else 0
-            until = min(k + ahead + 1, self.job.schedule.stretch(k)[1])
+            until = self.job.done_with(k) if is_first else k + 1
             self._timeline.begin_step(self._steps > 0)  # the first step of a process warms up
             self._steps += 1
-            if is_first:
+            if is_first and self._ending is None:
                 self._telling.expect(k, until)
-            while player.update < until:
+            while player.update < until and (self._ending is None or self._ending.has(player.update)):
+                if is_first and self._ending is not None:
+                    self._telling.expect(player.update, player.update + 1)
                 self._telling.tell(player.update, player.step(player.update))
             result = self._telling.result(k)
             self._timeline.end_step()
             return result
+
+    def end(self, done: int, asked: bool) -> int:
+        if self._ending is None:
+            return super().end(done, asked)
+        with named_faults(self._player):
+            if asked and self.is_main:
+                self._ending.ask()
+            self._ending.has(done)
+        return self._ending.end
 
     def evaluate(self) -> List[Measured]:
         with self._drained("evaluate", "evaluation"):
@@ -121,7 +144,12 @@ class ProcessEngine(Engine):
     def close(self) -> None:
         self._player.doing = "end"
         with named_faults(self._player):
+            if self._ending is not None:
+                self._ending.flush()
             self._player.close()
+            if self._stages:
+                with self.job.numbers.whole(loads=True):
+                    hand_round(self._player.mail, self.job.model, self._stages)
         self.abort()
 
     def abort(self) -> None:

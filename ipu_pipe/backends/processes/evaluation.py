@@ -18,6 +18,7 @@ from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import one_activation
 from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.nests import sample_count
 
 EVALUATION_TAG = (1 << 30) + 2  # beyond all messages of the schedule
 COUNTED = "ipu_pipe/evaluated"  # batches that any stage has done, in the store
@@ -34,7 +35,7 @@ class Evaluation:
         """By stage with a loss, the same on every rank."""
         layout = self._place.layout
         self._player.weights.rest()
-        sums = torch.zeros(layout.depth, 5, dtype=torch.float64)
+        sums = torch.zeros(layout.depth, len(Tally.of(self._job).sums), dtype=torch.float64)
         modules = [module for module in (self._place.piece, self._place.head) if module is not None]
         with torch.no_grad(), modes_restored(*modules):
             for module in modules:
@@ -45,10 +46,10 @@ class Evaluation:
             self._count += 1
             wait_for_first_replica(layout, self._player, self._count)
         self._player.mail.wait(dist.all_reduce(sums, async_op=True))
-        return [Tally(self._job.loss, row).measured for row in sums[self._with_loss]]
+        return [Tally.of(self._job, row).measured for row in sums[self._with_loss]]
 
     def _tallied(self) -> torch.Tensor:
-        tally, place, s = Tally(self._job.loss), self._place, self._place.layout.stage
+        tally, place, s = Tally.of(self._job), self._place, self._place.layout.stage
         for x, y in test_batches(self._job):
             value: Any = x
             if not place.is_first:
@@ -61,7 +62,7 @@ class Evaluation:
             if place.head is not None:
                 output = place.head(one_activation(output))
             if s in self._with_loss:
-                tally.add(output, y, len(x))
+                tally.add(output, y, sample_count(x))
             if place.layout.width > 1:
                 dist.distributed_c10d._get_default_store().add(COUNTED, 1)
         return tally.sums

@@ -1,8 +1,9 @@
-"""What all ranks hold or have measured, put together on the first: a checkpoint's state, the report at the end."""
+"""What all ranks hold or have measured, put together: on the first a checkpoint's state and the report, on all the weights."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple, TypeVar
+import operator
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.processes.player import RowPlayer
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS
+from ipu_pipe.model.cutting import Piece
 from ipu_pipe.trace.events import Trace, joined, joined_counters
 from ipu_pipe.update import state
 
@@ -51,6 +53,24 @@ def whole_state(job: Job, stages: List[State]) -> State:
     with job.numbers.whole():
         whole = job.model.state_dict()  # what no piece uses is here as it was
     return found._replace(model={name: found.model.get(name, value) for name, value in whole.items()})
+
+
+def stages_of(model: nn.Module, cut: Sequence[Piece]) -> Dict[str, int]:
+    """The stage that holds each parameter and buffer of the model, by its name."""
+    held = {id(tensor): stage for stage, piece in enumerate(cut) for tensor in piece.tensors()}
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: held[id(tensor)] for name, tensor in named if id(tensor) in held}
+
+
+def hand_round(mail: Mail, model: nn.Module, stages: Dict[str, int]) -> None:
+    """Into every rank's model what the others' stages hold, the first replica's; `stages`: of `stages_of`."""
+    mail.wait(dist.all_reduce(torch.zeros(1), async_op=True))
+    for stage in sorted({*stages.values()}):
+        own = {name: operator.attrgetter(name)(model) for name, s in stages.items() if s == stage}
+        sent: Any = [{name: t.detach().cpu() for name, t in own.items()} if dist.get_rank() == stage else None]
+        dist.broadcast_object_list(sent, src=stage)
+        for name, tensor in own.items():
+            tensor.data = sent[0][name].to(tensor.device)
 
 
 class StageReport(NamedTuple):

@@ -120,7 +120,7 @@ class Mail:
         self._deadline, self._channels = deadline, channels
         self._through_host = device.type != "cpu" and channels is None
         self._wanted: Dict[Tuple[int, str], Deque[Tuple[Message, Tuple[Shape, ...]]]] = {}  # by source and kind
-        self._posted: Dict[Tuple[int, Message], List[Tuple[Any, torch.Tensor]]] = {}
+        self.posted: Dict[Tuple[int, Message], List[Tuple[Any, torch.Tensor]]] = {}
         self._in_post: Dict[Tuple[int, str], int] = {}
         self.out = Outbox()
         self._open: Dict[str, int] = {}  # by kind, the first microbatch or update whose receive may not be posted yet
@@ -145,15 +145,15 @@ class Mail:
         touch(self._channels, order, self._layout.stage, self._layout.rank_of, self._device, self._wait_for_channel)
 
     def open(self, microbatch: int, update: int) -> None:
-        """From now on receives may be posted of messages before this microbatch, or update, where they go through channels."""
+        """From now on receives may be posted of messages before this microbatch, or update: of all, where it was never said."""
         if self._open.get(FORWARD) == microbatch:
             return
-        self._open = {**dict.fromkeys(ORDER, microbatch), SHARED: update}
+        self._open = {**dict.fromkeys(ORDER, microbatch), SHARED: update, NORM: update}
         for source, kind in list(self._wanted):
             self._post(source, kind)
 
     def _may_post(self, message: Message) -> bool:
-        return not self._by_channel(message.kind) or message.microbatch < self._open.get(message.kind, 0)
+        return message.microbatch < self._open.get(message.kind, 0 if self._by_channel(message.kind) else 1 << 62)
 
     def _by_channel(self, kind: str) -> bool:
         return self._channels is not None and kind not in ON_HOST
@@ -181,7 +181,7 @@ class Mail:
                 buffer = torch.empty(shape.shape, dtype=shape.dtype, device=place)
                 group, tag = self._way(source, self._layout.stage, message, index)
                 received.append((dist.irecv(buffer, self._layout.rank_of(source), group, tag), buffer))
-            self._posted[source, message] = received
+            self.posted[source, message] = received
             self._posted_bytes += _bytes(received)
             self._in_post[source, kind] = self._in_post.get((source, kind), 0) + 1
 
@@ -189,7 +189,7 @@ class Mail:
         """Wait for a message, and take it: an event each."""
         carries, rank, timeline = CARRIES[message.kind], self._layout.rank_of(source), self.timeline
         start = timeline.mark()
-        received = self._posted.pop((source, message))
+        received = self.posted.pop((source, message))
         for work, _ in received:
             self._finish(work, source, message.kind)
         came, size = timeline.add("wait", message.microbatch, start, peer=rank, carries=carries), _bytes(received)
@@ -214,8 +214,7 @@ class Mail:
     def send(self, target: int, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """Send without waiting for it to be through; where too many are on their way, the oldest are waited for."""
         timeline = self.timeline
-        start = timeline.mark()
-        size, rank = 0, self._layout.rank_of(target)
+        start, size, rank = timeline.mark(), 0, self._layout.rank_of(target)
         for index, tensor in enumerate(tensors):
             value = tensor.detach().contiguous()
             value = value.cpu() if self._through_host or message.kind in ON_HOST else value

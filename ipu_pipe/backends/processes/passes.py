@@ -9,7 +9,7 @@ A rank needs no version table to find the newest weights: it reads what its memo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import numpy as np
 import torch
@@ -22,9 +22,10 @@ from ipu_pipe.backends.processes.row import Segments
 from ipu_pipe.backends.reads import Replay, ReplayPlan
 from ipu_pipe.backends.weights import weights_of
 from ipu_pipe.backends.work import Work
-from ipu_pipe.job.evaluation import right_answers
-from ipu_pipe.local.blocks import losses_of, one_activation
+from ipu_pipe.job.metrics import right_answers
+from ipu_pipe.local.blocks import losses_of, one_activation, scored
 from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.nests import tensors
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Reads
 
@@ -36,10 +37,10 @@ class _Flight:
     """A microbatch between its forward and its backward on this stage."""
 
     replay: Replay
-    inputs: List[torch.Tensor]
+    inputs: List[Any]  # the batch's, or the tensors that were received
     outputs: List[torch.Tensor]
     loss: Optional[torch.Tensor]
-    labels: Optional[torch.Tensor]
+    labels: Any
 
 
 class Passes:
@@ -85,14 +86,14 @@ class Passes:
         shapes = self._place.enter.tensors
         return [t.requires_grad_() if shape.differentiable else t for t, shape in zip(received, shapes)]
 
-    def _run(self, m: int, inputs: List[torch.Tensor], labels: Optional[torch.Tensor]) -> Results:
+    def _run(self, m: int, inputs: List[Any], labels: Any) -> Results:
         """`run`, of which is known what it leaves."""
-        with self.stash.watched(m, [*inputs, labels]) as kept:
+        with self.stash.watched(m, tensors([*inputs, labels])) as kept:
             outputs, loss, answers = self.run(m, inputs, labels)
             kept += [*outputs, loss]
         return outputs, loss, answers
 
-    def run(self, m: int, inputs: Sequence[torch.Tensor], labels: Optional[torch.Tensor]) -> Results:
+    def run(self, m: int, inputs: Sequence[Any], labels: Any) -> Results:
         """What the next stage gets; where there is a loss of its `labels`, it and the right answers."""
         place = self._place
         if place.random is not None:
@@ -108,10 +109,13 @@ class Passes:
             outputs = place.leave.flatten(output if not place.shared_own else entered)
         if not place.has_loss:
             return outputs, None, None
-        assert labels is not None
         if place.head is not None:
             output = place.head(one_activation(output))
-        return outputs, losses_of(self._work.loss, output, labels)[0], right_answers(output, labels)
+        return (
+            outputs,
+            losses_of(self._work.loss, output, labels)[0],
+            right_answers(scored(self._work.loss, output), labels),
+        )
 
     def recompute(self, m: int) -> None:
         """R(m)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ class Place:
     layout: Layout
     piece: Piece
     crossings: Sequence[Crossing]
-    source: Callable[[int], Tuple[torch.Tensor, torch.Tensor]]
+    source: Callable[[int], Tuple[Any, Any]]
     device: torch.device
     random: Optional[KeyedRandomness] = None
     structure: Optional[Structure] = None
@@ -61,7 +61,7 @@ class Place:
             own += [*self.head.parameters(), *self.head.buffers()]
         return list({id(t): t for t in own}.values())
 
-    def data(self, m: int) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+    def data(self, m: int) -> Tuple[Any, Any]:
         """Inputs and labels of microbatch m; None what this stage does not need."""
         if self.enter is not None and not self.has_loss:
             return None, None

@@ -5,12 +5,14 @@ F  Passes.forward     R  Passes.recompute     B  Passes.backward     U  the batc
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable, Dict, Iterator, Optional
 
 import torch
 
 from ipu_pipe.backends.own_weights import OwnWeights
 from ipu_pipe.backends.processes.channels import links, rehearsal
+from ipu_pipe.backends.processes.ending import Ending
 from ipu_pipe.backends.processes.losses import Measured
 from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, THROUGH_CHANNELS, UPDATE, Mail
 from ipu_pipe.backends.processes.memory import Memory
@@ -27,11 +29,14 @@ from ipu_pipe.update import clipping
 class RowPlayer:
     """Plays the row of the stage at `place`: `step(k)` up to and including update k.
 
-    `doing`: the action, or what else. `replicas`: the process group of the stage's replicas, None where there is one.
+    `doing`: the action, or what else. `replicas`: the process group of the stage's replicas, None where there is one. `ending`:
+    of a run that may be asked to end.
     """
 
-    def __init__(self, work: Work, place: Place, mail: Mail, replicas: Any = None) -> None:
-        self._work, self.place, self.mail = work, place, mail
+    def __init__(
+        self, work: Work, place: Place, mail: Mail, replicas: Any = None, ending: Optional[Ending] = None
+    ) -> None:
+        self._work, self.place, self.mail, self._ending = work, place, mail, ending
         self._updating = Updating(work, place, mail, replicas)
         self._passes = Passes(work, place, mail)
         self.memory = Memory(
@@ -42,9 +47,9 @@ class RowPlayer:
         self._is_ready = not mail.has_channels
         self._measured: Optional[Measured] = None  # by the newest update
         self._carry_out: Dict[str, Callable[[int], None]] = {
-            FORWARD: self._passes.forward if self._own is None else self._own_forward,
+            FORWARD: self._passes.forward if self._own is None else functools.partial(self._own_pass, FORWARD),
             RECOMPUTE: self._passes.recompute,
-            BACKWARD: self._passes.backward if self._own is None else self._own_backward,
+            BACKWARD: self._passes.backward if self._own is None else functools.partial(self._own_pass, BACKWARD),
             UPDATE: self._update,
         }
         self._row = self._actions(work.microbatch)
@@ -76,7 +81,7 @@ class RowPlayer:
         for chunk in Row(self._work, self.place.layout.stage).chunks(first):
             for source, messages in self._needs.messages(chunk).items():
                 self.mail.expect(source, messages)
-            yield from chunk
+            yield from chunk if self._ending is None else self._ending.begun(chunk)
 
     def step(self, k: int) -> Optional[Measured]:
         """Carry out the row up to update k. Where there is a loss: (its mean, share of right answers or None) over the batch."""
@@ -99,18 +104,15 @@ class RowPlayer:
         further ahead, is that far."""
         return k - self._work.update >= (self.place.layout.depth + 1 if self.place.is_local else 0)
 
-    def _own_forward(self, m: int) -> None:
-        """F(m) of the replica whose turn it is, with its own weights."""
+    def _own_pass(self, kind: str, m: int) -> None:
+        """F(m) or B(m) of the replica whose turn it is, with its own weights; after B(m) it steps at once."""
         assert self._own is not None
         self._own.enter(m % self._own.count)
-        self._passes.forward(m)
-
-    def _own_backward(self, m: int) -> None:
-        """B(m), and the replica's step at once."""
-        assert self._own is not None
-        self._own.enter(m % self._own.count)
-        self._passes.backward(m)
-        self._updating.step(m // self._own.count)
+        if kind == FORWARD:
+            self._passes.forward(m)
+        else:
+            self._passes.backward(m)
+            self._updating.step(m // self._own.count)
 
     def _update(self, k: int) -> None:
         """U(k)."""
@@ -137,7 +139,7 @@ class RowPlayer:
             self.mail.touch(links(self.place.layout.depth, self._work.method, THROUGH_CHANNELS))
             self._rehearse()
             self._is_ready = True
-        end = self._work.schedule.stretch(k)[1]
+        end = self._work.schedule.stretch(k)[1] if self._ending is None else self._ending.open()
         self.mail.open(end * self._work.schedule.accumulate, end)
 
     def _rehearse(self) -> None:
@@ -154,8 +156,7 @@ class RowPlayer:
             if ends:
                 torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
             rules.collect()
-            bound = self._work.clip[0] if self._work.clip else float("inf")
-            parameters = self._updating.parameters
+            bound, parameters = self._work.clip[0] if self._work.clip else float("inf"), self._updating.parameters
             with counters_kept(parameters):
                 rules.step(
                     max(self.update, rules.switch),
@@ -166,6 +167,7 @@ class RowPlayer:
 
     def close(self) -> None:
         """All messages through, the newest weights in the parameters, no hooks left."""
+        self._updating.clipping.forget_rest()
         self.mail.flush()
         self.weights.rest()
         self.release()

@@ -13,6 +13,7 @@ from ipu_pipe.backends.clipping import Clipping, Elsewhere
 from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.mail import NORM, SHARED, Mail, Message
 from ipu_pipe.backends.processes.place import Place
+from ipu_pipe.backends.processes.row import NORM_SHAPE
 from ipu_pipe.backends.work import Work
 from ipu_pipe.local.duplicates import mean_gradient
 from ipu_pipe.schedule.actions import Kind
@@ -129,6 +130,12 @@ class OtherRanks(Elsewhere):
             for other in self._others:
                 value = torch.tensor([NONE if own is None else own], dtype=torch.float64)
                 self._mail.send(other, Message(NORM, k), [value])
+
+    def forget(self, k: int) -> None:
+        for other in self._others:
+            if (other, Message(NORM, k)) not in self._mail.posted:  # told in order, so that its turn had come
+                self._mail.expect(other, [(Message(NORM, k), NORM_SHAPE)])
+            self._mail.receive(other, Message(NORM, k))
 
     @property
     def _others(self) -> List[int]:

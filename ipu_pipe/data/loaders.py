@@ -1,0 +1,148 @@
+"""A user's own loaders as a DataSource, with a length or without."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterable, Iterator, List, Optional
+
+import torch
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.model.nests import tensors
+from ipu_pipe.model.randomness import derived_seed
+
+_END = object()
+
+
+class LoaderData:
+    """A user's own loaders; see `from_loader`."""
+
+    def __init__(
+        self, train: Iterable[Any], test: Optional[Iterable[Any]], seed: int, labels: Optional[str] = None
+    ) -> None:
+        if isinstance(test, Iterator):
+            raise BadInput(
+                f"data: the test loader is a {type(test).__name__}, which gives its batches once: must give them at each"
+                " evaluation"
+            )
+        self._train, self._test, self._seed = train, test, seed
+        self.labels = labels
+        self._epoch, self._next = -1, 0
+        self._pass, self._taken = 0, 0  # of the loader, and batches of it
+        self._iterator: Iterator[Any] = iter(())
+        self._drawn = torch.empty(0)  # the random state of what the loader draws
+        self._newest: Any = None
+
+    def _length(self) -> Optional[int]:
+        try:
+            return len(self._train)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    def train_batches_per_epoch(self, batch_size: int) -> Optional[int]:
+        """The loader's length, less a last batch that is not full where it can be known. None where it has no length."""
+        count = self._length()
+        batches = getattr(self._train, "batch_sampler", None)
+        batches = self._train if batches is None else batches
+        size, drawn = getattr(batches, "batch_size", None), self.train_samples
+        if count is None or not isinstance(size, int) or drawn is None or getattr(batches, "drop_last", False):
+            return count
+        return min(count, drawn // size)
+
+    @property
+    def train_samples(self) -> Optional[int]:
+        """How many samples the loader draws in an epoch, where it can be known."""
+        batches = getattr(self._train, "batch_sampler", None)
+        drawn = getattr(self._train if batches is None else batches, "sampler", None)
+        if not hasattr(drawn, "__len__"):
+            drawn = getattr(self._train, "dataset", None)
+        return len(drawn) if hasattr(drawn, "__len__") else None  # type: ignore[arg-type]
+
+    def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
+        """Batch `index` of the loader's pass number `epoch`; batches before it are passed over. A loader without a length begins
+        anew where it ends, without its last batch if that is not full."""
+        if epoch != self._epoch or index < self._next - 1:
+            self._epoch, self._next = epoch, 0
+            self._begin(epoch)
+        while self._next <= index:
+            self._newest = self._following(batch_size)
+            self._next += 1
+        count = _count(self._newest)
+        if count is not None and count != batch_size:
+            raise BadInput(
+                f"data: the loader gives batches of {count}, micro_batch_size is {batch_size}: they must agree"
+            )
+        return self._newest
+
+    def _begin(self, number: int) -> None:
+        """A pass of the loader. One that shuffles draws its order from the global random state: make that a function of the
+        pass."""
+        seed = derived_seed(self._seed, "loader", number)
+        self._pass, self._taken = number, 0
+        self._drawn = torch.Generator().manual_seed(seed).get_state()
+        for own in self._generators():
+            own.manual_seed(seed)
+        with self._drawing():
+            self._iterator = iter(self._train)
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Inside, the global random state is the loader's own: a run that goes on finds it where it was."""
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._drawn)
+            yield
+            self._drawn = torch.get_rng_state()
+
+    def _generators(self) -> List[torch.Generator]:
+        """Those that take the global one's place: the loader's own, and its samplers'."""
+        loader = self._train
+        batches = getattr(loader, "batch_sampler", None)
+        drawing = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+        found = (getattr(holder, "generator", None) for holder in drawing)
+        return [own for own in found if isinstance(own, torch.Generator)]
+
+    def _following(self, batch_size: int) -> Any:
+        """The next batch, of the next pass where this one ends and the loader has no length."""
+        with self._drawing():
+            batch = next(self._iterator, _END)
+            if self._length() is None and batch is not _END and (_count(batch) or batch_size) < batch_size:
+                after = next(self._iterator, _END)
+                batch = _END if after is _END else batch  # in the middle it is at fault, at the end it is dropped
+        if batch is not _END:
+            self._taken += 1
+            return batch
+        if self._length() is not None:
+            raise BadInput(f"data: the training loader ended after {self._next} batches, its length says more")
+        if not self._taken:
+            again = (
+                f"ended after {self._next} batches (can it be iterated over twice?), begun anew it "
+                if self._pass
+                else ""
+            )
+            raise BadInput(f"data: the training loader {again}gives no batch of {batch_size} samples")
+        self._begin(self._pass + 1)
+        return self._following(batch_size)
+
+    def test_batches(self, batch_size: int) -> Iterator[Any]:
+        """The test loader's batches as they come."""
+        yield from self._test if self._test is not None else ()
+
+
+def _count(batch: Any) -> Optional[int]:
+    """Samples of a batch, as its first tensor says; None where it has none, which is told where it is used."""
+    held = tensors(batch)
+    return len(held[0]) if held and held[0].dim() else None
+
+
+def from_loader(
+    train: Iterable[Any], test: Optional[Iterable[Any]] = None, seed: int = 0, labels: Optional[str] = None
+) -> LoaderData:
+    """A DataSource from loaders of batches (see `DataSource`), such as torch.utils.data.DataLoader; their batches are the
+    microbatches. `labels`: the name of the labels in batches that are mappings, where it is not one of the usual.
+
+    A loader that shuffles is made to shuffle by (seed, epoch), so that resuming finds the same order; generators of
+    its own and of its samplers are re-seeded, and what it draws from PyTorch's global random state is repeated by a resumed run,
+    if it draws in this process. One without a length (of an IterableDataset) needs a config with `steps`; where it ends, it is
+    begun anew.
+    """
+    return LoaderData(train, test, seed, labels)

@@ -1,0 +1,120 @@
+"""Batches as nests: tensors, or mappings, tuples and lists of them to any depth. All that is done to a batch as a whole.
+
+A nest of one tensor is that tensor. None may stand in a nest, for what a model is not given.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterator, List, Mapping, Tuple
+
+import torch
+
+from ipu_pipe.errors import BadInput
+
+
+def mapped(change: Callable[[torch.Tensor], Any], nest: Any) -> Any:
+    """The nest with every tensor changed. Mappings of any kind become dictionaries."""
+    if isinstance(nest, torch.Tensor):
+        return change(nest)
+    if isinstance(nest, Mapping):
+        return {key: mapped(change, value) for key, value in nest.items()}
+    if isinstance(nest, (tuple, list)):
+        made = [mapped(change, value) for value in nest]
+        if isinstance(nest, list):
+            return made
+        return type(nest)(*made) if hasattr(nest, "_fields") else tuple(made)  # a named tuple keeps its names
+    return nest
+
+
+def named(nest: Any, name: str = "") -> Iterator[Tuple[str, Any]]:
+    """What a nest holds, in order, each with where: "" of a single one, `key.0.key` deeper."""
+    held = nest.items() if isinstance(nest, Mapping) else enumerate(nest) if isinstance(nest, (tuple, list)) else None
+    if held is None:
+        yield name, nest
+        return
+    for key, value in held:
+        yield from named(value, f"{name}.{key}" if name else str(key))
+
+
+def tensors(nest: Any) -> List[torch.Tensor]:
+    """The tensors of a nest, in order."""
+    if isinstance(nest, torch.Tensor):
+        return [nest]
+    return [value for _, value in named(nest) if isinstance(value, torch.Tensor)]
+
+
+def lead(nest: Any) -> torch.Tensor:
+    """The first tensor of a nest, which says on what device all are."""
+    return nest if isinstance(nest, torch.Tensor) else tensors(nest)[0]
+
+
+def sample_count(nest: Any) -> int:
+    """How many samples a batch has: the first dimension of its tensors."""
+    return len(lead(nest))
+
+
+def copied(nest: Any) -> Any:
+    """A copy, for what may work in place."""
+    return mapped(torch.Tensor.clone, nest)
+
+
+def few(nest: Any, count: int) -> Any:
+    """The first samples of a batch; views."""
+    return mapped(lambda t: t[:count], nest)
+
+
+def numbers(nest: Any) -> int:
+    """How many numbers a nest holds."""
+    return sum(t.numel() for t in tensors(nest))
+
+
+def size(nest: Any) -> int:
+    """Its bytes."""
+    return sum(t.numel() * t.element_size() for t in tensors(nest))
+
+
+def described(nest: Any) -> str:
+    """A batch's shapes and types, for the user."""
+    if isinstance(nest, torch.Tensor):
+        return f"{tuple(nest.shape)}, {nest.dtype}"
+    return "; ".join(
+        f"{name} {tuple(value.shape)}, {value.dtype}" for name, value in named(nest) if isinstance(value, torch.Tensor)
+    )
+
+
+def refuse_others(nest: Any, what: str) -> None:
+    """Refuse (BadInput) a nest that holds anything but tensors and None, or no tensor. `what` it is, for the user."""
+    for name, value in named(nest):
+        if not (value is None or isinstance(value, torch.Tensor)):
+            raise BadInput(
+                f"data: {what}{name and ': ' + name}: is of type {type(value).__name__}: must be a tensor, or tensors in "
+                "mappings, tuples and lists"
+            )
+    if not tensors(nest):
+        raise BadInput(f"data: {what}: hold no tensor")
+
+
+def refuse_other_shapes(x: Any, example: Any, m: int) -> None:
+    """Refuse (BadInput) inputs of microbatch m that are not of the example's shapes."""
+    wanted = {name: tuple(t.shape) for name, t in named(example) if t is not None}
+    found = {name: tuple(t.shape) for name, t in named(x) if t is not None}
+    for name in {**wanted, **found}:
+        if wanted.get(name) != found.get(name):
+            raise BadInput(
+                f"data: microbatch {m}: inputs{name and ': ' + name}: of shape {found.get(name)}, of the first microbatch "
+                f"{wanted.get(name)}: stages on processes take one shape: pad to one length, or use backend.name: emulator"
+            )
+
+
+def refuse_uneven(x: Any) -> None:
+    """Refuse (BadInput) inputs whose tensors are not of the same samples: their first dimension must be the batch's."""
+    if isinstance(x, torch.Tensor):
+        return
+    found = [(name, value) for name, value in named(x) if value is not None]
+    count = len(found[0][1]) if found[0][1].dim() else None
+    for name, value in found:
+        if not value.dim() or len(value) != count:
+            raise BadInput(
+                f"data: {name} has the shape {tuple(value.shape)}, {found[0][0]} {tuple(found[0][1].shape)}: the first dimension "
+                "of each input must be the batch's samples"
+            )

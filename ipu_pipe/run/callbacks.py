@@ -1,0 +1,156 @@
+"""The user's own code in a run: called after steps, evaluations and checkpoints, and at the end; it may end the run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from torch import nn
+
+from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.job.blame import attributed
+from ipu_pipe.job.entries import call_entry, resolve_entry
+from ipu_pipe.job.schema import Config
+from ipu_pipe.job.sections import Entry
+
+
+@dataclass(frozen=True)
+class Stop:
+    """What a callback returns to end the run: what is in the pipeline is done, then the run is evaluated, saved and summed up as
+    one that was planned that long. `reason`: for `summary.json` and the closing words."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a run is, as callbacks see it.
+
+    `step`: updates done; `epoch`: as many, None of data without a length; `losses`: mean training loss of the newest update, of each block where these have their own, the model's
+    last; empty where none is known; `rate`: its learning rate; `metrics`: of the newest evaluation, by their names in
+    `metrics.jsonl` (test_loss, test_accuracy, ...), empty before the first; `model`: the whole model with the newest weights,
+    None where its stages are in several processes; `checkpoint`: the newest one's folder; `stopped`: why the run ends sooner
+    than planned, at its end.
+    """
+
+    step: int
+    epoch: Optional[float]
+    losses: Tuple[float, ...]
+    rate: float
+    samples_per_second: Optional[float]
+    metrics: Mapping[str, Optional[float]]
+    model: Optional[nn.Module]
+    checkpoint: Optional[Path]
+    stopped: Optional[str] = None
+
+    @property
+    def loss(self) -> Optional[float]:
+        """Of the model's own output."""
+        return self.losses[-1] if self.losses else None
+
+
+class Callback:
+    """To be derived from; each method may return a `Stop`, else None. On processes they are called on rank 0 alone, with what all
+    have measured. `state` and `load` carry what must be the same when a run is resumed."""
+
+    def on_step(self, now: Moment) -> Optional[Stop]:
+        """After each update."""
+        return None
+
+    def on_evaluation(self, now: Moment) -> Optional[Stop]:
+        """After each evaluation but the one before training."""
+        return None
+
+    def on_checkpoint(self, now: Moment) -> Optional[Stop]:
+        """After each checkpoint, which is on disk."""
+        return None
+
+    def on_end(self, now: Moment) -> Optional[Stop]:
+        """At the end of a run that nothing broke off, whose files are all written."""
+        return None
+
+    def state(self) -> Any:
+        """For checkpoints: what JSON holds, None for nothing."""
+        return None
+
+    def load(self, state: Any) -> None:
+        """Go on from what `state` gave."""
+
+
+class Callbacks:
+    """A run's, in order. `asked`: why the run is to end, None while it goes on."""
+
+    def __init__(self, own: Sequence[Callback]) -> None:
+        self.own = list(own)
+        self.asked: Optional[str] = None
+
+    @property
+    def at_steps(self) -> bool:
+        """Whether any wants to be called after each update."""
+        return any(type(callback).on_step is not Callback.on_step for callback in self.own)
+
+    def call(self, method: str, now: Moment) -> None:
+        """Call all, whatever one of them asks for. Raises what they raise, with the place."""
+        for callback in self.own:
+            name = f"{type(callback).__qualname__}.{method}"
+            with attributed(lambda name=name: f"callback {name} after update {now.step}"):  # type: ignore[misc]
+                answer = getattr(callback, method)(now)
+            if answer is Stop or isinstance(answer, Stop):
+                self.asked = self.asked or getattr(answer, "reason", "") or f"{name} asked for it"
+            elif answer is not None:
+                raise RunFault(
+                    f"callback {name}: gave a {type(answer).__name__}, must give None or ipu_pipe.Stop(reason)"
+                )
+
+    def states(self) -> List[Any]:
+        """Of each, for a checkpoint. Raises RunFault where JSON cannot hold one."""
+        found = []
+        for callback in self.own:
+            name = f"{type(callback).__qualname__}.state"
+            with attributed(lambda name=name: f"callback {name}"):  # type: ignore[misc]
+                state = callback.state()
+            try:
+                json.dumps(state, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise RunFault(f"callback {name}: cannot be put into a checkpoint as JSON: {error}") from error
+            found.append({"name": type(callback).__qualname__, "state": state})
+        return found
+
+    def load(self, saved: Any) -> None:
+        """What `states` gave, each to the callback of the same name and place among those of that name."""
+        left: Dict[str, List[Any]] = {}
+        for one in saved if isinstance(saved, list) else ():
+            if isinstance(one, dict) and one.get("state") is not None:
+                left.setdefault(str(one.get("name")), []).append(one["state"])
+        for callback in self.own:
+            name = type(callback).__qualname__
+            if left.get(name):
+                with attributed(lambda name=name: f"callback {name}.load"):  # type: ignore[misc]
+                    callback.load(left[name].pop(0))
+
+
+def make_callbacks(config: Config, given: Optional[Sequence[Any]]) -> List[Callback]:
+    """Those that Python gave, or else the config's. Raises BadInput, a line each."""
+    found, faults = [], []
+    for value in config.callbacks if given is None else given:
+        try:
+            found.append(_made(value) if given is None else _checked(value, "callbacks"))
+        except BadInput as error:
+            faults += error.faults
+    if faults:
+        raise BadInput(faults)
+    return found
+
+
+def _made(value: Any) -> Callback:
+    name, args = (value.entry, value.args) if isinstance(value, Entry) else (value, {})
+    return _checked(call_entry(resolve_entry(name, "callbacks"), args, f"callbacks.{name}"), f"callbacks: {name}")
+
+
+def _checked(value: Any, place: str) -> Callback:
+    if isinstance(value, Callback):
+        return value
+    kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    raise BadInput(f"{place}: {kind}: must be an object of a class derived from ipu_pipe.Callback")

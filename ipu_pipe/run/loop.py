@@ -1,0 +1,183 @@
+"""One run in progress: its steps, evaluations, checkpoints and callbacks, and all that it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence
+
+from ipu_pipe.backends.interface import Engine
+from ipu_pipe.backends.ranks import are_joined, is_main, on_main
+from ipu_pipe.backends.table import make_engine
+from ipu_pipe.job.blame import traceback_kept
+from ipu_pipe.job.comparing import dump
+from ipu_pipe.job.metrics import ACCURACY
+from ipu_pipe.job.position import Measured, Position, by_block
+from ipu_pipe.job.record import Job
+from ipu_pipe.report.words import opening
+from ipu_pipe.run.callbacks import Callback, Callbacks, Moment
+from ipu_pipe.run.folder import RunDir
+from ipu_pipe.run.log import Log, log_of, nothing
+from ipu_pipe.run.progress import Progress
+from ipu_pipe.run.saving import Ended, finish, restore, save
+
+
+def _begin(run: RunDir, job: Job, done: int) -> None:
+    """What a run writes before its first update of this start, `done` being done."""
+    run.write_text("config.yaml", dump(job.config))
+    if job.begun is not None:
+        run.write_json("init_from.json", job.begun._asdict())
+    run.open_metrics(done)
+
+
+class Run:
+    """One run in progress, on this process. Only the main one has a folder to write into."""
+
+    def __init__(
+        self, job: Job, out: Path, resume: bool, overwrite: bool, quiet: bool, callbacks: Sequence[Callback] = ()
+    ) -> None:
+        self.job = job
+        self.run: Optional[RunDir] = None
+
+        def begin() -> None:
+            self.run = RunDir(out, resume=resume, overwrite=overwrite)
+
+        on_main(begin)
+        job.folder = out
+        self.out, self.resume, self.progress = out, resume, Progress(quiet or not is_main())
+        self.position = Position()
+        self.unread_seconds = 0.0  # of training since a loss was last read
+        self.unwritten: Dict[str, Any] = {}  # the newest update's line of metrics.jsonl
+        self.tested: List[Measured] = []  # at the last evaluation, by block
+        self.callbacks = Callbacks(callbacks if is_main() else ())
+        # what all processes must know alike: whether the run may be asked to end, and after any update
+        self.may_stop, self.at_steps = on_main(lambda: (bool(self.callbacks.own), self.callbacks.at_steps))
+        job.may_stop = self.at_steps and job.method.rounds is None  # else where replicas have met
+        self.end = job.updates
+        self.now = Moment(0, 0.0, (), job.rate(0), None, {}, None if are_joined() else job.model, None)
+
+    def go(self) -> Dict[str, Any]:
+        job = self.job
+        if self.resume:
+            self.position = restore(job, self.out, self.progress.say, self.callbacks)
+        position = self.position
+        if self.run:
+            if self.resume:
+                self.run.forget_after(position.update, self.progress.say)
+            _begin(self.run, job, position.update)
+        self.progress.say(opening(job, position.update))
+        engine = make_engine(job, position.update)
+        try:
+            with traceback_kept(self.out), log_of(
+                self.run, job.config.log.tensorboard, position.update, self.progress.say
+            ) as log:
+                if position.update == 0:
+                    position.initial = self._evaluate(engine, log)
+                final = self._train(engine, log)
+                if final is None:  # resumed after the last update, from a run killed before its summary was written
+                    final = self._evaluate(engine, nothing)
+        except BaseException:
+            with contextlib.suppress(Exception):  # what ended the run is what must be told
+                engine.abort()
+            raise
+        else:
+            profile = engine.profile()
+            engine.close()
+        finally:
+            if self.run:
+                self.run.close()
+        ended = Ended(position, final, self.tested, profile, self.now.stopped)
+        report = finish(job, engine, self.run, ended, self.progress.say)
+        with traceback_kept(self.out):
+            self.callbacks.call("on_end", self.now)
+        return report
+
+    def _train(self, engine: Engine, log: Log) -> Optional[Measured]:
+        """All updates to come; returns what the last evaluation found, None if there was none."""
+        job, position = self.job, self.position
+        final: Optional[Measured] = None
+        with self.progress.bar(job.updates, position.update) as bar:
+            while position.update < self.end:
+                self._step(engine, bar, log)
+                done, is_planned = position.update, False
+                if job.evaluates_after(done):
+                    final, is_planned = self._evaluate(engine, log, bar), True
+                    self.callbacks.call("on_evaluation", self.now)
+                if job.saves_after(done):
+                    is_planned = True
+                    self._save(engine)
+                if self.may_stop and (is_planned or self.at_steps) and done < self.end:
+                    self.end = engine.end(done, self.callbacks.asked is not None)
+            if self.end < job.updates:
+                self.now = replace(self.now, stopped=self.callbacks.asked)
+                final = self._end_early(engine, log, bar, final)
+        return final
+
+    def _end_early(self, engine: Engine, log: Log, bar: Any, final: Optional[Measured]) -> Optional[Measured]:
+        """What a run that was planned so long does at its end, where it was not done anyway."""
+        job, done = self.job, self.position.update
+        if self.unwritten:
+            log(**self.unwritten)
+        if not job.evaluates_after(done):
+            final = self._evaluate(engine, log, bar)
+            self.callbacks.call("on_evaluation", self.now)
+        if not job.saves_after(done):
+            self._save(engine)
+        return final
+
+    def _step(self, engine: Engine, bar: Any, log: Log) -> None:
+        job, position = self.job, self.position
+        k = position.update
+        start = time.perf_counter()
+        results = engine.advance(k, self._reads_after(k + 1))
+        seconds = time.perf_counter() - start
+        position.update += 1
+        if self.progress.steps:  # the first step of a process warms up
+            position.seconds, position.timed_updates = position.seconds + seconds, position.timed_updates + 1
+        self.progress.steps += 1
+        self.unread_seconds += seconds
+        if not results:
+            return
+        rate, self.unread_seconds = sum(result.samples for result in results) / self.unread_seconds, 0.0
+        shows_accuracy = any(metric.name == ACCURACY for metric in job.metrics)
+        for update_index, result in enumerate(results, position.update - len(results)):
+            position.count(result.loss, begins_epoch=update_index % job.averaged == 0)
+            bar.advance(result.loss, result.accuracy if shows_accuracy else None, rate)
+        epoch = job.epoch(position.update)
+        losses = tuple(loss for loss, _ in result.blocks) or (result.loss,)
+        each = {"block_train_loss": list(losses)} if result.blocks else {}
+        line = {"train_loss": result.loss, "lr": job.rate(k), "samples_per_second": rate, **each}
+        self.unwritten = {"step": position.update, "epoch": epoch, **line}
+        if position.update % job.config.log.every == 0 or position.update == job.updates:
+            log(**self.unwritten)
+            self.unwritten = {}
+        self.now = replace(
+            self.now, step=position.update, epoch=epoch, losses=losses, rate=job.rate(k), samples_per_second=rate
+        )
+        if self.at_steps:
+            self.callbacks.call("on_step", self.now)
+
+    def _reads_after(self, done: int) -> bool:
+        """Whether what was measured must be known when `done` updates are done: for a line, an evaluation or a checkpoint; after
+        the first, whose time does not count."""
+        job, known = self.job, self.at_steps or not self.progress.steps
+        return known or done % job.config.log.every == 0 or job.evaluates_after(done) or job.saves_after(done)
+
+    def _evaluate(self, engine: Engine, log: Log, bar: Any = None) -> Measured:
+        every = engine.evaluate()
+        position, self.tested, found = self.position, every, every[-1]
+        if bar is not None:
+            bar.evaluated(found)
+        epoch = self.job.epoch(position.update)
+        log(step=position.update, epoch=epoch, **found.record(), **(by_block(every) if len(every) > 1 else {}))
+        position.note(found)
+        self.now = replace(self.now, step=position.update, epoch=epoch, metrics=found.record())
+        return found
+
+    def _save(self, engine: Engine) -> None:
+        folder = save(self.job, engine, self.run, self.position, self.callbacks)
+        if folder is not None:
+            self.now = replace(self.now, checkpoint=folder)
+            self.callbacks.call("on_checkpoint", self.now)

@@ -1,0 +1,99 @@
+"""What a run leaves and goes on from: its checkpoints, and the files of its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence
+
+from ipu_pipe.backends.interface import Engine, Report
+from ipu_pipe.backends.ranks import on_main
+from ipu_pipe.backends.table import backend_of
+from ipu_pipe.hardware.profiling import StageSeconds
+from ipu_pipe.job.position import Measured, Position
+from ipu_pipe.job.record import Job
+from ipu_pipe.plan.of_config import predicted_rate
+from ipu_pipe.report.executed import write_trace
+from ipu_pipe.report.memory import memory_record
+from ipu_pipe.report.modelled import stage_costs, write_modelled
+from ipu_pipe.report.summary import summarise
+from ipu_pipe.report.words import closing
+from ipu_pipe.run import checkpoint
+from ipu_pipe.run.callbacks import Callbacks
+from ipu_pipe.run.folder import RunDir
+from ipu_pipe.run.resume import origin, position_of, refuse_foreign_run, saved_state
+from ipu_pipe.update.state import import_state
+
+
+def save(job: Job, engine: Engine, run: Optional[RunDir], position: Position, callbacks: Callbacks) -> Optional[Path]:
+    """Take a checkpoint, for which every process gives its part; its folder, on the main one. Raises RunFault."""
+    held = engine.state()
+    if run is None or held is None:
+        return None
+    states = {"callbacks": callbacks.states()} if callbacks.own else {}
+    state = {**saved_state(position, held.plain), **states}
+    folder = checkpoint.save(run.checkpoints, position.update, held.model, held.optimizer, state, origin(job))
+    checkpoint.prune(run.checkpoints, job.config.checkpoint.keep, position.best_step)
+    return folder
+
+
+def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callbacks) -> Position:
+    """Put the checkpoint that `job` goes on from into its model and optimizer, and into the callbacks; how far it had come.
+    Raises BadInput where it is not this run's, or not whole."""
+    path = out / "checkpoints" / f"step-{job.done}"
+    if not job.done:
+        say("the run ended before its first checkpoint: it starts from the beginning")
+        return Position()
+    held = checkpoint.load(path)
+    on_main(lambda: refuse_foreign_run(job, held, path))
+    if held.manifest is None:
+        say(f"{path}: of the earlier layout, which does not say whose run it is: that is not checked")
+    with job.numbers.whole(loads=True):
+        checkpoint.load_weights(job.model, held.model, str(path))
+    names = {parameter: name for name, parameter in job.trained().items()}
+    import_state(job.optimizer, names, held.optimizer, held.state["optimizer"])
+    callbacks.load(held.state.get("callbacks"))
+    position = position_of(held)
+    say(f"resuming after update {position.update} from {path}")
+    return position
+
+
+class Ended(NamedTuple):
+    """How a run ended. `tested`: by block, at the last evaluation; `profile`: of the stages' passes; `stopped`: why sooner than
+    planned."""
+
+    position: Position
+    final: Measured
+    tested: Sequence[Measured]
+    profile: Optional[StageSeconds]
+    stopped: Optional[str]
+
+
+def finish(job: Job, engine: Engine, run: Optional[RunDir], ended: Ended, say: Callable[[str], None]) -> Dict[str, Any]:
+    """Write what a run that has ended leaves, and say it; its summary, on every process."""
+    measured = engine.report()
+
+    def written() -> Dict[str, Any]:
+        assert run is not None and measured is not None
+        report = _write(job, run, ended, measured)
+        on_devices = not backend_of(job.config).emulates  # which in one process does the work of all
+        say(closing(report, run.path, predicted_rate(job) if on_devices else None))
+        return report
+
+    return on_main(written)
+
+
+def _write(job: Job, run: RunDir, ended: Ended, measured: Report) -> Dict[str, Any]:
+    has_clocks = measured.events is not None
+    costs = None if has_clocks else stage_costs(job, ended.profile, ended.position)
+    report = summarise(job, ended.position, ended.final, measured, ended.tested, costs, ended.stopped)
+    if measured.times is None:
+        run.forget_trace()
+    if costs is not None and job.traced:
+        write_modelled(job, run.path, costs)
+    elif job.traced:
+        write_trace(job, run.path / "trace.json.gz", measured)
+    for name, value in (measured.files or {}).items():
+        run.write_json(name, value)
+    run.write_json("memory.json", memory_record(job, measured))
+    run.write_json("summary.json", report)  # last: a run with a summary is finished
+    return report

@@ -1,0 +1,165 @@
+"""The user's code in a run: what callbacks see, and that a run which they end is one that was planned that long."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ipu_pipe
+from ipu_pipe.errors import BadInput, RunFault, user_fault
+from ipu_pipe.job.config import load_config
+from ipu_pipe.run.training import train
+from tests.callbacks_of_runs import Ends, Fails
+from tests.test_processes import DIGITS, assert_same, emulate, run
+
+SHORT = ["log.tensorboard=false", "evaluate.subset=64", "backend.threads=1", "data.subset=256", "data.test_subset=64"]
+NEW = "tests.callbacks_of_runs"
+
+# method, args and how many updates a run of them has that is asked to end after update 3: what is in the pipeline is done
+METHODS = {
+    "gpipe": (["gradient_accumulation=4"], 3),
+    "pipedream": (["gradient_accumulation=2"], 4),
+    "pipedream_2bw": (["gradient_accumulation=4"], 4),
+    "pipemare": (["method_args={t1: {anneal_updates: 3}, t2: {decay: 0.5}}", "gradient_accumulation=1"], 8),
+    "spectrain": (["gradient_accumulation=1"], 7),
+    "local_greedy": (["gradient_accumulation=1"], 6),
+    "local_sgd": (["gradient_accumulation=1", "method_args={local_steps: 4}"], 4),
+}
+
+
+def go(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
+    return train(load_config(DIGITS, [*SHORT, *sets]), out, quiet=True, **how)
+
+
+def lines(out: Path) -> List[Dict[str, Any]]:
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in found]
+
+
+def same(a: Path, b: Path, step: int) -> None:
+    for name in ("model", "optimizer"):
+        ours, theirs = (load_file(out / "checkpoints" / f"step-{step}" / f"{name}.safetensors") for out in (a, b))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_that_is_asked_to_end_is_one_planned_that_long(method: str, tmp_path: Path) -> None:
+    args, ends = METHODS[method]
+    sets = [f"method={method}", "stages=3", "optimizer.momentum=0.9", *args]
+    cut = go(tmp_path / "cut", *sets, "steps=16", callbacks=[Ends(3)])
+    assert (cut["steps"], cut["planned_steps"], cut["stopped"]) == (ends, 16, "it is enough")
+    planned = go(tmp_path / "planned", *sets, f"steps={ends}")
+    assert planned["stopped"] is None and cut["final"] == planned["final"]
+    same(tmp_path / "cut", tmp_path / "planned", ends)
+    assert lines(tmp_path / "cut") == lines(tmp_path / "planned")
+
+
+def test_processes_end_where_the_emulator_does(tmp_path: Path) -> None:
+    """Asked at update 5, two stages of pipedream end after 6, with norms on their way that no update asks for any more."""
+    metrics = f"metrics=[accuracy, top3, '{NEW}:confidence', {{entry: '{NEW}:Spread', args: {{scale: 2}}}}]"
+    sets = [
+        "method=pipedream",
+        "stages=2",
+        "gradient_accumulation=1",
+        "clip={norm: 0.5, scope: delayed_global}",
+        metrics,
+    ]
+    ends = f"callbacks=[{{entry: '{NEW}:Ends', args: {{after: 5, file: {tmp_path}/ranks.json}}}}]"
+    code, printed, error = run(2, tmp_path / "ranks", *sets, ends)
+    assert code == 0, error
+    assert "ended after 6 of 12 updates: it is enough" in printed
+    seen = Ends(5, str(tmp_path / "one.json"))
+    one = emulate(tmp_path / "one", *sets, callbacks=[seen])
+    assert_same(tmp_path / "ranks", tmp_path / "one", 6)
+    assert json.loads((tmp_path / "ranks" / "summary.json").read_text())["final"] == one["final"]
+    assert json.loads((tmp_path / "ranks.json").read_text()) == json.loads((tmp_path / "one.json").read_text())
+
+
+def test_what_callbacks_see(tmp_path: Path) -> None:
+    class Watches(ipu_pipe.Callback):
+        def __init__(self) -> None:
+            self.seen: List[Any] = []
+
+        def on_step(self, now: ipu_pipe.Moment) -> None:
+            assert isinstance(now.model, torch.nn.Module)
+            self.seen.append((now.step, now.loss, now.rate, float(next(now.model.parameters()).detach().sum())))
+
+        def on_evaluation(self, now: ipu_pipe.Moment) -> Optional[ipu_pipe.Stop]:
+            self.seen.append(("evaluated", now.step, dict(now.metrics)))
+            return ipu_pipe.Stop() if now.step == 4 else None
+
+        def on_end(self, now: ipu_pipe.Moment) -> None:
+            assert (now.checkpoint / "model.safetensors").is_file()  # type: ignore[operator]
+            self.seen.append(("end", now.step, now.stopped))
+
+    watches = Watches()
+    out = tmp_path / "run"
+    sets = ["steps=6", "log.every=1", "micro_batch_size=8", "gradient_accumulation=1", "checkpoint.every=2"]
+    report = go(out, *sets, "evaluate.every=0.0625", callbacks=[watches])  # of 32 updates
+    assert report["stopped"].endswith("Watches.on_evaluation asked for it")
+    written = lines(out)
+    assert [(s[0], s[1], s[2]) for s in watches.seen if isinstance(s[0], int)] == [
+        (line["step"], line["train_loss"], line["lr"]) for line in written if "train_loss" in line
+    ]
+    tested = [line for line in written if "test_loss" in line and line["step"]]
+    assert [s[1:] for s in watches.seen if s[0] == "evaluated"] == [
+        (line["step"], {"test_loss": line["test_loss"], "test_accuracy": line["test_accuracy"]}) for line in tested
+    ]
+    sums = [s[3] for s in watches.seen if isinstance(s[0], int)]
+    held = load_file(out / "checkpoints" / "step-4" / "model.safetensors")
+    assert len(set(sums)) == 4 and sums[-1] in [float(value.sum()) for value in held.values()]
+    assert watches.seen[-1] == ("end", 4, report["stopped"])
+
+
+def test_what_a_callback_raises_is_told_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(KeyError) as raised:
+        go(tmp_path / "run", "steps=4", f"callbacks=['{NEW}:Fails']")
+    told = str(user_fault(raised.value))
+    assert told.startswith("callback Fails.on_step after update 2: KeyError: 'no such thing'")
+    assert "callbacks_of_runs.py" in told
+    assert (tmp_path / "run" / "traceback.txt").read_text().startswith(told)
+
+
+class Wrong(ipu_pipe.Callback):
+    def on_step(self, now: ipu_pipe.Moment) -> Any:
+        return True
+
+
+def test_what_is_no_callback_is_refused_in_a_line(tmp_path: Path) -> None:
+    for given, told in (([Fails], "callbacks: the class Fails: must be an object"), ([len], "callbacks: a builtin")):
+        with pytest.raises(BadInput, match=told):
+            go(tmp_path / "run", "steps=2", callbacks=given)
+    with pytest.raises(BadInput, match=r"callbacks: .*tests\.nothing:X.*no module"):
+        go(tmp_path / "run", "steps=2", "callbacks=['tests.nothing:X']")
+    with pytest.raises(BadInput, match="callbacks: .*must be a list of import strings"):
+        load_config(DIGITS, ["callbacks=3"])
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(RunFault, match="Wrong.on_step: gave a bool, must give None or ipu_pipe.Stop"):
+        go(tmp_path / "run", "steps=2", callbacks=[Wrong()])
+
+
+def test_a_run_goes_on_with_what_its_callbacks_had(tmp_path: Path) -> None:
+    class Counts(ipu_pipe.Callback):
+        def __init__(self) -> None:
+            self.count = 0
+
+        def on_step(self, now: ipu_pipe.Moment) -> None:
+            self.count += 1
+
+        def state(self) -> int:
+            return self.count
+
+        def load(self, state: int) -> None:
+            self.count = state
+
+    sets = ["method=pipedream", "stages=2", "gradient_accumulation=1", "steps=8"]
+    go(tmp_path / "cut", *sets, callbacks=[Counts(), Ends(2)])  # ends after 3
+    again = Counts()
+    go(tmp_path / "cut", *sets, callbacks=[again], resume_from=3)
+    assert again.count == 8
+    assert go(tmp_path / "cut", *sets, resume=True)["stopped"] is None

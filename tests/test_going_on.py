@@ -1,0 +1,284 @@
+"""What a run may do when it goes on: become longer, and run elsewhere."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ipu_pipe.errors import BadInput, end_process
+from ipu_pipe.job.config import load_config
+from ipu_pipe.job.sections import InitFrom
+from ipu_pipe.run import checkpoint
+from ipu_pipe.run.build import set_up
+from ipu_pipe.run.training import evaluate_checkpoint, train
+from tests.test_train import DIGITS, config, run_tool, sets  # noqa: F401
+
+BASE = [
+    "optimizer.momentum=0.9", "optimizer.lr=0.02", "checkpoint.every=4", "checkpoint.keep=9", "log.every=1",
+    "log.tensorboard=false", "model.args.width=8", "evaluate.every=0", "evaluate.subset=32", "stages=3",
+    "gradient_accumulation=2",
+]  # fmt: skip
+COSINE = "lr_schedule={name: cosine, warmup_steps: 2, total_steps: 14}"
+
+
+def went(out: Path, *over: str, **how: Any) -> Dict[str, Any]:
+    return train(config(*BASE, *over), out, quiet=True, **how)
+
+
+def held(out: Path, step: int = 12) -> Dict[str, torch.Tensor]:
+    """Weights and optimizer state."""
+    folder = out / "checkpoints" / f"step-{step}"
+    files = {name: load_file(folder / f"{name}.safetensors") for name in ("model", "optimizer")}
+    return {f"{name}/{key}": value for name, tensors in files.items() for key, value in tensors.items()}
+
+
+def assert_same(a: Path, b: Path, step: int = 12) -> None:
+    ours, theirs = held(a, step), held(b, step)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def trained(out: Path) -> List[Dict[str, Any]]:
+    """The lines of metrics of updates; times differ."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "samples_per_second"} for line in lines if "train_loss" in line]
+
+
+# ---- longer
+
+SINGLE = ["gradient_accumulation=1", "optimizer.momentum=0"]
+LONGER = {
+    "constant": ["method=pipedream_2bw", "gradient_accumulation=4"],
+    "step": ["method=gpipe", "lr_schedule={name: step, milestones: [0.02, 0.1]}"],
+    "cosine": ["method=pipedream", COSINE],
+    "linear": ["method=gpipe", "lr_schedule={name: linear, total_steps: 12}"],
+    "t1": ["method=pipemare", "method_args={t1: {anneal_updates: 6}, t2: {}}"],
+    "t1 of cosine": ["method=pipemare", "method_args={t1: {}}", COSINE],
+    "t1 of a linear warm-up": ["method=pipemare", "method_args={t1: {}}", "lr_schedule={warmup_steps: 2}"],
+    "synchronous warm-up": ["method=pipemare", "method_args={warmup: {epochs: 0.1}}"],
+    "drawn delays": ["method=pipemare", "method_args={hogwild: {mean: 2, max: 5}}"],
+    "predicted weights": ["method=spectrain"],
+    "drawn stages, cosine": ["method=randomized_pipedream", *SINGLE, "lr_schedule={name: cosine, total_steps: 12}"],
+    "drawn stages, step": ["method=randomized_pipedream", *SINGLE, "lr_schedule={name: step, milestones: [0.04]}"],
+    "rounds": ["method=local_sgd", *SINGLE, "method_args={replicas: 2, local_steps: 2}"],
+    "local blocks": ["method=local_greedy"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(LONGER))
+def test_a_run_made_longer_is_one_planned_that_long(name: str, tmp_path: Path) -> None:
+    """To the bit: weights, optimizer state and every line of an update. The shorter run ends where a checkpoint is taken, so that
+    the pipelines of both are empty there."""
+    went(tmp_path / "grown", *LONGER[name], "steps=8")
+    report = went(tmp_path / "grown", *LONGER[name], "steps=12", resume=True)
+    planned = went(tmp_path / "planned", *LONGER[name], "steps=12")
+    assert_same(tmp_path / "grown", tmp_path / "planned")
+    assert trained(tmp_path / "grown") == trained(tmp_path / "planned") and len(trained(tmp_path / "planned")) == 12
+    assert report["final"]["test_loss"] == planned["final"]["test_loss"]
+
+
+FOLLOWING = {
+    "lr_schedule.total_steps": ["lr_schedule.name=linear"],
+    "method_args.t1.anneal_updates": ["method=pipemare", "method_args={t1: {}}"],
+    "lr_schedule.total_steps and method_args.t1.anneal_updates": [
+        "method=pipemare", "method_args={t1: {}}", "lr_schedule.name=cosine",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", list(FOLLOWING))
+def test_a_run_whose_rates_follow_its_length_cannot_grow(keys: str, tmp_path: Path) -> None:
+    """Story: it went on at the rates of the longer run, which is no run at all: half of it had those of the shorter."""
+    out = tmp_path / "run"
+    went(out, *FOLLOWING[keys], "steps=4")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(BadInput) as error:
+        went(out, *FOLLOWING[keys], "steps=6", resume=True)
+    (fault,) = error.value.faults
+    assert "steps: saved in a run of 4, this one has 6, at other rates from the beginning" in fault
+    assert f": only a run that began with {keys} can grow" in fault
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    shutil.rmtree(out / "checkpoints")  # as if killed before its first checkpoint: all of it is the longer run's
+    (out / "summary.json").unlink()
+    assert went(out, *FOLLOWING[keys], "steps=6", resume=True)["steps"] == 6
+    went(tmp_path / "planned", *FOLLOWING[keys], "steps=6")
+    assert_same(out, tmp_path / "planned", 6)
+
+
+def test_the_length_of_a_schedule_is_that_of_the_run_or_more(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="lr_schedule.total_steps: 10: the run has 12 updates"):
+        went(tmp_path / "run", "lr_schedule={name: cosine, total_steps: 10}", "steps=12")
+    with pytest.raises(BadInput, match="lr_schedule.total_steps: 10: constant has none, only cosine and linear have"):
+        config("lr_schedule.total_steps=10")
+    went(tmp_path / "null", "lr_schedule={name: cosine}", "steps=4")
+    went(tmp_path / "said", "lr_schedule={name: cosine, total_steps: 4}", "steps=4")
+    assert_same(tmp_path / "null", tmp_path / "said", 4)
+
+
+# ---- elsewhere
+
+RANKS = 2
+PROCESSES = ["backend.name=distributed", f"stages={RANKS}"]
+ELSEWHERE = {  # a synchronous method, whose numbers no stage changes, and one whose delays are other ones from there on
+    "gpipe": ["method=gpipe", "lr_schedule={warmup_steps: 6}"],
+    "pipemare": ["method=pipemare", "method_args={t1: {anneal_updates: 9}, t2: {}}"],
+}
+
+
+class Counting(nn.Module):
+    """Adds what it has counted in training, in a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen = self.seen + 1
+        return x * 1.0
+
+
+def own_model() -> nn.Module:
+    torch.manual_seed(5)
+    parts = [
+        nn.Linear(64, 8),
+        nn.BatchNorm1d(8),
+        Counting(),
+        nn.Linear(8, 8),
+        nn.BatchNorm1d(8),
+        Counting(),
+        nn.Linear(8, 10),
+    ]
+    return nn.Sequential(nn.Flatten(), *parts).to(torch.float64)
+
+
+def everything(model: nn.Module) -> Dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def process(rank: int, port: int, folder: Path) -> None:
+    """Each run goes on from update 4; then the caller's own model is trained."""
+    address = {"RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in address.items()})
+    torch.set_num_threads(1)
+    for name, how in ELSEWHERE.items():
+        went(folder / name, *how, *PROCESSES, "steps=12", resume=True)
+    for method in OWN:
+        model = own_model()
+        went(folder / f"own-{method}", *PROCESSES, *OWN_KEYS, f"method={method}", model=model)
+        torch.save(everything(model), folder / f"{method}-{rank}.pt")
+    end_process(0)
+
+
+OWN, OWN_KEYS = ("pipedream", "local_greedy"), ['stages=["4"]', "steps=3"]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available() or torch.__version__ < "2.4", reason="needs torch 2.4")
+def test_a_run_goes_on_elsewhere_and_leaves_the_whole_model_to_every_caller(tmp_path: Path) -> None:
+    """Four stages on the emulator, two processes, three stages on the emulator. Story: after a run on processes the model that a
+    rank had given held not-a-number where it had not trained."""
+    for name, how in ELSEWHERE.items():
+        went(tmp_path / name, *how, "stages=4", "steps=4")
+        shutil.copytree(tmp_path / name, tmp_path / f"{name}-emulator")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ends = [context.Process(target=process, args=(rank, port, tmp_path)) for rank in range(RANKS)]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join(120)
+    assert [end.exitcode for end in ends] == [0] * RANKS
+    for name, how in ELSEWHERE.items():
+        went(tmp_path / f"{name}-emulator", *how, f"stages={RANKS}", "steps=12", resume=True)
+        assert_same(tmp_path / name, tmp_path / f"{name}-emulator")
+        went(tmp_path / name, *how, "steps=14", resume=True)
+    went(tmp_path / "gpipe-whole", *ELSEWHERE["gpipe"], "stages=4", "steps=14")
+    assert_same(tmp_path / "gpipe", tmp_path / "gpipe-whole", 14)
+    assert trained(tmp_path / "gpipe") == trained(tmp_path / "gpipe-whole")
+    for method in OWN:
+        model = own_model()
+        went(tmp_path / f"emulated-{method}", *OWN_KEYS, f"method={method}", model=model)
+        for rank in range(RANKS):
+            found = torch.load(tmp_path / f"{method}-{rank}.pt")
+            assert [n for n, value in everything(model).items() if not torch.equal(value, found[n])] == []
+            assert {value.dtype for value in found.values()} == {torch.float64, torch.int64}
+
+
+# ---- from weights
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has ended, after 4 and 8 updates; not to be changed."""
+    out = tmp_path_factory.mktemp("ended") / "run"
+    went(out, "steps=8")
+    return out
+
+
+def test_a_run_begins_with_the_newest_weights_of_another(ended: Path) -> None:
+    newest = evaluate_checkpoint(config(*BASE), ended / "checkpoints" / "step-8")
+    assert {**evaluate_checkpoint(config(*BASE), ended), "weights": newest["weights"]} == newest
+    for path in (ended, ended / "checkpoints" / "step-8"):
+        found = set_up(config(*BASE, f"init_from={path}")).model.state_dict()
+        assert all(torch.equal(value, held(ended, 8)[f"model/{name}"]) for name, value in found.items())
+
+
+def test_weights_with_a_new_head_are_taken_but_for_it(ended: Path, tmp_path: Path, run_tool: Any) -> None:  # noqa: F811
+    out, keys = tmp_path / "tuned", ["model.args.classes=12", f"init_from={{path: {ended}, strict: false}}", "steps=4"]
+    code, printed, error = run_tool(DIGITS, *sets(*BASE, *keys), "--out", str(out))
+    assert code == 0, error
+    record = json.loads((out / "init_from.json").read_text())
+    assert set(record["left_out"]) == set(record["new"]) and len(record["new"]) == 2
+    assert list(record["left_out"].values()) == [
+        "shape (10, 8), the model has (12, 8)",
+        "shape (10,), the model has (12,)",
+    ]
+    (line,) = [line for line in printed.splitlines() if line.startswith("init_from: ")]
+    assert f"{record['taken']} parameters and buffers are from there" in line and all(n in line for n in record["new"])
+    fresh = set_up(config(*BASE, *keys)).model.state_dict()
+    own = set_up(config(*BASE, keys[0])).model.state_dict()
+    for name, value in fresh.items():
+        assert torch.equal(value, own[name] if name in record["new"] else held(ended, 8)[f"model/{name}"]), name
+    assert load_config(out / "config.yaml").init_from == InitFrom(path=str(ended), strict=False)
+    assert (
+        went(out, *keys, "steps=8", resume=True)["steps"] == 8
+        and json.loads((out / "init_from.json").read_text()) == record
+    )
+
+
+def test_weights_that_do_not_fit_say_what_would(ended: Path, tmp_path: Path) -> None:
+    def told(path: Path, *over: str) -> List[str]:
+        with pytest.raises(BadInput) as error:
+            set_up(config(*BASE, f"init_from={path}", *over))
+        return error.value.faults
+
+    faults = told(ended, "model.args.classes=12")
+    assert len(faults) == 2 and faults[-1].endswith("; init_from: {path: ..., strict: false} takes what fits")
+    weights = load_file(ended / "checkpoints" / "step-8" / "model.safetensors")
+    save_file({f"module.{name}": value for name, value in weights.items()}, tmp_path / "wrapped.safetensors")
+    (fault,) = told(tmp_path / "wrapped.safetensors")
+    assert (
+        "all names begin with module., a wrapper's: save the state dict of the model inside it; nothing in it fits"
+        in fault
+    )
+    (again,) = told(
+        tmp_path / "wrapped.safetensors", f"init_from={{path: {tmp_path / 'wrapped.safetensors'}, strict: false}}"
+    )
+    assert again == fault
+    if checkpoint.torch_version() >= checkpoint.SAFE_TORCH:
+        torch.save({"epoch": 3, "state_dict": weights}, tmp_path / "nest.pt")
+        assert told(tmp_path / "nest.pt")[0].endswith(
+            "(names to tensors): there is one inside, at state_dict: save that alone"
+        )

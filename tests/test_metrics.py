@@ -1,0 +1,114 @@
+"""Metrics by name and of the user's own: batches add up exactly, and files and words say what was asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, List
+
+import pytest
+import torch
+from torch import nn
+
+import ipu_pipe
+from ipu_pipe.data.batches import TensorData
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.evaluation import Tally
+from ipu_pipe.job.metrics import metrics_of
+from tests.callbacks_of_runs import Spread, confidence
+from tests.test_callbacks import go
+
+
+def measured(chosen: Any, loss: Any, output: torch.Tensor, y: torch.Tensor, sizes: List[int]) -> Any:
+    tally = Tally(loss, metrics_of(chosen))
+    for o, labels in zip(output.split(sizes), y.split(sizes)):
+        tally.add(o, labels, len(o))
+    return tally.measured
+
+
+def test_batches_of_any_size_add_up() -> None:
+    torch.manual_seed(0)
+    output, y = torch.randn(12, 3, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
+    apart = (output - y).flatten()
+    expected = {
+        "mse": float(apart.square().mean()),
+        "rmse": math.sqrt(float(apart.square().mean())),
+        "mae": float(apart.abs().mean()),
+        "r2": 1 - float(apart.square().sum() / (y - y.mean()).square().sum()),
+    }
+    for sizes in ([12], [5, 4, 3], [1] * 12):
+        found = measured(list(expected), nn.functional.mse_loss, output, y, sizes)
+        assert found.accuracy is None
+        assert found.metrics == pytest.approx(expected, rel=1e-12)
+    classes, labels = torch.randn(12, 9), torch.arange(12) % 9
+    labels[2] = -100
+    best = classes.topk(5, dim=1).indices
+    right = sum(int(labels[i]) in best[i].tolist() for i in range(12) if i != 2)
+    for sizes in ([12], [7, 5]):
+        found = measured(["accuracy", "top5", "top1"], nn.functional.cross_entropy, classes, labels, sizes)
+        assert found.metrics["top5"] == right / 11
+        assert found.metrics["top1"] == found.accuracy
+
+
+def test_ones_own_function_is_averaged_by_samples_and_an_object_keeps_its_sums() -> None:
+    output, y = torch.randn(10, 4), torch.zeros(10, dtype=torch.int64)
+    found = measured([confidence, Spread()], nn.functional.cross_entropy, output, y, [7, 3])
+    own = (7 * float(confidence(output[:7], y)) + 3 * float(confidence(output[7:], y))) / 10
+    assert found.metrics == pytest.approx({"confidence": own, "Spread": float(output.max() - output.min())})
+    named = measured({"how_sure": confidence}, nn.functional.cross_entropy, output, y, [10])
+    assert list(named.metrics) == ["how_sure"]
+
+
+def test_a_regression_says_its_own_metrics_and_no_accuracy(tmp_path: Path, capsys: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 5)
+    pair = x, x @ torch.randn(5, 1)
+    data = TensorData(pair, pair)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+    config = ipu_pipe.configure(
+        steps=8, micro_batch_size=16, stages=["2"], metrics=["r2", "mae"], log={"tensorboard": False},
+        optimizer={"lr": 0.1},
+    )  # fmt: skip
+    report = ipu_pipe.train(config, tmp_path / "run", model=model, data=data, loss=nn.functional.mse_loss)
+    printed = capsys.readouterr()
+    assert "accuracy" not in printed.out + printed.err
+    assert "test r2 " in printed.out and "test mae " in printed.out and "test loss " in printed.out
+    last = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]
+    assert report["final"]["test_r2"] == last["test_r2"] and report["final"]["test_accuracy"] is None
+    with torch.no_grad():
+        left = (model(x) - pair[1]).square().sum() / (pair[1] - pair[1].mean()).square().sum()
+    assert report["final"]["test_r2"] == pytest.approx(1 - float(left), abs=1e-5)
+    assert set(report["initial"]) == {"test_loss", "test_accuracy", "test_r2", "test_mae"}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "told"),
+    [
+        (["acuracy"], "metrics: acuracy: nearest is accuracy"),
+        (["accuracy", "accuracy"], "metrics: accuracy: is there twice"),
+        ([3], "metrics: int: must be a name, a function"),
+        ([Spread], "metrics: the class Spread: must be a name, a function"),
+        ({"a b": confidence}, "metrics: .*a b.*: must be letters"),
+        (["tests.callbacks_of_runs:nothing"], "metrics: .*has no nothing"),
+    ],
+)
+def test_what_is_no_metric_is_refused_in_a_line(chosen: Any, told: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=told) as refused:
+        go(tmp_path / "run", "steps=2", metrics=chosen)
+    assert len(refused.value.faults) == 1 and not (tmp_path / "run").exists()
+
+
+def test_a_metric_that_does_not_fit_the_outputs_is_told(tmp_path: Path) -> None:
+    with pytest.raises(
+        BadInput, match=r"metrics: mse: outputs \(64, 10\) and labels \(64,\): must be tensors of one shape"
+    ):
+        go(tmp_path / "run", "steps=2", "metrics=[mse]")
+
+
+def test_metrics_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
+    sets = ["steps=4", "checkpoint.every=2", "checkpoint.keep=9", "gradient_accumulation=2"]
+    whole = go(tmp_path / "run", *sets)
+    again = go(tmp_path / "run", *sets, metrics=["accuracy", "top3", confidence], resume_from=2)
+    assert again["final"]["test_loss"] == whole["final"]["test_loss"] and again["initial"] == whole["initial"]
+    assert again["final"]["test_top3"] > again["final"]["test_accuracy"]

@@ -1,0 +1,183 @@
+"""What is said to those who come from elsewhere, and of a run that diverges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Callable, List
+
+import pytest
+import torch
+from torch import nn
+
+from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.job.schema import Config
+from ipu_pipe.key_faults import KEYS_ALSO_CALLED
+from ipu_pipe.report.words import opening
+from ipu_pipe.run.build import build
+from ipu_pipe.run.parts import refuse_wrapped
+from ipu_pipe.run.training import train
+from tests.test_train import DIGITS, config, run_tool, sets  # noqa: F401
+
+HINTS = {
+    "learning_rate=0.1": "unknown key, nearest is optimizer.lr",
+    "weight_decay=0.1": "unknown key, nearest is optimizer.weight_decay",
+    "num_epochs=3": "unknown key, nearest is epochs",
+    "mixed_precision=true": "unknown key, nearest is precision",
+    "chunks=4": "unknown key, nearest is gradient_accumulation",  # story: nearest was epochs
+    "devices=4": "unknown key, nearest is stages",  # story: nearest was replicas
+    "criterion=x": "unknown key, nearest is loss",  # story: nearest was precision
+    "max_grad_norm=1": "unknown key, nearest is clip.norm",
+    "output_dir=x": "unknown key, nearest is --out DIR",  # story: nearest was optimizer
+    "method=pipedream-2bw": "did you mean pipedream_2bw?",
+    "method=interleaved": "did you mean pipedream_flush?",
+    "method=zero_bubble": "did you mean pipedream_flush?",
+    "precision=fp16": "did you mean bfloat16_mixed?",
+    "backend.name=torchrun": "did you mean distributed?",
+    "optimizer=adam": "must be a mapping of keys to values, such as {name: adam}",
+    "clip=1": "must be a mapping of keys to values, such as {norm: 1}",
+}
+
+
+@pytest.mark.parametrize("text", list(HINTS))
+def test_the_words_of_others_are_known(text: str) -> None:
+    with pytest.raises(BadInput) as error:
+        config(text)
+    assert error.value.faults[0].endswith(HINTS[text])
+
+
+def test_what_others_call_a_key_is_one() -> None:
+    for name, here in KEYS_ALSO_CALLED.items():
+        key = here.partition(".")[2]
+        assert name not in Config.model_fields
+        with pytest.raises(BadInput, match=f"nearest is {here}"):
+            config(f"{name}=1")
+        if key:  # of a section: it is no unknown one
+            with pytest.raises(BadInput, match="did you mean|must be"):
+                config(f"{here}=[]")
+
+
+# ---- wrapped models
+
+
+def plain() -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+def inside(wrap: Callable[[nn.Module], Any]) -> nn.Module:
+    model = plain()
+    model[1] = wrap(model[1])
+    return model
+
+
+def compiled_in_place() -> nn.Module:
+    model = plain()
+    model.compile()
+    return model
+
+
+class FSDPModule:
+    """As the mixin of torch.distributed.fsdp.fully_shard is called."""
+
+
+class FSDPLinear(FSDPModule, nn.Linear):
+    pass
+
+
+WRAPPED = {
+    "model: is wrapped by torch.compile: ": lambda: torch.compile(plain()),
+    "model: is wrapped by DataParallel: ": lambda: nn.DataParallel(plain()),
+    "model: is wrapped by torch.jit: ": lambda: torch.jit.script(plain()),  # story: its hooks raised a RuntimeError
+    "model: 1: is wrapped by DataParallel: ": lambda: inside(nn.DataParallel),  # story: these were trained inside it
+    "model: 1: is wrapped by torch.compile: ": lambda: inside(torch.compile),
+    "model: 1: is wrapped by fully_shard: ": lambda: inside(lambda linear: FSDPLinear(64, 10)),
+}
+
+
+@pytest.mark.parametrize("said", list(WRAPPED))
+@pytest.mark.filterwarnings("ignore")
+def test_a_wrapped_model_is_refused_by_the_wrappers_name(said: str) -> None:
+    with pytest.raises(BadInput) as error:
+        refuse_wrapped(WRAPPED[said]())
+    assert len(error.value.faults) == 1 and error.value.faults[0].startswith(said)
+
+
+@pytest.mark.skipif(not hasattr(nn.Module, "compile"), reason="modules of this torch have no compile()")
+def test_a_model_compiled_in_place_is_refused() -> None:
+    with pytest.raises(BadInput, match="model: is wrapped by torch.compile: "):
+        refuse_wrapped(compiled_in_place())
+
+
+# ---- what does not count
+
+
+def test_steps_beside_epochs_say_which_counts(run_tool: Any) -> None:  # noqa: F811
+    line = "steps: 5 counts, epochs: 3 does not"
+    code, printed, _ = run_tool(DIGITS, *sets("steps=5", "epochs=3"), "--dry-run")
+    assert code == 0 and printed.splitlines()[0] == line
+    agreeing = build(config("steps=null", "epochs=2"))
+    assert "counts" not in opening(agreeing)
+    assert "counts" not in opening(build(config(f"steps={agreeing.updates}", "epochs=2")))
+
+
+ALONE = "stages: one stage: there is nothing to pipeline, "
+
+
+@pytest.mark.parametrize(
+    "keys, told",
+    [
+        (["method=gpipe", "stages=1"], True),
+        (["method=pipedream", "stages=1"], True),
+        (["method=pipedream", "stages=2"], False),
+        (["method=pipemare", "stages=1", "method_args={constant_delay: {updates: 2}}"], False),
+        (["method=last_layers", "stages=1", "method_args={layers: 1}"], False),
+    ],
+)
+def test_one_stage_under_a_pipelines_method_is_told(keys: List[str], told: bool) -> None:
+    assert (ALONE in opening(build(config(*keys)))) == told
+
+
+# ---- diverged
+
+WILD = ["optimizer.lr=1e18", "optimizer.momentum=0", "stages=4", "evaluate.every=0"]
+
+
+def fault(out: Path, *keys: str) -> str:
+    with pytest.raises(RunFault) as error:
+        train(config(*WILD, *keys), out, quiet=True)
+    return str(error.value)
+
+
+def test_a_run_that_diverges_says_stage_rule_and_remedy(tmp_path: Path) -> None:
+    """Of SGD without momentum and a delay of D the largest stable rate is 2 sin(pi / (4 D + 2)) over the curvature (PipeMare,
+    Lemma 1): with D 7 0.209, without delay 2."""
+    told = fault(tmp_path / "pipemare", "method=pipemare", "gradient_accumulation=1", "lr_schedule={warmup_steps: 20}")
+    assert "; stage 0 bears least: its forward reads weights 7 updates old, " in told
+    assert "stable up to a rate of 0.209 / curvature, 0.1 times that without delay, and steps at " in told
+    assert "; with t1 it bears 7 times as much" in told and told.endswith(
+        "tools/stability.py CONFIG measures the curvature"
+    )
+
+
+@pytest.mark.parametrize(
+    "keys, told",
+    [
+        (
+            ["method=gpipe"],
+            "; no stage reads old weights here, so that no rule against delays helps, clip: {norm: ...} may",
+        ),
+        (["method=gpipe", "clip={norm: 1e18}"], "no rule against delays helps"),
+        (["method=local_greedy"], "; no stage reads old weights here, so"),
+        (["method=pipemare", "method_args={warmup: {epochs: 1}}"], "; no stage reads old weights here, so"),
+        (
+            ["method=pipedream", "optimizer={name: adam, momentum: null}"],
+            "1 update old: method_args: {t1: {}} lowers its rate",
+        ),
+    ],
+)
+def test_of_other_runs_it_says_what_it_can(keys: List[str], told: str, tmp_path: Path) -> None:
+    assert told in fault(tmp_path / "run", *keys)
+
+
+def test_rules_that_the_run_has_are_no_remedy(tmp_path: Path) -> None:
+    told = fault(tmp_path / "run", "method=pipemare", "method_args={t1: {}}", "gradient_accumulation=1")
+    assert "bears least" in told and "with t1 it" not in told
