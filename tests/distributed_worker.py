@@ -15,7 +15,10 @@ from ipu_pipe.backends.processes.channels import links
 from ipu_pipe.backends.processes.mail import THROUGH_CHANNELS
 from ipu_pipe.backends.processes.ties import ties_of
 from ipu_pipe.errors import end_process
+from ipu_pipe.hardware.precision import MIXED, row_of
+from ipu_pipe.job.record import DTYPES
 from ipu_pipe.model.cutting import crossings, pieces
+from ipu_pipe.model.precision import Numbers
 from ipu_pipe.model.probe import random_modules
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.stages import partition
@@ -23,7 +26,7 @@ from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import parameter_groups, stage_groups
+from ipu_pipe.update.groups import parameter_groups, stage_groups, trained
 from tests.nccl_double import NcclDouble
 from tests.staged_models import MODELS, TIED, Skipping, batches, twice, whole
 
@@ -62,6 +65,17 @@ def fresh(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     return whole([stage.to(dtype) for stage in {**MODELS, **TIED}[name]()])
 
 
+def numbers_of(case: Case, model: nn.Module) -> Numbers:
+    """Those that a fresh model computes in from here on: mixed ones where the case's name asks for it."""
+    row = row_of(MIXED, resolve_method(case[1], case[2])) if case[0].startswith("mixed") else "float64"
+    return Numbers(model, row, DTYPES[row], torch.device("cpu"), is_given=False)
+
+
+def data_of(case: Case, numbers: Numbers) -> List[Any]:
+    """Its microbatches."""
+    return [(x.to(numbers.inputs), y) for x, y in batches(case[3] * updates_of(case))]
+
+
 def clip_of(case: Case) -> Any:
     """(norm, scope) that the case's name asks for."""
     scopes = {"clip-stage": "stage", "clip-global": "global", "clip-delayed": "delayed_global"}
@@ -87,7 +101,8 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     _, name, args, accumulate, model_name, switch = case
     method = resolve_method(name, args)
     model = fresh(model_name)
-    data = batches(accumulate * updates_of(case))
+    numbers = numbers_of(case, model)
+    data = data_of(case, numbers)
     names = begins(model, ranks)
     part = partition(model, data[0][0], names, one_stage=method.one_stage)
     schedule = make_schedule(method, ranks, len(data), accumulate, drains_of(case), switch * accumulate)
@@ -96,9 +111,9 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     cut = pieces(model, names, data[0][0])
     across = crossings(cut)
     make = ADAMW if "adamw" in case[0] else SGD
-    optimizer = make(stage_groups(parameter_groups(model, part), rank))
+    optimizer = make(stage_groups(trained(parameter_groups(model, part), numbers.trained), rank))
     rate = make.keywords["lr"]
-    rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch)
+    rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch, numbers.masters)
     keyed = KeyedRandomness(model, random_modules(model, data[0][0]), 0, torch.device("cpu"))
     ties = ties_of(model, cut, rank)
     channels = channels_of(case, ranks, ties.links)
@@ -106,7 +121,7 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     double.watch(cut[rank], optimizer)
     cpu = torch.device("cpu")
     engine = RowPlayer(
-        Work(nn.functional.cross_entropy, table, rules, clip_of(case)),
+        Work(numbers.loss(nn.functional.cross_entropy), table, rules, clip_of(case)),
         Place(layout, cut[rank], across, lambda m: data[m], cpu, keyed, ties=ties),
         Mail(layout, cpu, Timeline(layout, range(512)), 300.0, channels=channels),
     )
@@ -117,9 +132,10 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
                 assert not double.pending(), "receives are posted while the pipeline is empty"
             losses.append(engine.step(k))
         engine.close()
-    state = cut[rank].state()
-    held = [model.get_parameter(name) for name in (*part.stages[rank].parameters, *part.replicas(rank))]
-    own = sum(p.numel() * p.element_size() for p in held)
+    with numbers.whole():
+        state = cut[rank].state()
+        held = [model.get_parameter(name) for name in (*part.stages[rank].parameters, *part.replicas(rank))]
+        own = sum(p.numel() * p.element_size() for p in held)
     if own:  # weight versions besides the newest, at most
         state[f"versions {rank}"] = torch.tensor(engine.version_bytes / own)
     if engine.place.is_last:

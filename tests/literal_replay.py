@@ -7,8 +7,9 @@ newest when, and the update rules are written out from their papers' equations, 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -103,7 +104,9 @@ class LiteralStage:
     """One stage: weights in memory, one graph a microbatch in flight, an optimizer of its own.
 
     `ties`: its weights that are an earlier stage's, by that stage and the weight's name there. Such a stage has no optimizer for
-    them: it reads what has come of them, and the gradient of each backward goes there.
+    them: it reads what has come of them, and the gradient of each backward goes there. `reads`: dtypes of the weights that passes
+    read, where these are roundings of those that the stage keeps, in float32; the module computes in them. `around`: what every
+    forward runs in (autocast).
     """
 
     def __init__(
@@ -112,9 +115,12 @@ class LiteralStage:
         make_optimizer: Callable[[List[nn.Parameter]], Any],
         rules: Optional[LiteralRules] = None,
         ties: Mapping[str, Tuple["LiteralStage", str]] = {},
+        reads: Optional[Mapping[str, torch.dtype]] = None,
+        around: Callable[[], ContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
-        self.module, self.rules, self.ties = module, rules, ties
+        self.module, self.rules, self.ties, self.around = module, rules, ties, around
         self.parameters = {name: p for name, p in module.named_parameters() if name not in ties}
+        self.reads = reads or {name: p.dtype for name, p in self.parameters.items()}
         self.came: Dict[Tuple[int, str], torch.Tensor] = {}  # gradients of a microbatch from a later stage
         self.known = 0  # the version that later stages have got
         self.optimizer = make_optimizer(list(self.parameters.values())) if self.parameters else None
@@ -170,9 +176,10 @@ class LiteralStage:
         return weights
 
     def _run(self, m: int, inputs: Sequence[torch.Tensor], weights: Weights) -> Tuple[torch.Tensor, ...]:
-        read = {name: w.clone().requires_grad_() for name, w in weights.items()}
+        read = {name: w.clone().to(self.reads[name]).requires_grad_() for name, w in weights.items()}
         received = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
-        outputs = functional_call(self.module, read, (received[0] if len(received) == 1 else tuple(received),))
+        with self.around():
+            outputs = functional_call(self.module, read, (received[0] if len(received) == 1 else tuple(received),))
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         self.in_flight[m] = (read, received, outputs)
         return outputs
@@ -190,7 +197,8 @@ class LiteralStage:
         self.gives = [(stage.came, (m, there), read[name].grad) for name, (stage, there) in self.ties.items()]
         for name, p in self.parameters.items():
             if read[name].grad is not None:
-                p.grad = read[name].grad.clone() if p.grad is None else p.grad + read[name].grad
+                gradient = read[name].grad.to(p.dtype)
+                p.grad = gradient.clone() if p.grad is None else p.grad + gradient
         return [x.grad for x in received]
 
     def update(self) -> None:

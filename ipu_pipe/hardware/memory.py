@@ -150,7 +150,9 @@ def stage_memory(
         gradients=learns * sizes.gradient,
         optimizer=0 if streamed else learns * state_bytes(precision, optimizer),
         accumulators=learns * accumulators * sizes.weight,
-        saved=samples * unit.activation_bytes * sizes.activation / unit.number_bytes if trained else 0.0,
+        saved=samples * unit.activation_bytes * sizes.activation / unit.number_bytes + learns * sizes.cast
+        if trained
+        else 0.0,
         entering=entering,
         inputs=inputs,
         activations=activations,

@@ -108,7 +108,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     seed: Seed = 0
-    precision: Literal["float32", "float64", "bfloat16", "16.16", "16.32", "32.32"] = "float32"
+    precision: Literal["float32", "float64", "bfloat16", "bfloat16_mixed", "16.16", "16.32", "32.32"] = "float32"
     recompute: StrictBool = False
     hardware: Union[None, str, Dict[str, Any]] = None
     init_from: Optional[InitFrom] = None

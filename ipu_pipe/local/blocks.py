@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.local.duplicates import Duplicates
 from ipu_pipe.local.heads import MakeHead, make_head
+from ipu_pipe.model.autocast import cast, is_cast
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.calling import called_with
 from ipu_pipe.model.cutting import pieces
@@ -107,7 +108,10 @@ class Blocks:
                 activation = _one(value, begin)
                 try:
                     built = make(activation, output)
-                    found = tuple(built.to(device, activation.dtype).eval()(activation).shape)
+                    built.to(device, torch.float32 if is_cast(model) else activation.dtype)
+                    if is_cast(model):
+                        cast(built, device.type)
+                    found = tuple(built.eval()(activation).shape)
                 except BadInput:
                     raise
                 except Exception as error:  # whatever the user's function raises

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.model.autocast import casting
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.execution import answering
 from ipu_pipe.model.modes import modes_restored
@@ -204,7 +205,9 @@ class Piece(nn.Module):
         """What the next piece takes, or the model's output."""
         if self.copies_input:
             value = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, value)
-        return self.cut.program(self.stage, value, self.training).run(value)
+        program = self.cut.program(self.stage, value, self.training)
+        with casting(self.cut.model):  # one region, as around the whole: a weight is cast once
+            return program.run(value)
 
     def state(self) -> Dict[str, torch.Tensor]:
         """The part of the model's state dict that lies here."""

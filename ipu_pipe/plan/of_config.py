@@ -46,7 +46,7 @@ def problem_of(
     hardware.rate(precision)  # refuses one without a rate
     kinds = {"adam": "adam", "adamw": "adam", GIVEN: "adam"}  # of one given in Python the most that it may keep
     optimizer = kinds.get(config.optimizer.name, "momentum" if config.optimizer.momentum else "sgd")
-    scale = PRECISIONS[precision].activation / units[0].number_bytes
+    scale = PRECISIONS[precision].data / units[0].number_bytes
     usable = hardware.device.usable_bytes if memory is None else memory
     ipu = config.backend.ipu
     off_chip = ipu is not None and ipu.tensor_locations.optimizer.on_chip is False
@@ -205,7 +205,7 @@ def own_cut(job: Job) -> OwnCut:
     names = [unit.name for unit in units]
     starts = [0, *[names.index(name) for name in begins]]
     asked = candidate_of(config, depth)
-    sums = Sums(problem, asked.micro_batch_size)
+    sums = Sums(problem.of(asked.method), asked.micro_batch_size)
     costings = [Costing(problem, asked, layout, sums) for layout in layouts(depth, asked.width)]
     found = max((predict_cut(each, starts) for each in costings), key=lambda each: each.samples_per_second)
     return OwnCut(problem, found, binding(problem, found))

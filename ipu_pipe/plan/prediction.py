@@ -15,7 +15,7 @@ import numpy as np
 from ipu_pipe.hardware.description import Hardware
 from ipu_pipe.hardware.links import host_seconds
 from ipu_pipe.hardware.memory import Holding, StageMemory, holding, stage_memory
-from ipu_pipe.hardware.precision import PRECISIONS
+from ipu_pipe.hardware.precision import PRECISIONS, row_of
 from ipu_pipe.hardware.times import Passes, pass_seconds, state_bytes, update_seconds
 from ipu_pipe.hardware.units import Unit
 from ipu_pipe.plan.batches import Batches
@@ -58,6 +58,14 @@ class Problem:
         if not self.streamed or room is None:
             return True
         return parameters * state_bytes(self.precision, self.optimizer) <= room.value
+
+    def of(self, method: str) -> Problem:
+        """As it is for a method, by which a mixed precision differs."""
+        row = row_of(self.precision, METHODS[method])
+        if row == self.precision:
+            return self
+        entering = self.input_bytes * PRECISIONS[row].data / PRECISIONS[self.precision].data
+        return replace(self, precision=row, input_bytes=entering)
 
 
 class Sums:
@@ -153,7 +161,7 @@ class Costing:
     def __init__(
         self, problem: Problem, asked: Candidate, layout: Layout, sums: Sums, messages: Optional[Neighbours] = None
     ) -> None:
-        self.problem, self.asked, self.layout, self.sums = problem, asked, layout, sums
+        self.problem, self.asked, self.layout, self.sums = problem.of(asked.method), asked, layout, sums
         self.kept = held(problem, asked)
         self.onward, self.back = messages or neighbours(problem.hardware, layout)
         self.local = METHODS[asked.method].structure is not None

@@ -51,22 +51,24 @@ class _Costings:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._sums: Dict[int, Sums] = {}
+        self._sums: Dict[Tuple[int, str], Sums] = {}
         self._messages: Dict[Layout, Neighbours] = {}
-        self._work: Dict[Tuple[int, bool, bool], List[float]] = {}
+        self._work: Dict[Tuple[int, bool, bool, str], List[float]] = {}
 
     def of(self, asked: Candidate, layout: Layout) -> Costing:
         """Of one."""
-        size = asked.micro_batch_size
-        if size not in self._sums:
-            self._sums[size] = Sums(self._problem, size)
+        problem = self._problem.of(asked.method)
+        key = asked.micro_batch_size, problem.precision
+        if key not in self._sums:
+            self._sums[key] = Sums(problem, asked.micro_batch_size)
         if layout not in self._messages:
             self._messages[layout] = neighbours(self._problem.hardware, layout)
-        return Costing(self._problem, asked, layout, self._sums[size], self._messages[layout])
+        return Costing(problem, asked, layout, self._sums[key], self._messages[layout])
 
     def work(self, asked: Candidate) -> List[float]:
         """Seconds of each unit for a microbatch: of all candidates with one microbatch and recomputation the same."""
-        key = asked.micro_batch_size, asked.recompute, METHODS[asked.method].structure is None
+        row = self._problem.of(asked.method).precision
+        key = asked.micro_batch_size, asked.recompute, METHODS[asked.method].structure is None, row
         if key not in self._work:
             self._work[key] = self.of(asked, layouts(asked.depth, asked.width)[0]).work.tolist()
         return self._work[key]
@@ -132,7 +134,8 @@ def least_memory(problem: Problem, asked: Iterable[Candidate]) -> Optional[Tuple
     best: Optional[Tuple[float, Candidate]] = None
     for candidate in asked:
         layout = layouts(candidate.depth, candidate.width)[0]
-        needed = Costing(problem, candidate, layout, Sums(problem, candidate.micro_batch_size)).least_memory()
+        sums = Sums(problem.of(candidate.method), candidate.micro_batch_size)
+        needed = Costing(problem, candidate, layout, sums).least_memory()
         if needed is not None and (best is None or needed < best[0]):
             best = needed, candidate
     return best

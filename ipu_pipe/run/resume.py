@@ -139,7 +139,8 @@ def _position_faults(job: Job, held: Checkpoint, step: int) -> List[str]:
 
 def _model_faults(job: Job, held: Checkpoint) -> List[str]:
     """Tensors of another precision; names and shapes are checked where they are loaded."""
-    own = job.model.state_dict()
+    with job.numbers.whole():
+        own = job.model.state_dict()
     return [
         f"model: {name}: is {_kind(value)}, this run has {_kind(own[name])}"
         for name, value in held.model.items()
@@ -162,7 +163,7 @@ def _optimizer_faults(job: Job, held: Checkpoint, own: Origin) -> List[str]:
             saved[name][entry] = value
     if any(entry.startswith(f"{MARK}:") for entries in saved.values() for entry in entries):
         return []  # PopTorch's, which it reads as a whole; other backends refuse it
-    parameters = dict(job.model.named_parameters())
+    parameters = job.trained()
     trained = {id(p) for group in job.groups for p in group["params"]}
     faults = [f"optimizer: {name}: the model has no parameter of that name" for name in saved if name not in parameters]
     faults += [

@@ -60,8 +60,9 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
     on_main(lambda: refuse_foreign_run(job, held, path))
     if held.manifest is None:
         say(f"{path}: of the earlier layout, which does not say whose run it is: that is not checked")
-    checkpoint.load_weights(job.model, held.model, str(path))
-    names = {parameter: name for name, parameter in job.model.named_parameters()}
+    with job.numbers.whole(loads=True):
+        checkpoint.load_weights(job.model, held.model, str(path))
+    names = {parameter: name for name, parameter in job.trained().items()}
     import_state(job.optimizer, names, held.optimizer, held.state["optimizer"])
     callbacks.load(held.state.get("callbacks"))
     position = position_of(held)

@@ -79,7 +79,8 @@ def forget_others(job: Job, place: Place, cut: List[Piece]) -> None:
         blocks.forget_duplicates()
         for index, head in blocks.heads.items():
             others += [*head.parameters(), *head.buffers()] if index != str(place.layout.stage) else []
-    forget([t for t in others if id(t) not in own])
+    gone = [t for t in others if id(t) not in own]
+    forget([*gone, *(job.numbers.trained(t) for t in gone if isinstance(t, torch.nn.Parameter))])
 
 
 def forget(tensors: Iterable[torch.Tensor]) -> None:

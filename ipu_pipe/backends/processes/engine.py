@@ -64,7 +64,7 @@ class ProcessEngine(Engine):
             self._ending = Ending(mail, self.layout.rank, job.schedule.accumulate, job.updates, first_update)
         self._player = RowPlayer(work, own, mail, groups[self.layout.stage] if groups else None, self._ending)
         # of a model that the caller holds
-        self._stages = stages_of(job.model, cut) if job.own_types is not None else {}
+        self._stages = stages_of(job.model, cut) if job.numbers.is_given else {}
         forget_others(job, own, cut)
         self._telling = Telling(mail, self.layout, self._with_loss(), job.batch, groups[0] if groups else None)
         self._evaluation = Evaluation(job, self._player, self._telling.with_loss)
@@ -150,7 +150,8 @@ class ProcessEngine(Engine):
                 self._ending.flush()
             self._player.close()
             if self._stages:
-                hand_round(self._player.mail, self.job.model, self._stages)
+                with self.job.numbers.whole(loads=True):
+                    hand_round(self._player.mail, self.job.model, self._stages)
         self.abort()
 
     def abort(self) -> None:

@@ -91,6 +91,7 @@ class Memory:
         self._states: Mapping[Any, Any] = next((stage.state for stage in rules.stages.values()), {})
         self._parameters, self._weights, self._tied = parameters, weights, tied
         self._stash, self._mail, self._own = stash, mail, size_of(place.held)
+        self.masters = size_of([master for _, master in rules.rounded])
         self._device, self._filled = place.device, first + place.layout.depth + 2
         self._state, self._gradients, self._total = -1, 0, 0
         self._before: Tuple[int, ...] = (-1,) * len(MEMORY)
@@ -104,7 +105,8 @@ class Memory:
         if gradients:
             self._gradients = size_of([p.grad for p in self._parameters])
         if state or self._state < 0:
-            self._state = size_of([v for s in self._states.values() for v in s.values() if torch.is_tensor(v)])
+            own = [v for s in self._states.values() for v in s.values() if torch.is_tensor(v)]
+            self._state = size_of(own) + self.masters
         buffers = self._mail.buffer_bytes(self._stash.microbatches)
         # in the order of MEMORY
         versions = self._weights.held_bytes + self._tied.held_bytes

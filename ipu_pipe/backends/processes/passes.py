@@ -159,6 +159,7 @@ class Passes:
             pairs = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad] + came
             if pairs:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        self._work.rules.collect()
         hands_on = not place.is_first and not place.is_local
         if hands_on:
             back = _differentiable(flight.inputs, place.crossings[s - 1])

@@ -183,6 +183,7 @@ def _rehearse(work: Work, place: Place, passes: Passes, parameters: Sequence[tor
         ends = [t for t in (outputs if loss is None else [loss / work.accumulate]) if t.requires_grad]
         if ends:
             torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+        rules.collect()
         bound = work.clip[0] if work.clip else float("inf")
         with counters_kept(parameters):
             rules.step(
