@@ -115,11 +115,8 @@ class Passes:
             return outputs, None, None
         if place.head is not None:
             output = place.head(one_activation(output))
-        return (
-            outputs,
-            losses_of(self._work.loss, output, labels)[0],
-            right_answers(scored(self._work.loss, output), labels),
-        )
+        loss = losses_of(self._work.loss, output, labels)[0]
+        return outputs, loss, right_answers(scored(self._work.loss, output), labels)
 
     def recompute(self, m: int) -> None:
         """R(m)."""
