@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -18,6 +17,7 @@ from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import parameter_groups
+from tests import forked
 from tests.distributed_worker import ADAMW, SGD, Case, begins, clip_of, drains_of, fresh, main, updates_of
 from tests.staged_models import batches
 from tests.test_rules import ROWS
@@ -108,7 +108,7 @@ def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_give_the_emulators_weights(ranks: int, tmp_path: Path) -> None:
     chosen = cases()
-    context = multiprocessing.get_context("spawn")
+    context = forked.context()
     processes = [context.Process(target=main, args=(rank, ranks, str(tmp_path), chosen)) for rank in range(ranks)]
     for process in processes:
         process.start()

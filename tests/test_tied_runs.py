@@ -211,18 +211,19 @@ def test_processes_with_replicas_give_the_emulators_run_and_what_was_planned(tmp
 
 
 @PROCESSES
+@third_party
 def test_a_checkpoint_of_processes_goes_on_on_the_emulator(tmp_path: Path) -> None:
     out = tmp_path / "ranks"
-    assert launched(4, out, "pipedream_2bw") == []
-    emulated(tmp_path / "whole", "pipedream_2bw")
+    gpt2 = {"entry": "tests.tied_models:Gpt2", "args": {"dropout": 0.1, "layers": 4}}
+    assert launched(4, out, "pipedream_2bw", model=gpt2) == []
+    emulated(tmp_path / "whole", "pipedream_2bw", model=gpt2)
     assert_same(out, tmp_path / "whole", 3)
     assert_same(out, tmp_path / "whole")
     drop(out / "checkpoints", [6])
     (out / "summary.json").unlink()
-    train(load_config(str(described(out, "pipedream_2bw")), []), out, quiet=True, resume=True)
+    train(load_config(str(described(out, "pipedream_2bw", model=gpt2)), []), out, quiet=True, resume=True)
     assert_same(out, tmp_path / "whole")
-    plain = model("lm")
-    plain.load_state_dict(kept(out), strict=True)
+    model("gpt2", layers=4).load_state_dict(kept(out), strict=True)
 
 
 def test_what_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: Any) -> None:

@@ -58,6 +58,7 @@ CASES: Dict[str, Dict[str, Any]] = {
     "local_overlapping": {"method": "local_overlapping"},
     "last_layers": {"method": "last_layers"},
 }
+THIRD_PARTY = "third-party"  # all models of other libraries that the tests have, small and with random weights
 LOCAL = ("local_greedy", "local_overlapping", "last_layers")  # their blocks are the stages, one a process
 
 
@@ -66,10 +67,18 @@ def parser() -> Parser:
     p = Parser(
         prog="tools/equality.py",
         description="Train each method on each model by processes (one thread each, gloo) and by the emulator, 6 updates of 4\n"
-        "microbatches in float32, and print whether the final weights are equal bit for bit. Takes minutes.",
+        "microbatches in float32, and print whether the final weights are equal bit for bit. Takes minutes. Exits 1 where any\n"
+        "differ.",
     )
     p.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="P", help="processes (default 2 4)")
-    p.add_argument("--models", nargs="+", default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
+    p.add_argument(
+        "--models",
+        nargs="+",
+        default=list(MODELS),
+        metavar="MODEL",
+        help=f"of {', '.join(MODELS)}; or {THIRD_PARTY}: small models of torchvision, timm and Hugging Face"
+        " (tests/third_party_models.py), with stages that begin inside their modules, or some of these by name",
+    )
     p.add_argument("--cases", nargs="+", default=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
     p.add_argument("--json", action="store_true", help="print JSON")
     return p
@@ -78,7 +87,9 @@ def parser() -> Parser:
 def main() -> None:
     """Run the command line."""
     args = parser().parse_args()
-    for key, chosen, known in (("models", args.models, MODELS), ("cases", args.cases, CASES)):
+    if THIRD_PARTY in args.models:
+        args.models = [name for name in args.models if name != THIRD_PARTY] + list(_third_party())
+    for key, chosen, known in (("models", args.models, _known(args.models)), ("cases", args.cases, CASES)):
         for name in chosen:
             if name not in known:
                 raise BadInput(f"--{key}: {name}: must be of {', '.join(known)}")
@@ -99,18 +110,33 @@ def main() -> None:
 
 
 def _can(case: str, model: str, ranks: int) -> bool:
-    """Whether there is such a run: the last layers and the frozen ones are two stages; a translator's decoder hands on more than
-    one activation."""
+    """Whether there is such a run: the last layers and the frozen ones are two stages; a translator's decoder, and what is cut
+    inside of its modules, hands on more than one activation."""
     if case == "last_layers":
-        return ranks == 2
-    return not (model == "translation" and CASES[case]["method"].startswith("local_"))
+        return ranks == 2 and model in MODELS
+    return not ((model == "translation" or model not in MODELS) and CASES[case]["method"].startswith("local_"))
+
+
+def _third_party() -> Any:
+    from tests.third_party_models import CASES as models
+
+    return models
+
+
+def _known(asked: List[str]) -> List[str]:
+    return [*MODELS, *(_third_party() if any(name not in MODELS for name in asked) else ())]
 
 
 def _settings(case: str, model: str, ranks: int) -> Any:
     from ipu_pipe.job.config import configure
 
+    if model in MODELS:
+        chosen: Dict[str, Any] = {**MODELS[model], "stages": ranks if case in LOCAL else None}
+    else:
+        own = _third_party()[model]
+        chosen = {"model": {"entry": f"tests.third_party_models:{own.entry}"}, "data": own.data, "stages": own.stages(ranks)}
     return configure(
-        **CASES[case], **MODELS[model], stages=ranks if case in LOCAL else None,
+        **CASES[case], **chosen,
         micro_batch_size=2, gradient_accumulation=4, steps=6,
         optimizer={"lr": 0.02, "momentum": 0.9}, log={"tensorboard": False}, evaluate={"subset": 32}, seed=3,
         backend={"name": "distributed", "threads": 1},

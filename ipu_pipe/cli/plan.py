@@ -109,7 +109,7 @@ def _run(args: argparse.Namespace) -> None:
     if args.write is not None:
         named = args.hardware if args.hardware is not None else config.hardware
         args.write.parent.mkdir(parents=True, exist_ok=True)
-        write(args.write, planned_config(config, problem, found.plans[0][0], named))
+        write(args.write, planned_config(config, found.problem, found.plans[0][0], named))
         saying(args.quiet)(
             f"written: {args.write}: {_how_to_train(config, args.write, found.plans[0][0].asked.devices)}"
         )

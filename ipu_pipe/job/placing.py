@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
-import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.entries import resolve_entry
+from ipu_pipe.job.outputs import make_take, take_of_heads
 from ipu_pipe.job.schema import Config
-from ipu_pipe.local.structures import make_blocks
+from ipu_pipe.local.structures import make_blocks, row_of
 from ipu_pipe.model.stages import Partition, partition
 from ipu_pipe.schedule.methods import Method
 
@@ -25,7 +25,7 @@ class Placed(NamedTuple):
     note: str = ""
 
 
-def place_whole(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> Placed:
+def place_whole(config: Config, method: Method, model: nn.Module, x: Any) -> Placed:
     """All stages in this process. `x`: one microbatch of input. Raises BadInput."""
     if method.structure is not None:
         return place_blocks(config, method, model, x)
@@ -33,7 +33,7 @@ def place_whole(config: Config, method: Method, model: nn.Module, x: torch.Tenso
 
 
 def place_blocks(
-    config: Config, method: Method, model: nn.Module, x: torch.Tensor, count: Optional[int] = None,
+    config: Config, method: Method, model: nn.Module, x: Any, count: Optional[int] = None,
     own: Optional[int] = None,
 ) -> Placed:  # fmt: skip
     """Blocks with losses of their own; `count`: how many there must be, `own`: the one of this process. Raises BadInput."""
@@ -44,7 +44,8 @@ def place_blocks(
         )
     entry = config.method_args.head
     head = resolve_entry(entry, "method_args.head") if entry else None
+    take = make_take(config) if row_of(method.structure).trains_last else take_of_heads(config)
     made, part = make_blocks(
-        model, x, method.structure, config.stages, config.seed, count, head, method.one_stage or ""
+        model, x, method.structure, config.stages, config.seed, count, head, method.one_stage or "", take
     )
     return Placed(made, part, own)

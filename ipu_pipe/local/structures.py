@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
-import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
@@ -23,6 +22,7 @@ from ipu_pipe.local.heads import MakeHead
 from ipu_pipe.local.laws import Law
 from ipu_pipe.model.cutting import pieces
 from ipu_pipe.model.merging import merge_stages
+from ipu_pipe.model.outputs import Take
 from ipu_pipe.model.stages import Partition, partition
 from ipu_pipe.schedule.methods import Structure
 
@@ -32,7 +32,7 @@ class Staged(NamedTuple):
     weight lies in one of them."""
 
     model: nn.Module
-    x: torch.Tensor
+    x: Any
     structure: Structure
     stages: Any
     one_stage: str
@@ -114,18 +114,19 @@ def row_of(structure: Structure) -> Row:
 
 
 def make_blocks(
-    model: nn.Module, x: torch.Tensor, structure: Structure, stages: Any, seed: int = 0, count: Optional[int] = None,
-    head: Optional[MakeHead] = None, one_stage: str = "",
+    model: nn.Module, x: Any, structure: Structure, stages: Any, seed: int = 0, count: Optional[int] = None,
+    head: Optional[MakeHead] = None, one_stage: str = "", take: Optional[Take] = None,
 ) -> Tuple[BlockedModel, Partition]:  # fmt: skip
     """A model in blocks by a method's structure, and the partition with a block a stage. `stages`: as the config says them;
-    `count`: how many blocks there must be (processes); `one_stage`: as `model.stages.partition`. Raises BadInput."""
+    `count`: how many blocks there must be (processes); `one_stage`: as `model.stages.partition`; `take`: what the loss is of in
+    the model's output. Raises BadInput."""
     row = row_of(structure)
     begins = row.begins(Staged(model, x, structure, stages, one_stage))
     if count is not None and len(begins) + 1 != count:
         raise BadInput(
             f"stages: {len(begins) + 1} blocks, each in a process of its own: start as many for each replica, not {count}"
         )
-    blocks = Blocks(model, begins, x, seed, row.trains_last, head)
+    blocks = Blocks(model, begins, x, seed, row.trains_last, head, take)
     made = BlockedModel(blocks)
     part = partition(made, x, begins if begins else 1, one_stage=one_stage)
     if structure.overlap:

@@ -61,6 +61,8 @@ def _begun(begun: Begun) -> str:
         f"init_from: {begun.path}: {begun.taken} parameters and buffers are from there; left out: {first_of(left) or 'none'}; "
         f"new in the model: {first_of(begun.new) or 'none'}"
     )
+
+
 def left_out(job: Job) -> List[str]:
     """What of the training data no update has, in a line; nothing where all is used, or where that is not known."""
     if job.updates_per_epoch is None:

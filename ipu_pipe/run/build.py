@@ -32,7 +32,7 @@ from ipu_pipe.model.shapes import made_by_shape
 from ipu_pipe.model.uncompiled import without_compiler
 from ipu_pipe.plan.of_config import chosen_stages, is_chosen
 from ipu_pipe.run import checks
-from ipu_pipe.run.checkpoint import load_weights, read_weights
+from ipu_pipe.run.checkpoint import load_weights, newest, read_weights
 from ipu_pipe.run.parts import Output, make_data, make_factory, make_loss, make_model, refuse_wrapped
 from ipu_pipe.run.trying import try_model
 from ipu_pipe.schedule.methods import Method, check, resolve_method
@@ -89,7 +89,8 @@ def set_up(
 
 def _begin(model: nn.Module, begin: InitFrom, heads_too: bool = True) -> Optional[Begun]:
     """Give the model the weights that the run begins with; what of them, where they need not all fit. Raises BadInput."""
-    tensors, place = read_weights(Path(begin.path)), f"init_from: {begin.path}"
+    path = newest(Path(begin.path))
+    tensors, place = read_weights(path), f"init_from: {path}"
     own = model.state_dict()
     try:
         left_out, new = load_weights(model, tensors, place, heads_too, begin.strict)
@@ -97,7 +98,7 @@ def _begin(model: nn.Module, begin: InitFrom, heads_too: bool = True) -> Optiona
         fits = any(name in own and own[name].shape == value.shape for name, value in tensors.items())
         way = "; init_from: {path: ..., strict: false} takes what fits" if fits else "; nothing in it fits"
         raise BadInput([*error.faults[:-1], error.faults[-1] + way]) from None
-    return None if begin.strict else Begun(begin.path, len(own) - len(new), left_out, new)
+    return None if begin.strict else Begun(str(path), len(own) - len(new), left_out, new)
 
 
 def _refuse_tensors(model: nn.Module) -> None:

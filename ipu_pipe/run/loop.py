@@ -24,14 +24,6 @@ from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.saving import Ended, finish, restore, save
 
 
-def _begin(run: RunDir, job: Job, done: int) -> None:
-    """What a run writes before its first update of this start, `done` being done."""
-    run.write_text("config.yaml", dump(job.config))
-    if job.begun is not None:
-        run.write_json("init_from.json", job.begun._asdict())
-    run.open_metrics(done)
-
-
 class Run:
     """One run in progress, on this process. Only the main one has a folder to write into."""
 
@@ -66,7 +58,8 @@ class Run:
         if self.run:
             if self.resume:
                 self.run.forget_after(position.update, self.progress.say)
-            _begin(self.run, job, position.update)
+            self.run.describe(dump(job.config), job.begun)
+            self.run.open_metrics(position.update)
         self.progress.say(opening(job, position.update))
         engine = make_engine(job, position.update)
         try:

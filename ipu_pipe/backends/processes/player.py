@@ -136,7 +136,9 @@ class RowPlayer:
             self._updating.step(k)
             self._passes.after_update()
         self._passes.tied.copy(k)
-        if self._work.schedule.stretch(k)[1] == self.update:  # no receive of a channel waits while the pipeline is empty
+        if (
+            self._work.schedule.stretch(k)[1] == self.update
+        ):  # no receive of a channel waits while the pipeline is empty
             self._passes.tied.load(self.update)
         self.mail.timeline.at(self.update)
 
