@@ -21,7 +21,8 @@ _HOMES = {
     "make_schedule": "schedule.timelines", "from_rows": "schedule.rows", "format_text": "schedule.drawing",
     "VersionTable": "schedule.versions",
     "configure": "job.config", "load_config": "job.config",
-    "Callback": "run.callbacks", "Moment": "run.callbacks", "Stop": "run.callbacks",
+    "Callback": "run.callbacks", "EarlyStopping": "run.early_stopping", "predict": "run.predicting",
+    "Moment": "run.callbacks", "Stop": "run.callbacks",
     "load_data": "data", "from_loader": "data", "train": "run.training",
 }  # fmt: skip
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from ipu_pipe.job.config import configure, load_config
     from ipu_pipe.model.stages import begin_stage, partition
     from ipu_pipe.run.callbacks import Callback, Moment, Stop
+    from ipu_pipe.run.early_stopping import EarlyStopping
+    from ipu_pipe.run.predicting import predict
     from ipu_pipe.run.training import train
     from ipu_pipe.schedule.drawing import format_text
     from ipu_pipe.schedule.methods import METHODS, resolve_method
@@ -39,9 +42,9 @@ if TYPE_CHECKING:
     from ipu_pipe.schedule.versions import VersionTable
 
 __all__ = [
-    "METHODS", "BadInput", "Callback", "Moment", "RunFault", "Stop", "VersionTable", "begin_stage", "configure",
-    "format_text", "from_loader", "from_rows", "load_config", "load_data", "make_schedule", "partition",
-    "resolve_method", "train",
+    "METHODS", "BadInput", "Callback", "EarlyStopping", "Moment", "RunFault", "Stop", "VersionTable", "begin_stage",
+    "configure", "format_text", "from_loader", "from_rows", "load_config", "load_data", "make_schedule", "partition",
+    "predict", "resolve_method", "train",
 ]  # fmt: skip
 
 

@@ -234,7 +234,7 @@ def _found(run: Path, text: Any) -> Dict[str, Any]:
             held[name] = _tensors(path)
         elif path.name.endswith(".json.gz"):
             held[name] = _trace(path)
-        elif path.name in ("throughput.json",):
+        elif path.name in ("throughput.json", "record.json"):
             held[name] = "there"
         elif path.name == "manifest.json":  # hashes of what holds times
             kept = json.loads(text(path.read_text()))

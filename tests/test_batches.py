@@ -329,7 +329,10 @@ def test_stages_on_processes_take_one_shape() -> None:
     with pytest.raises(BadInput) as refused:
         refuse_other_shapes({"a": a[:, :2]}, {"a": a}, 5)
     (line,) = refused.value.faults
-    assert line.startswith("data: microbatch 5: inputs: a: of shape (4, 2), of the first microbatch (4, 3)") and "pad" in line
+    assert (
+        line.startswith("data: microbatch 5: inputs: a: of shape (4, 2), of the first microbatch (4, 3)")
+        and "pad" in line
+    )
 
 
 def test_fields_of_outputs() -> None:

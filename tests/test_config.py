@@ -110,7 +110,8 @@ WRONG = {
     "optimizer: {nesterov: true}": "optimizer.nesterov: true: needs a momentum above 0",
     "optimizer: {name: adam, momentum: 0.9}": "optimizer.momentum: 0.9: adam has no such setting, it has betas, eps",
     "optimizer: {name: adam, betas: [0.9, 1]}": "optimizer.betas.1: 1: must be a number >= 0 and < 1",
-    "optimizer: {name: lion}": "optimizer.name: lion: must be sgd, adam or adamw",
+    "optimizer: {name: lion}": "optimizer.name: lion: must be sgd, adam or adamw, "
+    "a class such as torch.optim.RMSprop, or module:name",
     "optimizer: {no_decay: 3}": f"optimizer.no_decay: 3: {PATTERNS}",
     "optimizer: {no_decay: [1, 2]}": f"optimizer.no_decay: [1, 2]: {PATTERNS}",
     "optimizer: 3": "optimizer: 3: must be a mapping of keys to values",

@@ -10,7 +10,7 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import GIVEN, DataConfig, Description, Given, ModelConfig, OptimizerConfig
+from ipu_pipe.job.sections import GIVEN, DataConfig, Description, Given, LrSchedule, ModelConfig, OptimizerConfig
 
 NOT_SETTINGS = ("params", "stage", "initial_lr")
 
@@ -74,6 +74,7 @@ def with_given(
     *,
     metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None,
     callbacks: Optional[Sequence[Any]] = None,
+    lr_scheduler: Any = None,
 ) -> Config:
     """The config with descriptions of the objects that are given; the keys that they replace claim nothing. What a key could say
     itself (a loss's name, an output's) it says. The optimizer is described when it is made."""
@@ -97,6 +98,9 @@ def with_given(
     if optimizer is not None:
         given["optimizer"] = None
         changes["optimizer"] = OptimizerConfig(name=GIVEN, lr=None, no_decay=config.optimizer.no_decay)
+    if lr_scheduler is not None:
+        given["lr_scheduler"] = describe(lr_scheduler)
+        changes["lr_schedule"] = LrSchedule(name=GIVEN, interval=config.lr_schedule.interval)
     if metrics is not None:
         given["metrics"], changes["metrics"] = describe_all(metrics), [GIVEN]
     if callbacks is not None:

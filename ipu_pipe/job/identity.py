@@ -30,7 +30,7 @@ ROLES: Dict[str, Role] = {
     **dict.fromkeys(("recompute", "allow_nonfinite"), Role.KEPT),
     **dict.fromkeys(("steps", "epochs"), Role.GROWS),
     **dict.fromkeys(("backend", "stages", "hardware", "evaluate", "checkpoint", "log"), Role.FREE),
-    **dict.fromkeys(("metrics", "callbacks"), Role.FREE),
+    **dict.fromkeys(("metrics", "callbacks", "early_stopping"), Role.FREE),
 }
 
 

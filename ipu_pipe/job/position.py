@@ -59,3 +59,8 @@ class Position:
         loss = found.loss
         if loss is not None and (self.best_loss is None or loss < self.best_loss) and self.update:
             self.best_loss, self.best_step = loss, self.update
+
+    @property
+    def best(self) -> Optional[Dict[str, Any]]:
+        """The least test loss, for the summary."""
+        return None if self.best_step is None else {"step": self.best_step, "test_loss": self.best_loss}

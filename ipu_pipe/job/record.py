@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
@@ -110,6 +110,7 @@ class Job(Setup):
     note: str = ""  # what the user should know of the stages
     done: int = 0  # updates of the run that this one goes on with: the pipeline is empty there
     used: Given = Given()  # the optimizer and the loss, whoever gave them
+    played: Optional[Sequence[float]] = None  # rates by update, where a torch.optim.lr_scheduler gives them
     may_stop: bool = False  # whether the run may be asked to end after any update
     folder: Optional[Path] = None  # of the run, where every process may write what it did
 
@@ -147,6 +148,8 @@ class Job(Setup):
 
     def rate(self, k: int) -> float:
         """Learning rate of update k."""
+        if self.played is not None:
+            return self.played[k]
         return rate_of(self.config, self.base_rate, k, self.updates, self.updates_per_epoch)
 
     def done_with(self, k: int) -> int:

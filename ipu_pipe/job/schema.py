@@ -19,6 +19,7 @@ from ipu_pipe.job.sections import (
     CheckpointConfig,
     ClipConfig,
     DataConfig,
+    EarlyStoppingConfig,
     Entry,
     EvaluateConfig,
     Given,
@@ -103,6 +104,7 @@ class Config(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     metrics: List[Union[str, Entry]] = ["accuracy"]
     callbacks: List[Union[str, Entry]] = []
+    early_stopping: Optional[EarlyStoppingConfig] = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     seed: Seed = 0
@@ -158,6 +160,17 @@ class Config(Section):
         raise ValueError(
             "must be null (the model's own), auto, finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
         )
+
+    @model_validator(mode="after")
+    def _what_stops_is_measured(self) -> "Config":
+        chosen = self.early_stopping.metric if self.early_stopping is not None else "loss"
+        names = ["loss", *(name if isinstance(name, str) else name.entry for name in self.metrics)]
+        known = [name.rpartition(":")[2] for name in names]
+        if chosen not in known and GIVEN not in known:
+            raise fault_at(
+                "early_stopping.metric", chosen, f"no evaluation gives it: must be one of {', '.join(known)}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _no_optimizer_is_lost(self) -> "Config":

@@ -33,8 +33,16 @@ from ipu_pipe.values import (
 )
 
 GIVEN = "(given in Python)"
+OPTIMIZERS, SCHEDULERS = "torch.optim.", "torch.optim.lr_scheduler."
 OWN = "model"  # the loss of a model that computes it itself
 TRACED = 512  # microbatches of a stage, where nothing is said
+
+
+def is_entry(value: Any, within: str) -> bool:
+    """Whether a text is an import string, or names something right within a module of PyTorch."""
+    return isinstance(value, str) and (
+        ":" in value or (value.startswith(within) and value[len(within) :].isidentifier())
+    )
 
 
 class ModelConfig(Section):
@@ -62,10 +70,11 @@ class DataConfig(BaseModel):
 
 
 class OptimizerConfig(Section):
-    """A torch.optim optimizer. Settings that are null stay PyTorch's own. `name`: which one. `lr`: learning rate. `momentum`,
-    `nesterov`: of sgd. `weight_decay`: decoupled in adamw, else added to the gradient. `betas`, `eps`: of adam and adamw.
-    `no_decay`: parameters without weight decay: name patterns, or norms_and_biases. `reference_batch_size`: lr and momentum
-    are those for updates of so many samples, and are scaled to this run's (see ipu_pipe.update.rates.scaled_for_update_size)."""
+    """A torch.optim optimizer. Settings that are null stay PyTorch's own. `name`: which one, a class such as torch.optim.RMSprop,
+    or "module:callable" of parameter groups. `args`: its other keyword arguments. `lr`: learning rate. `momentum`, `nesterov`: of
+    sgd. `weight_decay`: decoupled in adamw, else added to the gradient. `betas`, `eps`: of adam and adamw. `no_decay`: parameters
+    without weight decay: name patterns, or norms_and_biases. `reference_batch_size`: lr and momentum are those for updates of so
+    many samples, and are scaled to this run's (see ipu_pipe.update.rates.scaled_for_update_size)."""
 
     name: str = "sgd"
     lr: Optional[NotNegative] = 0.05
@@ -76,13 +85,27 @@ class OptimizerConfig(Section):
     eps: Optional[Positive] = None
     no_decay: Union[str, List[str]] = []
     reference_batch_size: Optional[Count] = None
+    args: Dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_rate(cls, value: Any) -> Any:
+        """Another's learning rate is its own where it is not said."""
+        if isinstance(value, Mapping) and is_entry(value.get("name"), OPTIMIZERS) and "lr" not in value:
+            return {**value, "lr": None}
+        return value
 
     @field_validator("name", mode="before")
     @classmethod
     def _name(cls, value: Any) -> Any:
-        if isinstance(value, str) and value in ("sgd", "adam", "adamw", GIVEN):
+        if isinstance(value, str) and (value in ("sgd", "adam", "adamw", GIVEN) or is_entry(value, OPTIMIZERS)):
             return value
-        raise ValueError("must be sgd, adam or adamw")
+        raise ValueError("must be sgd, adam or adamw, a class such as torch.optim.RMSprop, or module:name")
+
+    @property
+    def is_other(self) -> bool:
+        """Whether `name` is none of PyTorch's three that are known here."""
+        return is_entry(self.name, OPTIMIZERS)
 
     @field_validator("no_decay", mode="before")
     @classmethod
@@ -93,8 +116,14 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> "OptimizerConfig":
-        if self.lr is None and self.name != GIVEN:
+        if self.lr is None and self.name != GIVEN and not self.is_other:
             raise fault_at("lr", None, "must be a number >= 0")
+        if self.args and not self.is_other:
+            raise fault_at("args", self.args, f"{self.name} takes its settings beside its name, without args")
+        if self.is_other:
+            for key in ("momentum", "nesterov", "betas", "eps"):
+                if getattr(self, key) is not None:
+                    raise fault_at(key, getattr(self, key), f"of {self.name} belongs into optimizer.args")
         own = ("momentum", "nesterov") if self.name == "sgd" else ("betas", "eps")
         for key in ("momentum", "nesterov", "betas", "eps"):
             if getattr(self, key) is not None and key not in own:
@@ -110,23 +139,50 @@ class OptimizerConfig(Section):
 
     def settings(self) -> Dict[str, Any]:
         """Keyword arguments of the torch.optim class."""
-        given = self.model_dump(exclude={"name", "no_decay", "reference_batch_size"})
-        return {key: value for key, value in given.items() if value is not None}
+        given = self.model_dump(exclude={"name", "no_decay", "reference_batch_size", "args"})
+        return {**{key: value for key, value in given.items() if value is not None}, **self.args}
 
 
 class LrSchedule(Section):
-    """The rate by the update, see ipu_pipe.update.rates. `name`: what follows the warm-up. `warmup_steps`: updates over which the
-    rate rises from 0. `milestones`: epochs at which step multiplies it. `gamma`: by what. `total_steps`: the updates over which
-    cosine and linear fall, and from which T1 takes its K; those of the run if null, which can then not be made longer."""
+    """The rate by the update, see ipu_pipe.update.rates. `name`: what follows the warm-up; or a class such as
+    torch.optim.lr_scheduler.OneCycleLR, or "module:callable" of an optimizer, see ipu_pipe.update.playing. `args`: its keyword
+    arguments. `interval`: after what it is stepped. `warmup_steps`: updates over which the rate rises from 0. `milestones`:
+    epochs at which step multiplies it. `gamma`: by what. `total_steps`: the updates over which cosine and linear fall, and from
+    which T1 takes its K; those of the run if null, which can then not be made longer."""
 
-    name: Literal["constant", "step", "cosine", "linear"] = "constant"
+
+    name: str = "constant"
     total_steps: Optional[Updates] = None
     warmup_steps: Whole = 0
     milestones: List[Epochs] = []
     gamma: Positive = 0.1
+    args: Dict[str, Any] = {}
+    interval: Literal["update", "epoch"] = "update"
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _name(cls, value: Any) -> Any:
+        known = ("constant", "step", "cosine", "linear", GIVEN)
+        if isinstance(value, str) and (value in known or is_entry(value, SCHEDULERS)):
+            return value
+        raise ValueError(
+            f"must be one of constant, step, cosine, linear, a class such as {SCHEDULERS}OneCycleLR, or module:name"
+        )
+
+    @property
+    def is_played(self) -> bool:
+        """Whether a torch.optim.lr_scheduler gives the rates."""
+        return self.name == GIVEN or is_entry(self.name, SCHEDULERS)
 
     @model_validator(mode="after")
     def _fits(self) -> "LrSchedule":
+        for key in ("args", "interval"):
+            if getattr(self, key) not in ({}, "update") and not self.is_played:
+                raise fault_at(
+                    key, getattr(self, key), f"{self.name} has none: it belongs to a torch.optim.lr_scheduler"
+                )
+        if self.is_played and self.warmup_steps:
+            raise fault_at("warmup_steps", self.warmup_steps, f"{self.name} warms up by itself, or not at all")
         if self.name == "step" and not self.milestones:
             raise fault_at("milestones", [], "step needs at least one epoch at which the rate is multiplied by gamma")
         if self.name != "step" and self.milestones:
@@ -163,6 +219,16 @@ class EvaluateConfig(Section):
         if self.steps is not None:
             return self.steps
         return max(1, round(self.every * updates_per_epoch)) if self.every and updates_per_epoch else 0
+
+
+class EarlyStoppingConfig(Section):
+    """The run ends after `patience` evaluations in a row whose `metric` is not better than the best by more than `min_delta`;
+    `mode`: min, max, or null for what the metric's name says. See ipu_pipe.run.early_stopping."""
+
+    metric: str = "loss"
+    mode: Optional[Literal["min", "max"]] = None
+    patience: Count = 3
+    min_delta: NotNegative = 0.0
 
 
 class CheckpointConfig(Section):
@@ -289,5 +355,6 @@ class Given(Section):
     data: Optional[Description] = None
     loss: Optional[Description] = None
     optimizer: Optional[Description] = None
+    lr_scheduler: Optional[Description] = None
     metrics: Optional[List[Description]] = None
     callbacks: Optional[List[Description]] = None

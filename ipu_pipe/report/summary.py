@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict, Optional, Sequence
 
 from ipu_pipe.backends.interface import Report
+from ipu_pipe.errors import BadInput
 from ipu_pipe.job.determinism import numerics
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
@@ -54,6 +55,7 @@ def summarise(
         "steps": position.update,
         "planned_steps": job.updates,
         "stopped": stopped,
+        "best": position.best,
         "samples": position.update * job.batch,
         "updates_per_epoch": job.updates_per_epoch,
         "initial": position.initial.record(),
@@ -93,8 +95,14 @@ def _utilization(job: Job, measured: Report, costs: Optional[StageCosts]) -> Dic
     }
 
 
-def upgraded(summary: Dict[str, Any]) -> Dict[str, Any]:
-    """A summary that this or an earlier version wrote, as this one does. In schema 1 `utilization` was what the schedule says."""
+def upgraded(summary: Dict[str, Any], place: str = "summary.json") -> Dict[str, Any]:
+    """A summary that this or an earlier version wrote, as this one does. In schema 1 `utilization` was what the schedule says.
+    Raises BadInput, with `place`, of a later version's."""
+    schema = summary.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise BadInput(
+            f"{place}: schema: {schema}: this version reads schema 1 to {SCHEMA}: use the ipu_pipe that wrote it"
+        )
     if summary.get("schema") != 1:
         return summary
     planned = {"utilization": "planned_utilization", "bubble_fraction": "planned_bubble_fraction"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import nn
@@ -33,7 +33,15 @@ from ipu_pipe.model.uncompiled import without_compiler
 from ipu_pipe.plan.of_config import chosen_stages, is_chosen
 from ipu_pipe.run import checks
 from ipu_pipe.run.checkpoint import load_weights, newest, read_weights
-from ipu_pipe.run.parts import Output, make_data, make_factory, make_loss, make_model, refuse_wrapped
+from ipu_pipe.run.parts import (
+    Output,
+    make_data,
+    make_factory,
+    make_loss,
+    make_model,
+    make_scheduler,
+    refuse_wrapped,
+)
 from ipu_pipe.run.trying import try_model
 from ipu_pipe.schedule.methods import Method, check, resolve_method
 from ipu_pipe.schedule.segments import segment_ends
@@ -42,7 +50,9 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.shown import first_of
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.given_optimizer import factory_of
 from ipu_pipe.update.groups import only, parameter_groups, stage_groups
+from ipu_pipe.update.playing import SchedulerFactory, play
 from ipu_pipe.update.rates import anneal_default
 from ipu_pipe.values import MOST_STOPS, MOST_UPDATES
 
@@ -137,6 +147,7 @@ def build(
     by_shape: bool = False,
     *,
     metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None,
+    lr_scheduler: Optional[SchedulerFactory] = None,
     output: Optional[Output] = None,
 ) -> Job:
     """Build the job that `config` describes. What is given as an object takes the place of the config's entry; `done`: updates
@@ -147,13 +158,15 @@ def build(
     as it is.
     """
     with attributed(lambda: "before training"):
-        refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, metrics=metrics)
-        described = with_given(config, model, data, loss, optimizer, output, metrics=metrics)
+        given: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
+        refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, **given)
+        factory = None if optimizer is None else factory_of(optimizer)
+        described = with_given(config, model, data, loss, optimizer, output, **given)
         setup = set_up(described, model, data, loss, by_shape, metrics, output)
     trained = [p for p in setup.model.parameters() if p.requires_grad]
     try:
         with attributed(lambda: "before training"):
-            return _assemble(setup, optimizer, done)
+            return _assemble(setup, factory, lr_scheduler, done)
     except BaseException:
         for parameter in trained:  # a method may have frozen some
             parameter.requires_grad_(True)
@@ -162,7 +175,9 @@ def build(
         raise
 
 
-def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: int) -> Job:
+def _assemble(
+    setup: Setup, optimizer: Optional[update.OptimizerFactory], scheduler: Optional[SchedulerFactory], done: int
+) -> Job:
     config = setup.config
     model, chosen_loss, data, device = setup.model, setup.loss, setup.data, setup.device
     args = config.method_settings()
@@ -216,15 +231,16 @@ def _assemble(setup: Setup, optimizer: Optional[update.OptimizerFactory], done: 
     if optimizer is not None:
         config = with_optimizer(config, whole)
     used = Given(optimizer=describe_optimizer(whole), loss=_described(plain(setup.loss)))
-    base = float(made.param_groups[0]["lr"])
+    base = float(whole.param_groups[0]["lr"])
+    played = _played(config, scheduler, whole, base, updates, per_epoch)
     job = Job(
         config, model, chosen_loss, data, device, setup.own_types, part, method, schedule, table, groups, made,
-        _rules(config, args, table, made, base, updates, per_epoch, switch),
+        _rules(config, args, table, made, base, updates, per_epoch, switch, played),
         base, per_epoch, updates, example, footprint_of(model, part, chosen_loss, example), placed.note, done, used,
     )  # fmt: skip
     job.begun = setup.begun
     job.label_range, job.device_kind, job.pins_memory = setup.label_range, setup.device_kind, setup.pins_memory
-    job.metrics = setup.metrics
+    job.metrics, job.played = setup.metrics, played
     reasons = checks.faults(job, config.optimizer_faults() if optimizer is None else ())
     if reasons:
         raise BadInput(reasons)
@@ -315,6 +331,7 @@ def _rules(
     updates: int,
     per_epoch: Optional[int],
     switch: int,
+    played: Optional[Sequence[float]],
 ) -> UpdateRules:
     """The run's update rules; T1's K, where it is not given, from the learning-rate schedule."""
     if "t1" in args and args["t1"]["anneal_updates"] is None:
@@ -324,8 +341,26 @@ def _rules(
         args = {**args, "t1": {"anneal_updates": anneal_default(first, schedule.warmup_steps, lasting)}}
     return UpdateRules(
         args, table.method, table.rule_lag(), config.gradient_accumulation, optimizer,
-        lambda k: rate_of(config, base, k, updates, per_epoch), switch,
+        lambda k: rate_of(config, base, k, updates, per_epoch) if played is None else played[min(k, updates - 1)],
+        switch, base,
     )  # fmt: skip
+
+
+def _played(
+    config: Config,
+    scheduler: Optional[SchedulerFactory],
+    optimizer: torch.optim.Optimizer,
+    base: float,
+    updates: int,
+    per_epoch: Optional[int],
+) -> Optional[List[float]]:
+    """The rate of every update where a torch.optim.lr_scheduler gives them, which is made here."""
+    if not config.lr_schedule.is_played:
+        return None
+    if config.lr_schedule.interval == "epoch" and per_epoch is None:
+        raise BadInput("lr_schedule.interval: epoch: the data have no epochs: must be update")
+    every = per_epoch if config.lr_schedule.interval == "epoch" and per_epoch else 1
+    return play(scheduler or make_scheduler(config), optimizer, base, updates, every)
 
 
 def _check_groups(optimizer: Any) -> None:

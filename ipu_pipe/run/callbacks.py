@@ -104,6 +104,11 @@ class Callbacks:
                     f"callback {name}: gave a {type(answer).__name__}, must give None or ipu_pipe.Stop(reason)"
                 )
 
+    def best_steps(self) -> List[int]:
+        """Steps whose checkpoints one of them asks to keep, as `best_step`."""
+        found = (getattr(callback, "best_step", None) for callback in self.own)
+        return [step for step in found if isinstance(step, int)]
+
     def states(self) -> List[Any]:
         """Of each, for a checkpoint. Raises RunFault where JSON cannot hold one."""
         found = []

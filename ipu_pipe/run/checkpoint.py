@@ -19,7 +19,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Collection, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 from safetensors import SafetensorError
@@ -147,9 +147,9 @@ def _whole_leftover(folder: Path) -> Optional[Tuple[int, Path]]:
     return None
 
 
-def prune(folder: Path, keep: int, best: Optional[int]) -> None:
-    """Delete all but the newest `keep` checkpoints and the one of step `best`."""
-    drop(folder, [step for step in steps(folder)[:-keep] if step != best])
+def prune(folder: Path, keep: int, best: Optional[int], others: Collection[int] = ()) -> None:
+    """Delete all but the newest `keep` checkpoints, the one of step `best` and those of `others`."""
+    drop(folder, [step for step in steps(folder)[:-keep] if step != best and step not in others])
 
 
 def drop(folder: Path, doomed: List[int]) -> None:

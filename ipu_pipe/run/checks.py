@@ -113,6 +113,17 @@ def blocks(job: Job) -> List[str]:
     return faults
 
 
+def group_rates(job: Job) -> List[str]:
+    """Where parameter groups have rates of their own."""
+    has_one = all(group["lr"] == job.base_rate for group in job.optimizer.param_groups)
+    if has_one or not (job.rules.read_rates or job.config.backend.name == "poptorch"):
+        return []
+    who = (
+        "backend.name poptorch" if job.config.backend.name == "poptorch" else "a rule that corrects weights by the rate"
+    )
+    return [f"optimizer: parameter groups with learning rates of their own: not with {who}: must have one"]
+
+
 def _rules(job: Job) -> List[str]:
     """Whether the rules are defined on the optimizer that trains, in all its groups."""
     args, kind = job.config.method_settings(), update.kind(job.optimizer)
@@ -120,4 +131,4 @@ def _rules(job: Job) -> List[str]:
     return list(dict.fromkeys(found))
 
 
-CHECKS = (backend, asynchrony, clipped_warmup, own_buffers, blocks)
+CHECKS = (backend, asynchrony, clipped_warmup, own_buffers, blocks, group_rates)

@@ -25,8 +25,8 @@ FOLDERS = {  # and what of these is a run's own
     "trace": re.compile(r"(rank-\d+|modelled)\.trace"),
 }
 OUTPUTS = (
-    "config.yaml", "metrics.jsonl", "summary.json", "trace.json.gz", "memory.json", "ipu.json", "init_from.json", "diverged.json",
-    "traceback.txt", "against.json", "against.png", *FOLDERS,
+    "config.yaml", "metrics.jsonl", "summary.json", "trace.json.gz", "memory.json", "record.json", "ipu.json", "init_from.json",
+    "diverged.json", "traceback.txt", "against.json", "against.png", *FOLDERS,
 )  # fmt: skip
 # keys that a run's config.yaml always spells out, as hardly a config written by hand does
 SPELT_OUT = {
@@ -81,9 +81,22 @@ def finished_summary(path: Path) -> Optional[Dict[str, Any]]:
     """The summary of the run in the folder `path` if it has ended, or None."""
     try:
         file = path / "summary.json"
-        return upgraded(dict(json.loads(file.read_text()))) if file.is_file() else None  # a pipe would be waited for
+        if not file.is_file():  # a pipe would be waited for
+            return None
+        found = dict(json.loads(file.read_text()))
     except (OSError, ValueError):
         return None
+    return upgraded(found, str(file))
+
+
+def earlier_starts(path: Path) -> List[Any]:
+    """What a run's folder says of its starts so far; nothing where it was not written, or cannot be read."""
+    try:
+        file = path / "record.json"
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    except (OSError, ValueError):
+        return []
+    return found if isinstance(found, list) else []
 
 
 def _foreign(path: Path, held: Sequence[str]) -> Optional[str]:

@@ -12,7 +12,6 @@ from ipu_pipe.backends.interface import Engine
 from ipu_pipe.backends.ranks import are_joined, is_main, on_main
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.job.blame import traceback_kept
-from ipu_pipe.job.comparing import dump
 from ipu_pipe.job.metrics import ACCURACY
 from ipu_pipe.job.position import Measured, Position, by_block
 from ipu_pipe.job.record import Job
@@ -21,7 +20,7 @@ from ipu_pipe.run.callbacks import Callback, Callbacks, Moment
 from ipu_pipe.run.folder import RunDir
 from ipu_pipe.run.log import Log, log_of, nothing
 from ipu_pipe.run.progress import Progress
-from ipu_pipe.run.saving import Ended, finish, restore, save
+from ipu_pipe.run.saving import Ended, begin, finish, restore, save
 
 
 class Run:
@@ -55,11 +54,7 @@ class Run:
         if self.resume:
             self.position = restore(job, self.out, self.progress.say, self.callbacks)
         position = self.position
-        if self.run:
-            if self.resume:
-                self.run.forget_after(position.update, self.progress.say)
-            self.run.describe(dump(job.config), job.begun)
-            self.run.open_metrics(position.update)
+        record = begin(job, self.run, self.resume, position, self.progress.say) if self.run else {}
         self.progress.say(opening(job, position.update))
         engine = make_engine(job, position.update)
         try:
@@ -81,7 +76,7 @@ class Run:
         finally:
             if self.run:
                 self.run.close()
-        ended = Ended(position, final, self.tested, profile, self.now.stopped)
+        ended = Ended(position, final, self.tested, profile, self.now.stopped, record)
         report = finish(job, engine, self.run, ended, self.progress.say)
         with traceback_kept(self.out):
             self.callbacks.call("on_end", self.now)

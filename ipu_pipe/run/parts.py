@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any, Callable, Dict, Optional, Union
 
@@ -17,6 +18,8 @@ from ipu_pipe.job.sections import OWN
 from ipu_pipe.model.outputs import OfOutput, OwnLoss
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.update import optimizer as update
+from ipu_pipe.update.given_optimizer import factory_of
+from ipu_pipe.update.playing import SchedulerFactory
 from ipu_pipe.update.rates import scaled_for_update_size
 
 
@@ -86,8 +89,22 @@ def make_plain_loss(config: Config) -> Loss:
     return called
 
 
+def make_scheduler(config: Config) -> SchedulerFactory:
+    """The config's torch.optim.lr_scheduler, as a function of an optimizer."""
+    name, args = config.lr_schedule.name, config.lr_schedule.args
+    made_by = resolve_entry(_entry(name), "lr_schedule.name")
+    return functools.partial(made_by, **args)
+
+
+def _entry(name: str) -> str:
+    """The import string of what is in a module of PyTorch."""
+    return name if ":" in name else ":".join(name.rsplit(".", 1))
+
+
 def make_factory(config: Config) -> update.OptimizerFactory:
     """The config's optimizer, as a function of the parameter groups."""
+    if config.optimizer.is_other:
+        return factory_of(resolve_entry(_entry(config.optimizer.name), "optimizer.name"), config.optimizer.settings())
     settings: Dict[str, Any] = config.optimizer.settings()
     reference = config.optimizer.reference_batch_size
     if reference:

@@ -9,19 +9,32 @@ from ipu_pipe.backends.interface import Engine, Report
 from ipu_pipe.backends.ranks import on_main
 from ipu_pipe.backends.table import backend_of
 from ipu_pipe.hardware.profiling import StageSeconds
+from ipu_pipe.job.comparing import dump
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
 from ipu_pipe.plan.of_config import predicted_rate
 from ipu_pipe.report.executed import write_trace
 from ipu_pipe.report.memory import memory_record
 from ipu_pipe.report.modelled import stage_costs, write_modelled
+from ipu_pipe.report.record import now, record_of
 from ipu_pipe.report.summary import summarise
 from ipu_pipe.report.words import closing
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.callbacks import Callbacks
-from ipu_pipe.run.folder import RunDir
+from ipu_pipe.run.folder import RunDir, earlier_starts
 from ipu_pipe.run.resume import origin, position_of, refuse_foreign_run, saved_state
 from ipu_pipe.update.state import import_state
+
+
+def begin(job: Job, run: RunDir, resumes: bool, position: Position, say: Callable[[str], None]) -> Dict[str, Any]:
+    """Write what is known of a run before it trains; returns the record of this start, the last in `record.json`."""
+    if resumes:
+        run.forget_after(position.update, say)
+    run.describe(dump(job.config), job.begun)
+    record = {**record_of(job), "first_update": position.update}
+    run.write_json("record.json", [*(earlier_starts(run.path) if resumes else []), record])
+    run.open_metrics(position.update)
+    return record
 
 
 def save(job: Job, engine: Engine, run: Optional[RunDir], position: Position, callbacks: Callbacks) -> Optional[Path]:
@@ -32,7 +45,7 @@ def save(job: Job, engine: Engine, run: Optional[RunDir], position: Position, ca
     states = {"callbacks": callbacks.states()} if callbacks.own else {}
     state = {**saved_state(position, held.plain), **states}
     folder = checkpoint.save(run.checkpoints, position.update, held.model, held.optimizer, state, origin(job))
-    checkpoint.prune(run.checkpoints, job.config.checkpoint.keep, position.best_step)
+    checkpoint.prune(run.checkpoints, job.config.checkpoint.keep, position.best_step, callbacks.best_steps())
     return folder
 
 
@@ -58,13 +71,14 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
 
 class Ended(NamedTuple):
     """How a run ended. `tested`: by block, at the last evaluation; `profile`: of the stages' passes; `stopped`: why sooner than
-    planned."""
+    planned; `record`: of how it began."""
 
     position: Position
     final: Measured
     tested: Sequence[Measured]
     profile: Optional[StageSeconds]
     stopped: Optional[str]
+    record: Dict[str, Any]
 
 
 def finish(job: Job, engine: Engine, run: Optional[RunDir], ended: Ended, say: Callable[[str], None]) -> Dict[str, Any]:
@@ -94,5 +108,6 @@ def _write(job: Job, run: RunDir, ended: Ended, measured: Report) -> Dict[str, A
     for name, value in (measured.files or {}).items():
         run.write_json(name, value)
     run.write_json("memory.json", memory_record(job, measured))
+    run.write_json("record.json", [*earlier_starts(run.path)[:-1], {**ended.record, "ended": now()}])
     run.write_json("summary.json", report)  # last: a run with a summary is finished
     return report

@@ -24,6 +24,7 @@ from ipu_pipe.model.probe import Loss
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.callbacks import Callback, make_callbacks
+from ipu_pipe.run.early_stopping import EarlyStopping
 from ipu_pipe.run.folder import as_folder, check_folder, finished_summary
 from ipu_pipe.run.folder_lock import FolderLock, refuse_used
 from ipu_pipe.run.loop import Run
@@ -31,7 +32,8 @@ from ipu_pipe.run.parts import Output
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.resume import choose
 from ipu_pipe.schedule.methods import METHODS
-from ipu_pipe.update import optimizer as update
+from ipu_pipe.update.given_optimizer import factory_of
+from ipu_pipe.update.playing import SchedulerFactory
 
 Metrics = Union[Sequence[Any], Mapping[str, Any]]
 
@@ -54,7 +56,9 @@ def train(
     data: Optional[DataSource] = None,
     loss: Union[Loss, str, None] = None,
     output: Optional[Output] = None,
-    optimizer: Optional[update.OptimizerFactory] = None,
+    optimizer: Any = None,
+    optimizer_args: Optional[Mapping[str, Any]] = None,
+    lr_scheduler: Optional[SchedulerFactory] = None,
     metrics: Optional[Metrics] = None,
     callbacks: Optional[Sequence[Callback]] = None,
     resume: bool = False,
@@ -64,7 +68,7 @@ def train(
 ) -> Dict[str, Any]:
     """Train by `config` and write the run into the folder `out`; returns the summary (as in `summary.json`).
 
-    A model, data source, loss, optimizer factory, metrics or callbacks given here take the place of the config's entry
+    A model, data source, loss, optimizer, lr_scheduler, metrics or callbacks given here take the place of the config's entry
     (docs/loop.md says what each may be). `loss` may also be a name as there; `output`: what of the model's output the loss is of,
     where that is an object, a mapping or a tuple: a name or an index as in `model.output`, or a function of the output. `resume`
     goes on
@@ -78,10 +82,17 @@ def train(
     """
     out = as_folder(out)
     launch(config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite})
-    refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, metrics=metrics)
+    given: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
+    refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, **given)
+    if optimizer is not None:
+        optimizer = factory_of(optimizer, optimizer_args)
+    elif optimizer_args is not None:
+        raise BadInput("optimizer_args: need optimizer=..., the class that they are of")
     with attributed(lambda: "before training"):
         called = make_callbacks(config, callbacks)
-    config = with_given(config, model, data, loss, optimizer, output, metrics=metrics, callbacks=callbacks)
+        if config.early_stopping is not None:
+            called.append(EarlyStopping.of(config.early_stopping))
+    config = with_given(config, model, data, loss, optimizer, output, callbacks=callbacks, **given)
     say = Progress(quiet or not is_main()).say
     resume = resume or resume_from is not None
     with reserved(out, resume=resume, overwrite=overwrite, say=say):
@@ -92,7 +103,7 @@ def train(
         began = start.config.init_from
         if start.done:  # the checkpoint takes the place of the weights that the run began with
             start = start._replace(config=start.config.model_copy(update={"init_from": None}))
-        job = build(start.config, model, data, loss, optimizer, start.done, metrics=metrics, output=output)
+        job = build(start.config, model, data, loss, optimizer, start.done, output=output, **given)
         job.config = job.config.model_copy(update={"init_from": began})
         try:
             if start.resumes:
@@ -161,6 +172,7 @@ def _checked(
             "data": config.data.name,
             "loss": config.loss,
             "optimizer": config.optimizer.name,
+            "lr_scheduler": config.lr_schedule.name,
         }
         refuse_missing(recorded, **{key: value if value == GIVEN else None for key, value in now.items()})
     found = changes(recorded, config)

@@ -58,7 +58,8 @@ class _Moved(NamedTuple):
 
 
 class UpdateRules:
-    """All rules of a run over one optimizer. `rate`: learning rate of update k; `switch`: the first asynchronous update.
+    """All rules of a run over one optimizer. `rate`: learning rate of update k; `switch`: the first asynchronous update; `base`:
+    the rate of which each group's own is a share, where they may differ.
 
     Before the switch updates are plain ones and no accumulator moves.
     """
@@ -72,7 +73,9 @@ class UpdateRules:
         optimizer: torch.optim.Optimizer,
         rate: Callable[[int], float],
         switch: int = 0,
+        base: Optional[float] = None,
     ) -> None:
+        self._shares = [group["lr"] / base if base else 1.0 for group in optimizer.param_groups]
         self.optimizer, self._rate, self.switch = optimizer, rate, switch
         by_stage: Dict[int, List[Dict[str, Any]]] = {}
         for group in optimizer.param_groups:
@@ -87,6 +90,11 @@ class UpdateRules:
         self._reads_lag = any(rule.read is not None and rule.reads_lag for rule, _ in self._rules)
         self._active = self._acting_here()
         self._codes = {code: self._code_by_stage(code) for code in (FORWARD, BACKWARD)}
+
+    @property
+    def read_rates(self) -> bool:
+        """Whether a rule corrects what passes read by the learning rate."""
+        return any(rule.read is not None for rule, _ in self._rules)
 
     def entries(self, stage: int) -> List[str]:
         """Names of what is kept of each parameter of the stage beside the optimizer's own state."""
@@ -162,8 +170,8 @@ class UpdateRules:
             self._forget_others(stages)
         gathering = _gather(self.stages.values(), self._every, k)
         rates = self.rates(k)
-        for group in self.optimizer.param_groups:
-            group["lr"] = float(rates[group["stage"]])
+        for group, share in zip(self.optimizer.param_groups, self._shares):
+            group["lr"] = float(rates[group["stage"]]) * share
         followed = [(stage, rule.state(at)) for stage, rule, at in active if rule.state is not None and rule.state(at)]
         before = {stage.index: [p.detach().clone() for p in stage.parameters] for stage, _ in followed}
         with torch.no_grad():

@@ -65,6 +65,12 @@ class _Sent(NamedTuple):
     is_lent: bool
 
 
+def _sent(work: Any, value: torch.Tensor, message: Message, is_copy: bool) -> _Sent:
+    """`is_copy`: the value is in memory of its own; else that of a weight is its stage's anyhow."""
+    held = value.numel() * value.element_size() if is_copy or message.kind != WEIGHTS else 0
+    return _Sent(work, value, message, held, message.kind in LENT and not is_copy)
+
+
 class Outbox:
     """What was sent, by target, until it is known to be through; `bytes` of it."""
 
@@ -224,12 +230,9 @@ class Mail:
             value = tensor.detach().contiguous()
             value = value.cpu() if self._through_host or message.kind in ON_HOST else value
             group, tag = self._way(self._layout.stage, target, message, index)
-            own = value.numel() * value.element_size()
             is_copy = value.data_ptr() != tensor.data_ptr()
-            is_lent = message.kind in LENT and not is_copy
-            held = own if is_copy or message.kind != WEIGHTS else 0  # that of a weight is this stage's anyhow
-            self.out.add(target, _Sent(dist.isend(value, rank, group, tag), value, message, held, is_lent))
-            size += own
+            self.out.add(target, _sent(dist.isend(value, rank, group, tag), value, message, is_copy))
+            size += value.numel() * value.element_size()
         if message.kind not in ON_HOST:
             timeline.count_message(target, message.kind == SHARED, size)
         begun = timeline.add("send", message.microbatch, start, size=size, peer=rank, carries=CARRIES[message.kind])

@@ -26,6 +26,7 @@ from ipu_pipe.backends.work import Work
 from ipu_pipe.job.metrics import right_answers
 from ipu_pipe.local.blocks import losses_of, one_activation, scored
 from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.cutting import Crossing
 from ipu_pipe.model.nests import tensors
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Reads
@@ -148,30 +149,27 @@ class Passes:
         begun = self._timeline.mark()
         version = int(flight.replay.backward.versions[0])
         if self._work.method.backward_reads is Reads.NEWEST:
-            assert version == self.update, (
-                f"stage {s}, B{m}: memory holds version {self.update}, the table says {version}"
-            )
+            assert version == self.update, f"stage {s}, B{m}: not of version {self.update} in memory but {version}"
         self.weights.load(flight.replay.backward)
         self.tied.load(version)
         if flight.loss is not None:
             (flight.loss / self._work.accumulate).backward()  # type: ignore[no-untyped-call]
         elif not place.is_local:
-            outputs = [t for t, shape in zip(flight.outputs, place.crossings[s].tensors) if shape.differentiable]
+            outputs = _differentiable(flight.outputs, place.crossings[s])
             pairs = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad] + came
             if pairs:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         hands_on = not place.is_first and not place.is_local
         if hands_on:
-            back = [t for t, shape in zip(flight.inputs, place.crossings[s - 1].tensors) if shape.differentiable]
+            back = _differentiable(flight.inputs, place.crossings[s - 1])
             found = [torch.zeros_like(t) if t.grad is None else t.grad for t in back]
-        tied = self.tied.take_out()
         del self._flights[m]
         self.stash.drop(m)
         self._release()
         self._timeline.add(Kind.BACKWARD.word, m, begun, version=version)
         if hands_on:
             self._mail.send(s - 1, Message(BACKWARD, m), found)
-        self.tied.give(m, tied)
+        self.tied.give(m)
 
     def before_update(self) -> None:
         """Keep what passes to come will read of the weights in memory."""
@@ -198,6 +196,10 @@ class Passes:
         oldest = [int(flight.replay.backward.versions[0]) for flight in self._flights.values()]
         if self.forwarded + 1 < self._work.schedule.microbatches:
             oldest.append(int(self._plan.replay(self.forwarded + 1).forward.versions[self._stage]))
-        first = min(oldest, default=np.iinfo(np.int64).max)
-        self.weights.release(np.array([first]))
-        self.tied.release(int(first))
+        self.weights.release(np.array([min(oldest, default=np.iinfo(np.int64).max)]))
+        self.tied.release(min(oldest, default=self.update))
+
+
+def _differentiable(tensors: Sequence[torch.Tensor], crossing: Crossing) -> List[torch.Tensor]:
+    """Those of the tensors that cross for which a gradient comes back."""
+    return [t for t, shape in zip(tensors, crossing.tensors) if shape.differentiable]

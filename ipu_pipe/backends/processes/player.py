@@ -6,7 +6,7 @@ F  Passes.forward     R  Passes.recompute     B  Passes.backward     U  the batc
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Optional, Sequence
 
 import torch
 
@@ -147,33 +147,10 @@ class RowPlayer:
         if not self._is_ready:
             depth, tied = self.place.layout.depth, self.place.ties.links
             self.mail.touch(links(depth, self._work.method, THROUGH_CHANNELS, tied))
-            self._rehearse()
+            _rehearse(self._work, self.place, self._passes, self._updating.parameters)
             self._is_ready = True
         end = self._work.schedule.stretch(k)[1] if self._ending is None else self._ending.open()
         self.mail.open(end * self._work.schedule.accumulate, end)
-
-    def _rehearse(self) -> None:
-        """Forward, backward and update of the first microbatch, or of zeros where it comes from another stage."""
-        m, place, rules = self._passes.forwarded + 1, self.place, self._work.rules
-        with rehearsal([place.piece, place.head, place.behind], rules):
-            x, labels = place.data(m)
-            inputs = [x] if x is not None else []
-            for shape in place.enter.tensors if place.enter is not None else ():
-                zeros = torch.zeros(shape.sent, dtype=shape.dtype, device=place.device)
-                inputs.append(zeros.requires_grad_(shape.differentiable and not place.is_local))
-            outputs, loss, _ = self._passes.run(m, inputs, labels)
-            ends = [t for t in (outputs if loss is None else [loss / self._work.accumulate]) if t.requires_grad]
-            if ends:
-                torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
-            bound = self._work.clip[0] if self._work.clip else float("inf")
-            parameters = self._updating.parameters
-            with counters_kept(parameters):
-                rules.step(
-                    max(self.update, rules.switch),
-                    lambda: clipping.scale_to(bound, parameters, clipping.gradient_norms(parameters)),
-                )
-            if place.device.type == "cuda":
-                torch.cuda.synchronize()
 
     def rest(self) -> None:
         """With nothing in flight: the newest weights in the parameters."""
@@ -191,3 +168,26 @@ class RowPlayer:
         """Take the hooks off."""
         if self.place.random is not None:
             self.place.random.remove()
+
+
+def _rehearse(work: Work, place: Place, passes: Passes, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Forward, backward and update of the first microbatch, or of zeros where it comes from another stage."""
+    m, rules = passes.forwarded + 1, work.rules
+    with rehearsal([place.piece, place.head, place.behind], rules):
+        x, labels = place.data(m)
+        inputs = [x] if x is not None else []
+        for shape in place.enter.tensors if place.enter is not None else ():
+            zeros = torch.zeros(shape.sent, dtype=shape.dtype, device=place.device)
+            inputs.append(zeros.requires_grad_(shape.differentiable and not place.is_local))
+        outputs, loss, _ = passes.run(m, inputs, labels)
+        ends = [t for t in (outputs if loss is None else [loss / work.accumulate]) if t.requires_grad]
+        if ends:
+            torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+        bound = work.clip[0] if work.clip else float("inf")
+        with counters_kept(parameters):
+            rules.step(
+                max(passes.update, rules.switch),
+                lambda: clipping.scale_to(bound, parameters, clipping.gradient_norms(parameters)),
+            )
+        if place.device.type == "cuda":
+            torch.cuda.synchronize()

@@ -118,19 +118,13 @@ class Tied:
         ]
         return [(p, gradient) for p, gradient in found if bool(gradient.any())]
 
-    def take_out(self) -> Dict[int, List[torch.Tensor]]:
-        """The gradients that a backward has left for stages before."""
-        found: Dict[int, List[torch.Tensor]] = {}
+    def give(self, m: int) -> None:
+        """Send the gradients that the backward of microbatch m has left for stages before."""
         for target, weights in self._ties.gives.items():
-            found[target] = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights]
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights]
             for p in weights:
                 p.grad = None
-        return found
-
-    def give(self, m: int, gradients: Mapping[int, List[torch.Tensor]]) -> None:
-        """Send what was taken out after the backward of microbatch m."""
-        for target, tensors in gradients.items():
-            self._mail.send(target, Message(TIED, m), tensors)
+            self._mail.send(target, Message(TIED, m), gradients)
 
     def copy(self, k: int) -> None:
         """Send what update k has made of the weights held here."""

@@ -97,8 +97,8 @@ def _iteration_faults(config: Config, iterations: int) -> List[str]:
         if value is not None and value % iterations:
             faults.append(f"{key}: a call is so many updates: must divide {name} {value}")
     schedule = config.lr_schedule
-    if schedule.name in ("cosine", "linear") or schedule.warmup_steps:
-        what = schedule.name if schedule.name in ("cosine", "linear") else "a warm-up"
+    if schedule.name not in ("constant", "step") or schedule.warmup_steps:
+        what = schedule.name if schedule.name not in ("constant", "step") else "a warm-up"
         faults.append(
             f"{key}: the updates of a call share one learning rate, which {what} changes at each: must be 1, or lr_schedule"
             " constant or step without warmup_steps"

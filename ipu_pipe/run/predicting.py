@@ -1,0 +1,123 @@
+"""Predictions of a model, or of the weights of a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Iterable, Iterator, List, Mapping, Optional, Union
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from ipu_pipe.data import DataSource
+from ipu_pipe.data.batches import LABELS, divided
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.config import load_recorded
+from ipu_pipe.job.sections import GIVEN
+from ipu_pipe.model.calling import call
+from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.nests import mapped, tensors
+from ipu_pipe.run import checkpoint
+from ipu_pipe.run.parts import make_model
+
+
+def predict(
+    model: Union[nn.Module, str, Path],
+    data: Any,
+    *,
+    into: Optional[nn.Module] = None,
+    batch_size: int = 128,
+) -> Any:
+    """The outputs of `model` for all inputs of `data`, in order, in evaluation mode: a tensor, or what the model gives with
+    tensors (samples, ...) in it, on the CPU.
+
+    `model`: a model, left as it was; or a run's folder (its newest checkpoint) or a checkpoint's, whose weights go into
+    `into`, or into the model that the run's config names. `data`: a DataSource (its test set), a loader or other iterable
+    of batches, whose labels are left out, or the inputs themselves, a tensor or a mapping of tensors, taken `batch_size`
+    at a time. Raises BadInput.
+    """
+    if not isinstance(model, nn.Module):
+        model = _with_weights(Path(model), into)
+    elif into is not None:
+        raise BadInput("predict: into: goes with the folder of a run or checkpoint, whose weights it gets")
+    if batch_size < 1:
+        raise BadInput(f"predict: batch_size: {batch_size}: must be a whole number >= 1")
+    first = next(model.parameters(), None)
+    like = first if first is not None else torch.zeros(0)
+    found: List[Any] = []
+    with torch.no_grad(), modes_restored(model):
+        model.eval()
+        for x in _inputs(data, batch_size):
+            found.append(tree_map(_on_host, call(model, mapped(lambda value: _as(value, like), x))))
+    if not found:
+        raise BadInput("predict: data: holds no samples")
+    return _joined(found)
+
+
+def _with_weights(path: Path, into: Optional[nn.Module]) -> nn.Module:
+    """The model with the weights of a run or checkpoint."""
+    run = next((folder for folder in (path, *path.parents[:2]) if (folder / "config.yaml").is_file()), None)
+    weights = path
+    if os.path.isdir(path / "checkpoints"):
+        steps = checkpoint.steps(path / "checkpoints")
+        if not steps:
+            raise BadInput(f"predict: {path}: holds no checkpoint")
+        weights = path / "checkpoints" / f"step-{steps[-1]}"
+    if into is None:
+        if run is None:
+            raise BadInput(
+                f"predict: {path}: is not in the folder of a run, whose config names the model: give into=..."
+            )
+        config = load_recorded(run / "config.yaml")
+        if config.model.entry == GIVEN:
+            raise BadInput(f"predict: {run}: Python gave the run its model: give one of its kind, into=...")
+        into = make_model(config)
+    checkpoint.load_weights(into, checkpoint.read_weights(weights), str(weights))
+    return into
+
+
+def _inputs(data: Any, size: int) -> Iterator[Any]:
+    """Batches of inputs."""
+    if isinstance(data, DataSource):
+        yield from (_input(batch, getattr(data, "labels", None)) for batch in data.test_batches(size))
+    elif isinstance(data, (torch.Tensor, Mapping)) or not isinstance(data, Iterable):
+        counts = {len(value) for value in tensors(data) if value.dim()}
+        if len(counts) != 1:
+            raise BadInput(
+                f"predict: data: a {type(data).__name__}: must be a DataSource, a loader, or tensors of one length"
+            )
+        for start in range(0, counts.pop(), size):
+            yield mapped(lambda value, start=start: value[start : start + size], data)  # type: ignore[misc]
+    else:
+        yield from (_input(batch, None) for batch in data)
+
+
+def _input(batch: Any, labels: Optional[str]) -> Any:
+    """A batch without its labels, where it has any."""
+    if isinstance(batch, Mapping):
+        known = [name for name in (labels, *LABELS) if name in batch]
+        return divided(batch, labels)[0] if known else batch
+    if isinstance(batch, (tuple, list)):
+        return batch[0] if len(batch) == 1 else divided(batch)[0]
+    return batch
+
+
+def _as(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """On the model's device, floats in its precision."""
+    return value.to(like.device, like.dtype) if value.is_floating_point() else value.to(like.device)
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _joined(found: List[Any]) -> Any:
+    """Outputs of batches as one of all samples; what is no tensor (b, ...) as the first one gave it."""
+    leaves, shape = tree_flatten(found[0])
+    every = [tree_flatten(output)[0] for output in found]
+    joined = [
+        torch.cat([own[i] for own in every]) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+        for i, leaf in enumerate(leaves)
+    ]
+    return tree_unflatten(joined, shape)

@@ -1,0 +1,156 @@
+"""Early stopping, predictions, and the record of what a run was made with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import nn
+
+import ipu_pipe
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.config import configure, load_config
+from ipu_pipe.report.record import commit
+from ipu_pipe.report.summary import upgraded
+from ipu_pipe.run.checkpoint import load_weights, read_weights
+from ipu_pipe.run.parts import make_data, make_model
+from tests.test_callbacks import DIGITS, SHORT, go
+
+OFTEN = ["steps=24", "evaluate.every=0.125", "gradient_accumulation=1", "micro_batch_size=8", "checkpoint.keep=1"]
+
+
+def test_a_run_stops_when_it_becomes_no_better_and_keeps_the_best(tmp_path: Path) -> None:
+    """At a rate of 0 no evaluation after the first is better: of 4 updates each, the third after it ends the run."""
+    stops = ["optimizer.lr=0", "early_stopping={patience: 2, min_delta: 0.001}"]
+    report = go(tmp_path / "run", *OFTEN, *stops)
+    assert (report["steps"], report["planned_steps"]) == (12, 24)
+    assert "test_loss is no better than" in report["stopped"] and "at step 4 for 2 evaluations" in report["stopped"]
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-12", "step-4"] and report["best"]["step"] == 4
+    again = go(tmp_path / "run", *OFTEN, *stops, resume_from=4)  # with what had been waited for
+    assert again["steps"] == 12 and again["stopped"] == report["stopped"]
+
+
+def test_more_is_better_for_an_accuracy() -> None:
+    stopping = ipu_pipe.EarlyStopping("accuracy", patience=2)
+    found = [stopping.on_evaluation(_at(step, value)) for step, value in enumerate((0.5, 0.6, 0.6, 0.55), 1)]
+    assert found[:3] == [None, None, None] and isinstance(found[3], ipu_pipe.Stop) and stopping.best_step == 2
+    falling = ipu_pipe.EarlyStopping("accuracy", mode="min", patience=1)
+    assert [falling.on_evaluation(_at(1, 0.5)), falling.on_evaluation(_at(2, 0.4))] == [None, None]
+
+
+def _at(step: int, accuracy: Optional[float]) -> ipu_pipe.Moment:
+    return ipu_pipe.Moment(step, 0.0, (), 0.1, None, {"test_accuracy": accuracy}, None, None)
+
+
+def test_what_is_not_measured_cannot_stop_a_run() -> None:
+    with pytest.raises(
+        BadInput, match="early_stopping.metric: r2: no evaluation gives it: must be one of loss, accuracy"
+    ):
+        configure(early_stopping={"metric": "r2"})
+    with pytest.raises(BadInput, match="early_stopping.metric: accuracy: no evaluation gives one"):
+        ipu_pipe.EarlyStopping("accuracy").on_evaluation(_at(1, None))
+
+
+def test_predictions_are_the_models_in_evaluation_mode(tmp_path: Path) -> None:
+    sets = ["steps=3", "gradient_accumulation=2"]
+    go(tmp_path / "run", *sets)
+    config = load_config(DIGITS, [*SHORT, *sets])
+    model, data = make_model(config), make_data(config)
+    load_weights(model, read_weights(tmp_path / "run" / "checkpoints" / "step-3"), "here")
+    batches = list(data.test_batches(10))
+    with torch.no_grad():
+        expected = torch.cat([model.eval()(x) for x, _ in batches])
+    model.train()
+    inputs = torch.cat([x for x, _ in batches])
+    close = {"rtol": 1e-5, "atol": 1e-6}  # batches of another size may take other kernels
+    for given in (data, inputs, [x for x, _ in batches], batches):
+        torch.testing.assert_close(ipu_pipe.predict(model, given, batch_size=10), expected, **close)  # type: ignore[arg-type]
+    assert model.training
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-3"):
+        assert torch.equal(ipu_pipe.predict(folder, data, batch_size=10), ipu_pipe.predict(model, data, batch_size=10))
+    assert torch.equal(
+        ipu_pipe.predict(tmp_path / "run", inputs, into=make_model(config)), ipu_pipe.predict(model, inputs)
+    )
+
+
+class Named(nn.Module):
+    """Two inputs by name; outputs in a mapping, one of them no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> Any:
+        return {"sum": self.weight * (a + b), "kept": (a.mean(dim=1), "text")}
+
+
+def test_predictions_of_nests_and_what_is_refused(tmp_path: Path) -> None:
+    a, b = torch.randn(7, 3), torch.randn(7, 3)
+    found = ipu_pipe.predict(Named(), {"a": a, "b": b}, batch_size=3)
+    assert torch.equal(found["sum"], a + b) and found["kept"][0].shape == (7,) and found["kept"][1] == "text"
+    wrong = {
+        "holds no samples": lambda: ipu_pipe.predict(nn.Linear(3, 2), []),
+        "data: a int: must be a DataSource": lambda: ipu_pipe.predict(nn.Linear(3, 2), 3),
+        "is not in the folder of a run": lambda: ipu_pipe.predict(tmp_path, a),
+        "into: goes with": lambda: ipu_pipe.predict(nn.Linear(3, 2), a, into=nn.Linear(3, 2)),
+        "batch_size: 0": lambda: ipu_pipe.predict(nn.Linear(3, 2), a, batch_size=0),
+    }
+    for told, attempt in wrong.items():
+        with pytest.raises(BadInput, match=told) as refused:
+            attempt()
+        assert len(refused.value.faults) == 1
+
+
+def test_a_run_records_what_it_was_made_with(tmp_path: Path) -> None:
+    sets = ["steps=4", "checkpoint.every=2", "checkpoint.keep=9", "gradient_accumulation=1"]
+    go(tmp_path / "run", *sets)
+    go(tmp_path / "run", *sets, resume_from=2)
+    first, again = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert [start["first_update"] for start in (first, again)] == [0, 2]
+    assert first["begun"] <= first["ended"] <= again["begun"]
+    assert first["versions"]["torch"] == torch.__version__ and first["versions"]["ipu_pipe"] == ipu_pipe.__version__
+    assert first["machine"]["cores"] >= 1 and first["machine"]["memory_bytes"] > 2**20 and first["command"]
+    assert first["data"] == again["data"] and first["data"]["first_microbatch"][1] == "int64 [16]"
+    go(tmp_path / "other", *sets, "data.subset=255")
+    (other,) = json.loads((tmp_path / "other" / "record.json").read_text())
+    assert other["data"]["sha256"] != first["data"]["sha256"]
+
+
+def test_the_commit_is_read_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*args: str) -> str:
+        how = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *args]
+        return subprocess.run(how, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert commit(Path("/")) is None
+    git("init", "-q", "-b", "work")
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-qm", "first")
+    (tmp_path / "inner").mkdir()
+    found = {"repository": str(tmp_path), "commit": git("rev-parse", "HEAD"), "dirty": False}
+    assert commit(tmp_path / "inner") == found
+    (tmp_path / "a").write_text("2")
+    assert commit(tmp_path) == {**found, "dirty": True}
+    git("pack-refs", "--all")
+    monkeypatch.setenv("PATH", "")
+    assert commit(tmp_path) == {**found, "dirty": None}
+    monkeypatch.undo()
+    git("checkout", "-q", "--detach")
+    assert commit(tmp_path) == {**found, "dirty": True}
+
+
+def test_a_summary_of_a_later_version_is_refused_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        BadInput, match=r"x.json: schema: 3: this version reads schema 1 to 2: use the ipu_pipe that wrote it"
+    ):
+        upgraded({"schema": 3}, "x.json")
+    go(tmp_path / "run", "steps=2")
+    summary = tmp_path / "run" / "summary.json"
+    summary.write_text(json.dumps({**json.loads(summary.read_text()), "schema": 3}))
+    with pytest.raises(BadInput, match=r"summary.json: schema: 3"):
+        go(tmp_path / "run", "steps=2", resume=True)

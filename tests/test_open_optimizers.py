@@ -1,0 +1,186 @@
+"""Optimizers and schedulers as people have them: a class, an instance, a factory, any torch.optim.lr_scheduler."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, List
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import ipu_pipe
+from ipu_pipe.data.batches import TensorData
+from ipu_pipe.errors import BadInput
+from ipu_pipe.run.build import build
+from ipu_pipe.update.playing import play
+
+HOW = {"micro_batch_size": 4, "log": {"tensorboard": False, "every": 1}, "evaluate": {"every": 0}, "stages": ["2"]}
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def data() -> TensorData:
+    generator = torch.Generator().manual_seed(1)
+    pair = torch.randn(32, 5, generator=generator), torch.randint(0, 2, (32,), generator=generator)
+    return TensorData(pair, pair)
+
+
+def trained(out: Path, net: nn.Module, steps: int = 6, **how: Any) -> List[torch.Tensor]:
+    keys = how.pop("keys", {})
+    given = {"data": data(), "model": net, "quiet": True, **how}
+    ipu_pipe.train(ipu_pipe.configure(steps=steps, **HOW, **keys), out, **given)
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def plain(
+    net: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None, steps: int = 6
+) -> List[torch.Tensor]:
+    """Training as one writes it without this library."""
+    source = data()
+    for k in range(steps):
+        x, y = source.train_batch(*divmod(k, 8), 4)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def equal(ours: List[torch.Tensor], theirs: List[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+def groups_of(net: nn.Sequential) -> List[Any]:
+    """With settings of their own, one group over both stages: as for fine-tuning."""
+    biases = [net[0].bias, net[2].bias]
+    return [{"params": [net[0].weight, net[2].weight], "weight_decay": 0.1}, {"params": biases, "lr": 0.002}]
+
+
+@pytest.mark.parametrize("form", ["instance", "groups", "class", "pair", "factory", "yaml"])
+def test_every_form_trains_as_plain_pytorch_does(form: str, tmp_path: Path) -> None:
+    net, args = model(), {"lr": 0.01, "alpha": 0.9, "momentum": 0.5}
+    make = functools.partial(torch.optim.RMSprop, **args)
+    theirs = model()
+    expected = plain(theirs, make(groups_of(theirs) if form == "groups" else theirs.parameters()))
+    keys = {"optimizer": {"name": "torch.optim.RMSprop", "lr": 0.01, "args": {"alpha": 0.9, "momentum": 0.5}}}
+    given = {
+        "instance": {"optimizer": make(net.parameters())},
+        "groups": {"optimizer": make(groups_of(net))},
+        "class": {"optimizer": torch.optim.RMSprop, "optimizer_args": args},
+        "pair": {"optimizer": (torch.optim.RMSprop, args)},
+        "factory": {"optimizer": make},
+        "yaml": {"keys": keys},
+    }[form]
+    assert equal(trained(tmp_path / "run", net, **given), expected)
+    report = json.loads((tmp_path / "run" / "summary.json").read_text())["optimizer"]
+    assert report["name"] == "torch.optim.rmsprop.RMSprop" and report["settings"]["alpha"] == 0.9
+
+
+def test_an_optimizer_that_is_none_or_not_of_the_model_is_told_in_a_line(tmp_path: Path) -> None:
+    net, other = model(), model()
+    used = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    plain(net, used, steps=1)
+    wrong = {
+        "optimizer: a int: must be a torch.optim class": {"optimizer": 3},
+        "optimizer: the class Linear: must be": {"optimizer": nn.Linear},
+        "optimizer: SGD: has stepped already": {"optimizer": used},
+        "optimizer: SGD: does not hold 2 of the 2 parameters of stage 0": {
+            "optimizer": torch.optim.SGD(other.parameters(), lr=0.1)
+        },
+        "optimizer: SGD: .*unexpected keyword argument 'betas'": {
+            "optimizer": torch.optim.SGD, "optimizer_args": {"lr": 0.1, "betas": 1},
+        },
+        "optimizer_args: need optimizer": {"optimizer_args": {"lr": 0.1}},
+    }  # fmt: skip
+    for told, given in wrong.items():
+        with pytest.raises(BadInput, match=told) as refused:
+            trained(tmp_path / "run", net, **given)
+        assert len(refused.value.faults) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_groups_with_rates_of_their_own_are_not_for_rules_that_read_the_rate(tmp_path: Path) -> None:
+    net = model()
+    keys = {"method": "spectrain"}
+    with pytest.raises(BadInput, match="groups with learning rates of their own: not with a rule"):
+        trained(tmp_path / "run", net, keys=keys, optimizer=torch.optim.SGD(groups_of(net), lr=0.1, momentum=0.9))
+
+
+SCHEDULERS = {
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 6, "cycle_momentum": False},
+    "CosineAnnealingWarmRestarts": {"T_0": 3},
+    "ExponentialLR": {"gamma": 0.5},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 2, "cycle_momentum": False},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_any_scheduler_gives_its_own_rates(name: str, tmp_path: Path) -> None:
+    make = functools.partial(getattr(lr_scheduler, name), **SCHEDULERS[name])
+    theirs = model()
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9)
+    expected = plain(theirs, optimizer, make(optimizer))
+    sgd = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
+    assert equal(trained(tmp_path / "a", model(), keys={"optimizer": sgd}, lr_scheduler=make), expected)
+    named = {"name": f"torch.optim.lr_scheduler.{name}", "args": SCHEDULERS[name]}
+    assert equal(trained(tmp_path / "b", model(), keys={"optimizer": sgd, "lr_schedule": named}), expected)
+    rates = [
+        [json.loads(line).get("lr") for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("a", "b")
+    ]
+    assert rates[0] == rates[1] and len(set(rates[0])) > 2
+
+
+def test_a_scheduler_may_be_stepped_by_epochs_and_composes_with_rules() -> None:
+    schedule = {"name": "torch.optim.lr_scheduler.StepLR", "args": {"step_size": 1, "gamma": 0.5}, "interval": "epoch"}
+    keys = {**HOW, "lr_schedule": schedule, "optimizer": {"lr": 1.0}, "epochs": 3}
+    job = build(ipu_pipe.configure(**keys), model(), data())
+    assert [job.rate(k) for k in (0, 7, 8, 15, 16, 23)] == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+    t1 = build(
+        ipu_pipe.configure(**keys, method="pipemare", method_args={"t1": {"anneal_updates": 4}}), model(), data()
+    )
+    assert t1.rules.rates(20)[0] == 0.25 and 0 < t1.rules.rates(1)[0] < 1.0
+
+
+def test_a_scheduler_that_cannot_be_played_is_told_in_a_line() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+    wrong = {
+        r"OneCycleLR: changes momentum: .*cycle_momentum=False": lambda o: lr_scheduler.OneCycleLR(
+            o, 0.1, total_steps=20
+        ),
+        "ReduceLROnPlateau: follows what evaluations measure": lr_scheduler.ReduceLROnPlateau,
+        "gave a int, must give a torch.optim.lr_scheduler": lambda o: 3,
+        "at update 6 of 20: ValueError": functools.partial(
+            lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=5, cycle_momentum=False
+        ),
+        "gives rates that are no numbers": lambda o: lr_scheduler.LambdaLR(o, lambda k: float("nan")),
+    }
+    for told, make in wrong.items():
+        with pytest.raises(BadInput, match=told) as refused:
+            play(make, optimizer, 0.1, 20)
+        assert len(refused.value.faults) == 1
+    assert optimizer.param_groups[0]["lr"] == 0.1 and optimizer.param_groups[0]["momentum"] == 0.9
+    with pytest.raises(BadInput, match="lr_schedule.name: cosin: must be one of"):
+        ipu_pipe.configure(lr_schedule={"name": "cosin"})
+    with pytest.raises(BadInput, match="optimizer.momentum: 0.5: of torch.optim.RMSprop belongs into optimizer.args"):
+        ipu_pipe.configure(optimizer={"name": "torch.optim.RMSprop", "momentum": 0.5})
+
+
+def test_a_run_by_a_given_scheduler_is_recorded_and_goes_on_with_it_alone(tmp_path: Path) -> None:
+    make = functools.partial(lr_scheduler.ExponentialLR, gamma=0.9)
+    trained(tmp_path / "run", model(), keys={"checkpoint": {"every": 2}}, lr_scheduler=make)
+    recorded = (tmp_path / "run" / "config.yaml").read_text()
+    assert "ExponentialLR" in recorded and "gamma: 0.9" in recorded
+    with pytest.raises(BadInput, match="given.lr_scheduler: .*ExponentialLR: Python gave it"):
+        trained(tmp_path / "run", model(), keys={"checkpoint": {"every": 2}}, resume_from=2)
+    with pytest.raises(BadInput, match=r"given.lr_scheduler.settings.gamma: 0.9 -> 0.8"):
+        other = functools.partial(lr_scheduler.ExponentialLR, gamma=0.8)
+        trained(tmp_path / "run", model(), keys={"checkpoint": {"every": 2}}, resume_from=2, lr_scheduler=other)
