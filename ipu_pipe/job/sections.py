@@ -150,7 +150,6 @@ class LrSchedule(Section):
     epochs at which step multiplies it. `gamma`: by what. `total_steps`: the updates over which cosine and linear fall, and from
     which T1 takes its K; those of the run if null, which can then not be made longer."""
 
-
     name: str = "constant"
     total_steps: Optional[Updates] = None
     warmup_steps: Whole = 0
