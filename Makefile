@@ -8,11 +8,11 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/py38-torch2.0.1.txt" if sys.version_info < (3, 9) else "constraints/py311-torch2.13.txt")')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 5 --timeout 60
 
-.PHONY: help install train test test-ipu-floor lint hostile wheel browser chromium bench equality reproduce clean
+.PHONY: help install train test test-ipu-floor lint hostile wheel site browser chromium bench equality reproduce clean
 
 help:
 	@sed -n 's/^# //p' Makefile
-	@echo "targets: install train test test-ipu-floor lint hostile wheel browser bench equality reproduce clean"
+	@echo "targets: install train test test-ipu-floor lint hostile wheel site browser bench equality reproduce clean"
 
 install: $(VENV)/.installed
 
@@ -88,6 +88,15 @@ wheel: install
 	env -u PYTHONPATH $(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check --retries 5 --timeout 60 install --quiet \
 	    --constraint $(CONSTRAINTS) "$$(ls $(WHEEL_VENV)/dist/*.whl)[data]"
 	$(WHEEL_VENV)/bin/python tests/wheel_commands.py
+
+# the documentation as a site, in build/site; nothing but its tools is fetched (--quiet would drop the warnings that --strict counts)
+site: $(VENV)/.site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml
+	@echo "written: build/site/index.html"
+
+$(VENV)/.site: $(VENV)/.installed
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[site]'
+	@touch $@
 
 # the analysis's page in headless Chromium
 browser: $(VENV)/.browser

@@ -61,7 +61,7 @@ def _told(detail: Any, origins: Mapping[str, str], place: str, schema: Schema, f
         near = also_called(value, literals(detail)) if kind == "literal_error" else ""
         message += f"; did you mean {near}?" if near else ""
     key = ".".join(parts)
-    said = "missing: must be given" if kind == "missing" else f"{_as_written(value)}: {message}"
+    said = "missing: must be given" if kind == "missing" else f"{as_written(value)}: {message}"
     return f"{origin_of(key, origins, place)}: {shown(key)}: {said}"
 
 
@@ -77,7 +77,7 @@ def literals(detail: Any) -> List[str]:
     return [word for word in str(detail["ctx"]["expected"]).split("'") if word.strip() not in ("", ",", "or")]
 
 
-def _as_written(value: Any) -> str:
+def as_written(value: Any) -> str:
     """A value as the file says it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -40,9 +40,10 @@ def program() -> Optional[str]:
     return "python -m ipu_pipe" if called.name == "__main__.py" and called.parent.name == "ipu_pipe" else None
 
 
-def as_called(text: str) -> str:
-    """`text`, which names commands as a clone has them (python tools/fetch_data.py), as the user calls them."""
-    called = program()
+def as_called(text: str, called: Optional[str] = None) -> str:
+    """`text`, which names commands as a clone has them (python tools/fetch_data.py), as the user calls them, or as they are to be
+    `called`."""
+    called = called or program()
     if called is None:
         return text
     return TOOL.sub(lambda found: f"{called} {found.group(1).replace('_', '-')}", text)

@@ -33,14 +33,15 @@ def escaped(text: str) -> str:
 # What others call what has another name here; of what is not here (interleaved, zero-bubble) the nearest.
 ALSO_CALLED = {
     "1f1b": "pipedream_flush", "dapple": "pipedream_flush", "2bw": "pipedream_2bw", "pb": "pipelined_backprop",
-    "localsgd": "local_sgd", "rpd": "randomized_pipedream", "bf16": "bfloat16", "fp32": "float32", "single": "float32",
+    "localsgd": "local_sgd", "rpd": "randomized_pipedream", "bf16": "bfloat16",
+    **dict.fromkeys(("float16", "fp16", "half", "mixed", "amp", "autocast", "bf16_mixed", "16_mixed"), "bfloat16_mixed"),
+    "fp32": "float32", "single": "float32",
     "fp64": "float64", "double": "float64",
     "accumulation_steps": "gradient_accumulation", "grad_accum": "gradient_accumulation", "max_steps": "steps",
     "learning_rate": "lr", "gpu": "cuda",
     "interleaved": "pipedream_flush", "interleaved_1f1b": "pipedream_flush", "zero_bubble": "pipedream_flush",
     "zb_h1": "pipedream_flush", "dualpipe": "pipedream_flush", "schedulegpipe": "gpipe", "schedule1f1b": "pipedream_flush",
-    "fp16": "bfloat16", "amp": "bfloat16_mixed", "mixed": "bfloat16_mixed",
-    "bf16_mixed": "bfloat16_mixed", "gloo": "distributed", "nccl": "distributed", "torchrun": "distributed",
+    "gloo": "distributed", "nccl": "distributed", "torchrun": "distributed",
     "processes": "distributed", "ipu": "poptorch", "cosineannealinglr": "cosine", "multisteplr": "step", "steplr": "step",
 }  # fmt: skip
 

@@ -146,8 +146,8 @@ def transformer_lm(
     """Causal language model of `blocks` blocks: `blocks + 2` stages. Output at place t depends on tokens up to t.
 
     Input tokens (B, T), T at most `context`, output (B, vocabulary, T), for labels (B, T). `tied`: the head's weight is
-    the embedding's, so that both must lie in one stage. `gpt2`: begins as GPT-2 does, else as torch's layers do, which plain
-    SGD leaves faster. 867,072 parameters as it stands, 834,304 tied.
+    the embedding's, for methods whose stages read one version of it. `gpt2`: begins as GPT-2 does, else as torch's layers do,
+    which plain SGD leaves faster. 867,072 parameters as it stands, 834,304 tied.
     """
     _check("transformer_lm", heads, width, dropout, vocabulary=vocabulary, blocks=blocks, context=context)
     children: List[Any] = [("embedding", LearnedEmbedding(vocabulary, context, width, dropout))]

@@ -13,8 +13,12 @@ from torch import nn
 
 from ipu_pipe.backends.processes.channels import links
 from ipu_pipe.backends.processes.mail import THROUGH_CHANNELS
+from ipu_pipe.backends.processes.ties import ties_of
 from ipu_pipe.errors import end_process
+from ipu_pipe.hardware.precision import MIXED, row_of
+from ipu_pipe.job.record import DTYPES
 from ipu_pipe.model.cutting import crossings, pieces
+from ipu_pipe.model.precision import Numbers
 from ipu_pipe.model.probe import random_modules
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.stages import partition
@@ -22,9 +26,9 @@ from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import parameter_groups, stage_groups
+from ipu_pipe.update.groups import parameter_groups, stage_groups, trained
 from tests.nccl_double import NcclDouble
-from tests.staged_models import MODELS, Skipping, batches, whole
+from tests.staged_models import MODELS, TIED, Skipping, batches, twice, whole
 
 Case = Tuple[str, str, Dict[str, Any], int, str, int]  # name, method, args, microbatches an update, model, switch
 BATCHES = 9
@@ -46,6 +50,8 @@ def begins(model: nn.Module, ranks: int) -> List[str]:
     """The model's stages on so many ranks: the first ones merged."""
     if isinstance(model, Skipping):
         return ["b", "c", "d"][-(ranks - 1) :]
+    if len(list(model.children())) < len(model):  # type: ignore[arg-type]
+        return ["1", "2", "4"] if ranks == 4 else ["2"]  # one of them runs twice
     count = len(list(model.children()))
     return [str(index) for index in range(count - ranks + 1, count)]
 
@@ -54,7 +60,20 @@ def fresh(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(3)
     if name.startswith("skipping"):
         return Skipping(trains_scale=name == "skipping").to(dtype)
-    return whole([stage.to(dtype) for stage in MODELS[name]()])
+    if name == "twice":
+        return twice().to(dtype)
+    return whole([stage.to(dtype) for stage in {**MODELS, **TIED}[name]()])
+
+
+def numbers_of(case: Case, model: nn.Module) -> Numbers:
+    """Those that a fresh model computes in from here on: mixed ones where the case's name asks for it."""
+    row = row_of(MIXED, resolve_method(case[1], case[2])) if case[0].startswith("mixed") else "float64"
+    return Numbers(model, row, DTYPES[row], torch.device("cpu"), is_given=False)
+
+
+def data_of(case: Case, numbers: Numbers) -> List[Any]:
+    """Its microbatches."""
+    return [(x.to(numbers.inputs), y) for x, y in batches(case[3] * updates_of(case))]
 
 
 def clip_of(case: Case) -> Any:
@@ -63,11 +82,11 @@ def clip_of(case: Case) -> Any:
     return next(((0.3, scope) for word, scope in scopes.items() if case[0].startswith(word)), None)
 
 
-def channels_of(case: Case, ranks: int) -> Any:
+def channels_of(case: Case, ranks: int, tied: Any) -> Any:
     """Groups in the place of tags, which behave as those of nccl, where the case's name asks for it."""
     if not case[0].startswith("channels"):
         return None
-    order = links(ranks, resolve_method(case[1], case[2]), THROUGH_CHANNELS)
+    order = links(ranks, resolve_method(case[1], case[2]), THROUGH_CHANNELS, tied)
     return {link: dist.new_group(sorted(link[:2])) for link in order}
 
 
@@ -82,26 +101,28 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     _, name, args, accumulate, model_name, switch = case
     method = resolve_method(name, args)
     model = fresh(model_name)
-    data = batches(accumulate * updates_of(case))
+    numbers = numbers_of(case, model)
+    data = data_of(case, numbers)
     names = begins(model, ranks)
-    part = partition(model, data[0][0], names)
+    part = partition(model, data[0][0], names, one_stage=method.one_stage)
     schedule = make_schedule(method, ranks, len(data), accumulate, drains_of(case), switch * accumulate)
     table = VersionTable(schedule, method)
     layout = Layout(rank, ranks)
     cut = pieces(model, names, data[0][0])
-    across = crossings(cut, model, data[0][0])
+    across = crossings(cut)
     make = ADAMW if "adamw" in case[0] else SGD
-    optimizer = make(stage_groups(parameter_groups(model, part), rank))
+    optimizer = make(stage_groups(trained(parameter_groups(model, part), numbers.trained), rank))
     rate = make.keywords["lr"]
-    rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch)
+    rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch, numbers.masters)
     keyed = KeyedRandomness(model, random_modules(model, data[0][0]), 0, torch.device("cpu"))
-    channels = channels_of(case, ranks)
+    ties = ties_of(model, cut, rank)
+    channels = channels_of(case, ranks, ties.links)
     double = NcclDouble(list((channels or {}).values()))
     double.watch(cut[rank], optimizer)
     cpu = torch.device("cpu")
     engine = RowPlayer(
-        Work(nn.functional.cross_entropy, table, rules, clip_of(case)),
-        Place(layout, cut[rank], across, lambda m: data[m], cpu, keyed),
+        Work(numbers.loss(nn.functional.cross_entropy), table, rules, clip_of(case)),
+        Place(layout, cut[rank], across, lambda m: data[m], cpu, keyed, ties=ties),
         Mail(layout, cpu, Timeline(layout, range(512)), 300.0, channels=channels),
     )
     with double:
@@ -111,10 +132,12 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
                 assert not double.pending(), "receives are posted while the pipeline is empty"
             losses.append(engine.step(k))
         engine.close()
-    state = cut[rank].state()
-    own = sum(state[name].numel() * state[name].element_size() for name in part.stages[rank].parameters)
+    with numbers.whole():
+        state = cut[rank].state()
+        held = [model.get_parameter(name) for name in (*part.stages[rank].parameters, *part.replicas(rank))]
+        own = sum(p.numel() * p.element_size() for p in held)
     if own:  # weight versions besides the newest, at most
-        state[f"versions {rank}"] = torch.tensor(engine.weights.peak_bytes / own)
+        state[f"versions {rank}"] = torch.tensor(engine.version_bytes / own)
     if engine.place.is_last:
         state["losses"] = torch.tensor([loss for loss, _ in losses])  # type: ignore[misc]
     return {key: value.clone() for key, value in state.items()}

@@ -7,8 +7,9 @@ newest when, and the update rules are written out from their papers' equations, 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -100,16 +101,28 @@ class State:
 
 
 class LiteralStage:
-    """One stage: weights in memory, one graph a microbatch in flight, an optimizer of its own."""
+    """One stage: weights in memory, one graph a microbatch in flight, an optimizer of its own.
+
+    `ties`: its weights that are an earlier stage's, by that stage and the weight's name there. Such a stage has no optimizer for
+    them: it reads what has come of them, and the gradient of each backward goes there. `reads`: dtypes of the weights that passes
+    read, where these are roundings of those that the stage keeps, in float32; the module computes in them. `around`: what every
+    forward runs in (autocast).
+    """
 
     def __init__(
         self,
         module: nn.Module,
         make_optimizer: Callable[[List[nn.Parameter]], Any],
         rules: Optional[LiteralRules] = None,
+        ties: Mapping[str, Tuple["LiteralStage", str]] = {},
+        reads: Optional[Mapping[str, torch.dtype]] = None,
+        around: Callable[[], ContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
-        self.module, self.rules = module, rules
-        self.parameters = dict(module.named_parameters())
+        self.module, self.rules, self.ties, self.around = module, rules, ties, around
+        self.parameters = {name: p for name, p in module.named_parameters() if name not in ties}
+        self.reads = reads or {name: p.dtype for name, p in self.parameters.items()}
+        self.came: Dict[Tuple[int, str], torch.Tensor] = {}  # gradients of a microbatch from a later stage
+        self.known = 0  # the version that later stages have got
         self.optimizer = make_optimizer(list(self.parameters.values())) if self.parameters else None
         self.history = [self._now()]  # weights after 0, 1, 2, ... updates of this stage
         self.states = [State(self.history[0])]
@@ -123,12 +136,27 @@ class LiteralStage:
     def version(self) -> int:
         return len(self.history) - 1
 
-    def forward(self, m: int, inputs: Sequence[torch.Tensor], version: int) -> Tuple[torch.Tensor, ...]:
-        weights = self.history[version]
+    def forward(
+        self, m: int, inputs: Sequence[torch.Tensor], version: Optional[int] = None
+    ) -> Tuple[torch.Tensor, ...]:
+        """`version` None: the newest of its own weights, and of others' what has come."""
+        own = self.version if version is None else version
+        weights = self.history[own]
         if self.rules:
-            weights = self.rules.forward(weights, self.states[version], version)
-        self.forward_version[m] = version
-        return self._run(m, inputs, weights)
+            weights = self.rules.forward(weights, self.states[own], own)
+        self.forward_version[m] = own
+        return self._run(m, inputs, {**weights, **self._tied(version)})
+
+    def _tied(self, version: Optional[int] = None) -> Weights:
+        return {name: stage.told(there, version) for name, (stage, there) in self.ties.items()}
+
+    def told(self, name: str, version: Optional[int]) -> torch.Tensor:
+        """A weight as a later stage has it, in its newest version if None."""
+        if name in self.ties:
+            stage, there = self.ties[name]
+            return stage.told(there, version)
+        assert version is None or version <= self.known, "it has not come yet"
+        return self.history[self.known if version is None else version][name]
 
     def recompute(self, m: int, inputs: Optional[Sequence[torch.Tensor]]) -> Tuple[torch.Tensor, ...]:
         """The forward again with what is in memory now; `inputs` None: those of the forward, which a segment's head kept."""
@@ -148,9 +176,10 @@ class LiteralStage:
         return weights
 
     def _run(self, m: int, inputs: Sequence[torch.Tensor], weights: Weights) -> Tuple[torch.Tensor, ...]:
-        read = {name: w.clone().requires_grad_() for name, w in weights.items()}
+        read = {name: w.clone().to(self.reads[name]).requires_grad_() for name, w in weights.items()}
         received = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
-        outputs = functional_call(self.module, read, (received[0] if len(received) == 1 else tuple(received),))
+        with self.around():
+            outputs = functional_call(self.module, read, (received[0] if len(received) == 1 else tuple(received),))
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         self.in_flight[m] = (read, received, outputs)
         return outputs
@@ -158,13 +187,18 @@ class LiteralStage:
     def backward(self, m: int, outputs: Sequence[torch.Tensor], gradients: Sequence[Any], newest: bool) -> List[Any]:
         read, received, _ = self.in_flight.pop(m)
         if newest:  # the backward finds in memory what the stage holds now
-            for name, w in self._read_now(m).items():
+            for name, w in {**self._read_now(m), **self._tied()}.items():
                 read[name].data.copy_(w)
         pairs = [(o, g) for o, g in zip(outputs, gradients) if o.requires_grad]
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        for name, w in read.items():
+            if (m, name) in self.came:
+                w.grad = self.came.pop((m, name)) + w.grad
+        self.gives = [(stage.came, (m, there), read[name].grad) for name, (stage, there) in self.ties.items()]
         for name, p in self.parameters.items():
             if read[name].grad is not None:
-                p.grad = read[name].grad.clone() if p.grad is None else p.grad + read[name].grad
+                gradient = read[name].grad.to(p.dtype)
+                p.grad = gradient.clone() if p.grad is None else p.grad + gradient
         return [x.grad for x in received]
 
     def update(self) -> None:
@@ -243,10 +277,12 @@ def replay(
         return
     for slot in range(schedule.slot_count):
         sent: List[Any] = []  # arrives when the slot is over
+        for stage in stages:
+            stage.known = stage.version
         for s, stage in enumerate(stages):
             m = forwards.get((slot, s))
             if m is not None:
-                version = stage.version
+                version = None
                 if method.forward_reads is Reads.DOUBLE_BUFFERED and last:
                     begin = max([0, *[drain for drain in drains if drain <= m]]) // accumulate
                     version = max(m // accumulate - 1, begin)
@@ -265,7 +301,7 @@ def replay(
                 else:
                     grads = gradients.pop((s, m))
                 back = stage.backward(m, outputs, grads, newest=method.backward_reads is Reads.NEWEST)
-                sent.append((gradients, (s - 1, m), back))
+                sent += [(gradients, (s - 1, m), back), *stage.gives]
                 if (m + 1) % accumulate == 0:
                     stage.update()
         for box, key, tensors in sent:

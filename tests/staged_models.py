@@ -68,6 +68,49 @@ def residual() -> List[nn.Module]:
     ]
 
 
+def tied() -> List[nn.Module]:
+    """The second stage's weight is the last one's, too."""
+    made: List[nn.Module] = [
+        nn.Sequential(nn.Linear(12, 9), nn.Tanh()),
+        nn.Sequential(nn.Linear(9, 9), nn.Tanh()),
+        nn.Sequential(nn.Linear(9, 9), nn.LayerNorm(9), nn.ReLU()),
+        nn.Sequential(nn.Linear(9, 9, bias=False), nn.ReLU(), nn.Linear(9, 4)),
+    ]
+    made[3][0].weight = made[1][0].weight  # type: ignore[index]
+    return made
+
+
+def thrice() -> List[nn.Module]:
+    """A weight of three stages, of which the last one has no other."""
+    made: List[nn.Module] = [
+        nn.Sequential(nn.Linear(12, 9), nn.Tanh()),
+        nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 12), nn.Tanh()),
+        nn.Sequential(nn.Linear(12, 9), nn.ReLU()),
+        nn.Sequential(nn.Linear(9, 12, bias=False), nn.Tanh()),
+        nn.Linear(12, 9, bias=False),
+    ]
+    for later in (made[2][0], made[4]):  # type: ignore[index]
+        later.weight = made[0][0].weight  # type: ignore[index]
+    return made
+
+
+# of the stages of a model: name of a weight -> the stage before that uses it, and its name there
+TIES: Dict[str, Dict[int, Dict[str, Tuple[int, str]]]] = {
+    "tied": {3: {"0.weight": (1, "0.weight")}},
+    "thrice": {2: {"0.weight": (0, "0.weight")}, 4: {"weight": (2, "0.weight")}},
+}
+TIED = {"tied": tied, "thrice": thrice}
+
+
+def twice() -> nn.Sequential:
+    """A module of two weights that runs again after others."""
+    torch.manual_seed(3)
+    again = nn.Linear(4, 4)
+    return nn.Sequential(
+        nn.Linear(12, 4), begin_stage(again), begin_stage(nn.Tanh()), again, begin_stage(nn.Linear(4, 4))
+    )
+
+
 MODELS: Dict[str, Callable[[], List[nn.Module]]] = {"mlp": mlp, "convolution": convolution, "residual": residual}
 
 

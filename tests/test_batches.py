@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
+import multiprocessing
+import os
+import traceback
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
@@ -16,8 +21,9 @@ import ipu_pipe
 from ipu_pipe import BadInput
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.data.batches import divided
-from ipu_pipe.job.schema import Config
-from ipu_pipe.model.nests import copied, few, mapped, named, tensors
+from ipu_pipe.errors import end_process
+from ipu_pipe.job.schema import BackendConfig, Config
+from ipu_pipe.model.nests import copied, few, mapped, named, refuse_other_shapes, tensors
 from ipu_pipe.model.outputs import OwnLoss, fields, taker, told
 from ipu_pipe.report.words import left_out
 from ipu_pipe.run.build import build
@@ -58,7 +64,7 @@ def train_alike(
     engine = make_engine(job, 0)
     for k in range(updates):
         engine.step(k)
-    assert engine.evaluate()[0][0] is not None
+    assert engine.evaluate()[0].loss is not None
     engine.close()
     before = dict(plain.named_parameters())
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -205,10 +211,11 @@ def test_a_model_that_gives_its_scores_and_its_loss() -> None:
     train_alike(Two(), [tuple(parts) for parts in PARTS], lambda model, batch: model(*batch)[1], loss="model")
     job = build(settings(), Two(), ipu_pipe.from_loader(batches, batches), "model", output=0)
     engine = make_engine(job, 0)
-    (loss, accuracy), model = engine.evaluate()[0], job.model
+    found, model = engine.evaluate()[0], job.model
     right = sum(int((model(a, b).argmax(dim=1) == y).sum()) for a, b, y in PARTS)
-    assert accuracy == {"accuracy": right / 16}
-    assert loss == pytest.approx(sum(model(a, b, y)[1].item() for a, b, y in PARTS) / 4)
+    assert found.accuracy == right / 16 and found.loss == pytest.approx(
+        sum(model(a, b, y)[1].item() for a, b, y in PARTS) / 4
+    )
     engine.close()
 
 
@@ -298,6 +305,34 @@ def test_ipus_take_pairs_of_tensors() -> None:
     ]
     job = build(settings(), Two(), ipu_pipe.from_loader([(a, y)] * 4), output=lambda scores: scores)
     assert "model.output: IPUs" in faults(job)[0]
+
+
+def test_heads_of_blocks_give_what_is_taken_already() -> None:
+    keys = {"method": "local_greedy", "stages": ["1"]}
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4))
+    pairs = [(a, y) for a, _, y in PARTS]
+    line = refusal(model, pairs, keys, output=lambda scores: scores)
+    assert line.startswith("model.output: (given in Python): local_greedy") and "name of a field, or an index" in line
+    data = ipu_pipe.from_loader([a for a, _, _ in PARTS])
+
+    class Squares(nn.Sequential):
+        def forward(self, a: Any) -> Any:
+            return super().forward(a).square().mean()
+
+    assert refusal(Squares(*model), data, {**keys, "loss": "model"}).startswith("loss: model: local_greedy: the heads")
+    build(settings(**{**keys, "method": "last_layers", "method_args": {"layers": 1}}), Squares(*model), data, "model")
+
+
+def test_stages_on_processes_take_one_shape() -> None:
+    a, b, _ = PARTS[0]
+    refuse_other_shapes({"a": a, "b": None}, {"a": b.new_zeros(4, 3), "b": None}, 5)
+    with pytest.raises(BadInput) as refused:
+        refuse_other_shapes({"a": a[:, :2]}, {"a": a}, 5)
+    (line,) = refused.value.faults
+    assert (
+        line.startswith("data: microbatch 5: inputs: a: of shape (4, 2), of the first microbatch (4, 3)")
+        and "pad" in line
+    )
 
 
 def test_fields_of_outputs() -> None:
@@ -415,3 +450,68 @@ def test_samples_left_out_are_told() -> None:
     for name, options, count in (("digits", {}, 1437), ("synthetic", {"subset": 30}, 30)):
         data = ipu_pipe.load_data(name, **options)
         assert data.train_samples == count  # type: ignore[attr-defined]
+
+
+# ---- on two processes
+
+
+def as_trained(case: str) -> Dict[str, Any]:
+    """Model, data and what else `train` is given, the same each time."""
+    torch.manual_seed(3)
+    made: Dict[str, Callable[[], Dict[str, Any]]] = {
+        "three": lambda: {"model": Two(), "data": [(a, b, y) for a, b, y in PARTS]},
+        "own": lambda: {"model": Two(), "data": [{"a": a, "b": b, "labels": y} for a, b, y in PARTS], "loss": "model"},
+        "bert": lambda: {"model": hugging("bert"), "data": sentences(), "output": "logits"},
+        "gpt2": lambda: {"model": hugging("gpt2"), "data": texts(), "loss": "model"},
+        "vit": lambda: {"model": hugging("vit"), "data": images(), "output": "logits"},
+        "blocks": lambda: {"model": hugging("vit"), "data": images(), "output": "logits"},
+    }
+    given = made[case]()
+    stages = {"three": ["out"], "own": ["out"], "bert": ["bert.encoder.layer.1"], "gpt2": ["transformer.h.1"]}
+    stages["blocks"] = [name for name, _ in given["model"].named_modules() if name.endswith("layers.1")]
+    method = "local_greedy" if case == "blocks" else "gpipe"
+    config = settings(stages=stages.get(case, 2), checkpoint={"every": 3}, method=method)
+    return {**given, "config": config, "data": ipu_pipe.from_loader(given["data"], given["data"][:2]), "quiet": True}
+
+
+def one_rank(rank: int, folder: Path, cases: List[str]) -> None:
+    """A process of two, forked from one that has imported all."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        for case in cases:
+            how = as_trained(case)
+            backend = BackendConfig(name="distributed", deadline=60)
+            ipu_pipe.train(how.pop("config").model_copy(update={"backend": backend}), folder / "two" / case, **how)
+        torch.distributed.barrier()
+    except BaseException:
+        traceback.print_exc()
+        end_process(1)
+    end_process(0)
+
+
+@pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="needs torch 2.4")
+def test_two_processes_train_on_any_batch_as_the_emulator(tmp_path: Path) -> None:
+    cases = ["three", "own", "bert", "gpt2", "vit", "blocks"]
+    for case in cases:
+        how = as_trained(case)
+        ipu_pipe.train(how.pop("config"), tmp_path / "one" / case, **how)
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=one_rank, args=(rank, tmp_path, cases)) for rank in range(2)]
+    try:
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(120)
+            assert process.exitcode == 0
+    finally:
+        for process in ranks:
+            process.kill()
+    for case in cases:
+        one, two = (
+            load_file(str(tmp_path / n / case / "checkpoints/step-3/model.safetensors")) for n in ("one", "two")
+        )
+        assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one), case
+        found = [json.loads((tmp_path / n / case / "summary.json").read_text())["final"] for n in ("one", "two")]
+        assert found[0] == found[1], case

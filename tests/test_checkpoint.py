@@ -45,6 +45,21 @@ def test_tied_weights_are_kept_under_both_names(tmp_path: Path) -> None:
     assert torch.equal(held.model["0.weight"], held.model["1.weight"])
 
 
+def test_a_tied_weight_is_loaded_by_any_of_its_names_but_not_by_two_that_differ() -> None:
+    """Story: the last of two different values was taken, silently; files that have such a weight once were refused."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    one, other = torch.randn(3, 3), torch.randn(3, 3)
+    for name in ("0.weight", "1.weight"):
+        checkpoint.load_weights(model, {name: one}, "file")
+        assert torch.equal(model[0].weight, one) and torch.equal(model[1].weight, one)
+    with pytest.raises(BadInput, match="file: 1.weight: differs from 0.weight, which is the same weight of the model"):
+        checkpoint.load_weights(model, {"0.weight": other, "1.weight": one}, "file")
+    assert torch.equal(model[0].weight, one)
+    checkpoint.load_weights(model, {"0.weight": other, "1.weight": one}, "file", strict=False)
+    assert torch.equal(model[0].weight, other)
+
+
 def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 

@@ -24,6 +24,7 @@ from ipu_pipe.schedule.methods import METHODS
 SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 METHOD_NAMES = ", ".join(METHODS)
+PRECISIONS = "float32, float64, bfloat16, bfloat16_mixed, 16.16, 16.32 or 32.32"
 HARDWARE_NAMES = ", ".join(names())
 STAGES = (
     "must be null (the model's own), auto, finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
@@ -60,7 +61,7 @@ WRONG = {
     "lr: 0.1": "lr: 0.1: unknown key, nearest is optimizer.lr",
     "device: cuda": "device: cuda: unknown key, nearest is backend.device",
     "optimizer: {learning_rate: 0.1}": "optimizer.learning_rate: 0.1: unknown key, nearest is lr",
-    "precision: bf16": "precision: bf16: must be float32, float64, bfloat16, 16.16, 16.32 or 32.32; did you mean bfloat16?",
+    "precision: bf16": f"precision: bf16: must be {PRECISIONS}; did you mean bfloat16?",
     "stage: 3": "stage: 3: unknown key, nearest is stages",
     "log: {qqqqq: 3}": "log.qqqqq: 3: unknown key, allowed are every, tensorboard, trace",
     "log: {trace_microbatches: 64}": "log.trace_microbatches: 64: is now trace: {begin, end, every}, which counts updates, not "
@@ -102,7 +103,7 @@ WRONG = {
     "backend: {deadline: 0}": "backend.deadline: 0: must be a number > 0",
     "backend: {name: gpu}": "backend.name: gpu: must be emulator, distributed or poptorch",
     "backend: {device: tpu}": "backend.device: tpu: must be cpu or cuda",
-    "precision: float16": "precision: float16: must be float32, float64, bfloat16, 16.16, 16.32 or 32.32",
+    "precision: float16": f"precision: float16: must be {PRECISIONS}; did you mean bfloat16_mixed?",
     "optimizer: {lr: fast}": "optimizer.lr: fast: must be a number >= 0",
     "optimizer: {lr: true}": "optimizer.lr: true: must be a number >= 0",
     "optimizer: {lr: .inf}": "optimizer.lr: inf: must be a number >= 0",

@@ -172,7 +172,7 @@ def test_what_crosses_is_what_pieces_hand_on(name: str) -> None:
     model = make()
     units = count_units(model, x).units
     cut = pieces(model, [unit.name for unit in units[1:]], x)
-    handed = [sum(shape.bytes for shape in crossing.tensors) for crossing in crossings(cut, model, x)]
+    handed = [sum(shape.bytes for shape in crossing.tensors) for crossing in crossings(cut)]
     assert [unit.output_bytes * len(x) for unit in units[:-1]] == handed
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -17,9 +16,21 @@ from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import parameter_groups
-from tests.distributed_worker import ADAMW, SGD, Case, begins, clip_of, drains_of, fresh, main, updates_of
-from tests.staged_models import batches
+from ipu_pipe.update.groups import parameter_groups, trained
+from tests import forked
+from tests.distributed_worker import (
+    ADAMW,
+    SGD,
+    Case,
+    begins,
+    clip_of,
+    data_of,
+    drains_of,
+    fresh,
+    main,
+    numbers_of,
+    updates_of,
+)
 from tests.test_rules import ROWS
 
 pytestmark = pytest.mark.skipif(
@@ -54,7 +65,27 @@ def cases() -> List[Case]:
     for R, K, model in ((3, 2, "convolution"), (4, 3, "residual"), (1, 2, "mlp"), (5, 1, "mlp"), (2, 9, "convolution")):
         own = {"replicas": R, "local_steps": K}
         made += [(f"{way}-local_sgd-{R}", "local_sgd", own, R, model, 0) for way in ("plain", "clip-stage", "adamw")]
+    both = {"spike_compensation": {"scale": 1.0}, "weight_prediction": {"form": "velocity", "scale": 1.0}}
+    more = {"pipemare": ROWS["t1+t2"].args, "pipelined_backprop": both}
+    for method in (
+        "gpipe",
+        "pipedream_flush",
+        "pipedream",
+        "pipedream_2bw",
+        "pipemare",
+        "pipelined_backprop",
+        "spectrain",
+    ):
+        for model in ("mlp", "residual"):
+            made.append((f"mixed-{method}-{model}", method, more.get(method, {}), 4, model, 0))
+    made.append(("mixed-channels", "pipemare", again, 4, "residual", 0))
+    made.append(("mixed-adamw", "pipemare", {}, 4, "mlp", 0))
     made.append(("channels-local_sgd", "local_sgd", {"replicas": 3, "local_steps": 2}, 3, "residual", 0))
+    for method in (name for name, chosen in METHODS.items() if chosen.one_version):
+        clips = ["clip-global"] if METHODS[method].flushes else ["clip-stage", "clip-delayed"]
+        for way, model in zip(["plain", "channels", "adamw", *clips], ("tied", "thrice", "twice", "tied", "thrice")):
+            made.append((f"{way}-{method}-{model}", method, {}, 1 if method == "naive" else 4, model, 0))
+    made.append(("warm-up-thrice", "pipedream_2bw", {}, 4, "thrice", 3))
     for name, row in ROWS.items():
         if not resolve_method(row.method, row.args).delay:
             made.append((f"rule-{name}", row.method, _fit(row.args), 1, "residual", row.switch))
@@ -80,28 +111,35 @@ def _counts_versions(case: Case) -> bool:
 
 def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
     name, method_name, args, accumulate, model_name, switch = case
-    method, model, data = resolve_method(method_name, args), fresh(model_name), batches(accumulate * updates_of(case))
-    part = partition(model, data[0][0], begins(model, ranks))
+    method, model = resolve_method(method_name, args), fresh(model_name)
+    numbers = numbers_of(case, model)
+    data = data_of(case, numbers)
+    part = partition(model, data[0][0], begins(model, ranks), one_stage=method.one_stage)
     schedule = make_schedule(method, ranks, len(data), accumulate, drains_of(case), switch * accumulate)
     table = VersionTable(schedule, method)
     make = ADAMW if "adamw" in name else SGD
-    optimizer = make(parameter_groups(model, part))
+    optimizer = make(trained(parameter_groups(model, part), numbers.trained))
     rate = make.keywords["lr"]
-    rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch)
-    emulator = Emulator(Work(torch.nn.functional.cross_entropy, table, rules, clip_of(case)), model, part, data[0])
+    rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch, numbers.masters)
+    work = Work(numbers.loss(torch.nn.functional.cross_entropy), table, rules, clip_of(case))
+    emulator = Emulator(work, model, part, data[0])
     losses = [emulator.step(data[k * accumulate : (k + 1) * accumulate]).loss for k in range(updates_of(case))]
     emulator.close()
     copies = weight_copies(table)
     held = {
-        f"versions {stage.index}": torch.tensor(copies[stage.index] - 1.0) for stage in part.stages if stage.parameters
+        f"versions {stage.index}": torch.tensor(copies[stage.index] - 1.0)
+        for stage in part.stages
+        if stage.parameters or part.replicas(stage.index)
     }
-    return {**model.state_dict(), "losses": torch.tensor(losses), **held}
+    with numbers.whole():
+        state = model.state_dict()
+    return {**state, "losses": torch.tensor(losses), **held}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_give_the_emulators_weights(ranks: int, tmp_path: Path) -> None:
     chosen = cases()
-    context = multiprocessing.get_context("spawn")
+    context = forked.context()
     processes = [context.Process(target=main, args=(rank, ranks, str(tmp_path), chosen)) for rank in range(ranks)]
     for process in processes:
         process.start()

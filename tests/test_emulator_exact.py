@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ cross_entropy = nn.functional.cross_entropy
 def make_emulator(
     model: nn.Module, method: Method, schedule: Any, optimizer: Any, example: Any, args: Any = {}, switch: int = 0
 ) -> Emulator:
-    part = partition(model, example[0])
+    part = partition(model, example[0], one_stage=method.one_stage)
     table = VersionTable(schedule, method)
     rate = optimizer.param_groups[0]["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), schedule.accumulate, optimizer, lambda k: rate, switch)
@@ -49,7 +49,7 @@ def emulate(
     args: Any = {},
     switch: int = 0,
 ) -> Emulator:
-    part = partition(model, data[0][0])
+    part = partition(model, data[0][0], one_stage=method.one_stage)
     schedule = make_schedule(method, len(part), len(data), accumulate, drains, switch * accumulate)
     optimizer = make_optimizer(parameter_groups(model, part))
     emulator = make_emulator(model, method, schedule, optimizer, data[0], args, switch)
@@ -68,6 +68,7 @@ def literal(
     drains: Sequence[int] = (),
     args: Any = None,
     switch: int = 0,
+    ties: Mapping[int, Mapping[str, Tuple[int, str]]] = {},
 ) -> List[LiteralStage]:
     P = len(stages)
     schedule = make_schedule(method, P, len(data), accumulate, drains, switch * accumulate)
@@ -75,7 +76,10 @@ def literal(
     if args is not None:
         lr = make_optimizer.keywords["lr"]
         rules = [LiteralRules(args, method, P, s, accumulate, lr, switch) for s in range(P)]
-    done = [LiteralStage(stage, make_optimizer, rule) for stage, rule in zip(stages, rules)]
+    done: List[LiteralStage] = []
+    for s, (stage, rule) in enumerate(zip(stages, rules)):
+        earlier = {name: (done[where], there) for name, (where, there) in ties.get(s, {}).items()}
+        done.append(LiteralStage(stage, make_optimizer, rule, earlier))
     delays = None
     if method.delay is not None:
         table = VersionTable(schedule, method)

@@ -11,7 +11,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware import files, links, memory, times
 from ipu_pipe.hardware.description import Figure, Hardware
 from ipu_pipe.hardware.files import FOLDER, names, read_hardware
-from ipu_pipe.hardware.precision import PRECISIONS
+from ipu_pipe.hardware.precision import MASTERS, PRECISIONS
 from ipu_pipe.hardware.units import Measured, Unit, joined
 from ipu_pipe.schedule.clock import Message
 from ipu_pipe.schedule.methods import METHODS, resolve_method
@@ -307,7 +307,7 @@ def test_precision_optimizer_code_and_frozen_weights_count(plain: Hardware) -> N
 def test_precisions_are_those_of_a_config_and_one_for_plans() -> None:
     from ipu_pipe.job.config import Config
 
-    assert set(PRECISIONS) == {*Config.model_fields["precision"].annotation.__args__, "float16"}
+    assert set(PRECISIONS) == {*Config.model_fields["precision"].annotation.__args__, "float16", MASTERS}
     assert FOLDER.is_dir()
 
 

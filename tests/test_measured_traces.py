@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -22,7 +21,7 @@ from ipu_pipe.backends.processes.timeline import Timeline
 from ipu_pipe.errors import end_process
 from ipu_pipe.trace.events import CARRIED, KINDS, MEMORY, Events, Trace, joined, updates_of
 from ipu_pipe.trace.store import read_store
-from tests import sleeping_model
+from tests import forked, sleeping_model
 from tests.sleeping_model import BATCH, CLASSES, WIDTH
 
 processes = pytest.mark.skipif(
@@ -42,7 +41,7 @@ def start(folder: Path, **keys: Any) -> Started:
     with socket.socket() as own:
         own.bind(("localhost", 0))
         port = own.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = forked.context()
     ranks = [context.Process(target=_train, args=(rank, str(folder), port, keys)) for rank in range(2)]
     for rank in ranks:
         rank.start()

@@ -16,10 +16,11 @@ from ipu_pipe.hardware.files import read_hardware
 from ipu_pipe.hardware.memory import lockstep_schedule
 from ipu_pipe.hardware.units import Unit
 from ipu_pipe.job.config import load_config
+from ipu_pipe.plan.batches import batch_time
 from ipu_pipe.plan.candidates import Candidate, candidates
 from ipu_pipe.plan.placing import Layout, boundary_message, layouts, reduce_message
 from ipu_pipe.plan.planner import make_plan
-from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, batch_time, predict_cut
+from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
 from ipu_pipe.plan.reasons import binding
 from ipu_pipe.plan.search import NO_ROOM, least_memory, search
 from ipu_pipe.schedule.clock import clock

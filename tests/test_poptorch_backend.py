@@ -25,7 +25,7 @@ from ipu_pipe.errors import BadInput, RunFault, run_command
 from ipu_pipe.job.config import configure
 from ipu_pipe.run.build import build
 from ipu_pipe.run.training import check, train
-from tests.staged_models import MODELS, Odd, Skipping, whole
+from tests.staged_models import MODELS, TIED, Odd, Skipping, whole
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +46,7 @@ def data(seed: int = 5) -> TensorData:
 def model(name: str) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        return Skipping() if name == "skipping" else whole(MODELS[name]())
+        return Skipping() if name == "skipping" else whole({**MODELS, **TIED}[name]())
 
 
 def config(method: str = "gpipe", on: str = "emulator", ipu: Any = None, **keys: Any) -> Any:
@@ -107,6 +107,7 @@ SAME: Dict[str, Dict[str, Any]] = {
     "pipeline with BatchNorm": {},
     "1F1B": {"method": "pipedream_flush", "name": "convolution", "optimizer": ADAMW, "lr_schedule": COSINE},
     "sharded": {"method": "naive", "name": "mlp", "optimizer": ADAM, "gradient_accumulation": 2},
+    "sharded, a weight of two IPUs": {"method": "naive", "name": "tied", "gradient_accumulation": 2},
     "skip connections": {"name": "skipping", "lr_schedule": {"name": "step", "milestones": [0.1], "gamma": 0.5}},
     "one IPU": {"stages": 1, "gradient_accumulation": 1},
     "stages sharing IPUs": {"ipu": {"ipus": [0, 0, 1, 1, 1]}, "stages": ["1", "2", "3", "4"], "gradient_accumulation": 4},
@@ -447,6 +448,10 @@ def test_models_that_no_pipeline_of_ipus_has_are_refused(poptorch: Any) -> None:
     assert said.startswith("model: 1.2.table.values: used by stages 1, 2 on IPUs 1, 2") and "backend.ipu.ipus" in said
     build(config("naive", "poptorch", stages=["1.2", "1.4", "1.6"]), model=odd, data=data())
     build(config(on="poptorch", stages=["1.2", "1.4", "1.6"], ipu={"ipus": [0, 1, 1, 1]}), model=odd, data=data())
+    (said,) = faults(config(on="poptorch"), "tied")
+    assert said.startswith("model: 1.0.weight: used by stages 1, 3 on IPUs 1, 3, but a weight or buffer lies on one")
+    (said,) = faults(config("local_greedy", "poptorch"), "tied")
+    assert "1.0.weight on stage 1 and 3.0.weight on stage 3 are one shared weight" in said and "two gradients" in said
     (said,) = faults(config(on="poptorch"), optimizer=lambda groups: torch.optim.Adagrad(groups, lr=0.1))
     assert said == "optimizer: Adagrad: PopTorch has none such: must be torch.optim's SGD, Adam, AdamW, RMSprop"
     (said,) = faults(config(on="poptorch"), optimizer=lambda groups: torch.optim.AdamW(groups, amsgrad=True))

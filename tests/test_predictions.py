@@ -17,10 +17,11 @@ from ipu_pipe.hardware.costing import count_units
 from ipu_pipe.hardware.files import read_hardware
 from ipu_pipe.hardware.units import Unit
 from ipu_pipe.model.flops import FlopCounterMode
+from ipu_pipe.plan.batches import batch_time
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate, candidates
 from ipu_pipe.plan.placing import layouts
-from ipu_pipe.plan.prediction import Costing, Problem, Sums, batch_time, predict_cut
+from ipu_pipe.plan.prediction import Costing, Problem, Sums, predict_cut
 from ipu_pipe.plan.search import search
 from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS

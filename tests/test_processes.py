@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ from ipu_pipe.model.cutting import Shape
 from ipu_pipe.run.checkpoint import FILES
 from ipu_pipe.run.folder_lock import FolderLock
 from ipu_pipe.run.training import train
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")
@@ -44,20 +44,21 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def command_line(out: Path, *args: str) -> List[str]:
+    """Arguments of tools/train.py, on the digits."""
+    sets = [*SHORT, "backend.name=distributed", *[a for a in args if "=" in a]]
+    return [DIGITS, "--out", str(out), *[i for pair in sets for i in ("--set", pair)], *[a for a in args if "=" not in a]]
+
+
 def launch(ranks: int, out: Path, *args: str) -> "subprocess.Popen[str]":
-    """torchrun with tools/train.py on the digits."""
+    """torchrun with tools/train.py."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "0", "--rdzv_endpoint",
-        "localhost:0", "--rdzv_backend", "c10d", str(ROOT / "tools" / "train.py"), DIGITS, "--out", str(out),
+        "localhost:0", "--rdzv_backend", "c10d", str(ROOT / "tools" / "train.py"), *command_line(out, *args),
     ]  # fmt: skip
-    sets = [
-        item
-        for pair in (*SHORT, "backend.name=distributed", *[a for a in args if "=" in a])
-        for item in ("--set", pair)
-    ]
     return subprocess.Popen(
-        [*command, *sets, *[a for a in args if "=" not in a]], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=hears_interrupts,
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=hears_interrupts,
     )  # fmt: skip
 
 
@@ -66,11 +67,16 @@ def hears_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def run(ranks: int, out: Path, *args: str) -> Tuple[int, str, str]:
-    """Exit code, standard output and error."""
+def run(ranks: int, out: Path, *args: str) -> forked.Ended:
+    """Exit code, standard output and error, without torchrun's part."""
+    return forked.run_ranks(ranks, "train", command_line(out, *args))
+
+
+def run_by_torchrun(ranks: int, out: Path, *args: str) -> forked.Ended:
+    """The same by torchrun."""
     process = launch(ranks, out, *args)
     printed, error = process.communicate(timeout=240)
-    return process.returncode, printed, error
+    return forked.Ended(process.returncode, printed, error)
 
 
 def emulate(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
@@ -89,7 +95,7 @@ def assert_same(a: Path, b: Path, step: int = 12) -> None:
 
 def test_a_run_gives_the_emulators_weights_and_all_outputs(tmp_path: Path) -> None:
     rules = ["method=pipemare", "stages=4", "method_args={t1: {anneal_updates: 5}, t2: {decay: 0.5}}"]
-    code, printed, error = run(4, tmp_path / "ranks", *rules)
+    code, printed, error = run_by_torchrun(4, tmp_path / "ranks", *rules)
     assert code == 0, error
     expected = emulate(tmp_path / "one", *rules)
     assert_same(tmp_path / "ranks", tmp_path / "one")
@@ -331,7 +337,7 @@ def test_a_replica_that_does_not_reach_a_weight_counts_as_zero(tmp_path: Path) -
 
 def test_sends_that_are_through_are_let_go(tmp_path: Path) -> None:
     """Under gloo a send is known to be through only when it is waited for."""
-    context = multiprocessing.get_context("spawn")
+    context = forked.context()
     ends = [context.Process(target=_send_many, args=(rank, str(tmp_path))) for rank in range(2)]
     for end in ends:
         end.start()
@@ -359,7 +365,7 @@ def _send_many(rank: int, folder: str) -> None:
 
 def test_the_mean_over_replicas_is_the_emulators_whatever_their_number(tmp_path: Path) -> None:
     """Three replicas: the order of the sum shows."""
-    context = multiprocessing.get_context("spawn")
+    context = forked.context()
     ends = [context.Process(target=_average, args=(rank, str(tmp_path))) for rank in range(3)]
     for end in ends:
         end.start()
@@ -419,7 +425,7 @@ def test_one_process_under_a_launcher_may_be_the_emulator_and_evaluates_once(tmp
 
 
 def test_bad_input_is_told_once(tmp_path: Path) -> None:
-    code, _, error = run(2, tmp_path / "run", "method=pipedream_2bw", "gradient_accumulation=1", "stages=2")
+    code, _, error = run_by_torchrun(2, tmp_path / "run", "method=pipedream_2bw", "gradient_accumulation=1", "stages=2")
     told = [line for line in error.splitlines() if line.startswith("error: ")]
     assert code != 0 and len(told) == 1 and "two weight versions" in told[0]
     code, _, error = run(8, tmp_path / "run", "method=pipedream", "stages=2")

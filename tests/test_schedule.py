@@ -143,7 +143,9 @@ def test_planned_utilization(P: int) -> None:
 def test_thousands_of_stages_stay_a_few_runs() -> None:
     for name, method in METHODS.items():
         schedule = make_schedule(method, 2000, 20000, 2000 if name == "pipedream_2bw" else 1)
-        steps = 1 if method.rounds is None else method.rounds.steps  # of fewer replicas than stages each has its own runs
+        steps = (
+            1 if method.rounds is None else method.rounds.steps
+        )  # of fewer replicas than stages each has its own runs
         assert sum(len(part.runs) for part in schedule.parts) <= max(4, 2 * steps) * 2000, name
 
 

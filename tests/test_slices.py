@@ -9,27 +9,30 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.cutting import crossings, cuttable, links_of, merge_stages, pieces
-from ipu_pipe.model.stages import begin_stage, extents, partition
+from ipu_pipe.model.counts import between_top
+from ipu_pipe.model.cutting import crossings, pieces
+from ipu_pipe.model.merging import merge_stages
+from ipu_pipe.model.stages import begin_stage, partition
 from models.resnet import preact_resnet20, resnet18
 from models.transformer import transformer_lm, transformer_translation
 from tests.staged_models import Skipping, residual, whole
 
 
-def test_nested_sequences_are_unfolded_under_their_names() -> None:
-    names = [name for name, _ in links_of(resnet18(classes=10, small_images=True), torch.randn(1, 3, 8, 8))]
-    assert names == [
-        "conv1", "bn1", "relu", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer3.0", "layer3.1", "layer4.0",
-        "layer4.1", "avgpool", "flatten", "fc",
+def test_what_stays_whole_keeps_its_name() -> None:
+    model, x = resnet18(classes=10, small_images=True), torch.randn(2, 3, 8, 8)
+    assert [piece.names for piece in pieces(model, ["layer1.1", "layer3", "layer4.0.conv2"], x)] == [
+        ["conv1", "bn1", "relu", "layer1.0"], ["layer1.1", "layer2"],
+        ["layer3", "layer4.0.conv1", "layer4.0.bn1", "layer4.0.relu"],
+        ["layer4.0.conv2", "layer4.0.bn2", "layer4.0.downsample", "layer4.0.relu", "layer4.1", "avgpool", "flatten", "fc"],
     ]  # fmt: skip
 
 
 def test_values_that_skip_pieces_are_handed_on() -> None:
     torch.manual_seed(0)
     model, x = Skipping().double(), torch.randn(5, 12, dtype=torch.float64)
-    assert [name for name, _ in links_of(model, x)] == ["a", "b", "c", "norm", "d", "head"]
     cut = pieces(model, ["b", "c", "d"], x)
-    assert [len(c.tensors) for c in crossings(cut, model, x)] == [
+    assert [name for piece in cut for name in piece.names] == ["a", "b", "c", "norm", "d", "head"]
+    assert [len(c.tensors) for c in crossings(cut)] == [
         2,
         3,
         3,
@@ -59,46 +62,42 @@ def test_a_translator_is_cut_between_its_layers() -> None:
     assert len(names) == 3 and torch.equal(value, model(x))
 
 
-class ByValue(nn.Sequential):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return self[0](x) if x.sum() > 0 else x
-
-
-class FunctionalDropout(nn.Sequential):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return nn.functional.dropout(self[0](x), training=self.training)
-
-
 class GivesSizes(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         rows = x.shape[0]
         return self[1](self[0](x)).reshape(rows, 4)
 
 
-def test_what_cannot_be_recorded_is_refused_with_the_remedy() -> None:
-    x = torch.randn(2, 4)
-    with pytest.raises(BadInput, match="depends on values.*emulator"):
-        links_of(ByValue(nn.Linear(4, 4)), x)
-    with pytest.raises(BadInput, match="differs between training and evaluation"):
-        links_of(FunctionalDropout(nn.Linear(4, 4)), x)
+def test_sizes_do_not_cross() -> None:
+    """Of an input of another size they are the ones of its own recording."""
     model = GivesSizes(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(BadInput, match="a int would cross between devices after 0"):
-        crossings(pieces(model, ["1"], x), model, x)
+    cut = pieces(model, ["1"], torch.randn(2, 4))
+    assert [len(crossing.tensors) for crossing in crossings(cut)] == [1]
+    for rows in (2, 5, 2):
+        x = torch.randn(rows, 4)
+        assert torch.equal(cut[1](cut[0](x)), model(x))
 
 
-def test_cuts_inside_a_block_are_left_out() -> None:
+def test_few_devices_cut_between_blocks_many_inside_them() -> None:
     model, x = preact_resnet20(), torch.randn(2, 3, 16, 16)
     part = partition(model, x)
-    names = [name for name, _ in links_of(model, x)]
-    starts = [names[index] for index in cuttable(extents(model, part, x, names))]
+    tops = between_top(model, x, part.begin_names())
+    starts = list(tops.values())
     assert len(part) == 34
     assert starts == [f"layer{i}.{j}" for i in (1, 2, 3) for j in range(3)] + ["norm", "avgpool", "fc", "loss"]
     assert merge_stages(model, part, 1, x) == []
     two = merge_stages(model, part, 2, x)
     assert len(two) == 1 and two[0] in starts
     assert merge_stages(model, part, len(starts) + 1, x) == starts
-    with pytest.raises(BadInput, match="at most 14 devices' parts, 15 are asked for"):
-        merge_stages(model, part, 15, x)
+    more = merge_stages(model, part, 20, x)
+    assert len(more) == 19 and "layer1.0.norm2" in more
+    assert merge_stages(model, part, 34, x) == part.begin_names()
+    with pytest.raises(BadInput, match="at most 34 devices' parts, 35 are asked for"):
+        merge_stages(model, part, 35, x)
+    with pytest.raises(
+        BadInput, match="at most 3 devices' parts, 4 are asked for: 31 of its stages begin where several"
+    ):
+        merge_stages(model, part, 4, x, list(tops)[:2])
 
 
 def test_stages_taken_together_balance_their_flops() -> None:
@@ -129,7 +128,7 @@ def test_what_crosses_is_known_with_its_nesting() -> None:
     x = torch.randn(3, 12)
     cut = pieces(model, ["1", "2", "3"], x)
     model.train()
-    across = crossings(cut, model, x)
+    across = crossings(cut)
     assert [[t.shape for t in c.tensors] for c in across] == [[(3, 4, 2, 2)], [(3, 4, 2, 2)] * 2, [(3, 4, 2, 2)] * 2]
     pair = (torch.ones(1), torch.zeros(2))
     again = across[1].unflatten(across[1].flatten(pair))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -16,6 +17,7 @@ from ipu_pipe.hardware.costing import FEW, count_units
 from ipu_pipe.hardware.files import read_hardware
 from ipu_pipe.job.comparing import dump
 from ipu_pipe.job.config import configure, load_config
+from ipu_pipe.plan.blocks import count_blocks
 from ipu_pipe.plan.of_config import candidate_of, chosen_stages, own_cut, problem_of
 from ipu_pipe.plan.placing import layouts
 from ipu_pipe.plan.prediction import Costing, Sums, predict_cut
@@ -90,6 +92,39 @@ def test_processes_say_how_many_and_flops_where_no_hardware_does() -> None:
         assert max(sum(work[a:b]) for a, b in zip(edges, edges[1:])) == min(greatest)
 
 
+@pytest.mark.parametrize("method, depths", [("local_greedy", range(1, 5)), ("local_chunked", [2])])
+@pytest.mark.parametrize("named", [True, False])
+def test_local_stages_are_the_best_of_all_with_their_heads(method: str, depths: Any, named: bool) -> None:
+    """A block a stage: by times on hardware, and by FLOPs where none is named; the run is then built with those blocks, and what
+    is predicted of it is what was chosen."""
+    processes = None if named or method == "local_chunked" else 3
+    given = {} if named else {"hardware": None, "backend": {"name": "distributed"}}
+    own = config(method=method, gradient_accumulation=1, **given)
+    names = chosen(own, processes=2 if not named and method == "local_chunked" else processes)
+    model, x = mlp(**SMALL["args"]), EXAMPLE[0][:FEW]
+    units = count_units(model, x, (), F.cross_entropy, EXAMPLE[1][:FEW]).units
+    blocks = count_blocks(model, x, units)
+    found: Dict[Any, float] = {}
+    for depth in depths if named else [processes or 2]:
+        for inner in itertools.combinations(range(1, len(units)), depth - 1):
+            starts, ends = [0, *inner], [*inner, len(units)]
+            if named:
+                problem = replace(problem_of(own, units, 256.0, read_hardware(own.hardware)), blocks=blocks)
+                costing = Costing(problem, candidate_of(own, depth), layouts(depth, 1)[0], Sums(problem, 8))
+                found[inner] = 1 / predict_cut(costing, starts).samples_per_second
+            else:
+                stages = [[blocks.first[a], *units[a + 1 : b]] if a else units[:b] for a, b in zip(starts, ends)]
+                heads = [[blocks.heads[end - 1]] if end < len(units) else [] for end in ends]
+                each = [[*stage, *head] for stage, head in zip(stages, heads)]
+                found[inner] = max(sum(u.forward_flops + u.backward_flops for u in stage) for stage in each)
+    best = found[tuple(i for i, unit in enumerate(units) if unit.name in names)]
+    assert best <= (1.03 if named else 1 + 1e-9) * min(found.values())
+    if named:
+        job = build(own)
+        assert job.part.begin_names() == names
+        assert own_cut(job).found.samples_per_second == pytest.approx(1 / best)
+
+
 @pytest.mark.parametrize(
     "keys, said",
     [
@@ -99,8 +134,12 @@ def test_processes_say_how_many_and_flops_where_no_hardware_does() -> None:
             "stages.by: hardware: needs to know the devices",
         ),
         (
-            {"method": "local_greedy"},
-            "stages: auto: the planner cuts pipelines of one loss, not the blocks of local_greedy",
+            {"method": "local_overlapping"},
+            "stages: auto: the planner knows pipelines of one loss and a block a stage, not the blocks of local_overlapping",
+        ),
+        (
+            {"method": "local_chunked", "method_args": {"blocks": ["fc2"]}},
+            "stages: auto: method_args.blocks names the blocks, each of which is a stage",
         ),
         (
             {"hardware": devices(memory=9e3)},
@@ -146,7 +185,7 @@ def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
     found = own_cut(build(load_config("configs/mlp_digits.yaml", ["hardware=v100x8"]))).found
     assert f"predicted {found.samples_per_second:.4g} samples/s" in said and "predicted to be held back by" in said
     assert [line.split()[0] for line in table[1 : len(found.starts) + 1]] == [str(s) for s in range(len(found.starts))]
-    for more in ("method=local_greedy", "precision=bfloat16", "stages={finest: 40}"):
+    for more in ("method=local_overlapping", "precision=bfloat16", "stages={finest: 40}"):
         assert "not predicted on v100x8: " in printed(capsys, *given, "hardware=v100x8", more)
     assert "predicted" not in printed(capsys, *given, "hardware=null")
 

@@ -36,7 +36,7 @@ __all__ = ["timm", "torchvision", "transformers"]
 
 def hugging_bert(classes: int = 3) -> torch.nn.Module:
     """Classification of sentences; nothing is left to chance."""
-    config = transformers.BertConfig(
+    config = transformers.BertConfig(  # type: ignore[call-arg]
         vocab_size=31, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
         max_position_embeddings=12, num_labels=classes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
@@ -54,7 +54,7 @@ def hugging_gpt2() -> torch.nn.Module:
 
 def hugging_vit(classes: int = 3) -> torch.nn.Module:
     """Classification of images (3, 8, 8)."""
-    config = transformers.ViTConfig(
+    config = transformers.ViTConfig(  # type: ignore[call-arg]
         image_size=8, patch_size=4, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
         num_labels=classes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip

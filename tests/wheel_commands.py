@@ -32,10 +32,12 @@ def main():
         assert version == run(sys.executable, "-m", "ipu_pipe", "--version"), version
         commands = (
             "train", "schedule", "plan", "collect", "analyze", "reproduce", "stability", "fetch-data", "measure-hardware",
+            "completion",
         )  # fmt: skip
         for command in commands:
             run(COMMAND, command, "--help", said=f"usage: ipu-pipe {command}")
             assert command in run(COMMAND, "--help").replace("\n", "").replace(" ", ""), command
+        run(COMMAND, "completion", "bash", code=2, said="pip install shtab")
         held = json.loads(run(COMMAND, "schedule", "gpipe", "--stages", "3", "--microbatches", "4", "--format", "json"))
         assert held["slots"] == 12, held["slots"]
         run(
@@ -43,7 +45,9 @@ def main():
         )
         assert json.loads(Path("runs/digits/summary.json").read_text())["steps"] == 4
         run(COMMAND, "analyze", "runs/digits", said="What holds it up: ")
-        run(COMMAND, "train", "mlp_digits", "--set", "steps=4", "--out", "runs/digits", code=2, said="--overwrite")
+        again = ("train", "mlp_digits", "--set", "steps=4", "--out", "runs/digits")
+        run(COMMAND, *again, code=2, said="--overwrite")
+        assert run(COMMAND, *again, "--overwrite", "--quiet") == ""
         run(COMMAND, "train", "configs/none.yaml", code=2, said="configs/none.yaml: no such config file")
         run(
             COMMAND,

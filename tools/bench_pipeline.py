@@ -187,7 +187,7 @@ def _engine(rank: int, name: str, data: List[Any], accumulate: int, count: int, 
     optimizer = torch.optim.SGD(stage_groups(parameter_groups(model, part), rank), lr=RATE, momentum=0.9)
     rules = UpdateRules({}, method, table.rule_lag(), accumulate, optimizer, lambda k: RATE)
     layout, cpu = Layout(rank, 2), torch.device("cpu")
-    across = crossings(cut, model, data[0][0])
+    across = crossings(cut)
     return RowPlayer(
         Work(torch.nn.functional.cross_entropy, table, rules),
         Place(layout, cut[rank], across, lambda m: data[m % len(data)], cpu),

@@ -58,6 +58,7 @@ CASES: Dict[str, Dict[str, Any]] = {
     "local_overlapping": {"method": "local_overlapping"},
     "last_layers": {"method": "last_layers"},
 }
+THIRD_PARTY = "third-party"  # all models of other libraries that the tests have, small and with random weights
 LOCAL = ("local_greedy", "local_overlapping", "last_layers")  # their blocks are the stages, one a process
 
 
@@ -66,11 +67,19 @@ def parser() -> Parser:
     p = Parser(
         prog="tools/equality.py",
         description="Train each method on each model by processes (one thread each, gloo) and by the emulator, 6 updates of 4\n"
-        "microbatches in float32, and print whether the final weights are equal bit for bit. Takes minutes.",
+        "microbatches, and print whether the final weights are equal bit for bit. Takes minutes. Exits 1 where any differ.",
     )
     p.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="P", help="processes (default 2 4)")
-    p.add_argument("--models", nargs="+", default=list(MODELS), metavar="MODEL", help=f"of {', '.join(MODELS)}")
+    p.add_argument(
+        "--models",
+        nargs="+",
+        default=list(MODELS),
+        metavar="MODEL",
+        help=f"of {', '.join(MODELS)}; or {THIRD_PARTY}: small models of torchvision, timm and Hugging Face"
+        " (tests/third_party_models.py), with stages that begin inside their modules, or some of these by name",
+    )
     p.add_argument("--cases", nargs="+", default=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
+    p.add_argument("--precision", default="float32", metavar="P", help="of a config (default float32)")
     p.add_argument("--json", action="store_true", help="print JSON")
     return p
 
@@ -78,7 +87,9 @@ def parser() -> Parser:
 def main() -> None:
     """Run the command line."""
     args = parser().parse_args()
-    for key, chosen, known in (("models", args.models, MODELS), ("cases", args.cases, CASES)):
+    if THIRD_PARTY in args.models:
+        args.models = [name for name in args.models if name != THIRD_PARTY] + list(_third_party())
+    for key, chosen, known in (("models", args.models, _known(args.models)), ("cases", args.cases, CASES)):
         for name in chosen:
             if name not in known:
                 raise BadInput(f"--{key}: {name}: must be of {', '.join(known)}")
@@ -88,8 +99,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for ranks in args.ranks:
             pairs = [(case, model) for case in args.cases for model in args.models if _can(case, model, ranks)]
-            _processes(ranks, pairs, folder)
-            rows += [_compare(case, model, ranks, folder) for case, model in pairs]
+            _processes(ranks, pairs, folder, args.precision)
+            rows += [_compare(case, model, ranks, folder, args.precision) for case, model in pairs]
     if args.json:
         print(json.dumps({"rows": rows}, indent=1))
     else:
@@ -99,30 +110,46 @@ def main() -> None:
 
 
 def _can(case: str, model: str, ranks: int) -> bool:
-    """Whether there is such a run: the last layers and the frozen ones are two stages; a translator's decoder hands on more than
-    one activation."""
+    """Whether there is such a run: the last layers and the frozen ones are two stages; a translator's decoder, and what is cut
+    inside of its modules, hands on more than one activation."""
     if case == "last_layers":
-        return ranks == 2
-    return not (model == "translation" and CASES[case]["method"].startswith("local_"))
+        return ranks == 2 and model in MODELS
+    return not ((model == "translation" or model not in MODELS) and CASES[case]["method"].startswith("local_"))
 
 
-def _settings(case: str, model: str, ranks: int) -> Any:
+def _third_party() -> Any:
+    from tests.third_party_models import CASES as models
+
+    return models
+
+
+def _known(asked: List[str]) -> List[str]:
+    return [*MODELS, *(_third_party() if any(name not in MODELS for name in asked) else ())]
+
+
+def _settings(case: str, model: str, ranks: int, precision: str) -> Any:
     from ipu_pipe.job.config import configure
 
+    if model in MODELS:
+        chosen: Dict[str, Any] = {**MODELS[model], "stages": ranks if case in LOCAL else None}
+    else:
+        own = _third_party()[model]
+        chosen = {"model": {"entry": f"tests.third_party_models:{own.entry}"}, "data": own.data, "stages": own.stages(ranks)}
     return configure(
-        **CASES[case], **MODELS[model], stages=ranks if case in LOCAL else None,
+        **CASES[case], **chosen,
         micro_batch_size=2, gradient_accumulation=4, steps=6,
         optimizer={"lr": 0.02, "momentum": 0.9}, log={"tensorboard": False}, evaluate={"subset": 32}, seed=3,
+        precision=precision,
         backend={"name": "distributed", "threads": 1},
     )  # fmt: skip
 
 
-def _processes(ranks: int, pairs: List[Tuple[str, str]], folder: str) -> None:
+def _processes(ranks: int, pairs: List[Tuple[str, str]], folder: str, precision: str) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    made = [context.Process(target=_rank, args=(rank, ranks, pairs, folder, port)) for rank in range(ranks)]
+    made = [context.Process(target=_rank, args=(rank, ranks, pairs, folder, port, precision)) for rank in range(ranks)]
     for process in made:
         process.start()
     for process in made:
@@ -131,7 +158,7 @@ def _processes(ranks: int, pairs: List[Tuple[str, str]], folder: str) -> None:
         raise RunFault(f"one of {ranks} processes failed: see above")
 
 
-def _rank(rank: int, ranks: int, pairs: List[Tuple[str, str]], folder: str, port: int) -> None:
+def _rank(rank: int, ranks: int, pairs: List[Tuple[str, str]], folder: str, port: int, precision: str) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="localhost", MASTER_PORT=str(port)
     )
@@ -139,7 +166,7 @@ def _rank(rank: int, ranks: int, pairs: List[Tuple[str, str]], folder: str, port
     from ipu_pipe.run.training import train
 
     for case, model in pairs:
-        train(_settings(case, model, ranks), _folder(folder, case, model, ranks), quiet=True)
+        train(_settings(case, model, ranks, precision), _folder(folder, case, model, ranks), quiet=True)
     group.stop()
     end_process(0)
 
@@ -148,7 +175,7 @@ def _folder(folder: str, case: str, model: str, ranks: int) -> Path:
     return Path(folder) / f"{ranks}-{model}-{case.replace(' ', '')}"
 
 
-def _compare(case: str, model: str, ranks: int, folder: str) -> Dict[str, Any]:
+def _compare(case: str, model: str, ranks: int, folder: str, precision: str) -> Dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 
@@ -158,7 +185,7 @@ def _compare(case: str, model: str, ranks: int, folder: str) -> Dict[str, Any]:
     there = _folder(folder, case, model, ranks)
     report = json.loads((there / "summary.json").read_text())
     placed = report["stages_begin_at"]
-    settings, backend = _settings(case, model, ranks), load_config(there / "config.yaml").backend
+    settings, backend = _settings(case, model, ranks, precision), load_config(there / "config.yaml").backend
     changes: Dict[str, Any] = {"backend": backend.model_copy(update={"name": "emulator"})}
     if case == "local_chunked":
         changes["method_args"] = settings.method_args.model_copy(update={"blocks": placed})

@@ -187,7 +187,7 @@ def angles(args: argparse.Namespace) -> Result:
         "source": f"{lib.SOURCE}, Figure 6(a)", "config": config.to_dict(), "samples": args.samples,
         "every": args.every, "runs": runs, "table": probe_pictures.angles_table(runs),
     }  # fmt: skip
-    return found, lambda file: probe_pictures.plot_angles(runs, file)
+    return found, lambda file: probe_pictures.plot_angles(runs, config, file)
 
 
 def chunks(args: argparse.Namespace) -> Result:
@@ -212,7 +212,7 @@ def chunks(args: argparse.Namespace) -> Result:
         "source": f"{lib.SOURCE}, Figure 6(b)", "config": config.to_dict(), "stages": stages, "begins": begins,
         "runs": runs, "table": probe_pictures.chunks_table(runs),
     }  # fmt: skip
-    return found, lambda file: probe_pictures.plot_chunks(runs, file)
+    return found, lambda file: probe_pictures.plot_chunks(runs, config, file)
 
 
 def labels(args: argparse.Namespace) -> Result:
@@ -233,7 +233,7 @@ def labels(args: argparse.Namespace) -> Result:
         "source": f"{lib.SOURCE}, Figure 6(c)", "config": config.to_dict(), "every": args.every,
         "runs": runs, "table": probe_pictures.labels_table(runs),
     }  # fmt: skip
-    return found, lambda file: probe_pictures.plot_labels(runs, file)
+    return found, lambda file: probe_pictures.plot_labels(runs, config, file)
 
 
 def filters(args: argparse.Namespace) -> Result:

@@ -82,7 +82,7 @@ class Engine:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.names = {parameter: name for name, parameter in job.model.named_parameters()}
+        self.names = {parameter: name for name, parameter in job.trained().items()}
 
     def step(self, k: int) -> StepResult:
         """Update k. The result is meant for the main process; others may get zeros."""

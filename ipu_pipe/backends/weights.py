@@ -17,7 +17,7 @@ autograd: that is the point, and is allowed to these methods alone.
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import numpy as np
 import torch
@@ -58,11 +58,16 @@ class _Kept(Unversioned):
     """Views kept by stage, with a pool of tensors to reuse (fresh memory costs more than copying into old)."""
 
     def __init__(
-        self, stages: Sequence[Sequence[torch.nn.Parameter]], version: Versions = 0, offset: Optional[Offset] = None
+        self,
+        stages: Sequence[Sequence[torch.nn.Parameter]],
+        version: Versions = 0,
+        offset: Optional[Offset] = None,
+        masters: Optional[Mapping[torch.nn.Parameter, torch.nn.Parameter]] = None,
     ) -> None:
-        """`version`: that of all stages now, or of each. `offset`: how the newest version is corrected."""
+        """`version`: that of all stages now, or of each. `offset`: how the newest version is corrected. `masters`: of weights
+        that are their roundings, and so are their corrected versions."""
         self._parameters = [list(stage) for stage in stages]
-        self._offset = offset
+        self._offset, self._masters = offset, masters or {}
         self._newest = [version] * len(stages) if isinstance(version, int) else list(version)
         self._loaded = self._plain  # what is in the parameters
         self._oldest = self._loaded.versions  # that is read from now on
@@ -123,8 +128,12 @@ class _Kept(Unversioned):
         if code == PLAIN or not to:
             return
         assert self._offset is not None
+        found = [self._masters.get(p) for p in self._parameters[stage]]
+        exact = [own if master is None else master.detach().clone() for own, master in zip(to, found)]
         for x, c in self._offset(stage, code, self._newest[stage]):
-            torch._foreach_add_(to, x, alpha=c)
+            torch._foreach_add_(exact, x, alpha=c)
+        rounded = [i for i, master in enumerate(found) if master is not None]
+        copy_all([to[i] for i in rounded], [exact[i] for i in rounded])
 
     def before_update(self, keep: Sequence[Set[int]], updates: Optional[Sequence[int]] = None) -> None:
         self.rest()
@@ -142,10 +151,8 @@ class _Kept(Unversioned):
 class Overwriting(_Kept):
     """Views written into the parameters' own storage."""
 
-    def __init__(
-        self, stages: Sequence[Sequence[torch.nn.Parameter]], version: Versions = 0, offset: Optional[Offset] = None
-    ) -> None:
-        super().__init__(stages, version, offset)
+    def __init__(self, stages: Sequence[Sequence[torch.nn.Parameter]], *args: Any, **keywords: Any) -> None:
+        super().__init__(stages, *args, **keywords)
         self._home = [[p.data for p in stage] for stage in self._parameters]
 
     def _put(self, views: Sequence[Tuple[int, View]]) -> None:
@@ -234,12 +241,13 @@ def weights_of(work: Work, stages: Sequence[int], made: Optional[IntArray] = Non
     """The versions that a job's passes read on `stages`, which are here. `made`: each one's now, where they differ."""
     if not work.method.reads_old(work.schedule.stages):
         return Unversioned()
-    held = work.rules.stages
+    held, weights = work.rules.stages, {master: weight for weight, master in work.rules.rounded}
     kind = Swapping if work.method.backward_reads is Reads.STASHED else Overwriting
     return kind(
-        [held[s].parameters if s in held else [] for s in stages],
+        [[weights.get(p, p) for p in held[s].parameters] if s in held else [] for s in stages],
         work.update if made is None else made.tolist(),
         lambda index, code, version: work.rules.corrections(stages[index], code, version),
+        dict(work.rules.rounded),
     )
 
 

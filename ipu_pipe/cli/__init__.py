@@ -23,6 +23,7 @@ COMMANDS = {
     "stability": "the learning rates that a run's delays allow",
     "fetch_data": "get a data set",
     "measure_hardware": "measure this machine, for plans",
+    "completion": "a script that completes these commands in a shell",
 }
 
 

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Tuple
 
-from ipu_pipe.cli.arguments import say
+from ipu_pipe.cli.arguments import add_quiet, printing, saying
 from ipu_pipe.errors import BadInput, Parser, traceback_shown
 
 EPILOG = """
@@ -31,6 +31,7 @@ def parser() -> Parser:
     p.add_argument("--json", action="store_true", help="for programs")
     p.add_argument("--html", metavar="FILE", type=Path, help="write a page of its own with a timeline to zoom into")
     p.add_argument("--png", metavar="FILE", type=Path, help="write the timeline as a picture")
+    add_quiet(p)
     p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
     return p
 
@@ -50,6 +51,7 @@ def _run(args: argparse.Namespace) -> None:
         _profile(args)
         return
     trace, found = _analyzed(args.run)
+    say = saying(args.quiet)
     other = None if args.against is None else _analyzed(args.against)[1]
     if args.png is not None:
         from ipu_pipe.report.analysis.picture import draw
@@ -63,7 +65,7 @@ def _run(args: argparse.Namespace) -> None:
         args.html.parent.mkdir(parents=True, exist_ok=True)
         write_page(args.html, trace, found)
         say(f"written: {args.html}")
-    _print(found, other, args.json)
+    _print(found, other, args)
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
@@ -88,17 +90,17 @@ def _analyzed(run: Path) -> Tuple[Any, Dict[str, Any]]:
     return trace, analyze(trace, str(run))
 
 
-def _print(found: Dict[str, Any], other: Optional[Dict[str, Any]], as_json: bool) -> None:
+def _print(found: Dict[str, Any], other: Optional[Dict[str, Any]], args: argparse.Namespace) -> None:
     from ipu_pipe.report.analysis import against, words
 
-    if as_json:
+    if args.json:
         held = {} if other is None else {"against": {"other": other, "differences": against.differences(found, other)}}
         print(json.dumps({**found, **held}, indent=1))
         return
-    print(words.in_words(found))
+    tell = printing(args.quiet)
+    tell(words.in_words(found))
     if other is not None:
-        print()
-        print(against.in_words(found, other))
+        tell("\n" + against.in_words(found, other))
 
 
 def _profile(args: argparse.Namespace) -> None:

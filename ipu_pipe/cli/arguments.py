@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Callable
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.shipped import config_path
@@ -32,6 +33,25 @@ def config_of(args: argparse.Namespace, example: str) -> str:
     return str(config_path(args.config))
 
 
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    """The option --quiet."""
+    parser.add_argument("--quiet", action="store_true", help="print faults alone, and JSON where it is asked for")
+
+
 def say(text: str) -> None:
     """A line of progress, on standard error: standard output is the result's."""
     print(text, file=sys.stderr, flush=True)
+
+
+def saying(quiet: bool) -> Callable[[str], None]:
+    """`say`, or where it is to be `quiet` nothing."""
+    return unsaid if quiet else say
+
+
+def printing(quiet: bool) -> Callable[[str], None]:
+    """What prints a result on standard output, or where it is to be `quiet` nothing."""
+    return unsaid if quiet else print
+
+
+def unsaid(text: str) -> None:
+    """For what is not to be said."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_set, config_of, folder, say
+from ipu_pipe.cli.arguments import add_quiet, add_set, config_of, folder, printing, saying
 from ipu_pipe.errors import BadInput, Parser, traceback_shown
 
 EPILOG = """
@@ -43,6 +43,7 @@ def parser() -> Parser:
     )
     p.add_argument("--out", type=folder, metavar="DIR", help="the folder to write into")
     p.add_argument("--overwrite", action="store_true", help="replace runs that DIR holds")
+    add_quiet(p)
     p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
     return p
 
@@ -76,10 +77,10 @@ def _run(args: argparse.Namespace) -> None:
         raise BadInput(f"--methods: {args.methods}: must be names of methods, by commas")
     with told_once():
         found = collection.collect(
-            config, methods, args.out, args.steps, args.overwrite, say if is_main() else lambda text: None, args.rounds
+            config, methods, args.out, args.steps, args.overwrite, saying(args.quiet or not is_main()), args.rounds
         )
         leave()
     if is_main():
-        files = collection.write(found, args.out)
-        print(table(found))
-        print("where to look:\n  " + "\n  ".join(map(str, files)))
+        files, tell = collection.write(found, args.out), printing(args.quiet)
+        tell(table(found))
+        tell("where to look:\n  " + "\n  ".join(map(str, files)))

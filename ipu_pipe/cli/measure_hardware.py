@@ -5,7 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Optional, Sequence
 
+from ipu_pipe.cli.arguments import add_quiet, printing
 from ipu_pipe.errors import BadInput, Parser
+
+
+def parser() -> Parser:
+    """The command line."""
+    from ipu_pipe.hardware.files import this_file
+
+    p = Parser(
+        prog="tools/measure_hardware.py",
+        description="Measure what a process computes, copies and sends in a second on this machine, and write it as a hardware\n"
+        "description, which --hardware this (without --out) or --hardware FILE then reads. Best on a machine that is idle.",
+    )
+    p.add_argument("--out", type=Path, metavar="FILE", help=f"where it is written (default: {this_file()})")
+    p.add_argument("--threads", type=int, default=1, metavar="N", help="threads of a process, a device (default 1)")
+    p.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="what a device is: a process on the CPU, or a GPU (not run)",
+    )
+    p.add_argument(
+        "--seconds", type=float, default=0.3, metavar="S", help="at least so long for each figure (default 0.3)"
+    )
+    add_quiet(p)
+    return p
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
@@ -14,25 +39,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     from ipu_pipe.values import MOST_THREADS
     from ipu_pipe.yaml_files import write as as_yaml
 
-    parser = Parser(
-        prog="tools/measure_hardware.py",
-        description="Measure what a process computes, copies and sends in a second on this machine, and write it as a hardware\n"
-        "description, which --hardware this (without --out) or --hardware FILE then reads. Best on a machine that is idle.",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"where it is written (default: {this_file()})")
-    parser.add_argument(
-        "--threads", type=int, default=1, metavar="N", help="threads of a process, a device (default 1)"
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="what a device is: a process on the CPU, or a GPU (not run)",
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=0.3, metavar="S", help="at least so long for each figure (default 0.3)"
-    )
-    args = parser.parse_args(arguments)
+    args = parser().parse_args(arguments)
     out: Path = args.out or this_file()
     faults = []
     if not 1 <= args.threads <= MOST_THREADS:
@@ -58,6 +65,4 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     write(out, text)
-    for line in read_hardware(str(out)).figure_lines():
-        print(line)
-    print(f"written: {out}")
+    printing(args.quiet)("\n".join([*read_hardware(str(out)).figure_lines(), f"written: {out}"]))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, List, Optional, Sequence, Tuple
 
-from ipu_pipe.cli.arguments import add_set, config_of, say
+from ipu_pipe.cli.arguments import add_quiet, add_set, config_of, printing, saying
 from ipu_pipe.errors import BadInput, Parser, traceback_shown
 
 EPILOG = """
@@ -63,6 +63,7 @@ def parser() -> Parser:
     p.add_argument("--json", action="store_true", help="for programs")
     p.add_argument("--write", type=Path, metavar="FILE", help="write the best one as a config that tools/train.py runs")
     p.add_argument("--overwrite", action="store_true", help="replace FILE")
+    add_quiet(p)
     p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
     return p
 
@@ -100,8 +101,7 @@ def _run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(answer.as_json(found), indent=1))
     else:
-        print(answer.in_words(found))
-        print(f"\nthe model: {how}")
+        printing(args.quiet)(f"{answer.in_words(found)}\n\nthe model: {how}")
     if not found.plans:
         raise BadInput(
             f"no configuration fits {problem.hardware.name}: {found.smallest_change or 'the batch is too small'}"
@@ -109,8 +109,10 @@ def _run(args: argparse.Namespace) -> None:
     if args.write is not None:
         named = args.hardware if args.hardware is not None else config.hardware
         args.write.parent.mkdir(parents=True, exist_ok=True)
-        write(args.write, planned_config(config, problem, found.plans[0][0], named))
-        say(f"written: {args.write}: {_how_to_train(config, args.write, found.plans[0][0].asked.devices)}")
+        write(args.write, planned_config(config, found.problem, found.plans[0][0], named))
+        saying(args.quiet)(
+            f"written: {args.write}: {_how_to_train(config, args.write, found.plans[0][0].asked.devices)}"
+        )
 
 
 def _how_to_train(config: Any, path: Path, devices: int) -> str:
@@ -162,6 +164,6 @@ def _methods(config: Any, args: argparse.Namespace, lockstep: bool) -> List[str]
             raise BadInput(faults or f"--methods: {args.methods}: must be names of methods, by commas")
         return asked
     if METHODS[config.method].structure is not None and config.method not in LOCAL:
-        say(f"method: {config.method}: is not planned: pipelines of one loss are, in its place")
+        saying(args.quiet)(f"method: {config.method}: is not planned: pipelines of one loss are, in its place")
     own = [config.method] if config.method in (LOCAL if lockstep else planned) else []
     return list(dict.fromkeys([*own, *(IN_LOCKSTEP if lockstep else USUAL)]))

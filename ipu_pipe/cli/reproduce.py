@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Dict, Optional, Sequence
 
-from ipu_pipe.cli.arguments import folder, say
+from ipu_pipe.cli.arguments import add_quiet, folder, printing, saying
 from ipu_pipe.errors import BadInput, Parser
 from ipu_pipe.shipped import configs
 
@@ -54,6 +54,7 @@ def parser() -> Parser:
         help="runs at a time (default: cores, %(default)s)",
     )
     p.add_argument("--full", action="store_true", help="at the paper's size")
+    add_quiet(p)
     return p
 
 
@@ -65,6 +66,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     if args.seeds and len(set(args.seeds)) < len(args.seeds):
         raise BadInput(f"--seeds: {' '.join(map(str, args.seeds))}: must be different")
     known = sorted(FOLDER.glob("*.yaml"))
+    say, tell = saying(args.quiet), printing(args.quiet or args.json)
     from ipu_pipe.studies import experiments
     from ipu_pipe.studies.asynchrony import delays
     from ipu_pipe.studies.asynchrony.experiments import STUDIES
@@ -79,12 +81,12 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
             print(json.dumps([dict(zip(("experiment", "title", "source"), each)) for each in told], indent=1))
             return
         for e in listed:
-            print(f"{e.name:24s} {e.title} ({e.source}); {len(e.rows)} rows, {len(e.seeds)} seeds")
+            tell(f"{e.name:24s} {e.title} ({e.source}); {len(e.rows)} rows, {len(e.seeds)} seeds")
         for name, (title, source) in PREDICTED.items():
-            print(f"{name:24s} {title} ({source}); predicted")
-        print(f"{delays.NAME:24s} {delays.TITLE} ({delays.SOURCE})")
+            tell(f"{name:24s} {title} ({source}); predicted")
+        tell(f"{delays.NAME:24s} {delays.TITLE} ({delays.SOURCE})")
         for study in STUDIES.values():
-            print(f"{study.name:24s} {study.title} ({study.source}); {len(study.seeds)} seeds")
+            tell(f"{study.name:24s} {study.title} ({study.source}); {len(study.seeds)} seeds")
         return
     others = [delays.NAME, *STUDIES]
     known_here = [*PREDICTED, *others]
@@ -114,9 +116,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         target = args.out / experiment.name if args.out else folder
         files = experiments.write_results(found, runs, list(experiment.rows), command, target)
         all_found.append(found)
-        if not args.json:
-            print(experiments.table(found, command))
-            print("where to look:\n  " + "\n  ".join(map(str, files)))
+        tell(experiments.table(found, command))
+        tell("where to look:\n  " + "\n  ".join(map(str, files)))
     if args.json:
         print(json.dumps(all_found[0] if len(all_found) == 1 else all_found, indent=1))
 
@@ -127,20 +128,17 @@ def _study(name: str, args: argparse.Namespace) -> Dict[str, Any]:
     from ipu_pipe.studies.asynchrony.experiments import STUDIES
 
     command, target = f"python tools/reproduce.py {name}", (args.out or args.runs) / name
+    say, tell = saying(args.quiet), printing(args.quiet or args.json)
     if name == delays.NAME:
         found = delays.write_delays(command, target)
-        if not args.json:
-            print(delays.table(found, command))
-            print(f"where to look:\n  {target}")
+        tell(f"{delays.table(found, command)}\nwhere to look:\n  {target}")
         return found
     study = STUDIES[name]
     seeds = args.seeds or study.seeds
     say(f"{study.title}: {len(seeds)} seeds")
     runs = results.run_study(study, seeds, args.jobs, say)
     made = results.write_study(study, runs, command, target)
-    if not args.json:
-        print(results.table(made, command))
-        print(f"where to look:\n  {target}")
+    tell(f"{results.table(made, command)}\nwhere to look:\n  {target}")
     return made
 
 
@@ -158,14 +156,16 @@ def _predicted(name: str, args: Any) -> Dict[str, Any]:
     }
     found = tables[name]()
     files = predictions.write_table(found, (args.out or args.runs) / name)
-    if not args.json:
-        print(predictions.as_markdown(found))
-        print("where to look:\n  " + "\n  ".join(map(str, files)))
+    tell = printing(args.quiet or args.json)
+    tell(predictions.as_markdown(found))
+    tell("where to look:\n  " + "\n  ".join(map(str, files)))
     return predictions.as_json(found)
 
 
 def _find(name: str, known: "list[Path]", others: Sequence[str]) -> Path:
     path = next((path for path in known if path.stem == name), Path(name))
     if not path.is_file():
-        raise BadInput(f"EXPERIMENT: {name}: must be one of {', '.join([*(p.stem for p in known), *others])}, all, or a file")
+        raise BadInput(
+            f"EXPERIMENT: {name}: must be one of {', '.join([*(p.stem for p in known), *others])}, all, or a file"
+        )
     return path

@@ -33,7 +33,7 @@ MOST_PASSES = {"text": 10_000_000, "csv": 2_000_000, "json": 2_000_000}
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
-    args = _parser().parse_args(arguments)
+    args = parser().parse_args(arguments)
     method = resolve_method(args.method, {"schedule": args.schedule, "turn": args.turn, "stash": args.stash})
     if method.history is not None:
         raise BadInput(
@@ -66,31 +66,32 @@ def _check_size(args: argparse.Namespace) -> None:
         raise BadInput(faults)
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="tools/schedule.py", description=__doc__)
-    parser.add_argument("method", metavar="METHOD", help=f"one of {', '.join(METHODS)}")
-    parser.add_argument("--stages", metavar="P", type=int, required=True, help="stages of the pipeline")
-    parser.add_argument("--microbatches", metavar="M", type=int, required=True, help="microbatches in the whole run")
-    parser.add_argument(
+def parser() -> Parser:
+    """The command line."""
+    p = Parser(prog="tools/schedule.py", description=__doc__)
+    p.add_argument("method", metavar="METHOD", help=f"one of {', '.join(METHODS)}")
+    p.add_argument("--stages", metavar="P", type=int, required=True, help="stages of the pipeline")
+    p.add_argument("--microbatches", metavar="M", type=int, required=True, help="microbatches in the whole run")
+    p.add_argument(
         "--accumulate", metavar="N", type=int,
         help="microbatches an update (default: M for gpipe and pipedream_flush, P for pipedream_2bw, 1 for the others);"
         " a last batch that is not full runs without an update",
     )  # fmt: skip
-    parser.add_argument(
+    p.add_argument(
         "--format", choices=("text", "csv", "json"), default="text",
         help="text: the timeline as papers draw it (default); csv: what PyTorch's pipeline schedules load, flush"
         " methods only; json: everything, for programs",
     )  # fmt: skip
-    parser.add_argument("--slots", metavar="A:B", type=_slots, help="text: print the slots from A up to, not with, B")
-    parser.add_argument(
+    p.add_argument("--slots", metavar="A:B", type=_slots, help="text: print the slots from A up to, not with, B")
+    p.add_argument(
         "--drains", metavar="m", type=int, nargs="+", default=[],
         help="microbatches, multiples of N, before which the pipeline empties and refills",
     )  # fmt: skip
-    axes = parser.add_argument_group("changes to an asynchronous method (method_args in a config)")
+    axes = p.add_argument_group("changes to an asynchronous method (method_args in a config)")
     axes.add_argument("--schedule", choices=("1f1b", "dataflow"), help="one pass a slot, or both in each step")
     axes.add_argument("--turn", metavar="0|1", type=int, help="dataflow: steps from the last forward to its backward")
     axes.add_argument("--stash", metavar="true|false", type=_truth, help="backwards read their forward's weights")
-    return parser
+    return p
 
 
 def _slots(text: str) -> Tuple[int, int]:

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_set, folder, say
+from ipu_pipe.cli.arguments import add_quiet, add_set, folder, printing, saying
 from ipu_pipe.errors import BadInput, Parser, traceback_shown
 from ipu_pipe.shipped import config_path
 from ipu_pipe.shown import nearest, shown
@@ -40,6 +40,7 @@ def parser() -> Parser:
     p.add_argument("--seed", type=int, default=0, metavar="S", help="of the vector that it starts from (%(default)s)")
     p.add_argument("--curvature", type=_positive, metavar="X", help="given instead of measured")
     p.add_argument("--by-stage", action="store_true", help="measure each stage's own curvature, not the model's")
+    add_quiet(p)
     p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
     return p
 
@@ -85,7 +86,7 @@ def _config(args: argparse.Namespace) -> None:
     config = load_config(config_path(args.what[0]), args.set)
     how = {"samples": args.samples, "iterations": args.iterations, "seed": args.seed, "curvature": args.curvature}
     found = {"config": args.what[0], **examine(config, **how, by_stage=args.by_stage)}
-    print(json.dumps(found, indent=1) if args.json else in_words(found))
+    printing(args.quiet and not args.json)(json.dumps(found, indent=1) if args.json else in_words(found))
 
 
 def _figures(args: argparse.Namespace) -> None:
@@ -105,7 +106,8 @@ def _figures(args: argparse.Namespace) -> None:
     if not args.what:
         listed = {name: (make.__doc__ or "").strip() for name, make in FIGURES.items()}
         listed.update({name: f"Training runs: tools/reproduce.py {own}." for name, own in EXPERIMENTS.items()})
-        print(json.dumps(listed, indent=1) if args.json else "\n".join(f"{k:12s} {v}" for k, v in listed.items()))
+        words = "\n".join(f"{k:12s} {v}" for k, v in listed.items())
+        printing(args.quiet and not args.json)(json.dumps(listed, indent=1) if args.json else words)
         return
     from ipu_pipe.report.plots import check_plots
 
@@ -128,14 +130,14 @@ def _one(name: str, args: argparse.Namespace) -> Any:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"--out: {out}: cannot be written: {error.strerror or error}") from None
-    say(f"{name} ...")
+    saying(args.quiet)(f"{name} ...")
     figure = FIGURES[name]()
     data: Dict[str, Any] = {"figure": name, **as_json(figure), "command": f"python tools/stability.py {name}"}
     draw(figure, out / f"{name}.png")
     write(out / f"{name}.json", json.dumps(data) + "\n")
-    if not args.json:
-        title = figure.title.replace("\n", " ")
-        print(f"{name}: {title}\n  {figure.source}\n  {figure.seen}\n  {out / name}.json, {out / name}.png")
+    title = figure.title.replace("\n", " ")
+    told = f"{name}: {title}\n  {figure.source}\n  {figure.seen}\n  {out / name}.json, {out / name}.png"
+    printing(args.quiet or args.json)(told)
     return data
 
 
@@ -146,7 +148,7 @@ def _experiment(name: str, out: Path, args: argparse.Namespace) -> Any:
 
     from ipu_pipe.cli import reproduce
 
-    arguments: List[str] = [name, "--out", str(out)]
+    arguments: List[str] = [name, "--out", str(out), *(["--quiet"] if args.quiet else [])]
     if not args.json:
         reproduce.main(arguments)
         return None

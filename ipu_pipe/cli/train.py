@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Dict, Optional, Sequence, Tuple
 
-from ipu_pipe.cli.arguments import add_set, config_of, folder
+from ipu_pipe.cli.arguments import add_quiet, add_set, config_of, folder
 from ipu_pipe.errors import BadInput, Parser, traceback_shown
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def parser() -> Parser:
         help="with --against: the microbatches an update that METHOD is tried with at equal time (default, of a method that"
         " empties the pipeline: 1, 2, 4 and 8 times the config's)",
     )
+    add_quiet(p)
     p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
     return p
 
@@ -103,7 +104,7 @@ def _run(args: argparse.Namespace) -> None:
         launch(config, _asked(args))
         said = _done(args, config, other)
         leave()
-        if said is not None and is_main():
+        if said is not None and is_main() and (args.evaluate or not args.quiet):
             print(said)
 
 
@@ -120,11 +121,11 @@ def _done(args: argparse.Namespace, config: Config, other: Optional[Config]) -> 
         return json.dumps(evaluate_checkpoint(config, args.evaluate), indent=1)
     out = args.out or on_main(lambda: _dated(Path(args.config).stem))  # the same on all processes
     if other is None:
-        train(config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite)
+        train(config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite, quiet=args.quiet)
         return None
     from ipu_pipe.studies.against import train_against
 
-    return train_against(config, other, out, args.accumulate, args.resume, args.overwrite)
+    return train_against(config, other, out, args.accumulate, args.resume, args.overwrite, args.quiet)
 
 
 def _asked(args: argparse.Namespace) -> Dict[str, object]:

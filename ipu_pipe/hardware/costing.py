@@ -15,12 +15,14 @@ from torch import nn
 from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.hardware.profiling import median_passes, timed_passes
 from ipu_pipe.hardware.units import Measured, Unit
+from ipu_pipe.model.autocast import uncast_meanwhile
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.counts import top_places
 from ipu_pipe.model.execution import answering, execution, parameters_by_module, refuse_unused
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.nests import copied, described, few, lead, sample_count
 from ipu_pipe.model.observation import Observed, count
+from ipu_pipe.model.precision import plain_loss
 from ipu_pipe.model.probe import Loss, undisturbed
 from ipu_pipe.model.shapes import by_shape, fits, stand_in
 
@@ -43,7 +45,8 @@ def count_units(
     try:
         calls, runs = execution(model, x)
         refuse_unused(calls)
-        seen, samples = _counted(model, x, loss, y)
+        with uncast_meanwhile(model):  # what a precision makes of the sizes is the caller's
+            seen, samples = _counted(model, x, plain_loss(loss), y)
     except BadInput:
         raise
     except Exception as error:  # whatever the user's model raises

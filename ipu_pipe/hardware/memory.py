@@ -21,7 +21,7 @@ import numpy as np
 
 from ipu_pipe.hardware.description import Device
 from ipu_pipe.hardware.precision import PRECISIONS
-from ipu_pipe.hardware.times import MOMENTS
+from ipu_pipe.hardware.times import state_bytes
 from ipu_pipe.hardware.units import Unit
 from ipu_pipe.schedule import figures
 from ipu_pipe.schedule.copies import weight_copies
@@ -134,12 +134,13 @@ def stage_memory(
     device: Optional[Device] = None,
     accumulators: int = 0,
     trained: bool = True,
+    streamed: bool = False,
 ) -> StageMemory:
     """Of a stage that `unit` is (see `units.joined`), with microbatches of `samples` and a row of `holding`.
 
     `entering`: bytes of what comes in with a microbatch (`times.boundary_bytes` of the stage before). `optimizer`: of
     times.MOMENTS. `accumulators`: copies of the weights that rules keep. `device`: whose share of code is charged. Not
-    `trained`: it has weights and hands activations on, nothing else.
+    `trained`: it has weights and hands activations on, nothing else. `streamed`: the optimizer's state lies in streaming memory.
     """
     sizes, count = PRECISIONS[precision], unit.parameters
     learns = count if trained else 0
@@ -147,9 +148,11 @@ def stage_memory(
         weights=count * sizes.weight,
         copies=copies,
         gradients=learns * sizes.gradient,
-        optimizer=learns * (MOMENTS[optimizer] * sizes.state + sizes.master),
+        optimizer=0 if streamed else learns * state_bytes(precision, optimizer),
         accumulators=learns * accumulators * sizes.weight,
-        saved=samples * unit.activation_bytes * sizes.activation / unit.number_bytes if trained else 0.0,
+        saved=samples * unit.activation_bytes * sizes.activation / unit.number_bytes + learns * sizes.cast
+        if trained
+        else 0.0,
         entering=entering,
         inputs=inputs,
         activations=activations,

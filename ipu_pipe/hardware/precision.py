@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Dict, NamedTuple
 
+from ipu_pipe.schedule.methods import Method, Reads
+
 ARITHMETIC = ("float64", "float32", "bfloat16", "float16")  # for which a device may state a rate
+MIXED, MASTERS = "bfloat16_mixed", "bfloat16_masters"
 
 
 class Precision(NamedTuple):
     """Bytes of a number: of `activation`, `weight`, `gradient` (as accumulated), optimizer `state`, and of the `master` copy of
-    the weights that the update changes, with its gradient (0: it changes the weights themselves)."""
+    the weights that the update changes, with its gradient (0: it changes the weights themselves). `cast`: of the copy of a weight
+    that each microbatch in flight keeps; `given`: of the data, where activations are of other numbers."""
 
     arithmetic: str
     activation: int
@@ -17,18 +21,38 @@ class Precision(NamedTuple):
     gradient: int
     state: int
     master: int = 0
+    cast: int = 0
+    given: int = 0
+
+    @property
+    def data(self) -> int:
+        """Of the data that enters the model."""
+        return self.given or self.activation
 
 
 # float16 is no precision of a run here: it is the mixed one of the 2BW paper's GPUs, for plans alone. As in Megatron, which that
 # work adapts, an update makes float32 gradients beside the master copy: with Adam 20 bytes a parameter (Megatron Core's user
 # guide, "Distributed Optimizer": float16 parameters and gradients).
+# bfloat16_masters is what bfloat16_mixed is for methods that write versions (`row_of`); gradients are summed in float32.
 # IPUs: 16.32 halves the inputs alone, and what meets a float32 weight is float32; accumulators are float32 unless asked for.
 PRECISIONS: Dict[str, Precision] = {
     "float64": Precision("float64", 8, 8, 8, 8),
     "float32": Precision("float32", 4, 4, 4, 4),
     "bfloat16": Precision("bfloat16", 2, 2, 2, 2),
+    MIXED: Precision("bfloat16", 2, 4, 4, 4, cast=2, given=4),
+    MASTERS: Precision("bfloat16", 2, 2, 4, 4, master=4),
     "float16": Precision("float16", 2, 2, 2, 4, 8),
     "16.16": Precision("float16", 2, 2, 4, 4),
     "16.32": Precision("float32", 4, 4, 4, 4),
     "32.32": Precision("float32", 4, 4, 4, 4),
 }
+
+
+def row_of(precision: str, method: Method) -> str:
+    """The row of PRECISIONS that a config's `precision` is for a method.
+
+    Autocast keeps for the backward the copies that it cast of the forward's weights. Where the backward must read other weights
+    than its forward these would be the wrong ones, and nobody could tell: there the weights themselves are of low precision.
+    """
+    writes = method.is_stale and method.backward_reads is not Reads.STASHED
+    return MASTERS if precision == MIXED and writes else precision

@@ -56,14 +56,22 @@ def _between(unit: Unit, samples: int) -> Passes:
     )
 
 
-def update_seconds(unit: Unit, hardware: Hardware, precision: str, optimizer: str) -> float:
-    """Of an update of a unit's weights: memory traffic alone. Weights, state and master copy are read and written, gradients
-    read. `optimizer`: of MOMENTS."""
-    if unit.update_seconds:
-        return unit.update_seconds
+def state_bytes(precision: str, optimizer: str) -> int:
+    """Of a weight: what an optimizer (of MOMENTS) keeps beside it, the master copy of a mixed precision included."""
     sizes = PRECISIONS[precision]
-    traffic = 2 * (sizes.weight + sizes.master + MOMENTS[optimizer] * sizes.state) + sizes.gradient
-    return unit.parameters * traffic / hardware.device.bandwidth
+    return MOMENTS[optimizer] * sizes.state + sizes.master
+
+
+def update_seconds(unit: Unit, hardware: Hardware, precision: str, optimizer: str, streamed: bool = False) -> float:
+    """Of an update of a unit's weights: memory traffic alone. Weights, state and master copy are read and written, gradients
+    read. `optimizer`: of MOMENTS. `streamed`: state and master copy come from streaming memory before that, and go back."""
+    sizes, state = PRECISIONS[precision], state_bytes(precision, optimizer)
+    traffic = 2 * (sizes.weight + state) + sizes.gradient
+    seconds = unit.update_seconds or unit.parameters * traffic / hardware.device.bandwidth
+    if streamed:
+        assert hardware.device.streaming_bandwidth is not None
+        seconds += 2 * unit.parameters * state / hardware.device.streaming_bandwidth.value
+    return seconds
 
 
 def boundary_bytes(unit: Unit, precision: str, samples: int) -> float:

@@ -14,6 +14,7 @@ from ipu_pipe.model.calling import call
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import few, sample_count
 from ipu_pipe.model.outputs import plain, scores
+from ipu_pipe.model.precision import plain_loss
 from ipu_pipe.model.probe import Loss
 
 TEST_BATCH = 128  # samples of one evaluation forward; BatchNorm does not see it, it evaluates by running statistics
@@ -57,7 +58,7 @@ class Tally:
 
     def _of_batch(self, output: Any, y: Any, samples: int) -> torch.Tensor:
         """The loss times its weight, the weight."""
-        answers = right_answers(scores(self._loss, output), y) if counts_labels(plain(self._loss)) else None
+        answers = right_answers(scores(self._loss, output), y) if counts_labels(plain_loss(plain(self._loss))) else None
         loss = self._loss(output, y).detach().double().reshape(())
         weight = torch.full_like(loss, samples) if answers is None else answers[1].double()
         # all stays on its device: to read a batch's numbers would hold a GPU up

@@ -8,6 +8,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Tuple
 
 from ipu_pipe.job.comparing import changed, flat
 from ipu_pipe.job.schema import Config
+from ipu_pipe.key_faults import as_written
 from ipu_pipe.schedule.methods import METHODS
 
 MADE_LATER = "given.optimizer"  # described when it is made: compared then
@@ -83,7 +84,7 @@ def changes(old: Config, new: Config) -> Changes:
     for key, before, after in changed(old, new):
         if key.startswith(MADE_LATER):
             continue
-        told, kind = f"{key}: {before} -> {after}", role(key, old.method)
+        told, kind = f"{key}: {as_written(before)} -> {as_written(after)}", role(key, old.method)
         shrinks = isinstance(before, int) and isinstance(after, int) and after < before
         if kind is Role.GROWS and not shrinks:
             free.append(told)

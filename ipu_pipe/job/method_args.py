@@ -23,7 +23,7 @@ from ipu_pipe.values import (
 
 
 class T1(Section):
-    """Learning-rate rescheduling. `anneal_updates`: K, from the lr_schedule if null (see ipu_pipe.update.rules)."""
+    """Learning-rate rescheduling by lag. `anneal_updates`: K, from the lr_schedule if null (see ipu_pipe.update.rules)."""
 
     anneal_updates: Optional[Count] = None
 
@@ -49,14 +49,14 @@ class Warmup(Section):
 
 
 class Recompute(Section):
-    """Activations recomputed in so many segments of stages; the square root of the stages if null."""
+    """Activations recomputed in so many `segments` of stages; the square root of the stages if null."""
 
     segments: Optional[Count] = None
 
 
 class Hogwild(Section):
-    """Delays drawn from an exponential distribution over 0..`max` updates, `mean`: of all stages or one each; null: the
-    stage's lag in the method's pipeline."""
+    """Delays drawn from an exponential distribution. `max`: the greatest, in updates. `mean`: of all stages or one each; null:
+    the stage's lag in the method's pipeline."""
 
     mean: Any = None
     max: Annotated[int, whole(1, 1_000_000)]
@@ -96,7 +96,8 @@ class SpikeCompensation(Section):
 
 
 class WeightPrediction(Section):
-    """Linear weight prediction over `scale` times the lag."""
+    """Linear weight prediction over `scale` times the lag, by the optimizer's velocity or the last update's difference
+    (`form`)."""
 
     form: Literal["velocity", "difference"] = "velocity"
     scale: Positive = 1.0
@@ -109,10 +110,20 @@ class GradientShrinking(Section):
 
 
 class MethodArgs(Section):
-    """Changes of the method's axes, see schedule.methods, and its update rules, see update.rules. Of local-parallel methods:
-    `head`, "module:function" that makes an auxiliary head; `block_rates`, what the learning rate is multiplied by, and
-    `block_accumulation`, of how many updates' gradients a step is made, one for each block. From `delay_bound` on those of
-    randomized_pipedream and local_sgd, see schedule.asynchrony."""
+    """Changes of the method's axes, and its update rules; null: the method's own, or none. docs/rules.md has their equations.
+
+    `schedule`: one pass a slot, or forward and backward in each step. `turn`: steps from the last stage's forward to its
+    backward, dataflow only. `stash`: backwards read their forward's weights. `hogwild`: drawn delays. `constant_delay`: the
+    same delay everywhere. `recompute`: activations recomputed by the method's own rule. `warmup`: synchronous at first. `t1`:
+    PipeMare's rescheduled rates. `t2`: PipeMare's corrected backward. `spike_compensation`, `weight_prediction`,
+    `gradient_shrinking`: see there. `blocks`: of local_chunked: how many, or the names at which they begin. `overlap`: of
+    local_overlapping: 1. `layers`: of last_layers: how many stages train. `head`: of local methods: "module:function" that
+    makes an auxiliary head. `block_rates`: of each block: what its learning rate is multiplied by. `block_accumulation`: of
+    each block: of how many updates' gradients its step is made. `delay_bound`: of randomized_pipedream: the greatest delay;
+    null: PipeDream's own. `delays`: of randomized_pipedream: uniform, a constant of each stage, or exactly PipeDream's.
+    `order`: of randomized_pipedream: of stages and microbatches. `nag`: of randomized_pipedream: Nesterov's factor.
+    `replicas`: of local_sgd: null: as many as stages. `local_steps`: of local_sgd: steps of a replica between two averages.
+    """
 
     schedule: Optional[Literal["1f1b", "dataflow"]] = None
     turn: Optional[Annotated[int, whole(0, 1)]] = None

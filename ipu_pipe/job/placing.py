@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
-import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.entries import resolve_entry
+from ipu_pipe.job.outputs import make_take, take_of_heads
 from ipu_pipe.job.schema import Config
-from ipu_pipe.local.structures import make_blocks
+from ipu_pipe.local.structures import make_blocks, row_of
 from ipu_pipe.model.stages import Partition, partition
-from ipu_pipe.schedule.methods import Method, Structure
+from ipu_pipe.schedule.methods import Method
 
 
 class Placed(NamedTuple):
@@ -25,23 +25,27 @@ class Placed(NamedTuple):
     note: str = ""
 
 
-def place_whole(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> Placed:
+def place_whole(config: Config, method: Method, model: nn.Module, x: Any) -> Placed:
     """All stages in this process. `x`: one microbatch of input. Raises BadInput."""
     if method.structure is not None:
-        return place_blocks(config, method.structure, model, x)
-    return Placed(model, partition(model, x, config.stages))
+        return place_blocks(config, method, model, x)
+    return Placed(model, partition(model, x, config.stages, one_stage=method.one_stage))
 
 
 def place_blocks(
-    config: Config, structure: Structure, model: nn.Module, x: torch.Tensor, count: Optional[int] = None,
+    config: Config, method: Method, model: nn.Module, x: Any, count: Optional[int] = None,
     own: Optional[int] = None,
 ) -> Placed:  # fmt: skip
     """Blocks with losses of their own; `count`: how many there must be, `own`: the one of this process. Raises BadInput."""
+    assert method.structure is not None
     if isinstance(config.stages, dict) and config.stages.get("by") == "time":
         raise BadInput(
             "stages.by: time: times differ from run to run, and blocks are what is trained: must be flops or parameters"
         )
     entry = config.method_args.head
     head = resolve_entry(entry, "method_args.head") if entry else None
-    made, part = make_blocks(model, x, structure, config.stages, config.seed, count, head)
+    take = make_take(config) if row_of(method.structure).trains_last else take_of_heads(config)
+    made, part = make_blocks(
+        model, x, method.structure, config.stages, config.seed, count, head, method.one_stage or "", take
+    )
     return Placed(made, part, own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
@@ -12,13 +12,14 @@ from torch import nn
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.batches import divided
 from ipu_pipe.data.labels import LabelRange
+from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.metrics import DEFAULT, Metric
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import Given
 from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.model.nests import mapped, refuse_others, refuse_uneven
 from ipu_pipe.model.outputs import OwnLoss
-from ipu_pipe.model.precision import OwnTypes
+from ipu_pipe.model.precision import Numbers
 from ipu_pipe.model.probe import Footprint, Loss
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.schedule.actions import Kind
@@ -31,7 +32,8 @@ from ipu_pipe.update import rates as lr
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import Groups
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}  # of a model's weights
+DTYPES.update({MIXED: torch.float32, MASTERS: torch.bfloat16})
 DTYPES.update(dict.fromkeys(("16.16", "16.32", "32.32"), torch.float32))  # on the host; IPUs get what it says
 
 
@@ -54,7 +56,7 @@ class Setup:
     loss: Loss
     data: DataSource
     device: torch.device
-    own_types: Optional[OwnTypes]  # of a model that the caller gave
+    numbers: Numbers  # that the model computes in
     label_range: Optional[LabelRange] = field(default=None, init=False)  # where the loss asks for one
     begun: Optional[Begun] = field(default=None, init=False)  # with weights that need not all fit
 
@@ -77,15 +79,18 @@ class Setup:
         refuse_uneven(x)
         if y is not None or not isinstance(self.loss, OwnLoss):
             refuse_others(y, "labels")
-        dtype = DTYPES[self.config.precision]
         # the CPU's loss looks itself, a GPU's kernel aborts
         if self.label_range is not None and self.device.type == "cuda":
             self.label_range.check_on_host(y)
 
-        def move(value: torch.Tensor) -> torch.Tensor:
-            return _move(value, self.device, dtype, self.pins_memory)
+        def mover(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+            return lambda value: _move(value, self.device, dtype, self.pins_memory)
 
-        return mapped(move, x), mapped(move, y)
+        return mapped(mover(self.numbers.inputs), x), mapped(mover(self.numbers.labels), y)
+
+    def trained(self) -> Dict[str, nn.Parameter]:
+        """What an optimizer changes, by the names of the model's weights: these, or their masters."""
+        return {name: self.numbers.trained(p) for name, p in self.model.named_parameters()}
 
 
 @dataclass
@@ -124,6 +129,15 @@ class Job(Setup):
         """Replicas that take turns in the data: of the pipeline, or those that the method has for itself."""
         rounds = self.method.rounds
         return self.config.replicas if rounds is None else rounds.replicas or len(self.part)
+
+    def master_bytes(self) -> List[int]:
+        """Of each stage's masters, where its weights have such."""
+        numbers, found = self.numbers, []
+        for stage in self.part.stages:
+            weights = [self.model.get_parameter(name) for name in stage.parameters]
+            masters = [numbers.trained(p) for p in weights if numbers.trained(p) is not p]
+            found.append(sum(p.numel() * p.element_size() for p in masters))
+        return found
 
     @property
     def traced(self) -> range:

@@ -1,5 +1,8 @@
 """The schema of a run's config: every key with its type and its limits, and what keys of different sections have against each
-other. `ipu_pipe.job.config` reads one."""
+other. `ipu_pipe.job.config` reads one.
+
+The docstring of a section says what its keys mean, each as `key`: meaning; the site's reference of a config is made from them.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,9 @@ from ipu_pipe.values import MOST_STAGES, Count, Seconds, Section, Seed, Threads,
 
 
 class BackendConfig(Section):
-    """Where it runs. `threads`: of PyTorch on the CPU, its own default if null. `deadline`: seconds that a process of several
-    waits for another before it gives up. `deterministic`, `tf32`: of GPUs alone, see ipu_pipe.job.determinism. `ipu`: of poptorch
-    alone, see ipu_pipe.job.ipu.config."""
+    """Where it runs. `name`: on the emulator, on processes, or on IPUs. `device`: what computes there (poptorch has its own).
+    `threads`: of PyTorch on the CPU, its own default if null. `deadline`: seconds that a process of several waits for another
+    before it gives up. `deterministic`, `tf32`: of GPUs alone, see ipu_pipe.job.determinism. `ipu`: of poptorch alone."""
 
     name: Literal["emulator", "distributed", "poptorch"] = "emulator"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -66,7 +69,22 @@ class BackendConfig(Section):
 
 
 class Config(Section):
-    """A run. docs/configuration.md and the sections say what the keys mean."""
+    """A run; one global batch, which an update is made of, is micro_batch_size x gradient_accumulation x replicas samples.
+
+    `model`: what is trained. `data`: on what. `method`: of training, see docs/rules.md. `method_args`: changes of the method,
+    and rules against staleness. `stages`: where the model is cut, see docs/configuration.md; null: where it says itself.
+    `loss`: cross_entropy, or "module:callable" of (output, target). `backend`: where it runs. `micro_batch_size`: samples that
+    pass through the stages together. `gradient_accumulation`: microbatches an update. `replicas`: of the whole pipeline, each
+    with its share of the samples. `optimizer`: of torch.optim. `lr_schedule`: how the learning rate changes. `clip`: of
+    gradients; null for none. `epochs`: passes over the data. `steps`: updates, instead of epochs; null: as many as the epochs
+    have. `evaluate`: on the test set. `metrics`: of evaluations, see docs/loop.md. `callbacks`: code of one's own that a run
+    calls, see docs/loop.md. `checkpoint`: when the run's state is saved. `log`: metrics and traces. `seed`: of weights, order,
+    augmentation and dropout. `precision`: of weights and passes; the last three are PopTorch's, in bits of passes and weights.
+    `recompute`: activations are made again for the backward, from each stage's input, instead of kept. `hardware`: what
+    predictions are made for: a name, a file or its keys, see docs/hardware.md. `init_from`: a checkpoint folder or a file of
+    weights to begin with. `allow_nonfinite`: a loss that is not finite does not end the run. `given`: what Python gave,
+    written by the run.
+    """
 
     model: ModelConfig
     data: DataConfig
@@ -90,7 +108,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     seed: Seed = 0
-    precision: Literal["float32", "float64", "bfloat16", "16.16", "16.32", "32.32"] = "float32"
+    precision: Literal["float32", "float64", "bfloat16", "bfloat16_mixed", "16.16", "16.32", "32.32"] = "float32"
     recompute: StrictBool = False
     hardware: Union[None, str, Dict[str, Any]] = None
     init_from: Optional[InitFrom] = None

@@ -46,7 +46,7 @@ def is_entry(value: Any, within: str) -> bool:
 
 
 class ModelConfig(Section):
-    """`entry`: "module:callable" that makes the model; `args`: its keyword arguments. `output`: what of its output the loss is
+    """`entry`: "module:callable" that makes the model. `args`: its keyword arguments. `output`: what of its output the loss is
     of, a field's name, an index, or "module:callable" that takes it; null is all of it."""
 
     entry: str
@@ -55,7 +55,8 @@ class ModelConfig(Section):
 
 
 class DataConfig(BaseModel):
-    """`name`: a set of ipu_pipe.data or "module:callable" that makes a DataSource. Other keys are passed on to it."""
+    """Keys besides these are passed on to what makes the data. `name`: a set of ipu_pipe.data or "module:callable" that makes
+    a DataSource. `root`: the folder that holds the set's own. `subset`, `test_subset`: only the first so many samples."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str
@@ -69,9 +70,11 @@ class DataConfig(BaseModel):
 
 
 class OptimizerConfig(Section):
-    """A torch.optim optimizer. Settings that are null stay PyTorch's own. `reference_batch_size`: lr and momentum are those
-    for updates of so many samples, and are scaled to this run's (see ipu_pipe.update.rates.scaled_for_update_size). `name` may be
-    a class such as torch.optim.RMSprop, or "module:callable" of parameter groups; `args`: its other keyword arguments."""
+    """A torch.optim optimizer. Settings that are null stay PyTorch's own. `name`: which one, a class such as torch.optim.RMSprop,
+    or "module:callable" of parameter groups. `args`: its other keyword arguments. `lr`: learning rate. `momentum`, `nesterov`: of
+    sgd. `weight_decay`: decoupled in adamw, else added to the gradient. `betas`, `eps`: of adam and adamw. `no_decay`: parameters
+    without weight decay: name patterns, or norms_and_biases. `reference_batch_size`: lr and momentum are those for updates of so
+    many samples, and are scaled to this run's (see ipu_pipe.update.rates.scaled_for_update_size)."""
 
     name: str = "sgd"
     lr: Optional[NotNegative] = 0.05
@@ -141,10 +144,12 @@ class OptimizerConfig(Section):
 
 
 class LrSchedule(Section):
-    """See ipu_pipe.update.rates. `milestones` in epochs, `warmup_steps` in updates. `total_steps`: the updates over which cosine
-    and linear fall, and from which T1 takes its K; those of the run if null, which can then not be made longer. `name` may be a
-    class such as torch.optim.lr_scheduler.OneCycleLR, or "module:callable" of an optimizer, with the keyword arguments `args`,
-    stepped after each `interval`: see ipu_pipe.update.playing."""
+    """The rate by the update, see ipu_pipe.update.rates. `name`: what follows the warm-up; or a class such as
+    torch.optim.lr_scheduler.OneCycleLR, or "module:callable" of an optimizer, see ipu_pipe.update.playing. `args`: its keyword
+    arguments. `interval`: after what it is stepped. `warmup_steps`: updates over which the rate rises from 0. `milestones`:
+    epochs at which step multiplies it. `gamma`: by what. `total_steps`: the updates over which cosine and linear fall, and from
+    which T1 takes its K; those of the run if null, which can then not be made longer."""
+
 
     name: str = "constant"
     total_steps: Optional[Updates] = None
@@ -193,8 +198,9 @@ class LrSchedule(Section):
 
 
 class ClipConfig(Section):
-    """Gradient clipping to a norm: over all stages (`global`, synchronous methods), each `stage` alone, or by the newest global
-    norm that all stages know (`delayed_global`, asynchronous methods; see ipu_pipe.update.clipping.DelayedGlobalNorm)."""
+    """Gradient clipping to a `norm`, whose `scope` is: over all stages (`global`, synchronous methods), each `stage` alone, or
+    by the newest global norm that all stages know (`delayed_global`, asynchronous methods; see
+    ipu_pipe.update.clipping.DelayedGlobalNorm)."""
 
     norm: Positive
     scope: Literal["global", "stage", "delayed_global"] = "global"
@@ -256,7 +262,8 @@ OLD_TRACE = "trace_microbatches"  # what `trace` was called
 
 
 class LogConfig(Section):
-    """A line of metrics.jsonl after each `every` updates. `trace`: null, or false, for none."""
+    """What a run writes as it goes. `every`: updates between two lines of metrics.jsonl. `tensorboard`: the same for TensorBoard.
+    `trace`: which updates' events are recorded; null, or false, for none."""
 
     every: Count = 10
     tensorboard: StrictBool = True
@@ -298,23 +305,23 @@ def _is_entry(value: Any) -> bool:
 
 
 class StageCount(Section):
-    """A number of stages, balanced by a cost; `hardware`: by what the config's `hardware` would take. Times differ from one
-    measurement to the next: the folder of a run holds the names of the modules at which its stages begin instead, and a resumed
-    run has those (see `as_recorded`)."""
+    """So many stages, balanced. Times differ from one measurement to the next: the folder of a run holds the names of the modules
+    at which its stages begin instead, and a resumed run has those (see ipu_pipe.job.comparing.as_recorded). `count`: how many.
+    `by`: the cost that is balanced; hardware is what the config's hardware would take."""
 
     count: Stages
     by: Literal["flops", "parameters", "time", "hardware"] = "flops"
 
 
 class StageFinest(Section):
-    """A number of stages over which the weights are spread."""
+    """`finest`: so many stages, over which the weights are spread."""
 
     finest: Stages
 
 
 class InitFrom(Section):
-    """Weights to begin with: a state dict's file, a checkpoint's folder, or a run's, of which the newest checkpoint counts; a
-    path alone is one that must fit. `strict` false: what has no place in the model is left out, and what it lacks is new."""
+    """Weights to begin with; a `path` alone (a file of weights, a checkpoint's folder, or a run's, of which the newest checkpoint
+    counts) is one that must fit. `strict` false: what has no place in the model is left out, and what it lacks is new."""
 
     path: PathText
     strict: StrictBool = True

@@ -20,10 +20,13 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.local.duplicates import Duplicates
 from ipu_pipe.local.heads import MakeHead, make_head
+from ipu_pipe.model.autocast import cast, is_cast
 from ipu_pipe.model.buffers import buffers_restored
-from ipu_pipe.model.cutting import crossings, pieces, writes_over
+from ipu_pipe.model.calling import called_with
+from ipu_pipe.model.cutting import pieces
 from ipu_pipe.model.modes import modes_restored
-from ipu_pipe.model.outputs import scores
+from ipu_pipe.model.nests import lead
+from ipu_pipe.model.outputs import Take, scores, told
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.model.rehearsal import refuse_other_pieces
@@ -59,57 +62,68 @@ def scored(loss: Loss, output: Any) -> Any:
 
 class Blocks:
     """The blocks of a model that have losses of their own. `begins`: names of the modules at which the second and later ones
-    begin. `trains_last`: only the last one trains, the others are frozen; there are no heads then.
+    begin. `trains_last`: only the last one trains, the others are frozen; there are no heads then. `take`: what the loss is of in
+    the model's output, of which heads give the like.
     """
 
     def __init__(
         self,
         model: nn.Module,
         begins: Sequence[str],
-        x: torch.Tensor,
+        x: Any,
         seed: int = 0,
         trains_last: bool = False,
         head: Optional[MakeHead] = None,
+        take: Optional[Take] = None,
     ) -> None:
         self.model = model
         self.pieces = pieces(model, begins, x)
-        self.crossings = crossings(self.pieces, model, x)
+        self.crossings = self.pieces[0].cut.crossings
         refuse_other_pieces(model, self.pieces, x)
+        with torch.no_grad():
+            self.pieces[0].cut.prepare(x, training=False)  # for copies of the model, too
         self.overlap = 0  # so many blocks before its own are in each
         self._duplicates: Optional[Duplicates] = None
         before = self.pieces[:-1] if trains_last else []
         self._frozen = [p for piece in before for p in piece.parameters() if p.requires_grad]
         for parameter in self._frozen:
             parameter.requires_grad_(False)
-        self.heads = nn.ModuleDict({} if trains_last else self._heads(begins, x, seed, head))
+        self.heads = nn.ModuleDict({} if trains_last else self._heads(begins, x, seed, head, take))
 
     def _heads(
-        self, begins: Sequence[str], x: torch.Tensor, seed: int, head: Optional[MakeHead]
+        self, begins: Sequence[str], x: Any, seed: int, head: Optional[MakeHead], take: Optional[Take]
     ) -> Dict[str, nn.Module]:
         model = self.model
         make = head or getattr(model, "local_head", None) or (lambda a, o: make_head(model, a, o))
         output, activations = self._examples(x)
+        output = output if take is None else take(output)
+        if not isinstance(output, torch.Tensor):
+            raise BadInput(f"model: returns {told(output)}: blocks need to know of which the loss is: set model.output")
         made: Dict[str, nn.Module] = {}
-        devices = [x.device] if x.is_cuda else []
+        device = lead(x).device
+        devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(derived_seed(seed, HEADS))
             for index, (begin, value) in enumerate(zip(begins, activations)):
                 activation = _one(value, begin)
                 try:
                     built = make(activation, output)
-                    found = tuple(built.to(x.device, activation.dtype).eval()(activation).shape)
+                    built.to(device, torch.float32 if is_cast(model) else activation.dtype)
+                    if is_cast(model):
+                        cast(built, device.type)
+                    found = tuple(built.eval()(activation).shape)
                 except BadInput:
                     raise
                 except Exception as error:  # whatever the user's function raises
                     raise BadInput(f"method_args.head: before {begin}: {first_line(error)}") from error
                 if found != tuple(output.shape):
                     raise BadInput(f"method_args.head: before {begin}: gives {found}, must give {tuple(output.shape)}")
-                if writes_over(built, activation):
+                if _writes_over(built, activation):
                     built.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),))
                 made[str(index)] = built.train()
         return made
 
-    def _examples(self, x: torch.Tensor) -> Tuple[torch.Tensor, List[Any]]:
+    def _examples(self, x: Any) -> Tuple[Any, List[Any]]:
         """The model's output, and what is handed on at each boundary."""
         found: List[Any] = [x]
         with torch.no_grad(), buffers_restored(self.model), modes_restored(self.model):
@@ -122,7 +136,7 @@ class Blocks:
         """The auxiliary head of a block; None for the last one, and where there are none."""
         return self.heads[str(index)] if str(index) in self.heads else None
 
-    def train(self, x: torch.Tensor) -> Outputs:
+    def train(self, x: Any) -> Outputs:
         """The forward in training: no gradient passes from block to block."""
         outputs, entered = Outputs(), [x]
         for index, piece in enumerate(self.pieces):
@@ -140,7 +154,7 @@ class Blocks:
                 outputs.append(value)
         return outputs
 
-    def outputs(self, x: torch.Tensor) -> Outputs:
+    def outputs(self, x: Any) -> Outputs:
         """As the blocks are, in evaluation: each one's outputs."""
         found, value = Outputs(), x
         for index, piece in enumerate(self.pieces):
@@ -155,7 +169,7 @@ class Blocks:
     def share(self, overlap: int) -> None:
         """From now on so many blocks before its own are in each block, as duplicates: the same weights, gradients apart."""
         self.overlap = overlap
-        self.pieces[0].begins_in_place = True  # the input is taken twice
+        self.pieces[0].copies_input = True  # the input is taken twice
         self._duplicates = Duplicates(self.pieces, overlap)
 
     def average_duplicates(self) -> None:
@@ -191,14 +205,25 @@ class BlockedModel(nn.Module):
         self._modules[HEADS] = blocks.heads
         self._local_blocks = blocks
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """`Outputs` in training, else the model's own output."""
-        return self._local_blocks.train(x) if self.training else self._local_blocks.model(x)
+        if not self.training:
+            return self._local_blocks.model(*inputs, **named)
+        return self._local_blocks.train(called_with(inputs, named))
 
 
 def blocks_of(model: nn.Module) -> Optional[Blocks]:
     """The blocks that have losses of their own; None for other models."""
     return model._local_blocks if isinstance(model, BlockedModel) else None
+
+
+def _writes_over(part: nn.Module, value: torch.Tensor) -> bool:
+    """Whether the first thing that a module does is to overwrite what it is given."""
+    try:
+        part(value.detach().clone().requires_grad_())
+    except RuntimeError as error:
+        return "leaf Variable that requires grad" in str(error)
+    return False
 
 
 def one_activation(value: Any) -> torch.Tensor:

@@ -11,13 +11,12 @@ from typing import Any, Dict, Optional, Sequence
 
 import torch
 
-from ipu_pipe.errors import BadInput
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.cutting import Piece
 
 
 class Duplicates:
-    """What each block holds of the `overlap` pieces before its own: the same weights, gradients apart. Raises BadInput."""
+    """What each block holds of the `overlap` pieces before its own: the same weights, gradients apart."""
 
     def __init__(self, pieces: Sequence[Piece], overlap: int) -> None:
         self._pieces = pieces
@@ -28,10 +27,6 @@ class Duplicates:
         ]
 
     def _duplicate(self, piece: Piece) -> Dict[str, torch.Tensor]:
-        if piece.own_weights():
-            raise BadInput(
-                "model: local_overlapping: weights of the model itself cannot be duplicated: put them into modules"
-            )
         return {name: p.detach().requires_grad_(p.requires_grad) for name, p in piece.named_parameters()}
 
     def run(self, index: int, again: int, value: Any) -> Any:

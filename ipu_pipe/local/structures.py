@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
-import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
@@ -21,42 +20,41 @@ from ipu_pipe.local import laws
 from ipu_pipe.local.blocks import BlockedModel, Blocks
 from ipu_pipe.local.heads import MakeHead
 from ipu_pipe.local.laws import Law
-from ipu_pipe.model.cutting import links_of, merge_stages
+from ipu_pipe.model.cutting import pieces
+from ipu_pipe.model.merging import merge_stages
+from ipu_pipe.model.outputs import Take
 from ipu_pipe.model.stages import Partition, partition
 from ipu_pipe.schedule.methods import Structure
 
 
 class Staged(NamedTuple):
-    """What blocks are made of: a model, an input of it, its structure, the stages as the config says them; `links`: names of the
-    modules of its top-level sequence, at which blocks may begin."""
+    """What blocks are made of: a model, an input of it, its structure, the stages as the config says them; `one_stage`: why a
+    weight lies in one of them."""
 
     model: nn.Module
-    x: torch.Tensor
+    x: Any
     structure: Structure
     stages: Any
-    links: List[str]
+    one_stage: str
 
     def partition(self) -> Partition:
-        """The stages; a count is balanced between modules of the top level."""
-        return partition(self.model, self.x, self.stages, between_top=True)
+        """The stages. A count is balanced between any modules, if only one activation crosses there; else between those of the
+        top level."""
+        part = partition(self.model, self.x, self.stages, one_stage=self.one_stage)
+        names = part.begin_names()
+        named = self.stages is None or isinstance(self.stages, (list, tuple))
+        if named or len(self.alone(names)) == len(names):
+            return part
+        return partition(self.model, self.x, self.stages, between_top=True, one_stage=self.one_stage)
 
-    def links_at(self, begins: List[str], key: str) -> List[str]:
-        """Each of `begins` as the link that it is or begins with; BadInput for what lies in a block with a skip connection."""
-        partition(self.model, self.x, begins if begins else 1)  # refuses unknown names and a wrong order
-        found, faults = [], []
-        for begin in begins:
-            link = next((name for name in self.links if f"{name}.".startswith(f"{begin}.")), None)
-            if link is None:
-                around = next((name for name in self.links if f"{begin}.".startswith(f"{name}.")), "a module")
-                faults.append(
-                    f"{key}: {begin}: lies inside {around}, whose other paths (a skip connection) cross there: must be one of"
-                    f" the model's top-level sequence, such as {around}"
-                )
-            else:
-                found.append(link)
-        if faults:
-            raise BadInput(faults)
-        return found
+    def alone(self, names: List[str]) -> List[str]:
+        """Those of `names` at which one activation crosses."""
+        crossed = pieces(self.model, names, self.x)[0].cut.crossings
+        return [
+            name
+            for name, crossing in zip(names, crossed)
+            if sum(t.dtype.is_floating_point for t in crossing.tensors) == 1
+        ]
 
 
 @dataclass(frozen=True)
@@ -72,17 +70,19 @@ class Row:
 
 
 def _every_stage(staged: Staged) -> List[str]:
-    return staged.links_at(staged.partition().begin_names(), "stages")
+    return staged.partition().begin_names()
 
 
 def _chunks(staged: Staged) -> List[str]:
     wanted = staged.structure.blocks
     if isinstance(wanted, tuple):
-        return staged.links_at(list(wanted), "method_args.blocks")
+        # refuses unknown names and a wrong order
+        partition(staged.model, staged.x, list(wanted) or 1, one_stage=staged.one_stage)
+        return list(wanted)
     assert wanted is not None
     part = staged.partition()
     try:
-        return merge_stages(staged.model, part, wanted, staged.x)
+        return merge_stages(staged.model, part, wanted, staged.x, staged.alone(part.begin_names()))
     except BadInput as error:
         key = f"method_args.blocks: {wanted}:"
         raise BadInput([fault.replace(f"stages: {len(part)}:", key) for fault in error.faults]) from None
@@ -92,7 +92,7 @@ def _last_stages(staged: Staged) -> List[str]:
     layers = staged.structure.layers
     assert layers is not None
     part = staged.partition()
-    begins = staged.links_at(part.begin_names(), "stages")
+    begins = part.begin_names()
     if layers > len(part):
         raise BadInput(f"method_args.layers: {layers}: the model has {len(part)} stages")
     return begins[-layers:][:1] if layers < len(part) else []
@@ -114,20 +114,21 @@ def row_of(structure: Structure) -> Row:
 
 
 def make_blocks(
-    model: nn.Module, x: torch.Tensor, structure: Structure, stages: Any, seed: int = 0, count: Optional[int] = None,
-    head: Optional[MakeHead] = None,
+    model: nn.Module, x: Any, structure: Structure, stages: Any, seed: int = 0, count: Optional[int] = None,
+    head: Optional[MakeHead] = None, one_stage: str = "", take: Optional[Take] = None,
 ) -> Tuple[BlockedModel, Partition]:  # fmt: skip
     """A model in blocks by a method's structure, and the partition with a block a stage. `stages`: as the config says them;
-    `count`: how many blocks there must be (processes). Raises BadInput."""
+    `count`: how many blocks there must be (processes); `one_stage`: as `model.stages.partition`; `take`: what the loss is of in
+    the model's output. Raises BadInput."""
     row = row_of(structure)
-    begins = row.begins(Staged(model, x, structure, stages, [name for name, _ in links_of(model, x)]))
+    begins = row.begins(Staged(model, x, structure, stages, one_stage))
     if count is not None and len(begins) + 1 != count:
         raise BadInput(
             f"stages: {len(begins) + 1} blocks, each in a process of its own: start as many for each replica, not {count}"
         )
-    blocks = Blocks(model, begins, x, seed, row.trains_last, head)
+    blocks = Blocks(model, begins, x, seed, row.trains_last, head, take)
     made = BlockedModel(blocks)
-    part = partition(made, x, begins if begins else 1)
+    part = partition(made, x, begins if begins else 1, one_stage=one_stage)
     if structure.overlap:
         blocks.share(structure.overlap)
     return made, part

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Dict, List, Mapping, Sequence, Set, Tuple
+from dataclasses import dataclass, field, replace
+from typing import Dict, List, Mapping, NamedTuple, Sequence, Set, Tuple
 
 from torch import nn
 
@@ -22,16 +22,27 @@ class Stage:
     parameters: Tuple[str, ...]
 
 
+class Use(NamedTuple):
+    """A stage that uses a weight, and the weight's name there; `again`: of a module, which ran before."""
+
+    stage: int
+    name: str
+    again: bool = False
+
+
 @dataclass(frozen=True)
 class Partition:
     """Stages of a model in order. `begins` maps the name of each module at which the stage changes to that stage.
 
-    `spread`: single weights were spread over the stages, so that the names in `begins` alone do not give them.
+    `spread`: single weights were spread over the stages, so that the names in `begins` alone do not give them. `shared`: weights
+    that several stages use, by name, in the order of these; the first of them holds the weight as its parameter, the others a
+    replica.
     """
 
     stages: Tuple[Stage, ...]
     begins: Mapping[str, int]
     spread: bool = False
+    shared: Mapping[str, Tuple[Use, ...]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -46,6 +57,10 @@ class Partition:
     def stage_of(self) -> Dict[str, int]:
         """Stage index of every parameter, by its name in the unsplit model."""
         return {name: stage.index for stage in self.stages for name in stage.parameters}
+
+    def replicas(self, stage: int) -> List[str]:
+        """Names of the weights that a stage uses and an earlier one holds."""
+        return [name for name, uses in self.shared.items() if stage in [use.stage for use in uses[1:]]]
 
 
 def begins_at(calls: List[Call], marked: Set[str]) -> Dict[str, int]:
@@ -109,41 +124,84 @@ def stage_at_call(calls: List[Call], begins: Mapping[str, int]) -> Dict[str, int
 def finish(
     model: nn.Module, runs: List[str], calls: List[Call], begins: Dict[str, int], stage_of: Dict[str, int]
 ) -> Partition:
-    _refuse_shared(model, runs, begins, stage_of)
-    count = 1 + max([0, *begins.values(), *stage_of.values()])
+    """Stages from boundaries and the stage in which each parameter is used first by each of its names."""
     at_call = stage_at_call(calls, begins)
+    uses = _uses(model, runs, begins, stage_of, {call.name: at_call[call.name] for call in calls if call.alone})
+    count = 1 + max([0, *begins.values(), *stage_of.values()])
     first_module: Dict[int, str] = {}
     for call in calls:
         if call.works:
             first_module.setdefault(at_call[call.name], call.name)
     names: List[List[str]] = [[] for _ in range(count)]
     for name, _ in model.named_parameters():
-        names[stage_of[name]].append(name)
+        names[uses[name][0].stage].append(name)
     stages = tuple(Stage(s, first_module.get(s, ""), tuple(names[s])) for s in range(count))
-    return Partition(stages, begins)
+    return Partition(stages, begins, shared={name: own for name, own in uses.items() if len(own) > 1})
 
 
-def _refuse_shared(model: nn.Module, runs: List[str], begins: Mapping[str, int], stage_of: Mapping[str, int]) -> None:
-    """A weight with two delays has no meaning: both uses must lie in one stage."""
-    first: Dict[int, str] = {}
-    faults = []
+def _uses(
+    model: nn.Module,
+    runs: List[str],
+    begins: Mapping[str, int],
+    stage_of: Mapping[str, int],
+    alone: Mapping[str, int],
+) -> Dict[str, Tuple[Use, ...]]:
+    """The stages that use each weight, ascending. `alone`: stages of the modules in which no other runs: what one of them holds
+    of another's it computes with."""
+    found: Dict[int, List[Use]] = {}
+    owned: Dict[str, List[Tuple[int, str]]] = {}
     for module, own, parameter in parameters_by_module(model):
         name = full_name(module, own)
-        other = first.setdefault(id(parameter), name)
-        if stage_of[other] != stage_of[name]:
-            faults.append(
-                f"stages: {other} on stage {stage_of[other]} and {name} on stage {stage_of[name]} are one shared weight: "
-                "both uses must lie in one stage"
-            )
+        found.setdefault(id(parameter), []).append(Use(stage_of[name], name))
+        owned.setdefault(module, []).append((id(parameter), name))
+    known = {name for name, _ in model.named_modules()}
+    for module, held in model.named_modules(remove_duplicate=False):
+        around = answering(module, {"": 0, **alone})
+        if module not in known and around in alone:
+            for name, parameter in held.named_parameters(module, recurse=False):
+                found[id(parameter)].append(Use(alone[around], name))
     reach: Dict[str, int] = {}
     stage = 0
-    for name in runs:  # a module that runs again later uses its weights there
-        stage = max(stage, begins.get(name, stage))
-        owns = any(True for _ in model.get_submodule(name).parameters(recurse=False))
-        if owns and reach.setdefault(name, stage) != stage:
-            faults.append(
-                f"stages: {name} runs on stage {reach[name]} and again on stage {stage}: a weight used in two stages is "
-                "refused, both uses must lie in one stage"
-            )
+    for module in runs:  # one that runs again later uses its weights there
+        stage = max(stage, begins.get(module, stage))
+        if reach.setdefault(module, stage) != stage:
+            for weight, name in owned.get(module, ()):
+                found[weight].append(Use(stage, name, again=True))
+    names = {id(p): name for name, p in model.named_parameters()}
+    by_stage = {names[weight]: {use.stage: use for use in reversed(uses)} for weight, uses in found.items()}
+    return {name: tuple(uses[stage] for stage in sorted(uses)) for name, uses in by_stage.items()}
+
+
+def used_on(part: Partition, stages: Mapping[str, Sequence[int]], model: nn.Module) -> Partition:
+    """The same with the weights of `model` shared that several `stages` do use, by name."""
+    shared = {
+        name: part.shared[name]
+        if [use.stage for use in part.shared.get(name, ())] == list(own)
+        else tuple(Use(stage, name) for stage in own)
+        for name, own in stages.items()
+    }
+    holder = {**part.stage_of(), **{name: uses[0].stage for name, uses in shared.items()}}
+    names = [name for name, _ in model.named_parameters()]
+    held = (replace(s, parameters=tuple(n for n in names if holder[n] == s.index)) for s in part.stages)
+    return replace(part, stages=tuple(held), shared=shared)
+
+
+def refuse_shared(part: Partition, why: str) -> None:
+    """Refuse (BadInput) a weight that two stages use; `why`: if there is more to say."""
+    more, faults = f": {why}" if why else "", []
+    for first, *others in part.shared.values():
+        for use in others:
+            if use.again:
+                module = use.name.rpartition(".")[0]
+                said = (
+                    f"stages: {module} runs on stage {first.stage} and again on stage {use.stage}: a weight used in two stages "
+                    "is refused, both uses must lie in one stage"
+                )
+            else:
+                said = (
+                    f"stages: {first.name} on stage {first.stage} and {use.name} on stage {use.stage} are one shared weight: "
+                    "both uses must lie in one stage"
+                )
+            faults.append(said + more)
     if faults:
-        raise BadInput(faults)
+        raise BadInput(list(dict.fromkeys(faults)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from typing import Any, Dict, Mapping, Tuple
 
 from torch import nn
 
@@ -15,3 +15,9 @@ def call(model: nn.Module, x: Any) -> Any:
     if isinstance(x, (tuple, list)):
         return model(*x)
     return model(x)
+
+
+def called_with(inputs: Tuple[Any, ...], named: Dict[str, Any]) -> Any:
+    """The input for which `call` gave a model these arguments."""
+    alone = len(inputs) == 1 and not named and not isinstance(inputs[0], (Mapping, tuple, list))
+    return inputs[0] if alone else named or inputs

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+import bisect
+from dataclasses import replace
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from torch import nn
 
@@ -10,7 +12,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.model.balance import Cuts, greatest
 from ipu_pipe.model.boundaries import Partition, Stage, begins_at, finish, from_begins
 from ipu_pipe.model.costs import costs_of
-from ipu_pipe.model.execution import answering, parameters_by_module
+from ipu_pipe.model.execution import answering, execution, parameters_by_module
 from ipu_pipe.model.observation import Call, modules_around
 
 TOP_SLACK = 1.5  # how much more the greatest stage may cost for a cut that every backend can make
@@ -41,7 +43,7 @@ def spread(
             begins[call.name] = stage
     made = finish(model, runs, calls, begins, stage_of)
     empty = tuple(Stage(s, "", ()) for s in range(len(made), count))
-    return Partition(made.stages + empty, made.begins, spread=True)
+    return replace(made, stages=made.stages + empty, spread=True)
 
 
 def balanced(
@@ -52,11 +54,13 @@ def balanced(
     count: int,
     by: str,
     between_top: bool,
+    shares: bool,
 ) -> Partition:
     """Exactly `count` stages: between modules of the top-level sequence, where every backend can cut, unless a stage of that
-    costs over TOP_SLACK times what it must; then at any modules, nested ones too."""
+    costs over TOP_SLACK times what it must; then at any modules, nested ones too. `shares`: between two uses of one weight, too.
+    """
     costs = costs_of(model, calls, groups, by)
-    places = _places(calls, _held_together(model, calls, runs))
+    places = _places(calls, set() if shares else _held_together(model, calls, runs))
     if len(places) < count:  # what is shared cannot be divided: its refusal names it
         places = _places(calls, set())
     top = [place for place in places if place.through == 0]
@@ -87,6 +91,21 @@ def top_places(model: nn.Module, calls: List[Call], runs: List[str]) -> List[str
     not between two uses of one weight."""
     places = _places(calls, _held_together(model, calls, runs))
     return [place.name for place in places if place.through == 0]
+
+
+def between_top(model: nn.Module, example: Any, names: Sequence[str]) -> Dict[str, str]:
+    """Those of `names`, modules that run, which run first between modules of the top-level sequence, each with the name of the
+    outermost module that begins there."""
+    calls, _ = execution(model, example)
+    alone = [i for i, call in enumerate(calls) if call.alone]
+    places = _places(calls, set())
+    found = {}
+    for i, call in enumerate(calls):
+        if call.name in names:
+            k = bisect.bisect_left(alone, i)
+            if k < len(alone) and places[k].through == 0:
+                found[call.name] = places[k].name
+    return found
 
 
 def _places(calls: List[Call], together: Set[int]) -> List[_Place]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, List, Mapping, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Tuple
 
 import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.model.autocast import uncast_meanwhile
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.modes import modes_restored
@@ -33,6 +34,13 @@ def execution(
 
 def _observe(model: nn.Module, example: Any, training: bool, counted: bool, values: bool) -> Observed:
     look = count if counted else watch
+    with uncast_meanwhile(model):
+        return _observed(model, example, training, look, values)
+
+
+def _observed(
+    model: nn.Module, example: torch.Tensor, training: bool, look: Callable[..., Observed], values: bool
+) -> Observed:
     if not values and pays(model, example):
         try:
             with by_shape(model):

@@ -1,56 +1,75 @@
 """Pieces of a model rehearsed before they train: whole against chained pieces, on one microbatch, bit for bit.
 
-The recording that pieces are made from does not see all that a forward may do (`torch.no_grad()` or autocast around modules,
-random numbers and buffers outside modules, tensors kept aside). What comes out otherwise is refused instead of trained.
+The recording that pieces are made from may not see all that a forward does (numbers that Python works out of a tensor's values on
+the way, tensors kept aside). What comes out otherwise is refused instead of trained.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Dict, List, Optional, Sequence
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from ipu_pipe.errors import BadInput, first_line
-from ipu_pipe.model.cutting import Piece
+from ipu_pipe.model.calling import call
+from ipu_pipe.model.cutting import Piece, attributes_restored, pieces, recorded_twice
+from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.probe import random_modules, undisturbed
 from ipu_pipe.model.randomness import KeyedRandomness, derived_seed
+from ipu_pipe.model.staging import differing
+from ipu_pipe.model.templates import tensors_of
 
 Found = Dict[str, Optional[torch.Tensor]]
 FEW = 2  # samples; a batch norm refuses one
 
 
-def refuse_other_pieces(model: nn.Module, parts: Sequence[Piece], x: torch.Tensor) -> None:
-    """Refuse (BadInput) pieces that do not compute what the model does: modules' outputs, gradients, buffers. The model is
-    left as it was."""
-    if x.is_meta:  # no values, nothing to compare
+def refuse_other_pieces(model: nn.Module, parts: Sequence[Piece], x: Any) -> None:
+    """Refuse (BadInput) pieces that do not compute what the model does: modules' outputs, gradients, buffers in training, the
+    output in evaluation. A few samples tell as much as all, in less time, where the model takes so few and its forward does the
+    same with them. The model is left as it was."""
+    if any(t.is_meta for t in tensors_of(x)):  # no values, nothing to compare
         return
-    if len(x) > FEW and _few_agree(model, parts, x[:FEW]):
-        return
+    cut, few = parts[0].cut, _few(x)
+    begins = cut.recordings.begins
+    if few is not None:
+        with contextlib.suppress(Exception):  # whatever the user's model raises: all samples tell
+            less = pieces(model, begins, few)
+            same = differing(cut.first, less[0].cut.first) is None
+            if same and differing(*recorded_twice(model, begins, few)) is None:
+                _compare(model, less, few)
+                return
+    other = differing(*recorded_twice(model, begins, x))
+    if other is not None:
+        raise _refusal(model, f"its forward is not the same each time: {other}")
+    _compare(model, parts, x)
+
+
+def _few(x: Any) -> Any:
+    """The last samples of `x`; None where it has no more, or has none."""
+    sizes = {len(t) for t in tensors_of(x) if t.dim()}
+    if len(sizes) != 1 or max(sizes) <= FEW:
+        return None
+    return tree_map(lambda t: t[-FEW:] if isinstance(t, torch.Tensor) and t.dim() else t, x)
+
+
+def _compare(model: nn.Module, parts: Sequence[Piece], x: Any) -> None:
+    """Raises BadInput where pieces and whole differ."""
     keyed = random_modules(model, x)
-    whole = _run(model, parts, x, keyed, chained=False)
-    try:
-        pieces = _run(model, parts, x, keyed, chained=True)
-    except Exception as error:  # whatever the user's model raises
-        raise _refusal(model, f"its pieces fail: {first_line(error)}") from error
-    wrong = [what for what in [*whole, *pieces] if not _same(whole.get(what), pieces.get(what))]
-    if wrong:  # what differs from time to time proves nothing
-        again = _run(model, parts, x, keyed, chained=False)
-        wrong = [what for what in wrong if _same(whole.get(what), again.get(what))]
-    if wrong:
-        raise _refusal(model, _told(wrong[0], whole.get(wrong[0]), pieces.get(wrong[0]), parts))
-
-
-def _few_agree(model: nn.Module, parts: Sequence[Piece], x: torch.Tensor) -> bool:
-    """Whether pieces and whole do the same with a few samples, which tells as much as all, in less time. False where it cannot be
-    said of so few: a model for microbatches of one size, say."""
-    try:
-        keyed = random_modules(model, x)
-        whole, pieces = (_run(model, parts, x, keyed, chained) for chained in (False, True))
-    except Exception:  # whatever the user's model raises: all samples tell
-        return False
-    return whole.keys() == pieces.keys() and all(_same(whole[what], pieces[what]) for what in whole)
+    for training in (True, False):
+        whole = _run(model, parts, x, keyed, training, chained=False)
+        try:
+            chained = _run(model, parts, x, keyed, training, chained=True)
+        except Exception as error:  # whatever the user's model raises
+            raise _refusal(model, f"its pieces fail: {first_line(error)}") from error
+        wrong = [what for what in [*whole, *chained] if not _same(whole.get(what), chained.get(what))]
+        if wrong:  # what differs from time to time proves nothing
+            again = _run(model, parts, x, keyed, training, chained=False)
+            wrong = [what for what in wrong if _same(whole.get(what), again.get(what))]
+        if wrong:
+            raise _refusal(model, _told(wrong[0], whole.get(wrong[0]), chained.get(wrong[0]), parts))
 
 
 def _refusal(model: nn.Module, why: str) -> BadInput:
@@ -80,31 +99,34 @@ def _same(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
     return alike and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def _run(model: nn.Module, parts: Sequence[Piece], x: torch.Tensor, keyed: Sequence[str], chained: bool) -> Found:
-    """All that a forward and backward in training give, in order: what modules give out, gradients, buffers."""
+def _run(
+    model: nn.Module, parts: Sequence[Piece], x: Any, keyed: Sequence[str], training: bool, chained: bool
+) -> Found:
+    """All that a forward gives, in order: what modules give out and, in training, gradients and buffers."""
     found: Found = {}
     handles: List[Any] = []
 
     def keep(name: str) -> Any:
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            for i, tensor in enumerate(_tensors(output)):
+            for i, tensor in enumerate(tensors_of(output)):
                 what = f"output {name}" if not i else f"output {name} [{i}]"
                 found[what] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
         return after
 
-    own = set(vars(model))
-    with undisturbed(model):
-        model.train()
-        randomness = KeyedRandomness(model, keyed, 0, x.device)
+    with undisturbed(model), modes_restored(*parts), attributes_restored(model), torch.set_grad_enabled(training):
+        model.train(training)
+        for part in parts:
+            part.training = training
+        randomness = KeyedRandomness(model, keyed, 0, tensors_of(x)[0].device)
         try:
             for part in parts:
                 handles += [link.register_forward_hook(keep(name)) for name, link in zip(part.names, part.links)]
             torch.manual_seed(derived_seed("rehearsal"))
-            given = x.clone()
-            outputs, backward = _chain(parts, given) if chained else (model(given), None)
-            results = [t for t in _tensors(outputs) if t.requires_grad]
-            found.update({f"result [{i}]": t.detach().clone() for i, t in enumerate(_tensors(outputs))})
+            given = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, x)
+            outputs, backward = _chain(parts, given) if chained else (call(model, given), None)
+            results = [t for t in tensors_of(outputs) if t.requires_grad]
+            found.update({f"result [{i}]": t.detach().clone() for i, t in enumerate(tensors_of(outputs))})
             generator = torch.Generator().manual_seed(derived_seed("rehearsal"))
             directions = [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in results]
             if results:
@@ -115,15 +137,13 @@ def _run(model: nn.Module, parts: Sequence[Piece], x: torch.Tensor, keyed: Seque
             randomness.remove()
             for handle in handles:
                 handle.remove()
-            for name in set(vars(model)) - own:
-                delattr(model, name)
         named = model.named_parameters()
         found.update({f"gradient {name}": None if p.grad is None else p.grad.clone() for name, p in named})
         found.update({f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()})
     return found
 
 
-def _chain(parts: Sequence[Piece], x: torch.Tensor) -> Any:
+def _chain(parts: Sequence[Piece], x: Any) -> Any:
     """The output of the last piece, each given copies of what the one before hands on, as over messages; and what does the
     backwards of the others once the last one's is done."""
     handed: List[List[torch.Tensor]] = []
@@ -132,21 +152,19 @@ def _chain(parts: Sequence[Piece], x: torch.Tensor) -> Any:
     for part in parts:
         value = part(value)
         if part is not parts[-1]:
-            handed.append(_tensors(value))
-            value = tree_map(
-                lambda t: t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t,
-                value,
-            )
-            entered.append(_tensors(value))
+            handed.append(tensors_of(value))
+            value = tree_map(lambda t: t.detach().clone().requires_grad_(t.requires_grad), value)
+            entered.append(tensors_of(value))
 
     def backward() -> None:
-        for outs, ins in zip(reversed(handed), reversed(entered)):
+        for part, outs, ins in zip(reversed(parts[:-1]), reversed(handed), reversed(entered)):
             pairs = [(out, into.grad) for out, into in zip(outs, ins) if into.grad is not None and out.requires_grad]
+            # of a weight that later pieces use, too: autograd adds to what came first
+            later = [(p, p.grad) for p in part.parameters() if p.grad is not None]
+            for p, _ in later:
+                p.grad = None
+            pairs += later
             if pairs:
                 torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
 
     return value, backward
-
-
-def _tensors(value: Any) -> List[torch.Tensor]:
-    return [t for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor)]

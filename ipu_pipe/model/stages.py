@@ -13,13 +13,12 @@ that runs from its first module to the next boundary, in the order of execution 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, List, Mapping, NamedTuple, Sequence, Tuple, TypeVar, Union
+from typing import Any, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar, Union
 
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.boundaries import Partition, begins_at, check_names, from_begins, stage_at_call
+from ipu_pipe.model.boundaries import Partition, begins_at, check_names, from_begins, refuse_shared, stage_at_call
 from ipu_pipe.model.costs import COSTS
 from ipu_pipe.model.counts import balanced, spread
 from ipu_pipe.model.execution import execution, refuse_unused, weight_groups
@@ -40,7 +39,13 @@ def begin_stage(module: Module) -> Module:
     return module
 
 
-def partition(model: nn.Module, example: Any, stages: StageChoice = None, between_top: bool = False) -> Partition:
+def partition(
+    model: nn.Module,
+    example: Any,
+    stages: StageChoice = None,
+    between_top: bool = False,
+    one_stage: Optional[str] = "",
+) -> Partition:
     """Assign every parameter of `model` to a stage.
 
     `example`: one microbatch of input, run in evaluation and in training mode without gradients to see the order of
@@ -52,9 +57,19 @@ def partition(model: nn.Module, example: Any, stages: StageChoice = None, betwee
     A count gives exactly so many stages: between modules of the model's top-level sequence if no stage then costs over
     half more than it must, else at any modules, nested ones too (see `ipu_pipe.model.balance`). `between_top`: always the
     former where its modules are enough, for devices that hand activations on.
+    `one_stage`: why all uses of a weight must lie in one stage; None: they need not (`schedule.methods.Method.one_stage`).
 
-    Raises BadInput: unknown module names, impossible counts, a weight used in two stages.
+    Raises BadInput: unknown module names, impossible counts, a weight used in two stages where it may not.
     """
+    part = _partition(model, example, stages, between_top, one_stage is None)
+    if one_stage is not None:
+        refuse_shared(part, one_stage)
+    return part
+
+
+def _partition(
+    model: nn.Module, example: Any, stages: StageChoice, between_top: bool, shares: bool
+) -> Partition:
     balances = not (stages is None or isinstance(stages, (list, tuple)) or stages == "finest")
     by_time = isinstance(stages, Mapping) and stages.get("by") == "time"
     calls, stages_of_calls = execution(model, example, counted=balances, values=by_time)
@@ -69,7 +84,7 @@ def partition(model: nn.Module, example: Any, stages: StageChoice = None, betwee
     groups = weight_groups(model, calls)
     if finest or count > len(groups):
         return spread(model, calls, stages_of_calls, groups, count or len(groups))
-    return balanced(model, calls, stages_of_calls, groups, count, by, between_top)
+    return balanced(model, calls, stages_of_calls, groups, count, by, between_top, shares)
 
 
 def _read_choice(stages: Any) -> Tuple[int, str, bool]:
@@ -92,27 +107,6 @@ def _read_choice(stages: Any) -> Tuple[int, str, bool]:
     if by not in COSTS:
         raise BadInput(f"stages: by: {by}: must be one of {', '.join(COSTS)}")
     return count, by, finest
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Of a module: the stages of the first and the last thing that is computed in it, and its forward FLOPs."""
-
-    first: int
-    last: int
-    flops: float
-
-
-def extents(model: nn.Module, part: Partition, example: Any, names: Sequence[str]) -> List[Extent]:
-    """The modules `names`, which run one after another, seen in one forward of `example`. FLOPs as for `by: flops`."""
-    calls, _ = execution(model, example, counted=True)
-    at_call = stage_at_call(calls, part.begins)
-    found = []
-    for name in names:
-        inside = [call for call in calls if f"{call.name}.".startswith(f"{name}.")]
-        stages = [at_call[call.name] for call in inside if call.works] or [at_call.get(name, 0)]
-        found.append(Extent(stages[0], stages[-1], sum(call.flops for call in inside)))
-    return found
 
 
 class StageFlops(NamedTuple):

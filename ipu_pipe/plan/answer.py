@@ -9,7 +9,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
 from ipu_pipe.plan.of_config import own_cut
 from ipu_pipe.plan.prediction import Prediction, Problem
-from ipu_pipe.plan.reasons import Binding
+from ipu_pipe.plan.reasons import STREAMED, Binding
 from ipu_pipe.shown import sized_bytes
 
 MAP_SHOWN = 64  # devices of which the map is printed
@@ -69,6 +69,8 @@ def in_words(answer: Answer) -> str:
         f"precision {problem.precision}; all figures are predicted",
         "",
     ]
+    if problem.streamed:
+        lines[1:1] = [f"optimizer state in streaming memory: {STREAMED}"]
     if answer.plans:
         lines += [*_table(answer), "", *_best(problem, *answer.plans[0]), ""]
     else:

@@ -21,6 +21,7 @@ from ipu_pipe.local.heads import MakeHead, make_head
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.nests import sample_count
 from ipu_pipe.model.observation import Call, count
+from ipu_pipe.model.outputs import Take
 from ipu_pipe.model.shape_rules import tensors_in
 from ipu_pipe.model.shapes import by_shape, stand_in
 
@@ -34,10 +35,16 @@ class BlockUnits:
     first: Tuple[Unit, ...]
 
 
-def count_blocks(model: nn.Module, x: Any, units: Sequence[Unit], head: Optional[MakeHead] = None) -> BlockUnits:
+def count_blocks(
+    model: nn.Module,
+    x: Any,
+    units: Sequence[Unit],
+    head: Optional[MakeHead] = None,
+    take: Optional[Take] = None,
+) -> BlockUnits:
     """Those of a model whose `units` are known, figures for a sample; `x`: as they were counted with. `head` makes the heads,
-    else the model's `local_head` or that of its family. Raises BadInput where a block cannot begin at every unit (a skip
-    connection crosses) or no head is known."""
+    else the model's `local_head` or that of its family, of what `take` takes of the model's output. Raises BadInput where a block
+    cannot begin at every unit (a skip connection crosses) or no head is known."""
     make = (
         head or getattr(model, "local_head", None) or (lambda activation, output: make_head(model, activation, output))
     )
@@ -47,8 +54,9 @@ def count_blocks(model: nn.Module, x: Any, units: Sequence[Unit], head: Optional
             with torch.no_grad():
                 call(whole, stand_in(x))
             _refuse_crossed(units, whole.ends, sample_count(x))
+            output = whole.output if take is None else take(whole.output)
             for value in whole.ends:
-                whole.heads.append(make(value, whole.output).to("meta"))
+                whole.heads.append(make(value, output).to("meta"))
             shapes = stand_in(x)
             seen = count(whole, shapes, lambda: call(whole, shapes))
     except BadInput:

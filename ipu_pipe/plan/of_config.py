@@ -5,6 +5,7 @@ All of it is predicted, for the config's own method, microbatch, accumulation, r
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
@@ -16,12 +17,15 @@ from ipu_pipe.hardware.description import Hardware
 from ipu_pipe.hardware.files import read_hardware
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.units import Unit
+from ipu_pipe.job.entries import resolve_entry
 from ipu_pipe.job.ipu.placement import placement_faults
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import GIVEN
+from ipu_pipe.local.blocks import SumOfLosses, blocks_of
 from ipu_pipe.model.nests import few, sample_count, size
 from ipu_pipe.model.probe import Loss
+from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.partition import IntArray, StageCosts, best_cuts
 from ipu_pipe.plan.placing import layouts
@@ -42,9 +46,12 @@ def problem_of(
     hardware.rate(precision)  # refuses one without a rate
     kinds = {"adam": "adam", "adamw": "adam", GIVEN: "adam"}  # of one given in Python the most that it may keep
     optimizer = kinds.get(config.optimizer.name, "momentum" if config.optimizer.momentum else "sgd")
-    scale = PRECISIONS[precision].activation / units[0].number_bytes
+    scale = PRECISIONS[precision].data / units[0].number_bytes
     usable = hardware.device.usable_bytes if memory is None else memory
-    return Problem(tuple(units), entering * scale, hardware, usable, precision, optimizer)
+    ipu = config.backend.ipu
+    off_chip = ipu is not None and ipu.tensor_locations.optimizer.on_chip is False
+    streamed = off_chip and hardware.device.streaming_bytes is not None
+    return Problem(tuple(units), entering * scale, hardware, usable, precision, optimizer, streamed=streamed)
 
 
 def candidate_of(config: Config, depth: int) -> Candidate:
@@ -70,46 +77,79 @@ def chosen_stages(
     config names none by FLOPs. Raises BadInput.
     """
     said = "auto" if config.stages == "auto" else f"{{count: {config.stages['count']}, by: hardware}}"
-    if method.structure is not None:
-        raise BadInput(
-            f"stages: {said}: the planner cuts pipelines of one loss, not the blocks of {method.name}: must be names, a count "
-            "or finest"
-        )
+    unplanned = _unplanned(method)
+    if unplanned is not None:
+        raise BadInput(f"stages: {said}: {unplanned}: must be names, a count or finest")
     count = processes if config.stages == "auto" else config.stages["count"]
+    if count is None and method.structure is not None and method.structure.blocks is not None:
+        assert isinstance(method.structure.blocks, int)
+        count = method.structure.blocks  # a block a stage
     x, y = example
     units = count_units(model, few(x, FEW), (), loss, few(y, FEW)).units
+    blocks = _blocks_of(config, method, model, x, units)
     starts: Optional[Sequence[int]]
     if config.hardware is None:
-        starts = _by_flops(units, count)
+        starts = _by_flops(units, count, blocks)
         if starts is None:
             raise BadInput(
                 f"stages: {said}: {count} processes: the model has {len(units)} places where a stage may begin"
             )
     else:
-        starts = _by_times(config, method, units, x, said, count)
+        starts = _by_times(config, method, units, blocks, x, said, count)
     return [units[start].name for start in starts[1:]]
 
 
-def _by_flops(units: Sequence[Unit], count: Optional[int]) -> Optional[List[int]]:
+def _unplanned(method: Method) -> Optional[str]:
+    """Why a method's stages are not the planner's to cut or to predict."""
+    structure = method.structure
+    if structure is None:
+        return None
+    if structure.overlap or structure.layers:
+        return f"the planner knows pipelines of one loss and a block a stage, not the blocks of {method.name}"
+    if isinstance(structure.blocks, tuple):
+        return "method_args.blocks names the blocks, each of which is a stage"
+    return None
+
+
+def _blocks_of(
+    config: Config, method: Method, model: nn.Module, x: Any, units: Sequence[Unit]
+) -> Optional[BlockUnits]:
+    """What blocks with losses of their own cost beside the units, with the config's heads; None: the method has none."""
+    if method.structure is None:
+        return None
+    entry = config.method_args.head
+    return count_blocks(model, few(x, FEW), units, resolve_entry(entry, "method_args.head") if entry else None)
+
+
+def _by_flops(units: Sequence[Unit], count: Optional[int], blocks: Optional[BlockUnits]) -> Optional[List[int]]:
     assert count is not None  # the config's check
-    work = [unit.forward_flops + unit.backward_flops for unit in units]
+    work = [_flops(unit) for unit in units]
+    heads, spared = np.zeros(len(units) + 1), np.zeros(len(units) + 1)
+    if blocks is not None:
+        heads[1:-1] = [_flops(head) for head in blocks.heads]
+        spared[1:-1] = [_flops(unit) - _flops(first) for unit, first in zip(units[1:], blocks.first[1:])]
     until = np.concatenate([[0.0], np.cumsum(work)])
 
     def costs(first: IntArray, end: IntArray) -> StageCosts:
-        flops = until[end] - until[first]
+        flops = until[end] - until[first] + heads[end] - spared[first]
         return lambda k: flops
 
-    return best_cuts(work, count, costs)
+    return best_cuts((np.array(work) - spared[:-1]).tolist(), count, costs)
+
+
+def _flops(unit: Unit) -> float:
+    return unit.forward_flops + unit.backward_flops
 
 
 def _by_times(
-    config: Config, method: Method, units: Sequence[Unit], x: Any, said: str, count: Optional[int]
-) -> Sequence[int]:
+    config: Config, method: Method, units: Sequence[Unit], blocks: Optional[BlockUnits], x: Any, said: str,
+    count: Optional[int],
+) -> Sequence[int]:  # fmt: skip
     assert config.hardware is not None
     hardware, width = read_hardware(config.hardware, "hardware"), config.replicas
     if count is None and width > hardware.devices:
         raise BadInput(f"replicas: {width}: stages: {said}: hardware {hardware.name} has {hardware.devices} devices")
-    problem = problem_of(config, units, _sample_bytes(x), hardware)
+    problem = replace(problem_of(config, units, _sample_bytes(x), hardware), blocks=blocks)
     depths = [count] if count is not None else range(1, min(hardware.devices // width, len(units)) + 1)
     asked = [candidate_of(config, depth) for depth in depths if count is not None or _runs(config, method, depth)]
     best = search(problem, asked, 1).best
@@ -150,18 +190,22 @@ def own_cut(job: Job) -> OwnCut:
     config, (x, y) = job.config, job.example
     assert config.hardware is not None
     hardware, depth = read_hardware(config.hardware, "hardware"), len(job.part)
-    if job.method.structure is not None:
-        raise BadInput(f"method: {job.method.name}: the planner predicts pipelines of one loss")
+    if job.method.structure is not None and (job.method.structure.overlap or job.method.structure.layers):
+        raise BadInput(f"method: {_unplanned(job.method)}")
     if job.part.spread:
         raise BadInput("stages: single weights are spread over them: the planner predicts stages of whole modules")
     hardware = hardware.with_devices(max(hardware.devices, depth * config.replicas))
     begins = job.part.begin_names()
-    units = count_units(job.model, few(x, FEW), begins, job.loss, few(y, FEW)).units
-    problem = problem_of(config, units, _sample_bytes(x), hardware)
+    made = blocks_of(job.model)
+    model = job.model if made is None else made.model
+    loss = job.loss.each if isinstance(job.loss, SumOfLosses) else job.loss
+    units = count_units(model, few(x, FEW), begins, loss, few(y, FEW)).units
+    blocks = _blocks_of(config, job.method, model, x, units)
+    problem = replace(problem_of(config, units, _sample_bytes(x), hardware), blocks=blocks)
     names = [unit.name for unit in units]
     starts = [0, *[names.index(name) for name in begins]]
     asked = candidate_of(config, depth)
-    sums = Sums(problem, asked.micro_batch_size)
+    sums = Sums(problem.of(asked.method), asked.micro_batch_size)
     costings = [Costing(problem, asked, layout, sums) for layout in layouts(depth, asked.width)]
     found = max((predict_cut(each, starts) for each in costings), key=lambda each: each.samples_per_second)
     return OwnCut(problem, found, binding(problem, found))

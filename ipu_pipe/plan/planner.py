@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import List, Sequence, Tuple
 
+from ipu_pipe.hardware.times import state_bytes
 from ipu_pipe.plan.answer import Answer
 from ipu_pipe.plan.candidates import Candidate, candidates
 from ipu_pipe.plan.prediction import Problem
-from ipu_pipe.plan.reasons import binding, smallest_change
+from ipu_pipe.plan.reasons import STREAMED, binding, smallest_change
 from ipu_pipe.plan.search import search
 
 SHOWN = 10  # configurations
@@ -17,12 +19,22 @@ def make_plan(
     problem: Problem, methods: Sequence[str], devices: int, greatest_batch: int, count: int = SHOWN
 ) -> Answer:
     """The `count` configurations with the greatest predicted throughput on all of so many `devices`, for updates of at most
-    `greatest_batch` samples."""
+    `greatest_batch` samples. Where nothing fits and the devices have streaming memory, with the optimizer's state there."""
     asked = tuple(candidates(methods, devices, len(problem.units), greatest_batch))
-    found = search(problem, asked, count)
+    found, change = search(problem, asked, count), None
+    if not found.best and may_stream(problem):
+        problem, change = replace(problem, streamed=True), f"{STREAMED}, as planned here"
+        found = search(problem, asked, count)
     plans = tuple((each, binding(problem, each)) for each in found.best)
-    change = None if plans else smallest_change(problem, asked, _with_more(problem, methods, devices, greatest_batch))
+    if not plans:
+        change = smallest_change(problem, asked, _with_more(problem, methods, devices, greatest_batch))
     return Answer(problem, devices, plans, found.refused, change)
+
+
+def may_stream(problem: Problem) -> bool:
+    """Whether there is optimizer state, on the device, that streaming memory could hold."""
+    state = state_bytes(problem.precision, problem.optimizer)
+    return not problem.streamed and problem.hardware.device.streaming_bytes is not None and state > 0
 
 
 def _with_more(

@@ -1,38 +1,38 @@
 """What a configuration would do on a hardware description: its stages' costs, its cut, its time for a batch, its memory.
 
-All figures are predicted: times from `hardware.times` (or from units that were measured) by the clock, memory by
-`hardware.memory`. Long batches are not played to their end: in the steady state a microbatch more takes as long as the one
-before, so the time of a batch is that of a short one and so many times the steady state's.
+All figures are predicted: times from `hardware.times` (or from units that were measured) by the clock (`plan.batches`), memory by
+`hardware.memory`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from ipu_pipe.hardware.description import Hardware
 from ipu_pipe.hardware.links import host_seconds
-from ipu_pipe.hardware.memory import Holding, StageMemory, holding, lockstep_schedule, stage_memory
-from ipu_pipe.hardware.precision import PRECISIONS
-from ipu_pipe.hardware.times import Passes, pass_seconds, update_seconds
+from ipu_pipe.hardware.memory import Holding, StageMemory, holding, stage_memory
+from ipu_pipe.hardware.precision import PRECISIONS, row_of
+from ipu_pipe.hardware.times import Passes, pass_seconds, state_bytes, update_seconds
 from ipu_pipe.hardware.units import Unit
+from ipu_pipe.plan.batches import Batches
 from ipu_pipe.plan.blocks import BlockUnits
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.partition import FloatArray, IntArray, StageCosts, best_cuts
 from ipu_pipe.plan.placing import Layout, Neighbours, neighbours, reduce_message, sized
-from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.clock import Costs, Message, clock
-from ipu_pipe.schedule.methods import METHODS, Method, Pipeline
-from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.plan.reduces import least_of_reduces
+from ipu_pipe.schedule.clock import Costs, Message
+from ipu_pipe.schedule.methods import METHODS, Pipeline
 
 
 @dataclass(frozen=True)
 class Problem:
     """What is planned: `units` of the model in order, `input_bytes` of a sample, on `hardware` with so many usable bytes a
-    device. `optimizer`: of hardware.times.MOMENTS. `blocks`: for methods that train blocks by losses of their own."""
+    device. `optimizer`: of hardware.times.MOMENTS. `blocks`: for methods that train blocks by losses of their own. `streamed`:
+    the optimizer's state lies in streaming memory (PopTorch's tensor_locations.optimizer.on_chip false)."""
 
     units: Tuple[Unit, ...]
     input_bytes: float
@@ -41,11 +41,31 @@ class Problem:
     precision: str
     optimizer: str
     blocks: Optional[BlockUnits] = None
+    streamed: bool = False
 
     @property
     def lockstep(self) -> bool:
         """Whether stages begin their cycles together."""
         return self.hardware.lockstep
+
+    def update_seconds(self, unit: Unit) -> float:
+        """Of an update of the unit's weights."""
+        return update_seconds(unit, self.hardware, self.precision, self.optimizer, self.streamed)
+
+    def may_hold_state(self, parameters: Any) -> Any:
+        """Whether streaming memory, where the optimizer's state lies there, holds that of so many `parameters`."""
+        room = self.hardware.device.streaming_bytes
+        if not self.streamed or room is None:
+            return True
+        return parameters * state_bytes(self.precision, self.optimizer) <= room.value
+
+    def of(self, method: str) -> Problem:
+        """As it is for a method, by which a mixed precision differs."""
+        row = row_of(self.precision, METHODS[method])
+        if row == self.precision:
+            return self
+        entering = self.input_bytes * PRECISIONS[row].data / PRECISIONS[self.precision].data
+        return replace(self, precision=row, input_bytes=entering)
 
 
 class Sums:
@@ -54,7 +74,7 @@ class Sums:
     def __init__(self, problem: Problem, samples: int) -> None:
         units, scale = problem.units, PRECISIONS[problem.precision].activation
         passes = [pass_seconds(unit, problem.hardware, problem.precision, samples) for unit in units]
-        updates = [update_seconds(unit, problem.hardware, problem.precision, problem.optimizer) for unit in units]
+        updates = [problem.update_seconds(unit) for unit in units]
         self.forward = _sums([each.forward for each in passes])
         self.backward = _sums([each.backward for each in passes])
         self.update = _sums(updates)
@@ -100,9 +120,7 @@ class _BlockCosts:
         passes = [seconds(head) for head in blocks.heads]
         self.forward = ends([each.forward for each in passes])
         self.backward = ends([each.backward for each in passes])
-        self.update = ends(
-            [update_seconds(head, problem.hardware, problem.precision, problem.optimizer) for head in blocks.heads]
-        )
+        self.update = ends([problem.update_seconds(head) for head in blocks.heads])
         self.parameters = ends([head.parameters for head in blocks.heads])
         self.activations = ends([head.activation_bytes for head in blocks.heads])
         pairs = zip(problem.units[1:], blocks.first[1:])
@@ -143,7 +161,7 @@ class Costing:
     def __init__(
         self, problem: Problem, asked: Candidate, layout: Layout, sums: Sums, messages: Optional[Neighbours] = None
     ) -> None:
-        self.problem, self.asked, self.layout, self.sums = problem, asked, layout, sums
+        self.problem, self.asked, self.layout, self.sums = problem.of(asked.method), asked, layout, sums
         self.kept = held(problem, asked)
         self.onward, self.back = messages or neighbours(problem.hardware, layout)
         self.local = METHODS[asked.method].structure is not None
@@ -167,7 +185,7 @@ class Costing:
     def least_seconds(self, costs: Costs) -> float:
         """Of a batch with stages of these `costs`: neither a stage nor a link is busy for longer than there is time, and no stage
         holds more microbatches at once than it may, each of which is away for the passes of all stages behind (Little's law)."""
-        count = self.asked.gradient_accumulation
+        count, flushes = self.asked.gradient_accumulation, METHODS[self.asked.method].flushes
         work = np.add(costs.forward, costs.backward)
         reduce = costs.reduce or (Message(),) * len(work)
         messages = ((count, costs.onward), (count, () if self.local else costs.back), (1, reduce))
@@ -185,9 +203,11 @@ class Costing:
         away = np.cumsum((work + np.array([*crossing, 0.0]))[::-1])[::-1]
         flying = np.maximum(self.kept.inputs, self.kept.activations)
         least.append(count * float((away / flying).max()))
-        if METHODS[self.asked.method].flushes:  # what is before a stage happens before it begins and after it ends
+        if flushes:  # what is before a stage happens before it begins and after it ends
             before = np.cumsum([0.0, *(work[:-1] + crossing)])
             least.append(float((before + count * work).max()) + sums[0])
+        if not self.problem.lockstep:
+            least += [each * (1 - 1e-9) for each in least_of_reduces(costs, count, flushes, flying)]
         return max(least_seconds(self.asked, float(work.sum())), *least)
 
     def least_memory(self) -> Optional[float]:
@@ -210,7 +230,8 @@ class Costing:
                 both = self.problem.lockstep and not self.local  # go together between cycles
                 leaves = self.sums.entering[end] * (self.onward[s].seconds + self.back[s].seconds * both)
             cost = seconds + leaves if self.problem.lockstep else np.maximum(seconds, leaves)
-            return np.where(self._memory(s, *stages).total <= self.problem.memory_bytes, cost, np.inf)
+            fits = self._memory(s, *stages).total <= self.problem.memory_bytes
+            return np.where(fits & self.problem.may_hold_state(stages[0].parameters), cost, np.inf)
 
         return of_stage
 
@@ -241,6 +262,7 @@ class Costing:
             samples=self.asked.micro_batch_size,
             optimizer=self.problem.optimizer,
             device=self.problem.hardware.device,
+            streamed=self.problem.streamed,
         )
 
     def memories(self, starts: Sequence[int]) -> List[StageMemory]:
@@ -284,51 +306,6 @@ def _differences(sums: FloatArray, first: IntArray, end: IntArray) -> FloatArray
     return found
 
 
-STEADY = 1e-6  # of the time of a microbatch: by how much less it changes where it changes no more
-
-
-class Played(NamedTuple):
-    """Seconds of a batch, and of it those in which each link was busy."""
-
-    seconds: float
-    carried: Dict[str, float]
-
-
-def batch_time(method: Method, depth: int, accumulate: int, costs: Costs) -> Played:
-    """Of an update of N = `accumulate` microbatches on a pipeline of `depth` stages, in the steady state.
-
-    Batches of three lengths are played. Where a microbatch more takes as long between the first two as between the others, the
-    steady state is reached, and N follows on that line; else longer ones are played, at last N itself.
-    """
-    step = max(depth, 4)
-    while accumulate > 3 * step:
-        lengths = step, 2 * step, 3 * step
-        first, second, third = (_played(method, depth, length, costs) for length in lengths)
-        slope, before = third.seconds - second.seconds, second.seconds - first.seconds
-        if abs(slope - before) <= STEADY * slope:
-            more = (accumulate - lengths[-1]) / step
-            carried = {
-                link: busy + more * (busy - second.carried.get(link, 0.0)) for link, busy in third.carried.items()
-            }
-            return Played(third.seconds + more * slope, carried)
-        step *= 2
-    return _played(method, depth, accumulate, costs)
-
-
-def _played(method: Method, depth: int, accumulate: int, costs: Costs) -> Played:
-    make = lockstep_schedule if costs.lockstep else make_schedule
-    if method.flushes:
-        times = clock(make(method, depth, accumulate, accumulate), costs)
-        return Played(times.finish, times.carried)
-    fill = -(-2 * depth // accumulate)  # batches until the pipeline is in its steady state, and in which it empties
-    steady = fill
-    batches = 2 * fill + steady
-    times = clock(make(method, depth, batches * accumulate, accumulate), costs)
-    ends = times.end[Kind.UPDATE].max(axis=0)
-    seconds = float(ends[fill + steady - 1] - ends[fill - 1]) / steady
-    return Played(seconds, {link: busy / batches for link, busy in times.carried.items()})
-
-
 @dataclass(frozen=True)
 class Prediction:
     """A configuration with its cut and what it would do. `starts`: first units of its stages. `seconds`: of a batch."""
@@ -370,10 +347,15 @@ def least_seconds(asked: Candidate, work: float) -> float:
     return work * count / depth
 
 
-def predict_cut(costing: Costing, starts: Sequence[int]) -> Prediction:
-    """What a configuration does that is cut at `starts`, whether it fits or not."""
-    asked, costs = costing.asked, costing.costs(starts)
-    played = batch_time(METHODS[asked.method], asked.depth, asked.gradient_accumulation, costs)
+def batches_of(costing: Costing, starts: Sequence[int]) -> Batches:
+    """The updates of a configuration that is cut at `starts`."""
+    return Batches(METHODS[costing.asked.method], costing.asked.depth, costing.costs(starts))
+
+
+def predict_cut(costing: Costing, starts: Sequence[int], batches: Optional[Batches] = None) -> Prediction:
+    """What a configuration does that is cut at `starts`, whether it fits or not. `batches`: its updates, as far as looked at."""
+    asked, batches = costing.asked, batches or batches_of(costing, starts)
+    costs, played = batches.costs, batches.time(asked.gradient_accumulation)
     memory = tuple(costing.memories(starts))
     return Prediction(asked, costing.layout, tuple(starts), costs, memory, played.seconds, played.carried)
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
+from ipu_pipe.plan.batches import batch_time
 from ipu_pipe.plan.candidates import Candidate
-from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, batch_time, without_messages
+from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, without_messages
 from ipu_pipe.plan.search import least_memory
 from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.shown import sized_bytes
 
+STREAMED = "backend.ipu.tensor_locations.optimizer.on_chip: false"
 SMALL = 0.02  # shares of the time below it hold nothing back
 
 
@@ -33,12 +35,24 @@ class Binding(NamedTuple):
 
 
 def binding(problem: Problem, found: Prediction) -> Binding:
-    """What takes most of a configuration's time besides the work itself."""
+    """What takes most of a configuration's time besides the work itself; and what streamed optimizer state takes of it."""
     greatest = max(_held_back(problem, found), key=lambda each: each.share)
-    if greatest.share >= SMALL:
+    if greatest.share < SMALL:
+        greatest = Binding("compute", found.utilization, f"devices are busy {found.utilization:.0%} of the time",
+                           "only faster or more devices would do more")  # fmt: skip
+    if not problem.streamed:
         return greatest
-    return Binding("compute", found.utilization, f"devices are busy {found.utilization:.0%} of the time",
-                   "only faster or more devices would do more")  # fmt: skip
+    share = _streaming_seconds(problem, found) / found.seconds
+    said = f"{greatest.what}; optimizer state in streaming memory, whose traffic takes {share:.0%} of the time"
+    return greatest._replace(what=said)
+
+
+def _streaming_seconds(problem: Problem, found: Prediction) -> float:
+    """Of an update, the longest of all stages'."""
+    on_chip = replace(problem, streamed=False)
+    edges = [*found.starts, len(problem.units)]
+    longer = [problem.update_seconds(unit) - on_chip.update_seconds(unit) for unit in problem.units]
+    return max(sum(longer[a:b]) for a, b in zip(edges, edges[1:]))
 
 
 def _held_back(problem: Problem, found: Prediction) -> List[Binding]:
@@ -97,7 +111,7 @@ def _held_back(problem: Problem, found: Prediction) -> List[Binding]:
 
 def _fits_without(problem: Problem, found: Prediction) -> bool:
     asked = replace(found.asked, recompute=False)
-    return Costing(problem, asked, found.layout, Sums(problem, asked.micro_batch_size)).cut() is not None
+    return Costing(problem, asked, found.layout, Sums(problem.of(asked.method), asked.micro_batch_size)).cut() is not None
 
 
 def smallest_change(
@@ -114,6 +128,8 @@ def smallest_change(
         f"{sized_bytes(int(size))} of usable memory a device in place of {sized_bytes(int(problem.memory_bytes))} "
         f"({_words(candidate)})"
     )
+    if problem.streamed:
+        said += ", optimizer state in streaming memory"
     devices = candidate.devices
     for number, candidates in more_devices:
         needed = least_memory(problem, candidates)

@@ -1,7 +1,8 @@
 """The best configurations: every candidate is bounded, and only those that may be among the best are cut and played.
 
 A candidate's throughput is at most that of stages balanced perfectly; then at most that of its slowest stage, cut as if memory
-were enough and messages took no time; once cut, that of what it has; once played by the clock, what it is. The one with the
+were enough and messages took no time; once cut, that of what it has, then that with messages that never wait for one another;
+once played by the clock, what it is. The one with the
 greatest bound is looked at next. So what comes out first, all steps done, is the best of all, and what follows the next best.
 """
 
@@ -12,13 +13,15 @@ import math
 from dataclasses import dataclass
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
+from ipu_pipe.plan.batches import Batches
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.partition import least_greatest
 from ipu_pipe.plan.placing import Layout, Neighbours, layouts, neighbours
-from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, least_seconds, predict_cut
+from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, batches_of, least_seconds, predict_cut
 from ipu_pipe.schedule.methods import METHODS
 
 NO_ROOM = "the fullest stage needs more memory than a device has, however the model is cut"
+ROUNDING = 1e-9  # of a bound that may be the time itself: of equals the first is shown
 ALIKE = "other microbatches and accumulations of those shown, slower or with no room"
 SLOWER = "slower than those shown, even if nothing but its slowest stage or its fill and drain took time"
 
@@ -32,12 +35,14 @@ class Found(NamedTuple):
 
 @dataclass
 class _Looked:
-    """A candidate with a layout as far as it has been looked at: bounded (twice), cut, or played."""
+    """A candidate with a layout as far as it has been looked at: bounded (twice), cut, played `apart`, or played."""
 
     asked: Candidate
     layout: Layout
     costing: Optional[Costing] = None
     starts: Optional[List[int]] = None
+    batches: Optional[Batches] = None
+    apart: bool = False
     played: Optional[Prediction] = None
 
 
@@ -46,22 +51,24 @@ class _Costings:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._sums: Dict[int, Sums] = {}
+        self._sums: Dict[Tuple[int, str], Sums] = {}
         self._messages: Dict[Layout, Neighbours] = {}
-        self._work: Dict[Tuple[int, bool, bool], List[float]] = {}
+        self._work: Dict[Tuple[int, bool, bool, str], List[float]] = {}
 
     def of(self, asked: Candidate, layout: Layout) -> Costing:
         """Of one."""
-        size = asked.micro_batch_size
-        if size not in self._sums:
-            self._sums[size] = Sums(self._problem, size)
+        problem = self._problem.of(asked.method)
+        key = asked.micro_batch_size, problem.precision
+        if key not in self._sums:
+            self._sums[key] = Sums(problem, asked.micro_batch_size)
         if layout not in self._messages:
             self._messages[layout] = neighbours(self._problem.hardware, layout)
-        return Costing(self._problem, asked, layout, self._sums[size], self._messages[layout])
+        return Costing(problem, asked, layout, self._sums[key], self._messages[layout])
 
     def work(self, asked: Candidate) -> List[float]:
         """Seconds of each unit for a microbatch: of all candidates with one microbatch and recomputation the same."""
-        key = asked.micro_batch_size, asked.recompute, METHODS[asked.method].structure is None
+        row = self._problem.of(asked.method).precision
+        key = asked.micro_batch_size, asked.recompute, METHODS[asked.method].structure is None, row
         if key not in self._work:
             self._work[key] = self.of(asked, layouts(asked.depth, asked.width)[0]).work.tolist()
         return self._work[key]
@@ -70,39 +77,34 @@ class _Costings:
 def search(problem: Problem, asked: Iterable[Candidate], count: int) -> Found:
     """The `count` candidates with the greatest predicted throughput, each with its best cut and layout; of those that differ in
     microbatch and accumulation alone, the best. Exact: what is not cut or not played cannot be better."""
-    refused = {NO_ROOM: 0, ALIKE: 0, SLOWER: 0}
+    every = list(asked)
     shown: Set[Tuple[Any, ...]] = set()
     costings = _Costings(problem)
     waiting: List[Tuple[float, int, int, _Looked]] = []  # by least seconds a sample, then as they came
-    left = 0
-    for order, candidate in enumerate(asked):
-        left += 1
+    for order, candidate in enumerate(every):
         bound = least_seconds(candidate, sum(costings.work(candidate))) / candidate.global_batch_size
         for place, layout in enumerate(layouts(candidate.depth, candidate.width)):
             waiting.append((bound, order, place, _Looked(candidate, layout)))
     heapq.heapify(waiting)
     best: List[Prediction] = []
-    done: Set[Candidate] = set()  # those that came out, do not fit, or are like one that did
+    no_room: Set[Candidate] = set()
     while waiting and len(best) < count:
         bound, order, place, looked = heapq.heappop(waiting)
         one, batch = looked.asked, looked.asked.global_batch_size
-        if one in done:
+        if one in no_room or one.shape in shown:  # by one that is faster
             continue
-        if one.shape in shown:  # by one that is faster
-            refused[ALIKE] += 1
-            done.add(one)
-        elif looked.played is not None:
+        if looked.played is not None:
             best.append(looked.played)
             shown.add(one.shape)
-            done.add(one)
         else:
             seconds = _looked_further(looked, costings)
             if seconds is None:
-                refused[NO_ROOM] += 1
-                done.add(one)
+                no_room.add(one)
             else:
                 heapq.heappush(waiting, (max(bound, seconds / batch), order, place, looked))
-    refused[SLOWER] = left - len(done)
+    alike = sum(one.shape in shown for one in every) - len(best)
+    without = sum(one.shape not in shown for one in no_room)
+    refused = {NO_ROOM: without, ALIKE: alike, SLOWER: len(every) - len(best) - alike - without}
     return Found(best, {reason: number for reason, number in refused.items() if number})
 
 
@@ -115,8 +117,15 @@ def _looked_further(looked: _Looked, costings: _Costings) -> Optional[float]:
         return asked.gradient_accumulation * slowest if slowest < math.inf else None
     if looked.starts is None:
         looked.starts = looked.costing.cut() if looked.costing.may_fit() else None
-        return None if looked.starts is None else looked.costing.least_seconds(looked.costing.costs(looked.starts))
-    looked.played = predict_cut(looked.costing, looked.starts)
+        if looked.starts is None:
+            return None
+        looked.batches = batches_of(looked.costing, looked.starts)
+        return looked.costing.least_seconds(looked.batches.costs)
+    assert looked.batches is not None
+    if not looked.apart:
+        looked.apart = True
+        return (1 - ROUNDING) * looked.batches.least_seconds(asked.gradient_accumulation)
+    looked.played = predict_cut(looked.costing, looked.starts, looked.batches)
     return looked.played.seconds
 
 
@@ -125,7 +134,8 @@ def least_memory(problem: Problem, asked: Iterable[Candidate]) -> Optional[Tuple
     best: Optional[Tuple[float, Candidate]] = None
     for candidate in asked:
         layout = layouts(candidate.depth, candidate.width)[0]
-        needed = Costing(problem, candidate, layout, Sums(problem, candidate.micro_batch_size)).least_memory()
+        sums = Sums(problem.of(candidate.method), candidate.micro_batch_size)
+        needed = Costing(problem, candidate, layout, sums).least_memory()
         if needed is not None and (best is None or needed < best[0]):
             best = needed, candidate
     return best

@@ -16,6 +16,14 @@ from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.yaml_files import parse
 
 
+def _off_chip(backend: Any) -> Any:
+    """The backend with the optimizer's state in streaming memory."""
+    locations = backend.ipu.tensor_locations
+    optimizer = locations.optimizer.model_copy(update={"on_chip": False})
+    ipu = backend.ipu.model_copy(update={"tensor_locations": locations.model_copy(update={"optimizer": optimizer})})
+    return backend.model_copy(update={"ipu": ipu})
+
+
 def planned_config(config: Config, problem: Problem, found: Prediction, hardware: Any) -> str:
     """The text of the config `config` changed to what was found; `hardware` as the user named it. Settings of the method
     (`method_args`) stay where the method does. Raises BadInput where that is no config that trains."""
@@ -36,6 +44,8 @@ def planned_config(config: Config, problem: Problem, found: Prediction, hardware
     if asked.method == "local_chunked":
         own = own.model_copy(update={"blocks": begin_names(problem, found) or 1})
     changes["method_args"] = own
+    if problem.streamed and config.backend.ipu is not None:
+        changes["backend"] = _off_chip(config.backend)
     text = dump(config.model_copy(update=changes))
     try:
         configure(**parse(text, "--write"))  # checked before anything is written

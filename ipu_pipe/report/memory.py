@@ -43,15 +43,17 @@ def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[st
         kept.inputs[in_flight == 1] = 0  # PopTorch does not recompute its last stage
     moments = MOMENTS.get(_optimizer_kind(job) or "", 0)
     own = job.width if job.method.rounds is not None else 1  # replicas with weights and optimizer state of their own
-    trained, behind = _trained_bytes(job), _behind_bytes(job)
+    trained, behind, masters = _trained_bytes(job), _behind_bytes(job), job.master_bytes()
     rows = []
     for stage, entering in zip(job.part.stages, _input_bytes(job)):
         s = stage.index
+        # of weights that an earlier stage holds, too; one microbatch's gradient is on its way there
+        replicas = sum(sizes[name] for name in job.part.replicas(s))
         planned = stage_bytes(
-            weights=sum(sizes[name] for name in stage.parameters) + behind[s],
+            weights=sum(sizes[name] for name in stage.parameters) + behind[s] + replicas,
             copies=int(copies[s]),
-            gradients=trained[s] + behind[s],
-            optimizer=moments * (trained[s] + behind[s]) * own,
+            gradients=trained[s] + behind[s] + replicas,
+            optimizer=moments * (trained[s] + behind[s]) * own + masters[s],
             accumulators=len(job.rules.entries(s)) * trained[s],
             saved=job.footprint.saved_bytes[s],
             entering=entering,
@@ -103,7 +105,7 @@ def _input_bytes(job: Job) -> List[int]:
 
 
 def _trained_bytes(job: Job) -> List[int]:
-    """Weights of each stage that the optimizer changes."""
+    """What the optimizer changes of each stage: weights, or their masters."""
     trained = [0] * len(job.part)
     for group in job.groups:
         trained[group["stage"]] += sum(p.numel() * p.element_size() for p in group["params"])

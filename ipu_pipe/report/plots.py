@@ -1,14 +1,19 @@
-"""Figures as PNG files, by matplotlib, which is loaded when something is drawn."""
+"""Figures as PNG files, by matplotlib, which is loaded when something is drawn. Each stands alone: its title says what it shows,
+a note below the sizes, the seeds and what bands are."""
 
 from __future__ import annotations
 
 import contextlib
 import statistics
+import textwrap
 from importlib import util
 from pathlib import Path
 from typing import Any, Iterator, List, Sequence, Tuple
 
 from ipu_pipe.errors import BadInput, writing
+from ipu_pipe.job.schema import Config
+
+LETTERS_AN_INCH = 13  # of the note
 
 
 def check_plots() -> None:
@@ -18,8 +23,11 @@ def check_plots() -> None:
 
 
 @contextlib.contextmanager
-def figure(file: Path, size: Tuple[float, float], panels: int = 1, rows: int = 1) -> Iterator[List[Any]]:
-    """The axes of so many panels side by side, in so many rows, each of `size` inches; written to `file` at the end."""
+def figure(
+    file: Path, size: Tuple[float, float], panels: int = 1, rows: int = 1, *, title: str, note: str
+) -> Iterator[List[Any]]:
+    """The axes of so many panels side by side, in so many rows, each of `size` inches, with a title above all of them and a note
+    below; written to `file` at the end."""
     check_plots()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -28,11 +36,34 @@ def figure(file: Path, size: Tuple[float, float], panels: int = 1, rows: int = 1
     drawn = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
     FigureCanvasAgg(drawn)
     axes = list(drawn.subplots(rows, columns, squeeze=False).flat)
+    drawn.suptitle(title, fontsize="medium")
+    drawn.supxlabel(textwrap.fill(note, int(size[0] * columns * LETTERS_AN_INCH)), fontsize="small", color="dimgray")
     yield axes
     for each in axes:
         each.grid(alpha=0.3)
     with writing(file):
         drawn.savefig(file, dpi=100)
+
+
+def sizes(config: Config) -> str:
+    """What is to be said of a run's sizes below its figure."""
+    data, batch = config.data.options(), config.micro_batch_size * config.gradient_accumulation * config.replicas
+    parts = [f"{data['size']}x{data['size']}"] if "size" in data else []
+    parts += [
+        f"{data[key]:,} {what} samples"
+        for key, what in (("subset", "training"), ("test_subset", "test"))
+        if key in data
+    ]
+    length = f"{config.epochs} epochs" if config.steps is None else f"{config.steps:,} updates"
+    of_data = f"{config.data.name} ({', '.join(parts)})" if parts else config.data.name
+    return f"{of_data}, {length}, {batch:,} samples an update"
+
+
+def over_seeds(seeds: Sequence[int]) -> str:
+    """What `mean_with_range` shows of runs with these seeds."""
+    if len(set(seeds)) == 1:
+        return f"seed {seeds[0]} alone"
+    return f"lines: means over seeds {', '.join(map(str, sorted(set(seeds))))}; bands: from the least to the greatest of them"
 
 
 def mean_with_range(axes: Any, x: Sequence[float], groups: Sequence[Sequence[float]], **how: Any) -> None:

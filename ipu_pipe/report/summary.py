@@ -39,6 +39,7 @@ def summarise(
         "backend": config.backend.name,
         "device": job.device_kind,
         "numerics": numerics(config.backend),
+        "precision": {"name": config.precision, **job.numbers.record},
         "model": {
             "entry": model_name(config),
             "parameters": sum(p.numel() for p in job.model.parameters()),

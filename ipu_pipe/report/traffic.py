@@ -9,17 +9,40 @@ from ipu_pipe.local.blocks import blocks_of
 
 
 def links(job: Job) -> List[Dict[str, int]]:
-    """Traffic between neighbouring stages as planned, one entry a direction: activations on, gradients back where they cross.
-    Where a stage holds the layer before its own too, it is given what enters that one (the second stage has the input)."""
+    """Traffic between stages as planned, one entry a direction: activations on, gradients back where they cross; of weights that
+    several stages use each microbatch's gradient and what each update makes of them. Where a stage holds the layer before its own
+    too, it is given what enters that one (the second stage has the input)."""
     messages = job.schedule.microbatches
     sizes, structure = list(enumerate(job.footprint.boundary_bytes)), job.method.structure
     if structure is not None and structure.overlap:
         sizes = [(s + structure.overlap, size) for s, size in sizes if s + structure.overlap < len(job.part) - 1]
-    return [
-        _link(src, dst, size * messages, messages, size)
+    sent = {
+        way: (size * messages, messages)
         for s, size in sizes
-        for src, dst in (((s, s + 1),) if structure is not None else ((s, s + 1), (s + 1, s)))
-    ]
+        for way in (((s, s + 1),) if structure is not None else ((s, s + 1), (s + 1, s)))
+    }
+    for way, (size, count) in _tied(job).items():
+        already = sent.get(way, (0, 0))
+        sent[way] = (already[0] + size, already[1] + count)
+    return [_link(*way, size, count, size // max(messages, 1)) for way, (size, count) in sent.items()]
+
+
+def _tied(job: Job) -> Dict[Tuple[int, int], Tuple[int, int]]:
+    """(source, target) -> (bytes, messages) for weights that several stages use: the gradient of each backward goes to the stage
+    that used the weight before, each update's weights from the first to the others; those between two stages as one message."""
+    back: Dict[Tuple[int, int], int] = {}
+    out: Dict[Tuple[int, int], int] = {}
+    for name, uses in job.part.shared.items():
+        weight = job.model.get_parameter(name)
+        size = weight.numel() * weight.element_size() if weight.requires_grad else 0
+        for before, user in zip(uses, uses[1:]) if size else ():
+            back[user.stage, before.stage] = back.get((user.stage, before.stage), 0) + size
+            out[uses[0].stage, user.stage] = out.get((uses[0].stage, user.stage), 0) + size
+    microbatches, updates = job.schedule.microbatches, job.schedule.update_count
+    return {
+        **{way: (size * microbatches, microbatches) for way, size in back.items()},
+        **{way: (size * updates, updates) for way, size in out.items()},
+    }
 
 
 def shared_links(job: Job) -> List[Dict[str, int]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, List, Mapping, Optional, Sequence, Set, Tuple
 
-from ipu_pipe.job.record import DTYPES, Begun, Job
+from ipu_pipe.hardware.precision import MASTERS, MIXED
+from ipu_pipe.job.record import Begun, Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.stages import describe
@@ -26,11 +27,12 @@ def opening(job: Job, done: int = 0) -> str:
     lines = [job.note] if job.note else []
     lines += _beside(job)
     lines += [_begun(job.begun)] if job.begun is not None else []
-    others = job.own_types.others(DTYPES[config.precision]) if job.own_types is not None else []
+    others = job.numbers.others()
     if others:
         lines.append(
             f"precision: the model given in {' and '.join(others)} is trained in {config.precision}, and cast back at the end"
         )
+    lines += _mixed(job)
     lines += [
         *left_out(job),
         f"{model_name(config)}: {parameters:,} parameters on {len(job.part)} stages; method {job.method.name}, "
@@ -41,6 +43,18 @@ def opening(job: Job, done: int = 0) -> str:
         + (f"{job.updates_per_epoch} an epoch" if job.updates_per_epoch is not None else "of data without a length"),
     ]
     return "\n".join(lines)
+
+
+def _mixed(job: Job) -> List[str]:
+    """Which of its two ways a mixed precision is."""
+    if job.config.precision != MIXED:
+        return []
+    if job.numbers.row != MASTERS:
+        return [f"precision {MIXED}: forward and loss under autocast, weights and updates in float32"]
+    return [
+        f"precision {MIXED}: weights in bfloat16, updates of float32 masters beside them: a backward of {job.method.name} reads "
+        "other weights than its forward, of which autocast would keep copies"
+    ]
 
 
 def _beside(job: Job) -> List[str]:

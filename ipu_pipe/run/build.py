@@ -14,6 +14,7 @@ from ipu_pipe.backends.ranks import on_main
 from ipu_pipe.backends.table import backend_of
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.precision import row_of
 from ipu_pipe.job.blame import attributed
 from ipu_pipe.job.determinism import set_numerics
 from ipu_pipe.job.given import describe, describe_optimizer, refuse_missing, with_given, with_optimizer
@@ -23,16 +24,17 @@ from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import OWN, Description, Given, InitFrom
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
 from ipu_pipe.local.footprint import footprint_of
+from ipu_pipe.model.masters import Masters
 from ipu_pipe.model.nests import copied
 from ipu_pipe.model.outputs import OwnLoss, plain
-from ipu_pipe.model.precision import OwnTypes
+from ipu_pipe.model.precision import Numbers, plain_loss
 from ipu_pipe.model.probe import Loss, drawn_unkeyed
 from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.model.shapes import made_by_shape
 from ipu_pipe.model.uncompiled import without_compiler
 from ipu_pipe.plan.of_config import chosen_stages, is_chosen
 from ipu_pipe.run import checks
-from ipu_pipe.run.checkpoint import load_weights, read_weights
+from ipu_pipe.run.checkpoint import load_weights, newest, read_weights
 from ipu_pipe.run.parts import (
     Output,
     make_data,
@@ -51,7 +53,7 @@ from ipu_pipe.shown import first_of
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.given_optimizer import factory_of
-from ipu_pipe.update.groups import only, parameter_groups, stage_groups
+from ipu_pipe.update.groups import only, parameter_groups, stage_groups, trained
 from ipu_pipe.update.playing import SchedulerFactory, play
 from ipu_pipe.update.rates import anneal_default
 from ipu_pipe.values import MOST_STOPS, MOST_UPDATES
@@ -82,24 +84,26 @@ def set_up(
     _refuse_tensors(model)
     _refuse_unkeyed(model, device)
     begun = _begin(model, config.init_from) if config.init_from else None
-    own_types = OwnTypes(model) if given else None
-    model = model.to(device, DTYPES[config.precision]).train()
     data = data if data is not None else make_data(config)
     chosen_loss = make_loss(config, loss, output)
     weighted = plain(chosen_loss)
     if isinstance(weighted, nn.Module):  # class weights and the like
         weighted.to(device)
-    made = Setup(config, model, chosen_loss, data, device, own_types)
-    made.begun = begun
+    measured = metrics_of(config.metrics if metrics is None else metrics)
+    row = row_of(config.precision, resolve_method(config.method, config.method_settings()))
+    # last: what fails before leaves a caller's model as it was
+    numbers = Numbers(model.train(), row, DTYPES[row], device, given)
+    made = Setup(config, model, numbers.loss(chosen_loss), data, device, numbers)
+    made.begun, made.metrics = begun, measured
     backend = backend_of(config)
     made.device_kind, made.pins_memory = backend.trains_on or kind, backend.pins_memory
-    made.metrics = metrics_of(config.metrics if metrics is None else metrics)
     return made
 
 
 def _begin(model: nn.Module, begin: InitFrom, heads_too: bool = True) -> Optional[Begun]:
     """Give the model the weights that the run begins with; what of them, where they need not all fit. Raises BadInput."""
-    tensors, place = read_weights(Path(begin.path)), f"init_from: {begin.path}"
+    path = newest(Path(begin.path))
+    tensors, place = read_weights(path), f"init_from: {path}"
     own = model.state_dict()
     try:
         left_out, new = load_weights(model, tensors, place, heads_too, begin.strict)
@@ -107,7 +111,7 @@ def _begin(model: nn.Module, begin: InitFrom, heads_too: bool = True) -> Optiona
         fits = any(name in own and own[name].shape == value.shape for name, value in tensors.items())
         way = "; init_from: {path: ..., strict: false} takes what fits" if fits else "; nothing in it fits"
         raise BadInput([*error.faults[:-1], error.faults[-1] + way]) from None
-    return None if begin.strict else Begun(begin.path, len(own) - len(new), left_out, new)
+    return None if begin.strict else Begun(str(path), len(own) - len(new), left_out, new)
 
 
 def _refuse_tensors(model: nn.Module) -> None:
@@ -162,15 +166,14 @@ def build(
         factory = None if optimizer is None else factory_of(optimizer)
         described = with_given(config, model, data, loss, optimizer, output, **given)
         setup = set_up(described, model, data, loss, by_shape, metrics, output)
-    trained = [p for p in setup.model.parameters() if p.requires_grad]
+    thawed = [p for p in setup.model.parameters() if p.requires_grad]
     try:
         with attributed(lambda: "before training"):
             return _assemble(setup, factory, lr_scheduler, done)
     except BaseException:
-        for parameter in trained:  # a method may have frozen some
+        for parameter in thawed:  # a method may have frozen some
             parameter.requires_grad_(True)
-        if setup.own_types is not None:
-            setup.own_types.give_back()
+        setup.numbers.give_back()
         raise
 
 
@@ -216,7 +219,7 @@ def _assemble(
     table = VersionTable(schedule, method, config.seed)
     if method.segments is not None:
         segment_ends(len(part), method.segments)  # refuses more than there are stages
-    groups = parameter_groups(model, part, config.optimizer.no_decay)
+    groups = trained(parameter_groups(model, part, config.optimizer.no_decay), setup.numbers.trained)
     held = groups if own is None else stage_groups(groups, own)
     blocks = blocks_of(model)
     if own and blocks is not None and blocks.overlap:  # this process's duplicate of the stage before
@@ -229,12 +232,12 @@ def _assemble(
         whole = made if held is groups else factory(groups)  # a process holds its own stage's alone
     if optimizer is not None:
         config = with_optimizer(config, whole)
-    used = Given(optimizer=describe_optimizer(whole), loss=_described(plain(setup.loss)))
+    used = Given(optimizer=describe_optimizer(whole), loss=_described(plain_loss(plain(setup.loss))))
     base = float(whole.param_groups[0]["lr"])
     played = _played(config, scheduler, whole, base, updates, per_epoch)
     job = Job(
-        config, model, chosen_loss, data, device, setup.own_types, part, method, schedule, table, groups, made,
-        _rules(config, args, table, made, base, updates, per_epoch, switch, played),
+        config, model, chosen_loss, data, device, setup.numbers, part, method, schedule, table, groups, made,
+        _rules(config, args, table, made, base, updates, per_epoch, switch, played, setup.numbers.masters),
         base, per_epoch, updates, example, footprint_of(model, part, chosen_loss, example), placed.note, done, used,
     )  # fmt: skip
     job.begun = setup.begun
@@ -331,6 +334,7 @@ def _rules(
     per_epoch: Optional[int],
     switch: int,
     played: Optional[Sequence[float]],
+    masters: Optional[Masters],
 ) -> UpdateRules:
     """The run's update rules; T1's K, where it is not given, from the learning-rate schedule."""
     if "t1" in args and args["t1"]["anneal_updates"] is None:
@@ -341,7 +345,7 @@ def _rules(
     return UpdateRules(
         args, table.method, table.rule_lag(), config.gradient_accumulation, optimizer,
         lambda k: rate_of(config, base, k, updates, per_epoch) if played is None else played[min(k, updates - 1)],
-        switch, base,
+        switch, masters, base,
     )  # fmt: skip
 
 

@@ -278,13 +278,19 @@ def load_weights(
 ) -> Loaded:
     """Copy a state dict into `model`; all names and shapes must agree if `strict`, else those that do are taken. `place` names
     the source in the error. `heads_too` false: auxiliary heads are taken where they are there and fit, and stay as they are
-    otherwise."""
+    otherwise. A weight with several names may be there under one of them."""
     own = model.state_dict()
     heads = {name: value for name, value in own.items() if name.startswith(HEADS)}
     if not heads or not heads_too:  # auxiliary heads only train
         fits = {n: v for n, v in tensors.items() if n in heads and heads[n].shape == v.shape}
         tensors = {**{n: v for n, v in tensors.items() if not n.startswith(HEADS)}, **heads, **fits}
     odd = {name: "the model has no such parameter or buffer" for name in tensors if name not in own}
+    for names in _tied(model):
+        given = [name for name in names if name in tensors]
+        for name in given[1:]:
+            if not torch.equal(tensors[name], tensors[given[0]]):
+                odd[name] = f"differs from {given[0]}, which is the same weight of the model"
+        tensors = {**{name: tensors[given[0]] for name in names if given}, **tensors}
     for name in own:
         if name in tensors and own[name].shape != tensors[name].shape:
             odd[name] = f"shape {tuple(tensors[name].shape)}, the model has {tuple(own[name].shape)}"
@@ -299,6 +305,14 @@ def load_weights(
         refuse(place, missing + [f"{name}: {why}" for name, why in odd.items()])
     model.load_state_dict({**own, **fits})
     return Loaded(odd, [name for name in own if name not in fits])
+
+
+def _tied(model: torch.nn.Module) -> List[List[str]]:
+    """The names of each weight that has several."""
+    found: Dict[int, List[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return [names for names in found.values() if len(names) > 1]
 
 
 def refuse(place: object, faults: List[str]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, TextIO, Union
 
 from ipu_pipe.errors import BadInput, RunFault, writing
+from ipu_pipe.job.record import Begun
 from ipu_pipe.report.summary import upgraded
 from ipu_pipe.run import checkpoint, folder_lock
 from ipu_pipe.written import write
@@ -140,6 +141,12 @@ class RunDir:
                 _remove(path / "traceback.txt")  # of the fault that ended what is resumed now
         except OSError as error:
             raise BadInput(f"--out: {path}: {error.strerror or error}") from None
+
+    def describe(self, config: str, begun: Optional[Begun]) -> None:
+        """Write what the run is, and what it has of the weights that it begins with, where these need not all fit."""
+        self.write_text("config.yaml", config)
+        if begun is not None:
+            self.write_json("init_from.json", begun._asdict())
 
     def forget_after(self, update: int, say: Callable[[str], None]) -> None:
         """What a finished run says of itself, and checkpoints after `update`, from which the run goes on: deleted, and told."""

@@ -86,7 +86,7 @@ class Run:
         """All updates to come; returns what the last evaluation found, None if there was none."""
         job, position = self.job, self.position
         final: Optional[Measured] = None
-        with self.progress.bar(job.updates, position.update) as bar:
+        with self.progress.bar(job.updates, position.update, job.updates_per_epoch) as bar:
             while position.update < self.end:
                 self._step(engine, bar, log)
                 done, is_planned = position.update, False

@@ -12,9 +12,10 @@ from torch import nn
 from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.entries import call_entry, resolve_entry
+from ipu_pipe.job.outputs import make_take
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import OWN
-from ipu_pipe.model.outputs import OfOutput, OwnLoss, taker
+from ipu_pipe.model.outputs import OfOutput, OwnLoss
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.given_optimizer import factory_of
@@ -75,15 +76,6 @@ def make_loss(config: Config, given: Union[Loss, str, None] = None, output: Opti
     if chosen is None:
         return OwnLoss(take)
     return chosen if take is None else OfOutput(chosen, take)
-
-
-def make_take(config: Config) -> Optional[Callable[[Any], Any]]:
-    """What `model.output` takes of an output: a field, an element, what an import string's function gives; None where it says
-    nothing."""
-    said = config.model.output
-    if isinstance(said, str) and ":" in said:
-        return resolve_entry(said, "model.output")
-    return None if said is None else taker(said)
 
 
 def make_plain_loss(config: Config) -> Loss:

@@ -16,6 +16,7 @@ from ipu_pipe.job.identity import deciding, follows_length, mismatches
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
+from ipu_pipe.key_faults import as_written
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.nests import copied
 from ipu_pipe.model.probe import undisturbed
@@ -67,7 +68,7 @@ def _key_faults(config: Config, held: Checkpoint, own: Origin) -> List[str]:
     if held.manifest is None:  # the earlier layout: only the run's config.yaml says it
         return []
     faults = [
-        f"{key}: saved with {_shown(a)}, this run has {_shown(b)}: it is another run's checkpoint"
+        f"{key}: saved with {as_written(a)}, this run has {as_written(b)}: it is another run's checkpoint"
         for key, a, b in mismatches(held.manifest.keys, own.keys)
     ]
     if held.manifest.updates > own.updates:
@@ -79,10 +80,6 @@ def _key_faults(config: Config, held: Checkpoint, own: Origin) -> List[str]:
             f"only a run that began with {' and '.join(follows)} can grow; with new rates, begin one from its weights (init_from)"
         )
     return faults
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # ---- how far it had come
@@ -118,7 +115,10 @@ def _position_faults(job: Job, held: Checkpoint, step: int) -> List[str]:
     within = (update - 1) % averaged + 1
     best, loss, initial = saved["best_step"], saved["best_loss"], saved["initial"]
     sane = {
-        "epoch_updates": (saved["epoch_updates"] == within, f"must be {within}, {update} updates into the run"),
+        "epoch_updates": (
+            saved["epoch_updates"] == within,
+            f"must be {within}, after {update} updates of {averaged} an epoch",
+        ),
         "epoch_loss": (_is_real(saved["epoch_loss"]), "must be a number"),
         "seconds": (_is_real(saved["seconds"]) and 0 <= saved["seconds"] < math.inf, "must be a number >= 0"),
         "timed_updates": (_is_whole(saved["timed_updates"], 0, update), f"must be a whole number from 0 to {update}"),
@@ -139,7 +139,8 @@ def _position_faults(job: Job, held: Checkpoint, step: int) -> List[str]:
 
 def _model_faults(job: Job, held: Checkpoint) -> List[str]:
     """Tensors of another precision; names and shapes are checked where they are loaded."""
-    own = job.model.state_dict()
+    with job.numbers.whole():
+        own = job.model.state_dict()
     return [
         f"model: {name}: is {_kind(value)}, this run has {_kind(own[name])}"
         for name, value in held.model.items()
@@ -162,7 +163,7 @@ def _optimizer_faults(job: Job, held: Checkpoint, own: Origin) -> List[str]:
             saved[name][entry] = value
     if any(entry.startswith(f"{MARK}:") for entries in saved.values() for entry in entries):
         return []  # PopTorch's, which it reads as a whole; other backends refuse it
-    parameters = dict(job.model.named_parameters())
+    parameters = job.trained()
     trained = {id(p) for group in job.groups for p in group["params"]}
     faults = [f"optimizer: {name}: the model has no parameter of that name" for name in saved if name not in parameters]
     faults += [

@@ -30,9 +30,7 @@ def begin(job: Job, run: RunDir, resumes: bool, position: Position, say: Callabl
     """Write what is known of a run before it trains; returns the record of this start, the last in `record.json`."""
     if resumes:
         run.forget_after(position.update, say)
-    run.write_text("config.yaml", dump(job.config))
-    if job.begun is not None:
-        run.write_json("init_from.json", job.begun._asdict())
+    run.describe(dump(job.config), job.begun)
     record = {**record_of(job), "first_update": position.update}
     run.write_json("record.json", [*(earlier_starts(run.path) if resumes else []), record])
     run.open_metrics(position.update)
@@ -62,8 +60,9 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
     on_main(lambda: refuse_foreign_run(job, held, path))
     if held.manifest is None:
         say(f"{path}: of the earlier layout, which does not say whose run it is: that is not checked")
-    checkpoint.load_weights(job.model, held.model, str(path))
-    names = {parameter: name for name, parameter in job.model.named_parameters()}
+    with job.numbers.whole(loads=True):
+        checkpoint.load_weights(job.model, held.model, str(path))
+    names = {parameter: name for name, parameter in job.trained().items()}
     import_state(job.optimizer, names, held.optimizer, held.state["optimizer"])
     callbacks.load(held.state.get("callbacks"))
     position = position_of(held)

@@ -65,6 +65,7 @@ def train(
     resume_from: Optional[int] = None,
     overwrite: bool = False,
     quiet: bool = False,
+    keep_dtype: bool = False,
 ) -> Dict[str, Any]:
     """Train by `config` and write the run into the folder `out`; returns the summary (as in `summary.json`).
 
@@ -77,8 +78,8 @@ def train(
     is not finite, and what the model, loss, data source or optimizer raise as it is, with the place (a UserFault) at the end of
     its chain of causes. On the distributed backend every process calls this alike; the first one writes, all return the summary.
     A model given here is trained in place, in the config's precision, and has its own dtypes again at the end, whatever way that
-    comes. On processes every rank's is whole then (after a fault each has its own stage alone, not-a-number elsewhere: the newest
-    checkpoint has the whole).
+    comes, unless it shall `keep_dtype` of the training. On processes every rank's is whole then (after a fault each has its own
+    stage alone, not-a-number elsewhere: the newest checkpoint has the whole).
     """
     out = as_folder(out)
     launch(config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite})
@@ -110,8 +111,7 @@ def train(
                 on_main(lambda: _same_optimizer(job.config, out))
             return Run(job, out, start.resumes, overwrite, quiet, called).go()
         finally:
-            if job.own_types is not None:
-                job.own_types.give_back()
+            job.numbers.give_back(keep_dtype)
 
 
 @contextlib.contextmanager
@@ -207,7 +207,8 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     """Test loss and metrics of the weights in a checkpoint folder or a plain state dict, without training."""
     path = Path(path)
     setup = set_up(config.model_copy(update={"init_from": None}))
-    checkpoint.load_weights(setup.model, checkpoint.read_weights(path), str(path))
+    with setup.numbers.whole(loads=True):
+        checkpoint.load_weights(setup.model, checkpoint.read_weights(path), str(path))
     with attributed(lambda: "evaluation"):
         found = evaluate(setup)[-1]
     return {"weights": str(path), **found.record()}

@@ -15,6 +15,7 @@ from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.nests import described, lead
 from ipu_pipe.model.outputs import SCORES, fields, plain, scores, told
+from ipu_pipe.model.precision import plain_loss
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.model.shapes import by_shape, looks_at_values, pays, stand_in
 
@@ -36,7 +37,7 @@ def try_model(model: nn.Module, loss: Loss, example: Tuple[Any, Any], labels: An
             output = None if is_meta else _few(model, x)
             if output is None:
                 output = call(model, x)
-            allowed = label_range(plain(loss), scores(loss, output), y)
+            allowed = label_range(plain_loss(plain(loss)), scores(loss, output), y)
             if allowed is not None:
                 allowed.check(labels)
             value = loss(output, y)

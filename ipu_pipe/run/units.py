@@ -10,6 +10,7 @@ from torch import nn
 from ipu_pipe.data.batches import divided
 from ipu_pipe.hardware.costing import Costed, count_units, measure_units
 from ipu_pipe.job.entries import resolve_entry
+from ipu_pipe.job.outputs import take_of_heads
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import OWN
 from ipu_pipe.model.nests import mapped, sample_count, size
@@ -40,7 +41,7 @@ def units_of(config: Config, measured: bool = False, blocks: bool = False) -> Co
         return ConfigUnits(costed, entering)
     entry = config.method_args.head
     head = resolve_entry(entry, "method_args.head") if entry else None
-    return ConfigUnits(costed, entering, count_blocks(model, x, costed.units, head))
+    return ConfigUnits(costed, entering, count_blocks(model, x, costed.units, head, take_of_heads(config)))
 
 
 def _counted(config: Config) -> Tuple[nn.Module, Costed, Any]:

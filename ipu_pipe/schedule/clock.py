@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
@@ -102,6 +103,22 @@ def clock(schedule: Schedule, costs: Costs, microbatches: Optional[int] = None) 
     return played.times()
 
 
+def carried(flows: Iterable[Tuple[int, Message]]) -> Dict[str, float]:
+    """How long each link is busy with so many of each message."""
+    found: Dict[str, float] = {}
+    for count, message in flows:
+        for link in message.links if count else ():
+            found[link] = found.get(link, 0.0) + count * message.seconds
+    return found
+
+
+def first_updates(schedule: Schedule, costs: Costs, updates: int) -> FloatArray:
+    """When the first `updates` of each stage end, (P, updates); what comes behind them is not played. Not in lock-step."""
+    played = _Eager(schedule, costs, schedule.microbatches)
+    played.play(updates)
+    return np.array(played.updates, np.float64)[:, :updates, 1]
+
+
 class _Played:
     """Times being found: what both ways of playing a schedule share. A *pass* is the number kind * P + stage of one, the kinds
     counted in the order of `schedule.passes`; with a microbatch it is one action."""
@@ -136,6 +153,12 @@ class _Played:
         a, b = source % self.schedule.stages, target % self.schedule.stages
         return None if a == b else self.costs.message(a, b)
 
+    def sent(self) -> List[Tuple[int, int, Message]]:
+        """The messages of a microbatch: from which pass, to which, and what it takes."""
+        pairs = [(source, which) for which, needed in self.needs.items() for source in needed]
+        found = [(source, which, self.message(source, which)) for source, which in pairs]
+        return [(source, which, message) for source, which, message in found if message is not None]
+
     def completes(self, done: int, microbatch: int) -> Optional[int]:
         """The update of its stage that a pass is the last to be waited for by."""
         stage = done - (len(self.kinds) - 1) * self.schedule.stages
@@ -166,28 +189,27 @@ class _Eager(_Played):
     """Every device goes on as soon as it can. What ends is looked at in the order of time, so that links are given to messages in
     the order in which these come."""
 
-    def play(self) -> None:
-        """Find the times."""
+    def play(self, updates: Optional[int] = None) -> int:
+        """Find the times, of all or until every stage has made so many `updates`; how many passes were begun."""
         P, costs, device_of = self.schedule.stages, self.costs, self.device
         later = costs.slot / 2 if self.schedule.slot_capacity == 2 else 0.0  # in its slot, of what follows a forward
-        queues: Dict[int, List[Tuple[float, int, int]]] = {device: [] for device in device_of}
+        queues: List[List[Tuple[float, int, int]]] = [[] for _ in range(1 + max(device_of))]
         for slot, which, m in self.rows:
             queues[device_of[which]].append((slot * costs.slot + (later if which >= P else 0.0), which, m))
-        coming = {device: iter(queue) for device, queue in queues.items()}
-        following = {device: next(queue, None) for device, queue in coming.items()}
-        free = dict.fromkeys(queues, 0.0)  # when each device is through with what it has begun
-        runs = dict.fromkeys(queues, False)
+        coming = [iter(queue) for queue in queues]
+        following = [next(queue, None) for queue in coming]
+        free = [0.0] * len(queues)  # when each device is through with what it has begun
+        runs = [False] * len(queues)
         link_free: Dict[str, float] = {}
         running: List[Tuple[float, int, int, int]] = []  # a heap: end, order, pass, microbatch
-        # when what a pass needs is there, by need and microbatch; and for whom each pass's result is
-        longest = len(self.start[0])
-        there = {which: [[math.inf] * longest for _ in needed] for which, needed in self.needs.items()}
-        results: Dict[int, List[Tuple[int, List[float], Optional[Message]]]] = {which: [] for which in self.needs}
-        for which, needed in self.needs.items():
-            for place, source in enumerate(needed):
-                results[source].append((device_of[which], there[which][place], self.message(source, which)))
-        starts, ends, duration, carried = self.start, self.end, self.duration, self.carried
-        begun = 0
+        # when what a pass needs of another stage is there; what it needs of its own is done before it
+        there: List[Optional[List[float]]] = [None] * len(device_of)
+        results: List[Optional[Tuple[int, List[float], Message]]] = [None] * len(device_of)
+        for source, which, message in self.sent():
+            moments = there[which] = [math.inf] * len(self.start[0])
+            results[source] = device_of[which], moments, message
+        starts, ends, duration, last = self.start, self.end, self.duration, (len(self.kinds) - 1) * P
+        begun, waited = 0, P * updates if updates is not None else -1
 
         def begin(device: int) -> None:
             """The device's next pass, unless something that it needs is not on its way yet."""
@@ -198,13 +220,14 @@ class _Eager(_Played):
             start, which, m = action
             if free[device] > start:
                 start = free[device]
-            for moments in there[which]:
-                if moments[m] > start:
-                    start = moments[m]
-            if start == math.inf:
-                return
-            end = free[device] = start + duration[which]
-            starts[which][m], ends[which][m] = start, end
+            moments = there[which]
+            if moments is not None and moments[m] > start:
+                start = moments[m]
+                if start == math.inf:
+                    return
+            end = start + duration[which]
+            starts[which][m] = start
+            ends[which][m] = free[device] = end
             following[device], runs[device] = next(coming[device], None), True
             begun += 1
             heapq.heappush(running, (end, begun, which, m))
@@ -213,31 +236,43 @@ class _Eager(_Played):
             """When a message that is ready `at` a time is there."""
             seconds, latency, links = message
             for link in links:
-                if link_free.get(link, 0.0) > at:
+                if link in link_free and link_free[link] > at:
                     at = link_free[link]
             at += seconds
             for link in links:
                 link_free[link] = at
-                carried[link] = carried.get(link, 0.0) + seconds
             return at + latency
 
-        for device in queues:
+        for device in range(len(queues)):
             begin(device)
-        while running:
+        while running and waited:
             end, _, done, m = heapq.heappop(running)
             own = device_of[done]
-            k = self.completes(done, m)
-            if k is not None:
-                stage = done % P
-                start = arrival(costs.reduce[stage], end) if costs.reduce else end
-                free[own] = start + costs.update[stage]
-                self.note_update(stage, k, start, free[own])
-            for device, moments, message in results[done]:
-                moments[m] = end if message is None else arrival(message, end)
-                if message is not None and not runs[device] and device != own:
+            if done >= last:
+                k = self.completes(done, m)
+                if k is not None:
+                    stage = done - last
+                    start = arrival(costs.reduce[stage], end) if costs.reduce else end
+                    free[own] = start + costs.update[stage]
+                    self.note_update(stage, k, start, free[own])
+                    waited -= updates is not None and k < updates
+            result = results[done]
+            if result is not None:
+                device, moments, message = result
+                moments[m] = arrival(message, end)
+                if not runs[device] and device != own:
                     begin(device)
             runs[own] = False
             begin(own)
+        return begun
+
+    def times(self) -> Times:
+        """What was found, if all was played."""
+        passes = Counter(which for _, which, _ in self.rows)
+        flows = [(passes[source], message) for source, _, message in self.sent()]
+        flows += [(left.count(0), message) for left, message in zip(self._left, self.costs.reduce)]
+        self.carried = carried(flows)
+        return super().times()
 
 
 class _Lockstep(_Played):

@@ -87,7 +87,8 @@ class Method:
     `delay`: where forward_reads is DELAYED. `segments`: activations are recomputed, but for the inputs of so many segments.
     `structure`: gradients stay inside blocks of stages; None: they pass through the whole model. `history`: updates of single
     stages, by gradients at old iterates of all (the reads above are then those of the schedule they are drawn from). `rounds`:
-    replicas with weights of their own.
+    replicas with weights of their own. `one_version`: all stages read one version of a microbatch, so that several may use one
+    weight.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Method:
     structure: Optional[Structure] = None
     history: Optional[History] = None
     rounds: Optional[Rounds] = None
+    one_version: bool = False
 
     @property
     def is_stale(self) -> bool:
@@ -118,6 +120,19 @@ class Method:
     def reads_old(self, stages: int) -> bool:
         """Whether any pass may read other weights than the newest, on a pipeline of so many stages."""
         return self.is_stale and (stages > 1 or self.delay is not None or self.history is not None)
+
+    @property
+    def one_stage(self) -> Optional[str]:
+        """Why all uses of a weight must lie in one stage, and what else there is; None where they need not."""
+        if self.one_version:
+            return None
+        why = "stages may read different versions of it, so that it would have two delays"
+        if self.structure is not None:
+            why = "each block is trained by a loss of its own, so that it would have two gradients"
+        elif self.history is not None or self.rounds is not None:
+            why = f"{'single stages' if self.rounds is None else 'replicas'} step by themselves"
+        able = ", ".join(name for name, method in METHODS.items() if method.one_version)
+        return f"with {self.name} {why}: cut elsewhere, untie them, or use method {able}"
 
     def accumulate_for(self, stages: int, microbatches: int) -> int:
         """N, the microbatches an update, where the user does not say."""
@@ -135,15 +150,15 @@ def _table(*methods: Method) -> Dict[str, Method]:
 METHODS: Dict[str, Method] = _table(
     Method(
         "naive", Pipeline.SEQUENTIAL, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.ONE,
-        "inter-layer model parallelism, the baseline of Narayanan et al. 2021 (PipeDream-2BW), Figure 1",
+        "inter-layer model parallelism, the baseline of Narayanan et al. 2021 (PipeDream-2BW), Figure 1", one_version=True,
     ),
     Method(
         "gpipe", Pipeline.FILL_DRAIN, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.MICROBATCHES,
-        "Huang et al. 2019",
+        "Huang et al. 2019", one_version=True,
     ),
     Method(
         "pipedream_flush", Pipeline.ONE_F_ONE_B_FLUSH, 0, Reads.NEWEST, Reads.NEWEST, True,
-        DefaultAccumulate.MICROBATCHES, "Narayanan et al. 2021 (PipeDream-2BW), section 3.2",
+        DefaultAccumulate.MICROBATCHES, "Narayanan et al. 2021 (PipeDream-2BW), section 3.2", one_version=True,
     ),
     Method(
         "pipedream", Pipeline.ONE_F_ONE_B, 0, Reads.NEWEST, Reads.STASHED, False, DefaultAccumulate.ONE,
@@ -151,7 +166,7 @@ METHODS: Dict[str, Method] = _table(
     ),
     Method(
         "pipedream_2bw", Pipeline.ONE_F_ONE_B_CAPPED, 0, Reads.DOUBLE_BUFFERED, Reads.STASHED, False,
-        DefaultAccumulate.STAGES, "Narayanan et al. 2021, section 3.1",
+        DefaultAccumulate.STAGES, "Narayanan et al. 2021, section 3.1", one_version=True,
     ),
     Method(
         "pipemare", Pipeline.DATAFLOW, 1, Reads.NEWEST, Reads.NEWEST, False, DefaultAccumulate.ONE,

@@ -22,6 +22,7 @@ from ipu_pipe.job.config import load_recorded
 from ipu_pipe.job.schema import Config
 from ipu_pipe.run.folder import check_folder, finite
 from ipu_pipe.run.folder_lock import refuse_used
+from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.training import check, reserved, train
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import utilization
@@ -38,29 +39,33 @@ def train_against(
     accumulations: Sequence[int] = (),
     resume: bool = False,
     overwrite: bool = False,
+    quiet: bool = False,
 ) -> str:
     """Train by `config` into `out`, then by `other` with as many samples and, where that takes longer by the schedule, with as
     much time, in folders in `out`. Leaves `against.json` and, where matplotlib is there, `against.png`; returns what is to be
     said. Raises BadInput before the first run has taken its time."""
+    say = Progress(quiet or not is_main()).say
     second = folder_of(out, other.method)
     again = resume and (second / "config.yaml").exists()
     counts = choices(other, accumulations)
     check(other, second, resume=again, overwrite=overwrite)
     on_main(lambda: _check_folders([folder_of(out, other.method, count) for count in counts], resume, overwrite))
     with reserved(second, resume=again, overwrite=overwrite):
-        first_summary = train(config, out, resume=resume, overwrite=overwrite)
-    _say(f"\nas many samples by {other.method}:")
+        first_summary = train(config, out, resume=resume, overwrite=overwrite, quiet=quiet)
+    say(f"\nas many samples by {other.method}:")
     other = as_recorded(load_recorded(out / "config.yaml"), other)  # the same stages
-    other_summary = train(other, second, resume=again, overwrite=overwrite)
+    other_summary = train(other, second, resume=again, overwrite=overwrite, quiet=quiet)
     both = run_of(config, first_summary, out), run_of(other, other_summary, second)
     timed: List[Run] = []
     if both[1].slots > both[0].slots * (1 + 1 / both[0].steps):
         for count in counts:
             chosen = at_equal_time(other, count, first_summary)
             if chosen is not None:
-                _say(f"\nas much time by {other.method}, {count} microbatches an update:")
-                timed.append(_timed(chosen, folder_of(out, other.method, count), resume, overwrite, both[0].slots))
-    told = record(config, both, timed)
+                say(f"\nas much time by {other.method}, {count} microbatches an update:")
+                timed.append(
+                    _timed(chosen, folder_of(out, other.method, count), resume, overwrite, quiet, both[0].slots)
+                )
+    told = record(config, first_summary["model"]["stages"], both, timed)
 
     def leave() -> None:
         write_json(out / "against.json", finite(told))
@@ -71,22 +76,17 @@ def train_against(
     return stories(first_summary, other_summary, both, timed)
 
 
-def _say(text: str) -> None:
-    if is_main():
-        print(text, flush=True)
-
-
 def _check_folders(folders: Sequence[Path], resume: bool, overwrite: bool) -> None:
     for folder in folders:
         check_folder(folder, resume and (folder / "config.yaml").exists(), overwrite)
         refuse_used(folder)
 
 
-def _timed(config: Config, folder: Path, resume: bool, overwrite: bool, slots: float) -> Run:
+def _timed(config: Config, folder: Path, resume: bool, overwrite: bool, quiet: bool, slots: float) -> Run:
     """A run at equal time; what its rate is too high for is told, not raised."""
     again = resume and (folder / "config.yaml").exists()
     try:
-        return run_of(config, train(config, folder, resume=again, overwrite=overwrite), folder)
+        return run_of(config, train(config, folder, resume=again, overwrite=overwrite, quiet=quiet), folder)
     except RunFault as error:
         if "loss is" not in str(error) or are_joined():
             raise

@@ -16,10 +16,9 @@ def draw(wanted: Figure, file: Path) -> None:
     """Into a PNG file; each panel's title says what stays the same in it."""
     count = len(wanted.panels)
     size = (6.5, 4.5) if count == 1 else (5.2, 4.0) if wanted.rows == 1 else (4.4, 3.5)
-    with figure(file, size, count, wanted.rows) as axes:
+    with figure(file, size, count, wanted.rows, title=wanted.title, note=wanted.note) as axes:
         for own, panel in zip(axes, wanted.panels):
             _draw(own, panel)
-        axes[0].figure.suptitle(wanted.title, fontsize="medium")
 
 
 def _draw(axes: Any, panel: Panel) -> None:

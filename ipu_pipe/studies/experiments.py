@@ -25,7 +25,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 from ipu_pipe.errors import BadInput, RunFault, writing
 from ipu_pipe.job.comparing import differences
 from ipu_pipe.job.config import configure, load_recorded
-from ipu_pipe.report.plots import figure, mean_with_range
+from ipu_pipe.report.plots import figure, mean_with_range, over_seeds, sizes
 from ipu_pipe.shown import shown
 from ipu_pipe.studies.worker_pool import in_workers
 from ipu_pipe.written import write
@@ -245,6 +245,7 @@ def results(experiment: Experiment, runs: Sequence[Run], full: bool) -> Dict[str
         "experiment": experiment.name,
         "title": experiment.title,
         "source": experiment.source,
+        "setting": sizes(configure(**experiment.config(next(iter(experiment.rows)), 0, full))),
         "full_size": full,
         "seeds": sorted({run.seed for run in runs}),
         "rows": rows,
@@ -294,14 +295,15 @@ def table(found: Mapping[str, Any], command: str) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def plot(runs: Sequence[Run], labels: Sequence[str], title: str, folder: Path) -> List[Path]:
+def plot(found: Mapping[str, Any], runs: Sequence[Run], labels: Sequence[str], folder: Path) -> List[Path]:
     """Test accuracy against epoch and against normalized time, mean over seeds with the range shaded, as PNG files."""
+    note = f"{found['setting']}; {over_seeds(found['seeds'])}"
     pictures = {
         folder / "accuracy_by_epoch.png": "epoch",
         folder / "accuracy_by_time.png": "time (epochs / utilization)",
     }
     for place, (file, axis) in enumerate(pictures.items()):
-        with figure(file, (8, 5)) as (axes,):
+        with figure(file, (8, 5), title=found["title"], note=note) as (axes,):
             for label in labels:
                 own = [run for run in runs if run.label == label and run.curve]
                 length = min((len(run.curve) for run in own), default=0)
@@ -314,7 +316,7 @@ def plot(runs: Sequence[Run], labels: Sequence[str], title: str, folder: Path) -
                     mean_with_range(axes, x, accuracies, markersize=3, label=label + diverged)
             if place:
                 axes.set_xscale("log")
-            axes.set(xlabel=axis, ylabel="test accuracy", title=title)
+            axes.set(xlabel=axis, ylabel="test accuracy")
             if axes.lines:
                 axes.legend(fontsize="small")
     return list(pictures)
@@ -328,4 +330,4 @@ def write_results(
         folder.mkdir(parents=True, exist_ok=True)
     curves = [{"label": r.label, "seed": r.seed, "diverged": r.diverged, "curve": r.curve} for r in runs]
     results = write(folder / "results.json", json.dumps({**found, "curves": curves}, indent=1))
-    return [results, write(folder / "table.md", table(found, command)), *plot(runs, labels, found["title"], folder)]
+    return [results, write(folder / "table.md", table(found, command)), *plot(found, runs, labels, folder)]

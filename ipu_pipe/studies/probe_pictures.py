@@ -8,14 +8,16 @@ import statistics
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Optional, Sequence
 
-from ipu_pipe.report.plots import figure, mean_with_range
+from ipu_pipe.job.schema import Config
+from ipu_pipe.report.plots import figure, mean_with_range, over_seeds, sizes
 
 
-def plot_angles(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
+def plot_angles(runs: Sequence[Mapping[str, Any]], config: Config, file: Path) -> None:
     """Angle by update, a line a block, a panel a method."""
     from matplotlib import colormaps
 
-    with figure(file, (6.5, 5), len(runs)) as panels:
+    title = f"Angle of each block's gradient to the true one: {_model(config)}"
+    with figure(file, (6.5, 5), len(runs), title=title, note=f"{sizes(config)}; seed {config.seed} alone") as panels:
         for axes, run in zip(panels, runs):
             updates = [point["update"] for point in run["points"]]
             for j, name in enumerate(run["blocks"]):
@@ -31,23 +33,26 @@ def plot_angles(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
             )
 
 
-def plot_chunks(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
+def plot_chunks(runs: Sequence[Mapping[str, Any]], config: Config, file: Path) -> None:
     """Accuracy and loss on training and test samples by chunk size, mean over seeds with the range shaded."""
-    with figure(file, (6, 4.5), 2) as panels:
+    title = f"local_chunked by the size of its blocks: {_model(config)}"
+    note = f"{sizes(config)}; {over_seeds([run['seed'] for run in runs])}"
+    with figure(file, (6, 4.5), 2, title=title, note=note) as panels:
         for axes, what in zip(panels, ("accuracy", "loss")):
-            sizes = sorted({run["chunk"] for run in runs})
+            chunks = sorted({run["chunk"] for run in runs})
             for part in ("train", "test"):
-                values = [[run[f"{part}_{what}"] for run in runs if run["chunk"] == size] for size in sizes]
+                values = [[run[f"{part}_{what}"] for run in runs if run["chunk"] == size] for size in chunks]
                 if any(value is None for group in values for value in group):
                     continue
-                mean_with_range(axes, sizes, values, label=part)
-            axes.set(xlabel="stages a block", ylabel=what, xticks=sizes)
+                mean_with_range(axes, chunks, values, label=part)
+            axes.set(xlabel="stages a block", ylabel=what, xticks=chunks)
             axes.legend()
 
 
-def plot_labels(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
+def plot_labels(runs: Sequence[Mapping[str, Any]], config: Config, file: Path) -> None:
     """Training loss and accuracy on random labels by update, a line a method."""
-    with figure(file, (6, 4.5), 2) as panels:
+    title = f"Random labels learned by heart: {_model(config)}"
+    with figure(file, (6, 4.5), 2, title=title, note=f"{sizes(config)}; seed {config.seed} alone") as panels:
         for axes, what in zip(panels, ("loss", "accuracy")):
             for run in runs:
                 points = [point for point in run["points"] if point[f"train_{what}"] is not None]
@@ -55,6 +60,10 @@ def plot_labels(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
                 axes.plot(updates, values, label=run["label"])
             axes.set(xlabel="update", ylabel=f"training {what}, random labels")
             axes.legend(fontsize="small")
+
+
+def _model(config: Config) -> str:
+    return config.model.entry.rpartition(":")[2]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -112,7 +112,7 @@ def _apart(ours: Run, theirs: Run, what: str) -> str:
     return f"{(a - b) * 100:+.1f} points" if what == "test_accuracy" else f"{a - b:+.3f}"
 
 
-def record(config: Config, runs: Tuple[Run, Run], timed: Sequence[Run]) -> Dict[str, Any]:
+def record(config: Config, stages: int, runs: Tuple[Run, Run], timed: Sequence[Run]) -> Dict[str, Any]:
     """The same as JSON: `against.json`."""
     ours, theirs = runs
     return {
@@ -120,6 +120,8 @@ def record(config: Config, runs: Tuple[Run, Run], timed: Sequence[Run]) -> Dict[
         "model": config.model.entry,
         "data": config.data.name,
         "seed": config.seed,
+        "stages": stages,
+        "micro_batch_size": config.micro_batch_size,
         "evaluated": config.evaluate.subset,
         "time": "slots of the schedule (planned), one pass of a stage each",
         "run": _told(ours),
@@ -138,7 +140,13 @@ def draw(told: Mapping[str, Any], file: Path) -> None:
     runs = [told["run"], told["same_samples"], *told["same_time"]]
     what = "test_loss" if any(p["test_accuracy"] is None for run in runs for p in run["curve"]) else "test_accuracy"
     first = told["run"]
-    with figure(file, (9, 5)) as (axes,):
+    images = f" on {told['evaluated']:,} samples" if told["evaluated"] else ""
+    title = (
+        f"{told['model'].rpartition(':')[2]} on {told['stages']} stages, {told['data']}: {first['steps']} updates by "
+        f"{first['method']}, {first['samples']:,} samples"
+    )
+    note = f"microbatches of {told['micro_batch_size']}; one run a line, seed {told['seed']}; time is planned, not measured"
+    with figure(file, (9, 5), title=title, note=note) as (axes,):
         for run in runs:
             if not run["curve"]:
                 continue
@@ -150,12 +158,9 @@ def draw(told: Mapping[str, Any], file: Path) -> None:
                 marker="o", markersize=4, linewidth=2.5 if is_first else 1.3, label=label,
             )  # fmt: skip
         axes.axvline(first["slots"], color="gray", linestyle=":", linewidth=1)
-        images = f" on {told['evaluated']:,} samples" if told["evaluated"] else ""
         axes.set(
             xlabel="time by the schedule: slots (planned), in each of which a stage does one pass",
             ylabel=what.replace("_", " ") + images,
-            title=f"{told['model'].rpartition(':')[2]}, {told['data']}, seed {told['seed']}: {first['steps']} updates by "
-            f"{first['method']}, {first['samples']:,} samples",
         )
         axes.text(first["slots"], axes.get_ylim()[1], " equal time", color="gray", va="top")
         axes.legend(fontsize="small", loc="lower right")

@@ -33,6 +33,7 @@ KINDS = (*COMPUTE, *COMMUNICATION, WAIT, *OUTSIDE)
 # What a message carries, or what is waited for.
 CARRIED = (
     "", "activations", "recomputed activations", "gradients", "shared gradients", "norms", "losses", "weights", "data",
+    "tied gradients",
 )  # fmt: skip
 
 

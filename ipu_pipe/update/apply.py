@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ipu_pipe.model import masters as low
+from ipu_pipe.model.masters import Masters
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.table import IntArray
 from ipu_pipe.update.rule import Follow, Reading, Rule, Setting, Step, Tensors
@@ -58,8 +60,9 @@ class _Moved(NamedTuple):
 
 
 class UpdateRules:
-    """All rules of a run over one optimizer. `rate`: learning rate of update k; `switch`: the first asynchronous update; `base`:
-    the rate of which each group's own is a share, where they may differ.
+    """All rules of a run over one optimizer. `rate`: learning rate of update k; `switch`: the first asynchronous update;
+    `masters`: where the optimizer's parameters are those of a model's weights; `base`: the rate of which each group's own is a
+    share, where they may differ.
 
     Before the switch updates are plain ones and no accumulator moves.
     """
@@ -73,6 +76,7 @@ class UpdateRules:
         optimizer: torch.optim.Optimizer,
         rate: Callable[[int], float],
         switch: int = 0,
+        masters: Optional[Masters] = None,
         base: Optional[float] = None,
     ) -> None:
         self._shares = [group["lr"] / base if base else 1.0 for group in optimizer.param_groups]
@@ -81,6 +85,8 @@ class UpdateRules:
         for group in optimizer.param_groups:
             by_stage.setdefault(group["stage"], []).append(group)
         self.stages = {index: StageState(index, groups, optimizer.state) for index, groups in by_stage.items()}
+        own = [p for stage in self.stages.values() for p in stage.parameters]
+        self.rounded = masters.pairs(own) if masters is not None else []  # (weight, master)
         self._rules: List[_Acting] = [
             (rule, [Setting(values, s, own, method, accumulate) for s, own in enumerate(lag.tolist())])
             for rule, values in acting(args, method)
@@ -150,6 +156,10 @@ class UpdateRules:
 
     # --- updating
 
+    def collect(self) -> None:
+        """After a backward: the gradients of weights are their masters'."""
+        low.collect(self.rounded)
+
     def rates(self, k: int) -> Floats:
         """Learning rate (P,) of update k."""
         base = float(self._rate(k))
@@ -187,6 +197,7 @@ class UpdateRules:
             for stage, entries in followed:
                 now = [p.detach() for p in stage.parameters]
                 _follow(stage, entries, list(torch._foreach_sub(now, before[stage.index])))
+        low.write(self.rounded)
         self.optimizer.zero_grad(set_to_none=True)
         for p, gradient in gathering:
             p.grad = gradient

@@ -5,7 +5,7 @@ which updates are told apart and the rules treat stages differently.
 from __future__ import annotations
 
 import fnmatch
-from typing import Any, Dict, Iterable, List, Sequence, Set, Union
+from typing import Any, Callable, Dict, Iterable, List, Sequence, Set, Union
 
 import torch
 from torch import nn
@@ -40,6 +40,11 @@ def parameter_groups(model: nn.Module, part: Partition, no_decay: Union[str, Seq
     if not groups:
         raise BadInput("model: it has no parameter that needs a gradient: nothing to train")
     return groups
+
+
+def trained(groups: Groups, changed: Callable[[nn.Parameter], nn.Parameter]) -> Groups:
+    """The groups of what an optimizer changes in the place of the weights: of their masters, say."""
+    return [{**group, "params": [changed(p) for p in group["params"]]} for group in groups]
 
 
 def stage_groups(groups: Groups, stage: int) -> Groups:

@@ -63,12 +63,15 @@ class EmulatorEngine(Engine):
             return evaluate(self.job)
 
     def state(self) -> Optional[State]:
-        return State(self.job.model.state_dict(), *export_state(self.job.optimizer, self.names))
+        with self.job.numbers.whole():
+            model = self.job.model.state_dict()
+        return State(model, *export_state(self.job.optimizer, self.names))
 
     def report(self) -> Optional[Report]:
-        held = optimizer_bytes(self.job.optimizer, len(self.job.part))
+        state = optimizer_bytes(self.job.optimizer, len(self.job.part))
+        held = [own + masters for own, masters in zip(state, self.job.master_bytes())]
         model, versions = self.job.model, self._emulator.peak_bytes
-        trained = [p for p in model.parameters() if p.requires_grad]
+        trained = [p for p in self.job.trained().values() if p.requires_grad]
         peaks = {
             "weights": _bytes([*model.parameters(), *model.buffers()]),
             "versions": versions,

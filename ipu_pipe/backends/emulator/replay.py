@@ -66,7 +66,8 @@ class Emulator:
         self._random = KeyedRandomness(model, random_modules(model, example[0]), seed, lead(example[0]).device)
         self._width = replicas
         self._own = OwnWeights.of(work, model)
-        self._replicas = Replicas(model, replicas) if replicas > 1 and self._own is None else None
+        trained = [p for stage in work.rules.stages.values() for p in stage.parameters]
+        self._replicas = Replicas(model, trained, replicas) if replicas > 1 and self._own is None else None
         self._watch, self._last_stage = StageWatch(model, part), len(part) - 1
         self._buffers = BuffersOfOneStage(model, self._watch) if work.block_updates > 1 else None
         self._doing = "data"
@@ -122,6 +123,7 @@ class Emulator:
         self.weights.load(replay.backward)
         self._doing = "backward"
         torch.autograd.backward([loss / self.work.accumulate for loss in to_backward])
+        self.work.rules.collect()
         if self._replicas:
             self._replicas.leave(replay.replica)
         if self._own:  # its step: the others' do not wait for it, nor it for them

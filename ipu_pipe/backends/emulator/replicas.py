@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Optional
+from typing import List, Optional, Sequence
 
 import torch
 from torch import nn
@@ -12,9 +12,10 @@ class Replicas:
     """What replicas of a pipeline do not share: gradients until they are averaged, and buffers (running statistics), of which
     those of the first are the model's."""
 
-    def __init__(self, model: nn.Module, count: int) -> None:
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], count: int) -> None:
+        """`parameters`: those that the optimizer trains."""
         self.count = count
-        self._parameters = list(model.parameters())
+        self._parameters = list(parameters)
         self._gradients: List[List[Optional[torch.Tensor]]] = [[None] * len(self._parameters) for _ in range(count)]
         self._places = [(module, name) for module in model.modules() for name in module._buffers]
         own = [module._buffers[name] for module, name in self._places]

@@ -48,7 +48,8 @@ class LocalBlocks(nn.Module):
     def __init__(self, model: nn.Module, heads: nn.ModuleDict, cut: Sequence[Piece], first: int = 0) -> None:
         super().__init__()
         self.model, self.heads = model, heads
-        self._pieces = tuple(recut(piece, model) for piece in cut)  # no children: their modules are the model's
+        # no children: their modules are the model's
+        self._pieces = tuple(piece.on(model) for piece in cut)
         self._first = first
         last = len(cut) - 1
         self.losses = sum(i == last or str(first + i) in heads for i in range(len(cut)))
@@ -64,6 +65,7 @@ class LocalBlocks(nn.Module):
         the next one runs it."""
         value: Any = x
         for index, piece in enumerate(self._pieces, self._first):
+            piece.training = self.training
             value = piece(value)
             onward = tree_map(torch.Tensor.detach, value)
             if str(index) in self.heads:
@@ -79,11 +81,10 @@ def skeleton(piece: Piece) -> nn.Module:
     for name, link in zip(piece.names, piece.links):
         owner, _, last = name.rpartition(".")
         _grown(root, owner)._modules[last] = copy.deepcopy(link, memo)
-    for name in piece._own:
-        owner, _, last = name.rpartition(".")
-        tensor = getattr(piece._whole[0].get_submodule(owner), last)
-        kind = "_parameters" if isinstance(tensor, nn.Parameter) else "_buffers"
-        getattr(_grown(root, owner), kind)[last] = copy.deepcopy(tensor, memo)
+    for name, owned in zip(piece.cut.owners[piece.stage], piece.owned):
+        module = _grown(root, name)
+        module._parameters.update(copy.deepcopy(owned._parameters, memo))
+        module._buffers.update(copy.deepcopy(owned._buffers, memo))
     return root
 
 
@@ -93,13 +94,6 @@ def _grown(root: nn.Module, path: str) -> nn.Module:
         root._modules.setdefault(part, nn.Module())
         root = root._modules[part]  # type: ignore[assignment]
     return root
-
-
-def recut(piece: Piece, model: nn.Module) -> Piece:
-    """The same piece of a copy of its model."""
-    made = Piece(model, piece._nodes, piece._enters, piece._leaves)
-    made.begins_in_place = piece.begins_in_place
-    return made
 
 
 class Wrapped(nn.Module):

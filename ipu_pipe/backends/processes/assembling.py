@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from ipu_pipe.backends.processes.group import gpus_talk
 from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.mail import THROUGH_CHANNELS
 from ipu_pipe.backends.processes.place import Place
+from ipu_pipe.backends.processes.ties import Ties, ties_of
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.model.cutting import Piece, crossings, pieces
@@ -29,14 +30,14 @@ def replica_groups(layout: Layout) -> List[Any]:
     return [dist.new_group([replica * depth + s for replica in range(width)]) for s in range(depth)]
 
 
-def make_channels(job: Job, layout: Layout) -> Optional[Channels]:
+def make_channels(job: Job, layout: Layout, tied: Sequence[Link]) -> Optional[Channels]:
     """A group for each neighbour, direction and kind where GPUs talk to each other (not run: no machine had two). Not their
     timeout but the mail's deadline ends a wait: a receive may be posted long before its message."""
     if job.device.type != "cuda" or not gpus_talk():
         return None
     made: Dict[Link, Any] = {}
     for replica in range(layout.width):
-        for link in links(layout.depth, job.method, THROUGH_CHANNELS):
+        for link in links(layout.depth, job.method, THROUGH_CHANNELS, tied):
             pair = sorted(replica * layout.depth + stage for stage in link[:2])
             group = dist.new_group(pair, timeout=datetime.timedelta(days=1), backend="nccl")
             if replica == layout.replica:
@@ -51,7 +52,7 @@ def cut_out(job: Job, layout: Layout) -> Tuple[Place, List[Piece]]:
         cut, across = blocks.pieces, blocks.crossings
     else:
         cut = pieces(job.model, job.part.begin_names(), job.example[0])
-        across = crossings(cut, job.model, job.example[0])
+        across = crossings(cut)
     keyed = KeyedRandomness(job.model, random_modules(job.model, job.example[0]), job.config.seed, job.device)
     head = blocks.head(s) if blocks is not None else None
     behind = cut[s - 1] if blocks is not None and blocks.overlap and s else None
@@ -63,7 +64,8 @@ def cut_out(job: Job, layout: Layout) -> Tuple[Place, List[Piece]]:
         return x, y
 
     place = Place(
-        layout, cut[s], across, source, job.device, keyed, job.method.structure, head, behind
+        layout, cut[s], across, source, job.device, keyed, job.method.structure, head, behind,
+        ties_of(job.model, cut, s) if blocks is None else Ties(),
     )  # fmt: skip
     return place, cut
 
@@ -77,7 +79,8 @@ def forget_others(job: Job, place: Place, cut: List[Piece]) -> None:
         blocks.forget_duplicates()
         for index, head in blocks.heads.items():
             others += [*head.parameters(), *head.buffers()] if index != str(place.layout.stage) else []
-    forget([t for t in others if id(t) not in own])
+    gone = [t for t in others if id(t) not in own]
+    forget([*gone, *(job.numbers.trained(t) for t in gone if isinstance(t, torch.nn.Parameter))])
 
 
 def forget(tensors: Iterable[torch.Tensor]) -> None:

@@ -39,8 +39,9 @@ class Kinds(NamedTuple):
     shared: str
 
 
-def links(depth: int, method: Method, kinds: Kinds) -> List[Link]:
-    """Who sends what to whom, from stage 0 on: the order in which every rank uses its channels first."""
+def links(depth: int, method: Method, kinds: Kinds, tied: Sequence[Link] = ()) -> List[Link]:
+    """Who sends what to whom, from stage 0 on: the order in which every rank uses its channels first. `tied`: those between
+    stages that use one weight, which come last."""
     found: List[Link] = []
     for s in range(depth - 1):
         found.append((s, s + 1, kinds.forward))
@@ -51,7 +52,7 @@ def links(depth: int, method: Method, kinds: Kinds) -> List[Link]:
         if method.segments is not None:
             found.append((s, s + 1, kinds.recompute))
         found.append((s + 1, s, kinds.backward))
-    return found
+    return [*found, *tied]
 
 
 def touch(

@@ -41,6 +41,8 @@ from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.model.uncompiled import import_compiler
+from ipu_pipe.shown import first_of
+from ipu_pipe.update.rules import acting
 
 
 class ProcessEngine(Engine):
@@ -55,14 +57,14 @@ class ProcessEngine(Engine):
         groups = replica_groups(self.layout)
         own, cut = cut_out(job, self.layout)
         timeline = Timeline(self.layout, job.traced, StreamClock() if job.device.type == "cuda" else None)
-        channels = make_channels(job, self.layout)
+        channels = make_channels(job, self.layout, own.ties.links)
         mail = Mail(self.layout, job.device, timeline, config.backend.deadline, channels=channels)
         self._ending: Optional[Ending] = None
         if job.may_stop:
             self._ending = Ending(mail, self.layout.rank, job.schedule.accumulate, job.updates, first_update)
         self._player = RowPlayer(work, own, mail, groups[self.layout.stage] if groups else None, self._ending)
         # of a model that the caller holds
-        self._stages = stages_of(job.model, cut) if job.own_types is not None else {}
+        self._stages = stages_of(job.model, cut) if job.numbers.is_given else {}
         forget_others(job, own, cut)
         self._telling = Telling(mail, self.layout, self._with_loss(), job.batch, groups[0] if groups else None)
         self._evaluation = Evaluation(job, self._player, self._telling.with_loss)
@@ -110,7 +112,7 @@ class ProcessEngine(Engine):
 
     def state(self) -> Optional[State]:
         with self._drained("checkpoint", "checkpoint"):
-            self._player.weights.rest()
+            self._player.rest()
             gathered = gather(self._player.mail, stage_state(self.job, self._player.place, self.names))
         return None if gathered is None else whole_state(self.job, gathered[: self.layout.depth])
 
@@ -148,7 +150,8 @@ class ProcessEngine(Engine):
                 self._ending.flush()
             self._player.close()
             if self._stages:
-                hand_round(self._player.mail, self.job.model, self._stages)
+                with self.job.numbers.whole(loads=True):
+                    hand_round(self._player.mail, self.job.model, self._stages)
         self.abort()
 
     def abort(self) -> None:
@@ -169,7 +172,19 @@ def faults(job: Job) -> List[str]:
     if method.history is not None:
         why = "draws what it reads, whatever a pipeline does"
         return [f"method: {method.name}: {why}, which processes do not carry out: use backend.name: emulator"]
-    return exactness_faults(job)
+    return [*exactness_faults(job), *_corrected(job)]
+
+
+def _corrected(job: Job) -> List[str]:
+    """A rule corrects the weights that a forward reads by what the stage keeps that holds them."""
+    if not job.part.shared:
+        return []
+    keys = [rule.key for rule, _ in acting(job.config.method_settings(), job.method) if rule.read is not None]
+    return [
+        f"method_args.{key}: corrects {first_of(list(job.part.shared))}, which several stages use, by what one of them keeps: use"
+        " backend.name: emulator, or untie them"
+        for key in keys
+    ]
 
 
 BACKEND = Backend(check_launch, start, place, faults, lambda job: "", make)

@@ -34,7 +34,7 @@ class Evaluation:
     def __call__(self) -> List[Measured]:
         """By stage with a loss, the same on every rank."""
         layout = self._place.layout
-        self._player.weights.rest()
+        self._player.rest()
         sums = torch.zeros(layout.depth, len(Tally.of(self._job).sums), dtype=torch.float64)
         modules = [module for module in (self._place.piece, self._place.head) if module is not None]
         with torch.no_grad(), modes_restored(*modules):
@@ -52,12 +52,13 @@ class Evaluation:
         tally, place, s = Tally.of(self._job), self._place, self._place.layout.stage
         for x, y in test_batches(self._job):
             value: Any = x
+            crossings = place.piece.cut.prepare(x, training=False)
             if not place.is_first:
-                enter = place.crossings[s - 1]
+                enter = crossings[s - 1]
                 value = enter.unflatten([self._take(shape.dtype) for shape in enter.tensors])
             output = place.piece(value)
             if not place.is_last:
-                for tensor in place.crossings[s].flatten(output):
+                for tensor in crossings[s].flatten(output):
                     self._give(tensor)
             if place.head is not None:
                 output = place.head(one_activation(output))

@@ -32,10 +32,12 @@ def gather(mail: Mail, value: Value) -> Optional[List[Value]]:
 
 
 def stage_state(job: Job, place: Place, names: Dict[nn.Parameter, str]) -> State:
-    """A stage's own, on the host. `names`: of all parameters of the model."""
-    own = {id(p) for p in [*place.piece.tensors(), *(place.head.parameters() if place.head is not None else ())]}
+    """A stage's own, on the host. `names`: of all that an optimizer of the model trains."""
+    here = [*place.piece.tensors(), *(place.head.parameters() if place.head is not None else ())]
+    own = {id(job.numbers.trained(p)) for p in here if isinstance(p, nn.Parameter)}
     tensors, plain = state.export_state(job.optimizer, {p: name for p, name in names.items() if id(p) in own})
-    model = {key: value.detach().cpu() for key, value in place.piece.state().items()}
+    with job.numbers.whole():
+        model = {key: value.detach().cpu() for key, value in place.piece.state().items()}
     if place.head is not None:
         head = f"{HEADS}.{place.layout.stage}"
         model.update({f"{head}.{key}": value.detach().cpu() for key, value in place.head.state_dict().items()})
@@ -48,7 +50,8 @@ def whole_state(job: Job, stages: List[State]) -> State:
     for stage in stages:
         for into, part in zip(found, stage):
             into.update(part)
-    whole = job.model.state_dict()  # what no piece uses is here as it was
+    with job.numbers.whole():
+        whole = job.model.state_dict()  # what no piece uses is here as it was
     return found._replace(model={name: found.model.get(name, value) for name, value in whole.items()})
 
 
@@ -86,10 +89,10 @@ class StageReport(NamedTuple):
 def stage_report(job: Job, player: RowPlayer, trace: Optional[Trace]) -> StageReport:
     """This rank's; `trace`: what it recorded, by rank 0's clock."""
     # of the layer behind, too, where it is shared
-    held = sum(state.optimizer_bytes(job.optimizer, player.place.layout.depth))
+    held = sum(state.optimizer_bytes(job.optimizer, player.place.layout.depth)) + player.memory.masters
     timeline = player.mail.timeline
     return StageReport(
-        held, player.weights.peak_bytes, timeline.sent, timeline.shared, timeline.times, player.memory.peaks, trace
+        held, player.version_bytes, timeline.sent, timeline.shared, timeline.times, player.memory.peaks, trace
     )
 
 

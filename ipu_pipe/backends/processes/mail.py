@@ -26,15 +26,19 @@ from ipu_pipe.schedule.actions import Kind
 
 ORDER = tuple(kind.value for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.UPDATE))  # within a slot
 FORWARD, RECOMPUTE, BACKWARD, UPDATE = ORDER
-NORM, SHARED, RESULT = "N", "S", "L"
-KINDS = (*ORDER, NORM, SHARED, RESULT)  # of messages: with an update the norm, gradients of a shared layer, losses
+NORM, SHARED, RESULT, TIED, WEIGHTS = "N", "S", "L", "T", "V"
+# of messages: with an update the norm, gradients of a shared layer, losses; of weights of several stages the gradients of a
+# backward, and what an update makes of them
+KINDS = (*ORDER, NORM, SHARED, RESULT, TIED, WEIGHTS)
 ON_HOST = (NORM, RESULT)  # small tensors, on the host whatever the device
 LENT = (FORWARD, RECOMPUTE)  # what the sender keeps for its backward
-AHEAD = 3  # receives posted on each link before they are needed
+AHEAD = (
+    3  # receives posted on each link before they are needed; of weights, which are large and come once an update, one
+)
 
 CARRIES = {
     FORWARD: "activations", RECOMPUTE: "recomputed activations", BACKWARD: "gradients",
-    SHARED: "shared gradients", NORM: "norms", RESULT: "losses",
+    SHARED: "shared gradients", NORM: "norms", RESULT: "losses", TIED: "tied gradients", WEIGHTS: "weights",
 }  # fmt: skip
 
 THROUGH_CHANNELS = Kinds(FORWARD, RECOMPUTE, BACKWARD, SHARED)
@@ -59,6 +63,12 @@ class _Sent(NamedTuple):
     message: Message
     bytes: int
     is_lent: bool
+
+
+def _sent(work: Any, value: torch.Tensor, message: Message, is_copy: bool) -> _Sent:
+    """`is_copy`: the value is in memory of its own; else that of a weight is its stage's anyhow."""
+    held = value.numel() * value.element_size() if is_copy or message.kind != WEIGHTS else 0
+    return _Sent(work, value, message, held, message.kind in LENT and not is_copy)
 
 
 class Outbox:
@@ -148,7 +158,8 @@ class Mail:
         """From now on receives may be posted of messages before this microbatch, or update: of all, where it was never said."""
         if self._open.get(FORWARD) == microbatch:
             return
-        self._open = {**dict.fromkeys(ORDER, microbatch), SHARED: update, NORM: update}
+        updates = dict.fromkeys((SHARED, NORM, WEIGHTS), update)
+        self._open = {**dict.fromkeys((*ORDER, TIED), microbatch), **updates}
         for source, kind in list(self._wanted):
             self._post(source, kind)
 
@@ -172,13 +183,13 @@ class Mail:
             self._post(source, kind)
 
     def _post(self, source: int, kind: str) -> None:
-        queue = self._wanted[source, kind]
-        while queue and self._in_post.get((source, kind), 0) < AHEAD and self._may_post(queue[0][0]):
+        queue, most = self._wanted[source, kind], 1 if kind == WEIGHTS else AHEAD
+        while queue and self._in_post.get((source, kind), 0) < most and self._may_post(queue[0][0]):
             message, shapes = queue.popleft()
             place = "cpu" if self._through_host or kind in ON_HOST else self._device
             received = []
             for index, shape in enumerate(shapes):
-                buffer = torch.empty(shape.shape, dtype=shape.dtype, device=place)
+                buffer = torch.empty(shape.sent, dtype=shape.dtype, device=place)
                 group, tag = self._way(source, self._layout.stage, message, index)
                 received.append((dist.irecv(buffer, self._layout.rank_of(source), group, tag), buffer))
             self.posted[source, message] = received
@@ -219,10 +230,9 @@ class Mail:
             value = tensor.detach().contiguous()
             value = value.cpu() if self._through_host or message.kind in ON_HOST else value
             group, tag = self._way(self._layout.stage, target, message, index)
-            own = value.numel() * value.element_size()
-            is_lent = message.kind in LENT and value.data_ptr() == tensor.data_ptr()
-            self.out.add(target, _Sent(dist.isend(value, rank, group, tag), value, message, own, is_lent))
-            size += own
+            is_copy = value.data_ptr() != tensor.data_ptr()
+            self.out.add(target, _sent(dist.isend(value, rank, group, tag), value, message, is_copy))
+            size += value.numel() * value.element_size()
         if message.kind not in ON_HOST:
             timeline.count_message(target, message.kind == SHARED, size)
         begun = timeline.add("send", message.microbatch, start, size=size, peer=rank, carries=CARRIES[message.kind])

@@ -14,6 +14,7 @@ import torch
 
 from ipu_pipe.backends.processes.mail import Mail
 from ipu_pipe.backends.processes.place import Place
+from ipu_pipe.backends.processes.ties import Tied
 from ipu_pipe.backends.weights import Unversioned
 from ipu_pipe.model.observation import storage
 from ipu_pipe.trace.events import ALLOCATED, MEMORY
@@ -82,13 +83,15 @@ class Memory:
         rules: UpdateRules,
         parameters: Sequence[torch.nn.Parameter],
         weights: Unversioned,
+        tied: Tied,
         stash: Stash,
         mail: Mail,
         first: int,
     ) -> None:
         self._states: Mapping[Any, Any] = next((stage.state for stage in rules.stages.values()), {})
-        self._parameters, self._weights = parameters, weights
+        self._parameters, self._weights, self._tied = parameters, weights, tied
         self._stash, self._mail, self._own = stash, mail, size_of(place.held)
+        self.masters = size_of([master for _, master in rules.rounded])
         self._device, self._filled = place.device, first + place.layout.depth + 2
         self._state, self._gradients, self._total = -1, 0, 0
         self._before: Tuple[int, ...] = (-1,) * len(MEMORY)
@@ -102,10 +105,12 @@ class Memory:
         if gradients:
             self._gradients = size_of([p.grad for p in self._parameters])
         if state or self._state < 0:
-            self._state = size_of([v for s in self._states.values() for v in s.values() if torch.is_tensor(v)])
+            own = [v for s in self._states.values() for v in s.values() if torch.is_tensor(v)]
+            self._state = size_of(own) + self.masters
         buffers = self._mail.buffer_bytes(self._stash.microbatches)
         # in the order of MEMORY
-        now = (self._own, self._weights.held_bytes, self._gradients, self._state, self._stash.held, buffers)
+        versions = self._weights.held_bytes + self._tied.held_bytes
+        now = (self._own, versions, self._gradients, self._state, self._stash.held, buffers)
         moment, greatest, before = timeline.mark(), self._greatest, self._before
         for place, value in enumerate(now):
             if value > greatest[place]:

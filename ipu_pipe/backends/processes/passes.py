@@ -19,12 +19,14 @@ from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, Mail,
 from ipu_pipe.backends.processes.memory import Stash
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.processes.row import Segments
+from ipu_pipe.backends.processes.ties import Tied
 from ipu_pipe.backends.reads import Replay, ReplayPlan
 from ipu_pipe.backends.weights import weights_of
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.metrics import right_answers
 from ipu_pipe.local.blocks import losses_of, one_activation, scored
 from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.cutting import Crossing
 from ipu_pipe.model.nests import tensors
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Reads
@@ -54,6 +56,7 @@ class Passes:
         self._plan = ReplayPlan(work.source([place.layout.replica]), work.rules, work.microbatch)
         self._flights: Dict[int, _Flight] = {}
         self.weights = weights_of(work, [self._stage])
+        self.tied = Tied(place.ties, mail, work.update)
         self.losses = Losses()
         self.stash = Stash(place.held)
         self.update, self.forwarded = work.update, work.microbatch - 1
@@ -65,8 +68,10 @@ class Passes:
         if x is not None or labels is not None:
             self._timeline.add("wait", m, begun, carries="data")
         received = [] if self._place.enter is None else self._mail.receive(self._stage - 1, Message(FORWARD, m))
-        begun = self._timeline.mark()
         replay = self._plan.replay(m).on(self._stage)
+        version = int(replay.forward.versions[0])
+        self.tied.load(version)
+        begun = self._timeline.mark()
         inputs = self._inputs(received) if x is None else [x]
         self.weights.load(replay.forward)
         with torch.set_grad_enabled(replay.recompute is None):
@@ -75,7 +80,6 @@ class Passes:
         self.forwarded = m
         if loss is not None:
             self.losses.add(loss.detach(), answers)
-        version = int(replay.forward.versions[0])
         self._timeline.add(Kind.FORWARD.word, m, begun, version=version)
         if self._place.leave is not None:
             self._mail.send(self._stage + 1, Message(FORWARD, m), outputs)
@@ -141,23 +145,24 @@ class Passes:
         gradients: List[torch.Tensor] = []
         if not place.is_last and not place.is_local:
             gradients = self._mail.receive(s + 1, Message(BACKWARD, m))
+        came = self.tied.came(m)
         begun = self._timeline.mark()
         version = int(flight.replay.backward.versions[0])
         if self._work.method.backward_reads is Reads.NEWEST:
-            assert version == self.update, (
-                f"stage {s}, B{m}: memory holds version {self.update}, the table says {version}"
-            )
+            assert version == self.update, f"stage {s}, B{m}: not of version {self.update} in memory but {version}"
         self.weights.load(flight.replay.backward)
+        self.tied.load(version)
         if flight.loss is not None:
             (flight.loss / self._work.accumulate).backward()  # type: ignore[no-untyped-call]
         elif not place.is_local:
-            outputs = [t for t, shape in zip(flight.outputs, place.crossings[s].tensors) if shape.differentiable]
-            pairs = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad]
+            outputs = _differentiable(flight.outputs, place.crossings[s])
+            pairs = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad] + came
             if pairs:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        self._work.rules.collect()
         hands_on = not place.is_first and not place.is_local
         if hands_on:
-            back = [t for t, shape in zip(flight.inputs, place.crossings[s - 1].tensors) if shape.differentiable]
+            back = _differentiable(flight.inputs, place.crossings[s - 1])
             found = [torch.zeros_like(t) if t.grad is None else t.grad for t in back]
         del self._flights[m]
         self.stash.drop(m)
@@ -165,6 +170,7 @@ class Passes:
         self._timeline.add(Kind.BACKWARD.word, m, begun, version=version)
         if hands_on:
             self._mail.send(s - 1, Message(BACKWARD, m), found)
+        self.tied.give(m)
 
     def before_update(self) -> None:
         """Keep what passes to come will read of the weights in memory."""
@@ -192,3 +198,9 @@ class Passes:
         if self.forwarded + 1 < self._work.schedule.microbatches:
             oldest.append(int(self._plan.replay(self.forwarded + 1).forward.versions[self._stage]))
         self.weights.release(np.array([min(oldest, default=np.iinfo(np.int64).max)]))
+        self.tied.release(min(oldest, default=self.update))
+
+
+def _differentiable(tensors: Sequence[torch.Tensor], crossing: Crossing) -> List[torch.Tensor]:
+    """Those of the tensors that cross for which a gradient comes back."""
+    return [t for t, shape in zip(tensors, crossing.tensors) if shape.differentiable]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.processes.layout import Layout
+from ipu_pipe.backends.processes.ties import Ties
 from ipu_pipe.model.cutting import Crossing, Piece
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.schedule.methods import Structure
@@ -19,7 +20,7 @@ from ipu_pipe.schedule.methods import Structure
 class Place:
     """This process's. `source(m)`: microbatch m as (x, y), asked for on the first and the last stage only. `crossings`: what
     crosses each cut. Of blocks with losses of their own (`structure`): `head`, the auxiliary head, and `behind`, the stage
-    before, of which this one holds a duplicate.
+    before, of which this one holds a duplicate. `ties`: weights that other stages use, too.
     """
 
     layout: Layout
@@ -31,6 +32,7 @@ class Place:
     structure: Optional[Structure] = None
     head: Optional[nn.Module] = None
     behind: Optional[Piece] = None
+    ties: Ties = Ties()
 
     @property
     def is_first(self) -> bool:

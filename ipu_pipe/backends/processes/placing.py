@@ -10,11 +10,15 @@ import torch.distributed as dist
 from torch import nn
 
 from ipu_pipe.backends.processes.layout import Layout
+from ipu_pipe.backends.processes.ties import users
 from ipu_pipe.backends.ranks import on_all_ranks
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.placing import Placed, place_blocks
 from ipu_pipe.job.schema import Config
-from ipu_pipe.model.cutting import Piece, crossings, merge_stages, pieces
+from ipu_pipe.model.boundaries import refuse_shared, used_on
+from ipu_pipe.model.cutting import Piece, pieces
+from ipu_pipe.model.merging import merge_stages
+from ipu_pipe.model.probe import changing_buffers
 from ipu_pipe.model.rehearsal import refuse_other_pieces
 from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import Method, Reads
@@ -32,26 +36,42 @@ def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> 
     if structure is None:
         return _place_stages(config, method, model, x, depth, own)
     if structure.blocks is not None and config.method_args.blocks is None:  # as many chunks as processes
-        structure = replace(structure, blocks=depth)
-    return place_blocks(config, structure, model, x, depth, own)
+        method = replace(method, structure=replace(structure, blocks=depth))
+    return place_blocks(config, method, model, x, depth, own)
 
 
 def _place_stages(config: Config, method: Method, model: nn.Module, x: torch.Tensor, depth: int, own: int) -> Placed:
     """One stage a process of a replica, neighbours taken together where there are fewer processes than stages."""
     stages = config.stages
-    wished = on_all_ranks(
-        lambda: partition(model, x, stages, between_top=True)
-    )  # measured times differ from process to process
+    # measured times differ from process to process
+    wished = on_all_ranks(lambda: partition(model, x, stages, one_stage=method.one_stage))
     begins = merge_stages(model, wished, depth, x)
     note = ""
     if len(wished) != depth:
         shown = first_of(begins, 8) or "the model"
         note = f"{len(wished)} stages on {depth} processes: taken together, stages begin at {shown}"
     cut = pieces(model, begins, x)
-    crossings(cut, model, x)  # refuses what cannot cross
     refuse_other_pieces(model, cut, x)  # on every rank alike, before any waits for another
     _refuse_model(method, cut)
-    return Placed(model, partition(model, x, begins if begins else 1), own, note)
+    _refuse_moving(model, cut, x)
+    part = partition(model, x, begins if begins else 1, one_stage=method.one_stage)
+    part = used_on(part, users(cut), model)
+    if method.one_stage is not None:
+        refuse_shared(part, method.one_stage)
+    return Placed(model, part, own, note)
+
+
+def _refuse_moving(model: nn.Module, cut: Sequence[Piece], x: torch.Tensor) -> None:
+    """Buffers that training changes move with every forward of one process."""
+    norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    moving = set(changing_buffers(model, x))
+    for name, buffer in model.named_buffers():
+        stages = [s for s, piece in enumerate(cut) if any(buffer is own for own in piece.buffers())]
+        if len(stages) > 1 and (name in moving or name.rpartition(".")[0] in norms):
+            raise BadInput(
+                f"model: {name}: training changes it, and stages {' and '.join(map(str, stages))} use it, each in a process of"
+                " its own: cut elsewhere, or use backend: {name: emulator}"
+            )
 
 
 def _refuse_model(method: Method, cut: Sequence[Piece]) -> None:

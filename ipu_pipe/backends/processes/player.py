@@ -6,7 +6,7 @@ F  Passes.forward     R  Passes.recompute     B  Passes.backward     U  the batc
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Optional, Sequence
 
 import torch
 
@@ -39,9 +39,8 @@ class RowPlayer:
         self._work, self.place, self.mail, self._ending = work, place, mail, ending
         self._updating = Updating(work, place, mail, replicas)
         self._passes = Passes(work, place, mail)
-        self.memory = Memory(
-            place, work.rules, self._updating.parameters, self.weights, self._passes.stash, mail, work.update
-        )
+        tied, stash = self._passes.tied, self._passes.stash
+        self.memory = Memory(place, work.rules, self._updating.parameters, self.weights, tied, stash, mail, work.update)
         self._needs = Needs(work, place, self._updating.clipping.delayed)
         self._own = OwnWeights.of(work, place.piece)
         self._is_ready = not mail.has_channels
@@ -65,6 +64,11 @@ class RowPlayer:
     def weights(self) -> Unversioned:
         """The versions that are kept."""
         return self._passes.weights
+
+    @property
+    def version_bytes(self) -> int:
+        """The most that were held of them besides the newest."""
+        return self.weights.peak_bytes + self._passes.tied.peak_bytes
 
     @property
     def whereabouts(self) -> str:
@@ -131,48 +135,60 @@ class RowPlayer:
             self.memory.sample(k)
             self._updating.step(k)
             self._passes.after_update()
+        self._passes.tied.copy(k)
+        if (
+            self._work.schedule.stretch(k)[1] == self.update
+        ):  # no receive of a channel waits while the pipeline is empty
+            self._passes.tied.load(self.update)
         self.mail.timeline.at(self.update)
 
     def _open_channels(self, k: int) -> None:
         """Receives up to where the pipeline empties may be posted; first of all, channels and kernels are used once."""
         if not self._is_ready:
-            self.mail.touch(links(self.place.layout.depth, self._work.method, THROUGH_CHANNELS))
-            self._rehearse()
+            depth, tied = self.place.layout.depth, self.place.ties.links
+            self.mail.touch(links(depth, self._work.method, THROUGH_CHANNELS, tied))
+            _rehearse(self._work, self.place, self._passes, self._updating.parameters)
             self._is_ready = True
         end = self._work.schedule.stretch(k)[1] if self._ending is None else self._ending.open()
         self.mail.open(end * self._work.schedule.accumulate, end)
 
-    def _rehearse(self) -> None:
-        """Forward, backward and update of the first microbatch, or of zeros where it comes from another stage."""
-        m, place, rules = self._passes.forwarded + 1, self.place, self._work.rules
-        with rehearsal([place.piece, place.head, place.behind], rules):
-            x, labels = place.data(m)
-            inputs = [x] if x is not None else []
-            for shape in place.enter.tensors if place.enter is not None else ():
-                zeros = torch.zeros(shape.shape, dtype=shape.dtype, device=place.device)
-                inputs.append(zeros.requires_grad_(shape.differentiable and not place.is_local))
-            outputs, loss, _ = self._passes.run(m, inputs, labels)
-            ends = [t for t in (outputs if loss is None else [loss / self._work.accumulate]) if t.requires_grad]
-            if ends:
-                torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
-            bound = self._work.clip[0] if self._work.clip else float("inf")
-            parameters = self._updating.parameters
-            with counters_kept(parameters):
-                rules.step(
-                    max(self.update, rules.switch),
-                    lambda: clipping.scale_to(bound, parameters, clipping.gradient_norms(parameters)),
-                )
-            if place.device.type == "cuda":
-                torch.cuda.synchronize()
+    def rest(self) -> None:
+        """With nothing in flight: the newest weights in the parameters."""
+        self.weights.rest()
+        self._passes.tied.load(self.update)
 
     def close(self) -> None:
         """All messages through, the newest weights in the parameters, no hooks left."""
         self._updating.clipping.forget_rest()
+        self.rest()
         self.mail.flush()
-        self.weights.rest()
         self.release()
 
     def release(self) -> None:
         """Take the hooks off."""
         if self.place.random is not None:
             self.place.random.remove()
+
+
+def _rehearse(work: Work, place: Place, passes: Passes, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Forward, backward and update of the first microbatch, or of zeros where it comes from another stage."""
+    m, rules = passes.forwarded + 1, work.rules
+    with rehearsal([place.piece, place.head, place.behind], rules):
+        x, labels = place.data(m)
+        inputs = [x] if x is not None else []
+        for shape in place.enter.tensors if place.enter is not None else ():
+            zeros = torch.zeros(shape.sent, dtype=shape.dtype, device=place.device)
+            inputs.append(zeros.requires_grad_(shape.differentiable and not place.is_local))
+        outputs, loss, _ = passes.run(m, inputs, labels)
+        ends = [t for t in (outputs if loss is None else [loss / work.accumulate]) if t.requires_grad]
+        if ends:
+            torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+        rules.collect()
+        bound = work.clip[0] if work.clip else float("inf")
+        with counters_kept(parameters):
+            rules.step(
+                max(passes.update, rules.switch),
+                lambda: clipping.scale_to(bound, parameters, clipping.gradient_norms(parameters)),
+            )
+        if place.device.type == "cuda":
+            torch.cuda.synchronize()

@@ -12,7 +12,18 @@ from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 import numpy as np
 import torch
 
-from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, NORM, ORDER, RECOMPUTE, SHARED, UPDATE, Message
+from ipu_pipe.backends.processes.mail import (
+    BACKWARD,
+    FORWARD,
+    NORM,
+    ORDER,
+    RECOMPUTE,
+    SHARED,
+    TIED,
+    UPDATE,
+    WEIGHTS,
+    Message,
+)
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.work import Work
 from ipu_pipe.model.cutting import Shape
@@ -105,13 +116,16 @@ class Needs:
         """By the stage that sends them, in the order in which they are needed."""
         wanted: Dict[int, List[Wanted]] = {}
         for kind, index in actions:
-            if kind == UPDATE:
-                for source, message, shapes in self._update(index):
-                    wanted.setdefault(source, []).append((message, shapes))
-            else:
-                for source, shapes in self._of_passes[kind]:
-                    wanted.setdefault(source, []).append((Message(kind, index), shapes))
+            found = self._update(index) if kind == UPDATE else self._pass(kind, index)
+            for source, message, shapes in found:
+                wanted.setdefault(source, []).append((message, shapes))
         return wanted
+
+    def _pass(self, kind: str, m: int) -> Iterator[Tuple[int, Message, Tuple[Shape, ...]]]:
+        for source, shapes in self._of_passes[kind]:
+            yield source, Message(kind, m), shapes
+        if kind == BACKWARD:
+            yield from self._place.ties.wanted(TIED, m)
 
     def _of_pass(self, kind: Kind) -> List[Tuple[int, Tuple[Shape, ...]]]:
         """The other stages whose pass of this kind comes before this stage's, and what each sends."""
@@ -130,6 +144,7 @@ class Needs:
     def _update(self, k: int) -> Iterator[Tuple[int, Message, Tuple[Shape, ...]]]:
         for neighbour, weights in self._place.shared:
             yield neighbour, Message(SHARED, k), tuple(Shape(tuple(p.shape), p.dtype, False) for p in weights)
+        yield from self._place.ties.wanted(WEIGHTS, k)
         source = self._delayed.source(k) if self._delayed is not None else None
         if source is not None:
             for other in self._place.others:

@@ -72,7 +72,7 @@ class IpuProfile(Section):
 
 
 class IpuConfig(Section):
-    """Keys of `backend: {name: poptorch, ipu: {...}}`: poptorch.Options under their own names, with PopTorch's defaults but
+    """Keys of backend: {name: poptorch, ipu: {...}}: poptorch.Options under their own names, with PopTorch's defaults but
     for `output_mode` (PopTorch's, `final`, would report the loss of a batch's last microbatch). docs/ipu.md has the list."""
 
     device_iterations: Count = 1

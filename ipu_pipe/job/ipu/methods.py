@@ -43,6 +43,7 @@ _FREE = (
     "source",
     "default_accumulate",
     "structure",
+    "one_version",
 )  # of a method's fields: alter nothing here, or judged apart
 _NEAREST = {
     "pipedream": "pipedream_flush (1F1B with a flush), or local_greedy, whose blocks wait for no gradient",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, List, Mapping
 
+from ipu_pipe.hardware.precision import MIXED
 from ipu_pipe.job.ipu.config import LOCATIONS, IpuConfig, IpuProfile, TensorLocation, key_said
 from ipu_pipe.job.ipu.methods import is_pipelined, method_faults
 from ipu_pipe.job.ipu.placement import placement_faults, under_poprun
@@ -23,8 +24,8 @@ def config_faults(config: Config, method: Method) -> List[str]:
     if backend.name != "poptorch":
         if config.precision in ("16.16", "16.32", "32.32"):
             return [
-                f"precision: {config.precision}: is of backend.name poptorch, must be float32, float64 or bfloat16 "
-                f"with {backend.name}"
+                f"precision: {config.precision}: is of backend.name poptorch, must be float32, float64, bfloat16 or "
+                f"{MIXED} with {backend.name}"
             ]
         return []
     ipu, args = config.ipu, config.method_settings()

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.plan.batches import batch_time
 from ipu_pipe.plan.partition import StageCosts, best_cuts
-from ipu_pipe.plan.prediction import batch_time
 from ipu_pipe.report.analysis.facts import Facts
 from ipu_pipe.report.analysis.links import Link
 from ipu_pipe.report.analysis.stages import StageTimes

@@ -104,12 +104,14 @@ def _draw_delays(found: Dict[str, Any], file: Path) -> None:
     """Figure 6: the mean, what lies between the tenth percentile and the greatest, and the quadratic laws."""
     stages = list(STAGES)
     values: Dict[str, List[float]] = {key: [row[key] for row in found["rows"]] for key in ("low", "mean", "greatest")}
-    with figure(file, (8, 5)) as (axes,):
+    title = "Delays of PipeDream in the global history of block updates, in the steady part"
+    note = "from the planned timeline, no training; band: from the tenth percentile to the greatest, over stages and blocks read"
+    with figure(file, (8, 5), title=title, note=note) as (axes,):
         (line,) = axes.plot(stages, values["mean"], label="mean, from the timeline")
         axes.fill_between(stages, values["low"], values["greatest"], color=line.get_color(), alpha=0.2, linewidth=0)
         axes.plot(stages, [P * P / 2 for P in stages], "--", label="P^2 / 2")
         axes.plot(stages, [P * P - P / 2 for P in stages], "--", label="P^2 - P/2")
-        axes.set(xlabel="stages", ylabel="delay (block updates)", title="Global-history delays of steady PipeDream")
+        axes.set(xlabel="stages", ylabel="delay (block updates)")
         axes.legend()
 
 
@@ -121,7 +123,9 @@ def _draw_timelines(file: Path) -> None:
         method = resolve_method("local_sgd", {"local_steps": K})
         shown[f"LocalSGD, R = {P}, K = {K}"] = make_schedule(method, P, M, P)
     longest = max(schedule.slot_count for schedule in shown.values())
-    with figure(file, (5, 2.2), len(shown)) as axes:
+    title = f"Timelines of {M} microbatches on {P} stages (planned)"
+    note = "light: forward, dark: backward, white: idle; R replicas that are averaged every K local steps"
+    with figure(file, (5, 2.8), len(shown), title=title, note=note) as axes:
         for each, (name, schedule) in zip(axes, shown.items()):
             each.imshow(_cells(schedule, longest), aspect="auto", cmap="Blues", vmin=0, vmax=3, interpolation="nearest")
             busy = schedule.busy_share()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Sequence
 
 from ipu_pipe.errors import writing
-from ipu_pipe.report.plots import figure, mean_with_range
+from ipu_pipe.report.plots import figure, mean_with_range, over_seeds
 from ipu_pipe.studies.asynchrony.experiments import STAGES, Study, Tried
 from ipu_pipe.studies.worker_pool import in_workers
 from ipu_pipe.written import write
@@ -98,7 +98,8 @@ def plot(study: Study, found: Mapping[int, List[Tried]], file: Path) -> Path:
     """The best runs against block updates and against slots, or, where rows tell stages apart, their ends against these."""
     best = best_runs(found)
     scales = study.name == "scaling_logistic"
-    with figure(file, (8, 5), 1 if scales else 2) as panels:
+    note = f"{study.setting}; best step of each row; {over_seeds(list(found))}"
+    with figure(file, (8, 5), 1 if scales else 2, title=study.title, note=note) as panels:
         if scales:
             for method in ("PipeDream", "RPD", "LocalSGD"):
                 groups = [[run.final for run in best[f"{method} P={P}"].values()] for P in STAGES]
@@ -112,7 +113,6 @@ def plot(study: Study, found: Mapping[int, List[Tried]], file: Path) -> Path:
         for axes in panels:
             if study.measures == "f - f*":
                 axes.set_yscale("log")
-            axes.set_title(study.title)
             axes.legend(fontsize="small")
     return file
 

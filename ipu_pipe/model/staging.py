@@ -1,0 +1,202 @@
+"""A recorded forward taken apart into stages: what each runs, takes and hands on.
+
+    stage 0   embed(x)  add  blocks.0  |  stage 1   blocks.1  mul(scale)   crosses: what blocks.0 gave,
+                                                                           and `scale`, which an earlier stage holds
+
+What depends on sizes alone is made again where it is needed. What a later stage needs is handed on by those between.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+
+import torch
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.model.execution import answering
+from ipu_pipe.model.liveness import Liveness
+from ipu_pipe.model.observation import storage
+from ipu_pipe.model.recorded import Node, Recorded, State
+from ipu_pipe.model.templates import Key, Nest, Template, Value, Weight, alike, keys_in
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor that crosses a cut: shape, dtype, whether a gradient comes back for it, and the order in which its dimensions lie
+    in memory, which kernels see: () for their own. A message has them in that order."""
+
+    shape: Tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+    order: Tuple[int, ...] = ()
+
+    @property
+    def sent(self) -> Tuple[int, ...]:
+        """The message's shape."""
+        return tuple(self.shape[d] for d in self.order) if self.order else self.shape
+
+    @property
+    def bytes(self) -> int:
+        """Of one message."""
+        return math.prod(self.shape) * torch.empty((), dtype=self.dtype).element_size()
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What one piece hands to the next: a tensor, or a tuple of them."""
+
+    tensors: Tuple[Shape, ...]
+
+    def flatten(self, value: Any) -> List[torch.Tensor]:
+        """A value that crosses as messages."""
+        found = value if isinstance(value, tuple) else (value,)
+        return [t.permute(shape.order) if shape.order else t for t, shape in zip(found, self.tensors)]
+
+    def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The value whose messages are `tensors`."""
+        found = tuple(
+            t.permute([shape.order.index(d) for d in range(t.dim())]) if shape.order else t
+            for t, shape in zip(tensors, self.tensors)
+        )
+        return found[0] if len(found) == 1 else found
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stage of a recording. `copied`: what enters and is overwritten here."""
+
+    nodes: List[Node]
+    enters: List[Key]
+    leaves: Template
+    copied: Set[Key]
+    entering: Tuple[Tuple[int, ...], ...]  # shapes, as tensors have them
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A recording in stages. `homes`: stage in which each module first runs."""
+
+    parts: List[Part]
+    crossings: List[Crossing]
+    homes: Mapping[str, int]
+    base: State
+
+    @property
+    def modules(self) -> List[List[str]]:
+        """By stage, the modules that it calls, in the order of their first runs."""
+        called = [[n.target for n in part.nodes if isinstance(n.target, str)] for part in self.parts]
+        return [list(dict.fromkeys(names)) for names in called]
+
+
+def staged(found: Recorded, liveness: Liveness, count: int, homes: Mapping[str, int]) -> Staged:
+    """A recording as `count` stages. `homes`: of modules that ran in an earlier recording: weights stay where they are. Raises
+    BadInput."""
+    split = _Split(found, liveness, count, {**found.reached, **homes})
+    crossing = [split.crossing(cut) for cut in range(count - 1)]
+    parts = []
+    for s in range(count):
+        enters = crossing[s - 1] if s else []
+        leaves = found.output if s == count - 1 else _together(crossing[s])
+        copied: Set[Key] = {k for k in enters if isinstance(k, Value) and liveness.is_written(found.tensors[k], s)}
+        entering = tuple(tuple(split.tensor(key).shape) for key in enters)
+        parts.append(Part(split.nodes_of(s), enters, leaves, copied, entering))
+    shapes = [Crossing(tuple(split.shape(key) for key in keys)) for keys in crossing]
+    return Staged(parts, shapes, found.reached, found.base)
+
+
+def differing(a: Staged, b: Staged) -> Optional[str]:
+    """The first call in which two recordings of one model differ but for sizes; None: in none."""
+    for stage, (one, other) in enumerate(zip(a.parts, b.parts)):
+        for x, y in itertools.zip_longest(one.nodes, other.nodes):
+            if (
+                x is None
+                or y is None
+                or x.target != y.target
+                or not (alike(x.args, y.args) and alike(x.keywords, y.keywords))
+            ):
+                return f"stage {stage}: {x.name if x else 'nothing'} once, {y.name if y else 'nothing'} another time"
+        if not alike(one.leaves, other.leaves):
+            return f"stage {stage}: it gives something else"
+    return None
+
+
+def _together(keys: Sequence[Key]) -> Template:
+    return keys[0] if len(keys) == 1 else Nest(tuple(keys), tuple, tuple)
+
+
+class _Split:
+    """Where the values of a recording are made and last needed."""
+
+    def __init__(self, found: Recorded, liveness: Liveness, count: int, homes: Mapping[str, int]) -> None:
+        self._found, self._liveness, self._count, self._homes = found, liveness, count, homes
+        self._last: Dict[Key, int] = {}  # the last stage that needs it
+        self._again: List[Set[int]] = [set() for _ in range(count)]  # nodes made again, by stage
+        for node in found.nodes:
+            if not node.free:
+                for key in node.needs():
+                    self._need(key, node.stage, node.name)
+        for key in keys_in(found.output):
+            self._need(key, count - 1, "the output")
+        for cut in range(count - 1):
+            self._refuse_shared_memory(cut)
+
+    def _need(self, key: Key, stage: int, name: str) -> None:
+        if isinstance(key, Value) and self._found.nodes[key.node].free:
+            if key.node not in self._again[stage]:
+                self._again[stage].add(key.node)
+                for needed in self._found.nodes[key.node].needs():
+                    self._need(needed, stage, name)
+            return
+        made = self._made(key)
+        if made > stage:  # of a weight
+            raise BadInput(
+                f"model: {self.told(key)}: {name} uses it on stage {stage}, and it lies on stage {made}, where its module first"
+                " runs: begin that stage before"
+            )
+        self._last[key] = max(self._last.get(key, 0), stage)
+
+    def _made(self, key: Key) -> int:
+        if isinstance(key, Value):
+            return self._found.nodes[key.node].stage
+        return self._homes[answering(key.name.rpartition(".")[0], self._homes)]
+
+    def told(self, key: Key) -> str:
+        """For people."""
+        return key.name if isinstance(key, Weight) else f"what {self._found.nodes[key.node].name or 'the input'} gives"
+
+    def _refuse_shared_memory(self, cut: int) -> None:
+        """Of tensors that cross and are views of each other, copies arrive: none may be overwritten behind."""
+        keys = self.crossing(cut)
+        places = [storage(self.tensor(key)) for key in keys]
+        for key, place in zip(keys, places):
+            behind = [s for s in range(cut + 1, self._count) if self._liveness.is_written(self.tensor(key), s)]
+            if behind and places.count(place) > 1:
+                raise BadInput(
+                    f"stages: {self.told(key)} and a view of it both go on to stage {cut + 1}, and stage {behind[0]} overwrites"
+                    " them: clone one of them before, or begin the stage elsewhere"
+                )
+
+    def crossing(self, cut: int) -> List[Key]:
+        """What is made up to stage `cut` and needed behind it: weights, then values in order."""
+        keys = [key for key, last in self._last.items() if self._made(key) <= cut < last]
+        return sorted(keys, key=lambda key: (key.node, key.leaf) if isinstance(key, Value) else (-1, 0))
+
+    def nodes_of(self, stage: int) -> List[Node]:
+        """What a stage runs."""
+        return [n for n in self._found.nodes if n.index in self._again[stage] or (n.stage == stage and not n.free)]
+
+    def tensor(self, key: Key) -> torch.Tensor:
+        """Of the recording."""
+        return self._found.tensors[key] if isinstance(key, Value) else self._found.weights[key.name]
+
+    def shape(self, key: Key) -> Shape:
+        """How it crosses."""
+        tensor = self.tensor(key)
+        strides = tensor.stride()
+        order = tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
+        if tensor.is_contiguous() or not tensor.permute(order).is_contiguous():
+            order = ()
+        return Shape(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, order)

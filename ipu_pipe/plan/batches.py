@@ -1,0 +1,129 @@
+"""The time of an update of any number of microbatches, from batches that are played.
+
+Long batches are not played to their end: in the steady state a microbatch more takes as long as the one before, so the time of a
+batch is that of a short one and so many times the steady state's.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
+
+import numpy as np
+
+from ipu_pipe.hardware.memory import lockstep_schedule
+from ipu_pipe.plan.partition import FloatArray
+from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.apart import Apart, apart
+from ipu_pipe.schedule.clock import Costs, Message, carried, clock, first_updates
+from ipu_pipe.schedule.methods import Method
+from ipu_pipe.schedule.table import Schedule
+from ipu_pipe.schedule.timelines import make_schedule
+
+STEADY = 1e-6  # of the time of a microbatch: by how much less it changes where it changes no more
+
+
+class Played(NamedTuple):
+    """Seconds of a batch, and of it those in which each link was busy."""
+
+    seconds: float
+    carried: Dict[str, float]
+
+
+class Batches:
+    """Updates of any number of microbatches on a pipeline of `depth` stages, in the steady state. Each length is played once, and
+    one pass after another only where messages meet on a link."""
+
+    def __init__(self, method: Method, depth: int, costs: Costs) -> None:
+        self.method, self.depth, self.costs = method, depth, costs
+        self._least = max([*np.add(costs.forward, costs.backward), *carried(self._flows(1, ())).values()])
+        self._known: Dict[int, Played] = {}
+        self._apart: Dict[int, Apart] = {}
+
+    def time(self, accumulate: int) -> Played:
+        """Of N = `accumulate` microbatches.
+
+        Batches of three lengths are played. Where a microbatch more takes as long between the first two as between the others,
+        and no less than the slowest stage and the fullest link do, the steady state is reached, and N follows on that line; else
+        longer ones are played, at last N itself.
+        """
+        return self._extended(accumulate, self._played)
+
+    def least_seconds(self, accumulate: int) -> float:
+        """What N take at least: if no message waited for another. That is what they take where none does."""
+        if self.costs.lockstep:
+            return 0.0
+        return self._extended(
+            accumulate, lambda length: Played(self._seconds(length, self._apart_of(length).ends), {})
+        ).seconds
+
+    def _extended(self, accumulate: int, played: Callable[[int], Played]) -> Played:
+        step = max(self.depth, 4)
+        while accumulate > 3 * step:
+            lengths = step, 2 * step, 3 * step
+            first, second, third = (played(length) for length in lengths)
+            slope, before = third.seconds - second.seconds, second.seconds - first.seconds
+            if abs(slope - before) <= STEADY * slope and slope >= (1 - STEADY) * step * self._least:
+                more = (accumulate - lengths[-1]) / step
+                carried = {
+                    link: busy + more * (busy - second.carried.get(link, 0.0)) for link, busy in third.carried.items()
+                }
+                return Played(third.seconds + more * slope, carried)
+            step *= 2
+        return played(accumulate)
+
+    def _played(self, accumulate: int) -> Played:
+        if accumulate not in self._known:
+            self._known[accumulate] = self._in_lockstep(accumulate) if self.costs.lockstep else self._eager(accumulate)
+        return self._known[accumulate]
+
+    def _eager(self, accumulate: int) -> Played:
+        ends, meet = self._apart_of(accumulate)
+        if meet:
+            ends = first_updates(self._schedule(accumulate), self.costs, ends.shape[1])
+        return Played(self._seconds(accumulate, ends), carried(self._flows(accumulate, self.costs.reduce)))
+
+    def _flows(self, accumulate: int, reduce: Sequence[Message]) -> List[Tuple[int, Message]]:
+        """The messages of a batch, in the order in which they first come."""
+        back = () if self.method.structure is not None else tuple(self.costs.back)[::-1]
+        return [(accumulate, message) for message in (*self.costs.onward, *back)] + [(1, message) for message in reduce]
+
+    def _apart_of(self, accumulate: int) -> Apart:
+        if accumulate not in self._apart:
+            updates = 1 if self.method.flushes else 2 * _filling(self.depth, accumulate)
+            self._apart[accumulate] = apart(self._schedule(accumulate), self.costs, updates)
+        return self._apart[accumulate]
+
+    def _in_lockstep(self, accumulate: int) -> Played:
+        schedule = self._schedule(accumulate)
+        times, batches = clock(schedule, self.costs), schedule.update_count
+        carried = {link: busy / batches for link, busy in times.carried.items()}
+        updates = 1 if self.method.flushes else 2 * _filling(self.depth, accumulate)
+        return Played(self._seconds(accumulate, times.end[Kind.UPDATE][:, :updates]), carried)
+
+    def _schedule(self, accumulate: int) -> Schedule:
+        batches = 1 if self.method.flushes else 3 * _filling(self.depth, accumulate)
+        return _schedule(self.method, self.depth, batches * accumulate, accumulate, self.costs.lockstep)
+
+    def _seconds(self, accumulate: int, ends: FloatArray) -> float:
+        """Of a batch, from the ends of the first updates of each stage."""
+        last = ends.max(axis=0)
+        if self.method.flushes:
+            return float(last[0])
+        fill = _filling(self.depth, accumulate)
+        return float(last[2 * fill - 1] - last[fill - 1]) / fill
+
+
+def _filling(depth: int, accumulate: int) -> int:
+    """Batches until the pipeline is in its steady state, of which as many are measured, and in which it empties."""
+    return -(-2 * depth // accumulate)
+
+
+@lru_cache(maxsize=16)
+def _schedule(method: Method, depth: int, microbatches: int, accumulate: int, lockstep: bool) -> Schedule:
+    return (lockstep_schedule if lockstep else make_schedule)(method, depth, microbatches, accumulate)
+
+
+def batch_time(method: Method, depth: int, accumulate: int, costs: Costs) -> Played:
+    """Of an update of N = `accumulate` microbatches on a pipeline of `depth` stages, in the steady state."""
+    return Batches(method, depth, costs).time(accumulate)

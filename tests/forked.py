@@ -1,0 +1,111 @@
+"""Processes without the seconds that starting Python and importing torch take: forks of a server that has done so once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Dict, List, NamedTuple, Sequence
+
+from torch.distributed import TCPStore
+
+ROOT = Path(__file__).resolve().parents[1]
+PRELOADED = [
+    "torch", "torch.distributed", "pytest", "ipu_pipe.cli.train", "ipu_pipe.run.training", "ipu_pipe.backends.processes.engine",
+    "ipu_pipe.backends.emulator.engine", "ipu_pipe.data.sets", "sklearn.datasets",
+]  # fmt: skip
+PATIENCE = 6.0  # seconds for the other ranks, after one has failed, before they are ended as torchrun does
+
+
+class Ended(NamedTuple):
+    """How a command ended: its exit code, for several ranks the first that is not 0; what they printed."""
+
+    code: int
+    printed: str
+    error: str
+
+
+def context() -> ForkServerContext:
+    """Where processes come from. The server is started with the first of them."""
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(PRELOADED)
+    return made
+
+
+def of_rank(rank: int, ranks: int, port: int) -> Dict[str, str]:
+    """The variables with which a launcher starts a rank."""
+    return {
+        "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+
+
+def run_ranks(ranks: int, command: str, arguments: Sequence[str], seconds: float = 240) -> Ended:
+    """`tools/COMMAND.py` on so many ranks; as under torchrun, one that fails ends the others."""
+    store = TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False
+    )  # which outlives its ranks, as torchrun's does
+    with tempfile.TemporaryDirectory() as folder:
+        made = [
+            _start(command, arguments, Path(folder) / str(rank), of_rank(rank, ranks, store.port))
+            for rank in range(ranks)
+        ]
+        _wait(made, seconds)
+        codes = [process.exitcode for process in made]
+        assert all(code is not None for code in codes)
+        told = [
+            "".join((Path(folder) / str(rank)).with_suffix(end).read_text() for rank in range(ranks)) for end in ENDS
+        ]
+    return Ended(next((code for code in codes if code), 0), *told)
+
+
+def run_command(command: str, *arguments: str, seconds: float = 240) -> Ended:
+    """`tools/COMMAND.py` in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = _start(command, arguments, Path(folder) / "command", {})
+        _wait([made], seconds)
+        assert made.exitcode is not None
+        return Ended(made.exitcode, *((Path(folder) / "command").with_suffix(end).read_text() for end in ENDS))
+
+
+ENDS = (".out", ".err")
+
+
+def _start(command: str, arguments: Sequence[str], told: Path, variables: Dict[str, str]) -> BaseProcess:
+    process = context().Process(target=_run, args=(command, list(arguments), str(told), variables))
+    process.start()
+    return process
+
+
+def _wait(processes: List[BaseProcess], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while any(process.is_alive() for process in processes) and time.monotonic() < until:
+        if any(process.exitcode for process in processes):
+            until = min(until, time.monotonic() + PATIENCE)
+        time.sleep(0.01)
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+        process.join()
+
+
+def _run(command: str, arguments: List[str], told: str, variables: Dict[str, str]) -> None:
+    """In the fork: the command as a fresh Python would run it."""
+    for number, end in zip((1, 2), ENDS):
+        os.dup2(os.open(told + end, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.update(variables, OMP_NUM_THREADS="1")
+    os.chdir(ROOT)
+    import torch
+
+    torch.set_num_threads(1)
+    sys.argv = [f"tools/{command}.py", *arguments]
+    from ipu_pipe import cli
+
+    cli.run(command)

@@ -1,0 +1,70 @@
+"""Completion in a shell: what bash offers for a line that is begun."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import List
+
+import pytest
+
+from ipu_pipe.cli import COMMANDS, completion
+from ipu_pipe.errors import BadInput
+from ipu_pipe.schedule.methods import METHODS
+
+BASH = shutil.which("bash")
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("shtab")
+    file = tmp_path_factory.mktemp("completion") / "ipu-pipe.bash"
+    file.write_text(completion.script("bash"))
+    return file
+
+
+def offered(script: Path, line: str, folder: Path) -> List[str]:
+    """What bash has for the last word of `line`, which is typed in `folder`."""
+    asked = f"""
+        source {script}
+        COMP_WORDS=({line.rpartition(" ")[0]} "{line.rpartition(" ")[2]}"); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+        registered=($(complete -p ipu-pipe)); called="${{registered[@]: -2:1}}"
+        "$called" ipu-pipe "${{COMP_WORDS[COMP_CWORD]}}" "${{COMP_WORDS[COMP_CWORD-1]}}"
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run([BASH, "--norc", "-c", asked], cwd=str(folder), capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(BASH is None, reason="no bash")
+def test_bash_completes(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("")
+    (tmp_path / "notes.txt").write_text("")
+    assert {name.replace("_", "-") for name in COMMANDS} <= set(offered(script, "ipu-pipe ", tmp_path))
+    assert offered(script, "ipu-pipe measure", tmp_path) == ["measure-hardware"]
+    assert offered(script, "ipu-pipe schedule pipedream", tmp_path) == [n for n in METHODS if n.startswith("pipedream")]
+    assert offered(script, "ipu-pipe train --against loc", tmp_path) == [n for n in METHODS if n.startswith("loc")]
+    assert offered(script, "ipu-pipe train --res", tmp_path) == ["--resume", "--resume-from"]
+    configs = offered(script, "ipu-pipe train ", tmp_path)
+    assert "mine.yaml" in configs and "notes.txt" not in configs and "configs/pod/pod4_resnet18_local.yaml" in configs
+    assert offered(script, "ipu-pipe plan --hardware v100", tmp_path) == ["v100x8"]
+    assert offered(script, "ipu-pipe reproduce pb_v", tmp_path) == ["pb_vgg11"]
+    assert "notes.txt" in offered(script, "ipu-pipe train --evaluate ", tmp_path)
+    assert offered(script, "ipu-pipe completion f", tmp_path) == ["fish"]
+
+
+def test_every_shell_gets_all_commands() -> None:
+    shtab = pytest.importorskip("shtab")
+    for shell in set(completion.SHELLS) & set(shtab.SUPPORTED_SHELLS):
+        made = completion.script(shell)
+        assert all(f"{name.replace('_', '-')}" in made for name in COMMANDS) and "configs/mlp_digits.yaml" in made
+
+
+def test_without_shtab_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    monkeypatch.setattr(completion.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BadInput, match="pip install shtab"):
+        completion.main(["bash"])

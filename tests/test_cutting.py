@@ -1,0 +1,320 @@
+"""Models cut wherever a named module begins: pieces against the whole, bit for bit, and what cannot be cut."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Tuple
+
+import pytest
+import torch
+from torch import nn
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.cutting import crossings, pieces
+from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.probe import random_modules
+from ipu_pipe.model.randomness import KeyedRandomness
+from ipu_pipe.model.rehearsal import refuse_other_pieces
+from ipu_pipe.model.stages import partition
+
+
+class UNet(nn.Module):
+    """One ReLU for all, in place, over what is needed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+        self.down, self.deep = nn.Conv2d(4, 4, 3, padding=1, stride=2), nn.Conv2d(4, 4, 3, padding=1)
+        self.up, self.last = nn.ConvTranspose2d(4, 4, 2, stride=2), nn.Conv2d(8, 3, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.relu(self.norm(self.first(x)))
+        deep = self.relu(self.deep(self.relu(self.down(first))))
+        return self.last(torch.cat([self.up(deep), first], 1))  # type: ignore[no-any-return]
+
+
+class Translator(nn.Module):
+    """A causal mask made of sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+        self.transformer = nn.Transformer(16, 2, 2, 2, 32, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
+        h = self.embed(x)
+        return self.head(self.transformer(h, h, tgt_mask=mask, tgt_is_causal=True))  # type: ignore[no-any-return]
+
+
+class Blocks(nn.Module):
+    """Blocks of a mode inside of modules that are cut, a weight and a counter of their own, what is written in place later."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.frozen, self.low, self.b = (nn.Linear(6, 6) for _ in range(4))
+            self.scale, self.drop = nn.Parameter(torch.full((6,), 1.5)), nn.Dropout(0.5)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor, shift: float = 0.0) -> torch.Tensor:
+            h = self.drop(self.a(x))
+            self.count += 1
+            with torch.no_grad():
+                h = h + self.frozen(h)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                low = self.low(h) * self.scale
+            low[:, 0] = 0
+            return self.b(low.float() * self.scale + x + shift + torch.arange(x.shape[1]))  # type: ignore[no-any-return]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.rows = nn.Linear(6, 6), nn.ModuleList([self.Block(), self.Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.stem(x)
+        h = h + self.stem.bias
+        for row in self.rows:
+            h = row(h, shift=1.0) + h.mean()
+        return h
+
+
+IMAGES, WORDS = torch.randn(3, 3, 16, 16), torch.randint(1, 50, (3, 7))
+OWN: List[Tuple[Callable[[], nn.Module], List[str], torch.Tensor]] = [
+    (UNet, ["relu", "deep", "up"], IMAGES),
+    (UNet, ["down", "last"], IMAGES),
+    (Translator, ["transformer.encoder.layers.1.linear1", "transformer.decoder.layers.1"], WORDS),
+    (Blocks, ["rows.0.frozen", "rows.0.low", "rows.0.b", "rows.1.b"], torch.randn(3, 6)),
+]
+
+
+def others() -> Dict[str, Tuple[str, List[str], torch.Tensor]]:
+    """Of other libraries: those of the equality tool, and more."""
+    large = torch.randn(3, 3, 32, 32)
+    return {
+        "torchvision-vit": ("vision_transformer", [], IMAGES), "timm-vit": ("timm_vit", [], IMAGES),
+        "timm-convnext": ("timm_convnext", [], large), "hf-bert": ("bert", [], WORDS), "hf-gpt2": ("gpt2", [], WORDS),
+        "swin": ("timm_swin", ["layers.0.blocks.1.mlp", "layers.1.blocks.1"], IMAGES),
+        "googlenet": ("googlenet", ["inception3b.branch2", "inception4d.branch3"], large),
+        "densenet": ("densenet", ["features.denseblock1.denselayer2", "features.denseblock2.denselayer2"], large),
+    }  # fmt: skip
+
+
+def check(model: nn.Module, begins: List[str], x: torch.Tensor) -> None:
+    """Outputs, gradients and buffers of pieces one after another, and of the whole; for another batch size in evaluation, too."""
+    attributes = [set(vars(module)) for module in model.modules()]
+    cut = pieces(model, begins, x)
+    refuse_other_pieces(model, cut, x)
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert [sorted(piece.weights()) for piece in cut] == [
+        sorted(stage.parameters) for stage in partition(model, x, begins).stages
+    ]
+    assert sorted(name for piece in cut for name in piece.state()) == sorted(model.state_dict())
+    keyed = KeyedRandomness(model, random_modules(model, x), 0, x.device)
+    found = []
+    for chained in (False, True):
+        model.zero_grad()
+        with buffers_restored(model):
+            value: Any = x.clone()
+            for piece in cut if chained else [model.train()]:
+                value = piece(value)
+            outputs = [t for t in (value if isinstance(value, tuple) else (value,)) if isinstance(t, torch.Tensor)]
+            sum(t.square().mean() for t in outputs).backward()
+            gradients = [p.grad for p in model.parameters()]
+            found.append([*outputs, *gradients, *(b.clone() for b in model.buffers())])
+    keyed.remove()
+    assert len(found[0]) == len(found[1])
+    assert all(a is b or torch.equal(a, b) for a, b in zip(*found))
+    with modes_restored(*cut), torch.no_grad():
+        model.eval()
+        for piece in cut:
+            piece.eval()
+        for rows in (len(x), 2, len(x)):
+            value = x[:rows]
+            for piece in cut:
+                value = piece(value)
+            assert torch.equal(value, model(x[:rows]))
+
+
+@pytest.mark.parametrize("make, begins, x", OWN, ids=["unet", "unet-again", "transformer", "blocks"])
+def test_pieces_compute_what_the_model_does(make: Any, begins: List[str], x: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    check(make(), begins, x)
+
+
+@pytest.mark.parametrize("name", list(others()))
+def test_models_of_other_libraries_are_cut_inside_their_modules(name: str) -> None:
+    from tests import third_party_models
+
+    entry, begins, x = others()[name]
+    torch.manual_seed(0)
+    check(getattr(third_party_models, entry)(), begins or third_party_models.CASES[name].begins, x)
+
+
+def test_what_depends_on_sizes_alone_is_made_again() -> None:
+    cut = pieces(Translator(), ["transformer.decoder.layers.1"], WORDS)
+    assert [[t.shape for t in crossing.tensors] for crossing in crossings(cut)] == [[(3, 7, 16)] * 2]
+
+
+def test_memory_layouts_cross() -> None:
+    """What crosses is seen by kernels as it lies in memory: a message brings it so."""
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last), IMAGES
+    cut = pieces(model, ["1"], x.contiguous(memory_format=torch.channels_last))
+    (crossing,) = crossings(cut)
+    value = cut[0](x.contiguous(memory_format=torch.channels_last))
+    (message,) = crossing.flatten(value)
+    assert message.is_contiguous() and message.shape == crossing.tensors[0].sent == (3, 16, 16, 4)
+    again = crossing.unflatten([message.clone()])
+    assert again.stride() == value.stride() != message.stride() and torch.equal(again, value)
+
+
+def test_a_tensor_without_a_gradient_gets_none() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    model[1].requires_grad_(True)
+    assert not crossings(pieces(model, ["1"], torch.randn(2, 4)))[0].tensors[0].differentiable
+
+
+# ---- refusals
+
+
+class Does(nn.Module):
+    """Two layers, and what `act` does between and around them."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.kept = nn.Linear(4, 4), nn.Linear(4, 4), None
+
+    class Reader(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self._inner = [inner]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self._inner[0].kept  # type: ignore[no-any-return,operator]
+
+    def __init__(self, act: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self.act = self.Inner(), act
+        self.reader = self.Reader(self.inner)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self, x)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+class StoreCache:
+    """Collects what it is given."""
+
+    def __init__(self) -> None:
+        self.held: List[torch.Tensor] = []
+
+
+def by_value(self: Any, x: torch.Tensor) -> torch.Tensor:
+    h = self.inner.a(x)
+    return self.inner.b(h if h.sum() > 0 else -h)  # type: ignore[no-any-return]
+
+
+def by_list(self: Any, x: torch.Tensor) -> torch.Tensor:
+    h = self.inner.a(x)
+    return self.inner.b(h * max(h.tolist()[0]))  # type: ignore[no-any-return]
+
+
+def draws(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.inner.b(nn.functional.dropout(self.inner.a(x), training=self.training))  # type: ignore[no-any-return]
+
+
+def keeps(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.inner.kept = self.inner.a(x)
+    return self.reader(self.inner.b(x))  # type: ignore[no-any-return]
+
+
+def collects(self: Any, x: torch.Tensor) -> torch.Tensor:
+    cache = StoreCache()
+    cache.held.append(self.inner.a(x))
+    self.inner.a.forward = lambda x, cache: nn.functional.linear(x, self.inner.a.weight)
+    try:
+        return self.inner.b(self.inner.a(x, cache=cache))  # type: ignore[no-any-return]
+    finally:
+        del self.inner.a.forward
+
+
+def own_backward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.inner.b(Doubled.apply(self.inner.a(x)))  # type: ignore[no-any-return]
+
+
+def rebinds(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.count = self.count + 1
+    return self.inner.b(self.inner.a(x))  # type: ignore[no-any-return]
+
+
+def overwrites_a_view(self: Any, x: torch.Tensor) -> torch.Tensor:
+    h = self.inner.a(x) * 1
+    rows = h[:, :2]
+    b = self.inner.b(h)
+    h += 1
+    return b + rows.sum() + h  # type: ignore[no-any-return]
+
+
+def leaves_out(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.inner.a(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("act, told", [
+    (by_value, r"stage 0: a number read from a tensor \(if, item, int\) in the model's own forward: .*emulator"),
+    (by_list, r"stage 0: tolist in the model's own forward: what the forward does there depends on a tensor's values"),
+    (draws, r"stage 0: dropout in the model's own forward: draws random numbers outside of the modules that stay.*nn.Dropout"),
+    (keeps, r"stage 1: reader in the model's own forward: its add reads a tensor that an earlier stage made and kept aside"),
+    (collects, r"stage 0: inner.a in the model's own forward: it takes a StoreCache, .*config.use_cache = False"),
+    (own_backward, r"stage 1: .*mul in the model's own forward: it runs inside of an autograd function .*use_reentrant=False"),
+    (rebinds, r"count: the forward binds another tensor to this buffer.*self.count.add_\(1\)"),
+    (overwrites_a_view, r"what mul gives and a view of it both go on to stage 1, and stage 1 overwrites them: clone"),
+    (leaves_out, r"stages: inner.b: does not run in this forward after the stages before: no stage can begin there"),
+])  # fmt: skip
+def test_what_cannot_be_cut_is_refused_with_place_and_remedy(act: Any, told: str) -> None:
+    model = Does(act)
+    with pytest.raises(BadInput, match=told) as refused:
+        pieces(model, ["inner.b"], torch.randn(2, 4))
+    assert len(refused.value.faults) == 1
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()) and not torch.jit.is_tracing()
+    assert model.inner.kept is None
+
+
+def test_hooks_on_what_is_cut_are_refused_others_run() -> None:
+    model, x, seen = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())), torch.randn(2, 4), []
+    model[1][1].register_forward_hook(lambda *_: seen.append(1))
+    cut = pieces(model, ["1.1"], x)
+    before = len(seen)
+    cut[1](cut[0](x))
+    assert len(seen) == before + 1
+    model[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(BadInput, match="stages: 1: has hooks, and stages begin inside of it"):
+        pieces(model, ["1.1"], x)
+    pieces(model, ["1"], x)
+
+
+def test_orders_and_sizes_that_were_not_recorded_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(BadInput, match="stages: 1: begins stage 2, but runs while stage 0 does"):
+        pieces(model, ["2", "1"], torch.randn(2, 4))
+    cut = pieces(model, ["1"], torch.randn(2, 4))
+    with pytest.raises(BadInput, match=r"stage 1 is given tensors of shapes \[\(3, 4\)\]"):
+        cut[1](torch.randn(3, 4))
+
+
+def test_a_cache_of_keys_is_refused_with_what_turns_it_off() -> None:
+    from tests import third_party_models
+
+    with pytest.raises(BadInput, match=r"stage 0: model.transformer.h.0.*DynamicCache.*config.use_cache = False"):
+        pieces(third_party_models.gpt2(use_cache=True), ["model.transformer.h.1"], WORDS)

@@ -1,0 +1,48 @@
+"""The examples run as they stand, with few updates."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any, List
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.stem)
+def test_an_example_runs(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tests.third_party")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(script), "2"])
+    runpy.run_path(str(script), run_name="__main__")
+    assert "throughput: " in capsys.readouterr().out
+    assert (tmp_path / "runs" / script.stem / "summary.json").is_file()
+
+
+def said(cell: Any, stream: str) -> str:
+    return "".join(each["text"] for each in cell.get("outputs", []) if each.get("name") == stream)
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda file: file.stem)
+def test_a_notebook_runs_and_its_progress_is_lines(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    book = nbformat.read(file, as_version=4)
+    assert all(cell.get("outputs", []) == [] for cell in book.cells), "is kept without outputs"
+    often = "import ipu_pipe.run.progress as p; p.LINE_SECONDS = p.EPOCH_SECONDS = 0.0"
+    book.cells.insert(0, nbformat.v4.new_code_cell(often))
+    nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    training: List[Any] = [cell for cell in book.cells if "throughput: " in said(cell, "stdout")]
+    assert len(training) == 1
+    lines = said(training[0], "stdout")
+    assert "\nupdate 1/" in lines and "\r" not in lines and "\x1b" not in lines
+    assert [said(cell, "stderr") for cell in book.cells] == [""] * len(book.cells)
+    assert any("image/png" in each.get("data", {}) for cell in book.cells for each in cell.get("outputs", []))

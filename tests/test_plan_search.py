@@ -1,0 +1,188 @@
+"""The planner's search does little and finds the same: passes played one by one, bounds, and trying all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Dict, List, Tuple
+
+import numpy as np
+import pytest
+
+from ipu_pipe.hardware.description import Hardware
+from ipu_pipe.hardware.files import read_hardware
+from ipu_pipe.hardware.units import Unit
+from ipu_pipe.plan.batches import Batches, batch_time
+from ipu_pipe.plan.candidates import Candidate, candidates
+from ipu_pipe.plan.placing import layouts
+from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, batches_of, predict_cut
+from ipu_pipe.plan.search import ALIKE, NO_ROOM, search
+from ipu_pipe.schedule import clock as clocks
+from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.apart import apart
+from ipu_pipe.schedule.clock import Costs, Message, clock, first_updates
+from ipu_pipe.schedule.methods import METHODS, resolve_method
+from ipu_pipe.schedule.timelines import make_schedule
+
+PIPELINES = ["pipedream_2bw", "pipedream_flush", "gpipe"]
+
+
+def slow(seed: int, devices: int = 8) -> Hardware:
+    """Servers of two or four devices of 1 FLOP a second, whose links are anything between fast and the bottleneck."""
+    rng = np.random.default_rng(seed)
+    rates = {"float32": {"peak_flops": 1.0, "achievable_share": 1.0}}
+    figures: Dict[str, Any] = {
+        "devices": devices,
+        "device": {"memory_bytes": 1e4, "usable_share": 1.0, "memory_bandwidth": 1e9, "rates": rates},
+        "links": [
+            {
+                "name": "inside",
+                "holds": int(rng.choice([2, 4])),
+                "bandwidth": 10 ** rng.uniform(0.5, 4),
+                "latency": 0.3,
+            },
+            {"name": "network", "bandwidth": 10 ** rng.uniform(0.5, 2.5), "latency": 1.0, "shared_by": 2},
+        ],
+    }
+    return read_hardware(figures, "here")
+
+
+def problem(seed: int, memory: float = 1e9, devices: int = 8, count: int = 8) -> Problem:
+    """Units of any size on such hardware."""
+    rng = np.random.default_rng(seed)
+    units = tuple(
+        Unit(f"unit{i}", f, 2 * f, int(rng.integers(0, 30)), 4.0 * rng.integers(1, 9), 40.0)
+        for i, f in enumerate(rng.integers(1, 9, count).astype(float).tolist())
+    )
+    return Problem(units, 8.0, slow(seed, devices), memory, "float32", "momentum")
+
+
+def every(given: Problem, asked: List[Candidate]) -> List[Prediction]:
+    """All candidates that fit, on every layout, each played."""
+    found = []
+    for each in asked:
+        for layout in layouts(each.depth, each.width):
+            costing = Costing(given, each, layout, Sums(given, each.micro_batch_size))
+            starts = costing.cut()
+            found += [predict_cut(costing, starts)] if starts is not None else []
+    return found
+
+
+@pytest.mark.parametrize("memory", [1e9, 3000.0])
+def test_slow_links_hide_nothing_from_the_search(memory: float) -> None:
+    """What it shows is the best of all played, and those that it does not show are counted by what they are."""
+    for seed in (0, 3):
+        given = problem(seed, memory)
+        asked = list(candidates(PIPELINES, 8, 8, 16))
+        found, rates, fits = search(given, asked, 5), {}, set()
+        for each in every(given, asked):
+            rates[each.asked.shape] = max(each.samples_per_second, rates.get(each.asked.shape, 0.0))
+            fits.add(each.asked)
+        best = [each.samples_per_second for each in found.best]
+        assert best == pytest.approx(sorted(rates.values(), reverse=True)[:5], rel=1e-12)
+        shown = {each.asked.shape for each in found.best}
+        assert found.refused.get(ALIKE, 0) == sum(each.shape in shown for each in asked) - len(found.best)
+        assert found.refused.get(NO_ROOM, 0) <= sum(each not in fits and each.shape not in shown for each in asked)
+        assert sum(found.refused.values()) + len(found.best) == len(asked)
+
+
+def test_bounds_hold_where_messages_wait() -> None:
+    """All-reduces and activations that share links: neither the bound of what a cut costs nor the time without waiting is above
+    what is played."""
+    met = 0
+    for seed in (20, 21):
+        given = problem(seed)
+        for asked in candidates(PIPELINES, 8, 8, 32, (False,)):
+            for layout in layouts(asked.depth, asked.width):
+                costing = Costing(given, asked, layout, Sums(given, asked.micro_batch_size))
+                starts = costing.cut()
+                assert starts is not None
+                batches, count = batches_of(costing, starts), asked.gradient_accumulation
+                least = costing.least_seconds(batches.costs)
+                # a batch of a pipeline that never empties may be a little shorter than those around it
+                most = batches.time(count).seconds * (1.003 if not METHODS[asked.method].flushes else 1 + 1e-9)
+                assert max(least, batches.least_seconds(count)) <= most, (asked, layout)
+                met += batches.least_seconds(count) < most * 0.99
+    assert met > 20
+
+
+def played_one_by_one(monkeypatch: pytest.MonkeyPatch) -> List[int]:
+    """Passes that the clock plays from now on, play by play."""
+    found: List[int] = []
+    play = clocks._Eager.play
+
+    def counting(self: Any, updates: Any = None) -> int:
+        found.append(play(self, updates))
+        return found[-1]
+
+    monkeypatch.setattr(clocks._Eager, "play", counting)
+    return found
+
+
+def test_a_gpt_on_32_devices_plays_few_passes_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count, whatever the machine: 37,546 where all that the search looked at, played to the end, were 198,720."""
+    embedding = Unit(
+        "0", 0.0, 0.0, 84_557_824, 3407872.0, 6144.0, forward_moved=182755328.0, backward_moved=179345408.0
+    )
+    block = Unit(
+        "", 35769024512.0, 72410464256.0, 33_248_384, 3407872.0, 54587392.0, forward_moved=71586816.0,
+        backward_moved=173866240.0,
+    )  # fmt: skip
+    norm = Unit("65", 0.0, 0.0, 3328, 3407872.0, 3411968.0, forward_moved=6826496.0, backward_moved=10241024.0)
+    head = Unit("66", 85714796544.0, 171429593088.0, 83_756_160, 0.0, 3407872.0, backward_moved=103123200.0)
+    units = (embedding, *(replace(block, name=str(i)) for i in range(1, 65)), norm, head)
+    hardware = read_hardware("v100x8").with_devices(32)
+    given = Problem(units, 4096.0, hardware, hardware.device.usable_bytes, "float16", "adam")
+    asked = list(candidates(PIPELINES, 32, len(units), 256))
+    played = played_one_by_one(monkeypatch)
+    found = search(given, asked, 10)
+    assert len(found.best) == 10
+    assert 0 < sum(played) < 45_000
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream_flush", "pipedream_2bw", "pipedream", "pipemare", "local_greedy"])
+def test_without_meetings_the_clock_is_found_slot_by_slot(name: str) -> None:
+    """To the bit; with meetings nothing is earlier on the clock."""
+    rng = np.random.default_rng(0)
+    met = {True: 0, False: 0}
+    for trial in range(24):
+        P, N = int(rng.integers(1, 6)), int(rng.integers(6, 9))
+        schedule = make_schedule(resolve_method(name), P, 5 * N, N)
+
+        def some(count: int, scale: float) -> Tuple[float, ...]:
+            return tuple((scale * rng.random(count)).tolist())
+
+        def messages(count: int, name: str, scale: float) -> Tuple[Message, ...]:
+            wires = [("wire",) if trial % 2 else (f"{name} {i}",) for i in range(count)]
+            return tuple(Message(*both, links) for both, links in zip(zip(some(count, scale), some(count, 0.5)), wires))
+
+        costs = Costs(
+            some(P, 1), some(P, 2), some(P, 0.5), onward=messages(P - 1, "on", 0.2), back=messages(P - 1, "back", 0.2),
+            reduce=messages(P, "sum", 1.0),
+        )  # fmt: skip
+        ends, meet = apart(schedule, costs, 3)
+        real = clock(schedule, costs).end[Kind.UPDATE][:, :3]
+        assert (real == ends).all() if not meet else (real >= ends).all()
+        assert (first_updates(schedule, costs, 3) == real).all()
+        met[meet] += 1
+    assert min(met.values()) >= 4
+
+
+def test_no_steady_state_is_faster_than_the_slowest_stage() -> None:
+    """GPipe, where gradients wait for the last stages' all-reduces: batches of 4, 8 and 12 are on a line that the second stage
+    sets, from about 14 on the first one does."""
+    out, back = ("from 0", "to 1"), ("from 1", "to 0")
+    servers = ("from 0", "to 0"), ("from 1", "to 1")
+    costs = Costs(
+        [15.0, 13.0, 11.0, 12.0], [30.0, 26.0, 22.0, 24.0], [0.0] * 4,
+        onward=(Message(0.0, 0.3), Message(0.65, 1.0, out), Message(0.0, 0.3)),
+        back=(Message(0.0, 0.3), Message(0.65, 1.0, back), Message(0.0, 0.3)),
+        reduce=tuple(Message(seconds, 2.0, servers[s // 2]) for s, seconds in enumerate((12.4, 15.0, 35.2, 56.7))),
+    )  # fmt: skip
+    gpipe = METHODS["gpipe"]
+    batches = Batches(gpipe, 4, costs)
+    slopes = [batches.time(n + 4).seconds - batches.time(n).seconds for n in (4, 8)]
+    assert slopes[0] == pytest.approx(slopes[1]) and slopes[0] < 4 * 45
+    for count in (32, 100):
+        assert batch_time(gpipe, 4, count, costs).seconds == pytest.approx(
+            clock(make_schedule(gpipe, 4, count, count), costs).finish, rel=1e-9
+        )

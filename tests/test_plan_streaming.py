@@ -1,0 +1,95 @@
+"""Optimizer state in streaming memory: planned where nothing fits without, at the price of its traffic."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Dict
+
+import pytest
+
+from ipu_pipe.cli import plan as command
+from ipu_pipe.hardware.files import read_hardware
+from ipu_pipe.hardware.units import Unit
+from ipu_pipe.job.comparing import dump
+from ipu_pipe.job.config import configure, load_config
+from ipu_pipe.plan.answer import as_json, in_words
+from ipu_pipe.plan.candidates import Candidate
+from ipu_pipe.plan.of_config import problem_of
+from ipu_pipe.plan.placing import layouts
+from ipu_pipe.plan.planner import make_plan
+from ipu_pipe.plan.prediction import Costing, Problem, Sums, predict_cut
+
+KEY = "backend.ipu.tensor_locations.optimizer.on_chip: false"
+UNITS = tuple(Unit(f"unit{i}", 5.0, 10.0, 1000, 4.0, 40.0) for i in range(4))
+
+
+def problem(memory: float, **device: Any) -> Problem:
+    """Four units of 1000 float32 weights with Adam, 16 bytes of each on the device without streaming, 8 of them state."""
+    rates = {"float32": {"peak_flops": 1.0, "achievable_share": 1.0}}
+    figures: Dict[str, Any] = {
+        "devices": 2,
+        "device": {
+            "memory_bytes": 1e6, "usable_share": 1.0, "memory_bandwidth": 1e9, "rates": rates, "streaming_bytes": 1e6,
+            "streaming_bandwidth": 100.0, **device,
+        },
+        "links": [{"name": "all", "bandwidth": 1e6, "latency": 0.0}],
+    }  # fmt: skip
+    return Problem(UNITS, 8.0, read_hardware(figures, "here"), memory, "float32", "adam")
+
+
+def test_state_leaves_the_device_and_costs_its_traffic_at_each_update() -> None:
+    on_chip = problem(1e6)
+    asked = Candidate("pipedream_flush", 2, 1, 1, 4, False)
+    found = [
+        predict_cut(Costing(given, asked, layouts(2, 1)[0], Sums(given, 1)), [0, 2])
+        for given in (on_chip, replace(on_chip, streamed=True))
+    ]
+    state = 2 * 1000 * 8  # of a stage
+    for here, streamed in zip(found[0].memory, found[1].memory):
+        assert (here.optimizer, streamed.optimizer) == (state, 0) and here.total - streamed.total == state
+    assert found[1].seconds - found[0].seconds == pytest.approx(2 * state / 100.0)
+
+
+def test_it_is_planned_where_nothing_else_fits_and_said_so() -> None:
+    """Not where something fits, nor on devices without such memory, nor beyond what that holds."""
+
+    def plan(given: Problem) -> Any:
+        return make_plan(given, ["pipedream_flush"], 2, 8)
+
+    enough, little = 40_000.0, 20_000.0  # a stage of two units: 32 kB, 16 kB of them state
+    usual = plan(problem(enough))
+    assert usual.plans and not usual.problem.streamed and usual.smallest_change is None
+    found = plan(problem(little))
+    assert found.plans and found.problem.streamed and KEY in str(found.smallest_change) and KEY in in_words(found)
+    assert max(memory.total for each, _ in found.plans for memory in each.memory) <= little
+    assert all(
+        "optimizer state in streaming memory, whose traffic takes" in p["binding"] for p in as_json(found)["plans"]
+    )
+    assert not plan(problem(little, streaming_bytes=None, streaming_bandwidth=None)).plans
+    assert (
+        not plan(problem(little, streaming_bytes=15_999.0)).plans and plan(problem(little, streaming_bytes=16e3)).plans
+    )
+    assert "optimizer state in streaming memory" in str(plan(problem(1000.0)).smallest_change)
+
+
+def test_the_key_is_read_and_written(tmp_path: Path, capsys: Any) -> None:
+    """Of a config for PopTorch; `gc200` has streaming memory."""
+    file, planned = tmp_path / "c.yaml", tmp_path / "planned.yaml"
+    keys: Dict[str, Any] = {
+        "model": {"entry": "models.mlp:mlp", "args": {"inputs": 64, "width": 256, "layers": 4, "classes": 10}},
+        "data": {"name": "digits"}, "backend": {"name": "poptorch"}, "steps": 2, "gradient_accumulation": 8,
+        "optimizer": {"name": "adam", "lr": 0.1}, "stages": 1, "precision": "32.32",
+    }  # fmt: skip
+    file.write_text(dump(configure(**keys)))
+    hardware = read_hardware("pod4")
+    assert not problem_of(load_config(file), UNITS, 8.0, hardware).streamed
+    code = 0.2 * hardware.device.memory_bytes.value
+    asked = [str(file), "--hardware", "pod4", "--devices", "1", "--json", "--write", str(planned)]
+    command.main([*asked, "--memory", str(code + 2e6)])
+    assert json.loads(capsys.readouterr().out)["smallest_change"] == f"{KEY}, as planned here"
+    assert load_config(planned).ipu.tensor_locations.optimizer.on_chip is False
+    assert problem_of(load_config(planned), UNITS, 8.0, hardware).streamed
+    command.main([*asked, "--overwrite"])
+    assert load_config(planned).ipu.tensor_locations.optimizer.on_chip is None

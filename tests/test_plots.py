@@ -1,0 +1,40 @@
+"""Figures stand alone: what is written on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Dict
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from ipu_pipe import configure  # noqa: E402
+from ipu_pipe.report.plots import figure, mean_with_range, over_seeds, sizes  # noqa: E402
+
+
+def test_a_figure_has_its_title_above_and_its_note_below(tmp_path: Path) -> None:
+    note = "5,000 images; " + over_seeds([1, 0])
+    with figure(tmp_path / "f.png", (4, 3), 2, title="What it shows", note=note) as panels:
+        mean_with_range(panels[0], [0, 1], [[1.0, 3.0], [2.0, 2.0]])
+    drawn: Any = panels[0].figure
+    assert drawn.get_suptitle() == "What it shows"
+    assert drawn.get_supxlabel().replace("\n", " ") == note
+    assert list(panels[0].lines[0].get_ydata()) == [2.0, 2.0]
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_bands_are_is_said() -> None:
+    assert over_seeds([3, 3]) == "seed 3 alone"
+    assert over_seeds([2, 0]) == "lines: means over seeds 0, 2; bands: from the least to the greatest of them"
+
+
+def test_a_runs_sizes_are_said() -> None:
+    keys: Dict[str, Any] = {
+        "data": {"name": "cifar10", "size": 16, "subset": 5000},
+        "micro_batch_size": 4,
+        "replicas": 2,
+    }
+    said = sizes(configure(**keys, gradient_accumulation=8, epochs=3))
+    assert said == "cifar10 (16x16, 5,000 training samples), 3 epochs, 64 samples an update"
+    assert sizes(configure(data={"name": "digits"}, steps=2000)) == "digits, 2,000 updates, 8 samples an update"

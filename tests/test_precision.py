@@ -1,0 +1,342 @@
+"""bfloat16_mixed is exact: autocast where a backward reads what its forward read, float32 masters elsewhere; and models are
+given back as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from ipu_pipe.backends.emulator.replay import Emulator
+from ipu_pipe.backends.work import Work
+from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.files import read_hardware
+from ipu_pipe.hardware.memory import stage_memory
+from ipu_pipe.hardware.precision import MASTERS, MIXED, row_of
+from ipu_pipe.hardware.units import Unit
+from ipu_pipe.job.record import DTYPES
+from ipu_pipe.job.schema import Config
+from ipu_pipe.model.precision import Numbers
+from ipu_pipe.model.stages import partition
+from ipu_pipe.plan.candidates import Candidate
+from ipu_pipe.plan.prediction import Problem
+from ipu_pipe.plan.search import search
+from ipu_pipe.report.memory import memory_table
+from ipu_pipe.report.words import opening
+from ipu_pipe.run.build import build
+from ipu_pipe.run.training import evaluate_checkpoint, train
+from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.update.apply import UpdateRules
+from ipu_pipe.update.groups import parameter_groups, trained
+from tests.literal_replay import LiteralRules, LiteralStage, replay
+from tests.staged_models import MODELS, batches, whole
+from tests.test_train import config
+
+CPU, LOW = torch.device("cpu"), torch.bfloat16
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-2)
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.02)
+autocast = functools.partial(torch.autocast, "cpu", LOW)
+cross_entropy = nn.functional.cross_entropy
+PREDICTION = {"weight_prediction": {"form": "velocity", "scale": 1.0}}
+PB = {"spike_compensation": {"scale": 1.0}, **PREDICTION}  # summed in another order there: not to the last bit
+T1_T2 = {"t1": {"anneal_updates": 12}, "t2": {"decay": 0.135}}
+
+
+def fresh(name: str) -> List[nn.Module]:
+    torch.manual_seed(3)
+    return MODELS[name]()
+
+
+def data_of(count: int) -> List[Any]:
+    return [(x.float(), y) for x, y in batches(count)]
+
+
+def emulated(model: nn.Module, method: Method, accumulate: int, data: List[Any], make: Any, args: Any) -> Numbers:
+    row = row_of(MIXED, method)
+    numbers = Numbers(model, row, DTYPES[row], CPU, is_given=False)
+    given = [(x.to(numbers.inputs), y) for x, y in data]
+    part = partition(model, given[0][0])
+    schedule = make_schedule(method, len(part), len(data), accumulate)
+    table = VersionTable(schedule, method)
+    optimizer = make(trained(parameter_groups(model, part), numbers.trained))
+    rate = make.keywords["lr"]
+    rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, masters=numbers.masters)
+    emulator = Emulator(Work(numbers.loss(cross_entropy), table, rules), model, part, given[0])
+    for start in range(0, len(data), accumulate):
+        emulator.step(given[start : start + accumulate])
+    emulator.close()
+    return numbers
+
+
+def in_float32(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(output.float(), y)
+
+
+def literally(
+    stages: List[nn.Module], method: Method, accumulate: int, data: List[Any], make: Any, args: Any
+) -> List[LiteralStage]:
+    """Weights of low precision, where a backward reads other ones than its forward, and float32 ones that updates change;
+    BatchNorm stays as it is. Elsewhere each stage's forward, and the loss, under autocast."""
+    P = len(stages)
+    schedule = make_schedule(method, P, len(data), accumulate)
+    is_low = method.name in ("pipemare", "pipelined_backprop", "spectrain") and not args.get("stash")
+    done = []
+    for s, stage in enumerate(stages):
+        norms = {name for name, m in stage.named_modules() if isinstance(m, nn.BatchNorm2d)}
+        reads = {
+            name: torch.float32 if name.rpartition(".")[0] in norms else LOW for name, _ in stage.named_parameters()
+        }
+        rules = LiteralRules(args, method, P, s, accumulate, make.keywords["lr"])
+        done.append(
+            LiteralStage(stage, make, rules, reads) if is_low else LiteralStage(stage, make, rules, around=autocast)
+        )
+
+    def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if is_low:
+            return in_float32(output, y)
+        with autocast():
+            return cross_entropy(output, y)
+
+    given = [(x.to(LOW if is_low else x.dtype), y) for x, y in data]
+    replay(done, schedule, method, given, loss)
+    return done
+
+
+CASES: List[Tuple[str, Dict[str, Any], Any]] = [
+    ("gpipe", {}, SGD),
+    ("pipedream", {}, SGD),
+    ("pipedream_2bw", {}, ADAMW),
+    ("pipemare", {}, ADAMW),
+    ("pipemare", T1_T2, SGD),
+    ("pipemare", {"recompute": {"segments": 2}, **T1_T2}, SGD),
+    ("pipelined_backprop", PREDICTION, SGD),
+    ("pipelined_backprop", PB, SGD),
+    ("pipelined_backprop", {"stash": True}, SGD),
+    ("spectrain", {}, SGD),
+]
+
+
+@pytest.mark.parametrize("model", ["mlp", "residual"])
+@pytest.mark.parametrize(
+    ("name", "args", "make"), CASES, ids=lambda v: "-".join(v) if isinstance(v, dict) else str(v)[:18]
+)
+def test_the_emulator_equals_the_literal_replay(name: str, args: Any, make: Any, model: str) -> None:
+    method, accumulate = resolve_method(name, args), 5 if name == "pipedream_2bw" else 2
+    stages, data = fresh(model), data_of(accumulate * 8)
+    twins = copy.deepcopy(stages)
+    unsplit = whole(stages)
+    numbers = emulated(unsplit, method, accumulate, data, make, args)
+    done = literally(twins, method, accumulate, data, make, args)
+    kept = {f"{s}.{n}": p for s, stage in enumerate(done) for n, p in stage.parameters.items()}
+    same = torch.equal if args is not PB else functools.partial(torch.allclose, rtol=0, atol=1e-2)
+    for key, weight in unsplit.named_parameters():
+        master = numbers.trained(weight)
+        assert master.dtype == torch.float32 and same(master, kept[key]), key
+        assert torch.equal(weight, master.to(weight.dtype)), key
+        is_norm = isinstance(unsplit.get_submodule(key.rpartition(".")[0]), nn.BatchNorm2d)
+        assert weight.dtype == (LOW if numbers.row == MASTERS and not is_norm else torch.float32)
+    for s, stage in enumerate(done):
+        for key, buffer in stage.module.named_buffers():
+            own = unsplit.get_buffer(f"{s}.{key}")
+            assert same(own, buffer) and own.dtype in (torch.float32, torch.int64), key
+
+
+@pytest.mark.parametrize("model", ["mlp", "residual"])
+def test_gpipe_is_plain_training_under_autocast(model: str) -> None:
+    data, unsplit = data_of(12), whole(fresh(model))
+    twin = copy.deepcopy(unsplit)
+    emulated(unsplit, resolve_method("gpipe"), 3, data, SGD, {})
+    optimizer = SGD(twin.parameters())
+    for m, (x, y) in enumerate(data):
+        with autocast():
+            loss = cross_entropy(twin(x), y)
+        (loss / 3).backward()  # type: ignore[no-untyped-call]
+        if m % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    for key, value in unsplit.state_dict().items():
+        assert torch.equal(value, twin.state_dict()[key]), key
+
+
+# ---- whole runs
+
+
+def digits(*over: str) -> Config:
+    return config("evaluate.subset=96", "model.args.width=8", "stages=3", "steps=8", *over)
+
+
+MASTERED = ["method=pipemare", "method_args.t2={}", "precision=bfloat16_mixed"]
+
+
+def mlp_model() -> nn.Sequential:
+    torch.manual_seed(4)
+    layers = [nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 10)]
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pipemare"])
+def test_it_learns_as_float32_does(method: str, tmp_path: Path) -> None:
+    ends = {}
+    for precision in ("float32", MIXED):
+        adam = "optimizer={name: adam, lr: 0.003, momentum: null}"
+        keys = [
+            f"method={method}",
+            f"precision={precision}",
+            "steps=150",
+            "evaluate.every=0",
+            "micro_batch_size=16",
+            adam,
+        ]
+        found = train(config("stages=2", "gradient_accumulation=2", *keys), tmp_path / precision, quiet=True)
+        ends[precision] = found["final"]["test_accuracy"]
+        assert found["precision"] == {
+            "name": precision,
+            "weights": "bfloat16" if precision == MIXED and method == "pipemare" else "float32",
+            "autocast": "bfloat16" if precision == MIXED and method == "gpipe" else None,
+            "masters": "float32" if precision == MIXED and method == "pipemare" else None,
+        }
+    assert ends["float32"] > 0.85 and abs(ends[MIXED] - ends["float32"]) < 0.04, ends
+
+
+def test_checkpoints_hold_the_masters_and_a_run_goes_on_from_them(tmp_path: Path) -> None:
+    whole_run, cut = tmp_path / "whole", tmp_path / "cut"
+    train(digits(*MASTERED, "checkpoint.every=4", "checkpoint.keep=9"), whole_run, quiet=True)
+    shutil.copytree(whole_run, cut)
+    shutil.rmtree(cut / "checkpoints" / "step-8")
+    (cut / "summary.json").unlink()
+    train(digits(*MASTERED, "checkpoint.every=4", "checkpoint.keep=9"), cut, resume=True, quiet=True)
+    for name in ("model", "optimizer"):
+        ours, theirs = (load_file(run / "checkpoints" / "step-8" / f"{name}.safetensors") for run in (whole_run, cut))
+        assert ours.keys() == theirs.keys()
+        for key, value in ours.items():
+            assert value.dtype == torch.float32 and torch.equal(value, theirs[key]), key
+    saved = load_file(cut / "checkpoints" / "step-4" / "model.safetensors")
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in saved.values())
+    loss = evaluate_checkpoint(digits(*MASTERED), cut / "checkpoints" / "step-8")["test_loss"]
+    assert loss == json.loads((cut / "summary.json").read_text())["final"]["test_loss"]
+    with pytest.raises(BadInput, match="precision: bfloat16_mixed -> float32"):
+        train(digits(*MASTERED[:2], "precision=float32", "steps=12"), cut, resume=True, quiet=True)
+
+
+def forward_types(model: nn.Module) -> List[torch.dtype]:
+    seen = []
+    model.eval()
+    handle = model[1].register_forward_hook(lambda m, i, o: seen.append(o.dtype))  # type: ignore[index,union-attr]
+    model(torch.zeros(4, 1, 8, 8))
+    handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "keys", [["precision=bfloat16"], ["precision=bfloat16_mixed"], MASTERED], ids=["bfloat16", "autocast", "masters"]
+)
+@pytest.mark.parametrize("end", ["done", "fault", "Ctrl-C", "refused"])
+def test_a_callers_model_is_given_back_as_it_was(end: str, keys: List[str], tmp_path: Path) -> None:
+    """Story: where the data was refused, the model had been cast and stayed so."""
+    model = mlp_model()
+    before = copy.deepcopy(model.state_dict())
+
+    class Ends(nn.CrossEntropyLoss):
+        calls = 0
+
+        def forward(self, output: Any, y: Any) -> Any:
+            self.calls += torch.is_grad_enabled()
+            if self.calls == 24 and end != "done":
+                raise KeyboardInterrupt if end == "Ctrl-C" else ValueError("enough")
+            return super().forward(output, y)
+
+    over = ["data={name: nothing_such}"] if end == "refused" else []
+    expected = {"fault": ValueError, "Ctrl-C": KeyboardInterrupt, "refused": BadInput}
+    with pytest.raises(expected[end]) if end in expected else contextlib.nullcontext():
+        train(digits(*keys, *over), tmp_path / "run", model=model, loss=Ends(), quiet=True)
+    after = model.state_dict()
+    assert {key: value.dtype for key, value in after.items()} == {key: value.dtype for key, value in before.items()}
+    assert forward_types(model) == [torch.float32] and "forward" not in vars(model)
+    assert torch.equal(after["1.weight"], before["1.weight"]) == (end == "refused")
+    if end == "done":
+        saved = load_file(tmp_path / "run" / "checkpoints" / "step-8" / "model.safetensors")
+        assert all(torch.equal(value.float(), after[key].float()) for key, value in saved.items())
+
+
+def test_a_callers_model_keeps_the_dtype_of_the_training_where_asked(tmp_path: Path) -> None:
+    model = mlp_model()
+    train(digits("precision=bfloat16"), tmp_path / "run", model=model, quiet=True, keep_dtype=True)
+    assert {p.dtype for p in model.parameters()} == {LOW}
+    model = mlp_model()
+    train(digits(*MASTERED), tmp_path / "masters", model=model, quiet=True, keep_dtype=True)
+    assert [model[i].weight.dtype for i in (1, 2)] == [LOW, torch.float32]
+    train(digits("precision=bfloat16_mixed"), tmp_path / "autocast", model=mlp_model(), quiet=True, keep_dtype=True)
+
+
+def test_what_is_meant_is_said() -> None:
+    assert "forward and loss under autocast" in opening(build(digits("precision=bfloat16_mixed")))
+    assert "a backward of pipemare reads other weights than its forward" in opening(build(digits(*MASTERED)))
+    with pytest.raises(BadInput, match="precision: float16: must be .*; did you mean bfloat16_mixed"):
+        digits("precision=float16")
+    with pytest.raises(BadInput, match="precision: bfloat16_mixed: no IPU computes in it"):
+        digits("precision=bfloat16_mixed", "backend={name: poptorch}", "method=gpipe")
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_which_way_a_method_takes(method: str) -> None:
+    """Autocast's copies are right where no backward reads other weights than its forward."""
+    writes = method in ("pipemare", "pipelined_backprop", "spectrain")
+    assert row_of(MIXED, METHODS[method]) == (MASTERS if writes else MIXED)
+    assert row_of("bfloat16", METHODS[method]) == "bfloat16"
+
+
+def test_methods_that_change_their_way_with_their_arguments() -> None:
+    assert row_of(MIXED, resolve_method("pipemare", {"stash": True})) == MIXED
+    assert row_of(MIXED, resolve_method("pipedream", {"stash": False})) == MASTERS
+    assert row_of(MIXED, resolve_method("pipelined_backprop", {"constant_delay": {"updates": 2}})) == MASTERS
+    assert row_of(MIXED, resolve_method("pipemare", {"hogwild": {"max": 3}})) == MIXED
+
+
+@pytest.mark.parametrize(
+    "keys", [["precision=bfloat16_mixed", "method=pipedream"], MASTERED], ids=["autocast", "masters"]
+)
+def test_memory_is_what_was_planned(keys: List[str], tmp_path: Path) -> None:
+    job = build(digits(*keys, "optimizer.momentum=0.9"))
+    out = train(digits(*keys, "optimizer.momentum=0.9"), tmp_path / "run", quiet=True)
+    memory = json.loads((tmp_path / "run" / "memory.json").read_text())
+    numbers = sum(p.numel() for p in job.model.parameters())
+    size = 2 if "method=pipemare" in keys else 4
+    planned = memory_table(job)
+    (peak,) = memory["peak_memory"]
+    assert peak["weights"] == size * numbers and peak["gradients"] == 4 * numbers
+    kept = (1 + ("method=pipemare" in keys)) * 4 * numbers  # momentum; the masters
+    ruled = [stage for stage in job.part.stages if job.rules.entries(stage.index)]
+    kept += sum(4 * job.model.get_parameter(name).numel() for stage in ruled for name in stage.parameters)
+    assert peak["optimizer"] == kept == sum(row["optimizer_bytes"] for row in planned)
+    assert sum(row["gradient_bytes"] for row in planned) == peak["gradients"]
+    copies = sum(row["weight_bytes"] for row in planned)
+    assert copies == peak["weights"] + peak["versions"] or "method=pipemare" in keys
+    assert out["steps"] == 8
+
+
+def test_a_plan_counts_each_methods_own_way() -> None:
+    unit = Unit("a", 1e6, 2e6, 1000, 400.0, 2000.0, 4)
+    plain = read_hardware("h100x8")
+    problem = Problem((unit,), 256.0, plain, 1e9, MIXED, "adam")
+    ways = [problem, problem.of("pipemare")]
+    assert [way.precision for way in ways] == [problem.of("pipedream").precision, MASTERS] == [MIXED, MASTERS]
+    assert [way.input_bytes for way in ways] == [256.0, 128.0]
+    held = [
+        stage_memory(unit, 0.0, 2, 0, 3, precision=way.precision, samples=2, optimizer=way.optimizer) for way in ways
+    ]
+    # weights and an older version; gradients; moments and master; halved activations, and autocast's copies with each
+    assert [tuple(each)[:5] for each in held] == [(4000, 4000, 4000, 8000, 0), (2000, 2000, 4000, 12000, 0)]
+    assert [each.activations for each in held] == [3 * (2 * 1000 + 2000), 3 * 2 * 1000]
+    asked = Candidate("pipemare", 1, 1, 2, 1, False)
+    assert search(problem, [asked], 1).best[0].memory[0].weights == 2000

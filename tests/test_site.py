@@ -1,0 +1,67 @@
+"""What the site is made of: every key of a config is explained, every link leads somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+
+
+@pytest.fixture(scope="module")
+def keys() -> Any:
+    spec = importlib.util.spec_from_file_location("site_keys", DOCS / "site" / "keys.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_key_of_a_config_is_explained(keys: Any) -> None:
+    """In the docstring of its section, as `key`: meaning, or in what it says of the whole. PopTorch's own are in docs/ipu.md."""
+    silent = []
+    for section, places in keys.sections().items():
+        whole, _ = keys.explained(section)
+        silent += [
+            f"{section.__name__}: `{key.key}`: has no meaning in the docstring"
+            for key in keys.keys(section)
+            if not key.meaning and f"`{key.key}`" not in whole and not places[0].startswith("backend.ipu")
+        ]
+    assert silent == []
+
+
+def test_no_docstring_explains_a_key_that_is_gone(keys: Any) -> None:
+    gone = {
+        f"{section.__name__}: {key}"
+        for section in keys.sections()
+        for key in keys.explained(section)[1]
+        if key not in section.model_fields
+    }
+    assert gone == set()
+
+
+def test_the_page_of_keys_says_types_defaults_and_what_is_allowed(keys: Any) -> None:
+    page = keys.page()
+    assert '| `method` | text | `"gpipe"` | naive, gpipe, ' in page
+    assert "| `micro_batch_size` | whole number | `8` | a whole number >= 1 | samples that pass through" in page
+    assert "| [`t1`](#method_argst1) | section | `null` |  | PipeMare's rescheduled rates |" in page
+    assert (
+        "\n## method_args.t1\n" in page
+        and "| `decay` | see there | `0.1353352832366127` | a number > 0 and < 1" in page
+    )
+    assert "| `format` |" not in page and "given" not in {
+        line.split("|")[1].strip(" `") for line in page.split("\n|")[1:]
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    lost = [link for link in links if ":" not in link and not (page.parent / link.partition("#")[0]).exists()]
+    assert lost == []

@@ -1,0 +1,177 @@
+"""A weight that several stages use is trained as in plain PyTorch, held once, or refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any, List, Tuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.model.cutting import pieces
+from ipu_pipe.model.rehearsal import refuse_other_pieces
+from ipu_pipe.model.stages import begin_stage, partition
+from ipu_pipe.schedule.methods import METHODS, resolve_method
+from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.versions import VersionTable
+from tests.staged_models import TIED, TIES, batches, twice, whole
+from tests.test_emulator_exact import OPTIMIZERS, emulate, literal, plain_training
+
+SHARING = [name for name, method in METHODS.items() if method.one_version]
+FLUSHING = [name for name in SHARING if METHODS[name].flushes]
+
+
+def fresh(name: str, dtype: torch.dtype = torch.float64) -> List[nn.Module]:
+    torch.manual_seed(3)
+    return [stage.to(dtype) for stage in TIED[name]()]
+
+
+def untied(stages: List[nn.Module], name: str) -> List[nn.Module]:
+    """Copies of their own in the place of replicas."""
+    for s, ties in TIES[name].items():
+        for weight in ties:
+            module, _, own = weight.rpartition(".")
+            held = stages[s].get_submodule(module)
+            setattr(held, own, nn.Parameter(getattr(held, own).detach().clone()))
+    return stages
+
+
+# ---- which methods
+
+
+def test_methods_that_flush_and_2bw_share_weights() -> None:
+    assert SHARING == ["naive", "gpipe", "pipedream_flush", "pipedream_2bw"]
+
+
+@given(st.sampled_from(SHARING), st.integers(2, 6), st.integers(1, 4), st.integers(0, 5), st.data())
+def test_all_stages_of_such_methods_read_one_version_of_a_microbatch(
+    name: str, stages: int, batch: int, more: int, data: Any
+) -> None:
+    method = resolve_method(name)
+    accumulate = batch if name != "pipedream_2bw" else max(batch, stages)
+    count = accumulate * (more + 2)
+    drains = data.draw(st.lists(st.integers(1, more + 1).map(lambda k: k * accumulate), unique=True).map(sorted))
+    forward, backward = VersionTable(make_schedule(method, stages, count, accumulate, drains), method).window(0, count)
+    assert (forward == forward[0]).all() and (backward == forward).all()
+
+
+@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if not m.one_version and m.is_pipeline])
+def test_stages_of_the_others_read_different_ones(name: str) -> None:
+    method = resolve_method(name)
+    forward, _ = VersionTable(make_schedule(method, 4, 40, 1), method).window(0, 40)
+    assert (forward != forward[0]).any()
+
+
+# ---- which stages
+
+
+def test_the_first_stage_that_uses_a_weight_holds_it_whatever_its_name() -> None:
+    """Its name is that of the module that comes first in the model, here the one that runs last."""
+
+    class HeadFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = begin_stage(nn.Linear(4, 4, bias=False))
+            self.middle = begin_stage(nn.Linear(4, 4))
+            self.embedding = nn.Linear(4, 4, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.middle(self.embedding(x)))  # type: ignore[no-any-return]
+
+    part = partition(HeadFirst(), torch.randn(2, 4), one_stage=None)
+    assert [list(stage.parameters) for stage in part.stages] == [["head.weight"], ["middle.weight", "middle.bias"], []]
+    assert {name: [tuple(use) for use in uses] for name, uses in part.shared.items()} == {
+        "head.weight": [(0, "embedding.weight", False), (2, "head.weight", False)]
+    }
+    assert [part.replicas(s) for s in range(3)] == [[], [], ["head.weight"]]
+
+
+def test_a_module_that_runs_on_two_stages_uses_its_weights_on_both() -> None:
+    part = partition(twice(), torch.randn(2, 12), one_stage=None)
+    names = [["0.weight", "0.bias"], ["1.weight", "1.bias"], [], ["4.weight", "4.bias"]]
+    assert [list(stage.parameters) for stage in part.stages] == names
+    assert part.replicas(2) == ["1.weight", "1.bias"]
+
+
+def test_a_count_divides_a_shared_weight_where_it_may() -> None:
+    model, x = whole(TIED["tied"]()), torch.randn(3, 12)
+    apart = partition(model, x, 3, one_stage=None)
+    assert len(apart) == 3 and apart.replicas(2) == ["1.0.weight"]
+    assert not partition(model, x, 3).shared
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if not m.one_version])
+def test_other_methods_refuse_it_with_weight_stages_reason_and_remedy(name: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        partition(whole(TIED["tied"]()), torch.randn(3, 12), one_stage=resolve_method(name).one_stage)
+    (fault,) = refused.value.faults
+    said = "stages: 1.0.weight on stage 1 and 3.0.weight on stage 3 are one shared weight: both uses must lie in one stage: "
+    assert fault.startswith(f"{said}with {name} ")
+    assert fault.endswith(": cut elsewhere, untie them, or use method naive, gpipe, pipedream_flush, pipedream_2bw")
+    own = {"local_sgd": "replicas step by themselves", "randomized_pipedream": "single stages step by themselves"}
+    why = "two gradients" if METHODS[name].structure is not None else own.get(name, "two delays")
+    assert why in fault
+
+
+# ---- what is computed
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("model", list(TIED))
+@pytest.mark.parametrize("method", SHARING)
+@pytest.mark.parametrize("accumulate, drains", [(5, ()), (7, (21, 28)), (1, ())])
+def test_weights_equal_those_of_the_literal_replay(
+    method: str, model: str, optimizer: str, accumulate: int, drains: Tuple[int, ...]
+) -> None:
+    chosen = resolve_method(method)
+    if method == "pipedream_2bw":
+        accumulate = max(accumulate, 5)
+    stages, data = fresh(model), batches(accumulate * 8)
+    twin, unsplit = untied(copy.deepcopy(stages), model), whole(stages)
+    emulator = emulate(unsplit, chosen, accumulate, data, OPTIMIZERS[optimizer], drains)
+    done = literal(twin, chosen, accumulate, data, OPTIMIZERS[optimizer], drains, ties=TIES[model])
+    states = emulator.work.rules.optimizer.state
+    held = [p for s, stage in enumerate(done) for p in stage.parameters.values()]
+    for (name, ours), theirs in zip(unsplit.named_parameters(), held):
+        assert torch.equal(ours, theirs), name
+        (own,) = [
+            stage.optimizer.state[theirs] for stage in done if stage.optimizer and theirs in stage.optimizer.state
+        ]
+        assert all(torch.equal(states[ours][entry], value) for entry, value in own.items()), name
+    assert len(held) == len(list(unsplit.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", [*TIED, "twice"])
+@pytest.mark.parametrize("method", FLUSHING)
+def test_methods_that_flush_are_plain_training(method: str, model: str, dtype: torch.dtype) -> None:
+    unsplit = twice().to(dtype) if model == "twice" else whole(fresh(model, dtype))
+    data, twin = batches(24, dtype=dtype), copy.deepcopy(unsplit)
+    emulate(unsplit, resolve_method(method), 4, data, OPTIMIZERS["sgd"])
+    plain_training(twin, data, 4, OPTIMIZERS["sgd"])
+    for (name, ours), theirs in zip(unsplit.named_parameters(), twin.parameters()):
+        assert torch.equal(ours, theirs), name
+
+
+def test_a_tied_weight_moves_by_both_its_uses() -> None:
+    """So that equality means something: untied, the same model ends elsewhere."""
+    ends = []
+    for stages in (fresh("tied"), untied(fresh("tied"), "tied")):
+        emulate(whole(stages), resolve_method("gpipe"), 4, batches(8), functools.partial(torch.optim.SGD, lr=0.1))
+        ends.append(stages[1][0].weight.detach())  # type: ignore[index]
+    assert not torch.equal(*ends)
+
+
+def test_the_pieces_self_check_adds_gradients_as_autograd_does() -> None:
+    """Two uses in one piece and a third behind it: the sum of the two is no part of the whole model's."""
+    model, x = whole(fresh("thrice", torch.float32)), batches(1, 16, torch.float32)[0][0]
+    refuse_other_pieces(model, pieces(model, ["4"], x), x)

@@ -1,0 +1,253 @@
+"""Whole runs of language models whose head is the embedding: plain PyTorch's numbers, one copy in what is counted and kept."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.config import configure, load_config
+from ipu_pipe.run.build import build
+from ipu_pipe.run.checkpoint import drop
+from ipu_pipe.run.training import train
+from ipu_pipe.schedule.methods import METHODS
+from tests.tied_models import Gpt2, Normed, lm, tokens
+
+ROOT = Path(__file__).resolve().parents[1]
+ADAM = {"name": "adam", "lr": 0.01, "weight_decay": 0.01}
+SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+third_party = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+
+
+def config(method: str, **keys: Any) -> Any:
+    """Six updates of 4 microbatches of 2."""
+    base: Dict[str, Any] = {
+        "micro_batch_size": 2, "gradient_accumulation": 4, "steps": 6, "optimizer": ADAM,
+        "log": {"every": 1, "tensorboard": False}, "checkpoint": {"every": 3, "keep": 9},
+    }  # fmt: skip
+    return configure(method=method, **{**base, **keys})
+
+
+def model(kind: str, **args: Any) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return lm(**args) if kind == "lm" else Gpt2(**args)
+
+
+def plainly(trained: nn.Module, updates: int, optimizer: Dict[str, Any], norm: float) -> None:
+    """The same run in plain PyTorch."""
+    kinds = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    settings = {key: value for key, value in optimizer.items() if key != "name"}
+    steps: Any = kinds[optimizer["name"]](trained.parameters(), **settings)
+    data = tokens()
+    for k in range(updates):
+        for m in range(4 * k, 4 * k + 4):
+            epoch, index = divmod(m, data.train_batches_per_epoch(2))
+            x, y = data.train_batch(epoch, index, 2)
+            (nn.functional.cross_entropy(trained(x), y) / 4).backward()
+        nn.utils.clip_grad_norm_(trained.parameters(), norm, foreach=False)
+        steps.step()
+        steps.zero_grad()
+
+
+def kept(out: Path, step: int = 6) -> Dict[str, torch.Tensor]:
+    return load_file(out / "checkpoints" / f"step-{step}" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "method, kind, optimizer",
+    [
+        ("naive", "lm", ADAM),
+        ("pipedream_flush", "lm", SGD),
+        ("gpipe", "lm", ADAM),
+        pytest.param("gpipe", "gpt2", ADAM, marks=third_party),
+    ],
+)
+def test_a_run_is_plain_training_and_its_checkpoint_fits_the_plain_model(
+    tmp_path: Path, method: str, kind: str, optimizer: Dict[str, Any]
+) -> None:
+    ours, plain = model(kind), model(kind)
+    norm = 0.3
+    settings = config(method, optimizer=optimizer, clip={"norm": norm, "scope": "global"})
+    summary = train(settings, tmp_path, model=ours, data=tokens(), quiet=True)
+    plainly(plain, 6, optimizer, norm)
+    assert len(summary["stages"]) >= 3
+    for (name, a), b in zip(ours.named_parameters(), plain.parameters()):
+        assert torch.equal(a, b), name
+    held = kept(tmp_path)
+    assert held.keys() == plain.state_dict().keys()
+    loaded = model(kind)
+    loaded.load_state_dict(held, strict=True)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), plain.parameters()))
+
+
+def test_a_weight_is_counted_once_and_its_replica_is_held(tmp_path: Path) -> None:
+    tied, own = (model("lm", tied=tied) for tied in (True, False))
+    told: List[Any] = []
+    for place, made in (("tied", tied), ("own", own)):
+        train(config("gpipe"), tmp_path / place, model=made, data=tokens(), quiet=True)
+        told.append(json.loads((tmp_path / place / "memory.json").read_text())["stages"])
+    size = tied.embedding.tokens.weight.numel()  # type: ignore[union-attr, operator]
+    for before, (ours, theirs) in enumerate(zip(*told)):
+        is_last = before == len(told[0]) - 1
+        assert ours["parameters"] == theirs["parameters"] - is_last * size
+        assert [ours[key] for key in ("weight_bytes", "gradient_bytes")] == [  # the replica is there
+            theirs[key] for key in ("weight_bytes", "gradient_bytes")
+        ]
+        assert ours["optimizer_bytes"] == theirs["optimizer_bytes"] - is_last * (2 * 4 * size + 4)
+    names = set(load_file(tmp_path / "tied" / "checkpoints" / "step-6" / "optimizer.safetensors"))
+    assert {n for n in names if n.startswith(("embedding.tokens", "head"))} == {
+        f"embedding.tokens.weight/{entry}" for entry in ("exp_avg", "exp_avg_sq", "step")
+    }
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pipedream_2bw"])
+def test_a_run_goes_on_as_if_never_interrupted(tmp_path: Path, method: str) -> None:
+    how = config(method, optimizer=SGD)
+    train(how, tmp_path, model=model("lm"), data=tokens(), quiet=True)
+    whole = kept(tmp_path)
+    other = model("lm", gpt2=False)  # begins otherwise
+    train(how, tmp_path, model=other, data=tokens(), quiet=True, resume=True, resume_from=3)
+    again = kept(tmp_path)
+    assert all(torch.equal(again[name], value) for name, value in whole.items())
+
+
+@pytest.mark.parametrize(
+    "method, why",
+    [("pipedream", "two delays"), ("local_greedy", "two gradients"), ("randomized_pipedream", "single stages")],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path, method: str, why: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        train(config(method, gradient_accumulation=1), tmp_path / "run", model=model("lm"), data=tokens(), quiet=True)
+    (fault,) = refused.value.faults
+    assert not (tmp_path / "run").exists()
+    assert "embedding.tokens.weight on stage 0 and head.weight on stage 3 are one shared weight" in fault
+    assert why in fault and "gpipe" in fault and method in fault
+
+
+# ---- on processes
+
+PROCESSES = pytest.mark.skipif(
+    not torch.distributed.is_available() or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4),
+    reason="needs torch 2.4",
+)
+
+
+def described(out: Path, method: str, **keys: Any) -> Path:
+    """A config file of a run into `out`."""
+    base: Dict[str, Any] = {
+        "model": {"entry": "tests.tied_models:lm"}, "data": {"name": "tests.tied_models:tokens"}, "method": method,
+        "micro_batch_size": 2, "gradient_accumulation": 4, "steps": 6, "optimizer": SGD, "backend": {"threads": 1},
+        "log": {"every": 1, "tensorboard": False}, "checkpoint": {"every": 3, "keep": 9},
+    }  # fmt: skip
+    file = out.parent / f"{out.name}.yaml"
+    file.write_text(json.dumps({**base, **keys}))  # which is YAML
+    return file
+
+
+def launched(ranks: int, out: Path, method: str, *more: str, **keys: Any) -> List[str]:
+    """A run by torchrun; its faults. `more`: arguments of the command."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "0", "--rdzv_endpoint",
+        "localhost:0", "--rdzv_backend", "c10d", str(ROOT / "tools" / "train.py"), str(described(out, method, **keys)), "--out",
+        str(out), "--set", "backend.name=distributed", *more,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    faults = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 0 or faults, done.stderr
+    return faults
+
+
+def emulated(out: Path, method: str, **keys: Any) -> Dict[str, Any]:
+    held = torch.get_num_threads()
+    try:
+        return train(load_config(str(described(out, method, **keys)), []), out, quiet=True)
+    finally:
+        torch.set_num_threads(held)
+
+
+def assert_same(a: Path, b: Path, step: int = 6) -> None:
+    for name in ("model", "optimizer"):
+        ours, theirs = (load_file(run / "checkpoints" / f"step-{step}" / f"{name}.safetensors") for run in (a, b))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@PROCESSES
+def test_processes_with_replicas_give_the_emulators_run_and_what_was_planned(tmp_path: Path) -> None:
+    how: Dict[str, Any] = {
+        "optimizer": ADAM, "clip": {"norm": 0.3, "scope": "global"}, "stages": ["block2"], "replicas": 2, "steps": 4,
+    }  # fmt: skip
+    how["checkpoint"] = {"every": 2, "keep": 9}
+    assert launched(4, tmp_path / "ranks", "pipedream_flush", **how) == []
+    expected = emulated(tmp_path / "one", "pipedream_flush", **how)
+    assert_same(tmp_path / "ranks", tmp_path / "one", 4)
+    found = json.loads((tmp_path / "ranks" / "summary.json").read_text())
+    assert found["final"] == expected["final"]
+    assert found["links"] == sorted(expected["links"], key=lambda link: (link["src"], link["dst"]))
+    size = 23 * 8 * 4  # of the embedding
+    (back,) = [link for link in found["links"] if link["src"] == 1]
+    assert back["bytes"] == 16 * (size + 2 * 6 * 8 * 4) and back["messages"] == 32
+    held = [device["weights"] for device in json.loads((tmp_path / "ranks" / "memory.json").read_text())["peak_memory"]]
+    planned = [stage["weight_bytes"] for stage in expected["stages"]]
+    assert held == planned * 2  # the replica, too
+    trace = json.loads(gzip.decompress((tmp_path / "ranks" / "trace.json.gz").read_bytes()))
+    carried = [
+        e["args"].get("carries") for e in trace["traceEvents"] if e.get("ph") == "X" and e["name"].startswith("send")
+    ]
+    assert carried.count("tied gradients") == 2 * 16 and carried.count("weights") == 2 * 4
+
+
+@PROCESSES
+@third_party
+def test_a_checkpoint_of_processes_goes_on_on_the_emulator(tmp_path: Path) -> None:
+    out = tmp_path / "ranks"
+    gpt2 = {"entry": "tests.tied_models:Gpt2", "args": {"dropout": 0.1, "layers": 4}}
+    assert launched(4, out, "pipedream_2bw", model=gpt2) == []
+    emulated(tmp_path / "whole", "pipedream_2bw", model=gpt2)
+    assert_same(out, tmp_path / "whole", 3)
+    assert_same(out, tmp_path / "whole")
+    drop(out / "checkpoints", [6])
+    (out / "summary.json").unlink()
+    train(load_config(str(described(out, "pipedream_2bw", model=gpt2)), []), out, quiet=True, resume=True)
+    assert_same(out, tmp_path / "whole")
+    model("gpt2", layers=4).load_state_dict(kept(out), strict=True)
+
+
+def test_what_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    from ipu_pipe.backends.processes import engine, placing
+
+    monkeypatch.setattr(placing, "on_all_ranks", lambda work: work())
+
+    def refused(method: str, trained: nn.Module, x: torch.Tensor) -> str:
+        chosen = config(method, gradient_accumulation=1 if METHODS[method].is_stale else 4)
+        with pytest.raises(BadInput) as caught:
+            placing._place_stages(chosen, METHODS[method], trained, x, 2, 0)
+        (fault,) = caught.value.faults
+        return str(fault)
+
+    said = refused("pipemare", model("lm"), tokens().train_batch(0, 0, 2)[0])
+    assert "embedding.tokens.weight on stage 0 and head.weight on stage 3 are one shared weight" in said
+    assert "with pipemare stages may read different versions" in said
+    said = refused("gpipe", Normed(), torch.randn(2, 12))
+    assert said.startswith(
+        "model: 1.running_mean: training changes it, and stages 0 and 1 use it, each in a process of its own"
+    )
+    how = config("pipedream_2bw", optimizer=SGD, method_args={"weight_prediction": {"scale": 1}})
+    job = build(how, model=model("lm"), data=tokens())  # the emulator can
+    assert engine.faults(job) == [
+        "method_args.weight_prediction: corrects embedding.tokens.weight, which several stages use, by what one of them keeps: "
+        "use backend.name: emulator, or untie them"
+    ]

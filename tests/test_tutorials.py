@@ -1,0 +1,79 @@
+"""The tutorials' commands, run as a reader would, page by page, each in a folder of its own.
+
+A block of ```bash is run, line by line; one with a title is written to the file of that name; ```text is only to be read.
+Commands of this library and scripts run in this process, which is faster.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Iterator, List, NamedTuple
+
+import pytest
+
+from ipu_pipe import cli
+
+PAGES = sorted((Path(__file__).resolve().parents[1] / "docs" / "tutorials").glob("*.md"))
+BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    language: str
+    file: str
+    text: str
+
+
+def blocks(page: Path) -> List[Block]:
+    return [Block(*found) for found in BLOCK.findall(page.read_text(encoding="utf-8"))]
+
+
+def commands(text: str) -> Iterator[List[str]]:
+    for line in text.replace("\\\n", " ").splitlines():
+        if line.strip():
+            yield shlex.split(line)
+
+
+def run(words: List[str], monkeypatch: pytest.MonkeyPatch) -> object:
+    """The exit code of a command in the current folder."""
+    if words[0] == "ipu-pipe":
+        monkeypatch.setattr(sys, "argv", list(words))
+        with pytest.raises(SystemExit) as left:
+            cli.run()
+        return left.value.code
+    if words[0] == "python":
+        monkeypatch.setattr(sys, "argv", words[1:])
+        runpy.run_path(words[1], run_name="__main__")
+        return 0
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(words, env={**os.environ, "PATH": path}, stdin=subprocess.DEVNULL, timeout=240).returncode
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "torchvision" in page.read_text():
+        pytest.importorskip("tests.third_party")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    before = set(sys.modules)
+    for block in blocks(page):
+        if block.file:
+            Path(block.file).write_text(block.text)
+        elif block.language == "bash":
+            for words in commands(block.text):
+                assert run(words, monkeypatch) == 0, " ".join(words)
+    for name in set(sys.modules) - before:  # the page's own
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def test_all_pages_have_commands() -> None:
+    ran = {page.stem for page in PAGES if any(block.language == "bash" for block in blocks(page))}
+    assert ran == {page.stem for page in PAGES} - {"README"} and len(ran) == 5

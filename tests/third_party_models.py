@@ -1,0 +1,135 @@
+"""Small models of other libraries with random weights, as images or words -> logits, and where each is cut inside its modules."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, NamedTuple
+
+import torch
+from torch import nn
+
+from ipu_pipe.data.batches import TensorData
+from tests.third_party import timm, torchvision, transformers
+
+CLASSES, WORDS, LENGTH = 5, 50, 8
+
+
+class Logits(nn.Module):
+    """The output of a model that gives it in an object: (b, classes) or, of each word, (b, classes, length)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.model(x).logits
+        return found.transpose(1, 2) if found.dim() == 3 else found
+
+
+def resnet18() -> nn.Module:
+    return torchvision.models.resnet18(num_classes=CLASSES)  # type: ignore[no-any-return]
+
+
+def vision_transformer() -> nn.Module:
+    """Dropout in attention, too."""
+    return torchvision.models.VisionTransformer(  # type: ignore[no-any-return]
+        16, 8, 4, 2, 16, 32, dropout=0.1, attention_dropout=0.1, num_classes=CLASSES
+    )
+
+
+def googlenet() -> nn.Module:
+    """Two more heads in training."""
+    return torchvision.models.GoogLeNet(num_classes=CLASSES, init_weights=False)  # type: ignore[no-any-return]
+
+
+def densenet() -> nn.Module:
+    return torchvision.models.DenseNet(8, (2, 2), 8, num_classes=CLASSES, drop_rate=0.1)  # type: ignore[no-any-return]
+
+
+def timm_resnet() -> nn.Module:
+    block: Any = timm.models.resnet.BasicBlock
+    return timm.models.ResNet(block, (1, 1, 1, 1), channels=(8, 8, 16, 16), num_classes=CLASSES)  # type: ignore[no-any-return]
+
+
+def timm_vit() -> nn.Module:
+    """Stochastic depth."""
+    return timm.models.VisionTransformer(  # type: ignore[no-any-return]
+        img_size=16, patch_size=8, embed_dim=16, depth=4, num_heads=2, num_classes=CLASSES, drop_path_rate=0.2
+    )
+
+
+def timm_swin() -> nn.Module:
+    return timm.models.SwinTransformer(  # type: ignore[no-any-return]
+        img_size=16, patch_size=2, embed_dim=8, depths=(2, 2), num_heads=(1, 2), window_size=4, num_classes=CLASSES
+    )
+
+
+def timm_convnext() -> nn.Module:
+    return timm.models.ConvNeXt(depths=(1, 1, 2, 1), dims=(8, 8, 16, 16), num_classes=CLASSES, drop_path_rate=0.1)  # type: ignore[no-any-return]
+
+
+def hf_vit() -> nn.Module:
+    sizes: Any = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes["num_labels"] = CLASSES
+    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=8)
+    return Logits(transformers.ViTForImageClassification(config))
+
+
+def bert() -> nn.Module:
+    sizes: Any = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes["num_labels"] = CLASSES
+    config = transformers.BertConfig(**sizes, vocab_size=WORDS, max_position_embeddings=16)
+    return Logits(transformers.BertForSequenceClassification(config))
+
+
+def gpt2(**settings: Any) -> nn.Module:
+    """Embedding and output apart."""
+    sizes: Any = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 2}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(**{"tie_word_embeddings": False, "use_cache": False, **sizes, **tokens, **settings})
+    return Logits(transformers.GPT2LMHeadModel(config))
+
+
+def tokens(classes: bool) -> TensorData:
+    """Words, with the next one as the label of each, or one of `CLASSES` for all."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(1, WORDS, (96, LENGTH + 1), generator=generator)
+    x, y = words[:, :-1], words[:, 0] % CLASSES if classes else words[:, 1:]
+    return TensorData((x[:64], y[:64]), (x[64:], y[64:]))
+
+
+class Case(NamedTuple):
+    """A model here, where its stages begin (inside of modules that the library cuts whole otherwise), and its data."""
+
+    entry: str
+    begins: List[str]
+    data: Dict[str, Any]
+
+    def stages(self, count: int) -> List[str]:
+        """Where 2 or 4 stages begin."""
+        return self.begins if count == 4 else self.begins[1:2]
+
+
+def _images(size: int = 16) -> Dict[str, Any]:
+    return {"name": "synthetic", "shape": [3, size, size], "classes": CLASSES, "subset": 64, "test_subset": 32}
+
+
+def _words(classes: bool) -> Dict[str, Any]:
+    return {"name": "tests.third_party_models:tokens", "classes": classes}
+
+
+CASES: Dict[str, Case] = {
+    "torchvision-resnet18": Case("resnet18", ["layer1.0.conv2", "layer2.0.bn2", "layer3.1"], _images(32)),
+    "torchvision-vit": Case(
+        "vision_transformer",
+        [f"encoder.layers.encoder_layer_{where}" for where in ("1", "2.mlp", "3.ln_2")],
+        _images(),
+    ),
+    "timm-resnet": Case("timm_resnet", ["layer1.0.bn2", "layer2.0.conv2", "layer3"], _images(32)),
+    "timm-vit": Case("timm_vit", ["blocks.1", "blocks.2.mlp", "blocks.3.attn.proj"], _images()),
+    "timm-convnext": Case("timm_convnext", ["stages.0.blocks.0.mlp", "stages.2.blocks.0.norm", "stages.3"], _images(32)),
+    "hf-vit": Case("hf_vit", [f"model.vit.layers.{where}" for where in ("1", "2.mlp", "3.layernorm_after")], _images()),
+    "hf-bert": Case(
+        "bert", [f"model.bert.encoder.layer.{where}" for where in ("1", "2.attention.output", "3.output")], _words(True)
+    ),
+    "hf-gpt2": Case("gpt2", [f"model.transformer.h.{where}" for where in ("1", "2.mlp", "3.ln_2")], _words(False)),
+}  # fmt: skip
