@@ -85,7 +85,7 @@ class OptimizerConfig(Section):
     eps: Optional[Positive] = None
     no_decay: Union[str, List[str]] = []
     reference_batch_size: Optional[Count] = None
-    args: Dict[str, Any] = {}
+    args: Optional[Dict[str, Any]] = None  # null, as in the manifests of runs that had no such key
 
     @model_validator(mode="before")
     @classmethod
@@ -140,7 +140,7 @@ class OptimizerConfig(Section):
     def settings(self) -> Dict[str, Any]:
         """Keyword arguments of the torch.optim class."""
         given = self.model_dump(exclude={"name", "no_decay", "reference_batch_size", "args"})
-        return {**{key: value for key, value in given.items() if value is not None}, **self.args}
+        return {**{key: value for key, value in given.items() if value is not None}, **(self.args or {})}
 
 
 class LrSchedule(Section):
@@ -155,8 +155,8 @@ class LrSchedule(Section):
     warmup_steps: Whole = 0
     milestones: List[Epochs] = []
     gamma: Positive = 0.1
-    args: Dict[str, Any] = {}
-    interval: Literal["update", "epoch"] = "update"
+    args: Optional[Dict[str, Any]] = None
+    interval: Optional[Literal["update", "epoch"]] = None  # an update
 
     @field_validator("name", mode="before")
     @classmethod
@@ -176,7 +176,7 @@ class LrSchedule(Section):
     @model_validator(mode="after")
     def _fits(self) -> "LrSchedule":
         for key in ("args", "interval"):
-            if getattr(self, key) not in ({}, "update") and not self.is_played:
+            if getattr(self, key) is not None and not self.is_played:
                 raise fault_at(
                     key, getattr(self, key), f"{self.name} has none: it belongs to a torch.optim.lr_scheduler"
                 )

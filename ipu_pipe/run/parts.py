@@ -93,7 +93,7 @@ def make_scheduler(config: Config) -> SchedulerFactory:
     """The config's torch.optim.lr_scheduler, as a function of an optimizer."""
     name, args = config.lr_schedule.name, config.lr_schedule.args
     made_by = resolve_entry(_entry(name), "lr_schedule.name")
-    return functools.partial(made_by, **args)
+    return functools.partial(made_by, **(args or {}))
 
 
 def _entry(name: str) -> str:
