@@ -81,10 +81,7 @@ class UpdateRules:
     ) -> None:
         self._shares = [group["lr"] / base if base else 1.0 for group in optimizer.param_groups]
         self.optimizer, self._rate, self.switch = optimizer, rate, switch
-        by_stage: Dict[int, List[Dict[str, Any]]] = {}
-        for group in optimizer.param_groups:
-            by_stage.setdefault(group["stage"], []).append(group)
-        self.stages = {index: StageState(index, groups, optimizer.state) for index, groups in by_stage.items()}
+        self.stages = _by_stage(optimizer)
         own = [p for stage in self.stages.values() for p in stage.parameters]
         self.rounded = masters.pairs(own) if masters is not None else []  # (weight, master)
         self._rules: List[_Acting] = [
@@ -177,7 +174,7 @@ class UpdateRules:
         active = self._active if k >= self.switch else []
         if stages is not None:
             active = [(stage, rule, at) for stage, rule, at in active if stage.index in stages]
-            self._forget_others(stages)
+            _forget_others(self.stages, stages)
         gathering = _gather(self.stages.values(), self._every, k)
         rates = self.rates(k)
         for group, share in zip(self.optimizer.param_groups, self._shares):
@@ -202,13 +199,6 @@ class UpdateRules:
         for p, gradient in gathering:
             p.grad = gradient
 
-    def _forget_others(self, stages: Sequence[int]) -> None:
-        """The gradients of all stages but these are gone: what has none, no optimizer steps."""
-        for index, stage in self.stages.items():
-            if index not in stages:
-                for p in stage.parameters:
-                    p.grad = None
-
     def _acting_here(self) -> List[Tuple[StageState, Rule, Setting]]:
         """What acts on the stages at hand, rule by rule."""
         return [
@@ -217,6 +207,21 @@ class UpdateRules:
             for stage in self.stages.values()
             if rule.acts_on(settings[stage.index])
         ]
+
+
+def _by_stage(optimizer: torch.optim.Optimizer) -> Dict[int, StageState]:
+    found: Dict[int, List[Dict[str, Any]]] = {}
+    for group in optimizer.param_groups:
+        found.setdefault(group["stage"], []).append(group)
+    return {index: StageState(index, groups, optimizer.state) for index, groups in found.items()}
+
+
+def _forget_others(every: Mapping[int, StageState], stages: Sequence[int]) -> None:
+    """The gradients of all stages but these are gone: what has none, no optimizer steps."""
+    for index, stage in every.items():
+        if index not in stages:
+            for p in stage.parameters:
+                p.grad = None
 
 
 def _gather(

@@ -124,14 +124,12 @@ class Passes:
         if not self._segments.is_head(s):
             received = self._mail.receive(s - 1, Message(RECOMPUTE, m))
         begun = self._timeline.mark()
-        inputs = flight.inputs
         if received is not None:
-            inputs = [t.requires_grad_() if x.requires_grad else t for t, x in zip(received, flight.inputs)]
+            flight.inputs = [t.requires_grad_() if x.requires_grad else t for t, x in zip(received, flight.inputs)]
         assert flight.replay.recompute is not None
         self.weights.load(flight.replay.recompute)
-        flight.inputs = inputs
         with buffers_restored(self._place.piece):
-            flight.outputs, flight.loss, _ = self._run(m, inputs, flight.labels)
+            flight.outputs, flight.loss, _ = self._run(m, flight.inputs, flight.labels)
         self._timeline.add(Kind.RECOMPUTE.word, m, begun, version=self.update)
         if not self._place.is_last and not self._segments.is_head(s + 1):
             self._mail.send(s + 1, Message(RECOMPUTE, m), flight.outputs)
