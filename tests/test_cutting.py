@@ -45,7 +45,7 @@ class Translator(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
         h = self.embed(x)
-        return self.head(self.transformer(h, h, tgt_mask=mask, tgt_is_causal=True))  # type: ignore[no-any-return]
+        return self.head(self.transformer(h, h, tgt_mask=mask))  # type: ignore[no-any-return]
 
 
 class Blocks(nn.Module):
