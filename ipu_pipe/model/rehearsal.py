@@ -102,7 +102,7 @@ def _same(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
 def _run(
     model: nn.Module, parts: Sequence[Piece], x: Any, keyed: Sequence[str], training: bool, chained: bool
 ) -> Found:
-    """All that a forward gives, in order: what modules give out and, in training, gradients and buffers."""
+    """All that a forward gives, in order; in training what modules give out, gradients and buffers, too."""
     found: Found = {}
     handles: List[Any] = []
 
@@ -120,7 +120,7 @@ def _run(
             part.training = training
         randomness = KeyedRandomness(model, keyed, 0, tensors_of(x)[0].device)
         try:
-            for part in parts:
+            for part in parts if training else ():  # in evaluation hooks would keep some modules off their fast ways
                 handles += [link.register_forward_hook(keep(name)) for name, link in zip(part.names, part.links)]
             torch.manual_seed(derived_seed("rehearsal"))
             given = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, x)
