@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import List
@@ -11,6 +12,8 @@ import pytest
 from ipu_pipe.errors import BadInput
 from ipu_pipe.trace import store
 from ipu_pipe.trace.events import CARRIED, KINDS, Counter, Counters, Event, Events
+from ipu_pipe.trace.metadata import SCHEMA
+from ipu_pipe.trace.reading import read_trace
 from ipu_pipe.trace.store import TraceWriter, read_store
 
 
@@ -93,3 +96,16 @@ def test_another_versions_codes(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(BadInput, match="kinds: dream: not known"):
         read_store(path)
+
+
+def test_a_later_ipu_pipes_traces_are_refused_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.trace"
+    TraceWriter(path, {"schema": SCHEMA + 1}).close()
+    with pytest.raises(BadInput, match=rf"schema: {SCHEMA + 1}: this version reads up to {SCHEMA}"):
+        read_store(path)
+    chrome = tmp_path / "trace.json"
+    said = {"stage": 0, "microbatch": 0, "version": 0}
+    event = {"ph": "X", "name": "F0", "cat": "forward", "pid": 0, "tid": 0, "ts": 0, "dur": 1, "args": said}
+    chrome.write_text(json.dumps({"traceEvents": [event], "otherData": {"schema": SCHEMA + 1}}))
+    with pytest.raises(BadInput, match=rf"schema: {SCHEMA + 1}"):
+        read_trace(chrome)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from ipu_pipe.job.record import Job
-from ipu_pipe.trace.metadata import Metadata, Window
-
-SCHEMA = 1
+from ipu_pipe.trace.metadata import SCHEMA, Metadata, Window
 
 
 def trace_metadata(job: Job) -> Metadata:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, TypedDict
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, TypedDict
+
+from ipu_pipe.errors import BadInput
+
+SCHEMA = 1
 
 
 class Unit(TypedDict):
@@ -47,3 +52,10 @@ class Metadata(TypedDict, total=False):
     planned_utilization: float
     planned_bubble_fraction: float
     units: List[Unit]
+
+
+def refuse_later(metadata: Mapping[str, Any], path: Path) -> None:
+    """Refuse (BadInput) a trace that a later ipu_pipe wrote."""
+    schema = metadata.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise BadInput(f"{path}: schema: {schema}: this version reads up to {SCHEMA}: use the ipu_pipe that wrote it")

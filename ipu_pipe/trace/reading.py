@@ -23,6 +23,7 @@ from ipu_pipe.trace.events import (
 )
 from ipu_pipe.trace.json_records import GZIP, read_records
 from ipu_pipe.trace.kineto import KinetoColumns, of_ranks
+from ipu_pipe.trace.metadata import refuse_later
 from ipu_pipe.trace.store import MAGIC, SUFFIX, read_store, store_files
 
 CHROME = "trace.json.gz"
@@ -177,6 +178,7 @@ class _ChromeColumns:
         metadata = keys.get("otherData", {})
         if not isinstance(metadata, dict):
             raise BadInput(f"{path}: otherData: {json.dumps(metadata)[:40]}: must be an object")
+        refuse_later(metadata, path)
         try:
             whole_numbers("pid", [counter.device for counter in self._counters], np.int32)
             return Trace(joined(self._parts), Counters.of(self._counters), metadata)

@@ -30,6 +30,7 @@ from ipu_pipe.trace.events import (
     joined,
     joined_counters,
 )
+from ipu_pipe.trace.metadata import refuse_later
 
 SUFFIX = ".trace"
 MAGIC = b"ipu_pipe trace 1\n"
@@ -142,6 +143,7 @@ def read_store(path: Path) -> Trace:
     if clock:
         found = found._replace(start=_by_first(found.start, clock), end=_by_first(found.end, clock))
         values = values._replace(time=_by_first(values.time, clock))
+    refuse_later(metadata, path)
     return Trace(found, values, metadata, tuple(notes))
 
 
