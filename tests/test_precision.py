@@ -99,7 +99,9 @@ def literally(
         }
         rules = LiteralRules(args, method, P, s, accumulate, make.keywords["lr"])
         done.append(
-            LiteralStage(stage, make, rules, reads) if is_low else LiteralStage(stage, make, rules, around=autocast)
+            LiteralStage(stage, make, rules, reads=reads)
+            if is_low
+            else LiteralStage(stage, make, rules, around=autocast)
         )
 
     def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
