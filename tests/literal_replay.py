@@ -120,7 +120,7 @@ class LiteralStage:
     ) -> None:
         self.module, self.rules, self.ties, self.around = module, rules, ties, around
         self.parameters = {name: p for name, p in module.named_parameters() if name not in ties}
-        self.reads = reads or {name: p.dtype for name, p in self.parameters.items()}
+        self.reads = reads or {name: p.dtype for name, p in module.named_parameters()}
         self.came: Dict[Tuple[int, str], torch.Tensor] = {}  # gradients of a microbatch from a later stage
         self.known = 0  # the version that later stages have got
         self.optimizer = make_optimizer(list(self.parameters.values())) if self.parameters else None

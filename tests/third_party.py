@@ -19,7 +19,8 @@ def _define_detection() -> None:
         torch.ops.load_library(f"{spec.submodule_search_locations[0]}/_C.so")
     except OSError:
         for name in ("nms", "qnms"):
-            _LIBRARY.define(name + signature)
+            if not hasattr(torch.ops.torchvision, name):  # this module may be imported anew
+                _LIBRARY.define(name + signature)
 
 
 _define_detection()
