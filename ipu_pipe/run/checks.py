@@ -10,6 +10,7 @@ from ipu_pipe.model.probe import changing_buffers
 from ipu_pipe.shown import first_of, shown
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update import rules
+from ipu_pipe.update.groups import OWN_RATES, has_own_rates
 
 BLOCK_KEYS = ("block_rates", "block_accumulation", "head")
 
@@ -115,13 +116,9 @@ def blocks(job: Job) -> List[str]:
 
 def group_rates(job: Job) -> List[str]:
     """Where parameter groups have rates of their own."""
-    has_one = all(group["lr"] == job.base_rate for group in job.optimizer.param_groups)
-    if has_one or not (job.rules.read_rates or job.config.backend.name == "poptorch"):
-        return []
-    who = (
-        "backend.name poptorch" if job.config.backend.name == "poptorch" else "a rule that corrects weights by the rate"
-    )
-    return [f"optimizer: parameter groups with learning rates of their own: not with {who}: must have one"]
+    if job.rules.read_rates and has_own_rates(job.optimizer, job.base_rate):
+        return [f"{OWN_RATES}: not with a rule that corrects weights by the rate: must have one"]
+    return []
 
 
 def _rules(job: Job) -> List[str]:

@@ -32,10 +32,10 @@ class Run:
         self.job = job
         self.run: Optional[RunDir] = None
 
-        def begin() -> None:
+        def open_folder() -> None:
             self.run = RunDir(out, resume=resume, overwrite=overwrite)
 
-        on_main(begin)
+        on_main(open_folder)
         job.folder = out
         self.out, self.resume, self.progress = out, resume, Progress(quiet or not is_main())
         self.position = Position()

@@ -58,12 +58,9 @@ def predict(
 def _with_weights(path: Path, into: Optional[nn.Module]) -> nn.Module:
     """The model with the weights of a run or checkpoint."""
     run = next((folder for folder in (path, *path.parents[:2]) if (folder / "config.yaml").is_file()), None)
-    weights = path
-    if os.path.isdir(path / "checkpoints"):
-        steps = checkpoint.steps(path / "checkpoints")
-        if not steps:
-            raise BadInput(f"predict: {path}: holds no checkpoint")
-        weights = path / "checkpoints" / f"step-{steps[-1]}"
+    weights = checkpoint.newest(path)
+    if weights == path and os.path.isdir(path / "checkpoints"):
+        raise BadInput(f"predict: {path}: holds no checkpoint")
     if into is None:
         if run is None:
             raise BadInput(

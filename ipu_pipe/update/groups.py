@@ -72,3 +72,11 @@ def _undecayed(model: nn.Module, names: Iterable[str], patterns: Sequence[str]) 
                 raise BadInput(f"optimizer.no_decay: {pattern}: matches no parameter of the model")
         chosen += matched
     return chosen
+
+
+OWN_RATES = "optimizer: parameter groups with learning rates of their own"
+
+
+def has_own_rates(optimizer: torch.optim.Optimizer, base: float) -> bool:
+    """Whether any group's learning rate is another than `base`."""
+    return any(group["lr"] != base for group in optimizer.param_groups)

@@ -25,6 +25,7 @@ from ipu_pipe.job.placing import place_whole
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import BackendConfig, Config
 from ipu_pipe.model.outputs import OwnLoss, plain
+from ipu_pipe.update.groups import OWN_RATES, has_own_rates
 
 MISSING = (
     "PopTorch is not installed: it is a wheel inside Graphcore's Poplar SDK 3.4 (not on PyPI), for Python 3.8 and "
@@ -98,6 +99,8 @@ def faults(job: Job) -> List[str]:
     """Reasons why PopTorch cannot run the job; empty if none is known before compiling."""
     config = job.config
     unfit = _batch_faults(job)
+    if has_own_rates(job.optimizer, job.base_rate):
+        unfit.append(f"{OWN_RATES}: not with backend.name poptorch: must have one")
     if unfit or job.updates_per_epoch is None:
         return unfit
     found = facts(job.model, job.part, job.example[0], job.optimizer, job.updates, job.updates_per_epoch)
