@@ -353,6 +353,7 @@ def test_ranks_that_are_asked_for_something_else_are_refused_with_both_values() 
     assert differing({"version of torch": "2"}, {}, 0, 1) == [
         'version of torch: rank 0 has "2", rank 1 has nothing: all must be asked for the same'
     ]
+    assert differing(asked[0], asked[1], 0, 1) == differing(asked[1], asked[0], 1, 0)
 
 
 @on_processes

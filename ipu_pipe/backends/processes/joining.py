@@ -46,7 +46,9 @@ def what_is_asked(config: Config, options: Mapping[str, object]) -> Asked:
 
 
 def differing(ours: Asked, theirs: Asked, rank: int, other: int) -> List[str]:
-    """A line for each thing that two ranks were asked for differently."""
+    """A line for each thing that two ranks were asked for differently, the same whichever of them tells it."""
+    if other < rank:
+        return differing(theirs, ours, other, rank)
     return [
         f"{key}: rank {rank} has {_shown(ours, key)}, rank {other} has {_shown(theirs, key)}: all must be asked for the same"
         for key in {**ours, **theirs}
