@@ -27,6 +27,7 @@ from ipu_pipe.run.callbacks import Callback, make_callbacks
 from ipu_pipe.run.early_stopping import EarlyStopping
 from ipu_pipe.run.folder import as_folder, check_folder, finished_summary
 from ipu_pipe.run.folder_lock import FolderLock, refuse_used
+from ipu_pipe.run.kinds import refuse_kinds
 from ipu_pipe.run.loop import Run
 from ipu_pipe.run.parts import Output
 from ipu_pipe.run.progress import Progress
@@ -81,9 +82,13 @@ def train(
     comes, unless it shall `keep_dtype` of the training. On processes every rank's is whole then (after a fault each has its own
     stage alone, not-a-number elsewhere: the newest checkpoint has the whole).
     """
-    out = as_folder(out)
-    launch(config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite})
     given: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
+    asked: Dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
+    objects: Dict[str, Any] = {"model": model, "data": data, "loss": loss, "output": output, "callbacks": callbacks}
+    others: Dict[str, Any] = {"optimizer_args": optimizer_args, "quiet": quiet, "keep_dtype": keep_dtype}
+    refuse_kinds(config, **objects, **given, **others, **asked)
+    out = as_folder(out)
+    launch(config, {"out": out, **asked})
     refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, **given)
     if optimizer is not None:
         optimizer = factory_of(optimizer, optimizer_args)
@@ -161,7 +166,8 @@ def _checked(
         return _Start(config)
     saved = out / "config.yaml"
     if not saved.is_file():
-        raise BadInput(f"--resume: {out}: holds no run to resume")
+        option = "--resume" if step is None else f"--resume-from: {step}"
+        raise BadInput(f"{option}: {out}: holds no run to resume")
     recorded = load_recorded(saved)
     config = as_recorded(recorded, config)
     config = _with_recorded_counts(recorded, config)
