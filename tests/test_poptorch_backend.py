@@ -462,6 +462,21 @@ def test_models_that_no_pipeline_of_ipus_has_are_refused(poptorch: Any) -> None:
     assert "must divide the run's 20" in said
 
 
+def test_groups_with_rates_of_their_own_are_refused_and_with_other_settings_are_taken(poptorch: Any) -> None:
+    def how(**of_biases: float) -> Dict[str, Any]:
+        net = model("mlp")
+        wide, biases = ([p for p in net.parameters() if (p.dim() > 1) is many] for many in (True, False))
+        groups: Any = [{"params": wide}, {"params": biases, **of_biases}]
+        return {"model": net, "optimizer": torch.optim.SGD(groups, lr=0.05)}
+
+    (said,) = faults(config(on="poptorch"), **how(lr=0.1))
+    assert said.startswith(
+        "optimizer: parameter groups with learning rates of their own: not with backend.name poptorch"
+    )
+    build(config(on="poptorch"), data=data(), **how(weight_decay=0.1))
+    build(config(), data=data(), **how(lr=0.1))
+
+
 def test_an_optimizer_of_the_users_own_is_translated(poptorch: Any, tmp_path: Path) -> None:
     def rmsprop(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(groups, lr=0.01, momentum=0.5, centered=True)
