@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import socket
@@ -21,6 +20,7 @@ from ipu_pipe.job.sections import InitFrom
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import set_up
 from ipu_pipe.run.training import evaluate_checkpoint, train
+from tests import forked
 from tests.test_train import DIGITS, config, run_tool, sets  # noqa: F401
 
 BASE = [
@@ -198,7 +198,7 @@ def test_a_run_goes_on_elsewhere_and_leaves_the_whole_model_to_every_caller(tmp_
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = forked.context()
     ends = [context.Process(target=process, args=(rank, port, tmp_path)) for rank in range(RANKS)]
     for end in ends:
         end.start()
