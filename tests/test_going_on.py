@@ -269,6 +269,9 @@ def test_weights_that_do_not_fit_say_what_would(ended: Path, tmp_path: Path) -> 
             set_up(config(*BASE, f"init_from={path}", *over))
         return error.value.faults
 
+    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)  # as a run leaves it that ended before its first one
+    assert told(tmp_path / "begun") == [f"init_from: {tmp_path / 'begun'}: holds no checkpoint"]
+    assert told(tmp_path / "nowhere") == [f"init_from: {tmp_path / 'nowhere'}: no such file"]
     faults = told(ended, "model.args.classes=12")
     assert len(faults) == 2 and faults[-1].endswith("; init_from: {path: ..., strict: false} takes what fits")
     weights = load_file(ended / "checkpoints" / "step-8" / "model.safetensors")

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipu_pipe
 from ipu_pipe.errors import BadInput
+from ipu_pipe.run.planning import planned
 from tests.test_train import config
 
 X, Y = torch.randn(32, 8), torch.arange(32) % 4
@@ -78,6 +79,10 @@ WRONG: Dict[str, Dict[str, Any]] = {  # story: most of these ended in an Attribu
     "callbacks: Misnamed.on_epoch_end: a run calls on_step, on_evaluation, on_checkpoint, on_end": {
         "callbacks": [Misnamed()]
     },
+    # story: told by the first evaluation after updates
+    "early_stopping.metric: f: no evaluation gives it: must be one of loss, accuracy": {
+        "callbacks": [ipu_pipe.EarlyStopping("f")]
+    },
     "resume: a str: must be True or False": {"resume": "yes"},
     "resume_from: -1: must be a whole number >= 1": {"resume_from": -1},
     "overwrite: True: not together with resume": {"overwrite": True, "resume": True},
@@ -98,6 +103,27 @@ def test_what_is_of_a_wrong_kind_is_told_before_anything_is_written(told: str, t
     with pytest.raises(BadInput, match=f"^{told}") as refused:
         ipu_pipe.train(given.pop("config"), out, quiet=True, **given)
     assert len(refused.value.faults) == 1 and not out.exists()
+
+
+def test_early_stopping_of_wrong_kinds_tells_each() -> None:
+    with pytest.raises(BadInput) as refused:
+        ipu_pipe.EarlyStopping(3, mode="up", patience="x", min_delta=-1.0)  # type: ignore[arg-type]
+    assert refused.value.faults == [
+        "early_stopping.metric: 3: must be text",
+        "early_stopping.mode: up: must be min or max",
+        "early_stopping.patience: x: must be a whole number >= 1",
+        "early_stopping.min_delta: -1.0: must be a number >= 0",
+    ]
+
+
+def test_a_dry_run_tells_what_callbacks_cannot_be_made() -> None:
+    """Story: only the run told it."""
+    made = ["tests.callbacks_of_runs:Ends", "tests.callbacks_of_runs:Fails", "tests.nothing:X"]
+    with pytest.raises(BadInput) as refused:
+        planned(config("callbacks=[{entry: '%s', args: {afte: 3}}, '%s', '%s']" % tuple(made)))
+    assert [fault.partition(": ")[0] for fault in refused.value.faults] == [
+        f"callbacks.{made[0]}.afte", f"callbacks.{made[0]}.after", "callbacks",
+    ]  # fmt: skip
 
 
 def test_a_folder_has_a_name() -> None:

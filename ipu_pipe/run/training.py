@@ -112,6 +112,9 @@ def train(
         job = build(start.config, model, data, loss, optimizer, start.done, output=output, **given)
         job.config = job.config.model_copy(update={"init_from": began})
         try:
+            for stopping in called:
+                if isinstance(stopping, EarlyStopping):
+                    stopping.refuse_unmeasured(job.metrics)
             if start.resumes:
                 on_main(lambda: _same_optimizer(job.config, out))
             return Run(job, out, start.resumes, overwrite, quiet, called).go()
