@@ -126,6 +126,23 @@ def test_a_dry_run_tells_what_callbacks_cannot_be_made() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "told, given",
+    [
+        ("data: train: 3: must be a DataLoader, or another iterable of batches", (3,)),
+        ("data: train: None: must be a DataLoader", (None,)),
+        ("data: train: a Tensor: must be a DataLoader", (X,)),
+        ("data: train: a TensorDataset: gives samples, not batches: must be a DataLoader of it", (SET,)),
+        ("data: test: a str: must be a DataLoader", ([], "digits")),
+        ("data: labels: 3: must be their name", ([], None, 0, 3)),
+    ],
+)
+def test_what_gives_no_batches_is_no_loader(told: str, given: Any) -> None:
+    """Story: of a TensorDataset it said that the loader gives batches of as many samples as one has features."""
+    with pytest.raises(BadInput, match=told):
+        ipu_pipe.from_loader(*given)
+
+
 def test_a_folder_has_a_name() -> None:
     for out in ("", None, 3):
         with pytest.raises(BadInput, match="--out: .*must name a folder"):
