@@ -231,7 +231,7 @@ class EvaluateConfig(Section):
 
 
 class EarlyStoppingConfig(Section):
-    """The run ends after `patience` evaluations in a row whose `metric` is not better than the best by more than `min_delta`;
+    """The run ends after `patience` evaluations in a row whose `metric` is not better than the best by more than `min_delta`.
     `mode`: min, max, or null for what the metric's name says. See ipu_pipe.run.early_stopping."""
 
     metric: str = "loss"

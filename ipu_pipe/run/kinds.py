@@ -63,7 +63,7 @@ def refuse_kinds(config: Config, **given: Any) -> None:
     """Refuse (BadInput, every fault) arguments of `ipu_pipe.train` that are no such thing, or that are missing."""
     faults: List[str] = []
     for name, value in {"config": config, **given}.items():
-        fits, allowed = _KINDS.get(name, (lambda value: True, ""))
+        fits, allowed = _KINDS[name]
         if (value is not None or name == "config") and not fits(value):
             faults.append(f"{name}: {kind_of(value)}: must be {allowed}")
     if given.get("overwrite") and (given.get("resume") or given.get("resume_from")):
