@@ -37,6 +37,11 @@ class Misnamed(ipu_pipe.Callback):
         pass
 
 
+class Blind(ipu_pipe.Callback):
+    def on_step(self) -> None:  # type: ignore[override]
+        pass
+
+
 def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), ipu_pipe.begin_stage(nn.Linear(8, 4)))
 
@@ -79,6 +84,8 @@ WRONG: Dict[str, Dict[str, Any]] = {  # story: most of these ended in an Attribu
     "callbacks: Misnamed.on_epoch_end: a run calls on_step, on_evaluation, on_checkpoint, on_end": {
         "callbacks": [Misnamed()]
     },
+    # story: told after the first update
+    "callbacks: Blind.on_step: must take one argument, the ipu_pipe.Moment": {"callbacks": [Blind()]},
     # story: told by the first evaluation after updates
     "early_stopping.metric: f: no evaluation gives it: must be one of loss, accuracy": {
         "callbacks": [ipu_pipe.EarlyStopping("f")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,4 +183,10 @@ def _checked(value: Any, place: str) -> Callback:
     if unknown:
         own = f"{type(value).__qualname__}.{first_of(unknown)}"
         raise BadInput(f"{place}: {own}: a run calls {', '.join(HOOKS)} and nothing else that is called on_")
+    for name in HOOKS:
+        try:
+            inspect.signature(getattr(value, name)).bind(None)
+        except TypeError:
+            own = f"{type(value).__qualname__}.{name}"
+            raise BadInput(f"{place}: {own}: must take one argument, the ipu_pipe.Moment") from None
     return value
