@@ -12,7 +12,7 @@ import time
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Sequence
+from typing import Dict, List, NamedTuple, Optional, Sequence
 
 from torch.distributed import TCPStore
 
@@ -55,7 +55,7 @@ def run_ranks(ranks: int, command: str, arguments: Sequence[str], seconds: float
     )  # which outlives its ranks, as torchrun's does
     with tempfile.TemporaryDirectory() as folder:
         made = [
-            _start(command, arguments, Path(folder) / str(rank), {**of_rank(rank, ranks, store.port), **variables})
+            start(command, arguments, Path(folder) / str(rank), {**of_rank(rank, ranks, store.port), **variables})
             for rank in range(ranks)
         ]
         _wait(made, seconds)
@@ -70,7 +70,7 @@ def run_ranks(ranks: int, command: str, arguments: Sequence[str], seconds: float
 def run_command(command: str, *arguments: str, seconds: float = 240, **variables: str) -> Ended:
     """`tools/COMMAND.py` in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        made = _start(command, arguments, Path(folder) / "command", variables)
+        made = start(command, arguments, Path(folder) / "command", variables)
         _wait([made], seconds)
         assert made.exitcode is not None
         return Ended(made.exitcode, *((Path(folder) / "command").with_suffix(end).read_text() for end in ENDS))
@@ -79,8 +79,11 @@ def run_command(command: str, *arguments: str, seconds: float = 240, **variables
 ENDS = (".out", ".err")
 
 
-def _start(command: str, arguments: Sequence[str], told: Path, variables: Dict[str, str]) -> BaseProcess:
-    process = context().Process(target=_run, args=(command, list(arguments), str(told), variables))
+def start(
+    command: str, arguments: Sequence[str], told: Path, variables: Optional[Dict[str, str]] = None
+) -> BaseProcess:
+    """`tools/COMMAND.py` in a process of its own, which prints into `told`.out and .err."""
+    process = context().Process(target=_run, args=(command, list(arguments), str(told), variables or {}))
     process.start()
     return process
 
