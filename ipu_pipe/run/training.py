@@ -104,7 +104,9 @@ def train(
     with reserved(out, resume=resume, overwrite=overwrite, say=say):
         start = on_main(lambda: _checked(config, out, resume, resume_from, overwrite, say))
         if start.ended is not None:
-            say(f"{out}: this run is finished: nothing to resume")
+            why, steps = start.ended.get("stopped"), start.ended.get("steps")
+            early = f" (it ended early: {why}; --resume-from {steps} goes on)" if why else ""
+            say(f"{out}: this run is finished: nothing to resume{early}")
             return start.ended
         began = start.config.init_from
         if start.done:  # the checkpoint takes the place of the weights that the run began with
