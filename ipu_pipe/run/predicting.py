@@ -67,7 +67,8 @@ def _with_weights(path: Path, into: Optional[nn.Module]) -> nn.Module:
     """The model with the weights of a run or checkpoint."""
     if not path.exists():
         raise BadInput(f"predict: {path}: no such folder or file")
-    run = next((folder for folder in (path, *path.parents[:2]) if (folder / "config.yaml").is_file()), None)
+    above = list(path.absolute().parents)[:2]
+    run = next((folder for folder in (path, *above) if (folder / "config.yaml").is_file()), None)
     weights = checkpoint.newest(path)
     if into is None:
         if run is None:
