@@ -30,8 +30,8 @@ class DataSource(Protocol):
     dimension: the model gets a mapping as keyword arguments, a tuple or list as positional ones. None may stand for what it is
     not given. With `loss: model` the model gets the whole batch, labels too, in the same way.
 
-    A source may have attributes: `labels`, the name of the labels in its mappings, and `train_samples`, how many samples an epoch
-    would have if no microbatch were dropped.
+    A source may have attributes: `labels`, the name of the labels in its mappings; `train_samples`, how many samples an epoch
+    would have if no microbatch were dropped; `data_files`, the files that it reads, whose hashes the run's record keeps.
     """
 
     def train_batches_per_epoch(self, batch_size: int) -> Optional[int]:

@@ -118,6 +118,7 @@ class Job(Setup):
     played: Optional[Sequence[float]] = None  # rates by update, where a torch.optim.lr_scheduler gives them
     may_stop: bool = False  # whether the run may be asked to end after any update
     folder: Optional[Path] = None  # of the run, where every process may write what it did
+    read: Optional[Dict[str, Any]] = None  # of the data, for the run's record
 
     @property
     def batch(self) -> int:

@@ -31,7 +31,7 @@ def begin(job: Job, run: RunDir, resumes: bool, position: Position, say: Callabl
     if resumes:
         run.forget_after(position.update, say)
     run.describe(dump(job.config), job.begun)
-    record = {**record_of(job), "first_update": position.update}
+    record = {**record_of(job.read), "first_update": position.update}
     run.write_json("record.json", [*(earlier_starts(run.path) if resumes else []), record])
     run.open_metrics(position.update)
     return record
