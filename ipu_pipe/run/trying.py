@@ -11,10 +11,11 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ipu_pipe.data.labels import LabelRange, label_range
 from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.model.asking import labels_of
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.nests import described, lead
-from ipu_pipe.model.outputs import SCORES, fields, plain, scores, told
+from ipu_pipe.model.outputs import SCORES, fields, plain, scores, takes_all, told
 from ipu_pipe.model.precision import plain_loss
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.model.shapes import by_shape, looks_at_values, pays, stand_in
@@ -37,16 +38,16 @@ def try_model(model: nn.Module, loss: Loss, example: Tuple[Any, Any], labels: An
             output = None if is_meta else _few(model, x)
             if output is None:
                 output = call(model, x)
-            allowed = label_range(plain_loss(plain(loss)), scores(loss, output), y)
+            allowed = label_range(plain_loss(plain(loss)), scores(loss, output), labels_of(y))
             if allowed is not None:
-                allowed.check(labels)
+                allowed.check(labels_of(labels))
             value = loss(output, y)
             if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
                 value.item()  # what a GPU's kernels find wrong is told here, not wherever the run waits for them next
     except BadInput:
         raise
     except Exception as error:  # whatever the user's model raises
-        if fields(output) and plain(loss) is loss:
+        if fields(output) and takes_all(loss):
             raise BadInput(
                 f"model: returns {told(output)}, and the loss wants one of these ({first_line(error)}): say which is the output,"
                 f" as model.output: {_likely(output)}, or take loss: model if it holds its own"
