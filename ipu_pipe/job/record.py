@@ -122,6 +122,7 @@ class Job(Setup):
     used: Given = Given()  # the optimizer and the loss, whoever gave them
     played: Optional[Sequence[float]] = None  # rates by update, where a torch.optim.lr_scheduler gives them
     may_stop: bool = False  # whether the run may be asked to end after any update
+    may_stop_empty: bool = False  # or where the pipeline is empty anyway
     folder: Optional[Path] = None  # of the run, where every process may write what it did
     read: Optional[Dict[str, Any]] = None  # of the data, for the run's record
 

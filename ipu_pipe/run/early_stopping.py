@@ -15,16 +15,21 @@ GREATER = ("accuracy", "top", "r2")  # beginnings of metrics of which more is be
 class EarlyStopping(Callback):
     """Stops after `patience` evaluations in a row whose `metric` (loss, accuracy, ... as in `metrics.jsonl`, without test_) is
     not better than the best by more than `min_delta`. `mode`: min, max, or by the metric's name where None. The checkpoint of the
-    best is kept."""
+    best is kept; `restore_best`: its weights are put into the model when the run ends."""
 
     def __init__(
-        self, metric: str = "loss", mode: Optional[str] = None, patience: int = 3, min_delta: float = 0.0
+        self,
+        metric: str = "loss",
+        mode: Optional[str] = None,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        restore_best: bool = False,
     ) -> None:
         if mode not in (None, "min", "max"):
             raise BadInput(f"early_stopping.mode: {mode}: must be min or max")
         if patience < 1 or not (math.isfinite(min_delta) and min_delta >= 0):
             raise BadInput(f"early_stopping: patience {patience}, min_delta {min_delta}: must be >= 1 and >= 0")
-        self.metric, self.patience, self.min_delta = metric, patience, min_delta
+        self.metric, self.patience, self.min_delta, self.restore_best = metric, patience, min_delta, restore_best
         self.mode = mode or ("max" if metric.startswith(GREATER) else "min")
         self.best: Optional[float] = None
         self.best_step: Optional[int] = None
@@ -33,7 +38,7 @@ class EarlyStopping(Callback):
     @classmethod
     def of(cls, config: EarlyStoppingConfig) -> "EarlyStopping":
         """By the config's section."""
-        return cls(config.metric, config.mode, config.patience, config.min_delta)
+        return cls(config.metric, config.mode, config.patience, config.min_delta, config.restore_best)
 
     def on_evaluation(self, now: Moment) -> Optional[Stop]:
         """Compare with the best so far."""
