@@ -14,9 +14,8 @@ once, while recording: a mode or size of the input that is new is recorded when 
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from typing import Any, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.autocast import casting
-from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.buffers import attributes_restored, buffers_restored
 from ipu_pipe.model.execution import answering
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.programs import Program
@@ -39,18 +38,6 @@ Shapes = Tuple[Tuple[int, ...], ...]
 
 def _shapes(value: Any) -> Shapes:
     return tuple(tuple(t.shape) for t in tensors_of(value))
-
-
-@contextlib.contextmanager
-def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Put back at the end what modules have as attributes: a forward may keep tensors or counters there."""
-    held = [(module, dict(vars(module))) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes in held:
-            vars(module).clear()
-            vars(module).update(attributes)
 
 
 class Recordings:
@@ -122,10 +109,11 @@ class Recordings:
                     )
 
 
-def recorded_twice(model: nn.Module, begins: Sequence[str], x: Any) -> Tuple[Staged, Staged]:
-    """The first forward in training and the one after it: a model that counts its forwards may do something else then."""
+def recorded_twice(model: nn.Module, begins: Sequence[str], x: Any, then: Any) -> Tuple[Staged, Staged]:
+    """The first forward in training, of `x`, and the one after it, of an input of the same shapes: a model that counts its
+    forwards, or looks at values, may do something else then."""
     with attributes_restored(model):
-        one, other = (Recordings(model, begins).record(x, training=True) for _ in range(2))
+        one, other = (Recordings(model, begins).record(given, training=True) for given in (x, then))
     return one, other
 
 

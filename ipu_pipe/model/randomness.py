@@ -29,7 +29,8 @@ def generators(device: torch.device) -> List[torch.Generator]:
 class KeyedRandomness:
     """Seeds the named modules' draws in training, and leaves the random state around them as it was.
 
-    `microbatch` is set by the backend before each forward. The modules must not hold one another.
+    `microbatch` is set by the backend before each forward, and before each backward, in which checkpoints run forwards again. The
+    modules must not hold one another.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], seed: int, device: torch.device) -> None:
@@ -41,7 +42,8 @@ class KeyedRandomness:
         for name in names:
             module = model.get_submodule(name)
             self._handles.append(module.register_forward_pre_hook(self._seeding(name)))
-            self._handles.append(module.register_forward_hook(self._restore))
+            # always: a checkpoint's second forward is broken off by an exception
+            self._handles.append(module.register_forward_hook(self._restore, always_call=True))
 
     def _seeding(self, name: str) -> Any:
         def before(module: nn.Module, inputs: Any) -> None:

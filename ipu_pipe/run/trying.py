@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ipu_pipe.data.labels import LabelRange, label_range
 from ipu_pipe.errors import BadInput, first_line
-from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.buffers import all_restored
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.nests import described, lead
 from ipu_pipe.model.outputs import SCORES, fields, plain, scores, told
@@ -33,7 +33,7 @@ def try_model(model: nn.Module, loss: Loss, example: Tuple[Any, Any], labels: An
     try:
         with contextlib.ExitStack() as inside:
             inside.enter_context(torch.random.fork_rng(devices=devices))
-            inside.enter_context(by_shape(model) if is_meta else buffers_restored(model))
+            inside.enter_context(by_shape(model) if is_meta else all_restored(model))
             output = None if is_meta else _few(model, x)
             if output is None:
                 output = call(model, x)
