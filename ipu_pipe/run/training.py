@@ -21,6 +21,7 @@ from ipu_pipe.job.identity import MADE_LATER, changes
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import GIVEN
+from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.report.read_data import other_data, read_data
 from ipu_pipe.run import checkpoint
@@ -81,8 +82,8 @@ def train(
     is not finite, and what the model, loss, data source or optimizer raise as it is, with the place (a UserFault) at the end of
     its chain of causes. On the distributed backend every process calls this alike; the first one writes, all return the summary.
     A model given here is trained in place, in the config's precision, and has its own dtypes again at the end, whatever way that
-    comes, unless it shall `keep_dtype` of the training. On processes every rank's is whole then (after a fault each has its own
-    stage alone, not-a-number elsewhere: the newest checkpoint has the whole).
+    comes, unless it shall `keep_dtype` of the training; so have its modules their modes. On processes every rank's is whole then
+    (after a fault each has its own stage alone, not-a-number elsewhere: the newest checkpoint has the whole).
     """
     given: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
     asked: Dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
@@ -103,7 +104,7 @@ def train(
     config = with_given(config, model, data, loss, optimizer, output, callbacks=callbacks, **given)
     say = Progress(quiet or not is_main()).say
     resume = resume or resume_from is not None
-    with reserved(out, resume=resume, overwrite=overwrite, say=say):
+    with reserved(out, resume=resume, overwrite=overwrite, say=say), modes_restored(*([] if model is None else [model])):
         start = on_main(lambda: _checked(config, out, resume, resume_from, overwrite, say))
         if start.ended is not None:
             why, steps = start.ended.get("stopped"), start.ended.get("steps")

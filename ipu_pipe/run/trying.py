@@ -16,7 +16,7 @@ from ipu_pipe.job.evaluation import test_batches
 from ipu_pipe.job.metrics import DEFAULT
 from ipu_pipe.job.record import Setup
 from ipu_pipe.model.asking import labels_of
-from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.buffers import all_restored
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import described, lead, sample_count
@@ -41,7 +41,7 @@ def try_model(model: nn.Module, loss: Loss, example: Tuple[Any, Any], labels: An
     try:
         with contextlib.ExitStack() as inside:
             inside.enter_context(torch.random.fork_rng(devices=devices))
-            inside.enter_context(by_shape(model) if is_meta else buffers_restored(model))
+            inside.enter_context(by_shape(model) if is_meta else all_restored(model))
             output = None if is_meta else _few(model, x)
             if output is None:
                 output = call(model, x)
