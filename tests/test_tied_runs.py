@@ -20,7 +20,7 @@ from ipu_pipe.run.checkpoint import drop
 from ipu_pipe.run.training import train
 from ipu_pipe.schedule.methods import METHODS
 from tests import forked
-from tests.tied_models import Gpt2, Normed, lm, tokens
+from tests.tied_models import Gpt2, Normed, Renormed, lm, tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 ADAM = {"name": "adam", "lr": 0.01, "weight_decay": 0.01}
@@ -238,6 +238,12 @@ def test_what_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: Any
     assert said.startswith(
         "model: 1.running_mean: training changes it, and stages 0 and 1 use it, each in a process of its own"
     )
+    said = refused("gpipe", Renormed(), tokens().train_batch(0, 0, 2)[0])
+    assert said.startswith("model: 0.weight: the forward changes this weight (max_norm of an embedding?), which several stages")
+    apart = Renormed()
+    apart[2].weight = nn.Parameter(apart[0].weight.data)
+    said = refused("gpipe", apart, tokens().train_batch(0, 0, 2)[0])
+    assert said.startswith("model: 0.weight on stage 0 and 2.weight on stage 1 are two parameters in one memory")
     how = config("pipedream_2bw", optimizer=SGD, method_args={"weight_prediction": {"scale": 1}})
     job = build(how, model=model("lm"), data=tokens())  # the emulator can
     assert engine.faults(job) == [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterable, Iterator, List, Optional
+from pathlib import Path
+from typing import Any, Iterable, Iterator, List, Optional, Sequence, Union
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -20,7 +21,12 @@ class LoaderData:
     """A user's own loaders; see `from_loader`."""
 
     def __init__(
-        self, train: Iterable[Any], test: Optional[Iterable[Any]], seed: int, labels: Optional[str] = None
+        self,
+        train: Iterable[Any],
+        test: Optional[Iterable[Any]],
+        seed: int,
+        labels: Optional[str] = None,
+        files: Sequence[Union[str, Path]] = (),
     ) -> None:
         _refuse_kind("train", train)
         if test is not None:
@@ -33,7 +39,7 @@ class LoaderData:
                 " evaluation"
             )
         self._train, self._test, self._seed = train, test, seed
-        self.labels = labels
+        self.labels, self.data_files = labels, list(files)
         self._epoch, self._next = -1, 0
         self._pass, self._taken = 0, 0  # of the loader, and batches of it
         self._iterator: Iterator[Any] = iter(())
@@ -154,14 +160,19 @@ def _count(batch: Any) -> Optional[int]:
 
 
 def from_loader(
-    train: Iterable[Any], test: Optional[Iterable[Any]] = None, seed: int = 0, labels: Optional[str] = None
+    train: Iterable[Any],
+    test: Optional[Iterable[Any]] = None,
+    seed: int = 0,
+    labels: Optional[str] = None,
+    files: Sequence[Union[str, Path]] = (),
 ) -> LoaderData:
     """A DataSource from loaders of batches (see `DataSource`), such as torch.utils.data.DataLoader; their batches are the
-    microbatches. `labels`: the name of the labels in batches that are mappings, where it is not one of the usual.
+    microbatches. `labels`: the name of the labels in batches that are mappings, where it is not one of the usual; `files`: those
+    that the loaders read, whose hashes the run's record keeps, so that a run which would go on with others is refused.
 
     A loader that shuffles is made to shuffle by (seed, epoch), so that resuming finds the same order; generators of
     its own and of its samplers are re-seeded, and what it draws from PyTorch's global random state is repeated by a resumed run,
     if it draws in this process. One without a length (of an IterableDataset) needs a config with `steps`; where it ends, it is
     begun anew.
     """
-    return LoaderData(train, test, seed, labels)
+    return LoaderData(train, test, seed, labels, files)

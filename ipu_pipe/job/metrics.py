@@ -20,6 +20,7 @@ from torch import nn
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.entries import call_entry, resolve_entry
 from ipu_pipe.job.sections import Entry
+from ipu_pipe.model.asking import labels_of
 from ipu_pipe.shown import kind_of, nearest, shown
 
 OfBatch = Callable[[Any, Any, int], torch.Tensor]  # outputs, labels, samples -> sums (width,)
@@ -76,6 +77,7 @@ class _KeptByObject(Counting):
 def right_answers(output: Any, y: Any, among: int = 1) -> Optional[torch.Tensor]:
     """(right, counted): labels that are `among` so many greatest outputs, and labels that are not -100 (which cross-entropy
     leaves out). None unless outputs are (b, classes, ...) and labels whole numbers (b, ...)."""
+    y = labels_of(y)
     if not isinstance(output, torch.Tensor) or not isinstance(y, torch.Tensor) or y.is_floating_point():
         return None
     if output.dim() != y.dim() + 1 or output.shape[0] != y.shape[0] or output.shape[2:] != y.shape[1:]:

@@ -231,13 +231,15 @@ class EvaluateConfig(Section):
 
 
 class EarlyStoppingConfig(Section):
-    """The run ends after `patience` evaluations in a row whose `metric` is not better than the best by more than `min_delta`.
-    `mode`: min, max, or null for what the metric's name says. See ipu_pipe.run.early_stopping."""
+    """The run ends after `patience` evaluations in a row whose `metric` is not better than the best by more than `min_delta`;
+    `mode`: min, max, or null for what the metric's name says; `restore_best`: the model has the weights of the best evaluation
+    when the run ends, however it does. See ipu_pipe.run.early_stopping."""
 
     metric: str = "loss"
     mode: Optional[Literal["min", "max"]] = None
     patience: Count = 3
     min_delta: NotNegative = 0.0
+    restore_best: bool = False
 
 
 class CheckpointConfig(Section):

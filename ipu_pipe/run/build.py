@@ -96,7 +96,7 @@ def set_up(
     # last: what fails before leaves a caller's model as it was
     numbers = Numbers(model.train(), row, DTYPES[row], device, given)
     made = Setup(config, model, numbers.loss(chosen_loss), data, device, numbers)
-    made.begun, made.metrics = begun, measured
+    made.begun, made.metrics, made.asks = begun, measured, getattr(chosen_loss, "asks", ())
     backend = backend_of(config)
     made.device_kind, made.pins_memory = backend.trains_on or kind, backend.pins_memory
     return made
@@ -248,7 +248,7 @@ def _assemble(
     )  # fmt: skip
     job.begun = setup.begun
     job.label_range, job.device_kind, job.pins_memory = setup.label_range, setup.device_kind, setup.pins_memory
-    job.metrics, job.played = setup.metrics, played
+    job.metrics, job.played, job.asks = setup.metrics, played, setup.asks
     reasons = checks.faults(job, config.optimizer_faults() if optimizer is None else ())
     if reasons:
         raise BadInput(reasons)

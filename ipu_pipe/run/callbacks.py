@@ -114,6 +114,11 @@ class Callbacks:
         found = (getattr(callback, "best_step", None) for callback in self.own)
         return [step for step in found if isinstance(step, int)]
 
+    def restored_step(self) -> Optional[int]:
+        """The step whose weights the model has when the run ends, of the first that asks for its best; None: the newest."""
+        found = (getattr(one, "best_step", None) for one in self.own if getattr(one, "restore_best", False))
+        return next((step for step in found if isinstance(step, int)), None)
+
     def states(self) -> List[Any]:
         """Of each, for a checkpoint. Raises RunFault where JSON cannot hold one."""
         found = []

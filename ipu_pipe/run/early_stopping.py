@@ -17,10 +17,15 @@ GREATER = ("accuracy", "top", "r2")  # beginnings of metrics of which more is be
 class EarlyStopping(Callback):
     """Stops after `patience` evaluations in a row whose `metric` (loss, accuracy, ... as in `metrics.jsonl`, without test_) is
     not better than the best by more than `min_delta`. `mode`: min, max, or by the metric's name where None. The checkpoint of the
-    best is kept."""
+    best is kept; `restore_best`: its weights are put into the model when the run ends."""
 
     def __init__(
-        self, metric: str = "loss", mode: Optional[str] = None, patience: int = 3, min_delta: float = 0.0
+        self,
+        metric: str = "loss",
+        mode: Optional[str] = None,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        restore_best: bool = False,
     ) -> None:
         is_whole = isinstance(patience, int) and not isinstance(patience, bool)
         delta = number(min_delta)
@@ -29,10 +34,11 @@ class EarlyStopping(Callback):
             f"mode: {shown(mode)}: must be min or max": mode not in (None, "min", "max"),
             f"patience: {shown(patience)}: must be a whole number >= 1": not is_whole or patience < 1,
             f"min_delta: {shown(min_delta)}: must be a number >= 0": delta is None or delta < 0,
+            f"restore_best: {shown(restore_best)}: must be true or false": not isinstance(restore_best, bool),
         }
         if any(wrong.values()):
             raise BadInput([f"early_stopping.{fault}" for fault, is_so in wrong.items() if is_so])
-        self.metric, self.patience, self.min_delta = metric, patience, min_delta
+        self.metric, self.patience, self.min_delta, self.restore_best = metric, patience, min_delta, restore_best
         self.mode = mode or ("max" if metric.startswith(GREATER) else "min")
         self.best: Optional[float] = None
         self.best_step: Optional[int] = None
@@ -41,7 +47,7 @@ class EarlyStopping(Callback):
     @classmethod
     def of(cls, config: EarlyStoppingConfig) -> "EarlyStopping":
         """By the config's section."""
-        return cls(config.metric, config.mode, config.patience, config.min_delta)
+        return cls(config.metric, config.mode, config.patience, config.min_delta, config.restore_best)
 
     def refuse_unmeasured(self, metrics: Sequence[Metric]) -> None:
         """Refuse (BadInput) a metric that no evaluation of `metrics` gives."""

@@ -15,6 +15,7 @@ from ipu_pipe.job.entries import accepts, call_entry, resolve_entry
 from ipu_pipe.job.outputs import make_take
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import OWN
+from ipu_pipe.model.asking import asked_by
 from ipu_pipe.model.outputs import OfOutput, OwnLoss
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.shown import first_of
@@ -71,12 +72,13 @@ Output = Union[int, str, Callable[[Any], Any]]  # what of a model's output its l
 
 def make_loss(config: Config, given: Union[Loss, str, None] = None, output: Optional[Output] = None) -> Loss:
     """The config's loss, of what its `model.output` says of the model's output. A loss or an `output` given as a function takes
-    the place of the config's."""
+    the place of the config's. Raises BadInput where a loss takes what it cannot be given."""
     take = output if callable(output) else make_take(config)
     chosen = given if callable(given) else None if config.loss == OWN else make_plain_loss(config)
     if chosen is None:
         return OwnLoss(take)
-    return chosen if take is None else OfOutput(chosen, take)
+    asks = asked_by(chosen)
+    return chosen if take is None and not asks else OfOutput(chosen, take, asks)
 
 
 def make_plain_loss(config: Config) -> Loss:

@@ -18,14 +18,17 @@ from ipu_pipe.job.config import load_recorded
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.given import refuse_missing, with_given
 from ipu_pipe.job.identity import MADE_LATER, changes
+from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import GIVEN
+from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.probe import Loss
+from ipu_pipe.report.read_data import other_data, read_data
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.callbacks import Callback, make_callbacks
 from ipu_pipe.run.early_stopping import EarlyStopping
-from ipu_pipe.run.folder import as_folder, check_folder, finished_summary
+from ipu_pipe.run.folder import as_folder, check_folder, earlier_starts, finished_summary
 from ipu_pipe.run.folder_lock import FolderLock, refuse_used
 from ipu_pipe.run.kinds import refuse_kinds
 from ipu_pipe.run.loop import Run
@@ -79,8 +82,8 @@ def train(
     is not finite, and what the model, loss, data source or optimizer raise as it is, with the place (a UserFault) at the end of
     its chain of causes. On the distributed backend every process calls this alike; the first one writes, all return the summary.
     A model given here is trained in place, in the config's precision, and has its own dtypes again at the end, whatever way that
-    comes, unless it shall `keep_dtype` of the training. On processes every rank's is whole then (after a fault each has its own
-    stage alone, not-a-number elsewhere: the newest checkpoint has the whole).
+    comes, unless it shall `keep_dtype` of the training; so have its modules their modes. On processes every rank's is whole then
+    (after a fault each has its own stage alone, not-a-number elsewhere: the newest checkpoint has the whole).
     """
     given: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
     asked: Dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
@@ -101,7 +104,7 @@ def train(
     config = with_given(config, model, data, loss, optimizer, output, callbacks=callbacks, **given)
     say = Progress(quiet or not is_main()).say
     resume = resume or resume_from is not None
-    with reserved(out, resume=resume, overwrite=overwrite, say=say):
+    with reserved(out, resume=resume, overwrite=overwrite, say=say), modes_restored(*([] if model is None else [model])):
         start = on_main(lambda: _checked(config, out, resume, resume_from, overwrite, say))
         if start.ended is not None:
             why, steps = start.ended.get("stopped"), start.ended.get("steps")
@@ -119,6 +122,7 @@ def train(
                     stopping.refuse_unmeasured(job.metrics)
             if start.resumes:
                 on_main(lambda: _same_optimizer(job.config, out))
+            job.read = on_main(lambda: _same_data(job, out, start.resumes))
             return Run(job, out, start.resumes, overwrite, quiet, called).go()
         finally:
             job.numbers.give_back(keep_dtype)
@@ -156,7 +160,10 @@ def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwr
     with attributed(lambda: "before training"):
         make_callbacks(config, None)
     if start.ended is None:
-        build(start.config.model_copy(update={"init_from": None}) if start.done else start.config, done=start.done)
+        job = build(
+            start.config.model_copy(update={"init_from": None}) if start.done else start.config, done=start.done
+        )
+        on_main(lambda: _same_data(job, out, start.resumes))
 
 
 def _checked(
@@ -202,6 +209,22 @@ def _same_optimizer(config: Config, out: Path) -> None:
     changes = [change for change in differences(load_recorded(saved), config) if change.startswith(MADE_LATER)]
     if changes:
         raise BadInput([f"--resume: {saved}: {change}: the optimizer of a run cannot change" for change in changes])
+
+
+def _same_data(job: Job, out: Path, resumes: bool) -> Dict[str, Any]:
+    """What the run reads of its data. Refuses (BadInput) to go on from a checkpoint with other data than the run read so far."""
+    starts = earlier_starts(out) if resumes else []
+    before = starts[-1].get("data") if starts and isinstance(starts[-1], dict) else None
+    before = before if isinstance(before, dict) else {}
+    now = read_data(job, before)
+    faults = other_data(job, before, now) if job.done else []
+    if faults:
+        more = f", and {len(faults) - 1} more such" if len(faults) > 1 else ""
+        raise BadInput(
+            f"--resume: {out / 'record.json'}: {faults[0]}{more}: the data of a run cannot change: put it back as it was, "
+            "or begin another run (--overwrite, or another --out)"
+        )
+    return now
 
 
 def _with_recorded_counts(old: Config, new: Config) -> Config:

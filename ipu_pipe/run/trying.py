@@ -15,11 +15,12 @@ from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.job.evaluation import test_batches
 from ipu_pipe.job.metrics import DEFAULT
 from ipu_pipe.job.record import Setup
-from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.asking import labels_of
+from ipu_pipe.model.buffers import all_restored
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import described, lead, sample_count
-from ipu_pipe.model.outputs import SCORES, OfOutput, OwnLoss, Part, fields, plain, scores, told
+from ipu_pipe.model.outputs import SCORES, OfOutput, OwnLoss, Part, fields, plain, scores, takes_all, told
 from ipu_pipe.model.precision import plain_loss
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.model.shapes import by_shape, looks_at_values, pays, stand_in
@@ -40,28 +41,28 @@ def try_model(model: nn.Module, loss: Loss, example: Tuple[Any, Any], labels: An
     try:
         with contextlib.ExitStack() as inside:
             inside.enter_context(torch.random.fork_rng(devices=devices))
-            inside.enter_context(by_shape(model) if is_meta else buffers_restored(model))
+            inside.enter_context(by_shape(model) if is_meta else all_restored(model))
             output = None if is_meta else _few(model, x)
             if output is None:
                 output = call(model, x)
             taken = scores(loss, output)
-            allowed = label_range(plain_loss(plain(loss)), taken, y)
+            allowed = label_range(plain_loss(plain(loss)), taken, labels_of(y))
             if allowed is not None:
-                allowed.check(labels)
+                allowed.check(labels_of(labels))
             value = loss(output, y)
             if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
                 value.item()  # what a GPU's kernels find wrong is told here, not wherever the run waits for them next
     except BadInput:
         raise
     except Exception as error:  # whatever the user's model raises
-        if fields(output) and plain(loss) is loss:
+        if fields(output) and takes_all(loss):
             raise BadInput(
                 f"model: returns {told(output)}, and the loss wants one of these ({first_line(error)}): say which is the output,"
                 f" as model.output: {_likely(output)}, or take loss: model if it holds its own"
             ) from error
         if output is not None and value is None:
             key = "model.output" if taken is None and isinstance(loss, OfOutput) else "loss"
-            given = told(output) + (f" and labels {described(y)}" if key == "loss" else "")
+            given = told(output) + (f" and labels {described(labels_of(y))}" if key == "loss" else "")
             raise BadInput(f"{key}: it fails on what the model returns, {given}: {first_line(error)}") from error
         labelled = ", which loss: model calls with the labels too" if isinstance(plain(loss), OwnLoss) else ""
         raise BadInput(
@@ -94,7 +95,7 @@ def try_metrics(setup: Setup) -> None:
                 except BadInput:
                     raise
                 except Exception as error:  # whatever the user's metric raises
-                    given = f"{told(taken)} and labels {described(y)}"
+                    given = f"{told(taken)} and labels {described(labels_of(y))}"
                     raise BadInput(f"metrics: {metric.name}: fails on {given}: {first_line(error)}") from error
 
 
