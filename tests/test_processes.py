@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Tuple
 
 import pytest
 import torch
@@ -47,7 +47,13 @@ pytestmark = pytest.mark.skipif(
 def command_line(out: Path, *args: str) -> List[str]:
     """Arguments of tools/train.py, on the digits."""
     sets = [*SHORT, "backend.name=distributed", *[a for a in args if "=" in a]]
-    return [DIGITS, "--out", str(out), *[i for pair in sets for i in ("--set", pair)], *[a for a in args if "=" not in a]]
+    return [
+        DIGITS,
+        "--out",
+        str(out),
+        *[i for pair in sets for i in ("--set", pair)],
+        *[a for a in args if "=" not in a],
+    ]
 
 
 def launch(ranks: int, out: Path, *args: str) -> "subprocess.Popen[str]":
@@ -67,16 +73,16 @@ def hears_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def run(ranks: int, out: Path, *args: str) -> forked.Ended:
+def run(ranks: int, out: Path, *args: str) -> Tuple[int, str, str]:
     """Exit code, standard output and error, without torchrun's part."""
-    return forked.run_ranks(ranks, "train", command_line(out, *args))
+    return forked.run_ranks(ranks, "train", command_line(out, *args))[:3]
 
 
-def run_by_torchrun(ranks: int, out: Path, *args: str) -> forked.Ended:
+def run_by_torchrun(ranks: int, out: Path, *args: str) -> Tuple[int, str, str]:
     """The same by torchrun."""
     process = launch(ranks, out, *args)
     printed, error = process.communicate(timeout=240)
-    return forked.Ended(process.returncode, printed, error)
+    return process.returncode, printed, error
 
 
 def emulate(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
