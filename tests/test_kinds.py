@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipu_pipe
 from ipu_pipe.errors import BadInput
+from ipu_pipe.run.build import build
 from ipu_pipe.run.planning import planned
 from tests.test_train import config
 
@@ -188,6 +189,24 @@ def test_metrics_are_tried_on_what_evaluations_measure_and_draw_nothing(tmp_path
     assert seen == [(20, False), (20, False), (12, False), (20, False), (12, False)]
 
 
+def test_metrics_are_given_labels_whatever_the_loss_asks_for_and_leave_the_model(tmp_path: Path) -> None:
+    class Counts(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().forward(x)
+
+    def loss(output: torch.Tensor, y: torch.Tensor, *, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, y)
+
+    net = nn.Sequential(Counts(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    metrics = {"labels": lambda output, y: y.dim()}
+    config = ipu_pipe.configure(**SHORT, stages=["2"])
+    how = {"model": net, "data": ipu_pipe.from_loader(DataLoader(SET, 8), DataLoader(SET, 32)), "loss": loss}
+    job = build(config, metrics=metrics, **how)  # type: ignore[arg-type]
+    assert job.metrics[0].name == "labels" and not hasattr(net[0], "calls")
+    assert ipu_pipe.train(config, tmp_path / "run", quiet=True, metrics=metrics, **how)["final"]["test_labels"] == 1.0  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "told, given",
     [
@@ -211,6 +230,7 @@ KEYS = {
     "model.output=1.5": "model.output: 1.5: must be null, a field's name, an index, or module:function",
     "lr_schedule={name: torch.optim.lr_scheduler.StepLR, gamma: 0.5}": "lr_schedule.gamma: 0.5: of torch.optim.lr_scheduler.Step",
     "output=logits": "output: logits: unknown key, nearest is model.output",  # story: or given.output, which a run alone writes
+    "early_stopping={restore_best: 1}": "early_stopping.restore_best: 1: must be true or false",
     "metric=accuracy": "metric: accuracy: unknown key, nearest is metrics",  # story: early_stopping.metric
 }
 

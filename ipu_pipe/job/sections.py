@@ -239,7 +239,7 @@ class EarlyStoppingConfig(Section):
     mode: Optional[Literal["min", "max"]] = None
     patience: Count = 3
     min_delta: NotNegative = 0.0
-    restore_best: bool = False
+    restore_best: StrictBool = False
 
 
 class CheckpointConfig(Section):

@@ -18,7 +18,6 @@ from ipu_pipe.job.record import Setup
 from ipu_pipe.model.asking import labels_of
 from ipu_pipe.model.buffers import all_restored
 from ipu_pipe.model.calling import call
-from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import described, lead, sample_count
 from ipu_pipe.model.outputs import SCORES, OfOutput, OwnLoss, Part, fields, plain, scores, takes_all, told
 from ipu_pipe.model.precision import plain_loss
@@ -85,18 +84,18 @@ def try_metrics(setup: Setup) -> None:
     if not metrics or setup.device.type == "meta":
         return
     devices = [setup.device] if setup.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), modes_restored(setup.model):
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), all_restored(setup.model):
         setup.model.eval()
-        for x, y in itertools.islice(test_batches(setup), 1):
-            taken = scores(setup.loss, call(setup.model, x))
+        for x, given in itertools.islice(test_batches(setup), 1):
+            taken, y = scores(setup.loss, call(setup.model, x)), labels_of(given)
             for metric in metrics:
                 try:
                     metric.begin().add(taken, y, sample_count(x))
                 except BadInput:
                     raise
                 except Exception as error:  # whatever the user's metric raises
-                    given = f"{told(taken)} and labels {described(labels_of(y))}"
-                    raise BadInput(f"metrics: {metric.name}: fails on {given}: {first_line(error)}") from error
+                    kinds = f"{told(taken)} and labels {described(y)}"
+                    raise BadInput(f"metrics: {metric.name}: fails on {kinds}: {first_line(error)}") from error
 
 
 def _likely(output: Any) -> Any:
