@@ -6,6 +6,7 @@ from typing import Any, Callable, Dict, List, Tuple
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ipu_pipe.model.stages import begin_stage
 
@@ -109,6 +110,21 @@ def twice() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(12, 4), begin_stage(again), begin_stage(nn.Tanh()), again, begin_stage(nn.Linear(4, 4))
     )
+
+
+class Checkpointed(nn.Module):
+    """Runs its forward a second time in the backward, and draws the same again."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, 12), nn.Dropout(0.3), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def checkpointed() -> List[nn.Module]:
+    return [*(Checkpointed(12) for _ in range(3)), nn.Linear(12, 4)]
 
 
 MODELS: Dict[str, Callable[[], List[nn.Module]]] = {"mlp": mlp, "convolution": convolution, "residual": residual}

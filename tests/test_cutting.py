@@ -12,6 +12,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.cutting import crossings, pieces
 from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.nests import refuse_other_shapes
 from ipu_pipe.model.probe import random_modules
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.rehearsal import refuse_other_pieces
@@ -318,3 +319,37 @@ def test_a_cache_of_keys_is_refused_with_what_turns_it_off() -> None:
 
     with pytest.raises(BadInput, match=r"stage 0: model.transformer.h.0.*DynamicCache.*config.use_cache = False"):
         pieces(third_party_models.gpt2(use_cache=True), ["model.transformer.h.1"], WORDS)
+
+
+class Masked(nn.Module):
+    """Branches on what of its input is there, and on dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, z: Any = None, mask: Any = None) -> torch.Tensor:
+        h = self.a(x)
+        if mask is not None:
+            h = h.masked_fill(~mask, 0) if mask.dtype is torch.bool else h * mask
+        h = self.b(h)
+        return self.c(h if z is None else h + z)  # type: ignore[no-any-return]
+
+
+def test_inputs_of_another_kind_have_a_recording_of_their_own() -> None:
+    """Story: two keys of a batch in another order, of tensors of one shape, went to the model exchanged."""
+    model, (x, z), mask = Masked(), torch.randn(2, 3, 4), torch.rand(3, 4) > 0.5
+    cut = pieces(model, ["b", "c"], {"x": x, "z": z})
+    for given in (
+        {"z": z, "x": x}, {"x": z, "z": x}, {"z": None, "x": x}, {"x": x, "z": z, "mask": mask},
+        {"x": x, "z": z, "mask": mask.float()}, {"mask": mask.long(), "z": z, "x": x}, {"x": x, "mask": mask},
+    ):  # fmt: skip
+        value: Any = given
+        for piece in cut:
+            value = piece(value)
+        assert torch.equal(value, model(**given)), list(given)
+    refuse_other_shapes({"z": z, "x": x}, {"x": x, "z": z}, 3)
+    with pytest.raises(BadInput, match="microbatch 3: inputs: mask: of dtype torch.int64, of the first microbatch torch.bool"):
+        refuse_other_shapes({"x": x, "mask": mask.long()}, {"x": x, "mask": mask}, 3)
+    with pytest.raises(BadInput, match=r"inputs: of shape \(2, 4\), of the first microbatch \(3, 4\)"):
+        refuse_other_shapes(x[:2], x, 3)

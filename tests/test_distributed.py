@@ -85,6 +85,7 @@ def cases() -> List[Case]:
         clips = ["clip-global"] if METHODS[method].flushes else ["clip-stage", "clip-delayed"]
         for way, model in zip(["plain", "channels", "adamw", *clips], ("tied", "thrice", "twice", "tied", "thrice")):
             made.append((f"{way}-{method}-{model}", method, {}, 1 if method == "naive" else 4, model, 0))
+    made += [(f"plain-{method}-checkpointed", method, {}, 4, "checkpointed", 0) for method in ("gpipe", "pipedream")]
     made.append(("warm-up-thrice", "pipedream_2bw", {}, 4, "thrice", 3))
     for name, row in ROWS.items():
         if not resolve_method(row.method, row.args).delay:

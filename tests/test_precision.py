@@ -247,7 +247,8 @@ def forward_types(model: nn.Module) -> List[torch.dtype]:
 def test_a_callers_model_is_given_back_as_it_was(end: str, keys: List[str], tmp_path: Path) -> None:
     """Story: where the data was refused, the model had been cast and stayed so."""
     model = mlp_model()
-    before = copy.deepcopy(model.state_dict())
+    model[2].eval()
+    before, modes = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
 
     class Ends(nn.CrossEntropyLoss):
         calls = 0
@@ -262,6 +263,7 @@ def test_a_callers_model_is_given_back_as_it_was(end: str, keys: List[str], tmp_
     expected = {"fault": ValueError, "Ctrl-C": KeyboardInterrupt, "refused": BadInput}
     with pytest.raises(expected[end]) if end in expected else contextlib.nullcontext():
         train(digits(*keys, *over), tmp_path / "run", model=model, loss=Ends(), quiet=True)
+    assert [m.training for m in model.modules()] == modes
     after = model.state_dict()
     assert {key: value.dtype for key, value in after.items()} == {key: value.dtype for key, value in before.items()}
     assert forward_types(model) == [torch.float32] and "forward" not in vars(model)

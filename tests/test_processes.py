@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ipu_pipe.backends.processes.assembling import forget
+from ipu_pipe.backends.processes.assembling import forget, zeros_instead
 from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.mail import Mail, Message
 from ipu_pipe.backends.processes.timeline import Timeline
@@ -401,6 +401,15 @@ def test_what_other_processes_hold_is_freed() -> None:
     layer = torch.nn.Linear(1000, 1000)
     forget(layer.parameters())
     assert layer.weight.shape == (1000, 1000) and layer.weight.untyped_storage().nbytes() == 4
+
+
+def test_what_is_forgotten_is_zero_while_shapes_are_looked_at() -> None:
+    """Story: a module that asserts that what it is given is finite failed in the first evaluation."""
+    layer = torch.nn.Linear(3, 3)
+    numbers = forget(layer.parameters())
+    with zeros_instead(numbers):
+        assert bool(torch.isfinite(layer(torch.ones(2, 3))).all())
+    assert bool(layer.weight.isnan().all()) and bool(layer.bias.isnan().all())
 
 
 @pytest.mark.parametrize(

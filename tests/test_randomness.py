@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ipu_pipe.model import probe
 from ipu_pipe.model.probe import random_modules
@@ -91,4 +92,21 @@ def test_seeding_asks_the_generator_and_no_other_device(monkeypatch: pytest.Monk
     keyed = KeyedRandomness(model, ["0"], seed=4, device=CPU)
     monkeypatch.setattr(torch, "manual_seed", None)
     assert torch.equal(model(x), expected)
+    keyed.remove()
+
+
+def test_a_second_forward_that_a_checkpoint_breaks_off_leaves_nothing_behind() -> None:
+    """It draws what the first one drew, if the backward is said to be of the same microbatch."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Dropout(0.5))
+    keyed, x = KeyedRandomness(model, ["1", "2"], 0, torch.device("cpu")), torch.randn(8, 4)
+    found = []
+    for way in (lambda: model(x), lambda: checkpoint(model, x, use_reentrant=False)):
+        model.zero_grad()
+        outputs = []
+        for keyed.microbatch in range(3):
+            outputs.append(way())
+        for keyed.microbatch in range(3):
+            outputs[keyed.microbatch].square().sum().backward()
+        found.append(model[0].weight.grad)
+    assert torch.equal(*found) and len(keyed._kept) <= 1
     keyed.remove()

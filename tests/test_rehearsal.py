@@ -4,14 +4,48 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.cutting import pieces
+from ipu_pipe.model.cutting import Crossing, Shape, pieces
 from ipu_pipe.model.rehearsal import refuse_other_pieces
+from ipu_pipe.run.build import build
 from tests.staged_models import Odd, Skipping, residual, whole
+from tests.test_train import config
+
+
+class Scale(nn.Module):
+    """Gives a number of Python's that it reads from a tensor."""
+
+    def forward(self, h: torch.Tensor) -> float:
+        return float(h.detach().abs().max())
+
+
+class Probe(nn.Module):
+    """Keeps such a number aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [0.0]
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        self.seen[0] = float(h.detach()[0].sum())
+        return h
+
+
+class Own(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h + torch.rand(4, generator=self.generator)
 
 
 class Three(nn.Module):
@@ -19,10 +53,11 @@ class Three(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how, self.kept = how, 1
+        self.how, self.kept, self.counts = how, 1, [1]
         self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
         self.drop = nn.Dropout(0.5)
         self.register_buffer("count", torch.zeros(()))
+        self.scale, self.probe, self.own = Scale(), Probe(), Own()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.drop(self.a(x))
@@ -39,8 +74,23 @@ class Three(nn.Module):
         elif self.how == "random":
             h = self.b(h) + torch.rand(4)
         elif self.how == "counted":
+            self.counts[0] += 1
+            h = self.b(h) if self.counts[0] % 2 else self.b(h).relu()
+        elif self.how == "number":
             self.kept += 1
-            h = self.b(h) if self.kept % 2 else self.b(h).relu()
+            h = self.b(h)
+        elif self.how == "numpy":
+            h = self.b(h) if np.random.rand() < 2 else h
+        elif self.how == "allclose":
+            h = self.b(h) if torch.allclose(h, h + 1) else h
+        elif self.how == "vmap":
+            h = self.b(torch.vmap(lambda row: row * row.sum())(h))
+        elif self.how == "given":
+            h = self.b(h) / (1 + self.scale(h))
+        elif self.how == "aside":
+            h = self.b(self.probe(h)) / (1 + self.probe.seen[0])
+        elif self.how == "generator":
+            h = self.b(self.own(h))
         elif self.how == "size":
             h = self.b(h) if h.shape[1] == 4 else h
         else:
@@ -57,6 +107,13 @@ def rehearse(model: nn.Module, begins: Any, x: torch.Tensor) -> None:
     ("buffer", r"count: the forward binds another tensor to this buffer.*self.count.add_\(1\)"),
     ("random", r"stage 1: rand in the model's own forward: draws random numbers outside of the modules that stay whole"),
     ("counted", r"its forward is not the same each time: stage 1: relu once, nothing another time"),
+    ("number", r"model: kept: the forward changes this number, in a module that is cut"),
+    ("numpy", r"draws from Python's random or numpy's, which no seed of a microbatch reaches"),
+    ("allclose", r"stage 0: allclose in the model's own forward: what the forward does there depends on a tensor's values"),
+    ("vmap", r"stage 0: sum in the model's own forward: it runs inside of torch.func"),
+    ("given", r"stage 1: scale in the model's own forward: it gives a float, and reads tensors' values"),
+    ("aside", r"not the same each time: stage 1: div is given something else another time"),
+    ("generator", r"the output own is another one each time: something draws random numbers that no seed"),
 ])  # fmt: skip
 def test_what_pieces_would_do_otherwise_is_refused(how: str, told: str) -> None:
     """One line each; the model is left as it was."""
@@ -87,3 +144,56 @@ def test_models_that_are_cut_exactly_pass() -> None:
     rehearse(whole([stage.float() for stage in residual()]), ["1", "2", "3"], torch.randn(3, 12))
     rehearse(Odd(), ["3", "4", "5"], torch.randn(3, 1, 8, 8))
     rehearse(nn.Sequential(nn.Linear(4, 4)), [], torch.randn(2, 4))
+
+
+class Again(nn.Module):
+    """Its backward runs a batch norm again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.norm, h, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_what_a_backward_changes_is_told() -> None:
+    """On processes forwards of other microbatches come before it."""
+    model, x = nn.Sequential(nn.Linear(4, 4), Again(), nn.Linear(4, 2)), torch.randn(6, 4)
+    moved = refuse_other_pieces(model, pieces(model, ["2"], x), x)
+    assert moved == ["1.norm.running_mean", "1.norm.running_var", "1.norm.num_batches_tracked"]
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    assert refuse_other_pieces(plain, pieces(plain, ["2"], x), x) == []
+
+
+class Counting(nn.Linear):
+    """Counts its forwards, as what anneals something does."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 10)
+        self.count, self.seen = 0, [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.seen[0] += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("stages", [1, ["2"]])
+def test_looks_at_a_model_before_training_leave_no_count_behind(stages: Any) -> None:
+    """Story: a module that counts its forwards had another count on processes, which look more often, than on the emulator."""
+    model = nn.Sequential(nn.Flatten(), Counting(), nn.Linear(10, 10))
+    job = build(config("method=gpipe", "gradient_accumulation=4", "evaluate.subset=96", "steps=8"), model=model)
+    x = job.example[0]
+    if stages != 1:
+        refuse_other_pieces(model, pieces(model, stages, x), x)
+    assert model[1].count == model[1].seen[0] == 0
+
+
+def test_what_crosses_has_the_recorded_shape() -> None:
+    """A process would wait for other bytes for ever, or take them for what they are not."""
+    crossing = Crossing((Shape((2, 3), torch.float32, True),))
+    assert len(crossing.flatten(torch.zeros(2, 3))) == 1
+    for other in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(4, 3)):
+        with pytest.raises(BadInput, match="what crosses must be of one shape"):
+            crossing.flatten(other)

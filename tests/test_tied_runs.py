@@ -5,9 +5,6 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -22,7 +19,8 @@ from ipu_pipe.run.build import build
 from ipu_pipe.run.checkpoint import drop
 from ipu_pipe.run.training import train
 from ipu_pipe.schedule.methods import METHODS
-from tests.tied_models import Gpt2, Normed, lm, tokens
+from tests import forked
+from tests.tied_models import Gpt2, Normed, Renormed, lm, tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 ADAM = {"name": "adam", "lr": 0.01, "weight_decay": 0.01}
@@ -157,16 +155,11 @@ def described(out: Path, method: str, **keys: Any) -> Path:
 
 
 def launched(ranks: int, out: Path, method: str, *more: str, **keys: Any) -> List[str]:
-    """A run by torchrun; its faults. `more`: arguments of the command."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "0", "--rdzv_endpoint",
-        "localhost:0", "--rdzv_backend", "c10d", str(ROOT / "tools" / "train.py"), str(described(out, method, **keys)), "--out",
-        str(out), "--set", "backend.name=distributed", *more,
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    faults = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 0 or faults, done.stderr
+    """A run on processes; its faults. `more`: arguments of the command."""
+    told = [str(described(out, method, **keys)), "--out", str(out), "--set", "backend.name=distributed", *more]
+    done = forked.run_ranks(ranks, "train", told)
+    faults = [line for line in done.error.splitlines() if line.startswith("error: ")]
+    assert done.code == 0 or faults, done.error
     return faults
 
 
@@ -245,6 +238,12 @@ def test_what_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: Any
     assert said.startswith(
         "model: 1.running_mean: training changes it, and stages 0 and 1 use it, each in a process of its own"
     )
+    said = refused("gpipe", Renormed(), tokens().train_batch(0, 0, 2)[0])
+    assert said.startswith("model: 0.weight: the forward changes this weight (max_norm of an embedding?), which several stages")
+    apart = Renormed()
+    apart[2].weight = nn.Parameter(apart[0].weight.data)
+    said = refused("gpipe", apart, tokens().train_batch(0, 0, 2)[0])
+    assert said.startswith("model: 0.weight on stage 0 and 2.weight on stage 1 are two parameters in one memory")
     how = config("pipedream_2bw", optimizer=SGD, method_args={"weight_prediction": {"scale": 1}})
     job = build(how, model=model("lm"), data=tokens())  # the emulator can
     assert engine.faults(job) == [

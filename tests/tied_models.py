@@ -54,3 +54,12 @@ class Normed(nn.Sequential):
     def __init__(self) -> None:
         norm = nn.BatchNorm1d(12)
         super().__init__(nn.Linear(12, 12), norm, begin_stage(nn.Linear(12, 12)), norm, nn.Linear(12, 4))
+
+
+class Renormed(nn.Sequential):
+    """An embedding whose forward scales its weight, which the head has, too."""
+
+    def __init__(self) -> None:
+        embedding, head = nn.Embedding(VOCABULARY, 8, max_norm=0.5), nn.Linear(8, VOCABULARY, bias=False)
+        head.weight = embedding.weight
+        super().__init__(embedding, begin_stage(nn.Linear(8, 8)), head)

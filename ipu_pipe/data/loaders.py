@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any, Iterable, Iterator, List, Optional, Sequence, Union
 
 import torch
+from torch.utils.data import Dataset, IterableDataset
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.nests import tensors
 from ipu_pipe.model.randomness import derived_seed
+from ipu_pipe.shown import kind_of
 
 _END = object()
 
@@ -26,6 +28,11 @@ class LoaderData:
         labels: Optional[str] = None,
         files: Sequence[Union[str, Path]] = (),
     ) -> None:
+        _refuse_kind("train", train)
+        if test is not None:
+            _refuse_kind("test", test)
+        if not (labels is None or isinstance(labels, str)):
+            raise BadInput(f"data: labels: {kind_of(labels)}: must be their name in batches that are mappings")
         if isinstance(test, Iterator):
             raise BadInput(
                 f"data: the test loader is a {type(test).__name__}, which gives its batches once: must give them at each"
@@ -132,6 +139,18 @@ class LoaderData:
     def test_batches(self, batch_size: int) -> Iterator[Any]:
         """The test loader's batches as they come."""
         yield from self._test if self._test is not None else ()
+
+
+def _refuse_kind(name: str, loader: Any) -> None:
+    """Refuse (BadInput) what gives no batches."""
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise BadInput(
+            f"data: {name}: {kind_of(loader)}: gives samples, not batches: must be a DataLoader of it (if it gives batches,"
+            " with batch_size=None)"
+        )
+    iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if not iterable or isinstance(loader, (str, type, torch.Tensor)):
+        raise BadInput(f"data: {name}: {kind_of(loader)}: must be a DataLoader, or another iterable of batches")
 
 
 def _count(batch: Any) -> Optional[int]:

@@ -21,10 +21,9 @@ from ipu_pipe.errors import BadInput, first_line
 from ipu_pipe.local.duplicates import Duplicates
 from ipu_pipe.local.heads import MakeHead, make_head
 from ipu_pipe.model.autocast import cast, is_cast
-from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.buffers import all_restored
 from ipu_pipe.model.calling import called_with
 from ipu_pipe.model.cutting import pieces
-from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import lead
 from ipu_pipe.model.outputs import Take, scores, told
 from ipu_pipe.model.probe import Loss
@@ -126,8 +125,9 @@ class Blocks:
     def _examples(self, x: Any) -> Tuple[Any, List[Any]]:
         """The model's output, and what is handed on at each boundary."""
         found: List[Any] = [x]
-        with torch.no_grad(), buffers_restored(self.model), modes_restored(self.model):
-            self.model.eval()
+        model = self.model
+        with torch.no_grad(), all_restored(model):
+            model.eval()
             for piece in self.pieces:
                 found.append(piece(found[-1]))
         return found[-1], found[1:-1]

@@ -14,9 +14,8 @@ once, while recording: a mode or size of the input that is new is recorded when 
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from typing import Any, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -24,9 +23,10 @@ from torch.utils._pytree import tree_map
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.autocast import casting
-from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.buffers import attributes_restored, buffers_restored
 from ipu_pipe.model.execution import answering
 from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.nests import in_order, named
 from ipu_pipe.model.programs import Program
 from ipu_pipe.model.recording import record
 from ipu_pipe.model.staging import Crossing, Shape, Staged, staged
@@ -41,20 +41,8 @@ def _shapes(value: Any) -> Shapes:
     return tuple(tuple(t.shape) for t in tensors_of(value))
 
 
-@contextlib.contextmanager
-def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Put back at the end what modules have as attributes: a forward may keep tensors or counters there."""
-    held = [(module, dict(vars(module))) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes in held:
-            vars(module).clear()
-            vars(module).update(attributes)
-
-
 class Recordings:
-    """What was recorded of a model's forward with stages that begin at `begins`, by mode and shapes of the input."""
+    """What was recorded of a model's forward with stages that begin at `begins`, by mode, shapes and dtypes of the input."""
 
     def __init__(self, model: nn.Module, begins: Sequence[str]) -> None:
         self.model, self.begins = model, list(begins)
@@ -64,7 +52,8 @@ class Recordings:
 
     def of(self, x: Any, training: bool) -> Staged:
         """That of an input like `x`, made where there is none yet."""
-        key = (training, training or torch.is_grad_enabled(), _shapes(x))
+        kinds = tuple((name, t is not None and (tuple(t.shape), t.dtype)) for name, t in named(in_order(x)))
+        key = (training, training or torch.is_grad_enabled(), kinds)
         if key not in self._found:
             with attributes_restored(self.model):
                 self._found[key] = self.record(x, training)
@@ -92,7 +81,7 @@ class Recordings:
     def record(self, x: Any, training: bool) -> Staged:
         """One more forward of `x`. It leaves all but attributes as they were."""
         model = self.model
-        given = tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, x)
+        given = tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, in_order(x))
         devices = [t.device for t in tensors_of(x)[:1] if t.is_cuda]
         with torch.random.fork_rng(devices=devices), buffers_restored(model), modes_restored(model):
             model.train(training)
@@ -122,10 +111,11 @@ class Recordings:
                     )
 
 
-def recorded_twice(model: nn.Module, begins: Sequence[str], x: Any) -> Tuple[Staged, Staged]:
-    """The first forward in training and the one after it: a model that counts its forwards may do something else then."""
+def recorded_twice(model: nn.Module, begins: Sequence[str], x: Any, then: Any) -> Tuple[Staged, Staged]:
+    """The first forward in training, of `x`, and the one after it, of an input of the same shapes: a model that counts its
+    forwards, or looks at values, may do something else then."""
     with attributes_restored(model):
-        one, other = (Recordings(model, begins).record(x, training=True) for _ in range(2))
+        one, other = (Recordings(model, begins).record(given, training=True) for given in (x, then))
     return one, other
 
 
@@ -205,6 +195,7 @@ class Piece(nn.Module):
         """What the next piece takes, or the model's output."""
         if self.copies_input:
             value = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, value)
+        value = value if self.stage else in_order(value)
         program = self.cut.program(self.stage, value, self.training)
         with casting(self.cut.model):  # one region, as around the whole: a weight is cast once
             return program.run(value)

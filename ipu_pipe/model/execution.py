@@ -9,9 +9,8 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.autocast import uncast_meanwhile
-from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.buffers import all_restored
 from ipu_pipe.model.calling import call
-from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import copied, lead
 from ipu_pipe.model.observation import Call, Observed, count, watch
 from ipu_pipe.model.shapes import by_shape, pays, stand_in
@@ -58,7 +57,7 @@ def _run_quietly(model: nn.Module, example: Any, training: bool) -> Any:
     """
     device = lead(example).device
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), buffers_restored(model), modes_restored(model):
+    with torch.random.fork_rng(devices=devices), all_restored(model):
         model.train(training)
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._NormBase):

@@ -18,7 +18,7 @@ from ipu_pipe.model.observation import storage
 from ipu_pipe.model.shape_rules import tensors_in
 
 ANYWHERE = -1  # in place of a stage: of weights and buffers, which every stage may read by name
-READS = {"_local_scalar_dense", "equal", "is_nonzero"}  # operations that give Python a tensor's values
+READS = {"_local_scalar_dense", "equal", "is_nonzero", "allclose"}  # operations that give Python a tensor's values
 
 
 class Liveness(TorchDispatchMode):

@@ -26,6 +26,16 @@ def mapped(change: Callable[[torch.Tensor], Any], nest: Any) -> Any:
     return nest
 
 
+def in_order(nest: Any) -> Any:
+    """The nest with the keys of its mappings in one order, whatever theirs is."""
+    if isinstance(nest, Mapping):
+        return {key: in_order(nest[key]) for key in sorted(nest, key=str)}
+    if isinstance(nest, (tuple, list)):
+        made = [in_order(value) for value in nest]
+        return made if isinstance(nest, list) else type(nest)(*made) if hasattr(nest, "_fields") else tuple(made)
+    return nest
+
+
 def named(nest: Any, name: str = "") -> Iterator[Tuple[str, Any]]:
     """What a nest holds, in order, each with where: "" of a single one, `key.0.key` deeper."""
     held = nest.items() if isinstance(nest, Mapping) else enumerate(nest) if isinstance(nest, (tuple, list)) else None
@@ -95,15 +105,18 @@ def refuse_others(nest: Any, what: str) -> None:
 
 
 def refuse_other_shapes(x: Any, example: Any, m: int) -> None:
-    """Refuse (BadInput) inputs of microbatch m that are not of the example's shapes."""
-    wanted = {name: tuple(t.shape) for name, t in named(example) if t is not None}
-    found = {name: tuple(t.shape) for name, t in named(x) if t is not None}
+    """Refuse (BadInput) inputs of microbatch m that are not of the example's shapes and dtypes."""
+    wanted, found = ({name: t for name, t in named(nest) if t is not None} for nest in (example, x))
     for name in {**wanted, **found}:
-        if wanted.get(name) != found.get(name):
-            raise BadInput(
-                f"data: microbatch {m}: inputs{name and ': ' + name}: of shape {found.get(name)}, of the first microbatch "
-                f"{wanted.get(name)}: stages on processes take one shape: pad to one length, or use backend.name: emulator"
-            )
+        own, first = found.get(name), wanted.get(name)
+        for what in ("shape", "dtype"):
+            a, b = getattr(own, what, None), getattr(first, what, None)
+            if a != b:
+                a, b = (tuple(size) if isinstance(size, torch.Size) else size for size in (a, b))
+                raise BadInput(
+                    f"data: microbatch {m}: inputs{name and ': ' + name}: of {what} {a}, of the first microbatch {b}: stages on"
+                    f" processes take one {what}: pad to one length, or use backend.name: emulator"
+                )
 
 
 def refuse_uneven(x: Any) -> None:

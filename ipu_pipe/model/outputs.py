@@ -52,19 +52,21 @@ class OwnLoss:
         return losses[0]
 
 
-def taker(output: Union[int, str]) -> Take:
-    """What takes the field or element `output` of a model's output. A tensor, which has none, is the output itself: that of an
-    auxiliary head."""
+class Part:
+    """Takes the field or element `key` of a model's output. A tensor, which has none, is the output itself: that of an auxiliary
+    head."""
 
-    def take(found: Any) -> Any:
+    def __init__(self, key: Union[int, str]) -> None:
+        self.key = key
+
+    def __call__(self, found: Any) -> Any:
+        """The part. Raises BadInput where there is none."""
         if isinstance(found, torch.Tensor):
             return found
-        value = _field(found, output)
+        value = _field(found, self.key)
         if value is None:
-            raise BadInput(f"model.output: {output}: the model returns {told(found)}")
+            raise BadInput(f"model.output: {self.key}: the model returns {told(found)}")
         return value
-
-    return take
 
 
 def scores(loss: Loss, output: Any) -> Any:

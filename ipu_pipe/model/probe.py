@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipu_pipe.model.boundaries import Partition, stage_at_call
-from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.buffers import all_restored, buffers_restored
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.counts import top_places
 from ipu_pipe.model.modes import modes_restored
@@ -44,12 +44,12 @@ class Footprint:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put back weights, buffers, gradients, modes and random states at the end."""
+    """Put back weights, buffers, gradients, attributes, modes and random states at the end."""
     parameters = list(model.parameters())
     values = [p.detach().clone() for p in parameters]
     gradients = [p.grad for p in parameters]
     cuda = [t.device for t in parameters[:1] if t.is_cuda]
-    with torch.random.fork_rng(devices=cuda), buffers_restored(model), modes_restored(model):
+    with torch.random.fork_rng(devices=cuda), all_restored(model):
         try:
             for p in parameters:
                 p.grad = None

@@ -6,7 +6,7 @@ Every backend then draws the same dropout masks, recomputation repeats them, and
 from __future__ import annotations
 
 import hashlib
-from typing import Any, List, Sequence
+from typing import Any, Dict, List, Sequence
 
 import torch
 from torch import nn
@@ -29,34 +29,38 @@ def generators(device: torch.device) -> List[torch.Generator]:
 class KeyedRandomness:
     """Seeds the named modules' draws in training, and leaves the random state around them as it was.
 
-    `microbatch` is set by the backend before each forward. The modules must not hold one another.
+    `microbatch` is set by the backend before each forward, and before each backward, in which checkpoints run forwards again. The
+    modules must not hold one another.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], seed: int, device: torch.device) -> None:
         self.microbatch = 0
         self._seed = seed
         self._generators = generators(device) if names else []
-        self._kept: List[List[torch.Tensor]] = []
+        self._kept: Dict[str, List[torch.Tensor]] = {}  # by module: a checkpoint breaks its second forward off, anywhere
         self._handles: List[Any] = []
         for name in names:
             module = model.get_submodule(name)
             self._handles.append(module.register_forward_pre_hook(self._seeding(name)))
-            self._handles.append(module.register_forward_hook(self._restore))
+            self._handles.append(module.register_forward_hook(self._restoring(name)))
 
     def _seeding(self, name: str) -> Any:
         def before(module: nn.Module, inputs: Any) -> None:
             if module.training:
-                self._kept.append([generator.get_state() for generator in self._generators])
+                self._kept[name] = [generator.get_state() for generator in self._generators]
                 seed = derived_seed(self._seed, self.microbatch, name)
                 for generator in self._generators:  # torch.manual_seed asks every kind of device: 100 times as long
                     generator.manual_seed(seed)
 
         return before
 
-    def _restore(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if module.training:
-            for generator, state in zip(self._generators, self._kept.pop()):
-                generator.set_state(state)
+    def _restoring(self, name: str) -> Any:
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            if module.training:
+                for generator, state in zip(self._generators, self._kept.pop(name)):
+                    generator.set_state(state)
+
+        return after
 
     def remove(self) -> None:
         """Take the hooks off the model."""

@@ -12,9 +12,11 @@ while recording: its sizes, branches and counters are the recording's.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -27,7 +29,7 @@ from ipu_pipe.model.liveness import Liveness
 from ipu_pipe.model.observation import modules_around
 from ipu_pipe.model.randomness import generators
 from ipu_pipe.model.recorded import Node, Place, Recorded, State, autocast_blocks, operation_name, state_now
-from ipu_pipe.model.templates import Constant, Template, tensors_of
+from ipu_pipe.model.templates import Constant, Template, leaves_of, tensors_of
 
 READS = {"tolist", "numpy", "__array__", "__dlpack__"}  # what gives Python a tensor's values without an operation
 KEPT = {"register_hook", "retain_grad"}  # recorded although they give no tensor
@@ -44,8 +46,10 @@ class Recorder(TorchFunctionMode):
         self._around = {id(model.get_submodule(name)) for name in around(begins)}
         self._names = {id(module): name for name, module in model.named_modules()}
         self._inside, self._quiet = 0, 0  # of recorded calls; of what this does itself
+        self._has_read = False  # the module that runs, a tensor's values
         inputs, weights = tensors_of(x), [*model.parameters(), *model.buffers()]
         self._drawing = generators(inputs[0].device if inputs else torch.device("cpu"))
+        self._before = self._drawn()  # the module that runs
         self.liveness = Liveness(weights, inputs, self._refuse_read, self._refuse_hidden)
         self.found.weights.update([*model.named_parameters(), *model.named_buffers()])
         self._arguments = Arguments(self.found, self._place, self.liveness)
@@ -61,6 +65,7 @@ class Recorder(TorchFunctionMode):
     # --- refusals
 
     def _refuse_read(self, operation: str) -> None:
+        self._has_read = True
         if not self._inside:
             name = {"_local_scalar_dense": "a number read from a tensor (if, item, int)"}.get(operation, operation)
             self._place.refuse(
@@ -77,11 +82,22 @@ class Recorder(TorchFunctionMode):
                 " the module as an argument, or begin the stage elsewhere",
             )
 
+    def _refuse_numbers(self, output: Any) -> None:
+        """What a module gives besides tensors is the recording's each time: it may not come from values, or from chance."""
+        others = [leaf for leaf in leaves_of(output) if not (leaf is None or isinstance(leaf, torch.Tensor))]
+        if others and (self._has_read or self._before != self._drawn()):
+            self._place.refuse(
+                self._called.name,
+                f"it gives a {type(others[0]).__name__}, and reads tensors' values or draws random numbers: give a tensor"
+                " instead, or begin stages at modules around what uses it",
+            )
+
     # --- functions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._quiet or self._inside:
+            self._has_read |= getattr(func, "__name__", "") in READS
             return func(*args, **kwargs)
         if func is torch.Tensor.__iter__:
             return iter(self._function(torch.Tensor.unbind, args, {}))
@@ -89,6 +105,8 @@ class Recorder(TorchFunctionMode):
 
     def _function(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = operation_name(func)
+        if any(map(_is_wrapped, tensors_of((args, kwargs)))):
+            self._place.refuse(name, "it runs inside of torch.func (vmap, grad): put that into a module of its own")
         if name in READS and self.liveness.is_live(args[0]):
             self._refuse_read(name)
         drawn, state = self._drawn(), state_now(self._outside)
@@ -129,6 +147,7 @@ class Recorder(TorchFunctionMode):
         self._place.called = name or "the model"
         taken = self._arguments.taken(args), self._arguments.taken(kwargs)
         self._called = self._add(name, *taken, state_now(self._outside))
+        self._has_read, self._before = False, self._drawn()
         self.liveness.begin()
         self._quiet -= 1
         self._inside += 1
@@ -140,6 +159,7 @@ class Recorder(TorchFunctionMode):
             return
         if self._inside == 1:
             self._arguments.refuse_filled((args, kwargs))
+            self._refuse_numbers(output)
             self._arguments.given(self._called, output)
         self._inside -= 1
 
@@ -172,6 +192,22 @@ def around(begins: Sequence[str]) -> List[str]:
     return list(dict.fromkeys(name for begin in begins for name in modules_around(begin)))
 
 
+def _is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether it stands for others, inside of a transformation of torch.func."""
+    return bool(torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_gradtrackingtensor(tensor))
+
+
+def _counters(model: nn.Module, begins: Sequence[str]) -> Dict[str, Any]:
+    """Numbers that the modules around cuts have as attributes."""
+    owners = [(name, model.get_submodule(name)) for name in around(begins)]
+    return {full_name(n, own): v for n, o in owners for own, v in vars(o).items() if type(v) in (int, float)}
+
+
+def _random_states() -> Any:
+    """Python's and numpy's own."""
+    return random.getstate(), pickle.dumps(np.random.get_state())
+
+
 def _buffers(model: nn.Module, begins: Sequence[str]) -> Dict[str, Any]:
     """Of the modules around cuts."""
     owners = [(name, model.get_submodule(name)) for name in around(begins)]
@@ -198,11 +234,14 @@ def _watched(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         handles.append(module.register_forward_hook(recorder.after, with_kwargs=True))
     is_tracing = torch.jit.is_tracing
     torch.jit.is_tracing = lambda: True
+    caches = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # a weight that two stages use would be cast in the first alone
     try:
         with recorder.liveness, recorder:
             yield
     finally:
         torch.jit.is_tracing = is_tracing
+        torch.set_autocast_cache_enabled(caches)
         for handle in handles:
             handle.remove()
 
@@ -210,7 +249,7 @@ def _watched(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 def record(model: nn.Module, begins: Sequence[str], x: Any) -> Tuple[Recorded, Liveness]:
     """One forward of input `x`, which it may overwrite, in the mode in which the model is. Raises BadInput."""
     _refuse_hooks(model, begins)
-    drawn, buffers = random.getstate(), _buffers(model, begins)
+    drawn, buffers, counters = _random_states(), _buffers(model, begins), _counters(model, begins)
     recorder = Recorder(model, begins, x)
     with _watched(model, recorder):
         output = call(model, x)
@@ -221,9 +260,15 @@ def record(model: nn.Module, begins: Sequence[str], x: Any) -> Tuple[Recorded, L
                 f"model: {name}: the forward binds another tensor to this buffer, in a module that is cut: write it in place"
                 " (self.count.add_(1)), or begin no stage inside of that module"
             )
-    if random.getstate() != drawn:
+    for name, number in _counters(model, begins).items():
+        if counters.get(name, number) != number:
+            raise BadInput(
+                f"model: {name}: the forward changes this number, in a module that is cut, where Python runs once: keep it in a"
+                " buffer (self.count.add_(1)) or in a module inside, or begin no stage inside of that module"
+            )
+    if _random_states() != drawn:
         raise BadInput(
-            f"model: {type(model).__name__}: its forward draws from Python's random, which no seed of a microbatch reaches: draw"
-            " from torch"
+            f"model: {type(model).__name__}: its forward draws from Python's random or numpy's, which no seed of a microbatch "
+            "reaches: draw from torch"
         )
     return found, recorder.liveness

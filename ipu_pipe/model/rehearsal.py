@@ -7,15 +7,16 @@ the way, tensors kept aside). What comes out otherwise is refused instead of tra
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.model.autocast import is_cast
 from ipu_pipe.model.calling import call
-from ipu_pipe.model.cutting import Piece, attributes_restored, pieces, recorded_twice
+from ipu_pipe.model.cutting import Piece, pieces, recorded_twice
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.probe import random_modules, undisturbed
 from ipu_pipe.model.randomness import KeyedRandomness, derived_seed
@@ -26,40 +27,47 @@ Found = Dict[str, Optional[torch.Tensor]]
 FEW = 2  # samples; a batch norm refuses one
 
 
-def refuse_other_pieces(model: nn.Module, parts: Sequence[Piece], x: Any) -> None:
+def refuse_other_pieces(model: nn.Module, parts: Sequence[Piece], x: Any) -> List[str]:
     """Refuse (BadInput) pieces that do not compute what the model does: modules' outputs, gradients, buffers in training, the
     output in evaluation. A few samples tell as much as all, in less time, where the model takes so few and its forward does the
-    same with them. The model is left as it was."""
+    same with them. What was recorded of some is compared on others, so that what depends on values shows. The model is left as it
+    was. Returns the names of buffers that a backward changes (a checkpoint in it runs modules again)."""
     if any(t.is_meta for t in tensors_of(x)):  # no values, nothing to compare
-        return
+        return []
     cut, few = parts[0].cut, _few(x)
     begins = cut.recordings.begins
     if few is not None:
         with contextlib.suppress(Exception):  # whatever the user's model raises: all samples tell
-            less = pieces(model, begins, few)
+            less = pieces(model, begins, few[0])
             same = differing(cut.first, less[0].cut.first) is None
-            if same and differing(*recorded_twice(model, begins, few)) is None:
-                _compare(model, less, few)
-                return
-    other = differing(*recorded_twice(model, begins, x))
+            if same and differing(*recorded_twice(model, begins, *few), numbers=True) is None:
+                return _compare(model, less, *few)
+    others = tree_map(lambda t: t.flip(0) if isinstance(t, torch.Tensor) and t.dim() else t, x)
+    other = differing(*recorded_twice(model, begins, x, others), numbers=True)
     if other is not None:
         raise _refusal(model, f"its forward is not the same each time: {other}")
-    _compare(model, parts, x)
+    return _compare(model, parts, x, others)
 
 
-def _few(x: Any) -> Any:
-    """The last samples of `x`; None where it has no more, or has none."""
+def _few(x: Any) -> Optional[Tuple[Any, Any]]:
+    """The last samples of `x`, and the first; None where it has no more, or has none."""
     sizes = {len(t) for t in tensors_of(x) if t.dim()}
     if len(sizes) != 1 or max(sizes) <= FEW:
         return None
-    return tree_map(lambda t: t[-FEW:] if isinstance(t, torch.Tensor) and t.dim() else t, x)
+    places = slice(-FEW, None), slice(FEW)
+    last, first = (tree_map(lambda t: t[p] if isinstance(t, torch.Tensor) and t.dim() else t, x) for p in places)
+    return last, first
 
 
-def _compare(model: nn.Module, parts: Sequence[Piece], x: Any) -> None:
-    """Raises BadInput where pieces and whole differ."""
+def _compare(model: nn.Module, parts: Sequence[Piece], recorded: Any, x: Any) -> List[str]:
+    """Raises BadInput where pieces and whole differ on `x`; the pieces are of what was `recorded`. Returns the names of buffers
+    that a backward changes."""
+    moved: List[str] = []
+    with torch.no_grad():
+        parts[0].cut.prepare(recorded, training=False)
     keyed = random_modules(model, x)
     for training in (True, False):
-        whole = _run(model, parts, x, keyed, training, chained=False)
+        whole = _run(model, parts, x, keyed, training, chained=False, moved=moved)
         try:
             chained = _run(model, parts, x, keyed, training, chained=True)
         except Exception as error:  # whatever the user's model raises
@@ -67,15 +75,26 @@ def _compare(model: nn.Module, parts: Sequence[Piece], x: Any) -> None:
         wrong = [what for what in [*whole, *chained] if not _same(whole.get(what), chained.get(what))]
         if wrong:  # what differs from time to time proves nothing
             again = _run(model, parts, x, keyed, training, chained=False)
-            wrong = [what for what in wrong if _same(whole.get(what), again.get(what))]
+            drawn = [what for what in wrong if not _same(whole.get(what), again.get(what))]
+            wrong = [what for what in wrong if what not in drawn]
+            if drawn and not wrong and drawn[0].startswith(("output", "result")) and not tensors_of(x)[0].is_cuda:
+                why = "draws random numbers that no seed of a microbatch reaches (a generator of its own)"
+                raise _refusal(model, f"the {drawn[0]} is another one each time: something {why}", "draw without one")
         if wrong:
-            raise _refusal(model, _told(wrong[0], whole.get(wrong[0]), chained.get(wrong[0]), parts))
+            way = OUTSIDE
+            if wrong[0].startswith("gradient") and is_cast(model):
+                way = "autocast sums that of a weight which several stages use in bfloat16: take precision: float32 or bfloat16"
+            raise _refusal(model, _told(wrong[0], whole.get(wrong[0]), chained.get(wrong[0]), parts), way)
+    return moved
 
 
-def _refusal(model: nn.Module, why: str) -> BadInput:
+OUTSIDE = "move what its forward does outside modules into modules"
+
+
+def _refusal(model: nn.Module, why: str, way: str = OUTSIDE) -> BadInput:
     return BadInput(
-        f"model: {type(model).__name__}: cut into pieces it is not the same model: {why}: move what its forward does outside "
-        "modules into modules, or use backend: {name: emulator} with a method without blocks"
+        f"model: {type(model).__name__}: cut into pieces it is not the same model: {why}: {way}, or use backend: "
+        "{name: emulator} with a method without blocks"
     )
 
 
@@ -100,9 +119,11 @@ def _same(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
 
 
 def _run(
-    model: nn.Module, parts: Sequence[Piece], x: Any, keyed: Sequence[str], training: bool, chained: bool
-) -> Found:
-    """All that a forward gives, in order; in training what modules give out, gradients and buffers, too."""
+    model: nn.Module, parts: Sequence[Piece], x: Any, keyed: Sequence[str], training: bool, chained: bool,
+    moved: Optional[List[str]] = None,
+) -> Found:  # fmt: skip
+    """All that a forward gives, in order; in training what modules give out, gradients and buffers, too. Into `moved` go the
+    names of buffers that the backward changes."""
     found: Found = {}
     handles: List[Any] = []
 
@@ -114,7 +135,7 @@ def _run(
 
         return after
 
-    with undisturbed(model), modes_restored(*parts), attributes_restored(model), torch.set_grad_enabled(training):
+    with undisturbed(model), modes_restored(*parts), torch.set_grad_enabled(training):
         model.train(training)
         for part in parts:
             part.training = training
@@ -128,6 +149,7 @@ def _run(
             results = [t for t in tensors_of(outputs) if t.requires_grad]
             found.update({f"result [{i}]": t.detach().clone() for i, t in enumerate(tensors_of(outputs))})
             generator = torch.Generator().manual_seed(derived_seed("rehearsal"))
+            before = {name: b.clone() for name, b in model.named_buffers()}
             directions = [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in results]
             if results:
                 torch.autograd.backward(results, directions)
@@ -137,6 +159,8 @@ def _run(
             randomness.remove()
             for handle in handles:
                 handle.remove()
+        if moved is not None:
+            moved += [name for name, b in model.named_buffers() if not _same(b, before[name])]
         named = model.named_parameters()
         found.update({f"gradient {name}": None if p.grad is None else p.grad.clone() for name, p in named})
         found.update({f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()})

@@ -8,7 +8,7 @@ raises, and who asked takes the tensors themselves.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, List, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, Set, Tuple
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from ipu_pipe.model.buffers import attributes_restored
 from ipu_pipe.model.nests import lead, numbers, tensors
 from ipu_pipe.model.shape_rules import ATEN, MADE, POINTWISE, RULES, alike, like, tensors_in
 from ipu_pipe.model.uncompiled import without_compiler
@@ -66,7 +67,6 @@ def made_by_shape() -> Iterator[None]:
 def by_shape(model: nn.Module) -> Iterator[None]:
     """Inside, the model's parameters and buffers are shapes, and so is all that is computed with shapes. At the end the model is
     as it was, whatever its forward has put on it."""
-    held = [(module, _held(module)) for module in model.modules()]
     twins: Dict[int, torch.Tensor] = {}
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,29 +78,13 @@ def by_shape(model: nn.Module) -> Iterator[None]:
             twins[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_weight else made
         return twins[id(tensor)]
 
-    try:
+    with attributes_restored(model):
         for module in model.modules():
             tables: Tuple[Dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
                 table.update({name: twin(tensor) for name, tensor in table.items() if tensor is not None})
         with shapes_only():
             yield
-    finally:
-        for module, (attributes, contents) in held:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for container, content in contents:
-                container.clear()
-                container.update(content) if isinstance(container, (dict, set)) else container.extend(content)
-
-
-def _held(module: nn.Module) -> Tuple[Dict[str, Any], List[Tuple[Any, Any]]]:
-    """A module's attributes, and what is in those that hold others (its tables of parameters and buffers, a cache of masks)."""
-    attributes = dict(vars(module))
-    containers = [
-        value for value in attributes.values() if type(value).__name__ in ("dict", "list", "set", "OrderedDict")
-    ]
-    return attributes, [(container, container.copy()) for container in containers]
 
 
 class _Shapes(TorchDispatchMode):

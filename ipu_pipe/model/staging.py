@@ -53,6 +53,12 @@ class Crossing:
     def flatten(self, value: Any) -> List[torch.Tensor]:
         """A value that crosses as messages."""
         found = value if isinstance(value, tuple) else (value,)
+        for t, shape in zip(found, self.tensors):
+            if (tuple(t.shape), t.dtype) != (shape.shape, shape.dtype):
+                raise BadInput(
+                    f"model: hands on a tensor of shape {tuple(t.shape)}, {t.dtype}, where a stage ends, and of shape"
+                    f" {shape.shape}, {shape.dtype} in the forward that was recorded: what crosses must be of one shape"
+                )
         return [t.permute(shape.order) if shape.order else t for t, shape in zip(found, self.tensors)]
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -77,12 +83,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Staged:
-    """A recording in stages. `homes`: stage in which each module first runs."""
+    """A recording in stages. `homes`: stage in which each module first runs; `written`: parameters that the forward changes."""
 
     parts: List[Part]
     crossings: List[Crossing]
     homes: Mapping[str, int]
     base: State
+    written: Set[str]
 
     @property
     def modules(self) -> List[List[str]]:
@@ -104,21 +111,20 @@ def staged(found: Recorded, liveness: Liveness, count: int, homes: Mapping[str, 
         entering = tuple(tuple(split.tensor(key).shape) for key in enters)
         parts.append(Part(split.nodes_of(s), enters, leaves, copied, entering))
     shapes = [Crossing(tuple(split.shape(key) for key in keys)) for keys in crossing]
-    return Staged(parts, shapes, found.reached, found.base)
+    stages = range(count)
+    written = {name for name, weight in found.weights.items() if any(liveness.is_written(weight, s) for s in stages)}
+    return Staged(parts, shapes, found.reached, found.base, written)
 
 
-def differing(a: Staged, b: Staged) -> Optional[str]:
-    """The first call in which two recordings of one model differ but for sizes; None: in none."""
+def differing(a: Staged, b: Staged, numbers: bool = False) -> Optional[str]:
+    """The first call in which two recordings of one model differ, but for sizes; `numbers`: in these, too. None: in none."""
     for stage, (one, other) in enumerate(zip(a.parts, b.parts)):
         for x, y in itertools.zip_longest(one.nodes, other.nodes):
-            if (
-                x is None
-                or y is None
-                or x.target != y.target
-                or not (alike(x.args, y.args) and alike(x.keywords, y.keywords))
-            ):
+            if x is None or y is None or x.target != y.target:
                 return f"stage {stage}: {x.name if x else 'nothing'} once, {y.name if y else 'nothing'} another time"
-        if not alike(one.leaves, other.leaves):
+            if not (alike(x.args, y.args, numbers) and alike(x.keywords, y.keywords, numbers)):
+                return f"stage {stage}: {x.name} is given something else another time"
+        if not alike(one.leaves, other.leaves, numbers):
             return f"stage {stage}: it gives something else"
     return None
 

@@ -118,12 +118,13 @@ def maker(found: Template, get: Callable[[Key], Getter]) -> Getter:
     return lambda values: build([part(values) for part in parts])
 
 
-def alike(a: Template, b: Template) -> bool:
-    """Whether two templates are the same but for numbers (sizes, above all)."""
+def alike(a: Template, b: Template, numbers: bool) -> bool:
+    """Whether two templates are the same, but for numbers (sizes, above all) if these may be others."""
     if isinstance(a, Nest) and isinstance(b, Nest):
         same = a.kind == b.kind and len(a.parts) == len(b.parts)
-        return same and all(alike(x, y) for x, y in zip(a.parts, b.parts))
+        return same and all(alike(x, y, numbers) for x, y in zip(a.parts, b.parts))
     if isinstance(a, Constant) and isinstance(b, Constant):
-        told = (bool, str, type(None))
-        return type(a.value) is type(b.value) and (not isinstance(a.value, told) or a.value == b.value)
+        told = (bool, str, type(None), *((int, float, complex, torch.Size) if numbers else ()))
+        same = type(a.value) is type(b.value) and (not isinstance(a.value, told) or a.value == b.value)
+        return same or (type(a.value) is type(b.value) is float and a.value != a.value and b.value != b.value)
     return a == b

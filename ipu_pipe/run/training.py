@@ -21,6 +21,7 @@ from ipu_pipe.job.identity import MADE_LATER, changes
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import GIVEN
+from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.report.read_data import other_data, read_data
 from ipu_pipe.run import checkpoint
@@ -29,6 +30,7 @@ from ipu_pipe.run.callbacks import Callback, make_callbacks
 from ipu_pipe.run.early_stopping import EarlyStopping
 from ipu_pipe.run.folder import as_folder, check_folder, earlier_starts, finished_summary
 from ipu_pipe.run.folder_lock import FolderLock, refuse_used
+from ipu_pipe.run.kinds import refuse_kinds
 from ipu_pipe.run.loop import Run
 from ipu_pipe.run.parts import Output
 from ipu_pipe.run.progress import Progress
@@ -80,12 +82,16 @@ def train(
     is not finite, and what the model, loss, data source or optimizer raise as it is, with the place (a UserFault) at the end of
     its chain of causes. On the distributed backend every process calls this alike; the first one writes, all return the summary.
     A model given here is trained in place, in the config's precision, and has its own dtypes again at the end, whatever way that
-    comes, unless it shall `keep_dtype` of the training. On processes every rank's is whole then (after a fault each has its own
-    stage alone, not-a-number elsewhere: the newest checkpoint has the whole).
+    comes, unless it shall `keep_dtype` of the training; so have its modules their modes. On processes every rank's is whole then
+    (after a fault each has its own stage alone, not-a-number elsewhere: the newest checkpoint has the whole).
     """
-    out = as_folder(out)
-    launch(config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite})
     given: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
+    asked: Dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
+    objects: Dict[str, Any] = {"model": model, "data": data, "loss": loss, "output": output, "callbacks": callbacks}
+    others: Dict[str, Any] = {"optimizer_args": optimizer_args, "quiet": quiet, "keep_dtype": keep_dtype}
+    refuse_kinds(config, **objects, **given, **others, **asked)
+    out = as_folder(out)
+    launch(config, {"out": out, **asked})
     refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, **given)
     if optimizer is not None:
         optimizer = factory_of(optimizer, optimizer_args)
@@ -98,10 +104,12 @@ def train(
     config = with_given(config, model, data, loss, optimizer, output, callbacks=callbacks, **given)
     say = Progress(quiet or not is_main()).say
     resume = resume or resume_from is not None
-    with reserved(out, resume=resume, overwrite=overwrite, say=say):
+    with reserved(out, resume=resume, overwrite=overwrite, say=say), modes_restored(*([] if model is None else [model])):
         start = on_main(lambda: _checked(config, out, resume, resume_from, overwrite, say))
         if start.ended is not None:
-            say(f"{out}: this run is finished: nothing to resume")
+            why, steps = start.ended.get("stopped"), start.ended.get("steps")
+            early = f" (it ended early: {why}; --resume-from {steps} goes on)" if why else ""
+            say(f"{out}: this run is finished: nothing to resume{early}")
             return start.ended
         began = start.config.init_from
         if start.done:  # the checkpoint takes the place of the weights that the run began with
@@ -109,6 +117,9 @@ def train(
         job = build(start.config, model, data, loss, optimizer, start.done, output=output, **given)
         job.config = job.config.model_copy(update={"init_from": began})
         try:
+            for stopping in called:
+                if isinstance(stopping, EarlyStopping):
+                    stopping.refuse_unmeasured(job.metrics)
             if start.resumes:
                 on_main(lambda: _same_optimizer(job.config, out))
             job.read = on_main(lambda: _same_data(job, out, start.resumes))
@@ -167,7 +178,8 @@ def _checked(
         return _Start(config)
     saved = out / "config.yaml"
     if not saved.is_file():
-        raise BadInput(f"--resume: {out}: holds no run to resume")
+        option = "--resume" if step is None else f"--resume-from: {step}"
+        raise BadInput(f"{option}: {out}: holds no run to resume")
     recorded = load_recorded(saved)
     config = as_recorded(recorded, config)
     config = _with_recorded_counts(recorded, config)

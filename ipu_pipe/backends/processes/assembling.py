@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -70,8 +71,8 @@ def cut_out(job: Job, layout: Layout) -> Tuple[Place, List[Piece]]:
     return place, cut
 
 
-def forget_others(job: Job, place: Place, cut: List[Piece]) -> None:
-    """Free what other processes hold of the model."""
+def forget_others(job: Job, place: Place, cut: List[Piece]) -> List[torch.Tensor]:
+    """Free what other processes hold of the model. Returns the numbers that stand for it."""
     own = {id(t) for piece in (place.piece, place.behind) if piece is not None for t in piece.tensors()}
     others = [t for piece in cut for t in piece.tensors()]
     blocks = blocks_of(job.model)
@@ -80,11 +81,27 @@ def forget_others(job: Job, place: Place, cut: List[Piece]) -> None:
         for index, head in blocks.heads.items():
             others += [*head.parameters(), *head.buffers()] if index != str(place.layout.stage) else []
     gone = [t for t in others if id(t) not in own]
-    forget([*gone, *(job.numbers.trained(t) for t in gone if isinstance(t, torch.nn.Parameter))])
+    return forget([*gone, *(job.numbers.trained(t) for t in gone if isinstance(t, torch.nn.Parameter))])
 
 
-def forget(tensors: Iterable[torch.Tensor]) -> None:
-    """Free these; shapes and sizes stay to be read, of the values nothing (not a number)."""
+def forget(tensors: Iterable[torch.Tensor]) -> List[torch.Tensor]:
+    """Free these; shapes and sizes stay to be read, of the values nothing (not a number). Returns the one number of each."""
+    numbers = []
     for tensor in tensors:
         nothing = float("nan") if tensor.is_floating_point() else 0
-        tensor.data = torch.full((), nothing, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        numbers.append(torch.full((), nothing, dtype=tensor.dtype, device=tensor.device))
+        tensor.data = numbers[-1].expand(tensor.shape)
+    return numbers
+
+
+@contextlib.contextmanager
+def zeros_instead(numbers: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, what was forgotten is zero: a forward of the whole model for its shapes may refuse what is no number."""
+    own = [number.clone() for number in numbers]
+    try:
+        for number in numbers:
+            number.zero_()
+        yield
+    finally:
+        for number, value in zip(numbers, own):
+            number.copy_(value)

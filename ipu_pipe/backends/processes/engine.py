@@ -66,9 +66,9 @@ class ProcessEngine(Engine):
         self._player = RowPlayer(work, own, mail, replicas, self._ending, job.may_stop_empty)
         # of a model that the caller holds
         self._stages = stages_of(job.model, cut) if job.numbers.is_given else {}
-        forget_others(job, own, cut)
+        forgotten = forget_others(job, own, cut)
         self._telling = Telling(mail, self.layout, self._with_loss(), job.batch, groups[0] if groups else None)
-        self._evaluation = Evaluation(job, self._player, self._telling.with_loss)
+        self._evaluation = Evaluation(job, self._player, self._telling.with_loss, forgotten)
         import_compiler()
         with named_faults(self._player):
             offset = offset_to_first()

@@ -8,6 +8,7 @@ from typing import Any, List
 import torch
 import torch.distributed as dist
 
+from ipu_pipe.backends.processes.assembling import zeros_instead
 from ipu_pipe.backends.processes.joining import answer_within
 from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.player import RowPlayer
@@ -25,10 +26,12 @@ COUNTED = "ipu_pipe/evaluated"  # batches that any stage has done, in the store
 
 
 class Evaluation:
-    """Evaluates a job's stages, of which one is `player`'s; those `with_loss` tell theirs."""
+    """Evaluates a job's stages, of which one is `player`'s; those `with_loss` tell theirs. `forgotten`: what stands here for the
+    weights of the others."""
 
-    def __init__(self, job: Job, player: RowPlayer, with_loss: List[int]) -> None:
+    def __init__(self, job: Job, player: RowPlayer, with_loss: List[int], forgotten: List[torch.Tensor]) -> None:
         self._job, self._player, self._place, self._with_loss = job, player, player.place, with_loss
+        self._forgotten = forgotten
         self._count = 0
 
     def __call__(self) -> List[Measured]:
@@ -52,7 +55,8 @@ class Evaluation:
         tally, place, s = Tally.of(self._job), self._place, self._place.layout.stage
         for x, y in test_batches(self._job):
             value: Any = x
-            crossings = place.piece.cut.prepare(x, training=False)
+            with zeros_instead(self._forgotten):
+                crossings = place.piece.cut.prepare(x, training=False)
             if not place.is_first:
                 enter = crossings[s - 1]
                 value = enter.unflatten([self._take(shape.dtype) for shape in enter.tensors])

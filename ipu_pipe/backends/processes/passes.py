@@ -100,8 +100,7 @@ class Passes:
     def run(self, m: int, inputs: Sequence[Any], labels: Any) -> Results:
         """What the next stage gets; where there is a loss of its `labels`, it and the right answers."""
         place = self._place
-        if place.random is not None:
-            place.random.microbatch = m * place.layout.width + place.layout.replica
+        place.draw_of(m)
         value = inputs[0] if place.enter is None else place.enter.unflatten(inputs)
         if place.behind is not None:
             with buffers_restored(place.behind):  # the stage that owns the layer moves its running statistics
@@ -147,6 +146,7 @@ class Passes:
             assert version == self.update, f"stage {s}, B{m}: not of version {self.update} in memory but {version}"
         self.weights.load(flight.replay.backward)
         self.tied.load(version)
+        place.draw_of(m)  # where checkpoints run forwards again
         if flight.loss is not None:
             (flight.loss / self._work.accumulate).backward()  # type: ignore[no-untyped-call]
         elif not place.is_local:

@@ -63,6 +63,11 @@ class Place:
             own += [*self.head.parameters(), *self.head.buffers()]
         return list({id(t): t for t in own}.values())
 
+    def draw_of(self, m: int) -> None:
+        """What modules draw from now on is of microbatch m."""
+        if self.random is not None:
+            self.random.microbatch = m * self.layout.width + self.layout.replica
+
     def data(self, m: int) -> Tuple[Any, Any]:
         """Inputs and labels of microbatch m; None what this stage does not need."""
         if self.enter is not None and not self.has_loss:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Sequence
+from typing import Dict, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -51,9 +51,10 @@ def _place_stages(config: Config, method: Method, model: nn.Module, x: torch.Ten
         shown = first_of(begins, 8) or "the model"
         note = f"{len(wished)} stages on {depth} processes: taken together, stages begin at {shown}"
     cut = pieces(model, begins, x)
-    refuse_other_pieces(model, cut, x)  # on every rank alike, before any waits for another
+    again = refuse_other_pieces(model, cut, x)  # on every rank alike, before any waits for another
     _refuse_model(method, cut)
-    _refuse_moving(model, cut, x)
+    _refuse_moving(model, cut, x, again)
+    _refuse_shared_memory(cut)
     part = partition(model, x, begins if begins else 1, one_stage=method.one_stage)
     part = used_on(part, users(cut), model)
     if method.one_stage is not None:
@@ -61,8 +62,19 @@ def _place_stages(config: Config, method: Method, model: nn.Module, x: torch.Ten
     return Placed(model, part, own, note)
 
 
-def _refuse_moving(model: nn.Module, cut: Sequence[Piece], x: torch.Tensor) -> None:
-    """Buffers that training changes move with every forward of one process."""
+def _refuse_moving(model: nn.Module, cut: Sequence[Piece], x: torch.Tensor, again: Sequence[str]) -> None:
+    """Buffers that training changes move with every forward of one process; `again`: those that backwards move, too. Weights of
+    several stages change by updates alone."""
+    if again:
+        raise BadInput(
+            f"model: {first_of(list(again))}: a backward changes it (a checkpoint runs its module again), and other microbatches'"
+            " forwards come between: keep it out of checkpoints, or use backend: {name: emulator}"
+        )
+    for name in sorted(users(cut).keys() & cut[0].cut.first.written):
+        raise BadInput(
+            f"model: {name}: the forward changes this weight (max_norm of an embedding?), which several stages use: untie it, or"
+            " use backend: {name: emulator}"
+        )
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
     moving = set(changing_buffers(model, x))
     for name, buffer in model.named_buffers():
@@ -72,6 +84,21 @@ def _refuse_moving(model: nn.Module, cut: Sequence[Piece], x: torch.Tensor) -> N
                 f"model: {name}: training changes it, and stages {' and '.join(map(str, stages))} use it, each in a process of"
                 " its own: cut elsewhere, or use backend: {name: emulator}"
             )
+
+
+def _refuse_shared_memory(cut: Sequence[Piece]) -> None:
+    """Of parameters that lie in one memory: each process would have its own."""
+    held: Dict[int, Tuple[int, str, nn.Parameter]] = {}
+    for stage, piece in enumerate(cut):
+        named = dict(piece.cut.model.named_parameters())
+        for name in piece.weights():
+            p = named[name]
+            first, other, own = held.setdefault(p.data_ptr(), (stage, name, p))
+            if own is not p and first != stage and not p.is_meta:
+                raise BadInput(
+                    f"model: {other} on stage {first} and {name} on stage {stage} are two parameters in one memory, which"
+                    " processes do not share: make them one parameter (b.weight = a.weight), or clone one"
+                )
 
 
 def _refuse_model(method: Method, cut: Sequence[Piece]) -> None:
