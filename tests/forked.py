@@ -25,12 +25,11 @@ PATIENCE = 6.0  # seconds for the other ranks, after one has failed, before they
 
 
 class Ended(NamedTuple):
-    """How a command ended: its exit code, for several ranks the first that is not 0; what they printed; each rank's code."""
+    """How a command ended: its exit code, for several ranks the first that is not 0; what they printed."""
 
     code: int
     printed: str
     error: str
-    codes: Sequence[int] = ()
 
 
 def context() -> ForkServerContext:
@@ -64,7 +63,7 @@ def run_ranks(ranks: int, command: str, arguments: Sequence[str], seconds: float
         told = [
             "".join((Path(folder) / str(rank)).with_suffix(end).read_text() for rank in range(ranks)) for end in ENDS
         ]
-    return Ended(next((code for code in codes if code), 0), *told, codes)
+    return Ended(next((code for code in codes if code), 0), *told)
 
 
 def run_command(command: str, *arguments: str, seconds: float = 240, **variables: str) -> Ended:

@@ -30,7 +30,7 @@ def balanced_speedup(stages: int, accumulate: int) -> float:
 
 
 def collect(*args: str) -> Tuple[int, str, str]:
-    return forked.run_command("collect", *args)[:3]
+    return forked.run_command("collect", *args)
 
 
 def read(folder: Path) -> Dict[str, Any]:

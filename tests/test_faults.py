@@ -458,7 +458,7 @@ def test_a_fault_of_the_users_on_one_rank_is_told_by_it_alone(tmp_path: Path) ->
         "backend.name=distributed", "backend.deadline=60", "backend.threads=1", "method=pipedream",
     ]  # fmt: skip
     ended = forked.run_ranks(2, "train", [DIGITS, "--out", str(out), "--set", *sets], 120)
-    assert ended.codes == [1, 1], ended
+    assert ended.code == 1, ended  # rank 0's
     (line,) = ended.error.splitlines()
     assert (
         line.startswith("error: rank 1, stage 1, update ") and "Burnt: counted 20 (" in line and f"{__file__}:" in line

@@ -578,7 +578,7 @@ def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     arguments = [DIGITS, "--set", *SHORT, "method=pipedream_flush", "stages=2", "--out", str(tmp_path / "run")]
     faulty = {"POPTORCH_DOUBLE_FAIL": "execute:24:RecoverableError:LINK_RESET", "POPTORCH_DOUBLE_RECORD": str(record)}
-    code, out, error, _ = forked.run_command("train", *arguments, PYTHONPATH=DOUBLE, **faulty)
+    code, out, error = forked.run_command("train", *arguments, PYTHONPATH=DOUBLE, **faulty)
     assert code == 0 and out.splitlines()[-1].startswith("throughput: "), error
     assert (
         "2 stages on 2 IPUs of each replica (PipelinedExecution): 10 pipeline cycles an update, 80.0% of them full"
@@ -599,7 +599,7 @@ def test_blocks_on_ipus_of_their_own_give_the_emulators_weights(tmp_path: Path) 
     ]
     decoupled = ["backend.name=poptorch", "backend.ipu.local=decoupled"]
     arguments = [DIGITS, "--set", *keys, *decoupled, "--out", str(tmp_path / "blocks")]
-    code, out, error, _ = forked.run_ranks(2, "train", arguments, PYTHONPATH=DOUBLE)
+    code, out, error = forked.run_ranks(2, "train", arguments, PYTHONPATH=DOUBLE)
     assert code == 0 and "each in a process of its own" in out, error
     train(tool_config(keys), tmp_path / "emulator", quiet=True)
     assert_same(weights(tmp_path / "blocks"), weights(tmp_path / "emulator"))
@@ -609,7 +609,7 @@ def test_blocks_on_ipus_of_their_own_give_the_emulators_weights(tmp_path: Path) 
         assert a == pytest.approx(b, rel=1e-5)
     assert one["links"][0]["bytes_per_microbatch"] == other["links"][0]["bytes_per_microbatch"]
     broken = {"POPTORCH_DOUBLE_FAIL": "execute:92:RecoverableError:PARTITION_RESET"}
-    code, out, error, _ = forked.run_ranks(2, "train", [*arguments, "--overwrite"], PYTHONPATH=DOUBLE, **broken)
+    code, out, error = forked.run_ranks(2, "train", [*arguments, "--overwrite"], PYTHONPATH=DOUBLE, **broken)
     told = [line for line in error.splitlines() if line.startswith("error: ")]
     assert code != 0 and len(told) == 1 and "device error (PARTITION_RESET)" in told[0] and "--resume" in told[0], error
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List
 
 import pytest
 import torch
@@ -73,16 +73,16 @@ def hears_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def run(ranks: int, out: Path, *args: str) -> Tuple[int, str, str]:
+def run(ranks: int, out: Path, *args: str) -> forked.Ended:
     """Exit code, standard output and error, without torchrun's part."""
-    return forked.run_ranks(ranks, "train", command_line(out, *args))[:3]
+    return forked.run_ranks(ranks, "train", command_line(out, *args))
 
 
-def run_by_torchrun(ranks: int, out: Path, *args: str) -> Tuple[int, str, str]:
+def run_by_torchrun(ranks: int, out: Path, *args: str) -> forked.Ended:
     """The same by torchrun."""
     process = launch(ranks, out, *args)
     printed, error = process.communicate(timeout=240)
-    return process.returncode, printed, error
+    return forked.Ended(process.returncode, printed, error)
 
 
 def emulate(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:

@@ -108,6 +108,7 @@ def test_a_run_does_not_go_on_with_other_data(folder: Path) -> None:
     assert newest(folder / "run")["files"]["1.npy"]["sha256"] == was
 
 
+@pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="needs torch 2.4")
 def test_processes_do_not_go_on_with_other_data(folder: Path) -> None:
     where = "data={name: tests.test_read_data:Images, root: " + str(folder / "data") + "}"
     sets = ["stages=2", "method=gpipe", where, "evaluate.every=0"]

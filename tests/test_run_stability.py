@@ -283,7 +283,7 @@ def test_bad_input_is_a_line(arguments: List[str], line: str, monkeypatch: pytes
 
 
 def test_the_command_ends_with_2_and_a_line() -> None:
-    code, printed, error, _ = forked.run_command("stability", "nowhere.yaml")
+    code, printed, error = forked.run_command("stability", "nowhere.yaml")
     assert (code, printed) == (2, "") and error.startswith("error: nowhere.yaml: ")
     assert error.count("\n") == 1
 

@@ -167,9 +167,8 @@ class Config(Section):
         names = ["loss", *(name if isinstance(name, str) else name.entry for name in self.metrics)]
         known = [name.rpartition(":")[2] for name in names]
         if chosen not in known and GIVEN not in known:
-            raise fault_at(
-                "early_stopping.metric", chosen, f"no evaluation gives it: must be one of {', '.join(known)}"
-            )
+            why = f"no evaluation gives it: must be one of {', '.join(known)}"
+            raise fault_at("early_stopping.metric", chosen, why)
         return self
 
     @model_validator(mode="after")
