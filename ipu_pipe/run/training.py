@@ -104,7 +104,9 @@ def train(
     config = with_given(config, model, data, loss, optimizer, output, callbacks=callbacks, **given)
     say = Progress(quiet or not is_main()).say
     resume = resume or resume_from is not None
-    with reserved(out, resume=resume, overwrite=overwrite, say=say), modes_restored(*([] if model is None else [model])):
+    with reserved(out, resume=resume, overwrite=overwrite, say=say), modes_restored(
+        *([] if model is None else [model])
+    ):
         start = on_main(lambda: _checked(config, out, resume, resume_from, overwrite, say))
         if start.ended is not None:
             why, steps = start.ended.get("stopped"), start.ended.get("steps")
