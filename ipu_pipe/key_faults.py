@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from ipu_pipe.shown import also_called, nearest, shown
 
 MOST_TOLD = 50
+WRITTEN = ("given",)  # keys that a run alone writes
 # What others call a key of a run's config.
 KEYS_ALSO_CALLED = {
     **dict.fromkeys(("batch_size", "train_batch_size", "per_device_train_batch_size", "microbatch_size"), "micro_batch_size"),
@@ -28,7 +29,7 @@ KEYS_ALSO_CALLED = {
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "checkpoint_activations"), "recompute"),
     **dict.fromkeys(("out", "output_dir", "save_dir", "run_dir"), "--out DIR"),
     "num_warmup_steps": "lr_schedule.warmup_steps", "learning_rate": "optimizer.lr", "criterion": "loss",
-    "dataset": "data", "random_seed": "seed", "resume": "--resume", "dp_size": "replicas",
+    "dataset": "data", "metric": "metrics", "random_seed": "seed", "resume": "--resume", "dp_size": "replicas",
 }  # fmt: skip
 # The key of a section for which a value alone is most likely meant, by the value's type.
 MEANT = {str: ("entry", "name"), int: ("norm", "every"), float: ("norm", "every")}
@@ -124,7 +125,8 @@ def _nearest(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) -> s
     called = KEYS_ALSO_CALLED.get(parts[-1].lower().replace("-", "_"), "")
     if called and len(parts) == 1 and (called.startswith("--") or called.partition(".")[0] in known):
         return f", nearest is {called}"
-    further = [f"{name}.{key}" for name in known for key in _keys(section.model_fields[name]) if key == parts[-1]]
+    further = [f"{name}.{key}" for name in known if name not in WRITTEN for key in _keys(section.model_fields[name])]
+    further = [name for name in further if name.rpartition(".")[2] == parts[-1]]
     near = " or ".join(further) or nearest(parts[-1], known, alike=0.5)
     return f", nearest is {near}" if near else f", allowed are {', '.join(known)}"
 

@@ -18,6 +18,16 @@ def shown(value: Any) -> str:
     return _cut(escaped(text), MOST_OF_A_VALUE)
 
 
+def kind_of(value: Any) -> str:
+    """A number or None as it is; of anything else what it is."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return shown(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 def one_line(text: str) -> str:
     """A fault as one line: white space folded, the rest as in `shown`, cut after `MOST_OF_A_LINE` characters."""
     return _cut(escaped(" ".join(text.split())), MOST_OF_A_LINE)

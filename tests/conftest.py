@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import List
+
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # read when NumPy and torch are imported; the tests' processes get it, too
 
 import pytest
 import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -11,14 +12,14 @@ import time
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Sequence
+from typing import Dict, List, NamedTuple, Optional, Sequence
 
 from torch.distributed import TCPStore
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOADED = [
-    "torch", "torch.distributed", "pytest", "ipu_pipe.cli.train", "ipu_pipe.run.training", "ipu_pipe.backends.processes.engine",
-    "ipu_pipe.backends.emulator.engine", "ipu_pipe.data.sets", "sklearn.datasets",
+    "torch", "torch._dynamo", "torch.distributed", "pytest", "sklearn.datasets", "ipu_pipe.cli.train", "ipu_pipe.run.training",
+    "ipu_pipe.backends.processes.engine", "ipu_pipe.backends.emulator.engine", "ipu_pipe.data.sets",
 ]  # fmt: skip
 PATIENCE = 6.0  # seconds for the other ranks, after one has failed, before they are ended as torchrun does
 
@@ -46,29 +47,29 @@ def of_rank(rank: int, ranks: int, port: int) -> Dict[str, str]:
     }  # fmt: skip
 
 
-def run_ranks(ranks: int, command: str, arguments: Sequence[str], seconds: float = 240) -> Ended:
-    """`tools/COMMAND.py` on so many ranks; as under torchrun, one that fails ends the others."""
+def run_ranks(ranks: int, command: str, arguments: Sequence[str], seconds: float = 240, **variables: str) -> Ended:
+    """`tools/COMMAND.py` on so many ranks; as under torchrun, one that fails ends the others. `variables`: of the environment."""
     store = TCPStore(
         "localhost", 0, is_master=True, wait_for_workers=False
     )  # which outlives its ranks, as torchrun's does
     with tempfile.TemporaryDirectory() as folder:
         made = [
-            _start(command, arguments, Path(folder) / str(rank), of_rank(rank, ranks, store.port))
+            start(command, arguments, Path(folder) / str(rank), {**of_rank(rank, ranks, store.port), **variables})
             for rank in range(ranks)
         ]
         _wait(made, seconds)
-        codes = [process.exitcode for process in made]
-        assert all(code is not None for code in codes)
+        codes = [process.exitcode for process in made if process.exitcode is not None]
+        assert len(codes) == ranks
         told = [
             "".join((Path(folder) / str(rank)).with_suffix(end).read_text() for rank in range(ranks)) for end in ENDS
         ]
     return Ended(next((code for code in codes if code), 0), *told)
 
 
-def run_command(command: str, *arguments: str, seconds: float = 240) -> Ended:
+def run_command(command: str, *arguments: str, seconds: float = 240, **variables: str) -> Ended:
     """`tools/COMMAND.py` in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        made = _start(command, arguments, Path(folder) / "command", {})
+        made = start(command, arguments, Path(folder) / "command", variables)
         _wait([made], seconds)
         assert made.exitcode is not None
         return Ended(made.exitcode, *((Path(folder) / "command").with_suffix(end).read_text() for end in ENDS))
@@ -77,8 +78,11 @@ def run_command(command: str, *arguments: str, seconds: float = 240) -> Ended:
 ENDS = (".out", ".err")
 
 
-def _start(command: str, arguments: Sequence[str], told: Path, variables: Dict[str, str]) -> BaseProcess:
-    process = context().Process(target=_run, args=(command, list(arguments), str(told), variables))
+def start(
+    command: str, arguments: Sequence[str], told: Path, variables: Optional[Dict[str, str]] = None
+) -> BaseProcess:
+    """`tools/COMMAND.py` in a process of its own, which prints into `told`.out and .err."""
+    process = context().Process(target=_run, args=(command, list(arguments), str(told), variables or {}))
     process.start()
     return process
 
@@ -101,6 +105,7 @@ def _run(command: str, arguments: List[str], told: str, variables: Dict[str, str
         os.dup2(os.open(told + end, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.update(variables, OMP_NUM_THREADS="1")
+    sys.path[:0] = variables.get("PYTHONPATH", "").split(os.pathsep) if "PYTHONPATH" in variables else []
     os.chdir(ROOT)
     import torch
 
@@ -108,4 +113,7 @@ def _run(command: str, arguments: List[str], told: str, variables: Dict[str, str
     sys.argv = [f"tools/{command}.py", *arguments]
     from ipu_pipe import cli
 
-    cli.run(command)
+    try:
+        cli.run(command)
+    finally:
+        atexit._run_exitfuncs()  # which a fork leaves out

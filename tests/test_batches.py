@@ -24,7 +24,7 @@ from ipu_pipe.data.batches import divided
 from ipu_pipe.errors import end_process
 from ipu_pipe.job.schema import BackendConfig, Config
 from ipu_pipe.model.nests import copied, few, mapped, named, refuse_other_shapes, tensors
-from ipu_pipe.model.outputs import OwnLoss, fields, taker, told
+from ipu_pipe.model.outputs import OwnLoss, Part, fields, told
 from ipu_pipe.report.words import left_out
 from ipu_pipe.run.build import build
 
@@ -339,8 +339,8 @@ def test_fields_of_outputs() -> None:
     pair = Named(torch.zeros(1), torch.ones(2))
     assert fields(pair) == ["a", "b"] and fields((1, 2)) == [0, 1] and fields({"x": 1}) == ["x"]
     assert told(pair) == "Named(a, b)" and told(torch.zeros(2, 3)) == "a tensor of shape (2, 3)"
-    assert taker("b")(pair) is pair.b and taker(1)(pair) is pair.b and taker(-1)({"x": 3, "y": 4}) == 4
-    assert taker("b")(pair.a) is pair.a  # a tensor is the output itself
+    assert Part("b")(pair) is pair.b and Part(1)(pair) is pair.b and Part(-1)({"x": 3, "y": 4}) == 4
+    assert Part("b")(pair.a) is pair.a  # a tensor is the output itself
     assert OwnLoss()(pair, None) is pair.a and OwnLoss()({"loss": pair.a, "other": pair.a}, None) is pair.a
 
 

@@ -143,7 +143,7 @@ def test_what_is_no_callback_is_refused_in_a_line(tmp_path: Path) -> None:
         go(tmp_path / "run", "steps=2", callbacks=[Wrong()])
 
 
-def test_a_run_goes_on_with_what_its_callbacks_had(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_what_its_callbacks_had(tmp_path: Path, capsys: Any) -> None:
     class Counts(ipu_pipe.Callback):
         def __init__(self) -> None:
             self.count = 0
@@ -159,6 +159,8 @@ def test_a_run_goes_on_with_what_its_callbacks_had(tmp_path: Path) -> None:
 
     sets = ["method=pipedream", "stages=2", "gradient_accumulation=1", "steps=8"]
     go(tmp_path / "cut", *sets, callbacks=[Counts(), Ends(2)])  # ends after 3
+    train(load_config(DIGITS, [*SHORT, *sets]), tmp_path / "cut", callbacks=[Counts()], resume=True)
+    assert "nothing to resume (it ended early: it is enough; --resume-from 3 goes on)" in capsys.readouterr().out
     again = Counts()
     go(tmp_path / "cut", *sets, callbacks=[again], resume_from=3)
     assert again.count == 8

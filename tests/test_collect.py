@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
@@ -19,6 +18,7 @@ from ipu_pipe.studies import turns
 from ipu_pipe.studies.collected import table
 from ipu_pipe.studies.collection import collect as run_methods
 from ipu_pipe.studies.collection import of_method
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS = "configs/mlp_digits.yaml"
@@ -30,8 +30,7 @@ def balanced_speedup(stages: int, accumulate: int) -> float:
 
 
 def collect(*args: str) -> Tuple[int, str, str]:
-    done = subprocess.run([sys.executable, "tools/collect.py", *args], cwd=ROOT, capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
+    return forked.run_command("collect", *args)
 
 
 def read(folder: Path) -> Dict[str, Any]:

@@ -109,7 +109,8 @@ WRONG = {
     "optimizer: {lr: .inf}": "optimizer.lr: inf: must be a number >= 0",
     "optimizer: {momentum: 1}": "optimizer.momentum: 1: must be a number >= 0 and < 1",
     "optimizer: {nesterov: true}": "optimizer.nesterov: true: needs a momentum above 0",
-    "optimizer: {name: adam, momentum: 0.9}": "optimizer.momentum: 0.9: adam has no such setting, it has betas, eps",
+    "optimizer: {name: adam, momentum: 0.9}": "optimizer.momentum: 0.9: adam has no such setting, it has betas, eps; "
+    "null leaves it out",
     "optimizer: {name: adam, betas: [0.9, 1]}": "optimizer.betas.1: 1: must be a number >= 0 and < 1",
     "optimizer: {name: lion}": "optimizer.name: lion: must be sgd, adam or adamw, "
     "a class such as torch.optim.RMSprop, or module:name",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, List
@@ -13,15 +14,29 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
+def on_two_processes(script: Path, folder: Path) -> str:
+    """What they print."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), "2"]
+    path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    how = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, "timeout": 240}
+    done = subprocess.run(launch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.stem)
 def test_an_example_runs(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tests.third_party")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(script), "2"])
-    runpy.run_path(str(script), run_name="__main__")
-    assert "throughput: " in capsys.readouterr().out
+    if "torchrun " in script.read_text(encoding="utf-8").splitlines()[0]:
+        printed = on_two_processes(script, tmp_path)
+    else:
+        monkeypatch.setattr(sys, "argv", [str(script), "2"])
+        runpy.run_path(str(script), run_name="__main__")
+        printed = capsys.readouterr().out
+    assert "throughput: " in printed
     assert (tmp_path / "runs" / script.stem / "summary.json").is_file()
 
 

@@ -33,6 +33,7 @@ from ipu_pipe.run.training import train
 from ipu_pipe.studies import experiments
 from ipu_pipe.studies.collection import write as write_collected
 from ipu_pipe.studies.worker_pool import _told
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")
@@ -451,29 +452,14 @@ libc.pthread_mutex_lock(mutex)  # for ever, and no signal interrupts it
 
 @on_processes
 def test_a_fault_of_the_users_on_one_rank_is_told_by_it_alone(tmp_path: Path) -> None:
-    out, port = tmp_path / "run", free_port()
+    out = tmp_path / "run"
     sets = [
         "model.entry=tests.test_faults:model_of_a_config", "model.args={}", 'stages=["1"]', "log.tensorboard=false",
         "backend.name=distributed", "backend.deadline=60", "backend.threads=1", "method=pipedream",
     ]  # fmt: skip
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "tools/train.py", DIGITS, "--out", str(out), "--set", *sets], cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={
-                **os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            },
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        told = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [1, 1] and told[0] == "", told
-    (line,) = told[1].splitlines()
+    ended = forked.run_ranks(2, "train", [DIGITS, "--out", str(out), "--set", *sets], 120)
+    assert ended.code == 1, ended  # rank 0's
+    (line,) = ended.error.splitlines()
     assert (
         line.startswith("error: rank 1, stage 1, update ") and "Burnt: counted 20 (" in line and f"{__file__}:" in line
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import socket
@@ -21,6 +20,7 @@ from ipu_pipe.job.sections import InitFrom
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import set_up
 from ipu_pipe.run.training import evaluate_checkpoint, train
+from tests import forked
 from tests.test_train import DIGITS, config, run_tool, sets  # noqa: F401
 
 BASE = [
@@ -198,7 +198,7 @@ def test_a_run_goes_on_elsewhere_and_leaves_the_whole_model_to_every_caller(tmp_
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = forked.context()
     ends = [context.Process(target=process, args=(rank, port, tmp_path)) for rank in range(RANKS)]
     for end in ends:
         end.start()
@@ -269,6 +269,9 @@ def test_weights_that_do_not_fit_say_what_would(ended: Path, tmp_path: Path) -> 
             set_up(config(*BASE, f"init_from={path}", *over))
         return error.value.faults
 
+    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)  # as a run leaves it that ended before its first one
+    assert told(tmp_path / "begun") == [f"init_from: {tmp_path / 'begun'}: holds no checkpoint"]
+    assert told(tmp_path / "nowhere") == [f"init_from: {tmp_path / 'nowhere'}: no such file"]
     faults = told(ended, "model.args.classes=12")
     assert len(faults) == 2 and faults[-1].endswith("; init_from: {path: ..., strict: false} takes what fits")
     weights = load_file(ended / "checkpoints" / "step-8" / "model.safetensors")

@@ -310,6 +310,11 @@ def test_filters_lie_in_a_grid_each_between_its_own_extremes(tmp_path: Path) -> 
     assert drawn.shape[:2] == (24 + 86, 30 + 16 + 98 + 16 + 30)
     for left, shown in ((0, image), (30 + 16, grey), (30 + 16 + 98 + 16, image)):
         assert (drawn[24 : 24 + shown.shape[0], left : left + shown.shape[1]] == shown).all()
+    filters.draw_filters([("a", image), ("b", image)], tmp_path / "g.png", "Filters", "what they are of")
+    told = np.rint(imread(tmp_path / "g.png")[..., :3] * 255).astype(np.uint8)
+    assert told.shape[0] == 2 * 24 + image.shape[0] + 2 * 24  # of a title, titles, a note of two lines
+    assert (told[48 : 48 + image.shape[0], : image.shape[1]] == image).all()
+    assert (told[:24] < 128).any() and (told[-24:] < 200).any()
 
 
 def test_the_first_layer_is_found_or_named() -> None:

@@ -95,7 +95,7 @@ def test_predictions_of_nests_and_what_is_refused(tmp_path: Path) -> None:
     assert torch.equal(found["sum"], a + b) and found["kept"][0].shape == (7,) and found["kept"][1] == "text"
     wrong = {
         "holds no samples": lambda: ipu_pipe.predict(nn.Linear(3, 2), []),
-        "data: a int: must be a DataSource": lambda: ipu_pipe.predict(nn.Linear(3, 2), 3),
+        "data: 3: must be a DataSource": lambda: ipu_pipe.predict(nn.Linear(3, 2), 3),
         "is not in the folder of a run": lambda: ipu_pipe.predict(tmp_path, a),
         "into: goes with": lambda: ipu_pipe.predict(nn.Linear(3, 2), a, into=nn.Linear(3, 2)),
         "batch_size: 0": lambda: ipu_pipe.predict(nn.Linear(3, 2), a, batch_size=0),

@@ -87,7 +87,7 @@ def test_a_regression_says_its_own_metrics_and_no_accuracy(tmp_path: Path, capsy
     [
         (["acuracy"], "metrics: acuracy: nearest is accuracy"),
         (["accuracy", "accuracy"], "metrics: accuracy: is there twice"),
-        ([3], "metrics: int: must be a name, a function"),
+        ([3], "metrics: 3: must be a name, a function"),
         ([Spread], "metrics: the class Spread: must be a name, a function"),
         ({"a b": confidence}, "metrics: .*a b.*: must be letters"),
         (["tests.callbacks_of_runs:nothing"], "metrics: .*has no nothing"),

@@ -90,7 +90,7 @@ def test_an_optimizer_that_is_none_or_not_of_the_model_is_told_in_a_line(tmp_pat
     used = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     plain(net, used, steps=1)
     wrong = {
-        "optimizer: a int: must be a torch.optim class": {"optimizer": 3},
+        "optimizer: 3: must be a torch.optim class": {"optimizer": 3},
         "optimizer: the class Linear: must be": {"optimizer": nn.Linear},
         "optimizer: SGD: has stepped already": {"optimizer": used},
         "optimizer: SGD: does not hold 2 of the 2 parameters of stage 0": {
@@ -158,7 +158,10 @@ def test_a_scheduler_that_cannot_be_played_is_told_in_a_line() -> None:
             o, 0.1, total_steps=20
         ),
         "ReduceLROnPlateau: follows what evaluations measure": lr_scheduler.ReduceLROnPlateau,
-        "gave a int, must give a torch.optim.lr_scheduler": lambda o: 3,
+        "gave 3, must give a torch.optim.lr_scheduler": lambda o: 3,
+        "ExponentialLR: is of another optimizer": lambda o: lr_scheduler.ExponentialLR(
+            torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), gamma=0.5
+        ),
         "at update 6 of 20: ValueError": functools.partial(
             lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=5, cycle_momentum=False
         ),

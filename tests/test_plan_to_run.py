@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import torch
 
 from ipu_pipe.cli import plan
 from ipu_pipe.job.config import load_config
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 # a pipeline of two: all of the model with its gradients and state does not fit one device
@@ -52,13 +50,10 @@ def test_what_is_planned_trains_on_as_many_processes_and_is_told_beside_what_was
     assert f"torchrun --nproc_per_node 2 tools/train.py {planned}" in said.err
     assert load_config(planned).stages == best["stages"]
 
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_endpoint", "localhost:0",
-               "--rdzv_backend", "c10d", str(ROOT / "tools" / "train.py"), str(planned), "--out", str(out)]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    ran = forked.run_ranks(2, "train", [str(planned), "--out", str(out)], GLOO_SOCKET_IFNAME="lo")
+    assert ran.code == 0, ran.error[-2000:]
     measured = json.loads((out / "summary.json").read_text())["throughput_samples_per_second"]
-    found = re.search(r"predicted on two: ([0-9.]+) samples/s, measured: ([0-9.]+); the prediction is", ran.stdout)
-    assert found is not None, ran.stdout
+    found = re.search(r"predicted on two: ([0-9.]+) samples/s, measured: ([0-9.]+); the prediction is", ran.printed)
+    assert found is not None, ran.printed
     assert float(found.group(1)) == pytest.approx(best["samples_per_second"], abs=0.06)
     assert float(found.group(2)) == pytest.approx(measured, abs=0.06)

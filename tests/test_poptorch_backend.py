@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
@@ -25,6 +23,7 @@ from ipu_pipe.errors import BadInput, RunFault, run_command
 from ipu_pipe.job.config import configure
 from ipu_pipe.run.build import build
 from ipu_pipe.run.training import check, train
+from tests import forked
 from tests.staged_models import MODELS, TIED, Odd, Skipping, whole
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
@@ -462,6 +461,21 @@ def test_models_that_no_pipeline_of_ipus_has_are_refused(poptorch: Any) -> None:
     assert "must divide the run's 20" in said
 
 
+def test_groups_with_rates_of_their_own_are_refused_and_with_other_settings_are_taken(poptorch: Any) -> None:
+    def how(**of_biases: float) -> Dict[str, Any]:
+        net = model("mlp")
+        wide, biases = ([p for p in net.parameters() if (p.dim() > 1) is many] for many in (True, False))
+        groups: Any = [{"params": wide}, {"params": biases, **of_biases}]
+        return {"model": net, "optimizer": torch.optim.SGD(groups, lr=0.05)}
+
+    (said,) = faults(config(on="poptorch"), **how(lr=0.1))
+    assert said.startswith(
+        "optimizer: parameter groups with learning rates of their own: not with backend.name poptorch"
+    )
+    build(config(on="poptorch"), data=data(), **how(weight_decay=0.1))
+    build(config(), data=data(), **how(lr=0.1))
+
+
 def test_an_optimizer_of_the_users_own_is_translated(poptorch: Any, tmp_path: Path) -> None:
     def rmsprop(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(groups, lr=0.01, momentum=0.5, centered=True)
@@ -560,28 +574,11 @@ def test_without_poptorch_the_command_says_so_in_one_line(monkeypatch: Any, caps
     assert not Path(out).exists()
 
 
-def start(arguments: List[str], launcher: Optional[List[str]] = None, **environment: str) -> Any:
-    """tools/train.py in processes of their own, with the double."""
-    command = [sys.executable, *(launcher or []), "tools/train.py", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": DOUBLE, **environment}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def end(process: Any) -> Any:
-    out, error = process.communicate(timeout=120)
-    return process.returncode, out, error
-
-
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
-
-
 def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     arguments = [DIGITS, "--set", *SHORT, "method=pipedream_flush", "stages=2", "--out", str(tmp_path / "run")]
     faulty = {"POPTORCH_DOUBLE_FAIL": "execute:24:RecoverableError:LINK_RESET", "POPTORCH_DOUBLE_RECORD": str(record)}
-    code, out, error = end(start(arguments, **faulty))
+    code, out, error = forked.run_command("train", *arguments, PYTHONPATH=DOUBLE, **faulty)
     assert code == 0 and out.splitlines()[-1].startswith("throughput: "), error
     assert (
         "2 stages on 2 IPUs of each replica (PipelinedExecution): 10 pipeline cycles an update, 80.0% of them full"
@@ -592,7 +589,7 @@ def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 def test_blocks_on_ipus_of_their_own_give_the_emulators_weights(tmp_path: Path) -> None:
-    """Decoupled, by torchrun: one block gathers two updates' gradients; then with a device error in one process."""
+    """Decoupled, by a launcher's variables: one block gathers two updates' gradients; then with a device error in one process."""
     keys = [
         *SHORT[:-1],
         "method=local_greedy",
@@ -601,9 +598,8 @@ def test_blocks_on_ipus_of_their_own_give_the_emulators_weights(tmp_path: Path) 
         "optimizer.momentum=0.9",
     ]
     decoupled = ["backend.name=poptorch", "backend.ipu.local=decoupled"]
-    port = str(29600 + os.getpid() % 300)
     arguments = [DIGITS, "--set", *keys, *decoupled, "--out", str(tmp_path / "blocks")]
-    code, out, error = end(start(arguments, [*TORCHRUN, port]))
+    code, out, error = forked.run_ranks(2, "train", arguments, PYTHONPATH=DOUBLE)
     assert code == 0 and "each in a process of its own" in out, error
     train(tool_config(keys), tmp_path / "emulator", quiet=True)
     assert_same(weights(tmp_path / "blocks"), weights(tmp_path / "emulator"))
@@ -613,7 +609,7 @@ def test_blocks_on_ipus_of_their_own_give_the_emulators_weights(tmp_path: Path) 
         assert a == pytest.approx(b, rel=1e-5)
     assert one["links"][0]["bytes_per_microbatch"] == other["links"][0]["bytes_per_microbatch"]
     broken = {"POPTORCH_DOUBLE_FAIL": "execute:92:RecoverableError:PARTITION_RESET"}
-    code, out, error = end(start([*arguments, "--overwrite"], [*TORCHRUN, str(int(port) + 1)], **broken))
+    code, out, error = forked.run_ranks(2, "train", [*arguments, "--overwrite"], PYTHONPATH=DOUBLE, **broken)
     told = [line for line in error.splitlines() if line.startswith("error: ")]
     assert code != 0 and len(told) == 1 and "device error (PARTITION_RESET)" in told[0] and "--resume" in told[0], error
 

@@ -47,7 +47,13 @@ pytestmark = pytest.mark.skipif(
 def command_line(out: Path, *args: str) -> List[str]:
     """Arguments of tools/train.py, on the digits."""
     sets = [*SHORT, "backend.name=distributed", *[a for a in args if "=" in a]]
-    return [DIGITS, "--out", str(out), *[i for pair in sets for i in ("--set", pair)], *[a for a in args if "=" not in a]]
+    return [
+        DIGITS,
+        "--out",
+        str(out),
+        *[i for pair in sets for i in ("--set", pair)],
+        *[a for a in args if "=" not in a],
+    ]
 
 
 def launch(ranks: int, out: Path, *args: str) -> "subprocess.Popen[str]":

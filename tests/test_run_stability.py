@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -27,6 +25,7 @@ from ipu_pipe.stability.recurrences import pipelined, pipemare
 from ipu_pipe.studies.curvature import sharpest
 from ipu_pipe.studies.delayed_regression import largest_curvature, losses, regression_set
 from ipu_pipe.studies.run_stability import findings
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -284,11 +283,9 @@ def test_bad_input_is_a_line(arguments: List[str], line: str, monkeypatch: pytes
 
 
 def test_the_command_ends_with_2_and_a_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "tools/stability.py", "nowhere.yaml"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("error: nowhere.yaml: ")
-    assert done.stderr.count("\n") == 1
+    code, printed, error = forked.run_command("stability", "nowhere.yaml")
+    assert (code, printed) == (2, "") and error.startswith("error: nowhere.yaml: ")
+    assert error.count("\n") == 1
 
 
 def test_figures_are_data_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

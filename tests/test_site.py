@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.config import configure
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -58,6 +62,28 @@ def test_the_page_of_keys_says_types_defaults_and_what_is_allowed(keys: Any) -> 
     assert "| `format` |" not in page and "given" not in {
         line.split("|")[1].strip(" `") for line in page.split("\n|")[1:]
     }
+
+
+def test_keys_that_the_documentation_names_are_keys(keys: Any) -> None:
+    """`stages.by`, and `checkpoint: {every: 3}`, the values aside."""
+    sections = [(section, place) for section, places in keys.sections().items() for place in places]
+    known = {f"{place}.{name}".lstrip(".") for section, place in sections for name in section.model_fields}
+    open_ended = ("model.", "data.", "given.", "metrics.jsonl", "init_from.json")  # arguments are called so, and files
+    wrong = []
+    for page in PAGES[:-1]:  # the changelog names those that are gone
+        for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", page.read_text(encoding="utf-8")):
+            text = " ".join(code.split())
+            top = re.split(r"\W", text)[0]
+            if top not in known:
+                continue
+            if re.fullmatch(r"\w+(\.\w+)+", text) and text not in known and not text.startswith(open_ended):
+                wrong.append(f"{page.name}: {text}")
+            if re.match(r"\w+: ", text) and "..." not in text:
+                try:
+                    configure(**yaml.safe_load(text))
+                except BadInput as error:
+                    wrong += [f"{page.name}: {fault}" for fault in error.faults if "unknown key" in fault]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

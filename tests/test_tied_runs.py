@@ -5,9 +5,6 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -22,6 +19,7 @@ from ipu_pipe.run.build import build
 from ipu_pipe.run.checkpoint import drop
 from ipu_pipe.run.training import train
 from ipu_pipe.schedule.methods import METHODS
+from tests import forked
 from tests.tied_models import Gpt2, Normed, Renormed, lm, tokens
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -157,16 +155,11 @@ def described(out: Path, method: str, **keys: Any) -> Path:
 
 
 def launched(ranks: int, out: Path, method: str, *more: str, **keys: Any) -> List[str]:
-    """A run by torchrun; its faults. `more`: arguments of the command."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "0", "--rdzv_endpoint",
-        "localhost:0", "--rdzv_backend", "c10d", str(ROOT / "tools" / "train.py"), str(described(out, method, **keys)), "--out",
-        str(out), "--set", "backend.name=distributed", *more,
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    faults = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 0 or faults, done.stderr
+    """A run on processes; its faults. `more`: arguments of the command."""
+    told = [str(described(out, method, **keys)), "--out", str(out), "--set", "backend.name=distributed", *more]
+    done = forked.run_ranks(ranks, "train", told)
+    faults = [line for line in done.error.splitlines() if line.startswith("error: ")]
+    assert done.code == 0 or faults, done.error
     return faults
 
 

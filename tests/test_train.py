@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import gzip
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,6 +25,7 @@ from ipu_pipe.run import checkpoint, scalars
 from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.folder import RunDir, check_folder
 from ipu_pipe.run.training import evaluate_checkpoint, train
+from tests import forked
 from tests.command_line import run_here
 from tests.interrupted import interrupted_at
 from tools import bench
@@ -183,18 +181,16 @@ def test_a_killed_process_resumes_to_the_same_weights(tmp_path: Path) -> None:
         "evaluate.every=1",
         "backend.threads=1",
     ]
-    arguments = [sys.executable, "tools/train.py", DIGITS, *[a for pair in chosen for a in ("--set", pair)]]
+    arguments = [DIGITS, *[a for pair in chosen for a in ("--set", pair)]]
     cut = tmp_path / "cut"
-    process = subprocess.Popen(
-        [*arguments, "--out", str(cut)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = forked.start("train", [*arguments, "--out", str(cut)], tmp_path / "printed")
     deadline = time.monotonic() + 120
-    while not list(cut.glob("checkpoints/step-*")) and process.poll() is None and time.monotonic() < deadline:
+    while not list(cut.glob("checkpoints/step-*")) and process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    resumed = subprocess.run([*arguments, "--out", str(cut), "--resume"], cwd=ROOT, capture_output=True, text=True)
-    assert resumed.returncode == 0, resumed.stderr
+    process.kill()
+    process.join()
+    resumed = forked.run_command("train", *arguments, "--out", str(cut), "--resume")
+    assert resumed.code == 0, resumed.error
     whole = tmp_path / "whole"
     train(load_config(DIGITS, chosen), whole, quiet=True)
     assert same(weights(cut), weights(whole))
@@ -660,7 +656,7 @@ def test_an_optimizer_of_other_groups_is_refused() -> None:
     model = with_state()
     for factory, said in (
         (lambda groups: torch.optim.SGD(model.parameters(), lr=0.1), "must be made of the groups"),
-        (lambda groups: None, "gave a NoneType"),
+        (lambda groups: None, "gave None"),
     ):
         with pytest.raises(BadInput, match=said):
             build(config("stages=null"), model=model, optimizer=factory)

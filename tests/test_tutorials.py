@@ -76,4 +76,4 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_all_pages_have_commands() -> None:
     ran = {page.stem for page in PAGES if any(block.language == "bash" for block in blocks(page))}
-    assert ran == {page.stem for page in PAGES} - {"README"} and len(ran) == 5
+    assert ran == {page.stem for page in PAGES} - {"README"} and len(ran) == 6

@@ -59,6 +59,7 @@ CASES: Dict[str, Dict[str, Any]] = {
     "last_layers": {"method": "last_layers"},
 }
 THIRD_PARTY = "third-party"  # all models of other libraries that the tests have, small and with random weights
+IMPORTED = ("torch._dynamo", "ipu_pipe.run.training", "ipu_pipe.backends.processes.engine", "ipu_pipe.data.sets")
 LOCAL = ("local_greedy", "local_overlapping", "last_layers")  # their blocks are the stages, one a process
 
 
@@ -134,7 +135,11 @@ def _settings(case: str, model: str, ranks: int, precision: str) -> Any:
         chosen: Dict[str, Any] = {**MODELS[model], "stages": ranks if case in LOCAL else None}
     else:
         own = _third_party()[model]
-        chosen = {"model": {"entry": f"tests.third_party_models:{own.entry}"}, "data": own.data, "stages": own.stages(ranks)}
+        chosen = {
+            "model": {"entry": f"tests.third_party_models:{own.entry}"},
+            "data": own.data,
+            "stages": own.stages(ranks),
+        }
     return configure(
         **CASES[case], **chosen,
         micro_batch_size=2, gradient_accumulation=4, steps=6,
@@ -148,7 +153,10 @@ def _processes(ranks: int, pairs: List[Tuple[str, str]], folder: str, precision:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # which imports once for all of them
+    context.set_forkserver_preload(
+        [*IMPORTED, *({"tests.third_party_models"} if any(m not in MODELS for _, m in pairs) else ())]
+    )
     made = [context.Process(target=_rank, args=(rank, ranks, pairs, folder, port, precision)) for rank in range(ranks)]
     for process in made:
         process.start()

@@ -241,7 +241,7 @@ def filters(args: argparse.Namespace) -> Result:
     from ipu_pipe.studies import filters as lib
     from ipu_pipe.studies.local_probes import SOURCE
 
-    shown, panels = [], []
+    shown, panels, paths = [], [], []
     for text in args.paths:
         title, equals, rest = text.partition("=")
         if not equals or Path(text).exists():
@@ -250,8 +250,11 @@ def filters(args: argparse.Namespace) -> Result:
         name, weights = lib.first_layer(tensors, str(path), args.name, args.shape)
         title = title or Path(rest).stem
         panels.append((title, lib.filters_image(weights[: args.count], args.enlarge, args.columns)))
+        paths.append(path)
         shown.append({"title": title, "weights": str(path), "tensor": name, "shape": list(weights.shape)})
-    return {"source": f"{SOURCE}, Figure 7", "shown": shown}, lambda file: lib.draw_filters(panels, file)
+    layers = ", ".join(dict.fromkeys(f"{each['tensor']} {each['shape']}" for each in shown))
+    title, note = f"Filters of the first layer, {layers}", lib.note_of(paths)
+    return {"source": f"{SOURCE}, Figure 7", "shown": shown}, lambda file: lib.draw_filters(panels, file, title, note)
 
 
 def _refuse_repeated(option: str, values: Sequence[Any]) -> None:

@@ -15,11 +15,10 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import configure
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import StageCount, StageFinest
-from ipu_pipe.key_faults import told
+from ipu_pipe.key_faults import WRITTEN, told
 
 # of keys of any type, their sections
 FORMS: Dict[str, Tuple[Type[BaseModel], ...]] = {"stages": (StageCount, StageFinest)}
-WRITTEN = ("given",)  # by a run alone
 # a key, or several, with a colon, in a docstring
 ENTRY = re.compile(r"((?:`\w+`(?:, | and )?)+): ")
 SAID_BY_TYPE = (

@@ -47,7 +47,7 @@ def parser() -> Parser:
         "--dry-run", action="store_true", help="print stages, schedule, delays, memory; train nothing, write nothing"
     )
     p.add_argument(
-        "--evaluate", type=Path, metavar="PATH", help="evaluate a checkpoint folder or state dict, print JSON"
+        "--evaluate", type=Path, metavar="PATH", help="evaluate a run, a checkpoint or a state dict, print JSON"
     )
     p.add_argument(
         "--against",

@@ -7,6 +7,7 @@ from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
 import torch
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.model.asking import asked_of
 from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.shown import shown
 
@@ -30,8 +31,8 @@ class DataSource(Protocol):
     dimension: the model gets a mapping as keyword arguments, a tuple or list as positional ones. None may stand for what it is
     not given. With `loss: model` the model gets the whole batch, labels too, in the same way.
 
-    A source may have attributes: `labels`, the name of the labels in its mappings, and `train_samples`, how many samples an epoch
-    would have if no microbatch were dropped.
+    A source may have attributes: `labels`, the name of the labels in its mappings; `train_samples`, how many samples an epoch
+    would have if no microbatch were dropped; `data_files`, the files that it reads, whose hashes the run's record keeps.
     """
 
     def train_batches_per_epoch(self, batch_size: int) -> Optional[int]:
@@ -45,9 +46,13 @@ class DataSource(Protocol):
         """The whole test set in order, at most `batch_size` samples at a time."""
 
 
-def divided(batch: Any, labels: Optional[str] = None, whole: bool = False) -> Tuple[Any, Any]:
+def divided(
+    batch: Any, labels: Optional[str] = None, whole: bool = False, asked: Tuple[str, ...] = ()
+) -> Tuple[Any, Any]:
     """A batch's inputs and labels. `labels`: their name in a mapping, if it is none of `LABELS`; `whole`: the model gets all of
-    the batch, and the labels may be missing (None). Raises BadInput."""
+    the batch, and the labels may be missing (None); `asked`: what the loss asks for besides labels. Raises BadInput."""
+    if asked:
+        return asked_of(batch, *divided(batch, labels), asked)
     if isinstance(batch, Mapping):
         name = labels or next((key for key in LABELS if key in batch), None)
         if whole:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Dict, Mapping, Optional
+
+MOST_BYTES = 1 << 30  # that are hashed at a start, some seconds' work
 
 
 def file_hash(path: Path, algorithm: str) -> str:
@@ -13,3 +17,25 @@ def file_hash(path: Path, algorithm: str) -> str:
         for block in iter(lambda: file.read(1 << 20), b""):
             digest.update(block)
     return digest.hexdigest()
+
+
+def file_hashes(files: Mapping[str, Path], known: Mapping[str, Any]) -> Dict[str, Dict[str, Any]]:
+    """Of each file by its name: `bytes`, `modified_ns` and `sha256`. The hash is that of `known`, what this gave before, where
+    size and time are the same; None of files beyond the first `MOST_BYTES`. Raises OSError."""
+    states = {name: path.stat() for name, path in files.items()}
+    found = {name: {"bytes": state.st_size, "modified_ns": state.st_mtime_ns} for name, state in states.items()}
+    left, chosen = MOST_BYTES, []
+    for name, state in found.items():
+        left -= state["bytes"]
+        if left >= 0:
+            chosen.append(name)
+
+    def hashed(name: str) -> Optional[str]:
+        before = known.get(name)
+        if isinstance(before, dict) and {**before, "sha256": None} == {**found[name], "sha256": None}:
+            return before.get("sha256") or file_hash(files[name], "sha256")
+        return file_hash(files[name], "sha256")
+
+    with ThreadPoolExecutor() as pool:
+        sums = dict(zip(chosen, pool.map(hashed, chosen)))
+    return {name: {**state, "sha256": sums.get(name)} for name, state in found.items()}

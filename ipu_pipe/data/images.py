@@ -76,6 +76,11 @@ class ImageFolder:
         """Those of an epoch."""
         return len(self._train)
 
+    @property
+    def data_files(self) -> List[Path]:
+        """Those of both parts."""
+        return [path for path, _ in [*self._train, *self._test]]
+
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
         """Microbatch `index` of `epoch`."""
         if epoch != self._epoch:

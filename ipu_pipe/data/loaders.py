@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterable, Iterator, List, Optional
+from pathlib import Path
+from typing import Any, Iterable, Iterator, List, Optional, Sequence, Union
 
 import torch
+from torch.utils.data import Dataset, IterableDataset
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.nests import tensors
 from ipu_pipe.model.randomness import derived_seed
+from ipu_pipe.shown import kind_of
 
 _END = object()
 
@@ -18,15 +21,25 @@ class LoaderData:
     """A user's own loaders; see `from_loader`."""
 
     def __init__(
-        self, train: Iterable[Any], test: Optional[Iterable[Any]], seed: int, labels: Optional[str] = None
+        self,
+        train: Iterable[Any],
+        test: Optional[Iterable[Any]],
+        seed: int,
+        labels: Optional[str] = None,
+        files: Sequence[Union[str, Path]] = (),
     ) -> None:
+        _refuse_kind("train", train)
+        if test is not None:
+            _refuse_kind("test", test)
+        if not (labels is None or isinstance(labels, str)):
+            raise BadInput(f"data: labels: {kind_of(labels)}: must be their name in batches that are mappings")
         if isinstance(test, Iterator):
             raise BadInput(
                 f"data: the test loader is a {type(test).__name__}, which gives its batches once: must give them at each"
                 " evaluation"
             )
         self._train, self._test, self._seed = train, test, seed
-        self.labels = labels
+        self.labels, self.data_files = labels, list(files)
         self._epoch, self._next = -1, 0
         self._pass, self._taken = 0, 0  # of the loader, and batches of it
         self._iterator: Iterator[Any] = iter(())
@@ -128,6 +141,18 @@ class LoaderData:
         yield from self._test if self._test is not None else ()
 
 
+def _refuse_kind(name: str, loader: Any) -> None:
+    """Refuse (BadInput) what gives no batches."""
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise BadInput(
+            f"data: {name}: {kind_of(loader)}: gives samples, not batches: must be a DataLoader of it (if it gives batches,"
+            " with batch_size=None)"
+        )
+    iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if not iterable or isinstance(loader, (str, type, torch.Tensor)):
+        raise BadInput(f"data: {name}: {kind_of(loader)}: must be a DataLoader, or another iterable of batches")
+
+
 def _count(batch: Any) -> Optional[int]:
     """Samples of a batch, as its first tensor says; None where it has none, which is told where it is used."""
     held = tensors(batch)
@@ -135,14 +160,19 @@ def _count(batch: Any) -> Optional[int]:
 
 
 def from_loader(
-    train: Iterable[Any], test: Optional[Iterable[Any]] = None, seed: int = 0, labels: Optional[str] = None
+    train: Iterable[Any],
+    test: Optional[Iterable[Any]] = None,
+    seed: int = 0,
+    labels: Optional[str] = None,
+    files: Sequence[Union[str, Path]] = (),
 ) -> LoaderData:
     """A DataSource from loaders of batches (see `DataSource`), such as torch.utils.data.DataLoader; their batches are the
-    microbatches. `labels`: the name of the labels in batches that are mappings, where it is not one of the usual.
+    microbatches. `labels`: the name of the labels in batches that are mappings, where it is not one of the usual; `files`: those
+    that the loaders read, whose hashes the run's record keeps, so that a run which would go on with others is refused.
 
     A loader that shuffles is made to shuffle by (seed, epoch), so that resuming finds the same order; generators of
     its own and of its samplers are re-seeded, and what it draws from PyTorch's global random state is repeated by a resumed run,
     if it draws in this process. One without a length (of an IterableDataset) needs a config with `steps`; where it ends, it is
     begun anew.
     """
-    return LoaderData(train, test, seed, labels)
+    return LoaderData(train, test, seed, labels, files)

@@ -180,12 +180,15 @@ def _translation(root: Optional[str], seed: int, **options: Any) -> DataSource:
     return TranslationData(english, spanish, seed, **options)
 
 
-def _digits(root: Optional[str], seed: int, augment: bool = False, **limits: Any) -> DataSource:
+def _digits_file() -> Path:
     spec = util.find_spec("sklearn")
     if spec is None or spec.origin is None:
         raise BadInput("data: digits: comes with scikit-learn, which is not installed: pip install scikit-learn")
-    file = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    with gzip.open(file) as table:
+    return Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
+
+
+def _digits(root: Optional[str], seed: int, augment: bool = False, **limits: Any) -> DataSource:
+    with gzip.open(_digits_file()) as table:
         rows = torch.from_numpy(np.loadtxt(table, delimiter=",", dtype=np.float32))
     images = rows[:, :64].reshape(-1, 1, 8, 8) / 16  # grey values from 0 to 16
     train, test = split(images, rows[:, 64].long(), test=360)
@@ -294,4 +297,10 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
     if faults:
         raise BadInput(faults)
     assert inspect.isfunction(SETS[name])
-    return SETS[name](str(root) if root is not None else None, seed, **options)
+    made = SETS[name](str(root) if root is not None else None, seed, **options)
+    if name in FILES:
+        folder = Path(root or default_root()) / FOLDERS[name]
+        vars(made)["data_files"] = [folder / file for file in FILES[name]]
+    elif name == "digits":
+        vars(made)["data_files"] = [_digits_file()]
+    return made

@@ -6,7 +6,6 @@ from typing import Dict, NamedTuple
 
 from ipu_pipe.schedule.methods import Method, Reads
 
-ARITHMETIC = ("float64", "float32", "bfloat16", "float16")  # for which a device may state a rate
 MIXED, MASTERS = "bfloat16_mixed", "bfloat16_masters"
 
 

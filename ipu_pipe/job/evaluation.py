@@ -10,6 +10,7 @@ from ipu_pipe.job.metrics import DEFAULT, Counting, Metric, counts_labels, right
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Setup
 from ipu_pipe.local.blocks import SumOfLosses, blocks_of
+from ipu_pipe.model.asking import labels_of
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import few, sample_count
@@ -54,7 +55,7 @@ class Tally:
         taken = scores(self._loss, output)
         self._losses.add(output, y, samples)
         for counting in self._counting:
-            counting.add(taken, y, samples)
+            counting.add(taken, labels_of(y), samples)
 
     def _of_batch(self, output: Any, y: Any, samples: int) -> torch.Tensor:
         """The loss times its weight, the weight."""

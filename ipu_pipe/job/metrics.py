@@ -8,6 +8,7 @@ samples at once. A function of the user's own gives a value a batch, averaged by
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 import re
@@ -19,7 +20,8 @@ from torch import nn
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.entries import call_entry, resolve_entry
 from ipu_pipe.job.sections import Entry
-from ipu_pipe.shown import nearest, shown
+from ipu_pipe.model.asking import labels_of
+from ipu_pipe.shown import kind_of, nearest, shown
 
 OfBatch = Callable[[Any, Any, int], torch.Tensor]  # outputs, labels, samples -> sums (width,)
 IGNORED = -100  # the label that cross-entropy leaves out
@@ -75,6 +77,7 @@ class _KeptByObject(Counting):
 def right_answers(output: Any, y: Any, among: int = 1) -> Optional[torch.Tensor]:
     """(right, counted): labels that are `among` so many greatest outputs, and labels that are not -100 (which cross-entropy
     leaves out). None unless outputs are (b, classes, ...) and labels whole numbers (b, ...)."""
+    y = labels_of(y)
     if not isinstance(output, torch.Tensor) or not isinstance(y, torch.Tensor) or y.is_floating_point():
         return None
     if output.dim() != y.dim() + 1 or output.shape[0] != y.shape[0] or output.shape[2:] != y.shape[1:]:
@@ -154,6 +157,7 @@ _NAMED: Dict[str, Tuple[OfBatch, int, Callable[[Sequence[float]], Optional[float
 NAMES = (*_NAMED, "top5 (or another number)")
 
 
+@functools.lru_cache(maxsize=None)
 def named(name: str) -> Metric:
     """The library's metric of that name. Raises BadInput."""
     among = re.fullmatch(r"top([1-9]\d{0,8})", name)
@@ -213,8 +217,9 @@ def given(value: Any, name: Optional[str] = None) -> Metric:
         return of_entry(value, {}) if ":" in value else named(value)
     keeps = hasattr(value, "update") and hasattr(value, "compute") and not inspect.isclass(value)
     if not keeps and (not callable(value) or inspect.isclass(value) or isinstance(value, Mapping)):
-        kind = f"the class {value.__name__}" if inspect.isclass(value) else type(value).__name__
-        raise BadInput(f"metrics: {kind}: must be a name, a function (output, y), or an object with update and compute")
+        raise BadInput(
+            f"metrics: {kind_of(value)}: must be a name, a function (output, y), or an object with update and compute"
+        )
     return _own(name or str(getattr(value, "__name__", type(value).__name__)), value)
 
 
@@ -236,7 +241,9 @@ def metrics_of(chosen: Union[Sequence[Any], Mapping[str, Any]]) -> Tuple[Metric,
     faults += [f"metrics: {name}: is there twice" for name in dict.fromkeys(names) if names.count(name) > 1]
     faults += [f"metrics: {name}: is always there" for name in names if name == "loss"]
     faults += [
-        f"metrics: {shown(name)}: must be letters, digits and _" for name in names if not re.fullmatch(r"\w+", name)
+        f"metrics: {shown(name)}: must be letters, digits and _"
+        for name in names
+        if not (isinstance(name, str) and re.fullmatch(r"\w+", name))
     ]
     if faults:
         raise BadInput(faults)

@@ -8,7 +8,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.entries import resolve_entry
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import GIVEN, OWN
-from ipu_pipe.model.outputs import Take, taker
+from ipu_pipe.model.outputs import Part, Take
 
 
 def make_take(config: Config) -> Optional[Take]:
@@ -16,7 +16,7 @@ def make_take(config: Config) -> Optional[Take]:
     said = config.model.output
     if isinstance(said, str) and ":" in said:
         return resolve_entry(said, "model.output")
-    return None if said is None else taker(said)
+    return None if said is None else Part(said)
 
 
 def take_of_heads(config: Config) -> Optional[Take]:

@@ -17,6 +17,7 @@ from ipu_pipe.job.metrics import DEFAULT, Metric
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import Given
 from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.model.asking import Labels, labels_of
 from ipu_pipe.model.nests import mapped, refuse_others, refuse_uneven
 from ipu_pipe.model.outputs import OwnLoss
 from ipu_pipe.model.precision import Numbers
@@ -62,12 +63,13 @@ class Setup:
 
     device_kind: str = field(default="cpu", init=False)  # what trains: `ipu`, or the type of the device
     metrics: Tuple[Metric, ...] = field(default=DEFAULT, init=False)  # of evaluations
+    asks: Tuple[str, ...] = field(default=(), init=False)  # what the loss takes of the batch besides labels
     pins_memory: bool = field(default=False, init=False)  # what is pinned goes to a GPU without waiting
 
     def parted(self, batch: Any) -> Tuple[Any, Any]:
         """A batch of the data as inputs and labels. The labels of a model that computes its own loss are among the inputs, too.
         Raises BadInput."""
-        return divided(batch, getattr(self.data, "labels", None), isinstance(self.loss, OwnLoss))
+        return divided(batch, getattr(self.data, "labels", None), isinstance(self.loss, OwnLoss), self.asks)
 
     def ready(self, batch: Any) -> Tuple[Any, Any]:
         """A batch of the data as inputs and labels on the run's device. Raises BadInput."""
@@ -78,10 +80,13 @@ class Setup:
         refuse_others(x, "inputs")
         refuse_uneven(x)
         if y is not None or not isinstance(self.loss, OwnLoss):
-            refuse_others(y, "labels")
+            refuse_others(labels_of(y), "labels")
+        if isinstance(y, Labels):
+            refuse_others(y.asked, "what the loss takes")
+            refuse_uneven(y.asked)
         # the CPU's loss looks itself, a GPU's kernel aborts
         if self.label_range is not None and self.device.type == "cuda":
-            self.label_range.check_on_host(y)
+            self.label_range.check_on_host(labels_of(y))
 
         def mover(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
             return lambda value: _move(value, self.device, dtype, self.pins_memory)
@@ -117,7 +122,9 @@ class Job(Setup):
     used: Given = Given()  # the optimizer and the loss, whoever gave them
     played: Optional[Sequence[float]] = None  # rates by update, where a torch.optim.lr_scheduler gives them
     may_stop: bool = False  # whether the run may be asked to end after any update
+    may_stop_empty: bool = False  # or where the pipeline is empty anyway
     folder: Optional[Path] = None  # of the run, where every process may write what it did
+    read: Optional[Dict[str, Any]] = None  # of the data, for the run's record
 
     @property
     def batch(self) -> int:

@@ -71,19 +71,19 @@ class BackendConfig(Section):
 class Config(Section):
     """A run; one global batch, which an update is made of, is micro_batch_size x gradient_accumulation x replicas samples.
 
-    `model`: what is trained. `data`: on what. `method`: of training, see docs/rules.md. `method_args`: changes of the method,
-    and rules against staleness. `stages`: where the model is cut, see docs/configuration.md; null: where it says itself.
-    `loss`: cross_entropy, or "module:callable" of (output, target). `backend`: where it runs. `micro_batch_size`: samples that
-    pass through the stages together. `gradient_accumulation`: microbatches an update. `replicas`: of the whole pipeline, each
-    with its share of the samples. `optimizer`: of torch.optim. `lr_schedule`: how the learning rate changes. `clip`: of
-    gradients; null for none. `epochs`: passes over the data. `steps`: updates, instead of epochs; null: as many as the epochs
-    have. `evaluate`: on the test set. `metrics`: of evaluations, see docs/loop.md. `callbacks`: code of one's own that a run
-    calls, see docs/loop.md. `early_stopping`: when evaluations end a run, see docs/loop.md; null for never. `checkpoint`: when
-    the run's state is saved. `log`: metrics and traces. `seed`: of weights, order, augmentation and dropout. `precision`: of
-    weights and passes; the last three are PopTorch's, in bits of passes and weights. `recompute`: activations are made again
-    for the backward, from each stage's input, instead of kept. `hardware`: what predictions are made for: a name, a file or
-    its keys, see docs/hardware.md. `init_from`: a checkpoint folder or a file of weights to begin with. `allow_nonfinite`: a
-    loss that is not finite does not end the run. `given`: what Python gave, written by the run.
+    `model`: what is trained. `data`: on what. `method`: of training, see docs/rules.md. `method_args`: changes of the method, and
+    rules against staleness. `stages`: where the model is cut, see docs/configuration.md; null: where it says itself. `loss`:
+    cross_entropy, "module:callable" of (output, target), or model: its own, see docs/data.md. `backend`: where it runs.
+    `micro_batch_size`: samples that pass through the stages together. `gradient_accumulation`: microbatches an update.
+    `replicas`: of the whole pipeline, each with its share of the samples. `optimizer`: of torch.optim. `lr_schedule`: how the
+    learning rate changes. `clip`: of gradients; null for none. `epochs`: passes over the data. `steps`: updates, instead of
+    epochs; null: as many as the epochs have. `evaluate`: on the test set. `metrics`: of evaluations, see docs/loop.md.
+    `callbacks`: code of one's own that a run calls, see docs/loop.md. `early_stopping`: when evaluations end a run, see
+    docs/loop.md; null for never. `checkpoint`: when the run's state is saved. `log`: metrics and traces. `seed`: of weights,
+    order, augmentation and dropout. `precision`: of weights and passes; the last three are PopTorch's, in bits of passes and
+    weights. `recompute`: activations are made again for the backward, from each stage's input, instead of kept. `hardware`: what
+    predictions are made for: a name, a file or its keys, see docs/hardware.md. `init_from`: weights to begin with.
+    `allow_nonfinite`: a loss that is not finite does not end the run. `given`: by Python, written by the run.
     """
 
     model: ModelConfig
@@ -167,9 +167,8 @@ class Config(Section):
         names = ["loss", *(name if isinstance(name, str) else name.entry for name in self.metrics)]
         known = [name.rpartition(":")[2] for name in names]
         if chosen not in known and GIVEN not in known:
-            raise fault_at(
-                "early_stopping.metric", chosen, f"no evaluation gives it: must be one of {', '.join(known)}"
-            )
+            why = f"no evaluation gives it: must be one of {', '.join(known)}"
+            raise fault_at("early_stopping.metric", chosen, why)
         return self
 
     @model_validator(mode="after")

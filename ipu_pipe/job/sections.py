@@ -53,6 +53,13 @@ class ModelConfig(Section):
     args: Dict[str, Any] = {}
     output: Union[None, StrictInt, StrictStr] = None
 
+    @field_validator("output", mode="before")
+    @classmethod
+    def _output(cls, value: Any) -> Any:
+        if value is None or (isinstance(value, (int, str)) and not isinstance(value, bool)):
+            return value
+        raise ValueError("must be null, a field's name, an index, or module:function")
+
 
 class DataConfig(BaseModel):
     """Keys besides these are passed on to what makes the data. `name`: a set of ipu_pipe.data or "module:callable" that makes
@@ -123,11 +130,12 @@ class OptimizerConfig(Section):
         if self.is_other:
             for key in ("momentum", "nesterov", "betas", "eps"):
                 if getattr(self, key) is not None:
-                    raise fault_at(key, getattr(self, key), f"of {self.name} belongs into optimizer.args")
+                    why = f"of {self.name} belongs into optimizer.args, or null leaves it out"
+                    raise fault_at(key, getattr(self, key), why)
         own = ("momentum", "nesterov") if self.name == "sgd" else ("betas", "eps")
         for key in ("momentum", "nesterov", "betas", "eps"):
             if getattr(self, key) is not None and key not in own:
-                why = f"{self.name} has no such setting, it has {', '.join(own)}"
+                why = f"{self.name} has no such setting, it has {', '.join(own)}; null leaves it out"
                 raise fault_at(key, getattr(self, key), why)
         if self.reference_batch_size and self.name != "sgd":
             raise fault_at(
@@ -180,6 +188,8 @@ class LrSchedule(Section):
                 raise fault_at(
                     key, getattr(self, key), f"{self.name} has none: it belongs to a torch.optim.lr_scheduler"
                 )
+        if self.is_played and self.gamma != LrSchedule.model_fields["gamma"].default:
+            raise fault_at("gamma", self.gamma, f"of {self.name} belongs into lr_schedule.args")
         if self.is_played and self.warmup_steps:
             raise fault_at("warmup_steps", self.warmup_steps, f"{self.name} warms up by itself, or not at all")
         if self.name == "step" and not self.milestones:
@@ -222,12 +232,14 @@ class EvaluateConfig(Section):
 
 class EarlyStoppingConfig(Section):
     """The run ends after `patience` evaluations in a row whose `metric` is not better than the best by more than `min_delta`;
-    `mode`: min, max, or null for what the metric's name says. See ipu_pipe.run.early_stopping."""
+    `mode`: min, max, or null for what the metric's name says; `restore_best`: the model has the weights of the best evaluation
+    when the run ends, however it does. See ipu_pipe.run.early_stopping."""
 
     metric: str = "loss"
     mode: Optional[Literal["min", "max"]] = None
     patience: Count = 3
     min_delta: NotNegative = 0.0
+    restore_best: StrictBool = False
 
 
 class CheckpointConfig(Section):

@@ -2,11 +2,13 @@
 
 output -> take -> scores -> loss(scores, y)          model.output: logits, an index, or a function
 output -> its loss                                   loss: model
+
+What a loss asks for of the batch besides its labels comes with them (`ipu_pipe.model.asking`).
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Mapping, Optional, Union
+from typing import Any, Callable, List, Mapping, Optional, Tuple, Union
 
 import torch
 
@@ -18,14 +20,16 @@ LOSS, SCORES = "loss", "logits"  # fields of an output, as Hugging Face names th
 
 
 class OfOutput:
-    """The loss `plain` of what `take` picks out of a model's output."""
+    """The loss `plain` of what `take` picks out of a model's output, all of it where None, and of what it asks for of the batch,
+    the names of which are `asks`."""
 
-    def __init__(self, plain: Loss, take: Take) -> None:
-        self.plain, self.take = plain, take
+    def __init__(self, plain: Callable[..., torch.Tensor], take: Optional[Take], asks: Tuple[str, ...] = ()) -> None:
+        self.plain, self.take, self.asks = plain, take, asks
 
     def __call__(self, output: Any, y: Any) -> torch.Tensor:
         """The loss of a model's output and labels."""
-        return self.plain(self.take(output), y)
+        taken = scores(self, output)
+        return self.plain(taken, y.labels, **y.asked) if self.asks else self.plain(taken, y)
 
 
 class OwnLoss:
@@ -48,29 +52,36 @@ class OwnLoss:
         return losses[0]
 
 
-def taker(output: Union[int, str]) -> Take:
-    """What takes the field or element `output` of a model's output. A tensor, which has none, is the output itself: that of an
-    auxiliary head."""
+class Part:
+    """Takes the field or element `key` of a model's output. A tensor, which has none, is the output itself: that of an auxiliary
+    head."""
 
-    def take(found: Any) -> Any:
+    def __init__(self, key: Union[int, str]) -> None:
+        self.key = key
+
+    def __call__(self, found: Any) -> Any:
+        """The part. Raises BadInput where there is none."""
         if isinstance(found, torch.Tensor):
             return found
-        value = _field(found, output)
+        value = _field(found, self.key)
         if value is None:
-            raise BadInput(f"model.output: {output}: the model returns {told(found)}")
+            raise BadInput(f"model.output: {self.key}: the model returns {told(found)}")
         return value
-
-    return take
 
 
 def scores(loss: Loss, output: Any) -> Any:
     """What of a model's output its loss is of, and accuracy."""
-    return loss.take(output) if isinstance(loss, (OfOutput, OwnLoss)) else output
+    return loss.take(output) if isinstance(loss, (OfOutput, OwnLoss)) and loss.take is not None else output
 
 
 def plain(loss: Loss) -> Loss:
     """The loss of what is taken."""
     return loss.plain if isinstance(loss, OfOutput) else loss
+
+
+def takes_all(loss: Loss) -> bool:
+    """Whether the loss is of the output as it is."""
+    return not isinstance(loss, OwnLoss) and (not isinstance(loss, OfOutput) or loss.take is None)
 
 
 def _scores(output: Any) -> Any:

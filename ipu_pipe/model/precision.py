@@ -10,7 +10,7 @@ Autocast lies around the model's own `forward` and the loss, whoever calls them,
 from __future__ import annotations
 
 import contextlib
-from typing import Any, ContextManager, Dict, List, Optional, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -57,14 +57,14 @@ def _name(dtype: torch.dtype) -> str:
 class LossInFloat32:
     """A loss `each` that is a float32 number. `device`: under autocast there; else of the outputs in float32."""
 
-    def __init__(self, each: Loss, device: Optional[str]) -> None:
+    def __init__(self, each: Callable[..., torch.Tensor], device: Optional[str]) -> None:
         self.each, self._device = each, device
 
-    def __call__(self, output: Any, y: Any) -> torch.Tensor:
+    def __call__(self, output: Any, y: Any, **asked: Any) -> torch.Tensor:
         if self._device is None:
-            return self.each(tree_map(_widened, output), y).float()
+            return self.each(tree_map(_widened, output), y, **asked).float()
         with region(self._device):
-            return self.each(output, y).float()
+            return self.each(output, y, **asked).float()
 
 
 def _widened(value: Any) -> Any:
@@ -108,7 +108,7 @@ class Numbers:
         if self.row not in ("bfloat16_mixed", "bfloat16_masters") or isinstance(loss, OwnLoss):
             return loss
         if isinstance(loss, OfOutput):
-            return OfOutput(LossInFloat32(loss.plain, self._autocast), loss.take)
+            return OfOutput(LossInFloat32(loss.plain, self._autocast), loss.take, loss.asks)
         return LossInFloat32(loss, self._autocast)
 
     def whole(self, loads: bool = False) -> ContextManager[None]:

@@ -58,7 +58,8 @@ class Batches:
         ).seconds
 
     def _extended(self, accumulate: int, played: Callable[[int], Played]) -> Played:
-        step = max(self.depth, 4)
+        # where the pipeline does not empty, batches shorter than its fill have a steady state of their own
+        step = max(self.depth, 4) * (1 if self.method.flushes else 2)
         while accumulate > 3 * step:
             lengths = step, 2 * step, 3 * step
             first, second, third = (played(length) for length in lengths)

@@ -23,8 +23,8 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 # Of many stages at once, of the units from `first` to before `end`: their cost when they are the k-th from the end (1: last),
-# infinite where they do not fit.
-StageCosts = Callable[[int], FloatArray]
+# infinite where they do not fit. Asked with an array of k that broadcasts with theirs.
+StageCosts = Callable[[IntArray], FloatArray]
 
 
 def best_cuts(
@@ -39,8 +39,8 @@ def best_cuts(
     if not 1 <= count <= units:
         return None
     first, end, inside = _candidates(np.asarray(work, np.float64), count, costs)
-    cost = costs(first, end)
-    prices = [np.where(inside, cost(k), np.inf) for k in range(1, count + 1)]
+    prices = np.where(inside, costs(first, end)(np.arange(1, count + 1)[:, None, None]), np.inf)
+    prices = np.broadcast_to(prices, (count, *inside.shape))
     reach = np.full(units + 1, np.inf)
     reach[units] = 0.0
     for price in prices:
@@ -83,7 +83,7 @@ def _candidates(
     units = len(work)
     starts = np.array(_balanced(tuple(work.tolist()), count))
     ends = np.append(starts[1:], units)
-    slowest = max(float(costs(starts[s : s + 1], ends[s : s + 1])(count - s)[0]) for s in range(count))
+    slowest = float(costs(starts, ends)(np.arange(count, 0, -1)).max())
     sums = np.concatenate([[0.0], np.cumsum(work)])
     slack = 1e-9 * sums[-1]  # of the sums' rounding
     fits = np.searchsorted(sums, sums[:-1] + slowest + slack, side="right") - 1 - np.arange(units)

@@ -222,13 +222,13 @@ class Costing:
 
     def _stage_costs(self, first: IntArray, end: IntArray) -> StageCosts:
         seconds, stages = sum(self._seconds(first, end)), self._stages(first, end)
+        both = self.problem.lockstep and not self.local  # go together between cycles
+        onward, back = ([*(each.seconds for each in sent), 0.0] for sent in (self.onward, self.back))
+        leaving = np.add(onward, np.multiply(back, both))
 
-        def of_stage(k: int) -> FloatArray:
+        def of_stage(k: IntArray) -> FloatArray:
             s = self.asked.depth - k
-            leaves = np.zeros(())
-            if s < self.asked.depth - 1:
-                both = self.problem.lockstep and not self.local  # go together between cycles
-                leaves = self.sums.entering[end] * (self.onward[s].seconds + self.back[s].seconds * both)
+            leaves = self.sums.entering[end] * leaving[s]
             cost = seconds + leaves if self.problem.lockstep else np.maximum(seconds, leaves)
             fits = self._memory(s, *stages).total <= self.problem.memory_bytes
             return np.where(fits & self.problem.may_hold_state(stages[0].parameters), cost, np.inf)
@@ -249,15 +249,12 @@ class Costing:
         """Those of the units from `first` to before `end`, and the bytes that enter them."""
         return self.sums.stage(first, end, self.local), self.sums.entering[first]
 
-    def _memory(self, s: int, stages: Unit, entering: Any, kept: Optional[Holding] = None) -> StageMemory:
-        """Of `stages` (one or many) as the s-th."""
-        kept = kept or self.kept
+    def _memory(self, s: Any, stages: Unit, entering: Any, kept: Optional[Holding] = None) -> StageMemory:
+        """Of `stages` (one or many) as the s-th (one or many)."""
         return stage_memory(
             stages,
             entering,
-            int(kept.copies[s]),
-            int(kept.inputs[s]),
-            int(kept.activations[s]),
+            *(counts[s] for counts in kept or self.kept),
             precision=self.problem.precision,
             samples=self.asked.micro_batch_size,
             optimizer=self.problem.optimizer,

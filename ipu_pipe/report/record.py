@@ -6,26 +6,23 @@ Read without asking anyone: a repository's commit from its files; only whether i
 from __future__ import annotations
 
 import datetime
-import hashlib
 import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Mapping, Optional
 
 import numpy as np
 import torch
 
 from ipu_pipe import __version__
-from ipu_pipe.job.record import Job
-from ipu_pipe.model.nests import tensors
 
 GIT_SECONDS = 5.0
 
 
-def record_of(job: Job) -> Dict[str, Any]:
-    """Of a start that is now; what is not known is null."""
+def record_of(data: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
+    """Of a start that is now, with what is known of its `data`; what is not known is null."""
     return {
         "begun": now(),
         "ended": None,
@@ -39,7 +36,7 @@ def record_of(job: Job) -> Dict[str, Any]:
             "numpy": str(np.__version__),
         },
         "machine": machine(),
-        "data": first_microbatch(job),
+        "data": data,
     }
 
 
@@ -116,15 +113,3 @@ def _cpu() -> Optional[str]:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name"))
     return next(named, platform.processor() or None)
-
-
-def first_microbatch(job: Job) -> Dict[str, Any]:
-    """Shapes, types and hash of the first microbatch as the data source gives it: other data are told by it in all but rare
-    cases. Whole files that are fetched are checked by their own hashes when they are read."""
-    batch = job.data.train_batch(0, 0, job.config.micro_batch_size)
-    held = tensors(batch)
-    digest = hashlib.sha256()
-    for tensor in held:
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    shown = [f"{str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}" for tensor in held]
-    return {"first_microbatch": shown, "sha256": digest.hexdigest()}

@@ -42,14 +42,15 @@ from ipu_pipe.run.parts import (
     make_loss,
     make_model,
     make_scheduler,
+    refuse_trained,
     refuse_wrapped,
 )
-from ipu_pipe.run.trying import try_model
+from ipu_pipe.run.trying import try_metrics, try_model
 from ipu_pipe.schedule.methods import Method, check, resolve_method
 from ipu_pipe.schedule.segments import segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.shown import first_of
+from ipu_pipe.shown import first_of, kind_of
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.given_optimizer import factory_of
@@ -88,13 +89,14 @@ def set_up(
     chosen_loss = make_loss(config, loss, output)
     weighted = plain(chosen_loss)
     if isinstance(weighted, nn.Module):  # class weights and the like
+        refuse_trained(weighted, model)
         weighted.to(device)
     measured = metrics_of(config.metrics if metrics is None else metrics)
     row = row_of(config.precision, resolve_method(config.method, config.method_settings()))
     # last: what fails before leaves a caller's model as it was
     numbers = Numbers(model.train(), row, DTYPES[row], device, given)
     made = Setup(config, model, numbers.loss(chosen_loss), data, device, numbers)
-    made.begun, made.metrics = begun, measured
+    made.begun, made.metrics, made.asks = begun, measured, getattr(chosen_loss, "asks", ())
     backend = backend_of(config)
     made.device_kind, made.pins_memory = backend.trains_on or kind, backend.pins_memory
     return made
@@ -102,8 +104,11 @@ def set_up(
 
 def _begin(model: nn.Module, begin: InitFrom, heads_too: bool = True) -> Optional[Begun]:
     """Give the model the weights that the run begins with; what of them, where they need not all fit. Raises BadInput."""
-    path = newest(Path(begin.path))
-    tensors, place = read_weights(path), f"init_from: {path}"
+    try:
+        path = newest(Path(begin.path))
+        tensors, place = read_weights(path), f"init_from: {path}"
+    except BadInput as error:
+        raise BadInput([f"init_from: {fault}" for fault in error.faults]) from None
     own = model.state_dict()
     try:
         left_out, new = load_weights(model, tensors, place, heads_too, begin.strict)
@@ -190,6 +195,7 @@ def _assemble(
     taken = setup.parted(data.train_batch(0, 0, config.micro_batch_size))
     example = copied(setup.to_device(*taken))  # a model that works in place must not change the data
     setup.label_range = try_model(model, chosen_loss, example, taken[1])
+    try_metrics(setup)
     if is_chosen(config.stages):
         config = _with_chosen_stages(config, method, model, chosen_loss, example)
     placed = backend_of(config).place(config, method, model, example[0])
@@ -242,7 +248,7 @@ def _assemble(
     )  # fmt: skip
     job.begun = setup.begun
     job.label_range, job.device_kind, job.pins_memory = setup.label_range, setup.device_kind, setup.pins_memory
-    job.metrics, job.played = setup.metrics, played
+    job.metrics, job.played, job.asks = setup.metrics, played, setup.asks
     reasons = checks.faults(job, config.optimizer_faults() if optimizer is None else ())
     if reasons:
         raise BadInput(reasons)
@@ -369,7 +375,7 @@ def _played(
 def _check_groups(optimizer: Any) -> None:
     """Whether what the user's function made is an optimizer of the parameter groups that it was given."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise BadInput(f"optimizer: gave a {type(optimizer).__name__}, must give a torch.optim.Optimizer")
+        raise BadInput(f"optimizer: gave {kind_of(optimizer)}, must give a torch.optim.Optimizer")
     if not all("stage" in group for group in optimizer.param_groups):
         raise BadInput(
             "optimizer: made of other parameters: must be made of the groups it is given, as functools.partial(torch.optim.SGD, "

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.blame import attributed
-from ipu_pipe.job.entries import call_entry, resolve_entry
+from ipu_pipe.job.entries import accepts, call_entry, resolve_entry
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import Entry
+from ipu_pipe.shown import first_of, kind_of
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ class Callback:
         """Go on from what `state` gave."""
 
 
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
 class Callbacks:
     """A run's, in order. `asked`: why the run is to end, None while it goes on."""
 
@@ -109,6 +114,11 @@ class Callbacks:
         found = (getattr(callback, "best_step", None) for callback in self.own)
         return [step for step in found if isinstance(step, int)]
 
+    def restored_step(self) -> Optional[int]:
+        """The step whose weights the model has when the run ends, of the first that asks for its best; None: the newest."""
+        found = (getattr(one, "best_step", None) for one in self.own if getattr(one, "restore_best", False))
+        return next((step for step in found if isinstance(step, int)), None)
+
     def states(self) -> List[Any]:
         """Of each, for a checkpoint. Raises RunFault where JSON cannot hold one."""
         found = []
@@ -138,10 +148,21 @@ class Callbacks:
 
 def make_callbacks(config: Config, given: Optional[Sequence[Any]]) -> List[Callback]:
     """Those that Python gave, or else the config's. Raises BadInput, a line each."""
+    if given is None:
+        return _each(config.callbacks, _made)
+    return _each(given, lambda value: _checked(value, "callbacks"))
+
+
+def refuse_callbacks(config: Config) -> None:
+    """Refuse (BadInput, a line each) those of the config that cannot be made, without making them."""
+    _each(config.callbacks, lambda value: accepts(*_named(value)))
+
+
+def _each(values: Sequence[Any], make: Callable[[Any], Any]) -> List[Any]:
     found, faults = [], []
-    for value in config.callbacks if given is None else given:
+    for value in values:
         try:
-            found.append(_made(value) if given is None else _checked(value, "callbacks"))
+            found.append(make(value))
         except BadInput as error:
             faults += error.faults
     if faults:
@@ -149,13 +170,28 @@ def make_callbacks(config: Config, given: Optional[Sequence[Any]]) -> List[Callb
     return found
 
 
-def _made(value: Any) -> Callback:
+def _named(value: Union[str, Entry]) -> Tuple[Callable[..., Any], Mapping[str, Any], str]:
+    """What a config names, its arguments, and the place for what is wrong with these."""
     name, args = (value.entry, value.args) if isinstance(value, Entry) else (value, {})
-    return _checked(call_entry(resolve_entry(name, "callbacks"), args, f"callbacks.{name}"), f"callbacks: {name}")
+    return resolve_entry(name, "callbacks"), args, f"callbacks.{name}"
+
+
+def _made(value: Union[str, Entry]) -> Callback:
+    function, args, place = _named(value)
+    return _checked(call_entry(function, args, place), place)
 
 
 def _checked(value: Any, place: str) -> Callback:
-    if isinstance(value, Callback):
-        return value
-    kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-    raise BadInput(f"{place}: {kind}: must be an object of a class derived from ipu_pipe.Callback")
+    if not isinstance(value, Callback):
+        raise BadInput(f"{place}: {kind_of(value)}: must be an object of a class derived from ipu_pipe.Callback")
+    unknown = [name for name in dir(value) if name.startswith("on_") and name not in HOOKS]
+    if unknown:
+        own = f"{type(value).__qualname__}.{first_of(unknown)}"
+        raise BadInput(f"{place}: {own}: a run calls {', '.join(HOOKS)} and nothing else that is called on_")
+    for name in HOOKS:
+        try:
+            inspect.signature(getattr(value, name)).bind(None)
+        except TypeError:
+            own = f"{type(value).__qualname__}.{name}"
+            raise BadInput(f"{place}: {own}: must take one argument, the ipu_pipe.Moment") from None
+    return value

@@ -172,8 +172,11 @@ def load(path: Path) -> Checkpoint:
 
 
 def newest(path: Path) -> Path:
-    """The newest checkpoint of the run whose folder `path` is; `path` itself where it is no such folder."""
+    """The newest checkpoint of the run whose folder `path` is; `path` itself where it is no such folder. Raises BadInput where
+    the run has none."""
     done = steps(path / "checkpoints")
+    if not done and os.path.isdir(path / "checkpoints"):
+        raise BadInput(f"{path}: holds no checkpoint")
     return path / "checkpoints" / f"step-{done[-1]}" if done else path
 
 

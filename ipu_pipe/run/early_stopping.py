@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Optional, Sequence
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.job.metrics import Metric
 from ipu_pipe.job.sections import EarlyStoppingConfig
 from ipu_pipe.run.callbacks import Callback, Moment, Stop
+from ipu_pipe.shown import kind_of, shown
+from ipu_pipe.values import number
 
 GREATER = ("accuracy", "top", "r2")  # beginnings of metrics of which more is better
 
@@ -15,16 +17,28 @@ GREATER = ("accuracy", "top", "r2")  # beginnings of metrics of which more is be
 class EarlyStopping(Callback):
     """Stops after `patience` evaluations in a row whose `metric` (loss, accuracy, ... as in `metrics.jsonl`, without test_) is
     not better than the best by more than `min_delta`. `mode`: min, max, or by the metric's name where None. The checkpoint of the
-    best is kept."""
+    best is kept; `restore_best`: its weights are put into the model when the run ends."""
 
     def __init__(
-        self, metric: str = "loss", mode: Optional[str] = None, patience: int = 3, min_delta: float = 0.0
+        self,
+        metric: str = "loss",
+        mode: Optional[str] = None,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        restore_best: bool = False,
     ) -> None:
-        if mode not in (None, "min", "max"):
-            raise BadInput(f"early_stopping.mode: {mode}: must be min or max")
-        if patience < 1 or not (math.isfinite(min_delta) and min_delta >= 0):
-            raise BadInput(f"early_stopping: patience {patience}, min_delta {min_delta}: must be >= 1 and >= 0")
-        self.metric, self.patience, self.min_delta = metric, patience, min_delta
+        is_whole = isinstance(patience, int) and not isinstance(patience, bool)
+        delta = number(min_delta)
+        wrong = {
+            f"metric: {kind_of(metric)}: must be text": not isinstance(metric, str),
+            f"mode: {shown(mode)}: must be min or max": mode not in (None, "min", "max"),
+            f"patience: {shown(patience)}: must be a whole number >= 1": not is_whole or patience < 1,
+            f"min_delta: {shown(min_delta)}: must be a number >= 0": delta is None or delta < 0,
+            f"restore_best: {shown(restore_best)}: must be true or false": not isinstance(restore_best, bool),
+        }
+        if any(wrong.values()):
+            raise BadInput([f"early_stopping.{fault}" for fault, is_so in wrong.items() if is_so])
+        self.metric, self.patience, self.min_delta, self.restore_best = metric, patience, min_delta, restore_best
         self.mode = mode or ("max" if metric.startswith(GREATER) else "min")
         self.best: Optional[float] = None
         self.best_step: Optional[int] = None
@@ -33,14 +47,22 @@ class EarlyStopping(Callback):
     @classmethod
     def of(cls, config: EarlyStoppingConfig) -> "EarlyStopping":
         """By the config's section."""
-        return cls(config.metric, config.mode, config.patience, config.min_delta)
+        return cls(config.metric, config.mode, config.patience, config.min_delta, config.restore_best)
+
+    def refuse_unmeasured(self, metrics: Sequence[Metric]) -> None:
+        """Refuse (BadInput) a metric that no evaluation of `metrics` gives."""
+        known = ["loss", *(metric.name for metric in metrics)]
+        if self.metric not in known:
+            raise BadInput(
+                f"early_stopping.metric: {self.metric}: no evaluation gives it: must be one of {', '.join(known)}"
+            )
 
     def on_evaluation(self, now: Moment) -> Optional[Stop]:
         """Compare with the best so far."""
         value = now.metrics.get(f"test_{self.metric}")
         if value is None:
             raise BadInput(
-                f"early_stopping.metric: {self.metric}: no evaluation gives one: must be loss, or one of metrics that is known"
+                f"early_stopping.metric: {self.metric}: no evaluation gives one: it has no meaning for these outputs and labels"
             )
         sign = 1 if self.mode == "max" else -1
         if self.best is None or sign * (value - self.best) > self.min_delta:

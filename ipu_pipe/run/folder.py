@@ -45,8 +45,8 @@ SPELT_OUT = {
 
 def as_folder(out: Union[str, Path]) -> Path:
     """The folder that `out` names. Raises BadInput where it names none: an empty text would be the current folder."""
-    if not str(out).strip():
-        raise BadInput("--out: '': must name a folder")
+    if not isinstance(out, (str, os.PathLike)) or not str(out).strip():
+        raise BadInput(f"--out: {out!r}: must name a folder")
     return Path(out)
 
 

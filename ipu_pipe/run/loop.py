@@ -20,7 +20,7 @@ from ipu_pipe.run.callbacks import Callback, Callbacks, Moment
 from ipu_pipe.run.folder import RunDir
 from ipu_pipe.run.log import Log, log_of, nothing
 from ipu_pipe.run.progress import Progress
-from ipu_pipe.run.saving import Ended, begin, finish, restore, save
+from ipu_pipe.run.saving import Ended, begin, finish, restore, restore_best, save
 
 
 class Run:
@@ -46,6 +46,7 @@ class Run:
         # what all processes must know alike: whether the run may be asked to end, and after any update
         self.may_stop, self.at_steps = on_main(lambda: (bool(self.callbacks.own), self.callbacks.at_steps))
         job.may_stop = self.at_steps and job.method.rounds is None  # else where replicas have met
+        job.may_stop_empty = self.may_stop
         self.end = job.updates
         self.now = Moment(0, 0.0, (), job.rate(0), None, {}, None if are_joined() else job.model, None)
 
@@ -76,8 +77,11 @@ class Run:
         finally:
             if self.run:
                 self.run.close()
-        ended = Ended(position, final, self.tested, profile, self.now.stopped, record)
+        restored = on_main(self.callbacks.restored_step)
+        ended = Ended(position, final, self.tested, profile, self.now.stopped, record, restored)
         report = finish(job, engine, self.run, ended, self.progress.say)
+        if restored is not None:
+            restore_best(job, self.out, restored, position.update, self.progress.say)
         with traceback_kept(self.out):
             self.callbacks.call("on_end", self.now)
         return report

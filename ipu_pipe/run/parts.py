@@ -11,12 +11,14 @@ from torch import nn
 
 from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.entries import call_entry, resolve_entry
+from ipu_pipe.job.entries import accepts, call_entry, resolve_entry
 from ipu_pipe.job.outputs import make_take
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import OWN
+from ipu_pipe.model.asking import asked_by
 from ipu_pipe.model.outputs import OfOutput, OwnLoss
 from ipu_pipe.model.probe import Loss
+from ipu_pipe.shown import first_of
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.given_optimizer import factory_of
 from ipu_pipe.update.playing import SchedulerFactory
@@ -70,12 +72,13 @@ Output = Union[int, str, Callable[[Any], Any]]  # what of a model's output its l
 
 def make_loss(config: Config, given: Union[Loss, str, None] = None, output: Optional[Output] = None) -> Loss:
     """The config's loss, of what its `model.output` says of the model's output. A loss or an `output` given as a function takes
-    the place of the config's."""
+    the place of the config's. Raises BadInput where a loss takes what it cannot be given."""
     take = output if callable(output) else make_take(config)
     chosen = given if callable(given) else None if config.loss == OWN else make_plain_loss(config)
     if chosen is None:
         return OwnLoss(take)
-    return chosen if take is None else OfOutput(chosen, take)
+    asks = asked_by(chosen)
+    return chosen if take is None and not asks else OfOutput(chosen, take, asks)
 
 
 def make_plain_loss(config: Config) -> Loss:
@@ -89,10 +92,22 @@ def make_plain_loss(config: Config) -> Loss:
     return called
 
 
+def refuse_trained(loss: nn.Module, model: nn.Module) -> None:
+    """Refuse a loss with parameters that no optimizer would train."""
+    own = {id(p) for p in model.parameters()}
+    names = [name for name, p in loss.named_parameters() if p.requires_grad and id(p) not in own]
+    if names:
+        raise BadInput(
+            f"loss: {type(loss).__name__}: {first_of(names)}: no optimizer would train what a loss has of its own: put it into "
+            "the model, or requires_grad_(False)"
+        )
+
+
 def make_scheduler(config: Config) -> SchedulerFactory:
     """The config's torch.optim.lr_scheduler, as a function of an optimizer."""
     name, args = config.lr_schedule.name, config.lr_schedule.args
     made_by = resolve_entry(_entry(name), "lr_schedule.name")
+    accepts(functools.partial(made_by, None), args or {}, "lr_schedule.args")  # besides the optimizer
     return functools.partial(made_by, **(args or {}))
 
 

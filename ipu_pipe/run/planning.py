@@ -14,10 +14,12 @@ from ipu_pipe.job.schema import Config
 from ipu_pipe.model.nests import numbers
 from ipu_pipe.model.shapes import SMALL, shapes_only
 from ipu_pipe.run.build import build
+from ipu_pipe.run.callbacks import refuse_callbacks
 
 
 def planned(config: Config) -> Job:
     """The job that `config` describes, for its figures alone. Raises BadInput as `run.build.build` does."""
+    refuse_callbacks(config)
     if _may_be_shapes(config):
         try:
             with shapes_only():

@@ -17,9 +17,10 @@ from ipu_pipe.job.config import load_recorded
 from ipu_pipe.job.sections import GIVEN
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.modes import modes_restored
-from ipu_pipe.model.nests import mapped, tensors
+from ipu_pipe.model.nests import mapped, refuse_others, tensors
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.parts import make_model
+from ipu_pipe.shown import kind_of
 
 
 def predict(
@@ -37,18 +38,25 @@ def predict(
     of batches, whose labels are left out, or the inputs themselves, a tensor or a mapping of tensors, taken `batch_size`
     at a time. Raises BadInput.
     """
-    if not isinstance(model, nn.Module):
+    if not (isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size >= 1):
+        raise BadInput(f"predict: batch_size: {kind_of(batch_size)}: must be a whole number >= 1")
+    if not (into is None or isinstance(into, nn.Module)):
+        raise BadInput(f"predict: into: {kind_of(into)}: must be a torch.nn.Module")
+    if isinstance(model, (str, os.PathLike)):
         model = _with_weights(Path(model), into)
+    elif not isinstance(model, nn.Module):
+        raise BadInput(
+            f"predict: model: {kind_of(model)}: must be a torch.nn.Module, or the folder of a run or checkpoint"
+        )
     elif into is not None:
         raise BadInput("predict: into: goes with the folder of a run or checkpoint, whose weights it gets")
-    if batch_size < 1:
-        raise BadInput(f"predict: batch_size: {batch_size}: must be a whole number >= 1")
     first = next(model.parameters(), None)
     like = first if first is not None else torch.zeros(0)
     found: List[Any] = []
     with torch.no_grad(), modes_restored(model):
         model.eval()
         for x in _inputs(data, batch_size):
+            refuse_others(x, "inputs")
             found.append(tree_map(_on_host, call(model, mapped(lambda value: _as(value, like), x))))
     if not found:
         raise BadInput("predict: data: holds no samples")
@@ -57,10 +65,11 @@ def predict(
 
 def _with_weights(path: Path, into: Optional[nn.Module]) -> nn.Module:
     """The model with the weights of a run or checkpoint."""
-    run = next((folder for folder in (path, *path.parents[:2]) if (folder / "config.yaml").is_file()), None)
+    if not path.exists():
+        raise BadInput(f"predict: {path}: no such folder or file")
+    above = list(path.absolute().parents)[:2]
+    run = next((folder for folder in (path, *above) if (folder / "config.yaml").is_file()), None)
     weights = checkpoint.newest(path)
-    if weights == path and os.path.isdir(path / "checkpoints"):
-        raise BadInput(f"predict: {path}: holds no checkpoint")
     if into is None:
         if run is None:
             raise BadInput(
@@ -81,9 +90,7 @@ def _inputs(data: Any, size: int) -> Iterator[Any]:
     elif isinstance(data, (torch.Tensor, Mapping)) or not isinstance(data, Iterable):
         counts = {len(value) for value in tensors(data) if value.dim()}
         if len(counts) != 1:
-            raise BadInput(
-                f"predict: data: a {type(data).__name__}: must be a DataSource, a loader, or tensors of one length"
-            )
+            raise BadInput(f"predict: data: {kind_of(data)}: must be a DataSource, a loader, or tensors of one length")
         for start in range(0, counts.pop(), size):
             yield mapped(lambda value, start=start: value[start : start + size], data)  # type: ignore[misc]
     else:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence
 
 from ipu_pipe.backends.interface import Engine, Report
-from ipu_pipe.backends.ranks import on_main
+from ipu_pipe.backends.ranks import are_joined, on_main
 from ipu_pipe.backends.table import backend_of
 from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.comparing import dump
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
+from ipu_pipe.local.blocks import blocks_of
 from ipu_pipe.plan.of_config import predicted_rate
 from ipu_pipe.report.executed import write_trace
 from ipu_pipe.report.memory import memory_record
@@ -31,7 +32,7 @@ def begin(job: Job, run: RunDir, resumes: bool, position: Position, say: Callabl
     if resumes:
         run.forget_after(position.update, say)
     run.describe(dump(job.config), job.begun)
-    record = {**record_of(job), "first_update": position.update}
+    record = {**record_of(job.read), "first_update": position.update}
     run.write_json("record.json", [*(earlier_starts(run.path) if resumes else []), record])
     run.open_metrics(position.update)
     return record
@@ -72,7 +73,7 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
 
 class Ended(NamedTuple):
     """How a run ended. `tested`: by block, at the last evaluation; `profile`: of the stages' passes; `stopped`: why sooner than
-    planned; `record`: of how it began."""
+    planned; `record`: of how it began; `restored`: the step whose weights the model has afterwards, None: the newest."""
 
     position: Position
     final: Measured
@@ -80,6 +81,7 @@ class Ended(NamedTuple):
     profile: Optional[StageSeconds]
     stopped: Optional[str]
     record: Dict[str, Any]
+    restored: Optional[int]
 
 
 def finish(job: Job, engine: Engine, run: Optional[RunDir], ended: Ended, say: Callable[[str], None]) -> Dict[str, Any]:
@@ -100,6 +102,8 @@ def _write(job: Job, run: RunDir, ended: Ended, measured: Report) -> Dict[str, A
     has_clocks = measured.events is not None
     costs = None if has_clocks else stage_costs(job, ended.profile, ended.position)
     report = summarise(job, ended.position, ended.final, measured, ended.tested, costs, ended.stopped)
+    if ended.restored is not None:
+        report["restored_step"] = ended.restored
     if measured.times is None:
         run.forget_trace()
     if costs is not None and job.traced:
@@ -112,3 +116,21 @@ def _write(job: Job, run: RunDir, ended: Ended, measured: Report) -> Dict[str, A
     run.write_json("record.json", [*earlier_starts(run.path)[:-1], {**ended.record, "ended": now()}])
     run.write_json("summary.json", report)  # last: a run with a summary is finished
     return report
+
+
+def restore_best(job: Job, out: Path, step: int, newest: int, say: Callable[[str], None]) -> None:
+    """Put the weights of the checkpoint of `step` into the model, on every process that holds a whole one, and say it.
+    `newest`: the step whose weights it has. Raises BadInput where the checkpoint is not whole any more."""
+    path = out / "checkpoints" / f"step-{step}"
+    if step == newest:
+        say(f"the newest weights are the best: step {step}")
+        return
+    if are_joined() and not job.numbers.is_given:  # each process has its stage's, and no one the model
+        say(f"the best weights are those of step {step}: {path}")
+        return
+    weights, blocks = on_main(lambda: checkpoint.read_weights(path)), blocks_of(job.model)
+    with job.numbers.whole(loads=True):
+        checkpoint.load_weights(
+            job.model if blocks is None else blocks.model, weights, str(path)
+        )  # heads have done their work
+    say(f"the model has the best weights again, those of step {step}: {path}")

@@ -18,16 +18,19 @@ from ipu_pipe.job.config import load_recorded
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.given import refuse_missing, with_given
 from ipu_pipe.job.identity import MADE_LATER, changes
+from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import GIVEN
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.probe import Loss
+from ipu_pipe.report.read_data import other_data, read_data
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.callbacks import Callback, make_callbacks
 from ipu_pipe.run.early_stopping import EarlyStopping
-from ipu_pipe.run.folder import as_folder, check_folder, finished_summary
+from ipu_pipe.run.folder import as_folder, check_folder, earlier_starts, finished_summary
 from ipu_pipe.run.folder_lock import FolderLock, refuse_used
+from ipu_pipe.run.kinds import refuse_kinds
 from ipu_pipe.run.loop import Run
 from ipu_pipe.run.parts import Output
 from ipu_pipe.run.progress import Progress
@@ -82,9 +85,13 @@ def train(
     comes, unless it shall `keep_dtype` of the training; so have its modules their modes. On processes every rank's is whole then
     (after a fault each has its own stage alone, not-a-number elsewhere: the newest checkpoint has the whole).
     """
-    out = as_folder(out)
-    launch(config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite})
     given: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
+    asked: Dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
+    objects: Dict[str, Any] = {"model": model, "data": data, "loss": loss, "output": output, "callbacks": callbacks}
+    others: Dict[str, Any] = {"optimizer_args": optimizer_args, "quiet": quiet, "keep_dtype": keep_dtype}
+    refuse_kinds(config, **objects, **given, **others, **asked)
+    out = as_folder(out)
+    launch(config, {"out": out, **asked})
     refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, **given)
     if optimizer is not None:
         optimizer = factory_of(optimizer, optimizer_args)
@@ -100,7 +107,9 @@ def train(
     with reserved(out, resume=resume, overwrite=overwrite, say=say), modes_restored(*([] if model is None else [model])):
         start = on_main(lambda: _checked(config, out, resume, resume_from, overwrite, say))
         if start.ended is not None:
-            say(f"{out}: this run is finished: nothing to resume")
+            why, steps = start.ended.get("stopped"), start.ended.get("steps")
+            early = f" (it ended early: {why}; --resume-from {steps} goes on)" if why else ""
+            say(f"{out}: this run is finished: nothing to resume{early}")
             return start.ended
         began = start.config.init_from
         if start.done:  # the checkpoint takes the place of the weights that the run began with
@@ -108,8 +117,12 @@ def train(
         job = build(start.config, model, data, loss, optimizer, start.done, output=output, **given)
         job.config = job.config.model_copy(update={"init_from": began})
         try:
+            for stopping in called:
+                if isinstance(stopping, EarlyStopping):
+                    stopping.refuse_unmeasured(job.metrics)
             if start.resumes:
                 on_main(lambda: _same_optimizer(job.config, out))
+            job.read = on_main(lambda: _same_data(job, out, start.resumes))
             return Run(job, out, start.resumes, overwrite, quiet, called).go()
         finally:
             job.numbers.give_back(keep_dtype)
@@ -147,7 +160,10 @@ def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwr
     with attributed(lambda: "before training"):
         make_callbacks(config, None)
     if start.ended is None:
-        build(start.config.model_copy(update={"init_from": None}) if start.done else start.config, done=start.done)
+        job = build(
+            start.config.model_copy(update={"init_from": None}) if start.done else start.config, done=start.done
+        )
+        on_main(lambda: _same_data(job, out, start.resumes))
 
 
 def _checked(
@@ -162,7 +178,8 @@ def _checked(
         return _Start(config)
     saved = out / "config.yaml"
     if not saved.is_file():
-        raise BadInput(f"--resume: {out}: holds no run to resume")
+        option = "--resume" if step is None else f"--resume-from: {step}"
+        raise BadInput(f"{option}: {out}: holds no run to resume")
     recorded = load_recorded(saved)
     config = as_recorded(recorded, config)
     config = _with_recorded_counts(recorded, config)
@@ -192,6 +209,22 @@ def _same_optimizer(config: Config, out: Path) -> None:
     changes = [change for change in differences(load_recorded(saved), config) if change.startswith(MADE_LATER)]
     if changes:
         raise BadInput([f"--resume: {saved}: {change}: the optimizer of a run cannot change" for change in changes])
+
+
+def _same_data(job: Job, out: Path, resumes: bool) -> Dict[str, Any]:
+    """What the run reads of its data. Refuses (BadInput) to go on from a checkpoint with other data than the run read so far."""
+    starts = earlier_starts(out) if resumes else []
+    before = starts[-1].get("data") if starts and isinstance(starts[-1], dict) else None
+    before = before if isinstance(before, dict) else {}
+    now = read_data(job, before)
+    faults = other_data(job, before, now) if job.done else []
+    if faults:
+        more = f", and {len(faults) - 1} more such" if len(faults) > 1 else ""
+        raise BadInput(
+            f"--resume: {out / 'record.json'}: {faults[0]}{more}: the data of a run cannot change: put it back as it was, "
+            "or begin another run (--overwrite, or another --out)"
+        )
+    return now
 
 
 def _with_recorded_counts(old: Config, new: Config) -> Config:

@@ -47,7 +47,9 @@ def units_of(config: Config, measured: bool = False, blocks: bool = False) -> Co
 def _counted(config: Config) -> Tuple[nn.Module, Costed, Any]:
     loss = make_loss(config)
     data = make_data(config)
-    x, y = divided(data.train_batch(0, 0, 2), getattr(data, "labels", None), config.loss == OWN)
+    x, y = divided(
+        data.train_batch(0, 0, 2), getattr(data, "labels", None), config.loss == OWN, getattr(loss, "asks", ())
+    )
     try:
         with made_by_shape():
             model = make_model(config)

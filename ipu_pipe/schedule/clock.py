@@ -211,27 +211,6 @@ class _Eager(_Played):
         starts, ends, duration, last = self.start, self.end, self.duration, (len(self.kinds) - 1) * P
         begun, waited = 0, P * updates if updates is not None else -1
 
-        def begin(device: int) -> None:
-            """The device's next pass, unless something that it needs is not on its way yet."""
-            nonlocal begun
-            action = following[device]
-            if action is None:
-                return
-            start, which, m = action
-            if free[device] > start:
-                start = free[device]
-            moments = there[which]
-            if moments is not None and moments[m] > start:
-                start = moments[m]
-                if start == math.inf:
-                    return
-            end = start + duration[which]
-            starts[which][m] = start
-            ends[which][m] = free[device] = end
-            following[device], runs[device] = next(coming[device], None), True
-            begun += 1
-            heapq.heappush(running, (end, begun, which, m))
-
         def arrival(message: Message, at: float) -> float:
             """When a message that is ready `at` a time is there."""
             seconds, latency, links = message
@@ -243,9 +222,28 @@ class _Eager(_Played):
                 link_free[link] = at
             return at + latency
 
-        for device in range(len(queues)):
-            begin(device)
-        while running and waited:
+        ready: Sequence[int] = range(len(queues))  # devices that may go on
+        while waited:
+            for device in ready:
+                action = following[device]
+                if action is None:
+                    continue
+                start, which, m = action
+                if free[device] > start:
+                    start = free[device]
+                needed = there[which]
+                if needed is not None and needed[m] > start:
+                    start = needed[m]
+                    if start == math.inf:  # what it needs is not on its way yet
+                        continue
+                end = start + duration[which]
+                starts[which][m] = start
+                ends[which][m] = free[device] = end
+                following[device], runs[device] = next(coming[device], None), True
+                begun += 1
+                heapq.heappush(running, (end, begun, which, m))
+            if not running:
+                break
             end, _, done, m = heapq.heappop(running)
             own = device_of[done]
             if done >= last:
@@ -256,14 +254,13 @@ class _Eager(_Played):
                     free[own] = start + costs.update[stage]
                     self.note_update(stage, k, start, free[own])
                     waited -= updates is not None and k < updates
+            runs[own], ready = False, (own,)
             result = results[done]
             if result is not None:
                 device, moments, message = result
                 moments[m] = arrival(message, end)
-                if not runs[device] and device != own:
-                    begin(device)
-            runs[own] = False
-            begin(own)
+                if not runs[device]:
+                    ready = (device, own) if device != own else ready
         return begun
 
     def times(self) -> Times:

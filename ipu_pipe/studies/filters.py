@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 from typing import Dict, Mapping, Optional, Sequence, Tuple
 
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 
 from ipu_pipe.errors import BadInput, writing
+from ipu_pipe.job.config import load_recorded
+from ipu_pipe.report.plots import sizes
 from ipu_pipe.run import checkpoint
 
 GAP = 2  # pixels between filters
@@ -76,21 +79,37 @@ def filters_image(filters: torch.Tensor, enlarge: Optional[int] = None, columns:
     return image
 
 
-def draw_filters(panels: Sequence[Tuple[str, np.ndarray]], file: Path) -> None:
-    """Images of `filters_image`, titles above, side by side, pixel by pixel: the first one's upper left corner is at (0, 24)."""
+def note_of(paths: Sequence[Path]) -> str:
+    """What is to be said below the filters of these checkpoints and files: sizes and seeds of runs, and how they are shown."""
+    configs = [path.parent.parent / "config.yaml" for path in paths]
+    runs = [load_recorded(config) for config in configs if config.is_file()]
+    told = dict.fromkeys(f"{sizes(config)}; seed {config.seed} alone" for config in runs)
+    return "; ".join([*told, "each filter from its least weight (dark) to its greatest (bright)"])
+
+
+def draw_filters(panels: Sequence[Tuple[str, np.ndarray]], file: Path, title: str = "", note: str = "") -> None:
+    """Images of `filters_image`, titles above, side by side, pixel by pixel: the first one's upper left corner is at (0, 24), and
+    24 lower under a `title` of all; a `note` is below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    title, between, letter, dots = 24, 16, 7, 100  # pixels: above an image, between two, of a letter; an inch
+    line, between, letter, dots = 24, 16, 7, 100  # pixels: of a line of text, between two images, of a letter; an inch
     widths = [max(image.shape[1], letter * len(text)) for text, image in panels]
     width = sum(widths) + between * (len(panels) - 1)
-    height = title + max(image.shape[0] for _, image in panels)
+    notes = textwrap.wrap(note, max(width // letter, 1))
+    above = line if not title else 2 * line
+    height = above + max(image.shape[0] for _, image in panels) + line * len(notes)
     figure = Figure(figsize=(width / dots, height / dots), dpi=dots)
     FigureCanvasAgg(figure)
     left = 0
     for (text, image), own in zip(panels, widths):
-        figure.figimage(image, left, height - title - image.shape[0], origin="upper")  # counted from below
-        figure.text(left / width, 1 - title / 2 / height, text, fontsize=9, va="center")
+        figure.figimage(image, left, height - above - image.shape[0], origin="upper")  # counted from below
+        figure.text(left / width, 1 - (above - line / 2) / height, text, fontsize=9, va="center")
         left += own + between
+    figure.text(0.5, 1 - line / 2 / height, title, fontsize=10, va="center", ha="center")
+    for i, words in enumerate(notes):
+        figure.text(
+            0.5, (len(notes) - i - 0.5) * line / height, words, fontsize=8, va="center", ha="center", color="dimgray"
+        )
     with writing(file):
         figure.savefig(file, dpi=dots)

@@ -7,12 +7,14 @@ instance    torch.optim.SGD(model.parameters(), lr=0.1)         its class and th
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any, Dict, List, Mapping, Optional
 
 import torch
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.shown import kind_of
 from ipu_pipe.update.groups import Groups
 from ipu_pipe.update.optimizer import OptimizerFactory
 
@@ -30,8 +32,7 @@ def factory_of(given: Any, args: Optional[Mapping[str, Any]] = None) -> Optimize
             raise BadInput("optimizer_args: not together with an optimizer that is made: its own settings are taken")
         return _Like(given)
     if (inspect.isclass(given) and not issubclass(given, torch.optim.Optimizer)) or not callable(given):
-        kind = f"the class {given.__name__}" if inspect.isclass(given) else f"a {type(given).__name__}"
-        raise BadInput(f"optimizer: {kind}: must be {WHAT}")
+        raise BadInput(f"optimizer: {kind_of(given)}: must be {WHAT}")
     return _Calling(given, dict(args or {}))
 
 
@@ -42,11 +43,13 @@ class _Calling:
         self._made_by, self._args = made_by, args
 
     def __call__(self, groups: Groups) -> torch.optim.Optimizer:
-        if not self._args and not inspect.isclass(self._made_by):
+        named = self._made_by.func if isinstance(self._made_by, functools.partial) else self._made_by
+        if not self._args and not inspect.isclass(named):
             return self._made_by(groups)  # type: ignore[no-any-return]
-        name = getattr(self._made_by, "__name__", type(self._made_by).__name__)
+        name = getattr(named, "__name__", type(named).__name__)
         try:
-            inspect.signature(self._made_by).bind(groups, **self._args)
+            if named is self._made_by:
+                inspect.signature(named).bind(groups, **self._args)
             return self._made_by(groups, **self._args)  # type: ignore[no-any-return]
         except (TypeError, ValueError) as error:
             raise BadInput(f"optimizer: {name}: {error}") from error

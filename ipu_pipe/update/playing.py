@@ -13,6 +13,7 @@ from typing import Any, Callable, List
 import torch
 
 from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.shown import kind_of
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]  # gives a torch.optim.lr_scheduler
 KEY = "lr_schedule"
@@ -31,7 +32,7 @@ def play(
         warnings.simplefilter("ignore")
         try:
             scheduler = make(like)
-            _refuse_odd(scheduler)
+            _refuse_odd(scheduler, like)
             for k in range(updates):
                 if k and k % every == 0:
                     like.step()
@@ -69,7 +70,7 @@ def _others(group: Any, known: Any = None) -> Any:
     return {key: value for key, value in group.items() if key not in left and (known is None or key in known)}
 
 
-def _refuse_odd(scheduler: Any) -> None:
+def _refuse_odd(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     kind = type(scheduler).__name__
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise BadInput(
@@ -77,7 +78,11 @@ def _refuse_odd(scheduler: Any) -> None:
             " change it and resumed runs need: use another scheduler, or early_stopping"
         )
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        raise BadInput(f"{KEY}: gave a {kind}, must give a torch.optim.lr_scheduler of the optimizer that it is given")
+        raise BadInput(
+            f"{KEY}: gave {kind_of(scheduler)}, must give a torch.optim.lr_scheduler of the optimizer that it is given"
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise BadInput(f"{KEY}: {kind}: is of another optimizer: must be made of the one that it is given")
 
 
 def _name(make: Any) -> str:

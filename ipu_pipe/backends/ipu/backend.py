@@ -24,7 +24,7 @@ from ipu_pipe.job.ipu.placement import placement, under_poprun
 from ipu_pipe.job.placing import place_whole
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import BackendConfig, Config
-from ipu_pipe.model.outputs import OwnLoss, plain
+from ipu_pipe.model.outputs import OwnLoss, takes_all
 from ipu_pipe.update.groups import OWN_RATES, has_own_rates
 
 MISSING = (
@@ -111,9 +111,14 @@ def faults(job: Job) -> List[str]:
 def _batch_faults(job: Job) -> List[str]:
     """What of the data and of the loss's reading PopTorch is not given here: its models take one tensor and its labels."""
     where = "IPUs (backend.name: poptorch)"
+    if job.asks:
+        return [
+            f"loss: takes {', '.join(job.asks)} of the batch: {where} give a loss outputs and labels alone: use backend.name: "
+            "emulator or distributed"
+        ]
     if not all(isinstance(part, torch.Tensor) for part in job.example):
         return [f"data: {where} take batches (x, y) of two tensors: use backend.name: emulator or distributed"]
-    if isinstance(plain(job.loss), OwnLoss) or plain(job.loss) is not job.loss:
+    if not takes_all(job.loss):
         return [
             f"{'loss: model' if isinstance(job.loss, OwnLoss) else 'model.output'}: {where} take a model that gives a tensor"
         ]

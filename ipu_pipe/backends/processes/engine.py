@@ -62,7 +62,8 @@ class ProcessEngine(Engine):
         self._ending: Optional[Ending] = None
         if job.may_stop:
             self._ending = Ending(mail, self.layout.rank, job.schedule.accumulate, job.updates, first_update)
-        self._player = RowPlayer(work, own, mail, groups[self.layout.stage] if groups else None, self._ending)
+        replicas = groups[self.layout.stage] if groups else None
+        self._player = RowPlayer(work, own, mail, replicas, self._ending, job.may_stop_empty)
         # of a model that the caller holds
         self._stages = stages_of(job.model, cut) if job.numbers.is_given else {}
         forgotten = forget_others(job, own, cut)

@@ -30,11 +30,18 @@ class RowPlayer:
     """Plays the row of the stage at `place`: `step(k)` up to and including update k.
 
     `doing`: the action, or what else. `replicas`: the process group of the stage's replicas, None where there is one. `ending`:
-    of a run that may be asked to end.
+    of a run that may be asked to end after any update; `ends_empty`: it may be where the pipeline is empty. No receive must wait
+    then for what comes after: it would take a message of these processes' next run away.
     """
 
     def __init__(
-        self, work: Work, place: Place, mail: Mail, replicas: Any = None, ending: Optional[Ending] = None
+        self,
+        work: Work,
+        place: Place,
+        mail: Mail,
+        replicas: Any = None,
+        ending: Optional[Ending] = None,
+        ends_empty: bool = False,
     ) -> None:
         self._work, self.place, self.mail, self._ending = work, place, mail, ending
         self._updating = Updating(work, place, mail, replicas)
@@ -43,7 +50,7 @@ class RowPlayer:
         self.memory = Memory(place, work.rules, self._updating.parameters, self.weights, tied, stash, mail, work.update)
         self._needs = Needs(work, place, self._updating.clipping.delayed)
         self._own = OwnWeights.of(work, place.piece)
-        self._is_ready = not mail.has_channels
+        self._is_ready, self._posts_by_stretch = not mail.has_channels, mail.has_channels or ends_empty
         self._measured: Optional[Measured] = None  # by the newest update
         self._carry_out: Dict[str, Callable[[int], None]] = {
             FORWARD: self._passes.forward if self._own is None else functools.partial(self._own_pass, FORWARD),
@@ -90,8 +97,8 @@ class RowPlayer:
     def step(self, k: int) -> Optional[Measured]:
         """Carry out the row up to update k. Where there is a loss: (its mean, share of right answers or None) over the batch."""
         assert k == self.update, f"update {self.update} is next, not {k}"
-        if self.mail.has_channels:
-            self._open_channels(k)
+        if self._posts_by_stretch:
+            self._open(k)
         for kind, index in self._row:
             Stopping.check()
             self.doing = f"{kind}{index}"
@@ -142,8 +149,9 @@ class RowPlayer:
             self._passes.tied.load(self.update)
         self.mail.timeline.at(self.update)
 
-    def _open_channels(self, k: int) -> None:
-        """Receives up to where the pipeline empties may be posted; first of all, channels and kernels are used once."""
+    def _open(self, k: int) -> None:
+        """Receives up to where the pipeline empties may be posted; first of all, channels, if there are any, and kernels are
+        used once."""
         if not self._is_ready:
             depth, tied = self.place.layout.depth, self.place.ties.links
             self.mail.touch(links(depth, self._work.method, THROUGH_CHANNELS, tied))

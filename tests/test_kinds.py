@@ -1,0 +1,243 @@
+"""What Python gives of a wrong kind: a line that says what, and nothing written."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, Dict
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ipu_pipe
+from ipu_pipe.errors import BadInput
+from ipu_pipe.run.build import build
+from ipu_pipe.run.planning import planned
+from tests.test_train import config
+
+X, Y = torch.randn(32, 8), torch.arange(32) % 4
+SET: Any = TensorDataset(X, Y)
+SHORT = {"micro_batch_size": 8, "steps": 2, "log": {"tensorboard": False}}
+
+
+class Weighted(nn.Module):
+    """A loss with a weight of its own."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output * self.weight.sum(), y)
+
+
+class Misnamed(ipu_pipe.Callback):
+    def on_epoch_end(self, now: ipu_pipe.Moment) -> None:
+        pass
+
+
+class Blind(ipu_pipe.Callback):
+    def on_step(self) -> None:  # type: ignore[override]
+        pass
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), ipu_pipe.begin_stage(nn.Linear(8, 4)))
+
+
+def raising(*given: Any) -> Any:
+    return 1 / 0
+
+
+WRONG: Dict[str, Dict[str, Any]] = {  # story: most of these ended in an AttributeError or a TypeError of ours
+    "config: a dict: must be what ipu_pipe.configure": {"config": {}},
+    "model: the class Linear: must be a torch.nn.Module": {"model": nn.Linear},
+    "model: a function: must be": {"model": model},
+    "model: missing: must be given": {"model": None},
+    "data: missing: must be given": {"data": None},
+    "data: a DataLoader: must be a DataSource": {"data": DataLoader(SET, 8)},
+    "loss: 3: must be a function of outputs and labels": {"loss": 3},
+    "loss: the class CrossEntropyLoss: must be a function": {"loss": nn.CrossEntropyLoss},
+    "loss: Weighted: weight: no optimizer would train": {"loss": Weighted(nn.Parameter(torch.ones(1)))},
+    r"loss: it fails on what the model returns, a tensor of shape \(8, 4\) and labels \(8,\), torch.int64: Zero": {
+        "loss": raising
+    },
+    "model.output: it fails on what the model returns, a tensor of shape": {"output": lambda output: output.logits},
+    "model.output: logits: the model returns a tensor .* of which it is no part: leave it out": {"output": "logits"},
+    "output: 1.5: must be a field's name": {"output": 1.5},
+    "model: it fails on a microbatch .* which loss: model calls with the labels too: TypeError": {"loss": "model"},
+    "optimizer_args: a list: must be a mapping": {"optimizer": torch.optim.SGD, "optimizer_args": [0.1]},
+    "optimizer: SGD: .* unexpected keyword argument 'lrr'": {"optimizer": functools.partial(torch.optim.SGD, lrr=1)},
+    "lr_scheduler: a str: must be a function of an optimizer": {"lr_scheduler": "cosine"},
+    "lr_scheduler: a StepLR: must be a function of an optimizer": {
+        "lr_scheduler": torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model().parameters(), lr=1), 3)
+    },
+    "metrics: a str: must be a list": {"metrics": "accuracy"},  # story: a line a letter
+    "metrics: a function: must be a list": {"metrics": raising},
+    "metrics: 3: must be letters": {"metrics": {3: raising}},
+    # story: told only by the first evaluation, into a folder that was there by then
+    r"metrics: mse: outputs \(32, 4\) and labels \(32,\): must be tensors of one shape": {"metrics": ["mse"]},
+    r"metrics: raising: fails on a tensor of shape \(32, 4\) and labels .*: Zero": {"metrics": [raising]},
+    "metrics: f: fails on .*float": {"metrics": {"f": lambda output, y: None}},
+    "callbacks: a Misnamed: must be a list": {"callbacks": Misnamed()},
+    "callbacks: Misnamed.on_epoch_end: a run calls on_step, on_evaluation, on_checkpoint, on_end": {
+        "callbacks": [Misnamed()]
+    },
+    # story: told after the first update
+    "callbacks: Blind.on_step: must take one argument, the ipu_pipe.Moment": {"callbacks": [Blind()]},
+    # story: told by the first evaluation after updates
+    "early_stopping.metric: f: no evaluation gives it: must be one of loss, accuracy": {
+        "callbacks": [ipu_pipe.EarlyStopping("f")]
+    },
+    "resume: a str: must be True or False": {"resume": "yes"},
+    "resume_from: -1: must be a whole number >= 1": {"resume_from": -1},
+    "overwrite: True: not together with resume": {"overwrite": True, "resume": True},
+    "--resume-from: 3: .* holds no run": {"resume_from": 3},
+    "keep_dtype: 1: must be True or False": {"keep_dtype": 1},
+}
+
+
+@pytest.mark.parametrize("told", list(WRONG))
+def test_what_is_of_a_wrong_kind_is_told_before_anything_is_written(told: str, tmp_path: Path) -> None:
+    given = {
+        "config": ipu_pipe.configure(**SHORT),
+        "model": model(),
+        "data": ipu_pipe.from_loader(DataLoader(SET, 8), DataLoader(SET, 32)),
+    }
+    given = {"loss": nn.functional.cross_entropy, **given, **WRONG[told]}
+    out = tmp_path / "run"
+    with pytest.raises(BadInput, match=f"^{told}") as refused:
+        ipu_pipe.train(given.pop("config"), out, quiet=True, **given)
+    assert len(refused.value.faults) == 1 and not out.exists()
+
+
+def test_early_stopping_of_wrong_kinds_tells_each() -> None:
+    with pytest.raises(BadInput) as refused:
+        ipu_pipe.EarlyStopping(3, mode="up", patience="x", min_delta=-1.0)  # type: ignore[arg-type]
+    assert refused.value.faults == [
+        "early_stopping.metric: 3: must be text",
+        "early_stopping.mode: up: must be min or max",
+        "early_stopping.patience: x: must be a whole number >= 1",
+        "early_stopping.min_delta: -1.0: must be a number >= 0",
+    ]
+
+
+def test_a_dry_run_tells_what_callbacks_cannot_be_made() -> None:
+    """Story: only the run told it."""
+    made = ["tests.callbacks_of_runs:Ends", "tests.callbacks_of_runs:Fails", "tests.nothing:X"]
+    with pytest.raises(BadInput) as refused:
+        planned(config("callbacks=[{entry: '%s', args: {afte: 3}}, '%s', '%s']" % tuple(made)))
+    assert [fault.partition(": ")[0] for fault in refused.value.faults] == [
+        f"callbacks.{made[0]}.afte", f"callbacks.{made[0]}.after", "callbacks",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "told, given",
+    [
+        ("data: train: 3: must be a DataLoader, or another iterable of batches", (3,)),
+        ("data: train: None: must be a DataLoader", (None,)),
+        ("data: train: a Tensor: must be a DataLoader", (X,)),
+        ("data: train: a TensorDataset: gives samples, not batches: must be a DataLoader of it", (SET,)),
+        ("data: test: a str: must be a DataLoader", ([], "digits")),
+        ("data: labels: 3: must be their name", ([], None, 0, 3)),
+    ],
+)
+def test_what_gives_no_batches_is_no_loader(told: str, given: Any) -> None:
+    """Story: of a TensorDataset it said that the loader gives batches of as many samples as one has features."""
+    with pytest.raises(BadInput, match=told):
+        ipu_pipe.from_loader(*given)
+
+
+def test_a_folder_has_a_name() -> None:
+    for out in ("", None, 3):
+        with pytest.raises(BadInput, match="--out: .*must name a folder"):
+            ipu_pipe.train(
+                ipu_pipe.configure(**SHORT), out, model=model(), data=ipu_pipe.from_loader(DataLoader(SET, 8))
+            )  # type: ignore[arg-type]
+
+
+def test_a_loss_may_hold_weights_of_the_model_and_such_as_are_not_trained(tmp_path: Path) -> None:
+    net = model()
+    for number, weight in enumerate((net[0].bias, nn.Parameter(torch.ones(1), requires_grad=False))):  # type: ignore[index]
+        how = {"model": net, "data": ipu_pipe.from_loader(DataLoader(SET, 8)), "loss": Weighted(weight)}
+        assert ipu_pipe.train(ipu_pipe.configure(**SHORT), tmp_path / str(number), quiet=True, **how)["steps"] == 2
+
+
+def test_metrics_are_tried_on_what_evaluations_measure_and_draw_nothing(tmp_path: Path) -> None:
+    """On a batch of the test set, in evaluation mode; the numbers of the run stay as they are."""
+    seen = []
+
+    def watching(output: torch.Tensor, y: torch.Tensor) -> float:
+        seen.append((len(output), net.training))
+        return 0.0
+
+    def loss_of(*metrics: Any) -> Any:
+        torch.manual_seed(3)
+        test: Any = DataLoader(SET, 20, shuffle=True)
+        how = {"model": net, "data": ipu_pipe.from_loader(DataLoader(SET, 8, shuffle=True), test)}
+        net.load_state_dict(start)
+        config = ipu_pipe.configure(**SHORT, metrics=[])
+        return ipu_pipe.train(config, tmp_path / str(len(metrics)), quiet=True, metrics=metrics, **how)["final"]
+
+    net = model()
+    start = {name: value.clone() for name, value in net.state_dict().items()}
+    plain, watched = loss_of(), loss_of(watching)
+    assert plain["train_loss"] == watched["train_loss"] and plain["test_loss"] == watched["test_loss"]
+    assert seen == [(20, False), (20, False), (12, False), (20, False), (12, False)]
+
+
+def test_metrics_are_given_labels_whatever_the_loss_asks_for_and_leave_the_model(tmp_path: Path) -> None:
+    class Counts(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().forward(x)
+
+    def loss(output: torch.Tensor, y: torch.Tensor, *, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, y)
+
+    net = nn.Sequential(Counts(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    metrics = {"labels": lambda output, y: y.dim()}
+    config = ipu_pipe.configure(**SHORT, stages=["2"])
+    how = {"model": net, "data": ipu_pipe.from_loader(DataLoader(SET, 8), DataLoader(SET, 32)), "loss": loss}
+    job = build(config, metrics=metrics, **how)  # type: ignore[arg-type]
+    assert job.metrics[0].name == "labels" and not hasattr(net[0], "calls")
+    assert ipu_pipe.train(config, tmp_path / "run", quiet=True, metrics=metrics, **how)["final"]["test_labels"] == 1.0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "told, given",
+    [
+        ("model: 3: must be a torch.nn.Module, or the folder", (3, X)),
+        ("model: the class Linear: must be", (nn.Linear, X)),
+        ("nowhere: no such folder or file", ("nowhere", X)),
+        ("into: a str: must be a torch.nn.Module", (".", X, "x", 128)),
+        ("batch_size: a str: must be a whole number >= 1", (model(), X, None, "3")),
+        ("batch_size: True: must be a whole number >= 1", (model(), X, None, True)),
+        ("data: inputs: is of type ndarray: must be a tensor", (model(), X.numpy())),
+    ],
+)
+def test_predictions_of_what_is_of_a_wrong_kind(told: str, given: Any) -> None:
+    net, data, into, size = given if len(given) == 4 else (*given, None, 128)
+    with pytest.raises(BadInput, match=told) as refused:
+        ipu_pipe.predict(net, data, into=into, batch_size=size)
+    assert len(refused.value.faults) == 1
+
+
+KEYS = {
+    "model.output=1.5": "model.output: 1.5: must be null, a field's name, an index, or module:function",
+    "lr_schedule={name: torch.optim.lr_scheduler.StepLR, gamma: 0.5}": "lr_schedule.gamma: 0.5: of torch.optim.lr_scheduler.Step",
+    "output=logits": "output: logits: unknown key, nearest is model.output",  # story: or given.output, which a run alone writes
+    "early_stopping={restore_best: 1}": "early_stopping.restore_best: 1: must be true or false",
+    "metric=accuracy": "metric: accuracy: unknown key, nearest is metrics",  # story: early_stopping.metric
+}
+
+
+@pytest.mark.parametrize("key", list(KEYS))
+def test_a_wrong_key_is_one_line(key: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        config(key)
+    (fault,) = refused.value.faults
+    assert f": {KEYS[key]}" in fault

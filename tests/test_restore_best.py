@@ -1,0 +1,125 @@
+"""The weights of the best evaluation, in the caller's model when a run ends."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import traceback
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ipu_pipe
+from ipu_pipe.errors import BadInput, end_process
+from tests.test_going_on import OWN, own_model
+from tests.test_loop import OFTEN
+from tests.test_train import config
+
+# of a falling loss the greatest is the best: that of the first evaluation, after 4 updates, and the third ends the run
+STOPS = "early_stopping={mode: max, patience: 2, restore_best: true}"
+KEYS = [*OFTEN, 'stages=["4"]', "log.tensorboard=false", "evaluate.subset=32", "data.subset=256", "backend.threads=1"]
+
+
+def went(out: Path, method: str, *over: str, model: Optional[torch.nn.Module] = None, **how: Any) -> Dict[str, Any]:
+    sets = [*KEYS, "optimizer.lr=0.01", f"method={method}", *OWN[method], *over]
+    return ipu_pipe.train(config(*sets), out, model=own_model() if model is None else model, **how)
+
+
+def saved(out: Path, step: int) -> Dict[str, torch.Tensor]:
+    return load_file(out / "checkpoints" / f"step-{step}" / "model.safetensors")
+
+
+def holds(model_state: Dict[str, Any], weights: Dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, weights[name].to(value.dtype)) for name, value in model_state.items())
+
+
+class Sees(ipu_pipe.Callback):
+    def on_end(self, now: ipu_pipe.Moment) -> None:
+        self.model = {name: value.clone() for name, value in now.model.state_dict().items()}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("method", OWN)
+def test_the_model_has_the_best_weights_when_the_run_ends(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, sees = own_model(), Sees()
+    report = went(tmp_path / "run", method, STOPS, model=model, callbacks=[sees])
+    step, last = report["restored_step"], report["steps"]
+    assert (step, last) == ((16, 24) if method == "local_greedy" else (4, 12))
+    said = f"the model has the best weights again, those of step {step}: {tmp_path}/run/checkpoints/step-{step}"
+    assert capsys.readouterr().out.rstrip().splitlines()[-1] == said
+    best, newest = saved(tmp_path / "run", step), saved(tmp_path / "run", last)
+    assert holds(model.state_dict(), best) and not holds(model.state_dict(), newest)
+    assert sees.model.keys() == best.keys() and holds({"1.weight": sees.model["1.weight"]}, best)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["restored_step"] == step
+    # all but the model is as without
+    without = own_model()
+    other = went(tmp_path / "other", method, STOPS.replace("true", "false"), model=without, quiet=True)
+    assert other["final"] == report["final"] and "restored_step" not in other
+    assert holds(without.state_dict(), newest)
+
+
+def test_the_newest_may_be_the_best_and_a_run_need_not_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = own_model()
+    report = went(tmp_path / "run", "pipedream", STOPS.replace("max", "min"), "steps=8", model=model)
+    assert report["restored_step"] == 8 and report["stopped"] is None
+    assert capsys.readouterr().out.rstrip().endswith("the newest weights are the best: step 8")
+    assert holds(model.state_dict(), saved(tmp_path / "run", 8))
+    first = own_model()
+    given = {"callbacks": [ipu_pipe.EarlyStopping(mode="max", patience=9, restore_best=True)]}
+    assert went(tmp_path / "whole", "pipedream", "steps=8", model=first, **given)["restored_step"] == 4
+    assert holds(first.state_dict(), saved(tmp_path / "whole", 4))
+    # a run that goes on knows which was the best
+    second = own_model()
+    given = {"callbacks": [ipu_pipe.EarlyStopping(mode="max", patience=9, restore_best=True)], "resume": True}
+    assert went(tmp_path / "whole", "pipedream", "steps=12", model=second, **given)["restored_step"] == 4
+    assert holds(second.state_dict(), saved(tmp_path / "whole", 4))
+
+
+def test_a_wrong_kind_is_told() -> None:
+    with pytest.raises(BadInput, match="early_stopping.restore_best"):
+        config("early_stopping={restore_best: 3}")
+
+
+def one_rank(rank: int, folder: Path, methods: List[str]) -> None:
+    """A process of two, forked from one that has imported all."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        for method in methods:
+            model = own_model()
+            over = ["backend.name=distributed", "backend.deadline=20", STOPS]
+            report = went(folder / method, method, *over, model=model, quiet=True)
+            assert report["restored_step"] < report["steps"]
+            torch.save(model.state_dict(), folder / f"{method}-{rank}.pt")
+    except BaseException:
+        traceback.print_exc()
+        end_process(1)
+    end_process(0)
+
+
+@pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="needs torch 2.4")
+def test_every_process_has_the_best_weights(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=one_rank, args=(rank, tmp_path, list(OWN))) for rank in range(2)]
+    try:
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(120)
+            assert process.exitcode == 0
+    finally:
+        for process in ranks:
+            process.kill()
+    for method in OWN:
+        emulated = own_model()
+        step = went(tmp_path / f"{method}-emulated", method, STOPS, model=emulated, quiet=True)["restored_step"]
+        best = saved(tmp_path / method, step)
+        for rank in range(2):
+            held = torch.load(tmp_path / f"{method}-{rank}.pt")
+            assert holds(held, best) and holds(held, emulated.state_dict()), (method, rank)
