@@ -295,7 +295,7 @@ class Blocks(nn.Sequential):
 def test_a_model_with_a_block_of_its_own_is_looked_at_as_it_runs() -> None:
     """Story: its stages were looked for outside of autocast, where it fails."""
     model = Blocks(nn.Flatten(), nn.Linear(64, 12), nn.Linear(12, 10))
-    assert len(build(digits("precision=bfloat16_mixed", "stages=[2]"), model=model).part) == 2
+    assert len(build(digits("precision=bfloat16_mixed", "stages=2"), model=model).part) == 2
 
 
 def test_what_is_meant_is_said() -> None:
