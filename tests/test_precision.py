@@ -283,6 +283,21 @@ def test_a_callers_model_keeps_the_dtype_of_the_training_where_asked(tmp_path: P
     train(digits("precision=bfloat16_mixed"), tmp_path / "autocast", model=mlp_model(), quiet=True, keep_dtype=True)
 
 
+class Blocks(nn.Sequential):
+    """A block of its own casts, and what follows counts on being cast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with autocast():
+            x = self[1](self[0](x))
+        return self[2](x).float()  # type: ignore[no-any-return]
+
+
+def test_a_model_with_a_block_of_its_own_is_looked_at_as_it_runs() -> None:
+    """Story: its stages were looked for outside of autocast, where it fails."""
+    model = Blocks(nn.Flatten(), nn.Linear(64, 12), nn.Linear(12, 10))
+    assert len(build(digits("precision=bfloat16_mixed", "stages=2"), model=model).part) == 2
+
+
 def test_what_is_meant_is_said() -> None:
     assert "forward and loss under autocast" in opening(build(digits("precision=bfloat16_mixed")))
     assert "a backward of pipemare reads other weights than its forward" in opening(build(digits(*MASTERED)))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.model.autocast import cast
 from ipu_pipe.model.cutting import Crossing, Shape, pieces
 from ipu_pipe.model.rehearsal import refuse_other_pieces
 from ipu_pipe.run.build import build
@@ -137,6 +138,25 @@ def test_branches_on_sizes_and_blocks_of_a_mode_are_cut(how: str) -> None:
     attributes = set(vars(model))
     rehearse(model, ["b", "c"], x)
     assert set(vars(model)) == attributes
+
+
+def test_hooks_of_backwards_stay_and_run() -> None:
+    """Story: the recording lost what such a hook wraps, and the model was refused."""
+    model, x = Three("constant"), torch.randn(2, 4)
+    model.b.register_full_backward_hook(lambda module, into, out: (into[0] * 0.5,))
+    model.c.register_full_backward_pre_hook(lambda module, out: (out[0] * 2,))
+    rehearse(model, ["b", "c"], x)
+    assert len(model.b._backward_hooks) == len(model.c._backward_pre_hooks) == 1
+
+
+def test_under_autocast_a_weight_that_stages_cast_is_refused() -> None:
+    """The whole model sums the gradients of one cast in bfloat16. Story: it was told to keep a tensor aside."""
+    again = nn.Linear(4, 4)
+    model, x = nn.Sequential(nn.Linear(4, 4), again, nn.Linear(4, 4), again), torch.randn(3, 4)
+    rehearse(model, ["2"], x)
+    cast(model, "cpu")
+    with pytest.raises(BadInput, match="the gradient of 1.*autocast sums that of a weight which several stages use in bfloat16"):
+        rehearse(model, ["2"], x)
 
 
 def test_models_that_are_cut_exactly_pass() -> None:

@@ -227,8 +227,12 @@ def _refuse_hooks(model: nn.Module, begins: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _watched(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Hooks on all modules. What models leave out where nothing is padded, unless they are traced, is not left out."""
-    handles = []
+    """Hooks on all modules. What models leave out where nothing is padded, unless they are traced, is not left out. Hooks of
+    backwards, of which there is none, are away: they would wrap what a module gives after it was seen."""
+    handles, tables = [], [table for m in model.modules() for table in (m._backward_hooks, m._backward_pre_hooks)]
+    hooks = [table.copy() for table in tables]
+    for table in tables:
+        table.clear()
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(recorder.before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(recorder.after, with_kwargs=True))
@@ -244,6 +248,8 @@ def _watched(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         torch.set_autocast_cache_enabled(caches)
         for handle in handles:
             handle.remove()
+        for table, held in zip(tables, hooks):
+            table.update(held)
 
 
 def record(model: nn.Module, begins: Sequence[str], x: Any) -> Tuple[Recorded, Liveness]:

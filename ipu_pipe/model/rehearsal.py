@@ -82,7 +82,8 @@ def _compare(model: nn.Module, parts: Sequence[Piece], recorded: Any, x: Any) ->
                 raise _refusal(model, f"the {drawn[0]} is another one each time: something {why}", "draw without one")
         if wrong:
             way = OUTSIDE
-            if wrong[0].startswith("gradient") and is_cast(model):
+            both = whole.get(wrong[0]) is not None and chained.get(wrong[0]) is not None
+            if wrong[0].startswith("gradient") and both and is_cast(model):
                 way = "autocast sums that of a weight which several stages use in bfloat16: take precision: float32 or bfloat16"
             raise _refusal(model, _told(wrong[0], whole.get(wrong[0]), chained.get(wrong[0]), parts), way)
     return moved
