@@ -20,8 +20,10 @@ from ipu_pipe.key_faults import as_written
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.nests import copied
 from ipu_pipe.model.probe import undisturbed
+from ipu_pipe.report.read_data import other_data
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.checkpoint import Checkpoint
+from ipu_pipe.run.folder import earlier_starts
 from ipu_pipe.run.manifest import Origin
 
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # the user's, which a trial must not run
@@ -53,6 +55,24 @@ def refuse_foreign_run(job: Job, held: Checkpoint, path: Path) -> None:
     if not faults:
         faults = _model_faults(job, held) + _optimizer_faults(job, held, own)
     checkpoint.refuse(path, faults)
+
+
+def data_before(out: Path) -> Dict[str, Any]:
+    """What the run in the folder `out` read of its data when it was last started, as far as its record says it."""
+    starts = earlier_starts(out)
+    found = starts[-1].get("data") if starts and isinstance(starts[-1], dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def refuse_other_data(job: Job, out: Path) -> None:
+    """Refuse (BadInput) to go on with other data than the run in the folder `out` has read so far."""
+    faults = other_data(job, data_before(out), job.read or {})
+    if faults:
+        more = f", and {len(faults) - 1} more such" if len(faults) > 1 else ""
+        raise BadInput(
+            f"--resume: {out / 'record.json'}: {faults[0]}{more}: the data of a run cannot change: put it back as it was, "
+            "or begin another run (--overwrite, or another --out)"
+        )
 
 
 def position_of(held: Checkpoint) -> Position:

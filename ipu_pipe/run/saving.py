@@ -23,7 +23,7 @@ from ipu_pipe.report.words import closing
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.callbacks import Callbacks
 from ipu_pipe.run.folder import RunDir, earlier_starts
-from ipu_pipe.run.resume import origin, position_of, refuse_foreign_run, saved_state
+from ipu_pipe.run.resume import origin, position_of, refuse_foreign_run, refuse_other_data, saved_state
 from ipu_pipe.update.state import import_state
 
 
@@ -59,6 +59,7 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
         return Position()
     held = checkpoint.load(path)
     on_main(lambda: refuse_foreign_run(job, held, path))
+    on_main(lambda: refuse_other_data(job, out))
     if held.manifest is None:
         say(f"{path}: of the earlier layout, which does not say whose run it is: that is not checked")
     with job.numbers.whole(loads=True):

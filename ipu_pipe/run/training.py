@@ -18,23 +18,22 @@ from ipu_pipe.job.config import load_recorded
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.given import refuse_missing, with_given
 from ipu_pipe.job.identity import MADE_LATER, changes
-from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import GIVEN
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.probe import Loss
-from ipu_pipe.report.read_data import other_data, read_data
+from ipu_pipe.report.read_data import read_data
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.callbacks import Callback, make_callbacks
 from ipu_pipe.run.early_stopping import EarlyStopping
-from ipu_pipe.run.folder import as_folder, check_folder, earlier_starts, finished_summary
+from ipu_pipe.run.folder import as_folder, check_folder, finished_summary
 from ipu_pipe.run.folder_lock import FolderLock, refuse_used
 from ipu_pipe.run.kinds import refuse_kinds
 from ipu_pipe.run.loop import Run
 from ipu_pipe.run.parts import Output
 from ipu_pipe.run.progress import Progress
-from ipu_pipe.run.resume import choose
+from ipu_pipe.run.resume import choose, data_before, refuse_other_data
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.update.given_optimizer import factory_of
 from ipu_pipe.update.playing import SchedulerFactory
@@ -124,7 +123,7 @@ def train(
                     stopping.refuse_unmeasured(job.metrics)
             if start.resumes:
                 on_main(lambda: _same_optimizer(job.config, out))
-            job.read = on_main(lambda: _same_data(job, out, start.resumes))
+            job.read = on_main(lambda: read_data(job, data_before(out) if start.resumes else {}))
             return Run(job, out, start.resumes, overwrite, quiet, called).go()
         finally:
             job.numbers.give_back(keep_dtype)
@@ -165,7 +164,9 @@ def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwr
         job = build(
             start.config.model_copy(update={"init_from": None}) if start.done else start.config, done=start.done
         )
-        on_main(lambda: _same_data(job, out, start.resumes))
+        job.read = on_main(lambda: read_data(job, data_before(out) if start.resumes else {}))
+        if start.done:
+            on_main(lambda: refuse_other_data(job, out))
 
 
 def _checked(
@@ -211,22 +212,6 @@ def _same_optimizer(config: Config, out: Path) -> None:
     changes = [change for change in differences(load_recorded(saved), config) if change.startswith(MADE_LATER)]
     if changes:
         raise BadInput([f"--resume: {saved}: {change}: the optimizer of a run cannot change" for change in changes])
-
-
-def _same_data(job: Job, out: Path, resumes: bool) -> Dict[str, Any]:
-    """What the run reads of its data. Refuses (BadInput) to go on from a checkpoint with other data than the run read so far."""
-    starts = earlier_starts(out) if resumes else []
-    before = starts[-1].get("data") if starts and isinstance(starts[-1], dict) else None
-    before = before if isinstance(before, dict) else {}
-    now = read_data(job, before)
-    faults = other_data(job, before, now) if job.done else []
-    if faults:
-        more = f", and {len(faults) - 1} more such" if len(faults) > 1 else ""
-        raise BadInput(
-            f"--resume: {out / 'record.json'}: {faults[0]}{more}: the data of a run cannot change: put it back as it was, "
-            "or begin another run (--overwrite, or another --out)"
-        )
-    return now
 
 
 def _with_recorded_counts(old: Config, new: Config) -> Config:
