@@ -58,19 +58,19 @@ class Batches:
         ).seconds
 
     def _extended(self, accumulate: int, played: Callable[[int], Played]) -> Played:
+        step = max(self.depth, 4)
         # where the pipeline does not empty, batches shorter than its fill have a steady state of their own
-        step = max(self.depth, 4) * (1 if self.method.flushes else 2)
-        while accumulate > 3 * step:
-            lengths = step, 2 * step, 3 * step
-            first, second, third = (played(length) for length in lengths)
+        shortest = step if self.method.flushes else 2 * step
+        while accumulate > shortest + 2 * step:
+            first, second, third = (played(shortest + more * step) for more in range(3))
             slope, before = third.seconds - second.seconds, second.seconds - first.seconds
             if abs(slope - before) <= STEADY * slope and slope >= (1 - STEADY) * step * self._least:
-                more = (accumulate - lengths[-1]) / step
+                more = (accumulate - shortest) / step - 2
                 carried = {
                     link: busy + more * (busy - second.carried.get(link, 0.0)) for link, busy in third.carried.items()
                 }
                 return Played(third.seconds + more * slope, carried)
-            step *= 2
+            shortest, step = 2 * shortest, 2 * step
         return played(accumulate)
 
     def _played(self, accumulate: int) -> Played:
