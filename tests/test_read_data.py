@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any, Dict, List
@@ -185,3 +186,10 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
         ipu_pipe.train(
             load_config(DIGITS, [*SHORT, *OWN[1:], *SHAPES, "steps=2"]), folder / "run", data=data, quiet=True
         )
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_bytes(b"1")
+    found = hashes.file_hashes({name: tmp_path / name for name in ("pipe", "file")}, {})
+    assert found["pipe"]["sha256"] is None and found["file"]["sha256"] == hashlib.sha256(b"1").hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Dict, Mapping, Optional
@@ -21,13 +22,14 @@ def file_hash(path: Path, algorithm: str) -> str:
 
 def file_hashes(files: Mapping[str, Path], known: Mapping[str, Any]) -> Dict[str, Dict[str, Any]]:
     """Of each file by its name: `bytes`, `modified_ns` and `sha256`. The hash is that of `known`, what this gave before, where
-    size and time are the same; None of files beyond the first `MOST_BYTES`. Raises OSError."""
+    size and time are the same; None of files beyond the first `MOST_BYTES`, and of what is no regular file: a pipe may never end.
+    Raises OSError."""
     states = {name: path.stat() for name, path in files.items()}
     found = {name: {"bytes": state.st_size, "modified_ns": state.st_mtime_ns} for name, state in states.items()}
     left, chosen = MOST_BYTES, []
-    for name, state in found.items():
-        left -= state["bytes"]
-        if left >= 0:
+    for name, state in states.items():
+        left -= state.st_size
+        if left >= 0 and stat.S_ISREG(state.st_mode):
             chosen.append(name)
 
     def hashed(name: str) -> Optional[str]:
