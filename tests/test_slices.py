@@ -130,7 +130,7 @@ def test_what_crosses_is_known_with_its_nesting() -> None:
     model.train()
     across = crossings(cut)
     assert [[t.shape for t in c.tensors] for c in across] == [[(3, 4, 2, 2)], [(3, 4, 2, 2)] * 2, [(3, 4, 2, 2)] * 2]
-    pair = (torch.ones(1), torch.zeros(2))
+    pair = (torch.ones(3, 4, 2, 2), torch.zeros(3, 4, 2, 2))
     again = across[1].unflatten(across[1].flatten(pair))
     assert isinstance(again, tuple) and torch.equal(again[1], pair[1])
     assert across[0].tensors[0].bytes == 3 * 4 * 4 * 4 and across[0].tensors[0].differentiable
