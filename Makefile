@@ -28,11 +28,11 @@ train: install
 	$(BIN)/python tools/train.py configs/resnet20_cifar10.yaml --out runs/resnet20_cifar10 --overwrite \
 	    --against gpipe --accumulate 4,16
 
-# two files of tests at a time; JOBS=1: one after another
+# two tests at a time; JOBS=1: one after another
 JOBS ?= 2
 
 test: install
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # the IPU backend against the double of PopTorch, on the Python and torch that PopTorch 3.4 runs on; FLOOR chooses the interpreter
 FLOOR ?= python3.8
