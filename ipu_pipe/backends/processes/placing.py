@@ -110,6 +110,6 @@ def _refuse_model(method: Method, cut: Sequence[Piece]) -> None:
     names = [name for piece in cut for name in piece.weights_handed_on()]
     if names and method.reads_old(len(cut)) and method.backward_reads is Reads.NEWEST:
         raise BadInput(
-            f"model: {', '.join(names)}: weights of the model itself that a later stage uses: with {method.name} its backward"
+            f"model: {', '.join(names)}: weights of a cut module, which a later stage uses: with {method.name} its backward"
             " must read newer ones than the forward: put them into modules of that stage, or method_args: {stash: true}"
         )
