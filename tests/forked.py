@@ -12,7 +12,7 @@ import time
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 from torch.distributed import TCPStore
 
@@ -46,6 +46,20 @@ def of_rank(rank: int, ranks: int, port: int) -> Dict[str, str]:
         "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
     }  # fmt: skip
+
+
+def in_ranks(ranks: int, work: Callable[..., None], *arguments: Any, seconds: float = 120) -> None:
+    """`work(rank, *arguments)` in a fork of this process for each rank, all of which must end well."""
+    made = [multiprocessing.get_context("fork").Process(target=work, args=(r, *arguments)) for r in range(ranks)]
+    try:
+        for process in made:
+            process.start()
+        for process in made:
+            process.join(seconds)
+            assert process.exitcode == 0
+    finally:
+        for process in made:
+            process.kill()
 
 
 def run_ranks(ranks: int, command: str, arguments: Sequence[str], seconds: float = 240, **variables: str) -> Ended:

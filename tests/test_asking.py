@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import traceback
 from pathlib import Path
@@ -22,6 +21,7 @@ from ipu_pipe.errors import end_process
 from ipu_pipe.job.schema import BackendConfig
 from ipu_pipe.model.asking import asked_by
 from ipu_pipe.run.build import build
+from tests import forked
 from tests.test_batches import PARTS, Two, refusal, settings, train_alike
 
 WEIGHTS = [torch.rand(4, generator=torch.Generator().manual_seed(i)) for i in range(len(PARTS))]
@@ -149,17 +149,7 @@ def one_rank(rank: int, folder: Path, runs: List[Any]) -> None:
 def test_two_processes_give_it_to_the_last_stage(tmp_path: Path) -> None:
     for case, method in RUNS:
         ipu_pipe.train(config_of(method), tmp_path / "one" / method, **as_trained(case))
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=one_rank, args=(rank, tmp_path, RUNS)) for rank in range(2)]
-    try:
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(120)
-            assert process.exitcode == 0
-    finally:
-        for process in ranks:
-            process.kill()
+    forked.in_ranks(2, one_rank, tmp_path, RUNS)
     for _, method in RUNS:
         one, two = (
             load_file(str(tmp_path / n / method / "checkpoints/step-3/model.safetensors")) for n in ("one", "two")

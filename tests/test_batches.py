@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import multiprocessing
 import os
 import traceback
 from pathlib import Path
@@ -27,6 +26,7 @@ from ipu_pipe.model.nests import copied, few, mapped, named, refuse_other_shapes
 from ipu_pipe.model.outputs import OwnLoss, Part, fields, told
 from ipu_pipe.report.words import left_out
 from ipu_pipe.run.build import build
+from tests import forked
 
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
 
@@ -497,17 +497,7 @@ def test_two_processes_train_on_any_batch_as_the_emulator(tmp_path: Path) -> Non
     for case in cases:
         how = as_trained(case)
         ipu_pipe.train(how.pop("config"), tmp_path / "one" / case, **how)
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=one_rank, args=(rank, tmp_path, cases)) for rank in range(2)]
-    try:
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(120)
-            assert process.exitcode == 0
-    finally:
-        for process in ranks:
-            process.kill()
+    forked.in_ranks(2, one_rank, tmp_path, cases)
     for case in cases:
         one, two = (
             load_file(str(tmp_path / n / case / "checkpoints/step-3/model.safetensors")) for n in ("one", "two")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import traceback
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 
 import ipu_pipe
 from ipu_pipe.errors import BadInput, end_process
+from tests import forked
 from tests.test_going_on import OWN, own_model
 from tests.test_loop import OFTEN
 from tests.test_train import config
@@ -105,17 +105,7 @@ def one_rank(rank: int, folder: Path, methods: List[str]) -> None:
 
 @pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="needs torch 2.4")
 def test_every_process_has_the_best_weights(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=one_rank, args=(rank, tmp_path, list(OWN))) for rank in range(2)]
-    try:
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(120)
-            assert process.exitcode == 0
-    finally:
-        for process in ranks:
-            process.kill()
+    forked.in_ranks(2, one_rank, tmp_path, list(OWN))
     for method in OWN:
         emulated = own_model()
         step = went(tmp_path / f"{method}-emulated", method, STOPS, model=emulated, quiet=True)["restored_step"]
