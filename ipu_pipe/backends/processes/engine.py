@@ -124,6 +124,7 @@ class ProcessEngine(Engine):
         start = self._timeline.mark()
         with named_faults(self._player):
             yield
+            self._timeline.flush()  # a checkpoint is written after this: a run that is killed then has lost no event before it
             self._align()
         self._timeline.add(kind, -1, start, version=self._player.update)
 
