@@ -48,13 +48,17 @@ def emulate(
     drains: Sequence[int] = (),
     args: Any = {},
     switch: int = 0,
+    losses: Optional[List[float]] = None,
 ) -> Emulator:
+    """Train `model` and append the loss of each update to `losses`."""
     part = partition(model, data[0][0], one_stage=method.one_stage)
     schedule = make_schedule(method, len(part), len(data), accumulate, drains, switch * accumulate)
     optimizer = make_optimizer(parameter_groups(model, part))
     emulator = make_emulator(model, method, schedule, optimizer, data[0], args, switch)
     for start in range(0, len(data), accumulate):
-        emulator.step(data[start : start + accumulate])
+        result = emulator.step(data[start : start + accumulate])
+        if losses is not None:
+            losses.append(result.loss)
     emulator.close()
     return emulator
 
@@ -183,9 +187,13 @@ def test_synchronous_methods_are_plain_training(method: str, model: str, dtype: 
     data = batches(24, dtype=dtype)
     stages, twin = fresh(model, dtype), whole(fresh(model, dtype))
     unsplit = whole(stages)
-    emulate(unsplit, resolve_method(method), 4, data, OPTIMIZERS["sgd"])
-    plain_training(twin, data, 4, OPTIMIZERS["sgd"])
+    losses: List[float] = []
+    emulate(unsplit, resolve_method(method), 4, data, OPTIMIZERS["sgd"], losses=losses)
+    expected = plain_training(twin, data, 4, OPTIMIZERS["sgd"])
     assert_equal(unsplit, list(twin))
+    for k, loss in enumerate(losses):  # a Python float is a float64
+        a, b, c, d = expected[4 * k : 4 * k + 4]
+        assert loss == (((a + b) + c) + d) / 4
 
 
 @pytest.mark.parametrize("method", WHOLE)  # see test_rules

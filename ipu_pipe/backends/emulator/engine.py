@@ -7,7 +7,7 @@ from typing import Any, Iterable, Iterator, List, Optional, Tuple
 import torch
 
 from ipu_pipe import launched
-from ipu_pipe.backends.emulator.measuring import of_steps
+from ipu_pipe.backends.emulator.measuring import combine_block_updates
 from ipu_pipe.backends.emulator.profiling import profile
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.exactness import exactness_faults
@@ -36,14 +36,14 @@ class EmulatorEngine(Engine):
     def step(self, k: int) -> StepResult:
         with attributed(lambda: self._emulator.whereabouts):
             done = [self._emulator.step(self._microbatches()) for _ in range(self._block_updates)]
-        return of_steps(done, self._block_updates)[0]
+        return combine_block_updates(done, self._block_updates)[0]
 
     def advance(self, k: int, read: bool) -> List[StepResult]:
         if not reading_waits(self.job.device):
             return [self.step(k)]
         for _ in range(self._block_updates):
             self._emulator.advance(self._microbatches())
-        return of_steps(self._emulator.read(), self._block_updates) if read else []
+        return combine_block_updates(self._emulator.read(), self._block_updates) if read else []
 
     def _microbatches(self) -> Iterator[Tuple[Any, Any]]:
         """Those of the replays up to the next that updates, each when it is that one's turn."""

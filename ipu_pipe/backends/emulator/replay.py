@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.clipping import Clipping, Elsewhere
-from ipu_pipe.backends.emulator.measuring import BatchSums, Measurements
+from ipu_pipe.backends.emulator.measuring import BatchResults, Measurements
 from ipu_pipe.backends.emulator.recompute import Recomputation
 from ipu_pipe.backends.emulator.replicas import Replicas
 from ipu_pipe.backends.emulator.single_stage import BuffersOfOneStage
@@ -101,13 +101,13 @@ class Emulator:
 
     def _batch(self, microbatches: Iterable[Microbatch]) -> Replay:
         """The replays of an update, the last of which says which stages it is of."""
-        sums = BatchSums()
+        results = BatchResults()
         for x, y in microbatches:
             replay = self.replay
-            sums.add(*self._pass(replay, x, y), sample_count(x))
+            results.add(*self._pass(replay, x, y), sample_count(x))
             self._doing = "data"  # of the next one, if there is any
-        assert sums.count and len(replay.updates), f"{sums.count} microbatches given: not those up to the next update"
-        self._measured.add(self.update // self.work.block_updates, sums)
+        assert results.count and len(replay.updates), f"{results.count} microbatches given: not those up to the next update"
+        self._measured.add(self.update // self.work.block_updates, results)
         return replay
 
     def _pass(self, replay: Replay, x: Any, y: Any) -> Tuple[List[torch.Tensor], List[Optional[torch.Tensor]]]:

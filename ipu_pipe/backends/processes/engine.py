@@ -67,7 +67,9 @@ class ProcessEngine(Engine):
         # of a model that the caller holds
         self._stages = stages_of(job.model, cut) if job.numbers.is_given else {}
         forgotten = forget_others(job, own, cut)
-        self._telling = Telling(mail, self.layout, self._with_loss(), job.batch, groups[0] if groups else None)
+        self._telling = Telling(
+            mail, self.layout, self._with_loss(), job.schedule.accumulate, job.batch, groups[0] if groups else None
+        )
         self._evaluation = Evaluation(job, self._player, self._telling.with_loss, forgotten)
         import_compiler()
         with named_faults(self._player):

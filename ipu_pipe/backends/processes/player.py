@@ -10,10 +10,10 @@ from typing import Any, Callable, Dict, Iterator, Optional, Sequence
 
 import torch
 
+from ipu_pipe.backends.losses import average
 from ipu_pipe.backends.own_weights import OwnWeights
 from ipu_pipe.backends.processes.channels import links, rehearsal
 from ipu_pipe.backends.processes.ending import Ending
-from ipu_pipe.backends.processes.losses import Measured
 from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, THROUGH_CHANNELS, UPDATE, Mail
 from ipu_pipe.backends.processes.memory import Memory
 from ipu_pipe.backends.processes.passes import Passes
@@ -51,7 +51,7 @@ class RowPlayer:
         self._needs = Needs(work, place, self._updating.clipping.delayed)
         self._own = OwnWeights.of(work, place.piece)
         self._is_ready, self._posts_by_stretch = not mail.has_channels, mail.has_channels or ends_empty
-        self._measured: Optional[Measured] = None  # by the newest update
+        self._measured: Optional[torch.Tensor] = None  # by the newest update
         self._carry_out: Dict[str, Callable[[int], None]] = {
             FORWARD: self._passes.forward if self._own is None else functools.partial(self._own_pass, FORWARD),
             RECOMPUTE: self._passes.recompute,
@@ -94,8 +94,8 @@ class RowPlayer:
                 self.mail.expect(source, messages)
             yield from chunk if self._ending is None else self._ending.begun(chunk)
 
-    def step(self, k: int) -> Optional[Measured]:
-        """Carry out the row up to update k. Where there is a loss: (its mean, share of right answers or None) over the batch."""
+    def step(self, k: int) -> Optional[torch.Tensor]:
+        """Carry out the row up to update k. Where there is a loss: the table of the batch (`losses.tabulate`)."""
         assert k == self.update, f"update {self.update} is next, not {k}"
         if self._posts_by_stretch:
             self._open(k)
@@ -129,7 +129,7 @@ class RowPlayer:
         """U(k)."""
         if self.place.has_loss:
             self._measured = self._passes.losses.take(self._work.schedule.accumulate)
-            self._work.refuse_nonfinite(k, [self._measured[0]])
+            self._work.refuse_nonfinite(k, [average(self._measured)[0]])
         if self._own is not None:
             with self._updating.timed(k):
                 self._own.end_step(self._work, k)
