@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import pickle
 import signal
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from ipu_pipe import launched
-from ipu_pipe.backends.processes import joining
+from ipu_pipe.backends.processes import group, joining
 from ipu_pipe.backends.processes.evaluation import wait_for_first_replica
 from ipu_pipe.backends.processes.joining import differing, meet, what_is_asked
 from ipu_pipe.cli import train as tool
@@ -404,6 +405,51 @@ def test_a_first_rank_that_is_stopped_is_told_within_the_limit(monkeypatch: pyte
         with pytest.raises(RunFault, match=f"127.0.0.1:{port}"):
             meet(where, 0.5, {})
     assert not joining.keeper_is_there(where)
+
+
+def join_with_a_stopped_rank(rank: int, port: int, victim: int, at: str, faults: Any) -> None:
+    """Join a group of two, of which rank `victim` is stopped before it connects, or before it makes another group."""
+    os.environ.update(forked.of_rank(rank, 2, port), TORCHELASTIC_USE_AGENT_STORE="False")  # rank 0 keeps the store
+    connect = torch.distributed.init_process_group
+
+    def connect_or_stop(*args: Any, **keywords: Any) -> None:
+        if rank == victim and at == "connecting":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        connect(*args, **keywords)
+
+    torch.distributed.init_process_group = connect_or_stop  # in this fork alone
+    try:
+        group.start(load_config(DIGITS, ["backend.name=distributed", "backend.deadline=0.5"]), {})
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        group.make_group([0, 1], 0.5)
+    except RunFault as error:
+        faults.put(str(error))
+    os._exit(0)
+
+
+@on_processes
+@pytest.mark.parametrize("at", ["connecting", "grouping"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_stopped_while_joining_ends_the_others(
+    at: str, victim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch asks the store of a stopped rank 0 without a limit, and gave other groups half an hour: the others hung."""
+    monkeypatch.setattr(joining, "ANSWER", 0.5)
+    monkeypatch.setattr(joining, "WARM_UP", 0.5)
+    monkeypatch.setattr(group, "ANSWER", 0.5)
+    fork = multiprocessing.get_context("fork")
+    faults, port = fork.SimpleQueue(), free_port()
+    ranks = [fork.Process(target=join_with_a_stopped_rank, args=(r, port, victim, at, faults)) for r in range(2)]
+    try:
+        for rank in ranks:
+            rank.start()
+        ranks[1 - victim].join(30)
+        assert ranks[1 - victim].exitcode == 0
+        assert f"rank {1 - victim}:" in faults.get() and faults.empty()
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 @on_processes

@@ -52,10 +52,13 @@ def on_all_ranks(work: Callable[[], Result]) -> Result:
 
 @contextlib.contextmanager
 def told_as_lost(rank: Optional[int] = None) -> Iterator[None]:
-    """What torch.distributed raises when another process has gone. `rank`: this one's, before the group is made."""
+    """Raise `RunFault` for what torch.distributed raises when another process has gone or does not answer.
+
+    `rank`: this process's, which is asked of the group if None.
+    """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         own = dist.get_rank() if rank is None else rank
         raise RunFault(f"rank {own}: another rank is lost, or did not answer within the deadline") from error
 

@@ -7,10 +7,9 @@ import datetime
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-import torch.distributed as dist
 
 from ipu_pipe.backends.processes.channels import Channels, Link, links
-from ipu_pipe.backends.processes.group import gpus_talk
+from ipu_pipe.backends.processes.group import gpus_talk, make_group
 from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.mail import THROUGH_CHANNELS
 from ipu_pipe.backends.processes.place import Place
@@ -23,12 +22,12 @@ from ipu_pipe.model.probe import random_modules
 from ipu_pipe.model.randomness import KeyedRandomness
 
 
-def replica_groups(layout: Layout) -> List[Any]:
-    """A group for each stage: its ranks in all replicas. None are made where there is one replica."""
+def replica_groups(layout: Layout, deadline: float) -> List[Any]:
+    """Return a group for each stage, of its ranks in all replicas; none if there is one replica."""
     depth, width = layout.depth, layout.width
     if width == 1:
         return []
-    return [dist.new_group([replica * depth + s for replica in range(width)]) for s in range(depth)]
+    return [make_group([replica * depth + s for replica in range(width)], deadline) for s in range(depth)]
 
 
 def make_channels(job: Job, layout: Layout, tied: Sequence[Link]) -> Optional[Channels]:
@@ -40,7 +39,9 @@ def make_channels(job: Job, layout: Layout, tied: Sequence[Link]) -> Optional[Ch
     for replica in range(layout.width):
         for link in links(layout.depth, job.method, THROUGH_CHANNELS, tied):
             pair = sorted(replica * layout.depth + stage for stage in link[:2])
-            group = dist.new_group(pair, timeout=datetime.timedelta(days=1), backend="nccl")
+            group = make_group(
+                pair, job.config.backend.deadline, timeout=datetime.timedelta(days=1), backend="nccl"
+            )
             if replica == layout.replica:
                 made[link] = group
     return made

@@ -54,7 +54,7 @@ class ProcessEngine(Engine):
         self.layout = Layout(dist.get_rank(), len(job.part), config.replicas)
         self.is_main = self.layout.rank == 0
         self._first_update, self._blocks = first_update, blocks_of(job.model)
-        groups = replica_groups(self.layout)
+        groups = replica_groups(self.layout, config.backend.deadline)
         own, cut = cut_out(job, self.layout)
         timeline = Timeline(self.layout, job.traced, StreamClock() if job.device.type == "cuda" else None)
         channels = make_channels(job, self.layout, own.ties.links)

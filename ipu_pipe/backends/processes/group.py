@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any, List, Mapping
+from typing import Any, List, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from ipu_pipe import launched
-from ipu_pipe.backends.processes.joining import Asked, differing, meet, wait_limit, what_is_asked
+from ipu_pipe.backends.processes.joining import ANSWER, Asked, answer_within, differing, meet, wait_limit, what_is_asked
 from ipu_pipe.backends.processes.stopping import Stopping
 from ipu_pipe.backends.ranks import is_distributed, told_as_lost
 from ipu_pipe.errors import BadInput
@@ -50,10 +50,28 @@ def start(config: Config, options: Mapping[str, object]) -> None:
         set_numerics(backend)
         torch.cuda.set_device((where.local_rank or 0) % max(torch.cuda.device_count(), 1))
     with told_as_lost(where.rank):
-        dist.init_process_group(
-            "gloo", store=dist.PrefixStore("group", store), rank=where.rank, world_size=where.world, timeout=limit
+        # torch asks the store without a limit: a rank 0 that keeps it and is stopped would hold all others up for ever
+        answer_within(
+            limit.total_seconds() + ANSWER,
+            lambda: dist.init_process_group(
+                "gloo", store=dist.PrefixStore("group", store), rank=where.rank, world_size=where.world, timeout=limit
+            ),
         )
     Stopping.watch()
+
+
+def make_group(ranks: Sequence[int], deadline: float, **how: Any) -> Any:
+    """Return a new process group of these ranks. All ranks must call this at once, in the same order of groups.
+
+    Raise `RunFault` if another rank does not take part within `deadline` seconds and some more. `how`: further arguments of
+    `torch.distributed.new_group`, among them another `timeout` of what the group does later.
+    """
+    limit = wait_limit(deadline)
+    with told_as_lost():
+        # as in `start`, the store is asked without a limit
+        return answer_within(
+            limit.total_seconds() + ANSWER, lambda: dist.new_group(list(ranks), **{"timeout": limit, **how})
+        )
 
 
 def _agree(asked: Asked) -> None:
