@@ -32,8 +32,8 @@ class Losses:
 
 class Telling:
     """The stages `with_loss` send the first stage of their replica the results of each update's microbatches; the first stages
-    gather those of all replicas over their group `first_stages`. `microbatches`: of an update and replica; `samples`: of an update.
-    """
+    gather those of all replicas over their group `first_stages`. `microbatches`: of an update on one replica; `samples`: of an
+    update."""
 
     def __init__(
         self, mail: Mail, layout: Layout, with_loss: List[int], microbatches: int, samples: int, first_stages: Any
