@@ -46,6 +46,17 @@ class Fails(ipu_pipe.Callback):
             raise KeyError("no such thing")
 
 
+class Exits(ipu_pipe.Callback):
+    """Calls exit() after update 2."""
+
+    def __init__(self, code: Optional[int] = None) -> None:
+        self.code = code
+
+    def on_step(self, now: ipu_pipe.Moment) -> None:
+        if now.step == 2:
+            raise SystemExit(self.code)
+
+
 class Spread:
     """A metric with sums of its own, as torchmetrics' have: the greatest output less the smallest."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
@@ -14,6 +15,7 @@ import ipu_pipe
 from ipu_pipe.errors import BadInput, RunFault, user_fault
 from ipu_pipe.job.config import load_config
 from ipu_pipe.run.training import train
+from tests import forked
 from tests.callbacks_of_runs import Ends, Fails
 from tests.test_processes import DIGITS, assert_same, emulate, run
 
@@ -123,6 +125,32 @@ def test_what_a_callback_raises_is_told_with_its_name(tmp_path: Path) -> None:
     assert told.startswith("callback Fails.on_step after update 2: KeyError: 'no such thing'")
     assert "callbacks_of_runs.py" in told
     assert (tmp_path / "run" / "traceback.txt").read_text().startswith(told)
+
+
+@pytest.mark.parametrize("args", ["{}", "{code: 0}", "{code: 3}"])
+def test_a_callback_that_calls_exit_ends_the_run_as_a_fault(tmp_path: Path, args: str) -> None:
+    """It used to leave with exit code 0 and no summary."""
+    out = tmp_path / "run"
+    sets = [f"--set={key}" for key in (*SHORT, "steps=4", f"callbacks=[{{entry: '{NEW}:Exits', args: {args}}}]")]
+    ended = forked.run_command("train", DIGITS, f"--out={out}", *sets)
+    assert ended.code == 1 and ended.error.splitlines()[-1].startswith("error: callback Exits.on_step after update 2: ")
+    assert not (out / "summary.json").exists()
+
+
+def test_a_data_source_that_calls_exit_ends_the_run_as_a_fault(tmp_path: Path) -> None:
+    class Data:
+        def __init__(self) -> None:
+            self.inner = ipu_pipe.load_data("digits")
+            self.train_batches_per_epoch, self.test_batches = self.inner.train_batches_per_epoch, self.inner.test_batches
+
+        def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
+            if index == 5:
+                sys.exit()
+            return self.inner.train_batch(epoch, index, batch_size)
+
+    with pytest.raises(RunFault):
+        go(tmp_path / "run", "steps=8", data=Data())
+    assert not (tmp_path / "run" / "summary.json").exists()
 
 
 class Wrong(ipu_pipe.Callback):

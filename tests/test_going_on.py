@@ -17,6 +17,7 @@ from torch import nn
 from ipu_pipe.errors import BadInput, end_process
 from ipu_pipe.job.config import load_config
 from ipu_pipe.job.sections import InitFrom
+from ipu_pipe.model.buffers import load_state
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import set_up
 from ipu_pipe.run.training import evaluate_checkpoint, train
@@ -219,6 +220,28 @@ def test_a_run_goes_on_elsewhere_and_leaves_the_whole_model_to_every_caller(tmp_
             found = torch.load(tmp_path / f"{method}-{rank}.pt")
             assert [n for n, value in everything(model).items() if not torch.equal(value, found[n])] == []
             assert {value.dtype for value in found.values()} == {torch.float64, torch.int64}
+
+
+class Versioned(nn.Sequential):
+    """Loads no state dict that does not carry its version, as torchvision's MNASNet."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, local_metadata: Any, *others: Any) -> None:
+        if local_metadata.get("version") not in (1, 2):
+            raise ValueError("version should be set to 1 or 2")
+        super()._load_from_state_dict(state, prefix, local_metadata, *others)
+
+
+def test_a_model_that_needs_its_version_in_a_state_dict_is_resumed(tmp_path: Path) -> None:
+    model = Versioned(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 10))
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    went(tmp_path / "run", "stages=2", "steps=4", model=model)
+    went(tmp_path / "run", "stages=2", "steps=8", model=model, resume=True)
+    again = Versioned(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 10))
+    load_state(again, start)
+    went(tmp_path / "whole", "stages=2", "steps=8", model=again)
+    assert_same(tmp_path / "run", tmp_path / "whole", 8)
 
 
 # ---- from weights

@@ -146,6 +146,25 @@ def test_a_rate_that_changes_at_an_evaluation_reaches_the_device(tmp_path: Path,
     assert_same(weights(tmp_path / "ipu"), weights(tmp_path / "emulator"))
 
 
+class Versioned(nn.Sequential):
+    """Loads no state dict that does not carry its version, as torchvision's MNASNet."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, local_metadata: Any, *others: Any) -> None:
+        if local_metadata.get("version") is None:
+            raise ValueError("version should be set to 1 or 2")
+        super()._load_from_state_dict(state, prefix, local_metadata, *others)
+
+
+def test_a_model_that_needs_its_version_in_a_state_dict_trains(tmp_path: Path, poptorch: Any) -> None:
+    torch.manual_seed(3)
+    own = Versioned(nn.Linear(12, 8), nn.Linear(8, 4))
+    before = own[0].weight.clone()
+    run(config(on="poptorch", steps=2, stages=2), tmp_path / "ipu", model=own)
+    assert not torch.equal(own[0].weight, before)
+
+
 class ByClass(nn.Module):
     """Cross-entropy times a factor of the label's."""
 

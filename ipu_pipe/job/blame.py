@@ -21,6 +21,7 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput, RunFault, UserFault, chain, first_line, user_fault
 from ipu_pipe.model.stages import Partition
+from ipu_pipe.shown import shown
 
 _OURS = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
@@ -51,14 +52,23 @@ def attribute(error: BaseException, where: str) -> UserFault:
 
 @contextlib.contextmanager
 def attributed(where: Callable[[], str]) -> Iterator[None]:
-    """What is raised inside and told nowhere else gets its UserFault; it stays the exception that it is."""
+    """Attach a UserFault to what the user's code raises inside; it stays the exception that it is. An `exit()` becomes a RunFault:
+    a run that it ends would leave with exit code 0 and without a summary."""
     try:
         yield
     except (BadInput, RunFault):
         raise
+    except SystemExit as error:
+        raise RunFault(f"{where()}: {exit_words(error)}") from error
     except Exception as error:
         attribute(error, where())
         raise
+
+
+def exit_words(error: SystemExit) -> str:
+    """Format a call of `exit()` as a fault, with the remedy."""
+    code = "" if error.code is None else shown(error.code)
+    return f"called exit({code}): the run has no summary; a callback ends a run by returning ipu_pipe.Stop(reason)"
 
 
 def keep_traceback(error: BaseException, folder: Path) -> None:

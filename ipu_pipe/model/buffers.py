@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterator, List, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Tuple
 
+import torch
 from torch import nn
 
 
@@ -55,3 +56,11 @@ def _held(module: nn.Module) -> Tuple[Dict[str, Any], List[Tuple[Any, Any]]]:
         value for value in attributes.values() if type(value).__name__ in ("dict", "list", "set", "OrderedDict")
     ]
     return attributes, [(container, container.copy()) for container in containers]
+
+
+def load_state(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy `tensors`, one for each name of the model's state dict, into `model`."""
+    # this state dict carries the modules' versions, without which torchvision's MNASNet refuses to load any
+    state = model.state_dict()
+    state.update(tensors)
+    model.load_state_dict(state)

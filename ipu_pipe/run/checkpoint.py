@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.local.blocks import HEADS
+from ipu_pipe.model.buffers import load_state
 from ipu_pipe.run import manifest
 from ipu_pipe.run.manifest import NOBODY, Manifest, Origin
 from ipu_pipe.shown import shown
@@ -306,7 +307,7 @@ def load_weights(
                 f"{place}: all names begin with {prefix}, a wrapper's: save the state dict of the model inside it"
             )
         refuse(place, missing + [f"{name}: {why}" for name, why in odd.items()])
-    model.load_state_dict({**own, **fits})
+    load_state(model, {**own, **fits})
     return Loaded(odd, [name for name in own if name not in fits])
 
 

@@ -11,7 +11,8 @@ from typing import Any, Dict, List, Optional, Sequence
 from ipu_pipe.backends.interface import Engine
 from ipu_pipe.backends.ranks import are_joined, is_main, on_main
 from ipu_pipe.backends.table import make_engine
-from ipu_pipe.job.blame import traceback_kept
+from ipu_pipe.errors import RunFault
+from ipu_pipe.job.blame import exit_words, traceback_kept
 from ipu_pipe.job.metrics import ACCURACY
 from ipu_pipe.job.position import Measured, Position, by_block
 from ipu_pipe.job.record import Job
@@ -67,9 +68,12 @@ class Run:
                 final = self._train(engine, log)
                 if final is None:  # resumed after the last update, from a run killed before its summary was written
                     final = self._evaluate(engine, nothing)
-        except BaseException:
-            with contextlib.suppress(Exception):  # what ended the run is what must be told
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # the error that ended the run is the one to report
                 engine.abort()
+            # code that no `attributed` encloses, on processes: a status of 0 would say that the run is finished
+            if isinstance(error, SystemExit) and not error.code:
+                raise RunFault(f"after update {position.update}: {exit_words(error)}") from error
             raise
         else:
             profile = engine.profile()

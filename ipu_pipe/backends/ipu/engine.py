@@ -31,6 +31,7 @@ from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import Placement, placement, reserved
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
+from ipu_pipe.model.buffers import load_state
 from ipu_pipe.trace.events import Counters, Events
 
 Result = TypeVar("Result")
@@ -165,7 +166,7 @@ class PoptorchEngine(Engine):
             return
         if self._last.update != self._done:
             self._last = self._guarded(lambda session: session.snapshot(self._done))
-        self.job.model.load_state_dict(self._last.model)
+        load_state(self.job.model, self._last.model)
         self.abort()
 
     def abort(self) -> None:
