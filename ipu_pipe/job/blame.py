@@ -52,7 +52,7 @@ def attribute(error: BaseException, where: str) -> UserFault:
 
 @contextlib.contextmanager
 def attributed(where: Callable[[], str]) -> Iterator[None]:
-    """Attach a UserFault to what the user's code raises inside; it stays the exception that it is. An `exit()` becomes a RunFault:
+    """Attach a UserFault to an exception of the user's code; it stays the exception that it is. An `exit()` becomes a RunFault:
     a run that it ends would leave with exit code 0 and without a summary."""
     try:
         yield
