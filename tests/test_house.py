@@ -1,11 +1,9 @@
-"""The house as it is meant to stand: folders import only from those above them, no circles, sizes that only fall.
+"""The order of the folders: each imports only from those above it, without circles.
 
     errors interrupts key_faults launched orphans shipped shown values written yaml_files < schedule < stability < trace < model
         < local < update < hardware < data < job < plan < backends < report < run < studies < cli
 
-Imports are read from the source, those inside functions and for type checkers alone too. Sizes over the limits stand
-in tests/house_sizes.txt, a line each, as they are: what shrinks is written down (`python tests/test_house.py` does it), what
-grows or joins them is refused.
+Imports are read from the source, those inside functions and those for type checkers included.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from typing import Dict, Iterator, List, Set, Tuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "ipu_pipe"
-SIZES = ROOT / "tests" / "house_sizes.txt"
 
 # modules at the top, below every folder
 BASE = (
@@ -43,8 +40,6 @@ OUTSIDE = ("tools", "models", "tests", "configs")  # what the library may not kn
 
 # upward imports that still stand: one that is gone must be taken out
 KNOWN_UPWARD: Set[Tuple[str, str]] = set()
-
-MOST_LINES, MOST_CLASS_LINES = 400, 150
 
 
 def modules() -> Dict[str, Path]:
@@ -138,62 +133,3 @@ def test_importing_the_package_imports_no_torch_and_no_poptorch():
     code = f"import sys, {', '.join(quiet)}; print([m for m in ('torch', 'torch.distributed', 'poptorch') if m in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ended.stdout.strip(), ended.stderr) == ("[]", "")
-
-
-def sizes() -> Dict[str, int]:
-    """Lines of what is over its limit: modules by path, classes by path:name."""
-    found = {}
-    for path in modules().values():
-        text = path.read_text(encoding="utf-8")
-        name = path.relative_to(ROOT).as_posix()
-        if len(text.splitlines()) > MOST_LINES:
-            found[name] = len(text.splitlines())
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ClassDef):
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if lines > MOST_CLASS_LINES:
-                    found[f"{name}:{node.name}"] = lines
-    return found
-
-
-def written_down() -> Dict[str, int]:
-    pairs = [line.split() for line in SIZES.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    return {name: int(lines) for lines, name in pairs}
-
-
-def compared(there: Dict[str, int], allowed: Dict[str, int]) -> Tuple[List[str], List[str]]:
-    """What grew or joined, and what shrank or left without being written down."""
-
-    def above(left: Dict[str, int], right: Dict[str, int]) -> List[str]:
-        return [
-            f"{name}: {n} lines, not {right.get(name, 'listed')}" for name, n in left.items() if n > right.get(name, 0)
-        ]
-
-    return above(there, allowed), above(allowed, there)
-
-
-def test_sizes_only_fall():
-    over, stale = compared(sizes(), written_down())
-    assert not over, (
-        "over what stands in tests/house_sizes.txt (modules have at most 400 lines, classes 150):\n" + "\n".join(over)
-    )
-    assert not stale, "shrunk: python tests/test_house.py writes it down:\n" + "\n".join(stale)
-
-
-def test_what_is_over_is_told_apart_from_what_shrank():
-    over, stale = compared({"a": 500, "b": 410, "c": 401}, {"a": 499, "b": 420, "d": 450})
-    assert [fault.split(":")[0] for fault in over] == ["a", "c"]
-    assert [fault.split(":")[0] for fault in stale] == ["b", "d"]
-
-
-def write_down() -> None:
-    """Write down what shrank; what grew stays as it was, and refused."""
-    there = sizes()
-    kept = {name: min(lines, there[name]) for name, lines in written_down().items() if name in there}
-    comments = [line for line in SIZES.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
-    lines = [*comments, *(f"{n:4d} {name}" for name, n in sorted(kept.items()))]
-    SIZES.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write_down()
