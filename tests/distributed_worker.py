@@ -29,7 +29,7 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import parameter_groups, stage_groups, trained
 from tests.nccl_double import NcclDouble
-from tests.staged_models import MODELS, TIED, Skipping, batches, checkpointed, twice, whole
+from tests.staged_models import MODELS, TIED, Skipping, batches, checkpointed, redrawing, twice, whole
 
 Case = Tuple[str, str, Dict[str, Any], int, str, int]  # name, method, args, microbatches an update, model, switch
 BATCHES = 9
@@ -63,7 +63,7 @@ def fresh(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
         return Skipping(trains_scale=name == "skipping").to(dtype)
     if name == "twice":
         return twice().to(dtype)
-    return whole([stage.to(dtype) for stage in {**MODELS, **TIED, "checkpointed": checkpointed}[name]()])
+    return whole([stage.to(dtype) for stage in {**MODELS, **TIED, "checkpointed": checkpointed, "redrawing": redrawing}[name]()])
 
 
 def numbers_of(case: Case, model: nn.Module) -> Numbers:

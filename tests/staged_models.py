@@ -127,6 +127,25 @@ def checkpointed() -> List[nn.Module]:
     return [*(Checkpointed(12) for _ in range(3)), nn.Linear(12, 4)]
 
 
+class Redrawing(nn.Module):
+    """Draws three times by a dropout that other stages draw by too, twice of these inside of a checkpoint."""
+
+    def __init__(self, drop: nn.Module, width: int = 12) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(12, width), drop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return self.drop(self.linear(self.drop(x)))  # type: ignore[no-any-return]
+
+        return checkpoint(run, self.drop(x), use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def redrawing() -> List[nn.Module]:
+    drop = nn.Dropout(0.3)
+    return [*(Redrawing(drop) for _ in range(3)), Redrawing(drop, 4)]
+
+
 MODELS: Dict[str, Callable[[], List[nn.Module]]] = {"mlp": mlp, "convolution": convolution, "residual": residual}
 
 

@@ -118,8 +118,9 @@ def check(model: nn.Module, begins: List[str], x: torch.Tensor) -> None:
         model.zero_grad()
         with buffers_restored(model):
             value: Any = x.clone()
-            for piece in cut if chained else [model.train()]:
-                value = piece(value)
+            with keyed.forward(0):
+                for piece in cut if chained else [model.train()]:
+                    value = piece(value)
             outputs = [t for t in (value if isinstance(value, tuple) else (value,)) if isinstance(t, torch.Tensor)]
             sum(t.square().mean() for t in outputs).backward()
             gradients = [p.grad for p in model.parameters()]

@@ -49,9 +49,9 @@ def cases() -> List[Case]:
         skipping = "skipping-frozen" if rereads else "skipping"
         made += [(f"{way}-{method}-{n}", method, {}, n, skipping, 0) for way in ("plain", "channels") for n in (1, 4)]
         made.append((f"short-{method}", method, {}, 1, "residual", 0))
-    again = {"recompute": {"segments": 2}}
+    recompute = {"recompute": {"segments": 2}}
     made += [
-        (f"channels-recompute-{n}", "pipemare", again, n, model, 0)
+        (f"channels-recompute-{n}", "pipemare", recompute, n, model, 0)
         for n, model in ((1, "skipping-frozen"), (4, "residual"))
     ]
     for word, method in (
@@ -78,14 +78,15 @@ def cases() -> List[Case]:
     ):
         for model in ("mlp", "residual"):
             made.append((f"mixed-{method}-{model}", method, more.get(method, {}), 4, model, 0))
-    made.append(("mixed-channels", "pipemare", again, 4, "residual", 0))
+    made.append(("mixed-channels", "pipemare", recompute, 4, "residual", 0))
     made.append(("mixed-adamw", "pipemare", {}, 4, "mlp", 0))
     made.append(("channels-local_sgd", "local_sgd", {"replicas": 3, "local_steps": 2}, 3, "residual", 0))
     for method in (name for name, chosen in METHODS.items() if chosen.one_version):
         clips = ["clip-global"] if METHODS[method].flushes else ["clip-stage", "clip-delayed"]
         for way, model in zip(["plain", "channels", "adamw", *clips], ("tied", "thrice", "twice", "tied", "thrice")):
             made.append((f"{way}-{method}-{model}", method, {}, 1 if method == "naive" else 4, model, 0))
-    made += [(f"plain-{method}-checkpointed", method, {}, 4, "checkpointed", 0) for method in ("gpipe", "pipedream")]
+    again = ("checkpointed", "redrawing")
+    made += [(f"plain-{method}-{model}", method, {}, 4, model, 0) for method in ("gpipe", "pipedream") for model in again]
     made.append(("warm-up-thrice", "pipedream_2bw", {}, 4, "thrice", 3))
     for name, row in ROWS.items():
         if not resolve_method(row.method, row.args).delay:

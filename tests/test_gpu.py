@@ -112,7 +112,11 @@ def test_draws_of_the_cpu_and_of_the_gpu_are_keyed() -> None:
             return x * float(torch.rand(()))
 
     model, x = torch.nn.Sequential(Depth(), torch.nn.Dropout(0.5)).cuda(), torch.ones(64, device="cuda")
-    assert random_modules(model, x) == ["0", "1"]
-    keyed = KeyedRandomness(model, ["0", "1"], seed=4, device=x.device)
-    assert torch.equal(model(x), model(x))
+    calls = random_modules(model, x)
+    assert calls == {"0": 1, "1": 1}
+    keyed, outputs = KeyedRandomness(model, calls, seed=4, device=x.device), []
+    for _ in range(2):
+        with keyed.forward(0):
+            outputs.append(model(x))
+    assert torch.equal(*outputs)
     keyed.remove()

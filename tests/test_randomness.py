@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ipu_pipe.errors import BadInput
 from ipu_pipe.model import probe
+from ipu_pipe.model.cutting import pieces
 from ipu_pipe.model.probe import random_modules
 from ipu_pipe.model.randomness import KeyedRandomness, derived_seed, generators
 from ipu_pipe.schedule.methods import resolve_method
@@ -24,6 +26,11 @@ def drop() -> nn.Sequential:
     return nn.Sequential(nn.Linear(12, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4)).double()
 
 
+def run(keyed: KeyedRandomness, model: nn.Module, x: torch.Tensor, microbatch: int = 0) -> torch.Tensor:
+    with keyed.forward(microbatch):
+        return model(x)  # type: ignore[no-any-return]
+
+
 def test_seeds_are_the_same_everywhere() -> None:
     assert derived_seed(0, 1, "layer") == 5184220762280779236
     assert len({derived_seed(s, m, n) for s in (0, 1) for m in range(9) for n in ("a", "b")}) == 36
@@ -31,14 +38,13 @@ def test_seeds_are_the_same_everywhere() -> None:
 
 def test_draws_depend_on_seed_microbatch_and_module_alone_and_leave_the_state() -> None:
     model, x = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), torch.ones(64)
-    keyed = KeyedRandomness(model, ["0", "1"], seed=4, device=CPU)
+    keyed = KeyedRandomness(model, {"0": 1, "1": 1}, seed=4, device=CPU)
     torch.manual_seed(9)
     before = torch.get_rng_state()
-    first, again = model(x), model(x)
+    first, again = run(keyed, model, x), run(keyed, model, x)
     assert torch.equal(first, again) and torch.equal(before, torch.get_rng_state())
-    assert not torch.equal(model[0](x), model[1](x))
-    keyed.microbatch = 1
-    assert not torch.equal(model(x), first)
+    assert not torch.equal(run(keyed, model[0], x), run(keyed, model[1], x))
+    assert not torch.equal(run(keyed, model, x, 1), first)
     keyed.remove()
     assert not torch.equal(model(x), model(x))
 
@@ -73,14 +79,14 @@ def test_on_a_gpu_the_draws_of_both_generators_are_keyed(monkeypatch: pytest.Mon
     monkeypatch.setattr(probe, "generators", lambda device: generators(torch.device("cuda", 0)))
     layers = [Depth(torch.default_generator), Depth(gpu), Depth(torch.default_generator, gpu), nn.Identity()]
     model = nn.Sequential(*layers)
-    assert random_modules(model, x) == ["0", "1", "2"]
-    keyed = KeyedRandomness(model, ["0", "1", "2"], seed=4, device=torch.device("cuda", 0))
+    calls = random_modules(model, x)
+    assert calls == {"0": 1, "1": 1, "2": 1}
+    keyed = KeyedRandomness(model, calls, seed=4, device=torch.device("cuda", 0))
     before = [torch.get_rng_state(), gpu.get_state()]
-    first, again = model(x), model(x)
+    first, again = run(keyed, model, x), run(keyed, model, x)
     assert torch.equal(first, again)
     assert all(torch.equal(a, b) for a, b in zip(before, [torch.get_rng_state(), gpu.get_state()]))
-    keyed.microbatch = 1
-    assert not torch.equal(model(x), first)
+    assert not torch.equal(run(keyed, model, x, 1), first)
     keyed.remove()
 
 
@@ -89,24 +95,130 @@ def test_seeding_asks_the_generator_and_no_other_device(monkeypatch: pytest.Monk
     model, x = nn.Sequential(nn.Dropout(0.5)), torch.ones(64)
     torch.manual_seed(derived_seed(4, 0, "0"))
     expected = model(x)
-    keyed = KeyedRandomness(model, ["0"], seed=4, device=CPU)
+    keyed = KeyedRandomness(model, {"0": 1}, seed=4, device=CPU)
     monkeypatch.setattr(torch, "manual_seed", None)
-    assert torch.equal(model(x), expected)
+    assert torch.equal(run(keyed, model, x), expected)
+    keyed.remove()
+
+
+class Shared(nn.Module):
+    """One dropout between three layers, as T5 has it, and a block that runs twice, as ALBERT has it."""
+
+    def __init__(self, way: str = "plain") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.block, self.c = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), nn.Linear(8, 4)
+        self.drop, self.way = nn.Dropout(0.5), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.a(x))
+        for _ in range(2):
+            x = self.drop(self._run(self.block, x))
+        return self.c(x)  # type: ignore[no-any-return]
+
+    def _run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def passed(x: torch.Tensor) -> torch.Tensor:
+            return self.drop(self.drop(block(x)))
+
+        if self.way == "plain":
+            return passed(x)
+        return checkpoint(passed, x, use_reentrant=self.way == "reentrant")  # type: ignore[no-any-return]
+
+
+def test_a_module_that_runs_again_in_a_forward_draws_again() -> None:
+    """SimCSE's two passes: the same masks in both made its two embeddings one."""
+    model, x = Shared(), torch.ones(64, 8)
+    calls = random_modules(model, x)
+    assert calls == {"block.1": 2, "drop": 7}
+    keyed = KeyedRandomness(model, calls, seed=4, device=CPU)
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    masks: Any = []
+    handle = model.drop.register_forward_hook(lambda m, inputs, output: masks.append((output == 0) & (inputs[0] != 0)))
+    first, again = run(keyed, model, x), run(keyed, model, x)
+    handle.remove()
+    assert torch.equal(first, again) and torch.equal(before, torch.get_rng_state())
+    assert len({mask.numpy().tobytes() for mask in masks[:7]}) == 7
+    keyed.remove()
+    alone = KeyedRandomness(model, {"block.1": 1}, seed=4, device=CPU)  # the first call's key has no number in it
+    torch.manual_seed(derived_seed(4, 0, "block.1"))
+    expected = model.block(x)
+    assert torch.equal(run(alone, model.block, x), expected)
+    alone.remove()
+
+
+@pytest.mark.parametrize("way", ["plain", "reentrant", "not reentrant"])
+def test_a_checkpoint_in_which_modules_run_again_draws_what_its_forward_drew(way: str) -> None:
+    gradients = []
+    for model in (Shared(), Shared(way)):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        keyed = KeyedRandomness(model, random_modules(model, x), 0, CPU)
+        outputs = [run(keyed, model, x, m) for m in range(3)]
+        before = torch.get_rng_state()
+        for m, output in enumerate(outputs):
+            with keyed.backward(m):
+                output.square().sum().backward()
+        assert torch.equal(before, torch.get_rng_state())
+        keyed.remove()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_that_keeps_no_random_state_is_refused_where_modules_run_again() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.randn(8, 4)
+    keyed = KeyedRandomness(model, {"1": 2}, 0, CPU)
+    with keyed.forward(0):
+        model(x)
+        output = checkpoint(model, x, use_reentrant=False, preserve_rng_state=False)
+    with pytest.raises(BadInput), keyed.backward(0):
+        output.sum().backward()
+    keyed.remove()
+
+
+def test_a_module_around_others_may_draw_itself() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.drop(self.drop(x) + torch.rand(x.shape)) + torch.rand(x.shape)
+
+    around, x = Around(), torch.ones(8, 4)
+    calls = random_modules(around, x)
+    assert calls == {"": 1, "drop": 2}
+    keyed = KeyedRandomness(around, calls, 0, CPU)
+    assert torch.equal(run(keyed, around, x), run(keyed, around, x))
+    assert not torch.equal(run(keyed, around, x), run(keyed, around, x, 1))
+    keyed.remove()
+
+
+def test_stages_of_one_model_draw_what_the_whole_draws() -> None:
+    model, x = Shared(), torch.randn(6, 8)
+    keyed = KeyedRandomness(model, random_modules(model, x), 3, CPU)
+    whole = run(keyed, model, x, 2)
+    value: Any = x
+    for piece in pieces(model, ["c"], x):  # each as on a device of its own
+        with keyed.forward(2, piece.calls_before):
+            value = piece(value)
+    assert torch.equal(value, whole)
     keyed.remove()
 
 
 def test_a_second_forward_that_a_checkpoint_breaks_off_leaves_nothing_behind() -> None:
     """It draws what the first one drew, if the backward is said to be of the same microbatch."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Dropout(0.5))
-    keyed, x = KeyedRandomness(model, ["1", "2"], 0, torch.device("cpu")), torch.randn(8, 4)
+    keyed, x = KeyedRandomness(model, {"1": 1, "2": 1}, 0, torch.device("cpu")), torch.randn(8, 4)
     found = []
     for way in (lambda: model(x), lambda: checkpoint(model, x, use_reentrant=False)):
         model.zero_grad()
         outputs = []
-        for keyed.microbatch in range(3):
-            outputs.append(way())
-        for keyed.microbatch in range(3):
-            outputs[keyed.microbatch].square().sum().backward()
+        for m in range(3):
+            with keyed.forward(m):
+                outputs.append(way())
+        for m in range(3):
+            with keyed.backward(m):
+                outputs[m].square().sum().backward()
         found.append(model[0].weight.grad)
-    assert torch.equal(*found) and len(keyed._kept) <= 1
+    assert torch.equal(*found)
     keyed.remove()

@@ -139,12 +139,15 @@ class Blocks:
     def train(self, x: Any) -> Outputs:
         """The forward in training: no gradient passes from block to block."""
         outputs, entered = Outputs(), [x]
+        drawn: List[torch.Tensor] = []  # random states from which pieces draw
         for index, piece in enumerate(self.pieces):
             first = max(0, index - self.overlap)
             value = entered[first]
             for again in range(first, index):
                 assert self._duplicates is not None
-                value = self._duplicates.run(index, again, value)
+                value = self._duplicates.run(index, again, value, drawn[again])
+            if self.overlap:
+                drawn.append(torch.get_rng_state())
             value = piece(value)
             entered.append(tree_map(torch.Tensor.detach, value))
             head = self.head(index)

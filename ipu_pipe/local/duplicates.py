@@ -13,6 +13,7 @@ import torch
 
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.cutting import Piece
+from ipu_pipe.model.randomness import drawing_from
 
 
 class Duplicates:
@@ -29,10 +30,11 @@ class Duplicates:
     def _duplicate(self, piece: Piece) -> Dict[str, torch.Tensor]:
         return {name: p.detach().requires_grad_(p.requires_grad) for name, p in piece.named_parameters()}
 
-    def run(self, index: int, again: int, value: Any) -> Any:
-        """Piece `again`, as block `index` holds it, on what enters it."""
+    def run(self, index: int, again: int, value: Any, drawn: torch.Tensor) -> Any:
+        """Run piece `again`, as block `index` holds it, on what enters it; `drawn`: the random state from which the piece itself
+        drew."""
         piece = self._pieces[again]
-        with buffers_restored(piece):  # the block that owns the layer moves its running statistics
+        with buffers_restored(piece), drawing_from(drawn):  # the block that owns the layer moves its running statistics
             return torch.func.functional_call(piece, self._held[index][again], (value,))
 
     def average(self) -> None:

@@ -184,6 +184,10 @@ class Piece(nn.Module):
         self.links = nn.ModuleList([cut.model.get_submodule(name) for name in self.names])
         self.owned = nn.ModuleList([_Owned(cut.model.get_submodule(name)) for name in cut.owners[stage]])
         self.copies_input = False  # it is given what others need as it is
+        self.calls_before: Dict[str, int] = {}  # how often each module runs in the stages before
+        for (earlier, name), count in cut.first.runs.items():
+            if earlier < stage:
+                self.calls_before[name] = self.calls_before.get(name, 0) + count
 
     def on(self, model: nn.Module) -> Piece:
         """The same of a copy of its model, or of as much of that as lies here."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
@@ -135,10 +135,12 @@ def _units(model: nn.Module, part: Partition, seen: Observed, stage_of: Mapping[
 # ---- randomness
 
 
-def random_modules(model: nn.Module, x: Any) -> List[str]:
-    """Names of the modules whose own forward draws random numbers (dropout and the like), in training mode."""
+def random_modules(model: nn.Module, x: Any) -> Dict[str, int]:
+    """Return the modules whose own forward draws random numbers (dropout and the like) in training mode, by name, and how often
+    each runs in one forward."""
     names = {id(module): name for name, module in model.named_modules()}
     drawn: Set[str] = set()
+    runs: Dict[str, int] = {}
     drawing = generators(lead(x).device)
     stack: List[List[torch.Tensor]] = []
 
@@ -147,6 +149,7 @@ def random_modules(model: nn.Module, x: Any) -> List[str]:
 
     def before(module: nn.Module, inputs: Any) -> None:
         stack.append(states())
+        runs[names[id(module)]] = runs.get(names[id(module)], 0) + 1
 
     def after(module: nn.Module, inputs: Any, output: Any) -> None:
         start = stack.pop()
@@ -164,7 +167,7 @@ def random_modules(model: nn.Module, x: Any) -> List[str]:
         finally:
             for handle in handles:
                 handle.remove()
-    return sorted(drawn)
+    return {name: runs[name] for name in sorted(drawn)}
 
 
 def drawn_unkeyed(model: nn.Module, device: torch.device) -> List[str]:

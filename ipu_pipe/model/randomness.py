@@ -1,54 +1,154 @@
-"""Randomness inside a model, drawn from (seed, microbatch, module name) and so from nothing else.
+"""Random draws inside a model, keyed so that every backend draws the same dropout masks.
 
-Every backend then draws the same dropout masks, recomputation repeats them, and cutting the model elsewhere keeps them.
+A module's draws are seeded by (seed, microbatch, module name), and from its second call in a forward on by the number of the call
+too. So recomputation repeats them, and cutting the model elsewhere keeps them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, FrozenSet, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 from torch import nn
 
+from ipu_pipe.errors import BadInput
+
+MARK = 1 << 63  # set in no seed of `derived_seed`
+POSITIONS = 1 << 20  # more than a forward has calls
+
 
 def derived_seed(*key: object) -> int:
-    """A 63-bit seed that depends on all of `key` and nothing else, the same on every machine and Python version."""
+    """Return a 63-bit seed that depends on all of `key` and nothing else, the same on every machine and Python version."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def generators(device: torch.device) -> List[torch.Generator]:
-    """Those that a module on `device` may draw from: the CPU's, which stochastic depth asks on any device, and the GPU's own."""
+    """Return those that a module on `device` may draw from: the CPU's, which stochastic depth asks on any device, and the GPU's
+    own."""
     if device.type != "cuda":
         return [torch.default_generator]
     index = torch.cuda.current_device() if device.index is None else device.index
     return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
-class KeyedRandomness:
-    """Seeds the named modules' draws in training, and leaves the random state around them as it was.
+@contextlib.contextmanager
+def drawing_from(state: torch.Tensor) -> Iterator[None]:
+    """Let a part of a forward draw once more what it drew when the CPU's generator was in this state."""
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(state)
+        yield
 
-    `microbatch` is set by the backend before each forward, and before each backward, in which checkpoints run forwards again. The
-    modules must not hold one another.
+
+class KeyedRandomness:
+    """Seed the draws of the named modules, in training, inside of `forward` and `backward`.
+
+    `calls`: how often each of them runs in a forward (`ipu_pipe.model.probe.random_modules`).
+
+    Where a module runs more than once, the number of a call must be known when a checkpoint of `torch.utils.checkpoint` runs a
+    part of the forward again, in the backward. So between the calls the CPU's generator carries a mark, which says how many calls
+    there were of each module by then: a checkpoint keeps the generator's state, and begins from it again.
+
+        forward     mark 0   drop (call 0)   mark 1   checkpoint[ drop (call 1) ]   mark 2
+        backward                             mark 1   checkpoint[ drop (call 1) ]
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str], seed: int, device: torch.device) -> None:
-        self.microbatch = 0
+    def __init__(self, model: nn.Module, calls: Mapping[str, int], seed: int, device: torch.device) -> None:
         self._seed = seed
-        self._generators = generators(device) if names else []
-        self._kept: Dict[str, List[torch.Tensor]] = {}  # by module: a checkpoint breaks its second forward off, anywhere
+        self._most = dict(calls)  # calls of each module in one forward, as far as is known
+        self._generators = generators(device) if calls else []
+        self._saved: Dict[str, List[torch.Tensor]] = {}  # by module: a checkpoint breaks its second forward off, anywhere
+        self._microbatch: Optional[int] = None  # outside of forward and backward modules draw as they are
+        # a position stands for the calls so far of each module: position 0 for none
+        self._counts: List[Dict[str, int]] = [{}]
+        self._positions: Dict[FrozenSet[Tuple[str, int]], int] = {frozenset(): 0}
+        self._position: Optional[int] = None
+        self._is_backward = False
         self._handles: List[Any] = []
-        for name in names:
+        for name in calls:
             module = model.get_submodule(name)
             self._handles.append(module.register_forward_pre_hook(self._seeding(name)))
             self._handles.append(module.register_forward_hook(self._restoring(name)))
 
+    @contextlib.contextmanager
+    def forward(self, microbatch: int, before: Optional[Mapping[str, int]] = None) -> Iterator[None]:
+        """Key the draws of a forward, or of its part on one device: `before`, calls of each module in the parts before."""
+        counts = {name: count for name, count in (before or {}).items() if name in self._most}
+        with self._pass(microbatch, self._position_of(counts)):
+            yield
+
+    @contextlib.contextmanager
+    def backward(self, microbatch: int) -> Iterator[None]:
+        """Key the draws of a backward, in which checkpoints run parts of the forward again."""
+        with self._pass(microbatch, None):
+            yield
+
+    @contextlib.contextmanager
+    def _pass(self, microbatch: int, position: Optional[int]) -> Iterator[None]:
+        self._microbatch, self._position, self._is_backward = microbatch, position, position is None
+        state = self._generators[0].get_state() if self._marks else None
+        if state is not None and position is not None:
+            self._mark(position)
+        try:
+            yield
+        finally:
+            self._microbatch = None
+            if state is not None:
+                self._generators[0].set_state(state)
+
+    # --- positions
+
+    @property
+    def _marks(self) -> bool:
+        return any(most > 1 for most in self._most.values())
+
+    @property
+    def _prefix(self) -> int:
+        """Return the mark of this microbatch's position 0."""
+        return MARK + derived_seed(self._seed, self._microbatch) // POSITIONS * POSITIONS
+
+    def _mark(self, position: int) -> None:
+        self._generators[0].manual_seed(self._prefix + position)
+
+    def _marked(self) -> Optional[int]:
+        """Return the position that the CPU's generator is marked with."""
+        position = self._generators[0].initial_seed() % (1 << 64) - self._prefix
+        return position if 0 <= position < len(self._counts) else None
+
+    def _position_of(self, counts: Dict[str, int]) -> int:
+        position = self._positions.setdefault(frozenset(counts.items()), len(self._counts))
+        if position == len(self._counts):
+            self._counts.append(counts)
+        return position
+
+    def _number(self, name: str) -> int:
+        """Return which call of a module begins, counted from 0."""
+        if self._marks:
+            marked = self._marked()
+            self._position = marked if marked is not None else self._position
+        if self._position is None:  # a checkpoint that keeps no random state
+            if self._most[name] > 1:
+                raise BadInput(
+                    f"model: {name}: draws random numbers, runs several times in a forward, and a checkpoint without"
+                    " preserve_rng_state runs it again: set preserve_rng_state=True"
+                )
+            return 0
+        counts = self._counts[self._position]
+        number = counts.get(name, 0)
+        self._most[name] = max(self._most[name], number + 1)
+        self._position = self._position_of({**counts, name: number + 1})
+        return number
+
+    # --- hooks
+
     def _seeding(self, name: str) -> Any:
         def before(module: nn.Module, inputs: Any) -> None:
-            if module.training:
-                self._kept[name] = [generator.get_state() for generator in self._generators]
-                seed = derived_seed(self._seed, self.microbatch, name)
+            if module.training and self._microbatch is not None:
+                self._saved[name] = [generator.get_state() for generator in self._generators]
+                number = self._number(name)
+                seed = derived_seed(self._seed, self._microbatch, name, *([number] if number else []))
                 for generator in self._generators:  # torch.manual_seed asks every kind of device: 100 times as long
                     generator.manual_seed(seed)
 
@@ -56,9 +156,13 @@ class KeyedRandomness:
 
     def _restoring(self, name: str) -> Any:
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            if module.training:
-                for generator, state in zip(self._generators, self._kept.pop(name)):
+            if module.training and self._microbatch is not None:
+                for generator, state in zip(self._generators, self._saved.pop(name)):
                     generator.set_state(state)
+                if self._marks and self._position is not None and self._marked() is not None:
+                    self._mark(self._position)
+                    if self._is_backward:  # the next part that runs again begins from a mark of its own
+                        self._position = None
 
         return after
 

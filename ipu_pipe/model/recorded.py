@@ -88,6 +88,7 @@ class Recorded:
     weights: Dict[str, torch.Tensor] = field(default_factory=dict)  # parameters and buffers, by the first of their names
     reached: Dict[str, int] = field(default_factory=dict)  # module that ran -> stage of its first run
     base: State = State(True)
+    runs: Dict[Tuple[int, str], int] = field(default_factory=dict)  # (stage, module) -> how often it runs
 
     def settle(self, is_live: Callable[[torch.Tensor], bool]) -> None:
         """Find out which nodes are free: what was written into later is no more what its node gave."""

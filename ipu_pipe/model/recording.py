@@ -136,6 +136,8 @@ class Recorder(TorchFunctionMode):
         name = self._names[id(module)]
         if id(module) in self._begins:
             self._enter(*self._begins[id(module)])
+        run = self._place.stage, name
+        self.found.runs[run] = self.found.runs.get(run, 0) + 1
         if self._inside:
             self._inside += 1
             return

@@ -7,7 +7,7 @@ the way, tensors kept aside). What comes out otherwise is refused instead of tra
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -120,7 +120,7 @@ def _same(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
 
 
 def _run(
-    model: nn.Module, parts: Sequence[Piece], x: Any, keyed: Sequence[str], training: bool, chained: bool,
+    model: nn.Module, parts: Sequence[Piece], x: Any, keyed: Mapping[str, int], training: bool, chained: bool,
     moved: Optional[List[str]] = None,
 ) -> Found:  # fmt: skip
     """All that a forward gives, in order; in training what modules give out, gradients and buffers, too. Into `moved` go the
@@ -146,16 +146,18 @@ def _run(
                 handles += [link.register_forward_hook(keep(name)) for name, link in zip(part.names, part.links)]
             torch.manual_seed(derived_seed("rehearsal"))
             given = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, x)
-            outputs, backward = _chain(parts, given) if chained else (call(model, given), None)
+            with randomness.forward(0):
+                outputs, backward = _chain(parts, given) if chained else (call(model, given), None)
             results = [t for t in tensors_of(outputs) if t.requires_grad]
             found.update({f"result [{i}]": t.detach().clone() for i, t in enumerate(tensors_of(outputs))})
             generator = torch.Generator().manual_seed(derived_seed("rehearsal"))
             before = {name: b.clone() for name, b in model.named_buffers()}
             directions = [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in results]
-            if results:
-                torch.autograd.backward(results, directions)
-            if backward is not None:
-                backward()
+            with randomness.backward(0):
+                if results:
+                    torch.autograd.backward(results, directions)
+                if backward is not None:
+                    backward()
         finally:
             randomness.remove()
             for handle in handles:

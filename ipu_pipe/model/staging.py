@@ -83,13 +83,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Staged:
-    """A recording in stages. `homes`: stage in which each module first runs; `written`: parameters that the forward changes."""
+    """A recording in stages. `homes`: stage in which each module first runs; `written`: parameters that the forward changes;
+    `runs`: how often each module runs in each stage."""
 
     parts: List[Part]
     crossings: List[Crossing]
     homes: Mapping[str, int]
     base: State
     written: Set[str]
+    runs: Mapping[Tuple[int, str], int]
 
     @property
     def modules(self) -> List[List[str]]:
@@ -113,7 +115,7 @@ def staged(found: Recorded, liveness: Liveness, count: int, homes: Mapping[str, 
     shapes = [Crossing(tuple(split.shape(key) for key in keys)) for keys in crossing]
     stages = range(count)
     written = {name for name, weight in found.weights.items() if any(liveness.is_written(weight, s) for s in stages)}
-    return Staged(parts, shapes, found.reached, found.base, written)
+    return Staged(parts, shapes, found.reached, found.base, written, found.runs)
 
 
 def differing(a: Staged, b: Staged, numbers: bool = False) -> Optional[str]:

@@ -55,18 +55,23 @@ class GradientProbe:
             try:
                 self._model.train()
                 whole.train()
-                local = self._gradients(self._model, self._blocks.average_duplicates)
-                true = self._gradients(whole, lambda: None)
+                local = self._gradients(self._model, keyed, self._blocks.average_duplicates)
+                true = self._gradients(whole, keyed, lambda: None)
             finally:
                 keyed.remove()
         return [angle(a, b) for a, b in zip(local, true)]
 
-    def _gradients(self, model: nn.Module, finish: Callable[[], None]) -> List[torch.Tensor]:
+    def _gradients(
+        self, model: nn.Module, keyed: KeyedRandomness, finish: Callable[[], None]
+    ) -> List[torch.Tensor]:
         """Of each block's layers, one vector of float64 a block."""
         for parameter in self._model.parameters():
             parameter.grad = None
         with buffers_restored(self._model), buffers_restored(self._blocks.model):
-            torch.autograd.backward(losses_of(self._loss, call(model, copied(self._x)), self._y))
+            with keyed.forward(0):
+                output = call(model, copied(self._x))
+            with keyed.backward(0):
+                torch.autograd.backward(losses_of(self._loss, output, self._y))
         finish()
         return [_vector([torch.zeros_like(p) if p.grad is None else p.grad for p in own]) for own in self._own]
 

@@ -112,7 +112,6 @@ class Emulator:
 
     def _pass(self, replay: Replay, x: Any, y: Any) -> Tuple[List[torch.Tensor], List[Optional[torch.Tensor]]]:
         """Loss and right answers of the output; of each block's where they have losses of their own."""
-        self._random.microbatch = replay.microbatch * self._width + replay.replica
         if self._replicas:
             self._replicas.enter(replay.replica)
         if self._own:
@@ -122,7 +121,8 @@ class Emulator:
         (output, losses), to_backward = self._forward(replay, x, y)
         self.weights.load(replay.backward)
         self._doing = "backward"
-        torch.autograd.backward([loss / self.work.accumulate for loss in to_backward])
+        with self._random.backward(self._drawn_as(replay)):  # where checkpoints run forwards again
+            torch.autograd.backward([loss / self.work.accumulate for loss in to_backward])
         self.work.rules.collect()
         if self._replicas:
             self._replicas.leave(replay.replica)
@@ -133,13 +133,18 @@ class Emulator:
         outputs = output if isinstance(output, Outputs) else [output]
         return [loss.detach() for loss in losses], [right_answers(scored(self.work.loss, own), y) for own in outputs]
 
+    def _drawn_as(self, replay: Replay) -> int:
+        """Return the number of a microbatch among those of all replicas, which keys its draws."""
+        return replay.microbatch * self._width + replay.replica
+
     def _forward(self, replay: Replay, x: Any, y: Any) -> Tuple[Forward, List[torch.Tensor]]:
         """The forward that counts, and the losses that the backward starts from: those of a second one where activations are
         recomputed."""
 
         def forward() -> Forward:
             self._watch.stage = 0
-            output = call(self.model, x)
+            with self._random.forward(self._drawn_as(replay)):
+                output = call(self.model, x)
             self._watch.stage = self._last_stage
             return output, losses_of(self.work.loss, output, y)
 

@@ -100,22 +100,22 @@ class Passes:
     def run(self, m: int, inputs: Sequence[Any], labels: Any) -> Results:
         """What the next stage gets; where there is a loss of its `labels`, it and the right answers."""
         place = self._place
-        place.draw_of(m)
         value = inputs[0] if place.enter is None else place.enter.unflatten(inputs)
         if place.behind is not None:
-            with buffers_restored(place.behind):  # the stage that owns the layer moves its running statistics
+            # the stage that owns the layer moves its running statistics
+            with buffers_restored(place.behind), place.draw_forward(m, place.behind):
                 value = place.behind(value)
         entered = value
-        output = place.piece(value)
+        with place.draw_forward(m, place.piece):
+            output = place.piece(value)
+            scored_output = output if place.head is None else place.head(one_activation(output))
         outputs: List[torch.Tensor] = []
         if place.leave is not None:
             outputs = place.leave.flatten(output if not place.shared_own else entered)
         if not place.has_loss:
             return outputs, None, None
-        if place.head is not None:
-            output = place.head(one_activation(output))
-        loss = losses_of(self._work.loss, output, labels)[0]
-        return outputs, loss, right_answers(scored(self._work.loss, output), labels)
+        loss = losses_of(self._work.loss, scored_output, labels)[0]
+        return outputs, loss, right_answers(scored(self._work.loss, scored_output), labels)
 
     def recompute(self, m: int) -> None:
         """R(m)."""
@@ -146,14 +146,14 @@ class Passes:
             assert version == self.update, f"stage {s}, B{m}: not of version {self.update} in memory but {version}"
         self.weights.load(flight.replay.backward)
         self.tied.load(version)
-        place.draw_of(m)  # where checkpoints run forwards again
-        if flight.loss is not None:
-            (flight.loss / self._work.accumulate).backward()  # type: ignore[no-untyped-call]
-        elif not place.is_local:
-            outputs = _differentiable(flight.outputs, place.crossings[s])
-            pairs = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad] + came
-            if pairs:
-                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        with place.draw_backward(m):
+            if flight.loss is not None:
+                (flight.loss / self._work.accumulate).backward()  # type: ignore[no-untyped-call]
+            elif not place.is_local:
+                outputs = _differentiable(flight.outputs, place.crossings[s])
+                pairs = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad] + came
+                if pairs:
+                    torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         self._work.rules.collect()
         hands_on = not place.is_first and not place.is_local
         if hands_on:

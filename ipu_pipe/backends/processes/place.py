@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -63,10 +64,17 @@ class Place:
             own += [*self.head.parameters(), *self.head.buffers()]
         return list({id(t): t for t in own}.values())
 
-    def draw_of(self, m: int) -> None:
-        """What modules draw from now on is of microbatch m."""
-        if self.random is not None:
-            self.random.microbatch = m * self.layout.width + self.layout.replica
+    def draw_forward(self, m: int, piece: Piece) -> ContextManager[None]:
+        """Key what modules draw in a forward of a piece for microbatch m."""
+        if self.random is None:
+            return nullcontext()
+        return self.random.forward(m * self.layout.width + self.layout.replica, piece.calls_before)
+
+    def draw_backward(self, m: int) -> ContextManager[None]:
+        """Key what modules draw in the backward of microbatch m, where checkpoints run forwards again."""
+        if self.random is None:
+            return nullcontext()
+        return self.random.backward(m * self.layout.width + self.layout.replica)
 
     def data(self, m: int) -> Tuple[Any, Any]:
         """Inputs and labels of microbatch m; None what this stage does not need."""
