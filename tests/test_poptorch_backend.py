@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, List, Optional
 
 import pytest
@@ -21,7 +22,9 @@ from ipu_pipe.cli import train as tool
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.errors import BadInput, RunFault, run_command
 from ipu_pipe.job.config import configure
+from ipu_pipe.run import loop
 from ipu_pipe.run.build import build
+from ipu_pipe.run.callbacks import Callback
 from ipu_pipe.run.training import check, train
 from tests import forked
 from tests.staged_models import MODELS, TIED, Odd, Skipping, whole
@@ -308,6 +311,48 @@ def test_times_cycles_and_profiles_are_told(poptorch: Any, tmp_path: Path) -> No
     )
 
 
+def test_the_first_call_is_the_warm_up_and_its_updates_share_its_time(
+    poptorch: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Updates were timed one by one: those of a call after its first took no time, so that throughput came out too high."""
+    now, takes = [0.0], iter([100.0, 1.0, 1.0])
+
+    class Clocked(poptorch.PoplarExecutor):  # type: ignore[misc,name-defined]
+        def __call__(self, *args: Any) -> Any:
+            now[0] += next(takes) if self._training else 0.0
+            return super().__call__(*args)
+
+    monkeypatch.setattr(sys.modules["poptorch._executor"], "PoplarExecutor", Clocked)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    summary = run(config(on="poptorch", ipu={"device_iterations": 2}), tmp_path, "mlp")
+    assert summary["throughput_samples_per_second"] == 4 * 32 / 2
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["samples_per_second"] for line in lines if "train_loss" in line] == [32 / 50] * 2 + [64.0] * 4
+
+
+def test_callbacks_see_the_newest_weights_or_none(poptorch: Any, tmp_path: Path) -> None:
+    """They saw the initial ones for the whole run."""
+    seen: Dict[str, List[Any]] = {}
+
+    class Watch(Callback):
+        def on_step(self, moment: Any) -> None:
+            seen.setdefault("step", []).append(moment.model)
+
+        def on_evaluation(self, moment: Any) -> None:
+            self.on_checkpoint(moment)
+
+        def on_checkpoint(self, moment: Any) -> None:
+            held = {name: value.clone() for name, value in moment.model.state_dict().items()}
+            seen.setdefault("at rest", []).append((moment.step, held))
+
+        on_end = on_checkpoint
+
+    run(config(on="poptorch", evaluate={"every": 0.3}), tmp_path, callbacks=[Watch()], model=model("mlp"))
+    assert seen["step"] == [None] * 6 and [step for step, _ in seen["at rest"]] == [2, 4, 6, 6, 6]
+    for step, held in seen["at rest"]:
+        assert_same(held, weights(tmp_path, step))
+
+
 # ---- resuming
 
 
@@ -415,9 +460,8 @@ def test_both_families_of_errors_are_told_in_one_line(
     assert said in str(caught.value) and "\n" not in str(caught.value) and str(caught.value).startswith("poptorch: ")
 
 
-def test_ctrl_c_leaves_the_users_model_and_the_ipus_as_they_were(poptorch: Any, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_wrapper_and_no_ipu_held(poptorch: Any, tmp_path: Path) -> None:
     own = model("residual")
-    before = {name: value.clone() for name, value in own.state_dict().items()}
     kinds = [type(part) for part in [*own.modules(), *own.parameters(), *own.buffers()]]
     hooks = [len(part._forward_pre_hooks) for part in own.modules()]
     poptorch.recorded.fail("execute", 12, KeyboardInterrupt())
@@ -426,7 +470,7 @@ def test_ctrl_c_leaves_the_users_model_and_the_ipus_as_they_were(poptorch: Any, 
         run(settings, tmp_path, model=own)
     assert [type(part) for part in [*own.modules(), *own.parameters(), *own.buffers()]] == kinds
     assert [len(part._forward_pre_hooks) for part in own.modules()] == hooks
-    assert_same(dict(own.state_dict()), before)
+    assert_same(dict(own.state_dict()), weights(tmp_path, 4))  # of the last checkpoint
     assert poptorch._device.held == {}
     run(settings, tmp_path, model=own)
     assert_same(dict(own.state_dict()), weights(tmp_path))

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tup
 import torch
 from torch import nn
 
-from ipu_pipe.backends.ranks import on_main
+from ipu_pipe.backends.ranks import are_joined, on_main
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.placing import Placed
@@ -79,6 +79,7 @@ class Engine:
     """One process's part of a run."""
 
     is_main = True
+    updates_per_call = 1  # a device may make several updates in one call: the first of them waits for all
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -98,6 +99,10 @@ class Engine:
         if self.job.schedule.stretch(done - 1)[1] > done:  # it is not empty: told where it is
             return self.job.updates
         return done if on_main(lambda: asked) else self.job.updates
+
+    def current_model(self) -> Optional[nn.Module]:
+        """Return the model where it holds the newest weights now, None where they are on other devices."""
+        return None if are_joined() else self.job.model
 
     def evaluate(self) -> List[Measured]:
         """Test loss and metrics with the pipeline drained, of each block that has a loss of its own, the model's own last; the

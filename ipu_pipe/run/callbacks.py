@@ -33,7 +33,8 @@ class Moment:
     `step`: updates done; `epoch`: as many, None of data without a length; `losses`: mean training loss of the newest update, of
     each block where these have their own, the model's last; empty where none is known; `rate`: its learning rate; `metrics`: of
     the newest evaluation, by their names in `metrics.jsonl` (test_loss, test_accuracy, ...), empty before the first; `model`: the
-    whole model with the newest weights, None where its stages are in several processes; `checkpoint`: the newest one's folder;
+    whole model with the newest weights, None where these are on other devices: in several processes, and on IPUs after a step
+    (evaluations and checkpoints fetch them); `checkpoint`: the newest one's folder;
     `stopped`: why the run ends sooner than planned, at its end.
     """
 

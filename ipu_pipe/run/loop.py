@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
 from ipu_pipe.backends.interface import Engine
-from ipu_pipe.backends.ranks import are_joined, is_main, on_main
+from ipu_pipe.backends.ranks import is_main, on_main
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.blame import exit_words, traceback_kept
@@ -41,6 +41,7 @@ class Run:
         self.out, self.resume, self.progress = out, resume, Progress(quiet or not is_main())
         self.position = Position()
         self.unread_seconds = 0.0  # of training since a loss was last read
+        self.update_seconds = 0.0  # what an update of the newest call took
         self.unwritten: Dict[str, Any] = {}  # the newest update's line of metrics.jsonl
         self.tested: List[Measured] = []  # at the last evaluation, by block
         self.callbacks = Callbacks(callbacks if is_main() else ())
@@ -49,7 +50,7 @@ class Run:
         job.may_stop = self.at_steps and job.method.rounds is None  # else where replicas have met
         job.may_stop_empty = self.may_stop
         self.end = job.updates
-        self.now = Moment(0, 0.0, (), job.rate(0), None, {}, None if are_joined() else job.model, None)
+        self.now = Moment(0, 0.0, (), job.rate(0), None, {}, None, None)
 
     def go(self) -> Dict[str, Any]:
         job = self.job
@@ -87,7 +88,7 @@ class Run:
         if restored is not None:
             restore_best(job, self.out, restored, position.update, self.progress.say)
         with traceback_kept(self.out):
-            self.callbacks.call("on_end", self.now)
+            self._call_back("on_end", engine)
         return report
 
     def _train(self, engine: Engine, log: Log) -> Optional[Measured]:
@@ -100,7 +101,7 @@ class Run:
                 done, is_planned = position.update, False
                 if job.evaluates_after(done):
                     final, is_planned = self._evaluate(engine, log, bar), True
-                    self.callbacks.call("on_evaluation", self.now)
+                    self._call_back("on_evaluation", engine)
                 if job.saves_after(done):
                     is_planned = True
                     self._save(engine)
@@ -118,7 +119,7 @@ class Run:
             log(**self.unwritten)
         if not job.evaluates_after(done):
             final = self._evaluate(engine, log, bar)
-            self.callbacks.call("on_evaluation", self.now)
+            self._call_back("on_evaluation", engine)
         if not job.saves_after(done):
             self._save(engine)
         return final
@@ -128,9 +129,11 @@ class Run:
         k = position.update
         start = time.perf_counter()
         results = engine.advance(k, self._reads_after(k + 1))
-        seconds = time.perf_counter() - start
+        if k % engine.updates_per_call == 0:  # the call's first update waits for all of them: they share its time
+            self.update_seconds = (time.perf_counter() - start) / engine.updates_per_call
+        seconds = self.update_seconds
         position.update += 1
-        if self.progress.steps:  # the first step of a process warms up
+        if self.progress.steps >= engine.updates_per_call:  # the first call of a process warms up
             position.seconds, position.timed_updates = position.seconds + seconds, position.timed_updates + 1
         self.progress.steps += 1
         self.unread_seconds += seconds
@@ -153,7 +156,13 @@ class Run:
             self.now, step=position.update, epoch=epoch, losses=losses, rate=job.rate(k), samples_per_second=rate
         )
         if self.at_steps:
-            self.callbacks.call("on_step", self.now)
+            self._call_back("on_step", engine)
+
+    def _call_back(self, method: str, engine: Engine) -> None:
+        """Call a method of the user's callbacks with where the run is."""
+        if self.callbacks.own:
+            self.now = replace(self.now, model=engine.current_model())
+            self.callbacks.call(method, self.now)
 
     def _reads_after(self, done: int) -> bool:
         """Whether what was measured must be known when `done` updates are done: for a line, an evaluation or a checkpoint; after
@@ -176,4 +185,4 @@ class Run:
         folder = save(self.job, engine, self.run, self.position, self.callbacks)
         if folder is not None:
             self.now = replace(self.now, checkpoint=folder)
-            self.callbacks.call("on_checkpoint", self.now)
+            self._call_back("on_checkpoint", engine)

@@ -4,7 +4,9 @@
                                                  -> inferenceModel -> the test set, with the same weights
 
 PopTorch's own pipeline runs both gpipe and pipedream_flush: fill, GA microbatches, flush, update. The user's model is never
-wrapped: weights come back into it when the run ends. A session is all that hangs on one set of IPUs; after a device error
+wrapped: weights come back into it at evaluations, checkpoints and the end.
+
+A session is all that hangs on one set of IPUs; after a device error
 that PopTorch calls recoverable a new one starts from the last checkpoint's state and does the updates since then again.
 """
 
@@ -17,6 +19,7 @@ from collections import deque
 from typing import Any, Callable, Deque, List, Mapping, Optional, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
 from ipu_pipe.backends.interface import Engine, Report, State, StepResult
 from ipu_pipe.backends.ipu import profile as ipu_profile
@@ -58,6 +61,8 @@ class PoptorchEngine(Engine):
             )
         check_hardware(self.ipu, reserved(self._place.ipus * self._share.replicas))
         self._done, self._may_retry = first_update, True
+        self._fetched = first_update  # the update whose weights the job's model holds
+        self.updates_per_call = self.ipu.device_iterations
         self._results: Deque[StepResult] = deque()
         self._timeline = ipu_profile.Timeline(job.traced)
         self._channel = ipu_profile.tracepoints()
@@ -143,6 +148,7 @@ class PoptorchEngine(Engine):
         start = time.perf_counter_ns()
         with self._channel.tracepoint("evaluate"):
             found = self._guarded(lambda session: session.evaluate())
+            self._fetch(self._guarded(lambda session: session.snapshot(self._done, with_optimizer=False)))
         self._timeline.add("evaluate", self._done, start, time.perf_counter_ns())
         return found
 
@@ -151,11 +157,20 @@ class PoptorchEngine(Engine):
         start = time.perf_counter_ns()
         with self._channel.tracepoint("checkpoint"):
             self._last = self._guarded(lambda session: session.snapshot(self._done))
+        self._fetch(self._last)
         self._may_retry = True
         self._timeline.add("checkpoint", self._done, start, time.perf_counter_ns())
         if not self.is_main:
             return None
         return State(self._last.model, *export_state(self._last.optimizer or {}, list(self.names.values())))
+
+    def _fetch(self, snapshot: Snapshot) -> None:
+        """Copy a snapshot's weights into the user's model."""
+        load_state(self.job.model, snapshot.model)
+        self._fetched = snapshot.update
+
+    def current_model(self) -> Optional[nn.Module]:
+        return super().current_model() if self._fetched == self._done and not self._results else None
 
     def report(self) -> Optional[Report]:
         return _report(self.job, self._place, self._last.optimizer or {}, self._timeline) if self.is_main else None
@@ -166,7 +181,7 @@ class PoptorchEngine(Engine):
             return
         if self._last.update != self._done:
             self._last = self._guarded(lambda session: session.snapshot(self._done))
-        load_state(self.job.model, self._last.model)
+        self._fetch(self._last)
         self.abort()
 
     def abort(self) -> None:

@@ -124,7 +124,7 @@ class Executors:
 
     # --- state
 
-    def snapshot(self, update: int) -> Snapshot:
+    def snapshot(self, update: int, with_optimizer: bool = True) -> Snapshot:
         """Weights and optimizer state as they are, copies."""
         with told("reading the weights"):
             if self._is_training_attached:
@@ -134,7 +134,7 @@ class Executors:
                 own = unsplit(name)
                 if own is not None:
                     model[own] = value.detach().clone()
-            optimizer = read_state(self.optimizer)
+            optimizer = read_state(self.optimizer) if with_optimizer else None
         like = self.job.model.state_dict()
         return Snapshot(update, {name: value.to(like[name].dtype) for name, value in model.items()}, optimizer)
 

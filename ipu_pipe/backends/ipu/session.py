@@ -95,9 +95,9 @@ class Session:
                 tally.add(judged(output, count), y[:count], count)
         return [tally.measured for tally in tallies]
 
-    def snapshot(self, update: int) -> Snapshot:
+    def snapshot(self, update: int, with_optimizer: bool = True) -> Snapshot:
         """Weights and optimizer state as they are, copies."""
-        return self.executors.snapshot(update)
+        return self.executors.snapshot(update, with_optimizer)
 
     def drop(self) -> None:
         """Give the IPUs back and end the input."""
