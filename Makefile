@@ -52,7 +52,8 @@ $(FLOOR_VENV)/.installed: pyproject.toml constraints/py38-torch2.0.1.txt
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_house.py
+	$(BIN)/python -m pytest -q tests/test_house.py
+	$(BIN)/python -m tests.house
 
 # 2,000 hostile inputs, seeded: no traceback, no hang, no state accepted that is not what was saved
 CASES ?= 2000
