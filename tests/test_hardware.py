@@ -91,8 +91,8 @@ def test_bad_files_are_told_a_line_a_fault_with_the_nearest_key(tmp_path: Path) 
         {**PLAIN, "lockstep": "maybe", "device": device, "links": [inner, outer], "hots": 3}, tmp_path
     ) == [
         "own.yaml: lockstep: maybe: must be true or false",
-        "own.yaml: device.memory_bytes.value: -3: must be a number > 0",
-        "own.yaml: device.usable_share.value: 1.2: must be a number > 0 and <= 1",
+        "own.yaml: device.memory_bytes.value: -3: must be a number >= 1",
+        "own.yaml: device.usable_share.value: 1.2: must be a number >= 1e-06 and <= 1",
         "own.yaml: device.usable_share.sorce: x: unknown key, nearest is source",
         "own.yaml: device.memory_bandwidth.confirmed: true: says that a primary source states the figure: needs source",
         "own.yaml: device.rates.float17: float17: must be float64, float32, bfloat16 or float16",
@@ -100,6 +100,28 @@ def test_bad_files_are_told_a_line_a_fault_with_the_nearest_key(tmp_path: Path) 
         "own.yaml: links.1.bandwith: 1: unknown key, nearest is bandwidth",
         "own.yaml: hots: 3: unknown key, nearest is host",
     ]
+
+
+@pytest.mark.parametrize("tiny", [5e-324, 1e-300, 0.5])
+def test_a_figure_so_small_that_times_would_be_infinite_is_refused(tiny: float, tmp_path: Path) -> None:
+    """A plan for such hardware printed nan and inf, and exited with 0."""
+    rates = {"float32": {"peak_flops": tiny, "achievable_share": min(tiny, 1e-7)}}
+    device = {**PLAIN["device"], "memory_bytes": tiny, "memory_bandwidth": tiny, "rates": rates}
+    links_ = [{**PLAIN["links"][0], "bandwidth": tiny, "latency": 1e300}, PLAIN["links"][1]]
+    keys = [fault.split(": ")[1] for fault in faults_of({**PLAIN, "device": device, "links": links_}, tmp_path)]
+    assert keys == [
+        "device.memory_bytes.value", "device.memory_bandwidth.value", "device.rates.float32.peak_flops.value",
+        "device.rates.float32.achievable_share.value", "links.0.bandwidth.value", "links.0.latency.value",
+    ]  # fmt: skip
+
+
+def test_no_text_of_a_description_controls_the_terminal(tmp_path: Path) -> None:
+    """A source with an escape sequence cleared the screen of whoever planned for the hardware."""
+    device = {**PLAIN["device"], "memory_bytes": {"value": 1e9, "source": "\x1b[2J"}}
+    levels = [{**PLAIN["links"][0], "name": "a\x1b[31m"}, PLAIN["links"][1]]
+    evil = read_hardware({**PLAIN, "name": "n\x07", "about": "\x9b2J", "device": device, "links": levels})
+    lines = [evil.name, evil.about, *evil.figure_lines(), *links.message(evil, 0, 1, 1.0).links]
+    assert all(line.isprintable() for line in lines) and "\\x1b[2J" in evil.figure_lines()[0]
 
 
 @pytest.mark.parametrize(
@@ -236,9 +258,8 @@ def test_a_ring_sends_its_bytes_nearly_twice(plain: Hardware) -> None:
 
 def test_flows_crowd_where_they_leave_or_enter_together(plain: Hardware) -> None:
     pipelines = [(0, 4), (1, 5), (2, 3)]  # two leave the first server; the third stays inside
-    assert [links.crowd(plain, flow, pipelines) for flow in pipelines] == [2, 2, 1]
-    fan = [(0, 3), (1, 3), (0, 2)]
-    assert [links.crowd(plain, flow, fan) for flow in fan] == [2, 2, 2]
+    assert links.count_sharing(plain, pipelines) == [2, 2, 1]
+    assert links.count_sharing(plain, [(0, 3), (1, 3), (0, 2)]) == [2, 2, 2]
     assert links.ring_flows([6, 0, 4]) == [(0, 4), (4, 6), (6, 0)] and links.ring_flows([3]) == []
 
 

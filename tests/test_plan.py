@@ -182,6 +182,29 @@ def test_what_holds_back_is_named() -> None:
     assert kind((one, one), 500, slow)[0] == "link"
 
 
+def test_one_device_has_no_bubble() -> None:
+    """It has no pipeline to fill: what it does besides its passes is updating. It was told to be held back by a bubble."""
+    large = Unit("", 1.0, 2.0, 10**9, 4.0, 4.0)
+    given = Problem((large,), 8.0, hardware(), 1e12, "float32", "sgd")
+    made = predict(given, Candidate("pipedream_flush", 1, 1, 1, 1, False))
+    assert made is not None
+    reason = binding(given, made)
+    assert reason.kind == "compute" and reason.share > 0.4 and "updat" in reason.what
+
+
+@pytest.mark.parametrize("batch", [0, 10**9 + 1, 10**20, 10**400])
+def test_a_batch_too_large_to_plan_is_refused(batch: int) -> None:
+    """Such a batch ended in a traceback: a division by zero, an overflow or an array of 58 GiB."""
+    with pytest.raises(BadInput, match="^--batch: "):
+        make_plan(problem(memory=1e12), PIPELINES, 4, batch)
+
+
+def test_the_largest_batch_is_planned() -> None:
+    best = make_plan(problem(memory=1e12), ["gpipe"], 4, 10**9, 1).plans[0][0]
+    assert best.asked.global_batch_size == 10**9 and np.isfinite(best.samples_per_second)
+    assert all(0 < stage.total <= 1e12 for stage in best.memory)
+
+
 def test_nothing_fits_and_what_would_is_told() -> None:
     found = make_plan(problem(memory=10.0), PIPELINES, 4, 16)
     assert not found.plans and found.smallest_change is not None and "usable memory a device" in found.smallest_change

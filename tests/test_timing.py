@@ -7,6 +7,7 @@ from typing import Any, List
 
 import pytest
 
+from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.memory import lockstep_schedule
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import Costs, Message, clock, slot_costs
@@ -204,3 +205,11 @@ def test_equal_stages_in_lock_step_gain_the_balanced_bound_by_local_blocks(P: in
     )
     steady = local.end[Kind.BACKWARD][-1, -1] - local.end[Kind.BACKWARD][-1, 0]
     assert (flushed.finish / (10 * N)) / (steady / (10 * N - 1)) - 1 == pytest.approx(bound)
+
+
+@pytest.mark.parametrize("key", ["backward", "update", "weight_gradient", "onward", "back", "reduce"])
+def test_costs_without_a_figure_for_every_stage_are_refused(key: str) -> None:
+    """A damaged trace that lacked a stage's messages ended `analyze` in a traceback."""
+    whole = Costs([1.0] * 3, [2.0] * 3, [0.0] * 3)
+    with pytest.raises(BadInput, match=f"^costs: {key}: 1 "):
+        replace(whole, **{key: [Message()] if key in ("onward", "back", "reduce") else [1.0]})

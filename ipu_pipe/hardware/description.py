@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
-from pydantic import StrictBool, model_validator
-from typing_extensions import Literal
+from pydantic import AfterValidator, StrictBool, model_validator
+from typing_extensions import Annotated, Literal
 
 from ipu_pipe import values
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.precision import PRECISIONS
-from ipu_pipe.shown import shown
-from ipu_pipe.values import Count, Section, fault_at
+from ipu_pipe.shown import escaped, shown
+from ipu_pipe.values import MOST_SECONDS, Count, Section, fault_at, real
 
 NOT_STATED = "not stated"
+# Times are quotients of these figures and sums of many such: what is smaller would make them infinite.
+LEAST_SIZE, LEAST_SHARE = 1.0, 1e-6
+
+# Text of a description is printed: a terminal must not obey it.
+Text = Annotated[str, AfterValidator(escaped)]
 
 
 class Figure(Section):
@@ -26,7 +31,7 @@ class Figure(Section):
     and shown as one."""
 
     value: float
-    source: str = NOT_STATED
+    source: Text = NOT_STATED
     confirmed: StrictBool = False
 
     @model_validator(mode="before")
@@ -44,19 +49,19 @@ class Figure(Section):
 class Positive(Figure):
     """Of a size or rate."""
 
-    value: values.Positive
+    value: Annotated[float, real(f">= {LEAST_SIZE:g}", lambda value: value >= LEAST_SIZE)]
 
 
 class NotNegative(Figure):
     """Of a latency."""
 
-    value: values.NotNegative
+    value: Annotated[float, real(">= 0", lambda value: value >= 0, MOST_SECONDS, "no message takes so long")]
 
 
 class Fraction(Figure):
     """A share of all or less."""
 
-    value: values.Fraction
+    value: Annotated[float, real(f">= {LEAST_SHARE:g} and <= 1", lambda value: LEAST_SHARE <= value <= 1)]
 
 
 class Share(Figure):
@@ -123,7 +128,7 @@ class Link(Section):
 class Level(Link):
     """Links among the devices of a group of `holds` (null: all there are), such as a server, that no smaller group holds."""
 
-    name: str
+    name: Text
     holds: Optional[Count] = None
 
 
@@ -131,8 +136,8 @@ class Hardware(Section):
     """So many `devices`, numbered from 0, in groups of neighbours by `links`, the smallest first. `lockstep`: the stages of a
     pipeline begin each cycle together, when the slowest is done with the last (PopTorch's pipelines)."""
 
-    name: str
-    about: str = ""
+    name: Text
+    about: Text = ""
     devices: Count
     lockstep: StrictBool = False
     device: Device

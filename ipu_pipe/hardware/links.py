@@ -25,13 +25,19 @@ def level_spanning(hardware: Hardware, devices: Sequence[int]) -> Optional[Level
     raise BadInput(f"hardware {hardware.name}: links: no level joins devices {min(devices)} and {max(devices)}")
 
 
-def crowd(hardware: Hardware, flow: Flow, flows: Sequence[Flow]) -> int:
-    """How many of the `flows` that go at once use the link of one of them, which stands among them: leave or enter, at its level,
-    the neighbours who share a link with its ends; the fuller end counts."""
-    level = level_spanning(hardware, flow)
-    assert level is not None and flow in flows
-    same = [other for other in flows if level_spanning(hardware, other) is level]
-    return max(sum(other[end] // level.shared_by == flow[end] // level.shared_by for other in same) for end in (0, 1))
+def count_sharing(hardware: Hardware, flows: Sequence[Flow]) -> List[int]:
+    """Return for each flow how many of the simultaneous `flows` use its link, itself included.
+
+    A link is shared by the neighbours at its two ends (`Level.shared_by`) at the flow's level; the fuller end counts.
+    """
+    levels = [level_spanning(hardware, flow) for flow in flows]
+    ends: List[Tuple[Tuple[int, int], Tuple[int, int]]] = []
+    for flow, level in zip(flows, levels):
+        assert level is not None, "a flow goes to another device"
+        source, target = (device // level.shared_by for device in flow)
+        ends.append(((id(level), source), (id(level), target)))
+    leaving, entering = Counter(source for source, _ in ends), Counter(target for _, target in ends)
+    return [max(leaving[source], entering[target]) for source, target in ends]
 
 
 def message_seconds(link: Link, size: float, at_once: int = 1) -> float:

@@ -33,6 +33,9 @@ from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 
 
+MOST_BYTES = 2.0**59  # of one kind; a sum of all seven kinds is still an int64
+
+
 class StageMemory(NamedTuple):
     """Bytes of each kind on a stage's device."""
 
@@ -117,8 +120,8 @@ def stage_bytes(
 
 
 def _whole(size: Any) -> Any:
-    """Whole bytes; of many stages at once where sizes are arrays."""
-    return np.floor(size).astype(np.int64) if isinstance(size, np.ndarray) else int(size)
+    """Round down to whole bytes, of one stage or of an array of stages; more than an int64 holds is MOST_BYTES."""
+    return np.floor(np.minimum(size, MOST_BYTES)).astype(np.int64) if isinstance(size, np.ndarray) else int(size)
 
 
 def stage_memory(

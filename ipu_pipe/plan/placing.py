@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import List, NamedTuple, Tuple
 
 from ipu_pipe.hardware.description import Hardware
-from ipu_pipe.hardware.links import all_reduce, crowd, message
+from ipu_pipe.hardware.links import all_reduce, count_sharing, message
 from ipu_pipe.schedule.clock import Message
 
 
@@ -50,7 +50,7 @@ def boundary_message(hardware: Hardware, layout: Layout, stage: int, back: bool 
     """Of one byte from `stage` to the next, or back, while every replica sends one; of the replica on which it is slowest."""
     ends = (stage + 1, stage) if back else (stage, stage + 1)
     flows = [(layout.device(r, ends[0]), layout.device(r, ends[1])) for r in range(layout.width)]
-    sent = [message(hardware, *flow, 1.0, crowd(hardware, flow, flows)) for flow in flows]
+    sent = [message(hardware, *flow, 1.0, sharing) for flow, sharing in zip(flows, count_sharing(hardware, flows))]
     return max(sent, key=lambda each: (each.seconds, each.latency))
 
 

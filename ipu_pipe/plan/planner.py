@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import List, Sequence, Tuple
 
+from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.times import state_bytes
 from ipu_pipe.plan.answer import Answer
 from ipu_pipe.plan.candidates import Candidate, candidates
 from ipu_pipe.plan.prediction import Problem
 from ipu_pipe.plan.reasons import STREAMED, binding, smallest_change
 from ipu_pipe.plan.search import search
+from ipu_pipe.shown import shown
 
 SHOWN = 10  # configurations
+MOST_DEVICES, MOST_BATCH = 4_096, 1_000_000_000  # of a plan: what is greater takes minutes
 
 
 def make_plan(
@@ -20,6 +23,9 @@ def make_plan(
 ) -> Answer:
     """The `count` configurations with the greatest predicted throughput on all of so many `devices`, for updates of at most
     `greatest_batch` samples. Where nothing fits and the devices have streaming memory, with the optimizer's state there."""
+    for key, value, most in (("devices", devices, MOST_DEVICES), ("batch", greatest_batch, MOST_BATCH)):
+        if not 1 <= value <= most:
+            raise BadInput(f"--{key}: {shown(value)}: must be a whole number from 1 to {most}")
     asked = tuple(candidates(methods, devices, len(problem.units), greatest_batch))
     found, change = search(problem, asked, count), None
     if not found.best and may_stream(problem):

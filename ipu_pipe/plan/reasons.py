@@ -61,7 +61,7 @@ def _held_back(problem: Problem, found: Prediction) -> List[Binding]:
     quiet = batch_time(METHODS[asked.method], asked.depth, count, without_messages(found.costs)).seconds
     slowest = work.index(greatest)
     name = problem.units[found.starts[slowest]].name or "the model's beginning"
-    flushes = METHODS[asked.method].flushes and asked.depth > 1
+    idle = max(quiet - count * greatest, 0.0) / seconds
     reasons = [
         Binding(
             "imbalance",
@@ -69,12 +69,20 @@ def _held_back(problem: Problem, found: Prediction) -> List[Binding]:
             f"stage {slowest} (from {name}) computes {greatest / mean - 1:.0%} more than the mean",
             "boundaries inside its modules, or a depth that divides the model better, would lift it",
         ),
+        # a model on one device has no pipeline to fill or drain: beside its passes it updates its weights
         Binding(
+            "compute",
+            idle,
+            f"{idle:.0%} of the time goes to updating the weights",
+            "more microbatches an update would lift it",
+        )
+        if asked.depth == 1
+        else Binding(
             "bubble",
-            max(quiet - count * greatest, 0.0) / seconds,
-            f"{max(quiet - count * greatest, 0.0) / seconds:.0%} of the time goes to filling, draining and updating",
+            idle,
+            f"{idle:.0%} of the time goes to filling, draining and updating",
             "more microbatches an update (a greater batch), fewer stages or a method that does not flush would lift it"
-            if flushes
+            if METHODS[asked.method].flushes
             else "more microbatches an update would lift it",
         ),
     ]

@@ -18,6 +18,7 @@ from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Kind, pass_needs
 from ipu_pipe.schedule.table import Schedule
 
@@ -58,6 +59,20 @@ class Costs:
     reduce: Sequence[Message] = ()
     lockstep: bool = False
     enter: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raise BadInput unless there is a figure for every stage and boundary; damaged traces lack some."""
+        stages = len(self.forward)
+        for key, figures, count, optional in (
+            ("backward", self.backward, stages, False),
+            ("update", self.update, stages, False),
+            ("weight_gradient", self.weight_gradient, stages, True),
+            ("onward", self.onward, stages - 1, True),
+            ("back", self.back, stages - 1, True),
+            ("reduce", self.reduce, stages, True),
+        ):
+            if len(figures) != count and (figures or not optional):
+                raise BadInput(f"costs: {key}: {len(figures)} figures: expected {count} for {stages} stages")
 
     def durations(self, passes: Sequence[Kind]) -> Dict[Kind, Sequence[float]]:
         """Of each of these passes, by stage."""

@@ -23,6 +23,8 @@ def weight_copies(table: VersionTable) -> IntArray:
         return table.greatest_lag() + 1  # no schedule's: all that a pass may read
     if table.method.rounds is not None:  # a replica's each
         return np.full(P, N)
+    if table.method.flushes:  # no pass reads an older version, however long the batch
+        return np.ones(P, np.int64)
     reach = N * (-(-4 * (P + N) // N))  # by then a stretch has long been in its steady state
     copies = np.ones(P, np.int64)
     # the pipeline is empty between parts and only the newest version left: parts of one length are alike
