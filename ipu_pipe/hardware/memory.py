@@ -32,7 +32,6 @@ from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 
-
 MOST_BYTES = 2.0**59  # of one kind; a sum of all seven kinds is still an int64
 
 

@@ -111,9 +111,7 @@ def _unplanned(method: Method) -> Optional[str]:
     return None
 
 
-def _blocks_of(
-    config: Config, method: Method, model: nn.Module, x: Any, units: Sequence[Unit]
-) -> Optional[BlockUnits]:
+def _blocks_of(config: Config, method: Method, model: nn.Module, x: Any, units: Sequence[Unit]) -> Optional[BlockUnits]:
     """What blocks with losses of their own cost beside the units, with the config's heads; None: the method has none."""
     if method.structure is None:
         return None

@@ -119,7 +119,9 @@ def _held_back(problem: Problem, found: Prediction) -> List[Binding]:
 
 def _fits_without(problem: Problem, found: Prediction) -> bool:
     asked = replace(found.asked, recompute=False)
-    return Costing(problem, asked, found.layout, Sums(problem.of(asked.method), asked.micro_batch_size)).cut() is not None
+    return (
+        Costing(problem, asked, found.layout, Sums(problem.of(asked.method), asked.micro_batch_size)).cut() is not None
+    )
 
 
 def smallest_change(

@@ -25,7 +25,9 @@ class Pipeline(Enum):
     ONE_F_ONE_B_FLUSH = "1f1b_flush"  # one forward, one backward; empties after every batch; at most P-s in flight
     ONE_F_ONE_B = "1f1b"  # never empties; at most P in flight, counted at stage 0 only
     ONE_F_ONE_B_CAPPED = "1f1b_capped"  # never empties; at most P-s in flight on stage s
-    LOCAL_SGD = "local_sgd"  # 1F1B over the steps of replicas, which take turns; empties after every round of local steps
+    LOCAL_SGD = (
+        "local_sgd"  # 1F1B over the steps of replicas, which take turns; empties after every round of local steps
+    )
     DATAFLOW = "dataflow"  # a forward and a backward of every stage in each step
     LOCAL = "local"  # a forward and, at once, its backward of every stage in each step; no stage waits for a later one
     LOCAL_SHARED = "local_shared"  # the same, but updates wait for the next stage's gradient of the shared layer
@@ -306,7 +308,9 @@ def _axis_faults(method: Method, given: Mapping[str, Any]) -> List[str]:
     elif local:
         given, reason = local, f"{method.name} has no blocks of its own losses: use a local_ method or last_layers"
     elif method.history is not None:
-        reason = f"{method.name} reads the history of block updates by delays of its own: delay_bound, delays, order, nag"
+        reason = (
+            f"{method.name} reads the history of block updates by delays of its own: delay_bound, delays, order, nag"
+        )
     elif method.rounds is not None:
         reason = f"{method.name} has a timeline of its own and reads no old weights"
     elif method.flushes:

@@ -317,5 +317,7 @@ TIMELINES: Dict[Pipeline, Timeline] = {
     Pipeline.LOCAL_SGD: Timeline(local_sgd, _local_sgd, by_accumulate=True),
     Pipeline.DATAFLOW: Timeline(dataflow, _dataflow, slot_holds=SlotHolds.BOTH),
     Pipeline.LOCAL: Timeline(local, _local, slot_holds=SlotHolds.BOTH, local=True),
-    Pipeline.LOCAL_SHARED: Timeline(local_shared, _local_shared, slot_holds=SlotHolds.BOTH, local=True, by_accumulate=True),
+    Pipeline.LOCAL_SHARED: Timeline(
+        local_shared, _local_shared, slot_holds=SlotHolds.BOTH, local=True, by_accumulate=True
+    ),
 }
