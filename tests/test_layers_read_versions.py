@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ipu_pipe.backends.reads import Read
-from ipu_pipe.backends.weights import Overwriting, Swapping
+from ipu_pipe.backends.replays import Views
+from ipu_pipe.backends.weights import OverwritingStore, SwappingStore
 
 torch.manual_seed(0)
 
@@ -42,7 +42,7 @@ LAYERS: Dict[str, Tuple[nn.Module, torch.Tensor, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind, backward_version", [(Overwriting, 1), (Swapping, 0)])
+@pytest.mark.parametrize("kind, backward_version", [(OverwritingStore, 1), (SwappingStore, 0)])
 @pytest.mark.parametrize("name", list(LAYERS))
 def test_forward_and_backward_read_their_versions(name: str, kind: Any, backward_version: int) -> None:
     layer, x, gradient = LAYERS[name]
@@ -57,11 +57,11 @@ def test_forward_and_backward_read_their_versions(name: str, kind: Any, backward
         p.data.copy_(value)
 
     x = x.double().requires_grad_() if x.is_floating_point() else x
-    history.load(Read(np.array([0]), np.array([0])))
+    history.load(Views(np.array([0]), np.array([0])))
     assert all(torch.equal(p.data, value) for p, value in zip(layer.parameters(), old))
     output = layer(x)
     g = torch.randn_like(output)
-    history.load(Read(np.array([backward_version]), np.array([0])))
+    history.load(Views(np.array([backward_version]), np.array([0])))
     output.backward(g)
     if gradient is not None:
         read = (new if backward_version else old)[0]

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.backends.reads import ReplayPlan
-from ipu_pipe.backends.replays import TableReplays, Window
+from ipu_pipe.backends.replays import ReplayPlan, ReplayWindow, TableReplays
 from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import partition
@@ -48,11 +47,11 @@ class Listed:
     def made(self, number: int) -> IntArray:
         return np.zeros(len(self.replays[0].forward), np.int64)
 
-    def window(self, first: int, last: int) -> Window:
+    def window(self, first: int, last: int) -> ReplayWindow:
         chosen = self.replays[first:last]
         stages = range(len(self.replays[0].forward))
         backward = None if self.stashes else np.array([r.backward for r in chosen]).T
-        return Window(
+        return ReplayWindow(
             np.array([r.microbatch for r in chosen]), np.zeros(len(chosen), np.int64),
             np.array([r.forward for r in chosen]).T, backward, None,
             np.array([[s in r.updates for r in chosen] for s in stages]),

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from ipu_pipe.backends.reads import Read
+from ipu_pipe.backends.replays import Views
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.delays import Draws
 from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
@@ -508,9 +508,9 @@ def test_anneal_updates_by_default() -> None:
 
 
 def test_a_view_that_was_not_kept_is_told() -> None:
-    from ipu_pipe.backends.weights import Overwriting, Swapping
+    from ipu_pipe.backends.weights import OverwritingStore, SwappingStore
 
-    for kind in (Overwriting, Swapping):
+    for kind in (OverwritingStore, SwappingStore):
         history = kind([[nn.Parameter(torch.ones(2))]], version=3)
         with pytest.raises(AssertionError, match="was not kept"):
-            history.load(Read(np.array([1]), np.array([0])))
+            history.load(Views(np.array([1]), np.array([0])))

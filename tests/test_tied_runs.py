@@ -222,7 +222,7 @@ def test_a_checkpoint_of_processes_goes_on_on_the_emulator(tmp_path: Path) -> No
 def test_what_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     from ipu_pipe.backends.processes import engine, placing
 
-    monkeypatch.setattr(placing, "on_all_ranks", lambda work: work())
+    monkeypatch.setattr(placing, "run_on_main", lambda work: work())
 
     def refused(method: str, trained: nn.Module, x: torch.Tensor) -> str:
         chosen = config(method, gradient_accumulation=1 if METHODS[method].is_stale else 4)
@@ -239,7 +239,9 @@ def test_what_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: Any
         "model: 1.running_mean: training changes it, and stages 0 and 1 use it, each in a process of its own"
     )
     said = refused("gpipe", Renormed(), tokens().train_batch(0, 0, 2)[0])
-    assert said.startswith("model: 0.weight: the forward changes this weight (max_norm of an embedding?), which several stages")
+    assert said.startswith(
+        "model: 0.weight: the forward changes this weight (max_norm of an embedding?), which several stages"
+    )
     apart = Renormed()
     apart[2].weight = nn.Parameter(apart[0].weight.data)
     said = refused("gpipe", apart, tokens().train_batch(0, 0, 2)[0])

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tup
 import torch
 from torch import nn
 
-from ipu_pipe.backends.ranks import are_joined, on_main
+from ipu_pipe.backends.ranks import are_joined, run_on_main
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.placing import Placed
@@ -36,7 +36,7 @@ class StepResult:
     blocks: Tuple[Tuple[float, Optional[float]], ...] = ()
 
 
-class State(NamedTuple):
+class CheckpointState(NamedTuple):
     """All that a checkpoint holds of the model and the optimizer, by unsplit names."""
 
     model: Dict[str, torch.Tensor]
@@ -98,7 +98,7 @@ class Engine:
         it, now or before. Every process calls it then, and ends at the same one: when what is in the pipeline is done."""
         if self.job.schedule.stretch(done - 1)[1] > done:  # it is not empty: told where it is
             return self.job.updates
-        return done if on_main(lambda: asked) else self.job.updates
+        return done if run_on_main(lambda: asked) else self.job.updates
 
     def current_model(self) -> Optional[nn.Module]:
         """Return the model where it holds the newest weights now, None where they are on other devices."""
@@ -109,7 +109,7 @@ class Engine:
         same on every process."""
         raise NotImplementedError
 
-    def state(self) -> Optional[State]:
+    def state(self) -> Optional[CheckpointState]:
         """State for a checkpoint, on the main process, else None."""
         raise NotImplementedError
 
@@ -159,7 +159,7 @@ class Backend(NamedTuple):
 MARK = "poptorch"  # of the optimizer state that is PopTorch's own
 
 
-def refuse_foreign(optimizer: torch.optim.Optimizer) -> None:
+def refuse_poptorch_state(optimizer: torch.optim.Optimizer) -> None:
     """Refuse (BadInput) PopTorch's optimizer state on another backend."""
     if any(str(entry).startswith(f"{MARK}:") for state in optimizer.state.values() for entry in state):
         raise BadInput(

@@ -18,7 +18,7 @@ from typing import Dict, Optional, Tuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.backends.replays import Window
+from ipu_pipe.backends.replays import ReplayWindow
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.asynchrony import History
 from ipu_pipe.schedule.runs import IntArray
@@ -55,7 +55,7 @@ class RandomizedReplays:
             self._made[i + 1] = self._made[i] + self._counts(i * BLOCK, (i + 1) * BLOCK)
         return self._made[block] + self._counts(number - rest, number)
 
-    def window(self, first: int, last: int) -> Window:
+    def window(self, first: int, last: int) -> ReplayWindow:
         """The iterations [first, last)."""
         stage = self.stages_of(first, last)
         updates = np.arange(self.stages)[:, None] == stage
@@ -64,7 +64,7 @@ class RandomizedReplays:
         if self._history.delays == "schedule":
             begin, end = int(microbatch.min()), int(microbatch.max()) + 1
             versions = self._table.forward(begin, end)[:, microbatch - begin]
-            return Window(microbatch, replica, versions, None, None, updates)
+            return ReplayWindow(microbatch, replica, versions, None, None, updates)
         low = max(first - self.reach, 0)
         before = self.stages_of(low, last)
         steps = (np.arange(self.stages)[:, None] == before).astype(np.int64)
@@ -74,9 +74,9 @@ class RandomizedReplays:
         iterate = np.arange(first, last) - self.delays(first, last) - low  # (P, n)
         versions = np.take_along_axis(made, iterate, axis=1)
         if self._history.nag is None:
-            return Window(microbatch, replica, versions, None, None, updates)
+            return ReplayWindow(microbatch, replica, versions, None, None, updates)
         moved = versions > np.take_along_axis(made, np.maximum(iterate - 1, 0), axis=1)
-        return Window(microbatch, replica, versions, None, None, updates, moved)
+        return ReplayWindow(microbatch, replica, versions, None, None, updates, moved)
 
     # --- what is drawn
 

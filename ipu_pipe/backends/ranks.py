@@ -1,4 +1,4 @@
-"""One of several processes: which one prints and writes, what the first does for all, and who tells a fault."""
+"""One of several processes: which one prints and writes, what rank 0 does for all, and which one reports a fault."""
 
 from __future__ import annotations
 
@@ -15,43 +15,40 @@ Result = TypeVar("Result")
 
 
 def is_distributed() -> bool:
-    """Whether a launcher such as torchrun started this process as one of several."""
+    """Return whether a launcher such as torchrun started this process as one of several."""
     return launched.read().is_one_of_several
 
 
 def is_main() -> bool:
-    """Whether this process prints and writes."""
+    """Return whether this process prints and writes."""
     return launched.read().rank == 0
 
 
 def are_joined() -> bool:
-    """Whether there is a group of processes that this one has joined."""
+    """Return whether there is a process group that this process has joined."""
     return dist.is_available() and dist.is_initialized()
 
 
-def on_main(work: Callable[[], Result]) -> Result:
-    """`work()` on the main process; its result, or its BadInput, on every one."""
-    return on_all_ranks(work) if are_joined() else work()
-
-
-def on_all_ranks(work: Callable[[], Result]) -> Result:
-    """`work` on rank 0, its result or its BadInput on every rank."""
-    held: List[Any] = [None]
+def run_on_main(work: Callable[[], Result]) -> Result:
+    """Call `work` on rank 0 alone. Return its result, or raise its `BadInput`, on every rank."""
+    if not are_joined():
+        return work()
+    outcome: List[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            held = [(work(), None)]
+            outcome = [(work(), None)]
         except BadInput as error:
-            held = [(None, error.faults)]
-    with told_as_lost():
-        dist.broadcast_object_list(held, src=0)
-    result, faults = held[0]
+            outcome = [(None, error.faults)]
+    with report_lost_rank():
+        dist.broadcast_object_list(outcome, src=0)
+    result, faults = outcome[0]
     if faults:
         raise BadInput(faults)
     return result  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
-def told_as_lost(rank: Optional[int] = None) -> Iterator[None]:
+def report_lost_rank(rank: Optional[int] = None) -> Iterator[None]:
     """Raise `RunFault` for what torch.distributed raises when another process has gone or does not answer.
 
     `rank`: this process's, which is asked of the group if None.
@@ -59,26 +56,26 @@ def told_as_lost(rank: Optional[int] = None) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, TimeoutError) as error:
-        own = dist.get_rank() if rank is None else rank
-        raise RunFault(f"rank {own}: another rank is lost, or did not answer within the deadline") from error
+        here = dist.get_rank() if rank is None else rank
+        raise RunFault(f"rank {here}: another rank is lost, or did not answer within the deadline") from error
 
 
 @contextlib.contextmanager
-def told_once() -> Iterator[None]:
-    """Of the processes of a run the first that comes here with a fault or bad input tells it."""
+def report_once() -> Iterator[None]:
+    """Let only the first process of a run that fails in here print its fault or bad input."""
     try:
         yield
     except Exception as error:
-        told = error if isinstance(error, (BadInput, RunFault)) else user_fault(error)
-        if told is not None and are_joined():
-            told.is_told = not is_first_to_tell()
+        fault = error if isinstance(error, (BadInput, RunFault)) else user_fault(error)
+        if fault is not None and are_joined():
+            fault.is_told = not _claim_report()
         raise
 
 
-def is_first_to_tell() -> bool:
-    """Whether no other process has told a fault yet. Where the store is gone with its process, or does not answer, every one
-    tells."""
+def _claim_report() -> bool:
+    """Return whether no other process has reported a fault yet; True if the store that counts them is gone or does not answer."""
     where = launched.read()
+    # asking a store that is gone makes torch print its own stack
     if where.address is not None and not keeper_is_there(where):
         return True
     try:

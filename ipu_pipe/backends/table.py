@@ -23,7 +23,7 @@ BACKENDS: Dict[str, Backend] = {
 }
 
 
-def backend_of(config: Config) -> Backend:
+def get_backend(config: Config) -> Backend:
     """The row that a config names."""
     return BACKENDS[config.backend.name]
 
@@ -31,7 +31,7 @@ def backend_of(config: Config) -> Backend:
 def launch(config: Config, asked: Optional[Mapping[str, object]] = None) -> None:
     """Join the other processes of the run, where there are any. Raises BadInput, on each of them, where another one was `asked`
     (option -> value) for something else or has another config, and where the way that this one was started does not fit."""
-    where, backend = launched.read(), backend_of(config)
+    where, backend = launched.read(), get_backend(config)
     if where.faults:
         raise BadInput(where.faults)
     backend.check_launch(config.backend)
@@ -50,4 +50,4 @@ def leave() -> None:
 
 def make_engine(job: Job, first_update: int) -> Engine:
     """The engine of this process, to go on with update `first_update`."""
-    return backend_of(job.config).engine(job, first_update)
+    return get_backend(job.config).engine(job, first_update)

@@ -22,7 +22,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, 
 import numpy as np
 import torch
 
-from ipu_pipe.backends.reads import Read
+from ipu_pipe.backends.replays import Views
 from ipu_pipe.backends.work import Work
 from ipu_pipe.schedule.methods import Reads
 from ipu_pipe.schedule.table import IntArray
@@ -34,13 +34,13 @@ Versions = Union[int, Sequence[int]]
 Offset = Callable[[int, int, int], List[Tuple[Tensors, float]]]  # (stage, code, version) -> the x, c of w + c x
 
 
-class Unversioned:
+class WeightStore:
     """Methods in which every pass reads the newest weights: nothing to do."""
 
     peak_bytes = 0
     held_bytes = 0  # now, in tensors besides the newest version's, those that wait to be used again included
 
-    def load(self, read: Read) -> None:
+    def load(self, read: Views) -> None:
         """Put what a pass reads into the parameters."""
 
     def release(self, oldest: IntArray) -> None:
@@ -54,7 +54,7 @@ class Unversioned:
         """Put the newest weights into the parameters."""
 
 
-class _Kept(Unversioned):
+class _VersionedStore(WeightStore):
     """Views kept by stage, with a pool of tensors to reuse (fresh memory costs more than copying into old)."""
 
     def __init__(
@@ -104,14 +104,14 @@ class _Kept(Unversioned):
         self._oldest = np.minimum(oldest, self._newest)
 
     @property
-    def _plain(self) -> Read:
+    def _plain(self) -> Views:
         """The newest weights of all stages."""
-        return Read(np.array(self._newest, np.int64), np.full(len(self._newest), PLAIN))
+        return Views(np.array(self._newest, np.int64), np.full(len(self._newest), PLAIN))
 
     def rest(self) -> None:
         self.load(self._plain)
 
-    def load(self, read: Read) -> None:
+    def load(self, read: Views) -> None:
         versions, codes = read
         changed = np.flatnonzero((versions != self._loaded.versions) | (codes != self._loaded.codes)).tolist()
         self._put([(stage, (int(versions[stage]), int(codes[stage]))) for stage in changed])
@@ -148,7 +148,7 @@ class _Kept(Unversioned):
         raise NotImplementedError
 
 
-class Overwriting(_Kept):
+class OverwritingStore(_VersionedStore):
     """Views written into the parameters' own storage."""
 
     def __init__(self, stages: Sequence[Sequence[torch.nn.Parameter]], *args: Any, **keywords: Any) -> None:
@@ -193,7 +193,7 @@ class Overwriting(_Kept):
             self._correct(stage, code, tensors)
 
 
-class Swapping(_Kept):
+class SwappingStore(_VersionedStore):
     """Parameters pointed at the tensors of the view both passes read."""
 
     def _put(self, views: Sequence[Tuple[int, View]]) -> None:
@@ -237,12 +237,12 @@ class Swapping(_Kept):
         copies.do()
 
 
-def weights_of(work: Work, stages: Sequence[int], made: Optional[IntArray] = None) -> Unversioned:
+def make_weight_store(work: Work, stages: Sequence[int], made: Optional[IntArray] = None) -> WeightStore:
     """The versions that a job's passes read on `stages`, which are here. `made`: each one's now, where they differ."""
     if not work.method.reads_old(work.schedule.stages):
-        return Unversioned()
+        return WeightStore()
     held, weights = work.rules.stages, {master: weight for weight, master in work.rules.rounded}
-    kind = Swapping if work.method.backward_reads is Reads.STASHED else Overwriting
+    kind = SwappingStore if work.method.backward_reads is Reads.STASHED else OverwritingStore
     return kind(
         [[weights.get(p, p) for p in held[s].parameters] if s in held else [] for s in stages],
         work.update if made is None else made.tolist(),

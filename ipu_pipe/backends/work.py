@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Callable, Iterable, Optional, Sequence, Tuple
+from typing import Callable, Iterable, List, Optional, Sequence, Tuple
 
 from ipu_pipe.backends.randomized import RandomizedReplays
 from ipu_pipe.backends.replays import Replays, RoundReplays, TableReplays
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.recurrences import bears_least
-from ipu_pipe.model.probe import Loss
-from ipu_pipe.schedule.methods import Method
+from ipu_pipe.model.probe import Loss, derived_weights
+from ipu_pipe.schedule.methods import Method, Reads
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.shown import first_of
 from ipu_pipe.update.apply import UpdateRules
 
 
@@ -122,3 +123,27 @@ def refuse_nonfinite(
             f"update {k} of method {method}: the training loss is {wrong[0]}; a smaller optimizer.lr or "
             f"lr_schedule.warmup_steps may help{more_advice} (allow_nonfinite: true goes on regardless){bears_least(k)}"
         )
+
+
+def list_exactness_faults(job: Job) -> List[str]:
+    """Reasons why a job cannot be run exactly; empty if it can."""
+    method, stages, reasons = job.method, len(job.part), []
+    scope = job.config.clip.scope if job.config.clip else None
+    if scope == "delayed_global" and method.flushes:
+        reasons.append(
+            f"clip.scope: delayed_global: with {method.name} the global norm itself is known: use scope: global"
+        )
+    if scope == "global" and method.reads_old(stages):
+        reasons.append(
+            f"clip.scope: global: with {method.name} a stage updates before the others' gradients exist, so the global norm "
+            "is not known: use scope: stage, scope: delayed_global, or a synchronous method"
+        )
+    if method.reads_old(stages) and method.backward_reads is Reads.NEWEST:
+        names = derived_weights(job.model, job.loss, *job.example)
+        if names:
+            reasons.append(
+                f"model: with {method.name} the backward must read newer weights than the forward, but the forward keeps "
+                f"tensors derived from {first_of(names)} (weight norm, autocast, InstanceNorm and the like do): use layers "
+                "that use their weights directly, or method_args: {stash: true}"
+            )
+    return reasons

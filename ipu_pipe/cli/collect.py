@@ -63,7 +63,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from ipu_pipe.backends.ranks import is_main, told_once
+    from ipu_pipe.backends.ranks import is_main, report_once
     from ipu_pipe.backends.table import leave
     from ipu_pipe.job.config import load_config
     from ipu_pipe.studies import collection
@@ -75,7 +75,7 @@ def _run(args: argparse.Namespace) -> None:
         methods = [name for name in args.methods.split(",") if name]
     if not methods:
         raise BadInput(f"--methods: {args.methods}: must be names of methods, by commas")
-    with told_once():
+    with report_once():
         found = collection.collect(
             config, methods, args.out, args.steps, args.overwrite, saying(args.quiet or not is_main()), args.rounds
         )

@@ -97,10 +97,10 @@ def _run(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.set)
     other = load_config(args.config, [*args.set, f"method={args.against}", "method_args={}"]) if args.against else None
 
-    from ipu_pipe.backends.ranks import is_main, told_once
+    from ipu_pipe.backends.ranks import is_main, report_once
     from ipu_pipe.backends.table import launch, leave
 
-    with told_once():
+    with report_once():
         launch(config, _asked(args))
         said = _done(args, config, other)
         leave()
@@ -110,7 +110,7 @@ def _run(args: argparse.Namespace) -> None:
 
 def _done(args: argparse.Namespace, config: Config, other: Optional[Config]) -> Optional[str]:
     """What is asked for, done; what is to be printed at the end. `other`: the config of the run to compare with."""
-    from ipu_pipe.backends.ranks import on_main
+    from ipu_pipe.backends.ranks import run_on_main
     from ipu_pipe.report.words import plan
     from ipu_pipe.run.planning import planned
     from ipu_pipe.run.training import evaluate_checkpoint, train
@@ -119,7 +119,7 @@ def _done(args: argparse.Namespace, config: Config, other: Optional[Config]) -> 
         return plan(planned(config))
     if args.evaluate:
         return json.dumps(evaluate_checkpoint(config, args.evaluate), indent=1)
-    out = args.out or on_main(lambda: _dated(Path(args.config).stem))  # the same on all processes
+    out = args.out or run_on_main(lambda: _dated(Path(args.config).stem))  # the same on all processes
     if other is None:
         train(config, out, resume=args.resume, resume_from=args.resume_from, overwrite=args.overwrite, quiet=args.quiet)
         return None

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ipu_pipe.backends.interface import Report
-from ipu_pipe.backends.table import backend_of
+from ipu_pipe.backends.table import get_backend
 from ipu_pipe.hardware.memory import held_microbatches, lockstep_schedule, stage_bytes
 from ipu_pipe.hardware.times import MOMENTS
 from ipu_pipe.job.ipu.methods import is_pipelined
@@ -28,7 +28,7 @@ def memory_record(job: Job, measured: Report) -> Dict[str, Any]:
     stages = [{"index": s, **row} for s, row in enumerate(memory_table(job, measured.optimizer_bytes))]
     peaks = {} if measured.peak_memory is None else {"peak_memory": measured.peak_memory}
     if measured.links is None:
-        held = sum(measured.version_bytes) if backend_of(job.config).emulates else None
+        held = sum(measured.version_bytes) if get_backend(job.config).emulates else None
         return {"stages": stages, "emulator_bytes": held, **peaks}
     return {"stages": [{**row, "version_bytes": held} for row, held in zip(stages, measured.version_bytes)], **peaks}
 

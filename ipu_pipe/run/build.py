@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ipu_pipe import launched
-from ipu_pipe.backends.ranks import on_main
-from ipu_pipe.backends.table import backend_of
+from ipu_pipe.backends.ranks import run_on_main
+from ipu_pipe.backends.table import get_backend
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.precision import row_of
@@ -97,7 +97,7 @@ def set_up(
     numbers = Numbers(model.train(), row, DTYPES[row], device, given)
     made = Setup(config, model, numbers.loss(chosen_loss), data, device, numbers)
     made.begun, made.metrics, made.asks = begun, measured, getattr(chosen_loss, "asks", ())
-    backend = backend_of(config)
+    backend = get_backend(config)
     made.device_kind, made.pins_memory = backend.trains_on or kind, backend.pins_memory
     return made
 
@@ -198,7 +198,7 @@ def _assemble(
     try_metrics(setup)
     if is_chosen(config.stages):
         config = _with_chosen_stages(config, method, model, chosen_loss, example)
-    placed = backend_of(config).place(config, method, model, example[0])
+    placed = get_backend(config).place(config, method, model, example[0])
     model, part, own = placed.model, placed.part, placed.own
     if method.structure is not None:
         if config.init_from:  # again, now with the heads that it may hold
@@ -252,7 +252,7 @@ def _assemble(
     reasons = checks.faults(job, config.optimizer_faults() if optimizer is None else ())
     if reasons:
         raise BadInput(reasons)
-    job.note = job.note or backend_of(config).note(job)
+    job.note = job.note or get_backend(config).note(job)
     return job
 
 
@@ -266,7 +266,7 @@ def _with_chosen_stages(
     """The config with the names of the modules at which the planner has stages begin, the same on all processes: each may have
     measured its own machine."""
     processes = launched.read().world // config.replicas if config.backend.name == "distributed" else None
-    begins = on_main(lambda: chosen_stages(config, method, model, loss, example, processes))
+    begins = run_on_main(lambda: chosen_stages(config, method, model, loss, example, processes))
     return config.model_copy(update={"stages": begins or 1})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import List, Sequence
 
-from ipu_pipe.backends.table import backend_of
+from ipu_pipe.backends.table import get_backend
 from ipu_pipe.job.record import Job, drains_of
 from ipu_pipe.model.probe import changing_buffers
 from ipu_pipe.shown import first_of, shown
@@ -26,7 +26,7 @@ def faults(job: Job, placed: Sequence[str] = ()) -> List[str]:
 
 def backend(job: Job) -> List[str]:
     """What its backend cannot."""
-    return backend_of(job.config).faults(job)
+    return get_backend(job.config).faults(job)
 
 
 def clipped_warmup(job: Job) -> List[str]:

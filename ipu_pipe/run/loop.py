@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
 from ipu_pipe.backends.interface import Engine
-from ipu_pipe.backends.ranks import is_main, on_main
+from ipu_pipe.backends.ranks import is_main, run_on_main
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.blame import exit_words, traceback_kept
@@ -36,7 +36,7 @@ class Run:
         def open_folder() -> None:
             self.run = RunDir(out, resume=resume, overwrite=overwrite)
 
-        on_main(open_folder)
+        run_on_main(open_folder)
         job.folder = out
         self.out, self.resume, self.progress = out, resume, Progress(quiet or not is_main())
         self.position = Position()
@@ -46,7 +46,7 @@ class Run:
         self.tested: List[Measured] = []  # at the last evaluation, by block
         self.callbacks = Callbacks(callbacks if is_main() else ())
         # what all processes must know alike: whether the run may be asked to end, and after any update
-        self.may_stop, self.at_steps = on_main(lambda: (bool(self.callbacks.own), self.callbacks.at_steps))
+        self.may_stop, self.at_steps = run_on_main(lambda: (bool(self.callbacks.own), self.callbacks.at_steps))
         job.may_stop = self.at_steps and job.method.rounds is None  # else where replicas have met
         job.may_stop_empty = self.may_stop
         self.end = job.updates
@@ -82,7 +82,7 @@ class Run:
         finally:
             if self.run:
                 self.run.close()
-        restored = on_main(self.callbacks.restored_step)
+        restored = run_on_main(self.callbacks.restored_step)
         ended = Ended(position, final, self.tested, profile, self.now.stopped, record, restored)
         report = finish(job, engine, self.run, ended, self.progress.say)
         if restored is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ipu_pipe.backends.table import backend_of
+from ipu_pipe.backends.table import get_backend
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.model.nests import numbers
@@ -33,7 +33,7 @@ def planned(config: Config) -> Job:
 
 def _may_be_shapes(config: Config) -> bool:
     times = isinstance(config.stages, dict) and config.stages.get("by") == "time"
-    return backend_of(config).emulates and config.backend.device == "cpu" and not config.init_from and not times
+    return get_backend(config).emulates and config.backend.device == "cpu" and not config.init_from and not times
 
 
 def _tells(job: Job) -> bool:

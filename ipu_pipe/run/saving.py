@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence
 
 from ipu_pipe.backends.interface import Engine, Report
-from ipu_pipe.backends.ranks import are_joined, on_main
-from ipu_pipe.backends.table import backend_of
+from ipu_pipe.backends.ranks import are_joined, run_on_main
+from ipu_pipe.backends.table import get_backend
 from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.comparing import dump
 from ipu_pipe.job.position import Measured, Position
@@ -58,8 +58,8 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
         say("the run ended before its first checkpoint: it starts from the beginning")
         return Position()
     held = checkpoint.load(path)
-    on_main(lambda: refuse_foreign_run(job, held, path))
-    on_main(lambda: refuse_other_data(job, out))
+    run_on_main(lambda: refuse_foreign_run(job, held, path))
+    run_on_main(lambda: refuse_other_data(job, out))
     if held.manifest is None:
         say(f"{path}: of the earlier layout, which does not say whose run it is: that is not checked")
     with job.numbers.whole(loads=True):
@@ -92,11 +92,11 @@ def finish(job: Job, engine: Engine, run: Optional[RunDir], ended: Ended, say: C
     def written() -> Dict[str, Any]:
         assert run is not None and measured is not None
         report = _write(job, run, ended, measured)
-        on_devices = not backend_of(job.config).emulates  # which in one process does the work of all
+        on_devices = not get_backend(job.config).emulates  # which in one process does the work of all
         say(closing(report, run.path, predicted_rate(job) if on_devices else None))
         return report
 
-    return on_main(written)
+    return run_on_main(written)
 
 
 def _write(job: Job, run: RunDir, ended: Ended, measured: Report) -> Dict[str, Any]:
@@ -129,7 +129,7 @@ def restore_best(job: Job, out: Path, step: int, newest: int, say: Callable[[str
     if are_joined() and not job.numbers.is_given:  # each process has its stage's, and no one the model
         say(f"the best weights are those of step {step}: {path}")
         return
-    weights, blocks = on_main(lambda: checkpoint.read_weights(path)), blocks_of(job.model)
+    weights, blocks = run_on_main(lambda: checkpoint.read_weights(path)), blocks_of(job.model)
     with job.numbers.whole(loads=True):
         checkpoint.load_weights(
             job.model if blocks is None else blocks.model, weights, str(path)

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, Iterator, Mapping, NamedTuple, Optional,
 
 from torch import nn
 
-from ipu_pipe.backends.ranks import is_main, on_main
+from ipu_pipe.backends.ranks import is_main, run_on_main
 from ipu_pipe.backends.table import launch
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
@@ -106,7 +106,7 @@ def train(
     with reserved(out, resume=resume, overwrite=overwrite, say=say), modes_restored(
         *([] if model is None else [model])
     ):
-        start = on_main(lambda: _checked(config, out, resume, resume_from, overwrite, say))
+        start = run_on_main(lambda: _checked(config, out, resume, resume_from, overwrite, say))
         if start.ended is not None:
             why, steps = start.ended.get("stopped"), start.ended.get("steps")
             early = f" (it ended early: {why}; --resume-from {steps} goes on)" if why else ""
@@ -122,8 +122,8 @@ def train(
                 if isinstance(stopping, EarlyStopping):
                     stopping.refuse_unmeasured(job.metrics)
             if start.resumes:
-                on_main(lambda: _same_optimizer(job.config, out))
-            job.read = on_main(lambda: read_data(job, data_before(out) if start.resumes else {}))
+                run_on_main(lambda: _same_optimizer(job.config, out))
+            job.read = run_on_main(lambda: read_data(job, data_before(out) if start.resumes else {}))
             return Run(job, out, start.resumes, overwrite, quiet, called).go()
         finally:
             job.numbers.give_back(keep_dtype)
@@ -142,7 +142,7 @@ def reserved(
         lock.take()
 
     try:
-        on_main(take)
+        run_on_main(take)
         yield
     finally:
         lock.release()
@@ -157,16 +157,16 @@ def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwr
         refuse_used(out)
         return _checked(config, out, resume, None, overwrite, lambda text: None)
 
-    start = on_main(checked)
+    start = run_on_main(checked)
     with attributed(lambda: "before training"):
         make_callbacks(config, None)
     if start.ended is None:
         job = build(
             start.config.model_copy(update={"init_from": None}) if start.done else start.config, done=start.done
         )
-        job.read = on_main(lambda: read_data(job, data_before(out) if start.resumes else {}))
+        job.read = run_on_main(lambda: read_data(job, data_before(out) if start.resumes else {}))
         if start.done:
-            on_main(lambda: refuse_other_data(job, out))
+            run_on_main(lambda: refuse_other_data(job, out))
 
 
 def _checked(

@@ -15,7 +15,7 @@ import math
 from pathlib import Path
 from typing import List, Optional, Sequence
 
-from ipu_pipe.backends.ranks import are_joined, is_main, on_main
+from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.comparing import as_recorded
 from ipu_pipe.job.config import load_recorded
@@ -49,7 +49,7 @@ def train_against(
     again = resume and (second / "config.yaml").exists()
     counts = choices(other, accumulations)
     check(other, second, resume=again, overwrite=overwrite)
-    on_main(lambda: _check_folders([folder_of(out, other.method, count) for count in counts], resume, overwrite))
+    run_on_main(lambda: _check_folders([folder_of(out, other.method, count) for count in counts], resume, overwrite))
     with reserved(second, resume=again, overwrite=overwrite):
         first_summary = train(config, out, resume=resume, overwrite=overwrite, quiet=quiet)
     say(f"\nas many samples by {other.method}:")
@@ -72,7 +72,7 @@ def train_against(
         if importlib.util.find_spec("matplotlib") is not None:
             draw(told, out / "against.png")
 
-    on_main(leave)
+    run_on_main(leave)
     return stories(first_summary, other_summary, both, timed)
 
 

@@ -11,8 +11,8 @@ import statistics
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
-from ipu_pipe.backends.ranks import is_distributed, on_main
-from ipu_pipe.backends.table import BACKENDS, backend_of, launch
+from ipu_pipe.backends.ranks import is_distributed, run_on_main
+from ipu_pipe.backends.table import BACKENDS, get_backend, launch
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import BackendConfig, Config
@@ -46,7 +46,7 @@ def collect(
             raise BadInput(f"--methods: {name}: must be of {', '.join(METHODS)}")
     if len(set(methods)) != len(methods):
         raise BadInput(f"--methods: {','.join(methods)}: a method is named twice")
-    if backend_of(config).trains_on is not None:
+    if get_backend(config).trains_on is not None:
         raise BadInput(f"backend.name: {config.backend.name}: methods are compared on emulator or distributed")
     if is_distributed():
         launch(config, {"out": out, "methods": methods, "steps": steps, "rounds": rounds, "overwrite": overwrite})
@@ -60,7 +60,7 @@ def collect(
     boundaries = config.stages if isinstance(config.stages, list) else []
     wished = {name: of_method(config, name, steps, boundaries) for name in methods}
     folders = {name: [out / name, *(out / name / f"round-{r}" for r in range(2, rounds + 1))] for name in wished}
-    on_main(lambda: _check([folder for own in folders.values() for folder in own], overwrite))
+    run_on_main(lambda: _check([folder for own in folders.values() for folder in own], overwrite))
     jobs = {name: made.get(name) or planned(emulated(chosen)) for name, chosen in wished.items()}
     summaries: Dict[str, List[Dict[str, Any]]] = {name: [] for name in wished}
     for r in range(rounds if steps != 0 else 0):
@@ -85,7 +85,7 @@ def collect(
 
 def emulated(config: Config) -> Config:
     """The config on the emulator, which holds all stages: what is planned is the same."""
-    if backend_of(config).emulates:
+    if get_backend(config).emulates:
         return config
     return config.model_copy(update={"backend": BackendConfig(threads=config.backend.threads)})
 
@@ -97,7 +97,7 @@ def _check(folders: Sequence[Path], overwrite: bool) -> None:
 
 
 def _read_on_main(file: Path) -> Dict[str, Any]:
-    return on_main(lambda: dict(json.loads(file.read_text())))
+    return run_on_main(lambda: dict(json.loads(file.read_text())))
 
 
 def _throughput(

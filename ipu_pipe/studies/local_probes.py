@@ -21,7 +21,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optio
 import torch
 
 from ipu_pipe.backends.interface import StepResult
-from ipu_pipe.backends.table import backend_of, make_engine
+from ipu_pipe.backends.table import get_backend, make_engine
 from ipu_pipe.data import DataSource, TensorData
 from ipu_pipe.data.batches import Pair
 from ipu_pipe.data.images import ImageFolder
@@ -135,7 +135,7 @@ def label_run(config: Config, label: str, keys: Mapping[str, Any], every: int) -
 
 
 def _build(config: Config, keys: Dict[str, Any]) -> Job:
-    if not backend_of(config).emulates:
+    if not get_backend(config).emulates:
         raise BadInput(f"backend.name: {config.backend.name}: probes run on the emulator")
     return build(configure(**merge(config.to_dict(), keys)))
 

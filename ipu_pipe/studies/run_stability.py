@@ -14,7 +14,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 from torch import nn
 
-from ipu_pipe.backends.table import backend_of
+from ipu_pipe.backends.table import get_backend
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.recurrences import against, recurrence
@@ -30,7 +30,7 @@ MOST_RATES = 1000  # updates of which the rate is looked at
 
 def examine(config: Config, **how: Any) -> Dict[str, Any]:
     """The findings about the run that a config describes; `how` as of `findings`. Raises BadInput."""
-    if not backend_of(config).emulates:
+    if not get_backend(config).emulates:
         raise BadInput(
             f"backend.name: {config.backend.name}: one process looks at the whole model: --set backend.name=emulator"
         )

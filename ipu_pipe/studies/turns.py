@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Dict
 
 from ipu_pipe.backends.ranks import is_distributed
-from ipu_pipe.backends.table import backend_of
+from ipu_pipe.backends.table import get_backend
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.comparing import dump
 from ipu_pipe.job.schema import Config
@@ -22,7 +22,7 @@ MARK = "error: "
 
 def starts_processes(config: Config) -> bool:
     """Whether a run of this config needs processes that nobody has started."""
-    return not backend_of(config).emulates and not is_distributed()
+    return not get_backend(config).emulates and not is_distributed()
 
 
 def turn(config: Config, out: Path, processes: int, overwrite: bool = False) -> Dict[str, Any]:

@@ -10,9 +10,8 @@ from ipu_pipe import launched
 from ipu_pipe.backends.emulator.measuring import combine_block_updates
 from ipu_pipe.backends.emulator.profiling import profile
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.backends.exactness import exactness_faults
-from ipu_pipe.backends.interface import Backend, Engine, Report, State, StepResult, refuse_foreign
-from ipu_pipe.backends.work import Work
+from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult, refuse_poptorch_state
+from ipu_pipe.backends.work import Work, list_exactness_faults
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.blame import attributed
@@ -62,10 +61,10 @@ class EmulatorEngine(Engine):
         with attributed(lambda: f"evaluation before update {self._emulator.update}"):
             return evaluate(self.job)
 
-    def state(self) -> Optional[State]:
+    def state(self) -> Optional[CheckpointState]:
         with self.job.numbers.whole():
             model = self.job.model.state_dict()
-        return State(model, *export_state(self.job.optimizer, self.names))
+        return CheckpointState(model, *export_state(self.job.optimizer, self.names))
 
     def report(self) -> Optional[Report]:
         state = optimizer_bytes(self.job.optimizer, len(self.job.part))
@@ -107,11 +106,11 @@ def check_launch(backend: BackendConfig) -> None:
 
 def make(job: Job, first_update: int) -> EmulatorEngine:
     """The engine, to go on with update `first_update`."""
-    refuse_foreign(job.optimizer)
+    refuse_poptorch_state(job.optimizer)
     return EmulatorEngine(job, first_update)
 
 
 BACKEND = Backend(
-    check_launch, lambda config, asked: None, place_whole, exactness_faults, lambda job: "", make,
+    check_launch, lambda config, asked: None, place_whole, list_exactness_faults, lambda job: "", make,
     emulates=True, pins_memory=True,
 )  # fmt: skip

@@ -24,12 +24,11 @@ from torch import nn
 from ipu_pipe.backends.clipping import Clipping, Elsewhere
 from ipu_pipe.backends.emulator.measuring import BatchResults, Measurements
 from ipu_pipe.backends.emulator.recompute import Recomputation
-from ipu_pipe.backends.emulator.replicas import Replicas
 from ipu_pipe.backends.emulator.single_stage import BuffersOfOneStage
 from ipu_pipe.backends.interface import StepResult
-from ipu_pipe.backends.own_weights import OwnWeights
-from ipu_pipe.backends.reads import Replay, ReplayPlan
-from ipu_pipe.backends.weights import weights_of
+from ipu_pipe.backends.replays import Replay, ReplayPlan
+from ipu_pipe.backends.replicas import GradientReplicas, IndependentReplicas
+from ipu_pipe.backends.weights import make_weight_store
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.blame import StageWatch
 from ipu_pipe.job.metrics import right_answers
@@ -48,7 +47,7 @@ Forward = Tuple[Any, List[torch.Tensor]]  # output, losses
 class Emulator:
     """Trains `model` in place as `work` says, one `step` an update.
 
-    `replicas`: copies of the pipeline that train on microbatches of their own, gradients averaged. Ask `exactness_faults`
+    `replicas`: copies of the pipeline that train on microbatches of their own, gradients averaged. Ask `list_exactness_faults`
     first: what it names would run, but not exactly.
     """
 
@@ -60,14 +59,14 @@ class Emulator:
         self._plan = ReplayPlan(work.source(range(replicas)), work.rules, self._number)
         self._replay: Optional[Replay] = None
         self._microbatch = work.microbatch
-        self.weights = weights_of(work, range(len(part)), self._plan.made(self._number))
+        self.weights = make_weight_store(work, range(len(part)), self._plan.made(self._number))
         self._clipping = Clipping(work, Elsewhere())
         self._measured = Measurements(work)
         self._random = KeyedRandomness(model, random_modules(model, example[0]), seed, lead(example[0]).device)
         self._width = replicas
-        self._own = OwnWeights.of(work, model)
+        self._own = IndependentReplicas.of(work, model)
         trained = [p for stage in work.rules.stages.values() for p in stage.parameters]
-        self._replicas = Replicas(model, trained, replicas) if replicas > 1 and self._own is None else None
+        self._replicas = GradientReplicas(model, trained, replicas) if replicas > 1 and self._own is None else None
         self._watch, self._last_stage = StageWatch(model, part), len(part) - 1
         self._buffers = BuffersOfOneStage(model, self._watch) if work.block_updates > 1 else None
         self._doing = "data"
@@ -106,7 +105,9 @@ class Emulator:
             replay = self.replay
             results.add(*self._pass(replay, x, y), sample_count(x))
             self._doing = "data"  # of the next one, if there is any
-        assert results.count and len(replay.updates), f"{results.count} microbatches given: not those up to the next update"
+        assert results.count and len(replay.updates), (
+            f"{results.count} microbatches given: not those up to the next update"
+        )
         self._measured.add(self.update // self.work.block_updates, results)
         return replay
 

@@ -16,7 +16,7 @@ from typing import Any, Dict, List, Optional
 import torch
 import torch.distributed as dist
 
-from ipu_pipe.backends.interface import Engine, Report, State, StepResult
+from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.ipu import profile as ipu_profile
 from ipu_pipe.backends.ipu.block import Block
 from ipu_pipe.backends.ipu.faults import check_finite, check_hardware, told_of_block
@@ -126,7 +126,7 @@ class BlockEngine(Engine):
 
     # --- state
 
-    def state(self) -> Optional[State]:
+    def state(self) -> Optional[CheckpointState]:
         with told_of_block(self.rank, "checkpoint"):
             self.block.messages.flush()
             gathered = self._gather(self.block.state())
@@ -137,7 +137,7 @@ class BlockEngine(Engine):
             model.update(part[0])
             tensors.update(part[1])
             plain.update(part[2])
-        return State(model, tensors, plain)
+        return CheckpointState(model, tensors, plain)
 
     def _gather(self, value: Any) -> Optional[List[Any]]:
         gathered: Optional[List[Any]] = [None] * self.depth if self.is_main else None

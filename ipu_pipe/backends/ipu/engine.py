@@ -21,7 +21,7 @@ from typing import Any, Callable, Deque, List, Mapping, Optional, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from ipu_pipe.backends.interface import Engine, Report, State, StepResult
+from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.ipu import profile as ipu_profile
 from ipu_pipe.backends.ipu.executors import Snapshot
 from ipu_pipe.backends.ipu.faults import check_hardware, forget_frames, said_by
@@ -152,7 +152,7 @@ class PoptorchEngine(Engine):
         self._timeline.add("evaluate", self._done, start, time.perf_counter_ns())
         return found
 
-    def state(self) -> Optional[State]:
+    def state(self) -> Optional[CheckpointState]:
         assert not self._results, "a checkpoint inside a call"
         start = time.perf_counter_ns()
         with self._channel.tracepoint("checkpoint"):
@@ -162,7 +162,7 @@ class PoptorchEngine(Engine):
         self._timeline.add("checkpoint", self._done, start, time.perf_counter_ns())
         if not self.is_main:
             return None
-        return State(self._last.model, *export_state(self._last.optimizer or {}, list(self.names.values())))
+        return CheckpointState(self._last.model, *export_state(self._last.optimizer or {}, list(self.names.values())))
 
     def _fetch(self, snapshot: Snapshot) -> None:
         """Copy a snapshot's weights into the user's model."""

@@ -39,9 +39,7 @@ def make_channels(job: Job, layout: Layout, tied: Sequence[Link]) -> Optional[Ch
     for replica in range(layout.width):
         for link in links(layout.depth, job.method, THROUGH_CHANNELS, tied):
             pair = sorted(replica * layout.depth + stage for stage in link[:2])
-            group = make_group(
-                pair, job.config.backend.deadline, timeout=datetime.timedelta(days=1), backend="nccl"
-            )
+            group = make_group(pair, job.config.backend.deadline, timeout=datetime.timedelta(days=1), backend="nccl")
             if replica == layout.replica:
                 made[link] = group
     return made

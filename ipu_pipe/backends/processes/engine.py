@@ -11,8 +11,7 @@ from typing import Iterator, List, Optional
 
 import torch.distributed as dist
 
-from ipu_pipe.backends.exactness import exactness_faults
-from ipu_pipe.backends.interface import Backend, Engine, Report, State, StepResult, refuse_foreign
+from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult, refuse_poptorch_state
 from ipu_pipe.backends.processes.assembling import cut_out, forget_others, make_channels, replica_groups
 from ipu_pipe.backends.processes.clocks import offset_to_first
 from ipu_pipe.backends.processes.ending import Ending
@@ -36,7 +35,7 @@ from ipu_pipe.backends.processes.recording import finished, record
 from ipu_pipe.backends.processes.streams import StreamClock
 from ipu_pipe.backends.processes.timeline import Timeline
 from ipu_pipe.backends.processes.told import named_faults
-from ipu_pipe.backends.work import Work
+from ipu_pipe.backends.work import Work, list_exactness_faults
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import blocks_of
@@ -113,7 +112,7 @@ class ProcessEngine(Engine):
         with self._drained("evaluate", "evaluation"):
             return self._evaluation()
 
-    def state(self) -> Optional[State]:
+    def state(self) -> Optional[CheckpointState]:
         with self._drained("checkpoint", "checkpoint"):
             self._player.rest()
             gathered = gather(self._player.mail, stage_state(self.job, self._player.place, self.names))
@@ -166,7 +165,7 @@ class ProcessEngine(Engine):
 
 def make(job: Job, first_update: int) -> ProcessEngine:
     """This process's engine, to go on with update `first_update`."""
-    refuse_foreign(job.optimizer)
+    refuse_poptorch_state(job.optimizer)
     return ProcessEngine(job, first_update)
 
 
@@ -176,7 +175,7 @@ def faults(job: Job) -> List[str]:
     if method.history is not None:
         why = "draws what it reads, whatever a pipeline does"
         return [f"method: {method.name}: {why}, which processes do not carry out: use backend.name: emulator"]
-    return [*exactness_faults(job), *_corrected(job)]
+    return [*list_exactness_faults(job), *_corrected(job)]
 
 
 def _corrected(job: Job) -> List[str]:

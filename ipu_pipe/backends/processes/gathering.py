@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ipu_pipe.backends.interface import DeviceTimes, Report, State
+from ipu_pipe.backends.interface import CheckpointState, DeviceTimes, Report
 from ipu_pipe.backends.processes.mail import Mail
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.processes.player import RowPlayer
@@ -31,7 +31,7 @@ def gather(mail: Mail, value: Value) -> Optional[List[Value]]:
     return gathered  # type: ignore[no-any-return]
 
 
-def stage_state(job: Job, place: Place, names: Dict[nn.Parameter, str]) -> State:
+def stage_state(job: Job, place: Place, names: Dict[nn.Parameter, str]) -> CheckpointState:
     """A stage's own, on the host. `names`: of all that an optimizer of the model trains."""
     here = [*place.piece.tensors(), *(place.head.parameters() if place.head is not None else ())]
     own = {id(job.numbers.trained(p)) for p in here if isinstance(p, nn.Parameter)}
@@ -41,12 +41,12 @@ def stage_state(job: Job, place: Place, names: Dict[nn.Parameter, str]) -> State
     if place.head is not None:
         head = f"{HEADS}.{place.layout.stage}"
         model.update({f"{head}.{key}": value.detach().cpu() for key, value in place.head.state_dict().items()})
-    return State(model, {key: value.cpu() for key, value in tensors.items()}, plain)
+    return CheckpointState(model, {key: value.cpu() for key, value in tensors.items()}, plain)
 
 
-def whole_state(job: Job, stages: List[State]) -> State:
+def whole_state(job: Job, stages: List[CheckpointState]) -> CheckpointState:
     """That of the unsplit model, from those of one replica's stages."""
-    found = State({}, {}, {})
+    found = CheckpointState({}, {}, {})
     for stage in stages:
         for into, part in zip(found, stage):
             into.update(part)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ipu_pipe import launched
 from ipu_pipe.backends.processes.joining import ANSWER, Asked, answer_within, differing, meet, wait_limit, what_is_asked
 from ipu_pipe.backends.processes.stopping import Stopping
-from ipu_pipe.backends.ranks import is_distributed, told_as_lost
+from ipu_pipe.backends.ranks import is_distributed, report_lost_rank
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.determinism import set_numerics
 from ipu_pipe.job.schema import BackendConfig, Config
@@ -49,7 +49,7 @@ def start(config: Config, options: Mapping[str, object]) -> None:
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
         set_numerics(backend)
         torch.cuda.set_device((where.local_rank or 0) % max(torch.cuda.device_count(), 1))
-    with told_as_lost(where.rank):
+    with report_lost_rank(where.rank):
         # torch asks the store without a limit: a rank 0 that keeps it and is stopped would hold all others up for ever
         answer_within(
             limit.total_seconds() + ANSWER,
@@ -67,7 +67,7 @@ def make_group(ranks: Sequence[int], deadline: float, **how: Any) -> Any:
     `torch.distributed.new_group`, among them another `timeout` of what the group does later.
     """
     limit = wait_limit(deadline)
-    with told_as_lost():
+    with report_lost_rank():
         # as in `start`, the store is asked without a limit
         return answer_within(
             limit.total_seconds() + ANSWER, lambda: dist.new_group(list(ranks), **{"timeout": limit, **how})
@@ -77,7 +77,7 @@ def make_group(ranks: Sequence[int], deadline: float, **how: Any) -> Any:
 def _agree(asked: Asked) -> None:
     """Refuse (BadInput, on all ranks) where those of a group that is there already are not asked for the same."""
     held: List[Any] = [None] * dist.get_world_size()
-    with told_as_lost():
+    with report_lost_rank():
         dist.all_gather_object(held, asked)
     faults = next(
         (found for rank, other in enumerate(held) for found in [differing(held[0], other, 0, rank)] if found), []
@@ -89,7 +89,7 @@ def _agree(asked: Asked) -> None:
 def stop() -> None:
     """Leave the group, when all are ready to: a process that ends before the others takes its connections with it."""
     if dist.is_initialized():
-        with told_as_lost():
+        with report_lost_rank():
             dist.barrier()
         if _group_can_go():
             dist.destroy_process_group()

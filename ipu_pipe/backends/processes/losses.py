@@ -65,9 +65,9 @@ class Telling:
         """Return the result of update k, which only the first stages know."""
         if self._layout.stage:
             return StepResult(float("nan"), None, self._samples)
-        tables = torch.stack([
-            self._mail.receive(s, Message(RESULT, k))[0] if s else self._own.pop(k) for s in self.with_loss
-        ])  # (blocks, microbatches, 3)
+        tables = torch.stack(
+            [self._mail.receive(s, Message(RESULT, k))[0] if s else self._own.pop(k) for s in self.with_loss]
+        )  # (blocks, microbatches, 3)
         if self._layout.width > 1:
             start = self._mail.timeline.mark()
             replicas = [torch.empty_like(tables) for _ in range(self._layout.width)]

@@ -15,7 +15,7 @@ import torch
 from ipu_pipe.backends.processes.mail import Mail
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.processes.ties import Tied
-from ipu_pipe.backends.weights import Unversioned
+from ipu_pipe.backends.weights import WeightStore
 from ipu_pipe.model.observation import storage
 from ipu_pipe.trace.events import ALLOCATED, MEMORY
 from ipu_pipe.update.apply import UpdateRules
@@ -82,7 +82,7 @@ class Memory:
         place: Place,
         rules: UpdateRules,
         parameters: Sequence[torch.nn.Parameter],
-        weights: Unversioned,
+        weights: WeightStore,
         tied: Tied,
         stash: Stash,
         mail: Mail,

@@ -20,8 +20,8 @@ from ipu_pipe.backends.processes.memory import Stash
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.processes.row import Segments
 from ipu_pipe.backends.processes.ties import Tied
-from ipu_pipe.backends.reads import Replay, ReplayPlan
-from ipu_pipe.backends.weights import weights_of
+from ipu_pipe.backends.replays import Replay, ReplayPlan
+from ipu_pipe.backends.weights import make_weight_store
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.metrics import right_answers
 from ipu_pipe.local.blocks import losses_of, one_activation, scored
@@ -55,7 +55,7 @@ class Passes:
         self._segments = Segments(work)
         self._plan = ReplayPlan(work.source([place.layout.replica]), work.rules, work.microbatch)
         self._flights: Dict[int, _Flight] = {}
-        self.weights = weights_of(work, [self._stage])
+        self.weights = make_weight_store(work, [self._stage])
         self.tied = Tied(place.ties, mail, work.update)
         self.losses = Losses()
         self.stash = Stash(place.held)

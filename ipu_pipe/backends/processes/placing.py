@@ -11,7 +11,7 @@ from torch import nn
 
 from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.ties import users
-from ipu_pipe.backends.ranks import on_all_ranks
+from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.placing import Placed, place_blocks
 from ipu_pipe.job.schema import Config
@@ -44,7 +44,7 @@ def _place_stages(config: Config, method: Method, model: nn.Module, x: torch.Ten
     """One stage a process of a replica, neighbours taken together where there are fewer processes than stages."""
     stages = config.stages
     # measured times differ from process to process
-    wished = on_all_ranks(lambda: partition(model, x, stages, one_stage=method.one_stage))
+    wished = run_on_main(lambda: partition(model, x, stages, one_stage=method.one_stage))
     begins = merge_stages(model, wished, depth, x)
     note = ""
     if len(wished) != depth:

@@ -11,7 +11,6 @@ from typing import Any, Callable, Dict, Iterator, Optional, Sequence
 import torch
 
 from ipu_pipe.backends.losses import average
-from ipu_pipe.backends.own_weights import OwnWeights
 from ipu_pipe.backends.processes.channels import links, rehearsal
 from ipu_pipe.backends.processes.ending import Ending
 from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, THROUGH_CHANNELS, UPDATE, Mail
@@ -21,7 +20,8 @@ from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.processes.row import Action, Needs, Row
 from ipu_pipe.backends.processes.stopping import Stopping
 from ipu_pipe.backends.processes.updating import Updating, counters_kept
-from ipu_pipe.backends.weights import Unversioned
+from ipu_pipe.backends.replicas import IndependentReplicas
+from ipu_pipe.backends.weights import WeightStore
 from ipu_pipe.backends.work import Work
 from ipu_pipe.update import clipping
 
@@ -49,7 +49,7 @@ class RowPlayer:
         tied, stash = self._passes.tied, self._passes.stash
         self.memory = Memory(place, work.rules, self._updating.parameters, self.weights, tied, stash, mail, work.update)
         self._needs = Needs(work, place, self._updating.clipping.delayed)
-        self._own = OwnWeights.of(work, place.piece)
+        self._own = IndependentReplicas.of(work, place.piece)
         self._is_ready, self._posts_by_stretch = not mail.has_channels, mail.has_channels or ends_empty
         self._measured: Optional[torch.Tensor] = None  # by the newest update
         self._carry_out: Dict[str, Callable[[int], None]] = {
@@ -68,7 +68,7 @@ class RowPlayer:
         return self._passes.update
 
     @property
-    def weights(self) -> Unversioned:
+    def weights(self) -> WeightStore:
         """The versions that are kept."""
         return self._passes.weights
 

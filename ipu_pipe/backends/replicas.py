@@ -1,4 +1,4 @@
-"""Replicas of a model with weights of their own (LocalSGD), one after another on one model."""
+"""Replicas of a pipeline on one model, one after another: each with gradients, or with weights, of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from ipu_pipe.backends.work import Work
 
 
-class OwnWeights:
+class IndependentReplicas:
     """What each replica has for itself between two averagings: trained weights, the optimizer's state and buffers.
 
     All of it is averaged, stage by stage: velocities and moments like the weights that they belong to, running statistics too;
@@ -67,7 +67,7 @@ class OwnWeights:
         self.enter(0)
 
     @classmethod
-    def of(cls, work: Work, model: nn.Module) -> Optional[OwnWeights]:
+    def of(cls, work: Work, model: nn.Module) -> Optional[IndependentReplicas]:
         """Those of a job's replicas of the stages that are here, where it has such."""
         if work.method.rounds is None:
             return None
@@ -100,3 +100,43 @@ def average(held: Any) -> None:
         total /= len(held)
     for own in held:
         own.copy_(total)
+
+
+class GradientReplicas:
+    """What replicas of a pipeline do not share: gradients until they are averaged, and buffers (running statistics), of which
+    those of the first are the model's."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], count: int) -> None:
+        """`parameters`: those that the optimizer trains."""
+        self.count = count
+        self._parameters = list(parameters)
+        self._gradients: List[List[Optional[torch.Tensor]]] = [[None] * len(self._parameters) for _ in range(count)]
+        self._places = [(module, name) for module in model.modules() for name in module._buffers]
+        own = [module._buffers[name] for module, name in self._places]
+        self._buffers = [own] + [[None if b is None else b.clone() for b in own] for _ in range(count - 1)]
+
+    def enter(self, replica: int) -> None:
+        """Put a replica's gradients and buffers into the model."""
+        for p, gradient in zip(self._parameters, self._gradients[replica]):
+            p.grad = gradient
+        self._bind(replica)
+
+    def _bind(self, replica: int) -> None:
+        for (module, name), buffer in zip(self._places, self._buffers[replica]):
+            module._buffers[name] = buffer
+
+    def leave(self, replica: int) -> None:
+        """Take them out again."""
+        self._gradients[replica] = [p.grad for p in self._parameters]
+        self._buffers[replica] = [module._buffers[name] for module, name in self._places]
+
+    def average(self) -> None:
+        """The mean of all gradients into the parameters, the first replica's buffers into the model."""
+        for i, p in enumerate(self._parameters):
+            given = [g for g in (gradients[i] for gradients in self._gradients) if g is not None]
+            total = given[0] if given else None
+            for g in given[1:]:
+                total = total + g  # type: ignore[operator]
+            p.grad = None if total is None else total / self.count
+        self._gradients = [[None] * len(self._parameters) for _ in range(self.count)]
+        self._bind(0)
