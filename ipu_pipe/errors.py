@@ -8,7 +8,8 @@ import io
 import os
 import sys
 import traceback
-from typing import Any, Callable, Iterator, NoReturn, Optional, Sequence, Tuple, Union
+import warnings
+from typing import Any, Callable, Iterator, NoReturn, Optional, Sequence, Set, TextIO, Tuple, Type, Union
 
 from ipu_pipe import interrupts, launched
 from ipu_pipe.shipped import as_called
@@ -107,12 +108,15 @@ class Parser(argparse.ArgumentParser):
         return as_called(super().format_help())
 
     def error(self, message: str) -> NoReturn:
-        raise BadInput(f"{message} ({self.prog} --help lists what is allowed)")
+        place = message[len("argument ") :] if message.startswith("argument ") else message
+        raise BadInput(f"{place} ({self.prog} --help lists what is allowed)")
 
 
 def run_command(main: Callable[[], None]) -> NoReturn:
     """Run a command line's `main` and leave with its exit code: 0 done, 2 bad input, 1 fault, 130 Ctrl-C."""
     ended_by_ctrl_c = False
+    if not sys.warnoptions:  # -W and PYTHONWARNINGS ask for Python's own
+        warnings.showwarning = _show_warning
     if isinstance(sys.stdout, io.TextIOWrapper):  # file names need not be text; standard error is so by default
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -173,6 +177,27 @@ def _line(error: Exception) -> Optional[str]:
         named = "standard output" if error.filename is None else error.filename
         return f"{named}: {error.strerror or error}"
     return None
+
+
+def _show_warning(
+    message: Union[Warning, str], category: Type[Warning], filename: str, lineno: int,
+    file: Optional[TextIO] = None, line: Optional[str] = None,
+) -> None:  # fmt: skip
+    """Print a warning of a library or of the user's code as one line, once and on rank 0 alone.
+
+    Leave out a RuntimeWarning, which numpy gives for an overflow (the result then says so), and those that only a developer of
+    the code can heed.
+    """
+    text = one_line(str(message))
+    quiet = (RuntimeWarning, DeprecationWarning, PendingDeprecationWarning, FutureWarning)
+    if text in _WARNED or issubclass(category, quiet) or launched.read().rank != 0:
+        return
+    _WARNED.add(text)
+    with contextlib.suppress(OSError):
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+_WARNED: Set[str] = set()  # warnings that have been printed
 
 
 def _tell(line: str) -> None:

@@ -40,6 +40,11 @@ def escaped(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def printable(text: str) -> str:
+    """Return text of several lines for a terminal, each line as `escaped` makes it."""
+    return "\n".join(map(escaped, text.split("\n")))
+
+
 # What others call what has another name here; of what is not here (interleaved, zero-bubble) the nearest.
 ALSO_CALLED = {
     "1f1b": "pipedream_flush", "dapple": "pipedream_flush", "2bw": "pipedream_2bw", "pb": "pipelined_backprop",

@@ -1,10 +1,13 @@
-"""Files written whole or not at all."""
+"""Output files that are written whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, Iterator, Mapping
 
@@ -12,26 +15,41 @@ from ipu_pipe.errors import writing
 
 
 @contextlib.contextmanager
-def whole(file: Path, what: str = "") -> Iterator[Path]:
-    """The path to write to, beside `file`, whose place it takes at the end; where that fails, it is gone. Raises RunFault where
-    the disk refuses, in which the file may be said to be `what`."""
-    temporary = file.with_name(f".{file.name}.part")
+def atomic_file(file: Path, what: str = "") -> Iterator[Path]:
+    """Yield a temporary path; when the block ends well, what was written there becomes `file`.
+
+    A regular file is replaced in one step, so that a reader sees the old one or the new one. A symbolic link is followed. A
+    device or a pipe cannot be replaced: it receives the bytes. Raise `RunFault`, which calls the file `what`, if it fails.
+    """
     with writing(file, what):
+        target = Path(os.path.realpath(file))
+        if target.is_symlink():  # realpath gives up on a link that leads to itself
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        if target.is_dir():
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if target.exists() and not target.is_file():
+            with tempfile.TemporaryDirectory() as folder:
+                temporary = Path(folder) / target.name
+                yield temporary
+                with open(temporary, "rb") as source, open(target, "wb") as sink:
+                    shutil.copyfileobj(source, sink)
+            return
+        temporary = target.with_name(f".{target.name}.part")
         try:
             yield temporary
-            os.replace(temporary, file)
+            os.replace(temporary, target)
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink()
 
 
 def write(file: Path, text: str) -> Path:
-    """Write a file whole or not at all. Raises RunFault where the disk refuses it."""
-    with whole(file) as temporary:
+    """Write `text` to a file, whole or not at all, and return the path. Raise `RunFault` if it cannot be written."""
+    with atomic_file(file) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return file
 
 
-def write_json(file: Path, found: Mapping[str, Any]) -> Path:
-    """As `write`."""
-    return write(file, json.dumps(found, indent=1) + "\n")
+def write_json(file: Path, values: Mapping[str, Any]) -> Path:
+    """Write `values` as JSON to a file, whole or not at all, and return the path."""
+    return write(file, json.dumps(values, indent=1) + "\n")

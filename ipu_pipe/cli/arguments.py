@@ -1,31 +1,66 @@
-"""What command lines have in common: kinds of arguments for argparse's `type`, CONFIG and --set, lines of progress."""
+"""Arguments and output that several commands share."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Tuple
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.shipped import config_path
+from ipu_pipe.shown import printable, shown
+from ipu_pipe.values import MOST_COUNT
 
 
 def folder(text: str) -> Path:
-    """A folder's path. An empty one is refused: it would be the current folder."""
+    """Convert an argument to a folder's path. Refuse an empty one: it would mean the current folder."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r}: must name a folder")
     return Path(text)
 
 
+def whole(low: int, high: int = MOST_COUNT) -> Callable[[str], int]:
+    """Return a converter of an argument to an integer in [low, high], for argparse's `type`."""
+
+    def convert(text: str) -> int:
+        digits = text.strip()
+        if len(digits) < 30 and digits.lstrip("+-").isdecimal() and digits.isascii() and low <= int(digits) <= high:
+            return int(digits)
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be a whole number from {low} to {high}")
+
+    return convert
+
+
+count = whole(1)
+
+
+def counts(text: str) -> Tuple[int, ...]:
+    """Convert an argument to positive integers separated by commas."""
+    return tuple(count(part) for part in text.split(","))
+
+
+def positive(text: str) -> float:
+    """Convert an argument to a number in (0, 1e18)."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e18:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be a number above 0 and below 1e18")
+    return value
+
+
 def add_set(parser: argparse.ArgumentParser, says: str = "change keys of the config; VALUE is YAML") -> None:
-    """The option --set, with what its help `says`."""
+    """Add the option --set KEY=VALUE ... with the help text `says`."""
     parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help=says)
 
 
 def config_of(args: argparse.Namespace, example: str) -> str:
-    """CONFIG, which may stand behind the last --set too (--set a=1 CONFIG), or its file where it names one that comes with the
-    library. Raises BadInput, which names `example`."""
+    """Return the path of the config that CONFIG names: a file, or an example that comes with the library.
+
+    CONFIG may also stand behind the last --set (--set a=1 CONFIG). Raise `BadInput`, which names `example`, if it is missing.
+    """
     if args.config is None and args.set and "=" not in args.set[-1]:
         args.config = args.set.pop()
     if args.config is None:
@@ -34,24 +69,29 @@ def config_of(args: argparse.Namespace, example: str) -> str:
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
-    """The option --quiet."""
+    """Add the option --quiet."""
     parser.add_argument("--quiet", action="store_true", help="print faults alone, and JSON where it is asked for")
 
 
 def say(text: str) -> None:
-    """A line of progress, on standard error: standard output is the result's."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a line of progress on standard error; standard output belongs to the result."""
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def tell(text: str) -> None:
+    """Print a result on standard output."""
+    print(printable(text))
 
 
 def saying(quiet: bool) -> Callable[[str], None]:
-    """`say`, or where it is to be `quiet` nothing."""
-    return unsaid if quiet else say
+    """Return `say`, or a function that prints nothing if `quiet`."""
+    return _ignore if quiet else say
 
 
 def printing(quiet: bool) -> Callable[[str], None]:
-    """What prints a result on standard output, or where it is to be `quiet` nothing."""
-    return unsaid if quiet else print
+    """Return `tell`, or a function that prints nothing if `quiet`."""
+    return _ignore if quiet else tell
 
 
-def unsaid(text: str) -> None:
-    """For what is not to be said."""
+def _ignore(text: str) -> None:
+    """Print nothing."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_quiet, add_set, config_of, folder, printing, saying
+from ipu_pipe.cli.arguments import add_quiet, add_set, config_of, folder, printing, saying, whole
 from ipu_pipe.errors import BadInput, Parser, traceback_shown
+from ipu_pipe.values import MOST_UPDATES
 
 EPILOG = """
 DIR gets throughput.json, memory.json, communication.json and a run for each method with its trace.
@@ -30,13 +31,13 @@ def parser() -> Parser:
     )
     p.add_argument(
         "--steps",
-        type=int,
+        type=whole(0, MOST_UPDATES),
         metavar="K",
         help="updates (default the config's; at least 2 to time; 0: plan only)",
     )
     p.add_argument(
         "--rounds",
-        type=int,
+        type=whole(1, 1000),
         default=1,
         metavar="N",
         help="each method has a turn in each of N rounds: the median and the range of its rates (default 1)",
@@ -54,10 +55,6 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     args.config = config_of(args, "configs/resnet34_ipu4.yaml")
     if args.out is None:
         raise BadInput("--out: missing: must be the folder to write into")
-    if args.steps is not None and args.steps < 0:
-        raise BadInput(f"--steps: {args.steps}: must be at least 0")
-    if args.rounds < 1:
-        raise BadInput(f"--rounds: {args.rounds}: must be at least 1")
     with traceback_shown(args.traceback):
         _run(args)
 

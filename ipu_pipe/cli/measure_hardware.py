@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_quiet, printing
+from ipu_pipe.cli.arguments import add_quiet, printing, whole
 from ipu_pipe.errors import BadInput, Parser
+from ipu_pipe.values import MOST_THREADS
 
 
 def parser() -> Parser:
@@ -19,7 +20,13 @@ def parser() -> Parser:
         "description, which --hardware this (without --out) or --hardware FILE then reads. Best on a machine that is idle.",
     )
     p.add_argument("--out", type=Path, metavar="FILE", help=f"where it is written (default: {this_file()})")
-    p.add_argument("--threads", type=int, default=1, metavar="N", help="threads of a process, a device (default 1)")
+    p.add_argument(
+        "--threads",
+        type=whole(1, MOST_THREADS),
+        default=1,
+        metavar="N",
+        help="threads of a process, a device (default 1)",
+    )
     p.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -36,14 +43,11 @@ def parser() -> Parser:
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
     from ipu_pipe.hardware.files import read_hardware, this_file
-    from ipu_pipe.values import MOST_THREADS
     from ipu_pipe.yaml_files import write as as_yaml
 
     args = parser().parse_args(arguments)
     out: Path = args.out or this_file()
     faults = []
-    if not 1 <= args.threads <= MOST_THREADS:
-        faults.append(f"--threads: {args.threads}: must be a whole number from 1 to {MOST_THREADS}")
     if not 0 < args.seconds <= 60:
         faults.append(f"--seconds: {args.seconds}: must be a number > 0 and <= 60")
     if out.suffix not in (".yaml", ".yml"):

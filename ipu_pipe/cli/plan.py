@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, List, Optional, Sequence, Tuple
 
-from ipu_pipe.cli.arguments import add_quiet, add_set, config_of, printing, saying
+from ipu_pipe.cli.arguments import add_quiet, add_set, config_of, count, printing, saying, whole
 from ipu_pipe.errors import BadInput, Parser, traceback_shown
+from ipu_pipe.values import MOST_STAGES
 
 EPILOG = """
 All figures are predicted: from the model's FLOPs and bytes and the figures of the hardware's file, or, with --measure, from the
@@ -27,6 +28,7 @@ METHODS_HELP = (
     f"pipelines, or {' or '.join(LOCAL)}, a block a stage (default: the config's and {', '.join(USUAL)}; on hardware in "
     f"lock-step, such as IPUs, {' and '.join(IN_LOCKSTEP)} and a config's local method)"
 )
+MOST_BATCH = 10**6  # samples of an update: more than any run had; every microbatch of it is scheduled
 SIZES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
@@ -51,15 +53,22 @@ def parser() -> Parser:
     p.add_argument(
         "--hardware", metavar="NAME|FILE", help="of configs/hardware/, or a file like those (default: the config's)"
     )
-    p.add_argument("--devices", type=int, metavar="N", help="how many (default: as many as the hardware's file says)")
+    p.add_argument(
+        "--devices",
+        type=whole(1, MOST_STAGES),
+        metavar="N",
+        help="how many (default: as many as the hardware's file says)",
+    )
     p.add_argument("--memory", type=_size, metavar="SIZE", help="of a device, such as 16GB, in place of the file's")
     p.add_argument("--methods", metavar="A,B,...", help=METHODS_HELP)
-    p.add_argument("--batch", type=int, metavar="SAMPLES", help="greatest global batch (default: the config's)")
+    p.add_argument(
+        "--batch", type=whole(1, MOST_BATCH), metavar="SAMPLES", help="greatest global batch (default: the config's)"
+    )
     p.add_argument(
         "--precision", metavar="P", help="in place of the config's; also float16, of GPUs, with a float32 master copy"
     )
     p.add_argument("--measure", action="store_true", help="time the model's parts here instead of counting their FLOPs")
-    p.add_argument("--top", type=int, default=10, metavar="K", help="how many configurations to show (default 10)")
+    p.add_argument("--top", type=count, default=10, metavar="K", help="how many configurations to show (default 10)")
     p.add_argument("--json", action="store_true", help="for programs")
     p.add_argument("--write", type=Path, metavar="FILE", help="write the best one as a config that tools/train.py runs")
     p.add_argument("--overwrite", action="store_true", help="replace FILE")
@@ -72,15 +81,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
     args = parser().parse_args(arguments)
     args.config = config_of(args, "configs/resnet50_ipu4.yaml")
-    faults = [
-        f"--{name}: {value}: must be at least 1"
-        for name, value in (("devices", args.devices), ("batch", args.batch), ("top", args.top))
-        if value is not None and value < 1
-    ]
-    if args.write is not None and args.write.exists() and not args.overwrite:
-        faults.append(f"--write: {args.write}: exists already: take another name, or --overwrite")
-    if faults:
-        raise BadInput(faults)
+    if args.write is not None and args.write.is_file() and not args.overwrite:
+        raise BadInput(f"--write: {args.write}: exists already: take another name, or --overwrite")
     with traceback_shown(args.traceback):
         _run(args)
 

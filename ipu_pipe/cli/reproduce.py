@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Dict, Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_quiet, folder, printing, saying
+from ipu_pipe.cli.arguments import add_quiet, folder, printing, saying, whole
 from ipu_pipe.errors import BadInput, Parser
 from ipu_pipe.shipped import configs
 
@@ -44,11 +44,11 @@ def parser() -> Parser:
     p.add_argument(
         "--runs", type=folder, default=Path("runs/experiments"), metavar="DIR", help="where runs are kept (%(default)s)"
     )
-    p.add_argument("--seeds", type=int, nargs="+", metavar="S", help="instead of the experiment's own")
+    p.add_argument("--seeds", type=whole(0, 2**63 - 1), nargs="+", metavar="S", help="instead of the experiment's own")
     p.add_argument("--rows", nargs="+", metavar="LABEL", help="only these rows")
     p.add_argument(
         "--jobs",
-        type=int,
+        type=whole(1, 1024),
         default=os.cpu_count() or 1,
         metavar="N",
         help="runs at a time (default: cores, %(default)s)",
@@ -61,8 +61,6 @@ def parser() -> Parser:
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
     args = parser().parse_args(arguments)
-    if args.jobs < 1:
-        raise BadInput(f"--jobs: {args.jobs}: must be at least 1")
     if args.seeds and len(set(args.seeds)) < len(args.seeds):
         raise BadInput(f"--seeds: {' '.join(map(str, args.seeds))}: must be different")
     known = sorted(FOLDER.glob("*.yaml"))

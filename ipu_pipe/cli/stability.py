@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_quiet, add_set, folder, printing, saying
+from ipu_pipe.cli.arguments import add_quiet, add_set, folder, positive, printing, saying, whole
 from ipu_pipe.errors import BadInput, Parser, traceback_shown
 from ipu_pipe.shipped import config_path
 from ipu_pipe.shown import nearest, shown
@@ -35,30 +34,24 @@ def parser() -> Parser:
     add_set(p)
     p.add_argument("--json", action="store_true", help="for programs")
     p.add_argument("--out", type=folder, metavar="DIR", help="of figures: where they go (default: runs/stability)")
-    p.add_argument("--samples", type=_count, default=128, metavar="N", help="of which the curvature is (%(default)s)")
-    p.add_argument("--iterations", type=_count, default=100, metavar="N", help="of the power, at most (%(default)s)")
-    p.add_argument("--seed", type=int, default=0, metavar="S", help="of the vector that it starts from (%(default)s)")
-    p.add_argument("--curvature", type=_positive, metavar="X", help="given instead of measured")
+    p.add_argument(
+        "--samples", type=whole(1, 10**6), default=128, metavar="N", help="of which the curvature is (%(default)s)"
+    )
+    p.add_argument(
+        "--iterations", type=whole(1, 10**6), default=100, metavar="N", help="of the power, at most (%(default)s)"
+    )
+    p.add_argument(
+        "--seed",
+        type=whole(0, 2**63 - 1),
+        default=0,
+        metavar="S",
+        help="of the vector that it starts from (%(default)s)",
+    )
+    p.add_argument("--curvature", type=positive, metavar="X", help="given instead of measured")
     p.add_argument("--by-stage", action="store_true", help="measure each stage's own curvature, not the model's")
     add_quiet(p)
     p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
     return p
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 10**6:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: must be a whole number from 1 to 1000000")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1e18:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: must be a number above 0")
-    return value
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:

@@ -6,9 +6,9 @@ import argparse
 import datetime
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Dict, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Dict, Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_quiet, add_set, config_of, folder
+from ipu_pipe.cli.arguments import add_quiet, add_set, config_of, counts, folder, tell, whole
 from ipu_pipe.errors import BadInput, Parser, traceback_shown
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def parser() -> Parser:
     how.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in DIR")
     how.add_argument(
         "--resume-from",
-        type=int,
+        type=whole(0),
         metavar="STEP",
         help="go on from the checkpoint of this step in DIR; later checkpoints and lines of metrics are deleted",
     )
@@ -82,14 +82,6 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         _run(args)
 
 
-def counts(text: str) -> Tuple[int, ...]:
-    """Whole numbers above 0, by commas."""
-    found = tuple(int(each) if each.strip().isascii() and each.strip().isdecimal() else 0 for each in text.split(","))
-    if not all(found):
-        raise argparse.ArgumentTypeError(f"{text}: must be whole numbers above 0, by commas")
-    return found
-
-
 def _run(args: argparse.Namespace) -> None:
     """The command, its arguments read."""
     from ipu_pipe.job.config import load_config  # after the arguments are read: --help must not wait for torch
@@ -105,7 +97,7 @@ def _run(args: argparse.Namespace) -> None:
         said = _done(args, config, other)
         leave()
         if said is not None and is_main() and (args.evaluate or not args.quiet):
-            print(said)
+            tell(said)
 
 
 def _done(args: argparse.Namespace, config: Config, other: Optional[Config]) -> Optional[str]:

@@ -10,8 +10,9 @@ from importlib import util
 from pathlib import Path
 from typing import Any, Iterator, List, Sequence, Tuple
 
-from ipu_pipe.errors import BadInput, writing
+from ipu_pipe.errors import BadInput
 from ipu_pipe.job.schema import Config
+from ipu_pipe.written import atomic_file
 
 LETTERS_AN_INCH = 13  # of the note
 
@@ -41,8 +42,8 @@ def figure(
     yield axes
     for each in axes:
         each.grid(alpha=0.3)
-    with writing(file):
-        drawn.savefig(file, dpi=100)
+    with atomic_file(file) as temporary:
+        drawn.savefig(temporary, dpi=100, format="png")
 
 
 def sizes(config: Config) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, Optional, Union
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.errors import BadInput
@@ -42,8 +43,13 @@ WRAPPERS = {
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse (BadInput) a model inside a wrapper, or with a module inside one, by the wrapper's name."""
+    """Raise `BadInput` if a module of the model is inside a wrapper, or is lazy and has no weights yet; name the module."""
     for name, module in model.named_modules():
+        if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
+            place = f"model: {name or type(module).__name__}"
+            raise BadInput(
+                f"{place}: is lazy: its weights have no shape yet: state its sizes, or run a batch through the model first"
+            )
         kinds = [WRAPPERS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in WRAPPERS]
         if getattr(module, "_compiled_call_impl", None) is not None:  # by module.compile(), which leaves its class
             kinds.append("torch.compile")

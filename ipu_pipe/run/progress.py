@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 
 from ipu_pipe.job.position import Measured
+from ipu_pipe.shown import printable
 
 LINE_SECONDS = 30.0  # between lines where there is no terminal
 EPOCH_SECONDS = 1.0  # the same, at an epoch's end or after an evaluation
@@ -90,7 +91,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print text for the reader."""
         if not self._quiet:
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
     @contextlib.contextmanager
     def bar(self, total: int, done: int, per_epoch: Optional[int]) -> Iterator[Bar]:
@@ -111,4 +112,4 @@ class Progress:
 
 
 def _on_standard_error(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

@@ -10,10 +10,11 @@ from typing import Dict, Mapping, Optional, Sequence, Tuple
 import numpy as np
 import torch
 
-from ipu_pipe.errors import BadInput, writing
+from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import load_recorded
 from ipu_pipe.report.plots import sizes
 from ipu_pipe.run import checkpoint
+from ipu_pipe.written import atomic_file
 
 GAP = 2  # pixels between filters
 WHITE = 255
@@ -111,5 +112,5 @@ def draw_filters(panels: Sequence[Tuple[str, np.ndarray]], file: Path, title: st
         figure.text(
             0.5, (len(notes) - i - 0.5) * line / height, words, fontsize=8, va="center", ha="center", color="dimgray"
         )
-    with writing(file):
-        figure.savefig(file, dpi=dots)
+    with atomic_file(file) as temporary:
+        figure.savefig(temporary, dpi=dots, format="png")

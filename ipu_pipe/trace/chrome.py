@@ -22,7 +22,7 @@ from ipu_pipe.schedule.actions import PASSES, Kind
 from ipu_pipe.trace.arrows import Arrows, arrows
 from ipu_pipe.trace.events import CARRIED, COMMUNICATION, KINDS, WAIT, Counter, Counters, Event, Events
 from ipu_pipe.trace.series import series
-from ipu_pipe.written import whole
+from ipu_pipe.written import atomic_file
 
 LETTERS = {kind.word: kind.value for kind in (*PASSES, Kind.UPDATE)}
 WAIT_COLOUR = '"cname":"grey",'  # for chrome://tracing; Perfetto colours by name
@@ -47,7 +47,7 @@ def write_chrome(
     events = events if isinstance(events, Events) else Events.of(events)
     counters = counters if isinstance(counters, Counters) else Counters.of(counters)
     events, counters, metadata = _countable(events, counters, metadata)
-    with whole(path, "the trace") as temporary, gzip.open(temporary, "wb", compresslevel=LEVEL) as file:
+    with atomic_file(path, "the trace") as temporary, gzip.open(temporary, "wb", compresslevel=LEVEL) as file:
         file.write(('{"displayTimeUnit":"ms","otherData":' + json.dumps(metadata) + ',"traceEvents":[').encode())
         separator = "\n"
         for records in filter(None, _records(events, counters, metadata)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict, List, Optional, Sequence
 
 from ipu_pipe.report.analysis.shown_times import share, time_text
-from ipu_pipe.shown import escaped, sized_bytes
+from ipu_pipe.shown import printable, sized_bytes
 
 MOST_ROWS = 16  # of a table
 Figures = Dict[str, Any]
@@ -23,12 +23,7 @@ def in_words(found: Figures) -> str:
         _stragglers(found),
         [f"note: {note}" for note in found["notes"]],
     ]
-    return escaped_lines("\n\n".join("\n".join(block) for block in blocks if block))
-
-
-def escaped_lines(text: str) -> str:
-    """What a file says may hold anything."""
-    return "\n".join(escaped(line) for line in text.split("\n"))
+    return printable("\n\n".join("\n".join(block) for block in blocks if block))
 
 
 def how(found: Figures) -> str:
