@@ -221,7 +221,8 @@ def _check_streams() -> None:
 
 def _drop_output() -> None:
     """What is still to be printed goes nowhere, so that nothing fails on it when the interpreter ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(OSError, ValueError):  # a stream that is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def end_process(code: int) -> NoReturn:

@@ -40,6 +40,8 @@ CASE = Case("train", [], "")
         (2, "error: \x1b[31m\n", "no line: too long, or not printable"),
         (-11, "", "exit code: -11"),
         (3, "error: x\n", "exit code: 3"),
+        (0, "x.py:3: RuntimeWarning: overflow\n  x * y\n", "warning: "),
+        (0, "\x1b[31mred\n", "not printable"),
     ],
 )
 def test_what_must_not_be_is_seen(code: int, wrong: str, bad: str) -> None:
@@ -76,7 +78,7 @@ def test_a_case_is_made_the_same_again_by_its_name_alone(tmp_path: Path) -> None
             assert one == two and [
                 [(path.name, path.read_bytes()) for path in folder.iterdir()] for folder in folders[:1]
             ] == [[(path.name, path.read_bytes()) for path in folder.iterdir()] for folder in folders[1:]]
-    assert {kind for kind, _ in choose(10)} == set(KINDS) and len(set(choose(2000))) == 2000
+    assert {kind for kind, _ in choose(15)} == set(KINDS) and len(set(choose(2000))) == 2000
 
 
 def test_mutations_reach_every_key_that_names_no_function() -> None:

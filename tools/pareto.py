@@ -15,7 +15,7 @@ from ipu_pipe import interrupts  # noqa: E402
 if __name__ == "__main__":
     interrupts.end_at_once()  # before the imports that take time
 
-from ipu_pipe.cli.arguments import folder, say  # noqa: E402
+from ipu_pipe.cli.arguments import count, folder, positive, say, whole  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, run_command, writing  # noqa: E402
 from ipu_pipe.written import write, write_json  # noqa: E402
 
@@ -40,16 +40,20 @@ def parser() -> Parser:
     """The command line."""
     p = Parser(prog="tools/pareto.py", description=__doc__, epilog=EPILOG)
     p.add_argument("--kinds", nargs="+", default=list(KINDS), metavar="KIND", help=f"of {', '.join(KINDS)}")
-    p.add_argument("--batches", nargs="+", type=int, default=[256, 1024, 4096], metavar="B", help="(%(default)s)")
+    p.add_argument("--batches", nargs="+", type=count, default=[256, 1024, 4096], metavar="B", help="(%(default)s)")
     p.add_argument(
-        "--rates", nargs="+", type=float, default=[3e-4, 1e-3, 3e-3], metavar="LR", help="of Adam (%(default)s)"
+        "--rates", nargs="+", type=positive, default=[3e-4, 1e-3, 3e-3], metavar="LR", help="of Adam (%(default)s)"
     )
-    p.add_argument("--examples", type=int, default=200_000, help="examples that each run sees (%(default)s)")
-    p.add_argument("--width", type=int, default=256, help="units of a layer, of which there are 8 (%(default)s)")
-    p.add_argument("--size", type=int, default=16, help="side of the images (%(default)s)")
-    p.add_argument("--subset", type=int, default=10_000, help="training images (%(default)s)")
-    p.add_argument("--cutoffs", nargs="+", type=float, default=[1.7, 1.5, 1.2], metavar="LOSS", help="(%(default)s)")
-    p.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (cores, %(default)s)")
+    p.add_argument("--examples", type=count, default=200_000, help="examples that each run sees (%(default)s)")
+    p.add_argument(
+        "--width", type=whole(1, 10**5), default=256, help="units of a layer, of which there are 8 (%(default)s)"
+    )
+    p.add_argument("--size", type=whole(1, 1024), default=16, help="side of the images (%(default)s)")
+    p.add_argument("--subset", type=count, default=10_000, help="training images (%(default)s)")
+    p.add_argument("--cutoffs", nargs="+", type=positive, default=[1.7, 1.5, 1.2], metavar="LOSS", help="(%(default)s)")
+    p.add_argument(
+        "--jobs", type=whole(1, 1024), default=os.cpu_count() or 1, help="runs at a time (cores, %(default)s)"
+    )
     p.add_argument(
         "--runs", type=folder, default=Path("runs/pareto"), metavar="DIR", help="where runs are kept (%(default)s)"
     )
@@ -66,11 +70,6 @@ def main() -> None:
     for kind in args.kinds:
         if kind not in KINDS:
             raise BadInput(f"--kinds: {kind}: must be of {', '.join(KINDS)}")
-    for key in ("batches", "rates", "cutoffs"):
-        if min(getattr(args, key)) <= 0:
-            raise BadInput(f"--{key}: {min(getattr(args, key))}: must be above 0")
-    if args.jobs < 1:
-        raise BadInput(f"--jobs: {args.jobs}: must be at least 1")
     if args.examples < 2 * max(args.batches):
         raise BadInput(
             f"--examples: {args.examples}: must be at least two of the greatest --batches, {max(args.batches)}"

@@ -22,6 +22,7 @@ BASE: Dict[str, Any] = {
     "log": {"every": 1, "tensorboard": False},
 }
 
+BYTES = [b"\xff", b"\xed\xa0\x80", b"a\xffb", b"\xc3", b"\x80=1", b"seed=\xff"]
 Differs = Callable[[str], Optional[str]]
 
 
@@ -136,3 +137,34 @@ def damage_file(path: Path, rng: random.Random) -> str:
     elif how == "empty":
         path.write_bytes(b"")
     return f"{path.name}: {how}"
+
+
+def word(rng: random.Random) -> str:
+    """Return an odd word for a command line."""
+    how = rng.random()
+    if how < 0.15:
+        return os.fsdecode(rng.choice(BYTES))
+    if how < 0.5:
+        return str(rng.choice([*HUGE, *FLOATS]))
+    if how < 0.6:
+        return "9" * 5000
+    return str(rng.choice(TEXTS)).replace("\0", "")  # the system hands over no NUL
+
+
+def odd_output(rng: random.Random, folder: Path, name: str) -> str:
+    """Return a path to write to: a new one, a device, a link, a folder, or one that cannot be."""
+    path = folder / name
+    how = rng.choice(["new", "new", "device", "full", "link", "dead link", "loop", "folder", "below a file"])
+    if how == "link":
+        (folder / "target").touch()
+        path.symlink_to("target")
+    elif how in ("dead link", "loop"):
+        path.symlink_to("nowhere" if how == "dead link" else path.name)
+    elif how == "folder":
+        path.mkdir()
+    elif how in ("device", "full"):  # by a link, so that a mistake of ours replaces no device of the machine
+        path.symlink_to("/dev/null" if how == "device" else "/dev/full")
+    elif how == "below a file":
+        (folder / "file").touch()
+        return f"file/{name}"
+    return name

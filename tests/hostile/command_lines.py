@@ -10,10 +10,9 @@ from typing import List
 import yaml
 
 from ipu_pipe.schedule.methods import METHODS
-from tests.hostile.cases import BASE, FLOATS, HUGE, TEXTS, Bases, Case
+from tests.hostile.cases import BASE, Bases, Case, word
 from tests.hostile.configs import HARMLESS, SNIPPETS
 
-BYTES = [b"\xff", b"\xed\xa0\x80", b"a\xffb", b"\xc3", b"\x80=1", b"seed=\xff"]
 TRAIN = [
     "--set",
     "--out",
@@ -41,25 +40,14 @@ SCHEDULE = [
 ]
 
 
-def _word(rng: random.Random) -> str:
-    how = rng.random()
-    if how < 0.15:
-        return os.fsdecode(rng.choice(BYTES))
-    if how < 0.5:
-        return str(rng.choice([*HUGE, *FLOATS]))
-    if how < 0.6:
-        return "9" * 5000
-    return str(rng.choice(TEXTS)).replace("\0", "")  # the system hands over no NUL
-
-
 def _override(rng: random.Random) -> str:
     how = rng.random()
     if how < 0.1:
-        return _word(rng)
+        return word(rng)
     key = ".".join(rng.choice(HARMLESS))
     if how < 0.2:
         key = rng.choice(["a." * 3000 + "a", key + ".x", "." + key, key + ".", key.upper(), os.fsdecode(b"\xff")])
-    text = rng.choice(SNIPPETS).partition(": ")[2] if how < 0.4 else _word(rng)
+    text = rng.choice(SNIPPETS).partition(": ")[2] if how < 0.4 else word(rng)
     return f"{key}={text}".replace("\0", "")
 
 
@@ -67,24 +55,24 @@ def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
     """tools/train.py or tools/schedule.py with an odd command line."""
     if rng.random() < 0.4:
         argv = [
-            rng.choice([*METHODS, _word(rng)]), "--stages", rng.choice(["4", "2", _word(rng)]), "--microbatches",
-            rng.choice(["8", "16", _word(rng)]),
+            rng.choice([*METHODS, word(rng)]), "--stages", rng.choice(["4", "2", word(rng)]), "--microbatches",
+            rng.choice(["8", "16", word(rng)]),
         ]  # fmt: skip
         for _ in range(rng.choice([0, 1, 2])):
             argv.append(rng.choice(SCHEDULE))
             argv += [
-                rng.choice(["1", "2", "4", "json", "csv", "0:4", "true", _word(rng)])
+                rng.choice(["1", "2", "4", "json", "csv", "0:4", "true", word(rng)])
                 for _ in range(rng.choice([0, 1, 1]))
             ]
         return Case("schedule", argv, "an odd command line")
     (folder / "config.yaml").write_text(yaml.safe_dump(BASE, sort_keys=False))
-    words: List[str] = [rng.choice(["config.yaml"] * 8 + ["", ".", "/dev/null", "gone.yaml", _word(rng)]), "--dry-run"]
+    words: List[str] = [rng.choice(["config.yaml"] * 8 + ["", ".", "/dev/null", "gone.yaml", word(rng)]), "--dry-run"]
     for _ in range(rng.choice([1, 1, 2, 3])):
         if rng.random() < 0.7:
             words += ["--set", *(_override(rng) for _ in range(rng.choice([1, 1, 3])))]
         else:
             words.append(rng.choice(TRAIN))
-            words += [_word(rng) for _ in range(rng.choice([0, 1]))]
+            words += [word(rng) for _ in range(rng.choice([0, 1]))]
     if rng.random() < 0.2:
         rng.shuffle(words)
     if rng.random() < 0.15 and "--dry-run" in words:

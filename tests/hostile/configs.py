@@ -56,7 +56,8 @@ def _put(config: Dict[str, Any], key: Tuple[str, ...], new: Any) -> None:
     section[key[-1]] = new
 
 
-def _mutated(rng: random.Random) -> Tuple[Dict[Any, Any], List[str]]:
+def change_config(rng: random.Random) -> Tuple[Dict[Any, Any], List[str]]:
+    """Return the base config with some of its keys changed, added or left out, and which."""
     config = copy.deepcopy(BASE)
     if rng.random() < 0.5:
         config["method"] = rng.choice(list(METHODS))
@@ -87,7 +88,7 @@ def _mutated(rng: random.Random) -> Tuple[Dict[Any, Any], List[str]]:
 def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
     """A run or a dry run of a mutated config."""
     path = folder / "config.yaml"
-    config, said = _mutated(rng)
+    config, said = change_config(rng)
     how = rng.random()
     if how < 0.25:
         config, said = copy.deepcopy(BASE), []

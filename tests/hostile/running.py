@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import random
+import re
 import resource
 import select
 import shutil
@@ -19,7 +20,7 @@ from typing import Callable, Dict, Iterator, List, NamedTuple, NoReturn, Optiona
 import yaml
 
 from ipu_pipe.errors import run_command
-from tests.hostile import checkpoints, command_lines, configs, data_files, folders
+from tests.hostile import checkpoints, command_lines, commands, configs, data_files, folders, traces
 from tests.hostile.cases import BASE, Bases, Case, Make
 
 KINDS: Dict[str, Make] = {
@@ -28,14 +29,20 @@ KINDS: Dict[str, Make] = {
     "checkpoints": checkpoints.make,
     "folders": folders.make,
     "data_files": data_files.make,
+    "traces": traces.make,
+    "plans": commands.make_plan,
+    "commands": commands.make,
 }
 # in which turn the kinds come: most cases where most can be said
 TURN = (
-    *("configs", "command_lines", "checkpoints"),
-    *("configs", "command_lines", "folders"),
-    *("configs", "command_lines", "checkpoints", "data_files"),
+    *("configs", "command_lines", "checkpoints", "traces", "commands"),
+    *("configs", "plans", "folders", "traces", "commands"),
+    *("configs", "command_lines", "checkpoints", "data_files", "plans"),
 )
-TOOLS = ("train", "schedule")
+TOOLS = (
+    *("train", "schedule", "analyze", "plan", "stability", "collect", "reproduce", "measure_hardware"),
+    *("fetch_data", "completion"),
+)
 SECONDS = 30  # of a case
 MORE_MEMORY = 3 * 2**30  # address space of a case beyond what the imports take, in bytes
 MOST_WRITTEN = 2**28  # of a file
@@ -141,7 +148,7 @@ def _be(case: Case, folder: Path, out: Path) -> NoReturn:
         for name in ("RANK", "WORLD_SIZE"):
             os.environ.pop(name, None)
         sys.argv = [f"tools/{case.tool}.py", *case.argv]
-        run_command(sys.modules[f"ipu_pipe.cli.{case.tool}"].main)
+        run_command(_main_of(case.tool))
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 0 if left.code is None else 1
     except BaseException:
@@ -153,6 +160,14 @@ def _be(case: Case, folder: Path, out: Path) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _main_of(tool: str) -> Callable[[], None]:
+    if tool == "predict":
+        return commands.predict
+    module = f"ipu_pipe.cli.{tool}" if tool in TOOLS else f"tools.{tool}"
+    main: Callable[[], None] = importlib.import_module(module).main
+    return main
 
 
 def _ended(child: _Child, left: float) -> Tuple[Optional[int], str, str]:
@@ -191,12 +206,16 @@ def judged(case: Case, code: Optional[int], said: str, wrong: str) -> str:
         return f"hang: killed after {SECONDS} s"
     if "Traceback (most recent call last)" in wrong:
         return f"traceback: {wrong.strip().splitlines()[-1]}"
+    if re.search(r"\w+Warning: ", wrong):
+        return f"warning: {wrong.strip().splitlines()[-1]}"
     if code not in (0, 1, 2):
         return f"exit code: {code}"
     if code and not lines:
         return f"no line: exit code {code}, standard error {wrong[-200:]!r}"
     if any(len(line) > LONGEST or not line.isprintable() for line in lines):
         return "no line: too long, or not printable"
+    if any(not line.isprintable() for line in (said + wrong).replace("\t", " ").split("\n")):
+        return "not printable: on standard output or error"
     if code == 0 and case.differs is not None:
         try:
             found = case.differs(said)
@@ -233,7 +252,7 @@ def run_cases(wanted: Sequence[Tuple[str, int]], seed: int, scratch: Path, worke
 
 def table(results: Sequence[Result]) -> str:
     """How the cases ended, a row a kind."""
-    bads = ("traceback", "hang", "exit code", "no line", "differs")
+    bads = ("traceback", "hang", "exit code", "no line", "differs", "warning", "not printable")
     columns: List[Tuple[str, Callable[[Result], bool]]] = [("cases", lambda r: True)]
     columns += [(f"exit {code}", lambda r, code=code: r.code == code) for code in (0, 1, 2)]  # type: ignore[misc]
     columns += [(bad, lambda r, bad=bad: r.bad.startswith(bad)) for bad in bads]  # type: ignore[misc]

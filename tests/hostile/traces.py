@@ -1,0 +1,77 @@
+"""Traces: a run's own files and Chrome's JSON, damaged in their bytes and values; then analyzed, also into odd output files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tests.hostile.cases import FLOATS, HUGE, Bases, Case, damage, damage_file, odd_output, value
+
+# events of PyTorch's profiler, of another program, and of none
+FOREIGN = [
+    {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "pid": 1, "tid": 1, "ts": 1.0, "dur": 2.0},
+    {"ph": "X", "name": "gemm", "cat": "kernel", "pid": 0, "tid": 7, "ts": 3.5, "dur": 1e9, "args": {"stream": 7}},
+    {"ph": "B", "name": "open for ever", "pid": 1, "tid": 1, "ts": 0},
+    {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "\x1b[31mred"}},
+    {"ph": "X"},
+    3,
+]
+
+
+def _change_chrome(path: Path, rng: random.Random) -> str:
+    """Change one value of a Chrome trace, whose JSON stays JSON."""
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    section: Any = rng.choice([trace, trace["otherData"], *rng.sample(trace["traceEvents"], 3)])
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        inner = [
+            item
+            for item in (section.values() if isinstance(section, dict) else section)
+            if isinstance(item, (dict, list))
+        ]
+        section = rng.choice(inner) if inner else section
+    key = rng.choice(list(section) if isinstance(section, dict) else list(range(len(section))) or [0])
+    if isinstance(section, dict) or section:
+        section[key] = rng.choice([rng.choice(HUGE), rng.choice(FLOATS), value(rng)])
+    text = json.dumps(trace)
+    path.write_bytes(gzip.compress(text.encode("utf-8", "surrogatepass"), 1))
+    return f"{path.name}: {key} changed"
+
+
+def make(rng: random.Random, folder: Path, bases: Bases) -> Case:
+    """Analyze a damaged trace, or a whole one into an odd file."""
+    run = folder / "run"
+    shutil.copytree(bases.end, run)
+    stores = sorted(path for path in (run / "trace").rglob("*") if path.is_file()) if (run / "trace").is_dir() else []
+    chrome = run / "trace.json.gz"
+    asked, how = "run", rng.random()
+    if how < 0.35 and chrome.is_file():
+        asked = f"run/{chrome.name}"
+        what = _change_chrome(chrome, rng) if rng.random() < 0.7 else damage_file(chrome, rng)
+    elif how < 0.6 and stores:
+        store = rng.choice(stores)
+        asked, what = rng.choice(["run", str(store.relative_to(folder))]), damage_file(store, rng)
+    elif how < 0.75:
+        asked = rng.choice(["profile.json", "ranks"])
+        (folder / "ranks").mkdir()
+        for name in ("profile.json", "ranks/0.json", "ranks/1.json"):
+            events = [{**event, "ts": rng.choice([0, 1, *FLOATS])} if isinstance(event, dict) else event
+                      for event in rng.sample(FOREIGN, rng.randrange(1, len(FOREIGN)))]  # fmt: skip
+            content = json.dumps({"traceEvents": events}).encode()
+            (folder / name).write_bytes(damage(content, rng) if rng.random() < 0.3 else content)
+        what = "another program's trace"
+    else:
+        what = "a whole trace"
+    argv = [rng.choice([asked] * 30 + ["", ".", "/dev/null", "gone", os.fsdecode(b"\xff")])]
+    option = rng.choice(["", "--json", "--json", "--html", "--html", "--png", "--against"])
+    if option:
+        argv.append(option)
+    if option in ("--html", "--png"):
+        argv.append(odd_output(rng, folder, f"out.{option[2:]}"))
+    elif option == "--against":
+        argv.append(rng.choice([str(bases.end), "run", "gone"]))
+    return Case("analyze", argv, what)

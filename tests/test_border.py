@@ -1,0 +1,188 @@
+"""The border of the commands: where output goes, what is printed, and how a fault ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any, Dict
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from ipu_pipe import BadInput, RunFault, configure, train
+from ipu_pipe.cli import analyze, plan, stability
+from ipu_pipe.written import write, write_json
+from tests.command_line import run_here
+
+CONFIG = "configs/mlp_digits.yaml"
+HARDWARE = {
+    "devices": 2,
+    "device": {
+        "memory_bytes": {"value": 16e9},
+        "usable_share": {"value": 0.9},
+        "bandwidth_share": {"value": 0.9},
+        "memory_bandwidth": {"value": 9e11, "source": "a sheet \x1b[31mred\x1b[0m \x07"},
+        "rates": {"float32": {"peak_flops": {"value": 1e13}, "achievable_share": {"value": 0.5}}},
+    },
+    "links": [{"name": "wire", "bandwidth": {"value": 1e10}, "latency": {"value": 1e-5}}],
+}
+
+
+# ---- files
+
+
+def test_a_file_is_written_through_a_link(tmp_path: Path) -> None:
+    """A link was replaced by a file, and what it led to kept its old content."""
+    target, link = tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    for text in ("new", "newer"):
+        assert write(link, text) == link
+        assert link.is_symlink() and target.read_text() == text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_device_gets_what_is_written(tmp_path: Path) -> None:
+    """`analyze --html /dev/full` made a regular file of it, with exit code 0."""
+    full, null = tmp_path / "full", tmp_path / "null"  # links, so that a mistake replaces no device of the machine
+    full.symlink_to("/dev/full")
+    null.symlink_to("/dev/null")
+    with pytest.raises(RunFault, match="^" + str(full)):
+        write(full, "text")
+    write_json(null, {"a": 1})
+    assert full.is_char_device() and null.is_char_device()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "null"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+def test_a_pipe_gets_what_is_written(tmp_path: Path) -> None:
+    pipe, received = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: received.append(pipe.read_text()), daemon=True)
+    reader.start()
+    write(pipe, "text")
+    reader.join(60)
+    assert received == ["text"] and pipe.is_fifo()
+
+
+@pytest.mark.parametrize("kind", ["loop", "folder"])
+def test_what_cannot_be_a_file_is_left_as_it_is(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "file"
+    file.symlink_to(file) if kind == "loop" else file.mkdir()
+    with pytest.raises(RunFault, match="^" + str(file)):
+        write(file, "text")
+    assert file.is_symlink() if kind == "loop" else file.is_dir()
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [
+        (stability, "--seed", "9" * 25),
+        (stability, "--seed", "9" * 5000),
+        (stability, "--seed", "-1"),
+        (stability, "--samples", "1e3"),
+        (stability, "--curvature", "nan"),
+        (plan, "--batch", "9" * 25),
+        (plan, "--batch", "0"),
+        (plan, "--devices", "9" * 25),
+        (plan, "--top", "0"),
+    ],
+)
+def test_a_number_out_of_bounds_is_one_line(
+    command: Any, option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Huge seeds and batches ended in a traceback."""
+    code, out, error = run_here(command, CONFIG, option, value, monkeypatch=monkeypatch, capsys=capsys)
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith(f"error: {option}: {value[:20]}") and len(error) < 2100
+
+
+# ---- what is printed
+
+
+def test_a_terminals_escapes_are_printed_as_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The source of a figure of the hardware reached the terminal raw."""
+    file = tmp_path / "hardware.yaml"
+    file.write_text(yaml.safe_dump(HARDWARE))
+    code, out, error = run_here(
+        plan, CONFIG, "--hardware", file, "--methods", "gpipe", monkeypatch=monkeypatch, capsys=capsys
+    )
+    assert code == 0, error
+    assert "\\x1b[31mred" in out and all(line.isprintable() for line in (out + error).split("\n"))
+
+
+@pytest.mark.parametrize(
+    ("category", "printed"),
+    [(UserWarning, "warning: two lines \\x1b[31mred\n"), (RuntimeWarning, ""), (DeprecationWarning, "")],
+)
+def test_a_warning_is_one_line_or_none(
+    category: Any, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python printed warnings with the line of our own code that they came from."""
+
+    class Command:
+        @staticmethod
+        def main() -> None:
+            for _ in range(2):
+                warnings.warn("two lines\n\x1b[31mred", category, stacklevel=1)
+            print("done")
+
+    monkeypatch.setattr(sys, "warnoptions", [])
+    monkeypatch.setattr("ipu_pipe.errors._WARNED", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        command: Any = Command
+        command.__name__ = "command"
+        done = run_here(command, monkeypatch=monkeypatch, capsys=capsys)
+    assert done == (0, "done\n", printed)
+
+
+# ---- models
+
+
+@pytest.mark.parametrize("place", ["config", "python"])
+def test_a_lazy_model_is_refused_by_name(tmp_path: Path, place: str) -> None:
+    """A LazyLinear ended in a traceback of torch."""
+    keys: Dict[str, Any] = {"data": {"name": "digits", "subset": 64}, "stages": 1, "steps": 1}
+    if place == "config":
+        keys["model"] = {"entry": "torch.nn:LazyLinear", "args": {"out_features": 10}}
+        model = None
+    else:
+        model = nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
+    with pytest.raises(BadInput) as error:
+        train(configure(**keys), tmp_path / "out", model=model)
+    named = "LazyLinear" if place == "config" else "1"
+    assert len(error.value.faults) == 1 and error.value.faults[0].startswith(f"model: {named}: ")
+    with torch.no_grad():
+        nn.LazyLinear(10)(torch.zeros(1, 4))  # with weights it is a Linear
+
+
+def test_an_analysis_is_written_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"stages": 2, "micro_batch_size": 8, "steps": 2, "log": {"tensorboard": False}}
+    model = {"entry": "models.mlp:mlp", "args": {"inputs": 64, "width": 8, "layers": 2, "classes": 10}}
+    train(configure(model=model, data={"name": "digits", "subset": 64}, **keys), tmp_path / "run", quiet=True)
+    page = tmp_path / "page.html"
+    page.symlink_to(tmp_path / "elsewhere.html")
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    for option, file, code in (("--html", page, 0), ("--html", full, 1), ("--png", full, 1)):
+        if file.exists() or code == 0:
+            done = run_here(analyze, tmp_path / "run", option, file, "--json", monkeypatch=monkeypatch, capsys=capsys)
+            assert done.returncode == code, done.stderr
+    assert page.is_symlink() and (tmp_path / "elsewhere.html").read_text().startswith("<!")
+    assert not full.is_file()
+    done = run_here(analyze, tmp_path / "run", "--json", monkeypatch=monkeypatch, capsys=capsys)
+    assert json.loads(done.stdout)["devices"]
