@@ -8,10 +8,9 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local import costs
-from ipu_pipe.local.blocks import Blocks, blocks_of
+from ipu_pipe.local.blocks import Blocks, get_blocks
 from ipu_pipe.local.costs import BACKPROPAGATION
-from ipu_pipe.local.laws import Flops
-from ipu_pipe.local.structures import make_blocks
+from ipu_pipe.local.structures import Flops, make_blocks
 from ipu_pipe.schedule.methods import Structure
 from models.mlp import mlp
 from models.resnet import resnet18
@@ -20,7 +19,7 @@ from models.resnet import resnet18
 def perceptron(inputs: int, width: int, layers: int) -> Blocks:
     x = torch.zeros(2, inputs)
     made, _ = make_blocks(mlp(inputs, width, layers), x, Structure(), [f"fc{i}" for i in range(2, layers + 1)])
-    blocks = blocks_of(made)
+    blocks = get_blocks(made)
     assert blocks is not None
     return blocks
 
@@ -78,7 +77,7 @@ def test_pytorchs_counter_on_actual_modules() -> None:
     assert found.parameters == sum(p.numel() for p in mlp(12, 16, 3).parameters())
     images = torch.randn(2, 3, 32, 32)
     made, _ = make_blocks(resnet18(classes=10), images, Structure(), ["layer1", "layer2", "layer3", "layer4"])
-    blocks = blocks_of(made)
+    blocks = get_blocks(made)
     assert blocks is not None
     counted = costs.counted(blocks, nn.functional.cross_entropy, images, torch.zeros(2, dtype=torch.long))
     assert counted.layers == 5 and 1.8 < counted.backward < 2

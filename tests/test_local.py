@@ -21,7 +21,7 @@ from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import load_config
-from ipu_pipe.local.blocks import BlockedModel, SumOfLosses, blocks_of
+from ipu_pipe.local.blocks import BlockedModel, SumOfLosses, get_blocks
 from ipu_pipe.local.heads import TokenHead, make_head
 from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.model.probe import footprint
@@ -144,7 +144,7 @@ def plain(
 
 
 def copies(made: BlockedModel) -> List[Optional[nn.Module]]:
-    blocks = blocks_of(made)
+    blocks = get_blocks(made)
     assert blocks is not None
     return [copy.deepcopy(blocks.head(j)) for j in range(len(blocks.pieces))]
 
@@ -213,7 +213,7 @@ def test_the_last_layers_train_and_the_others_stay() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert_equal(made, whole(expected), [None, None])
-    blocks = blocks_of(made)
+    blocks = get_blocks(made)
     assert blocks is not None and not any(p.requires_grad for p in stages[0].parameters())
     blocks.release()
     assert all(p.requires_grad for p in stages[0].parameters())

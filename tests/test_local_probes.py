@@ -18,7 +18,7 @@ from ipu_pipe.data import TensorData, load_data, sets
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import load_config
 from ipu_pipe.job.schema import Config
-from ipu_pipe.local.blocks import BlockedModel, Outputs, SumOfLosses, blocks_of
+from ipu_pipe.local.blocks import BlockedModel, BlockOutputs, SumOfLosses, get_blocks
 from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import Structure
@@ -97,7 +97,7 @@ def plain() -> List[nn.Module]:
 def test_angles_are_those_of_gradients_written_out(overlap: int) -> None:
     stages, (x, y) = plain(), batch()
     model = blocked(Structure(overlap=overlap), stages)
-    blocks = blocks_of(model)
+    blocks = get_blocks(model)
     assert blocks is not None
     local: List[List[torch.Tensor]] = [
         [] for _ in stages
@@ -128,7 +128,7 @@ def test_a_probe_leaves_everything_as_it_was(name: str) -> None:
     model, (x, y) = blocked(STRUCTURES[name]), batch()
     model.train()
     torch.autograd.backward([cross_entropy(output, y) for output in model(x)])
-    blocks = blocks_of(model)
+    blocks = get_blocks(model)
     assert blocks is not None
     blocks.average_duplicates()
     model.eval()
@@ -226,7 +226,7 @@ def test_evaluation_is_by_final_output_and_leaves_modes() -> None:
     job.model.eval()
     with torch.no_grad():
         output = job.model(data[0][0])
-    assert not isinstance(output, Outputs) and loss == pytest.approx(float(cross_entropy(output, data[0][1])))
+    assert not isinstance(output, BlockOutputs) and loss == pytest.approx(float(cross_entropy(output, data[0][1])))
     assert found["accuracy"] == pytest.approx(float((output.argmax(1) == data[0][1]).float().mean()))
 
 

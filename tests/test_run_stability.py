@@ -20,8 +20,8 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.config import configure
 from ipu_pipe.job.record import Job
 from ipu_pipe.run.build import build
-from ipu_pipe.stability.advice import Stage, advice, verdicts
-from ipu_pipe.stability.recurrences import pipelined, pipemare
+from ipu_pipe.stability.advice import StageDynamics, compute_margins, describe_margins
+from ipu_pipe.stability.recurrences import make_delayed_sgd, make_pipemare
 from ipu_pipe.studies.curvature import sharpest
 from ipu_pipe.studies.delayed_regression import largest_curvature, losses, regression_set
 from ipu_pipe.studies.run_stability import findings
@@ -194,7 +194,7 @@ def test_each_stage_is_told_apart_by_its_delay_and_curvature() -> None:
     assert [s["delay"] for s in stages] == [6, 4, 2, 0] and [s["rate"] for s in stages] == [0.1] * 4
     assert [s["curvature"] for s in stages] == pytest.approx([3 * share for share in SHARES])
     for s, share in zip(stages, SHARES):
-        alone = verdicts([Stage(0, pipelined(s["delay"], 0.8), 0.1, 3 * share)])[0]
+        alone = compute_margins([StageDynamics(0, make_delayed_sgd(s["delay"], 0.8), 0.1, 3 * share)])[0]
         assert (s["largest_stable_rate"], s["margin"]) == pytest.approx((alone.largest_rate, alone.margin))
 
 
@@ -214,8 +214,8 @@ def test_rates_are_the_greatest_of_the_run_after_its_rules() -> None:
 
 
 def test_advice_names_the_worst_stage_and_what_raises_its_limit() -> None:
-    stages = [Stage(s, pipelined(d, 0.9), 0.05, 2.0) for s, d in enumerate((6, 4, 2, 0))]
-    found = verdicts(stages)
+    stages = [StageDynamics(s, make_delayed_sgd(d, 0.9), 0.05, 2.0) for s, d in enumerate((6, 4, 2, 0))]
+    found = compute_margins(stages)
     assert [v.margin for v in found] == sorted(v.margin for v in found) and found[0].margin < 1 < found[-1].margin
     changes = {r.change: r for r in found[0].remedies}
     assert set(changes) == {
@@ -224,17 +224,17 @@ def test_advice_names_the_worst_stage_and_what_raises_its_limit() -> None:
     }  # fmt: skip
     assert changes["t1"].margin == pytest.approx(6 * found[0].margin)
     assert not found[-1].remedies  # nothing is late
-    lines = advice(found)
+    lines = describe_margins(found)
     assert [v.margin < 1 for v in found] == [True, True, True, False]
     assert lines[0].startswith("3 of 4 stages step at more than their largest stable rate; most stage 0 (delay 6")
     assert len(lines) == 4 and "with " in lines[1]
-    assert verdicts([Stage(0, pipelined(3), 0.1, 0.0)])[0].margin == math.inf  # without weights
-    calm = advice(verdicts([Stage(0, pipelined(3), 1e-4, 1.0)]))
+    assert compute_margins([StageDynamics(0, make_delayed_sgd(3), 0.1, 0.0)])[0].margin == math.inf  # without weights
+    calm = describe_margins(compute_margins([StageDynamics(0, make_delayed_sgd(3), 1e-4, 1.0)]))
     assert calm[0].startswith("no stage steps at more than its largest stable rate")
 
 
 def test_against_discrepancy_t2_and_stashing_are_advised() -> None:
-    (found,) = verdicts([Stage(0, pipemare(10, 0, 5.0), 0.05, 1.0)])
+    (found,) = compute_margins([StageDynamics(0, make_pipemare(10, 0, 5.0), 0.05, 1.0)])
     by_name = {r.change: r.largest_rate for r in found.remedies}
     assert by_name["stash"] == pytest.approx(2 * math.sin(math.pi / 42))
     assert found.largest_rate < by_name["t2"] < by_name["stash"]

@@ -10,18 +10,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipu_pipe.stability.bounds import local_sgd_bound, pipedream_delay, rpd_bound, rpd_bound_pl
-from ipu_pipe.stability.half_lives import (
-    best_momentum,
-    half_life,
-    least_half_life,
-    least_half_lives,
-    widest_ranges,
+from ipu_pipe.schedule.asynchrony import greatest_delay
+from ipu_pipe.stability.bounds import bound_local_sgd, bound_rpd, bound_rpd_pl
+from ipu_pipe.stability.recurrences import (
+    DelayedRead,
+    Recurrence,
+    compute_discrepancy_decay,
+    compute_impulse_response,
+    compute_spike_coefficients,
+    make_delayed_sgd,
+    make_pipemare,
+    measure_growth,
+    simulate,
 )
-from ipu_pipe.stability.loops import loop_of
-from ipu_pipe.stability.recurrences import Read, Recurrence, discrepancy_decay, pipelined, pipemare, spike
-from ipu_pipe.stability.roots import largest_stable_step, root_radius, stable_steps, steps_within
-from ipu_pipe.stability.simulation import growth, impulse_response, simulate
+from ipu_pipe.stability.roots import (
+    compute_half_life,
+    compute_root_radius,
+    derive_loop_gain,
+    find_best_momentum,
+    find_largest_stable_step,
+    find_least_half_life,
+    find_least_half_lives,
+    find_stable_steps,
+    find_steps_within,
+    find_widest_ranges,
+)
 
 DELAYS = [0, 1, 2, 3, 4, 7, 10, 16, 29, 40, 100]
 MOMENTA = [0.0, 0.1, 0.5, 0.9, 0.99, 0.999]
@@ -34,7 +47,7 @@ def powers(*parts: Tuple[int, float]) -> List[float]:
 
 
 def at_step(one: Recurrence, step: float) -> List[float]:
-    fixed, per_step = loop_of(one).polynomial()
+    fixed, per_step = derive_loop_gain(one).expand_polynomial()
     return list(fixed + step * per_step)
 
 
@@ -50,31 +63,31 @@ def same_roots(found: List[float], printed: List[float]) -> None:
 @pytest.mark.parametrize("m", [0.0, 0.6, 0.95])
 def test_pipelined_backpropagations_polynomials(D: int, m: float) -> None:
     k, T, a, b = 0.3, 3.5, 0.7, 1.3
-    same_roots(at_step(pipelined(D, m), k), powers((D + 1, 1), (D, -(1 + m)), (D - 1, m), (0, k)))
+    same_roots(at_step(make_delayed_sgd(D, m), k), powers((D + 1, 1), (D, -(1 + m)), (D - 1, m), (0, k)))
     gsc = powers((D + 2, 1), (D + 1, -(1 + m)), (D, m), (1, k * (a + b)), (0, -k * m * b))
-    same_roots(at_step(pipelined(D, m, (a, b)), k), gsc)
+    same_roots(at_step(make_delayed_sgd(D, m, (a, b)), k), gsc)
     lwp = powers((D + 2, 1), (D + 1, -(1 + m)), (D, m), (1, k * (1 + T)), (0, -k * T))
-    same_roots(at_step(pipelined(D, m, horizon=T), k), lwp)
+    same_roots(at_step(make_delayed_sgd(D, m, horizon=T), k), lwp)
     both = powers(
         (D + 3, 1), (D + 2, -(1 + m)), (D + 1, m), (2, k * (a + b) * (T + 1)),
         (1, -k * ((T + 1) * m * b + T * (a + b))), (0, k * T * m * b),
     )  # fmt: skip
-    same_roots(at_step(pipelined(D, m, (a, b), T), k), both)
+    same_roots(at_step(make_delayed_sgd(D, m, (a, b), T), k), both)
     velocity = np.polyadd(np.polymul([1, -1], np.polyadd([1, -m] + [0] * D, [k * T])), [k * (a + b), -k * b * m])
-    same_roots(at_step(pipelined(D, m, (a, b), T, by_velocity=True), k), list(velocity))
+    same_roots(at_step(make_delayed_sgd(D, m, (a, b), T, by_velocity=True), k), list(velocity))
 
 
 @pytest.mark.parametrize("forward, backward", [(1, 0), (6, 2), (10, 6), (10, 0)])
 def test_pipemares_polynomials(forward: int, backward: int) -> None:
     step, h, delta, phi, middle, g = 0.07, 1.5, 4.0, -2.0, (forward + backward) // 2, 0.8
     plain = powers((forward + 1, 1), (forward, -1), (0, step * h))
-    same_roots(at_step(pipelined(forward, curvature=h), step), plain)
+    same_roots(at_step(make_delayed_sgd(forward, curvature=h), step), plain)
     momentum = powers((forward + 1, 1), (forward, -1.9), (forward - 1, 0.9), (0, step * h))
-    same_roots(at_step(pipemare(forward, backward, curvature=h, momentum=0.9), step), momentum)
+    same_roots(at_step(make_pipemare(forward, backward, curvature=h, momentum=0.9), step), momentum)
     gap = forward - backward
     apart = np.polyadd([1, -1] + [0] * forward, [step * (h + delta)])
     apart = np.polysub(apart, [step * delta] + [0] * gap)
-    same_roots(at_step(pipemare(forward, backward, delta, curvature=h), step), list(apart))
+    same_roots(at_step(make_pipemare(forward, backward, delta, curvature=h), step), list(apart))
 
     def corrected(size: float, difference: int) -> Any:
         """-step size z^n (z - g) + step size z^n n (1 - g) (z - 1)."""
@@ -83,11 +96,11 @@ def test_pipemares_polynomials(forward: int, backward: int) -> None:
 
     start = np.polyadd(np.polymul(np.poly([1, g]), [1] + [0] * forward), step * (h + delta) * np.array([1, -g]))
     same_roots(
-        at_step(pipemare(forward, backward, delta, g, curvature=h), step),
+        at_step(make_pipemare(forward, backward, delta, g, curvature=h), step),
         list(np.polyadd(start, corrected(delta, gap))),
     )
     split = np.polyadd(np.polyadd(start, corrected(delta - phi, gap)), corrected(phi, forward - middle))
-    same_roots(at_step(pipemare(forward, backward, delta, g, (middle, phi), h), step), list(split))
+    same_roots(at_step(make_pipemare(forward, backward, delta, g, (middle, phi), h), step), list(split))
 
 
 # ---- Lemmas 1 to 3 of PipeMare
@@ -96,10 +109,13 @@ def test_pipemares_polynomials(forward: int, backward: int) -> None:
 @pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize("curvature", [1e-3, 1.0, 40.0])
 def test_lemma_1_is_the_largest_stable_step(delay: int, curvature: float) -> None:
-    loop, limit = loop_of(pipelined(delay, curvature=curvature)), 2 / curvature * math.sin(math.pi / (4 * delay + 2))
-    assert stable_steps(loop) == [(0, pytest.approx(limit, rel=1e-12))]
-    assert root_radius(loop, np.array([0.999, 1.001]) * limit) - 1 == pytest.approx([0, 0], abs=3e-3)
-    inside, outside = root_radius(loop, np.array([0.999, 1.001]) * limit)
+    loop, limit = (
+        derive_loop_gain(make_delayed_sgd(delay, curvature=curvature)),
+        2 / curvature * math.sin(math.pi / (4 * delay + 2)),
+    )
+    assert find_stable_steps(loop) == [(0, pytest.approx(limit, rel=1e-12))]
+    assert compute_root_radius(loop, np.array([0.999, 1.001]) * limit) - 1 == pytest.approx([0, 0], abs=3e-3)
+    inside, outside = compute_root_radius(loop, np.array([0.999, 1.001]) * limit)
     assert inside < 1 < outside
 
 
@@ -111,31 +127,33 @@ def test_lemma_2_bounds_it_where_passes_read_different_weights(
 ) -> None:
     for curvature in (0.2, 1.0, 30.0):
         tb = int(backward * forward)
-        loop = loop_of(pipemare(forward, tb, discrepancy, curvature=curvature))
+        loop = derive_loop_gain(make_pipemare(forward, tb, discrepancy, curvature=curvature))
         plain = 2 / curvature * math.sin(math.pi / (4 * forward + 2))
-        largest = largest_stable_step(loop)
+        largest = find_largest_stable_step(loop)
         assert 0 < largest <= min(2 / (discrepancy * (forward - tb)), plain)
         if forward <= 40:
-            assert root_radius(loop, np.array([largest]))[0] == pytest.approx(1, abs=1e-9)
+            assert compute_root_radius(loop, np.array([largest]))[0] == pytest.approx(1, abs=1e-9)
 
 
 @pytest.mark.parametrize("delay", DELAYS[1:])
 @pytest.mark.parametrize("momentum", MOMENTA[1:])
 def test_lemma_3_bounds_it_with_momentum(delay: int, momentum: float) -> None:
     for curvature in (0.2, 1.0, 30.0):
-        largest = largest_stable_step(loop_of(pipelined(delay, momentum, curvature=curvature)))
+        largest = find_largest_stable_step(derive_loop_gain(make_delayed_sgd(delay, momentum, curvature=curvature)))
         assert 0 < largest <= 4 / curvature * math.sin(math.pi / (4 * delay + 2))
 
 
 def test_lemma_3_holds_for_a_momentum_of_one() -> None:
     for delay in range(1, 12):
         steps = np.geomspace(1e-3, 4 * math.sin(math.pi / (4 * delay + 2)), 5)
-        assert (root_radius(loop_of(pipelined(delay, 1.0)), steps) > 1).all()
+        assert (compute_root_radius(derive_loop_gain(make_delayed_sgd(delay, 1.0)), steps) > 1).all()
 
 
 def test_without_delay_it_is_that_of_heavy_ball() -> None:
     for m in MOMENTA:
-        assert largest_stable_step(loop_of(pipelined(0, m, curvature=4.0))) == pytest.approx(2 * (1 + m) / 4, rel=1e-12)
+        assert find_largest_stable_step(derive_loop_gain(make_delayed_sgd(0, m, curvature=4.0))) == pytest.approx(
+            2 * (1 + m) / 4, rel=1e-12
+        )
 
 
 # ---- root radii, stable steps and the recurrences agree
@@ -146,38 +164,47 @@ def drawn(rng: np.random.Generator) -> Recurrence:
     m = float(rng.choice([0.0, rng.uniform(0, 0.98)]))
     if rng.random() < 0.5:
         delay = int(rng.integers(0, 13))
-        compensated = [(1.0, 0.0), spike(m, delay), spike(m, 2 * delay), (rng.uniform(0.1, 2), rng.uniform(0, 3))]
+        compensated = [
+            (1.0, 0.0),
+            compute_spike_coefficients(m, delay),
+            compute_spike_coefficients(m, 2 * delay),
+            (rng.uniform(0.1, 2), rng.uniform(0, 3)),
+        ]
         horizon = float(rng.choice([0.0, delay, 2 * delay, rng.uniform(0, 8)]))
-        return pipelined(delay, m, compensated[rng.integers(4)], horizon, bool(rng.random() < 0.5), rng.uniform(0.3, 3))
+        return make_delayed_sgd(
+            delay, m, compensated[rng.integers(4)], horizon, bool(rng.random() < 0.5), rng.uniform(0.3, 3)
+        )
     forward, backward = sorted(rng.integers(0, 13, 2), reverse=True)
     middle = int(rng.integers(backward, forward + 1))
     decay = rng.uniform(0, 0.95) if rng.random() < 0.6 else None
     recompute = (middle, rng.uniform(-6, 6)) if rng.random() < 0.5 else None
-    return pipemare(int(forward), int(backward), rng.uniform(-8, 8), decay, recompute, rng.uniform(0.3, 3), m)
+    return make_pipemare(int(forward), int(backward), rng.uniform(-8, 8), decay, recompute, rng.uniform(0.3, 3), m)
 
 
 def test_stable_steps_are_those_whose_roots_lie_inside() -> None:
     rng = np.random.default_rng(1)
     for _ in range(150):
-        loop = loop_of(drawn(rng))
-        found = stable_steps(loop)
+        loop = derive_loop_gain(drawn(rng))
+        found = find_stable_steps(loop)
         steps = np.exp(rng.uniform(np.log(1e-4), np.log(6), 25))
-        radius = root_radius(loop, steps)
+        radius = compute_root_radius(loop, steps)
         inside = np.array([any(low < step < high for low, high in found) for step in steps])
         assert ((radius < 1) == inside)[np.abs(radius - 1) > 1e-9].all()
         ends = [end for interval in found for end in interval if 0 < end < np.inf]
-        assert root_radius(loop, np.array(ends)) == pytest.approx([1] * len(ends), abs=1e-6)
+        assert compute_root_radius(loop, np.array(ends)) == pytest.approx([1] * len(ends), abs=1e-6)
 
 
 def test_stability_need_not_be_monotone() -> None:
     """A backward at once, with momentum: too great a step is unstable, a greater one stable again."""
-    loop = loop_of(pipemare(5, 0, -0.7766, momentum=0.9))
-    (zero, first), (again, last) = stable_steps(loop)
+    loop = derive_loop_gain(make_pipemare(5, 0, -0.7766, momentum=0.9))
+    (zero, first), (again, last) = find_stable_steps(loop)
     assert (zero, first, again, last) == pytest.approx((0, 0.1556, 0.4271, 1.439), rel=1e-3)
-    assert largest_stable_step(loop) == first
+    assert find_largest_stable_step(loop) == first
     steps = np.array([first * 0.99, first * 1.01, again * 0.99, again * 1.01, last * 0.99, last * 1.01])
-    assert (root_radius(loop, steps) < 1).tolist() == [True, False, False, True, True, False]
-    ends = growth(simulate(pipemare(5, 0, -0.7766, momentum=0.9), steps=[0.1, 0.3, 1.0, 1.6], updates=900), 400)
+    assert (compute_root_radius(loop, steps) < 1).tolist() == [True, False, False, True, True, False]
+    ends = measure_growth(
+        simulate(make_pipemare(5, 0, -0.7766, momentum=0.9), steps=[0.1, 0.3, 1.0, 1.6], updates=900), 400
+    )
     assert (ends < 1).tolist() == [True, False, True, False]
 
 
@@ -186,10 +213,10 @@ def test_steps_within_smaller_circles_are_those_whose_roots_lie_inside_them() ->
     radii = np.array([0.6, 0.83, 0.97, 0.9991])
     held = 0
     for _ in range(80):
-        loop = loop_of(drawn(rng))
+        loop = derive_loop_gain(drawn(rng))
         steps = np.exp(rng.uniform(np.log(1e-4), np.log(6), 25))
-        radius = root_radius(loop, steps)
-        for circle, found in zip(radii, steps_within(loop, radii)):
+        radius = compute_root_radius(loop, steps)
+        for circle, found in zip(radii, find_steps_within(loop, radii)):
             inside = np.array([any(low < step < high for low, high in found) for step in steps])
             assert ((radius < circle) == inside)[np.abs(radius - circle) > 1e-9].all()
             held += inside.sum()
@@ -203,8 +230,8 @@ def test_the_recurrences_carried_out_grow_as_the_roots_say() -> None:
     for _ in range(45):
         one = drawn(rng)
         steps = np.exp(rng.uniform(np.log(1e-2), np.log(4), 24))
-        radius = root_radius(loop_of(one), steps)
-        seen = growth(simulate(one, steps=steps, updates=500), 200)
+        radius = compute_root_radius(derive_loop_gain(one), steps)
+        seen = measure_growth(simulate(one, steps=steps, updates=500), 200)
         clear = np.abs(radius - 1) > 0.02
         told += clear.sum()
         assert ((seen < 1) == (radius < 1))[clear].all(), one
@@ -220,12 +247,12 @@ def test_stages_that_share_a_direction(
     delays: List[int], shares: List[float], rates: List[float], horizon: float
 ) -> None:
     """Beside their recurrence: a quadratic of one direction v in as many dimensions, each of its own delay and rate."""
-    m, compensated = 0.8, [spike(0.8, delay) if horizon else (1.0, 0.0) for delay in delays]
+    m, compensated = 0.8, [compute_spike_coefficients(0.8, delay) if horizon else (1.0, 0.0) for delay in delays]
     stages = [
-        Recurrence((Read(2.0, d, horizon * d),), m, a, b, share=share, rate=rate)
+        Recurrence((DelayedRead(2.0, d, horizon * d),), m, a, b, share=share, rate=rate)
         for d, (a, b), share, rate in zip(delays, compensated, shares, rates)
     ]
-    largest = largest_stable_step(loop_of(*stages))
+    largest = find_largest_stable_step(derive_loop_gain(*stages))
     v = np.sqrt(shares)
     for factor, grows in ((0.97, False), (1.03, True)):
         w, velocity, step = [v, v], np.zeros(len(v)), factor * largest
@@ -251,51 +278,61 @@ def test_stages_that_share_a_direction(
 @given(st.integers(0, 12), st.floats(0.05, 0.97), st.floats(0.0, 20.0), st.floats(0.01, 2.0))
 def test_compensation_equals_prediction_when_its_coefficients_say_so(D: int, m: float, T: float, k: float) -> None:
     """a + b = 1 + T and m b = T; for SC_D: T = m (1 - m^D) / (1 - m)."""
-    same = pipelined(D, m, (1 + T - T / m, T / m))
-    assert at_step(same, k) == pytest.approx(at_step(pipelined(D, m, horizon=T), k), abs=1e-9 * (1 + T))
+    same = make_delayed_sgd(D, m, (1 + T - T / m, T / m))
+    assert at_step(same, k) == pytest.approx(at_step(make_delayed_sgd(D, m, horizon=T), k), abs=1e-9 * (1 + T))
     standard = m * (1 - m**D) / (1 - m)
-    found = np.array(at_step(pipelined(D, m, spike(m, D)), k))[: D + 3]
-    assert found == pytest.approx(np.array(at_step(pipelined(D, m, horizon=standard), k))[: D + 3], abs=1e-12)
+    found = np.array(at_step(make_delayed_sgd(D, m, compute_spike_coefficients(m, D)), k))[: D + 3]
+    assert found == pytest.approx(np.array(at_step(make_delayed_sgd(D, m, horizon=standard), k))[: D + 3], abs=1e-12)
 
 
 def test_without_delay_compensation_and_prediction_do_nothing() -> None:
-    assert spike(0.9, 0) == (1.0, 0.0)
-    assert at_step(pipelined(0, 0.9, spike(0.9, 0), 0.0), 0.3) == at_step(pipelined(0, 0.9), 0.3)
+    assert compute_spike_coefficients(0.9, 0) == (1.0, 0.0)
+    assert at_step(make_delayed_sgd(0, 0.9, compute_spike_coefficients(0.9, 0), 0.0), 0.3) == at_step(
+        make_delayed_sgd(0, 0.9), 0.3
+    )
 
 
 def test_for_a_delay_of_one_compensation_is_nesterovs_momentum() -> None:
     """w <- w - step (g + m v), as torch.optim.SGD(nesterov=True) steps."""
     m, step = 0.8, 0.05
-    assert spike(m, 1) == pytest.approx((m, 1.0))
+    assert compute_spike_coefficients(m, 1) == pytest.approx((m, 1.0))
     w, v = [1.0], 0.0
     for t in range(50):
         g = w[max(t - 1, 0)]
         v = m * v + g
         w.append(w[-1] - step * (g + m * v))
-    assert simulate(pipelined(1, m, spike(m, 1)), steps=step, updates=50) == pytest.approx(w, rel=1e-12)
+    assert simulate(make_delayed_sgd(1, m, compute_spike_coefficients(m, 1)), steps=step, updates=50) == pytest.approx(
+        w, rel=1e-12
+    )
 
 
 def test_both_forms_of_prediction_are_one_for_plain_momentum_and_two_with_compensation() -> None:
     for D in (1, 4, 9):
-        plain = [stable_steps(loop_of(pipelined(D, 0.9, horizon=D, by_velocity=form))) for form in (False, True)]
+        plain = [
+            find_stable_steps(derive_loop_gain(make_delayed_sgd(D, 0.9, horizon=D, by_velocity=form)))
+            for form in (False, True)
+        ]
         assert plain[0][0] == pytest.approx(plain[1][0])
-        combined = [pipelined(D, 0.9, spike(0.9, D), D, form) for form in (False, True)]
-        a, b = (largest_stable_step(loop_of(one)) for one in combined)
+        combined = [make_delayed_sgd(D, 0.9, compute_spike_coefficients(0.9, D), D, form) for form in (False, True)]
+        a, b = (find_largest_stable_step(derive_loop_gain(one)) for one in combined)
         assert abs(a - b) > 0.01 * a
 
 
 def test_compensation_answers_a_late_gradient_as_if_it_had_come_in_time() -> None:
     m, D = 0.8, 5
-    late, early = impulse_response(pipelined(D, m), 30), impulse_response(pipelined(0, m), 30)
-    compensated = impulse_response(pipelined(D, m, spike(m, D)), 30)
+    late, early = (
+        compute_impulse_response(make_delayed_sgd(D, m), 30),
+        compute_impulse_response(make_delayed_sgd(0, m), 30),
+    )
+    compensated = compute_impulse_response(make_delayed_sgd(D, m, compute_spike_coefficients(m, D)), 30)
     assert (late[D:] == early[:-D]).all() and not late[:D].any()
     assert compensated[D + 1 :] == pytest.approx(early[D + 1 :]) and not compensated[:D].any()
     assert compensated[D] == pytest.approx(early[: D + 1].sum())
 
 
 def test_the_decay_of_t2() -> None:
-    assert discrepancy_decay(0.1, 4) ** 4 == pytest.approx(0.1)
-    assert discrepancy_decay(None, 400) ** 400 == pytest.approx(math.exp(-2), rel=0.01)
+    assert compute_discrepancy_decay(0.1, 4) ** 4 == pytest.approx(0.1)
+    assert compute_discrepancy_decay(None, 400) ** 400 == pytest.approx(math.exp(-2), rel=0.01)
 
 
 # ---- what the papers' figures show
@@ -304,56 +341,66 @@ def test_the_decay_of_t2() -> None:
 def test_figure_5a_a_delay_of_10_diverges_at_a_step_at_which_less_does_not() -> None:
     noise = np.random.default_rng(0).normal(size=250)
     ends = [
-        float(np.abs(simulate(pipelined(delay), steps=0.2, updates=250, noise=noise)[-20:]).max())
+        float(np.abs(simulate(make_delayed_sgd(delay), steps=0.2, updates=250, noise=noise)[-20:]).max())
         for delay in (0, 5, 10)
     ]
     assert max(ends[:2]) < 5 < 100 < ends[2]
-    radii = [float(root_radius(loop_of(pipelined(delay)), np.array(0.2))) for delay in (0, 5, 10)]
+    radii = [
+        float(compute_root_radius(derive_loop_gain(make_delayed_sgd(delay)), np.array(0.2))) for delay in (0, 5, 10)
+    ]
     assert radii[0] < radii[1] < 1 < radii[2]
 
 
 def test_figure_6_discrepancy_makes_the_radius_greater_and_t2_less() -> None:
-    gamma = discrepancy_decay(0.1, 4)
-    models = [pipemare(10, 6), pipemare(10, 6, 5.0), pipemare(10, 6, 5.0, gamma)]
-    without, apart, corrected = (largest_stable_step(loop_of(one)) for one in models)
+    gamma = compute_discrepancy_decay(0.1, 4)
+    models = [make_pipemare(10, 6), make_pipemare(10, 6, 5.0), make_pipemare(10, 6, 5.0, gamma)]
+    without, apart, corrected = (find_largest_stable_step(derive_loop_gain(one)) for one in models)
     assert apart < corrected < without == pytest.approx(2 * math.sin(math.pi / 42))
-    radius = [root_radius(loop_of(one), np.linspace(0.03, 0.12, 10)) for one in models]
+    radius = [compute_root_radius(derive_loop_gain(one), np.linspace(0.03, 0.12, 10)) for one in models]
     assert (radius[1] > radius[2]).all()
 
 
 def test_figure_10_t2_raises_the_largest_step_where_discrepancy_is_positive() -> None:
-    gamma = discrepancy_decay(None, 30)
+    gamma = compute_discrepancy_decay(None, 30)
     for discrepancy in np.linspace(-100, 100, 21).tolist():
         plain, corrected = (
-            largest_stable_step(loop_of(pipemare(40, 10, discrepancy, decay))) for decay in (None, gamma)
+            find_largest_stable_step(derive_loop_gain(make_pipemare(40, 10, discrepancy, decay)))
+            for decay in (None, gamma)
         )
         assert corrected >= plain * (1 - 1e-9) if discrepancy >= 0 else True
     assert any(
-        largest_stable_step(loop_of(pipemare(40, 10, d, gamma))) < largest_stable_step(loop_of(pipemare(40, 10, d)))
+        find_largest_stable_step(derive_loop_gain(make_pipemare(40, 10, d, gamma)))
+        < find_largest_stable_step(derive_loop_gain(make_pipemare(40, 10, d)))
         for d in np.linspace(-100, -1, 30).tolist()
     )  # "occasionally a negative effect"
 
 
 def test_figure_16_t2_makes_up_for_recomputation_with_other_weights() -> None:
-    gamma = discrepancy_decay(0.1, 9)
-    models = [pipemare(10, 1, 10.0, recompute=(4, -5.0)), pipemare(10, 1, 10.0, gamma, (4, -5.0)), pipemare(10, 1)]
-    apart, corrected, without = (largest_stable_step(loop_of(one)) for one in models)
+    gamma = compute_discrepancy_decay(0.1, 9)
+    models = [
+        make_pipemare(10, 1, 10.0, recompute=(4, -5.0)),
+        make_pipemare(10, 1, 10.0, gamma, (4, -5.0)),
+        make_pipemare(10, 1),
+    ]
+    apart, corrected, without = (find_largest_stable_step(derive_loop_gain(one)) for one in models)
     assert apart < corrected < without
 
 
 def best(make: Any, condition: float) -> float:
     """The least half-life of some momenta."""
-    return min(least_half_life(loop_of(make(1 - rest)), condition) for rest in np.geomspace(1e-4, 1, 13).tolist())
+    return min(
+        find_least_half_life(derive_loop_gain(make(1 - rest)), condition) for rest in np.geomspace(1e-4, 1, 13).tolist()
+    )
 
 
 def test_figure_5_every_rule_beats_the_delayed_baseline_and_both_together_most() -> None:
     """LWP slightly outperforms SC."""
     halves = [
-        best(lambda m: pipelined(0, m), 1e3),
-        best(lambda m: pipelined(1, m, spike(m, 1), 1.0), 1e3),
-        best(lambda m: pipelined(1, m, horizon=1.0), 1e3),
-        best(lambda m: pipelined(1, m, spike(m, 1)), 1e3),
-        best(lambda m: pipelined(1, m), 1e3),
+        best(lambda m: make_delayed_sgd(0, m), 1e3),
+        best(lambda m: make_delayed_sgd(1, m, compute_spike_coefficients(m, 1), 1.0), 1e3),
+        best(lambda m: make_delayed_sgd(1, m, horizon=1.0), 1e3),
+        best(lambda m: make_delayed_sgd(1, m, compute_spike_coefficients(m, 1)), 1e3),
+        best(lambda m: make_delayed_sgd(1, m), 1e3),
     ]
     assert halves == sorted(halves) and halves[1] * 1.5 < halves[2] < halves[3] * 0.99 < halves[4] / 3
 
@@ -362,7 +409,7 @@ def test_figure_7_without_mitigation_the_best_momentum_is_none() -> None:
     rest = np.geomspace(1e-4, 1, 9)
 
     def lives(horizon: float) -> List[float]:
-        return [least_half_life(loop_of(pipelined(5, 1 - r, horizon=horizon)), 1e3) for r in rest]
+        return [find_least_half_life(derive_loop_gain(make_delayed_sgd(5, 1 - r, horizon=horizon)), 1e3) for r in rest]
 
     plain, predicted = lives(0.0), lives(10.0)
     assert min(plain) == plain[-1]  # momentum 0
@@ -370,7 +417,7 @@ def test_figure_7_without_mitigation_the_best_momentum_is_none() -> None:
 
 
 def test_figure_12_horizons_about_twice_the_delay_are_best() -> None:
-    lives = {s: best(lambda m: pipelined(4, m, horizon=4.0 * s), 1e3) for s in (0.5, 1.0, 2.0, 8.0)}
+    lives = {s: best(lambda m: make_delayed_sgd(4, m, horizon=4.0 * s), 1e3) for s in (0.5, 1.0, 2.0, 8.0)}
     assert min(lives, key=lambda s: lives[s]) == 2.0
 
 
@@ -381,25 +428,29 @@ def test_half_lives_without_delay_are_those_of_the_best_heavy_ball() -> None:
     """Momentum ((sqrt(kappa) - 1) / (sqrt(kappa) + 1))^2, radius its root."""
     for condition in (1e3,):
         root = (math.sqrt(condition) - 1) / (math.sqrt(condition) + 1)
-        life, momentum = best_momentum(lambda m: loop_of(pipelined(0, m)), condition)
-        assert life == pytest.approx(half_life(np.array(root)), rel=0.05)
+        life, momentum = find_best_momentum(lambda m: derive_loop_gain(make_delayed_sgd(0, m)), condition)
+        assert life == pytest.approx(compute_half_life(np.array(root)), rel=0.05)
         assert 1 - momentum == pytest.approx(1 - root**2, rel=0.1)
     plain = 1e3
-    exact = half_life(np.array((plain - 1) / (plain + 1)))
-    assert least_half_life(loop_of(pipelined(0)), plain) == pytest.approx(exact, rel=1e-3)
+    exact = compute_half_life(np.array((plain - 1) / (plain + 1)))
+    assert find_least_half_life(derive_loop_gain(make_delayed_sgd(0)), plain) == pytest.approx(exact, rel=1e-3)
 
 
 def test_half_lives_are_the_worst_root_over_the_range_of_curvatures() -> None:
     """Searched on a grid of rates, all roots by eigenvalues."""
-    for one in (pipelined(3, 0.5), pipelined(2, 0.7, spike(0.7, 2), 2.0), pipelined(4, 0.3, horizon=8.0)):
-        loop, condition = loop_of(one), 50.0
-        radius = root_radius(loop, np.geomspace(1e-4, 4, 3001))
+    for one in (
+        make_delayed_sgd(3, 0.5),
+        make_delayed_sgd(2, 0.7, compute_spike_coefficients(0.7, 2), 2.0),
+        make_delayed_sgd(4, 0.3, horizon=8.0),
+    ):
+        loop, condition = derive_loop_gain(one), 50.0
+        radius = compute_root_radius(loop, np.geomspace(1e-4, 4, 3001))
         width = round(math.log(condition) / math.log(4e4) * 3000)
         worst = np.lib.stride_tricks.sliding_window_view(radius, width + 1).max(axis=1).min()
-        assert least_half_life(loop, condition) == pytest.approx(half_life(worst), rel=0.02)
-        ladder = least_half_lives(loop, np.array([condition]))[0]
-        assert 1 <= ladder / least_half_life(loop, condition) < 1.17
-        below, above = widest_ranges(loop, worst ** np.array([1.05, 0.95]))
+        assert find_least_half_life(loop, condition) == pytest.approx(compute_half_life(worst), rel=0.02)
+        ladder = find_least_half_lives(loop, np.array([condition]))[0]
+        assert 1 <= ladder / find_least_half_life(loop, condition) < 1.17
+        below, above = find_widest_ranges(loop, worst ** np.array([1.05, 0.95]))
         assert below < condition < above
 
 
@@ -419,7 +470,7 @@ def test_rpd_stays_below_its_bound() -> None:
     A, centres, L = quadratic(0)
     mean, offset = A.mean(axis=0), np.einsum("bij,bj->i", A, centres) / len(A)
     least = np.linalg.solve(mean, offset)
-    blocks, delay, updates = 3, pipedream_delay(3), 400
+    blocks, delay, updates = 3, greatest_delay(3), 400
     size = 6 // blocks
     assert delay == 7
 
@@ -441,7 +492,7 @@ def test_rpd_stays_below_its_bound() -> None:
                 path.append(path[k].copy())
                 path[-1][own] -= lr * gradient
         gap = loss(np.zeros(6)) - loss(least)
-        bound = rpd_bound(lr, updates, blocks, delay, gap, L, largest)
+        bound = bound_rpd(lr, updates, blocks, delay, gap, L, largest)
         assert np.mean(norms) < bound.total
         assert bound.total == pytest.approx(sum(bound[:3]))
 
@@ -466,7 +517,7 @@ def test_local_sgd_stays_below_its_bound() -> None:
                     x[r] = x[r] - lr * every[rng.integers(len(A))]
             x[:] = x.mean(axis=0)
     gap = float(offset @ least / 2)
-    bound = local_sgd_bound(
+    bound = bound_local_sgd(
         lr, rounds * local * blocks * replicas, blocks, replicas, local, gap, L, math.sqrt(square), math.sqrt(deviation)
     )
     assert np.mean(norms) < bound.total
@@ -474,18 +525,18 @@ def test_local_sgd_stays_below_its_bound() -> None:
 
 def test_bounds_have_their_parts() -> None:
     """By hand: lr 1/2, K 100, P 4, gap 3, L 2, G 5."""
-    bound = rpd_bound(0.5, 100, 4, 14, 3.0, 2.0, 5.0)
+    bound = bound_rpd(0.5, 100, 4, 14, 3.0, 2.0, 5.0)
     assert bound == (2 * 4 * 3 / 50, 0.5 * 4 * 2 * 25, 0.25 * 4 * 196 * 25)
-    local = local_sgd_bound(0.5, 1600, 4, 4, 5, 3.0, 2.0, 5.0, 1.5)
+    local = bound_local_sgd(0.5, 1600, 4, 4, 5, 3.0, 2.0, 5.0, 1.5)
     assert local == (2 * 3 / (0.5 * 100), 0.5 * 2 * 2.25 / 4, 4 * 0.25 * 25 * 25 * 4)
-    assert math.isnan(local_sgd_bound(0.51, 1600, 4, 4, 5, 3.0, 2.0, 5.0, 1.5).total)
-    assert [pipedream_delay(P) for P in (2, 3, 8, 9)] == [3, 7, 60, 76]
-    settled = rpd_bound_pl(0.1, 10**6, 4, 14, 3.0, 2.0, 5.0, 0.5)
-    parts = rpd_bound(0.1, 10**6, 4, 14, 3.0, 2.0, 5.0)
+    assert math.isnan(bound_local_sgd(0.51, 1600, 4, 4, 5, 3.0, 2.0, 5.0, 1.5).total)
+    assert [greatest_delay(P) for P in (2, 3, 8, 9)] == [3, 7, 60, 76]
+    settled = bound_rpd_pl(0.1, 10**6, 4, 14, 3.0, 2.0, 5.0, 0.5)
+    parts = bound_rpd(0.1, 10**6, 4, 14, 3.0, 2.0, 5.0)
     assert settled == pytest.approx(parts.noise + parts.staleness)
-    assert rpd_bound_pl(0.1, 0 + 1, 4, 14, 3.0, 2.0, 5.0, 0.5) > 3.0 * (1 - 0.1 * 0.5 / 4)
+    assert bound_rpd_pl(0.1, 0 + 1, 4, 14, 3.0, 2.0, 5.0, 0.5) > 3.0 * (1 - 0.1 * 0.5 / 4)
 
 
 def test_the_stale_part_grows_with_the_fourth_power_of_the_stages() -> None:
-    parts = [rpd_bound(0.01, 1000, P, pipedream_delay(P), 1.0, 1.0, 1.0).staleness for P in (32, 64)]
+    parts = [bound_rpd(0.01, 1000, P, greatest_delay(P), 1.0, 1.0, 1.0).staleness for P in (32, 64)]
     assert parts[1] / parts[0] == pytest.approx(16, rel=0.04)

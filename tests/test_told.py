@@ -214,9 +214,9 @@ def test_a_run_that_diverges_says_stage_rule_and_remedy(tmp_path: Path) -> None:
     """Of SGD without momentum and a delay of D the largest stable rate is 2 sin(pi / (4 D + 2)) over the curvature (PipeMare,
     Lemma 1): with D 7 0.209, without delay 2."""
     told = fault(tmp_path / "pipemare", "method=pipemare", "gradient_accumulation=1", "lr_schedule={warmup_steps: 20}")
-    assert "; stage 0 bears least: its forward reads weights 7 updates old, " in told
-    assert "stable up to a rate of 0.209 / curvature, 0.1 times that without delay, and steps at " in told
-    assert "; with t1 it bears 7 times as much" in told and told.endswith(
+    assert "; stage 0 tolerates the smallest learning rate (its weights are 7 updates stale): " in told
+    assert "stable up to 0.209 / curvature, 0.1 times the limit without delay, and uses " in told
+    assert "; with t1 it tolerates 7 times as much" in told and told.endswith(
         "tools/stability.py CONFIG measures the curvature"
     )
 
@@ -226,14 +226,14 @@ def test_a_run_that_diverges_says_stage_rule_and_remedy(tmp_path: Path) -> None:
     [
         (
             ["method=gpipe"],
-            "; no stage reads old weights here, so that no rule against delays helps, clip: {norm: ...} may",
+            "; no stage reads stale weights in this run, so no rule against staleness helps; clip: {norm: ...} may help",
         ),
-        (["method=gpipe", "clip={norm: 1e18}"], "no rule against delays helps"),
-        (["method=local_greedy"], "; no stage reads old weights here, so"),
-        (["method=pipemare", "method_args={warmup: {epochs: 1}}"], "; no stage reads old weights here, so"),
+        (["method=gpipe", "clip={norm: 1e18}"], "no rule against staleness helps"),
+        (["method=local_greedy"], "; no stage reads stale weights in this run, so"),
+        (["method=pipemare", "method_args={warmup: {epochs: 1}}"], "; no stage reads stale weights in this run, so"),
         (
             ["method=pipedream", "optimizer={name: adam, momentum: null}"],
-            "1 update old: method_args: {t1: {}} lowers its rate",
+            "1 update stale): method_args: {t1: {}} lowers its rate",
         ),
     ],
 )
@@ -243,4 +243,4 @@ def test_of_other_runs_it_says_what_it_can(keys: List[str], told: str, tmp_path:
 
 def test_rules_that_the_run_has_are_no_remedy(tmp_path: Path) -> None:
     told = fault(tmp_path / "run", "method=pipemare", "method_args={t1: {}}", "gradient_accumulation=1")
-    assert "bears least" in told and "with t1 it" not in told
+    assert "tolerates the smallest learning rate" in told and "with t1 it" not in told

@@ -125,7 +125,7 @@ def _costs(args: Any) -> Any:
     import torch
 
     from ipu_pipe.local import costs
-    from ipu_pipe.local.blocks import blocks_of
+    from ipu_pipe.local.blocks import get_blocks
     from ipu_pipe.local.structures import make_blocks
     from ipu_pipe.schedule.methods import Structure
     from models.mlp import mlp
@@ -133,7 +133,7 @@ def _costs(args: Any) -> Any:
     x = torch.zeros(2, 3, args.size, args.size)
     model = mlp(3 * args.size**2, args.width, LAYERS)
     made, _ = make_blocks(model, x, Structure(), [f"fc{layer}" for layer in range(2, LAYERS + 1)])
-    blocks = blocks_of(made)
+    blocks = get_blocks(made)
     assert blocks is not None
     return costs.counted_by_paper(blocks, x, 10)
 

@@ -18,7 +18,7 @@ from ipu_pipe.job.placing import Placed
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import BackendConfig, Config
-from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.trace.events import Counters, Events
 
@@ -130,7 +130,7 @@ class Engine:
 
     def release_blocks(self) -> None:
         """The model as it was before it was cut into blocks, where it was."""
-        blocks = blocks_of(self.job.model)
+        blocks = get_blocks(self.job.model)
         if blocks is not None:
             blocks.release()
 

@@ -11,7 +11,7 @@ from ipu_pipe.backends.randomized import RandomizedReplays
 from ipu_pipe.backends.replays import Replays, RoundReplays, TableReplays
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.recurrences import bears_least
+from ipu_pipe.job.recurrences import explain_divergence
 from ipu_pipe.model.probe import Loss, derived_weights
 from ipu_pipe.schedule.methods import Method, Reads
 from ipu_pipe.schedule.table import Schedule
@@ -27,7 +27,7 @@ class Work:
     `table`: who reads what, over the schedule. `rules`: the update rules, over an optimizer that holds the parameters of the
     stages that are here. `clip`: (norm, scope) or None. `allow_nonfinite`: a loss that is no finite number ends nothing.
     `microbatch`: the first to come, after a resume. `replays`: what is read and updated, where that is not the table's.
-    `bears_least`: what is said of the stages where such a loss ends the run at this update.
+    `explain_divergence`: returns what theory says of a loss that is not finite at an update.
     `block_updates`: of single stages, that are one step.
     """
 
@@ -39,7 +39,7 @@ class Work:
     microbatch: int = 0
     replays: Optional[Replays] = None
     block_updates: int = 1
-    bears_least: Callable[[int], str] = lambda update: ""
+    explain_divergence: Callable[[int], str] = lambda update: ""
 
     @classmethod
     def of(cls, job: Job, first_update: int) -> Work:
@@ -62,7 +62,7 @@ class Work:
             first,
             replays,
             count,
-            partial(bears_least, job),
+            partial(explain_divergence, job),
         )
 
     def source(self, replicas: Sequence[int]) -> Replays:
@@ -106,7 +106,7 @@ class Work:
     def refuse_nonfinite(self, k: int, losses: Iterable[float]) -> None:
         """Raises RunFault where a loss of update k is not a finite number, unless that is allowed."""
         if not self.allow_nonfinite:
-            refuse_nonfinite(self.method.name, k, losses, bears_least=self.bears_least)
+            refuse_nonfinite(self.method.name, k, losses, explain_divergence=self.explain_divergence)
 
 
 def refuse_nonfinite(
@@ -114,14 +114,14 @@ def refuse_nonfinite(
     k: int,
     losses: Iterable[float],
     more_advice: str = "",
-    bears_least: Callable[[int], str] = lambda update: "",
+    explain_divergence: Callable[[int], str] = lambda update: "",
 ) -> None:
-    """Raises RunFault where a loss of update k is not a finite number; `bears_least`: what is said of the stages then."""
+    """Raises RunFault where a loss of update k is not a finite number; `explain_divergence` adds what theory says."""
     wrong = [loss for loss in losses if not math.isfinite(loss)]
     if wrong:
         raise RunFault(
             f"update {k} of method {method}: the training loss is {wrong[0]}; a smaller optimizer.lr or "
-            f"lr_schedule.warmup_steps may help{more_advice} (allow_nonfinite: true goes on regardless){bears_least(k)}"
+            f"lr_schedule.warmup_steps may help{more_advice} (allow_nonfinite: true goes on regardless){explain_divergence(k)}"
         )
 
 

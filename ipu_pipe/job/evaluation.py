@@ -9,7 +9,7 @@ import torch
 from ipu_pipe.job.metrics import DEFAULT, Counting, Metric, counts_labels, right_answers
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Setup
-from ipu_pipe.local.blocks import SumOfLosses, blocks_of
+from ipu_pipe.local.blocks import SumOfLosses, get_blocks
 from ipu_pipe.model.asking import labels_of
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.modes import modes_restored
@@ -85,7 +85,7 @@ class Tally:
 def evaluate(setup: Setup) -> List[Measured]:
     """Mean loss and metrics over the test set, or its configured subset, None where there is none: of the model's output, and
     before it of every block's that has a loss of its own."""
-    model, blocks = setup.model, blocks_of(setup.model)
+    model, blocks = setup.model, get_blocks(setup.model)
     tallies: List[Tally] = []
     with torch.no_grad(), modes_restored(model):
         model.eval()

@@ -16,7 +16,7 @@ from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.metrics import DEFAULT, Metric
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import Given
-from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.asking import Labels, labels_of
 from ipu_pipe.model.nests import mapped, refuse_others, refuse_uneven
 from ipu_pipe.model.outputs import OwnLoss
@@ -176,7 +176,7 @@ class Job(Setup):
     def done_with(self, k: int) -> int:
         """The updates that the first stage has done when the loss of update k is known: where nothing comes back to it, it must
         not stand still for the last one's."""
-        ahead = len(self.part) if blocks_of(self.model) is not None else 0
+        ahead = len(self.part) if get_blocks(self.model) is not None else 0
         return min(k + ahead + 1, self.schedule.stretch(k)[1])
 
     def begun_with(self, k: int) -> int:

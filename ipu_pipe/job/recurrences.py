@@ -1,4 +1,4 @@
-"""A job's stages as the theory of delayed updates has them, and what it says of one that diverges."""
+"""The stages of a job as the theory of delayed updates sees them, and its explanation of a loss that diverged."""
 
 from __future__ import annotations
 
@@ -7,36 +7,35 @@ from typing import List
 import numpy as np
 
 from ipu_pipe.job.record import Job
-from ipu_pipe.stability.advice import Stage, verdicts
-from ipu_pipe.stability.loops import loop_of
-from ipu_pipe.stability.recurrences import Read, Recurrence
-from ipu_pipe.stability.roots import largest_stable_step
+from ipu_pipe.stability.advice import StageDynamics, compute_margins
+from ipu_pipe.stability.recurrences import DelayedRead, Recurrence
+from ipu_pipe.stability.roots import derive_loop_gain, find_largest_stable_step
 from ipu_pipe.update.optimizer import kind
 from ipu_pipe.update.rule import Setting
 from ipu_pipe.update.rules import acting, discrepancy_decay, spectrain_horizon, spike_coefficients
 
-REMEDIES = 2  # told of a stage
+MOST_REMEDIES = 2  # named for a stage
 
 
-def against(job: Job) -> List[str]:
-    """Why the theory is not about a job, a line each."""
+def list_inapplicable(job: Job) -> List[str]:
+    """Return why the theory does not apply to a job, one line for each reason."""
     faults = []
     if kind(job.optimizer) != "sgd":
-        faults.append(
-            f"optimizer.name: {kind(job.optimizer)}: the theory is of SGD, with momentum or without: must be sgd"
-        )
+        faults.append(f"optimizer.name: {kind(job.optimizer)}: the theory covers SGD alone: must be sgd")
     elif any(group.get("maximize") for group in job.optimizer.param_groups):
-        faults.append("optimizer.maximize: true: the theory is of descent")
+        faults.append("optimizer.maximize: true: the theory covers descent alone")
     if job.method.structure is not None:
         faults.append(f"method: {job.method.name}: trains blocks by losses of their own: no gradient is stale")
     if job.method.delay is not None and job.method.delay.drawn:
-        faults.append("method_args.hogwild: delays are drawn: the theory is of fixed ones: use constant_delay")
+        faults.append("method_args.hogwild: delays are drawn: the theory covers fixed ones: use constant_delay")
     return faults
 
 
-def recurrence(job: Job, stage: int, forward: int, backward: int, apart: float = 0.0) -> Recurrence:
-    """A stage's, of curvature 1: its passes read weights `forward` and `backward` updates old; `apart`: the discrepancy, as a
-    share of the curvature."""
+def derive_recurrence(job: Job, stage: int, forward: int, backward: int, discrepancy: float = 0.0) -> Recurrence:
+    """Return the recurrence of a stage for curvature 1, whose passes read weights `forward` and `backward` updates old.
+
+    `discrepancy` is PipeMare's Delta, as a share of the curvature.
+    """
     options = job.optimizer.param_groups[0]
     momentum = float(options["momentum"])
     scale = 1 - options["dampening"] if momentum else 1.0
@@ -56,32 +55,35 @@ def recurrence(job: Job, stage: int, forward: int, backward: int, apart: float =
             ahead, by_velocity = values["scale"] * forward, values["form"] == "velocity"
         elif rule.key == "spectrain":
             ahead, back, by_velocity = spectrain_horizon(setting, True), spectrain_horizon(setting, False), True
-    first = Read(shrink * (1 + apart), forward, ahead, by_velocity)
-    if backward == forward or not apart:
+    first = DelayedRead(shrink * (1 + discrepancy), forward, ahead, by_velocity)
+    if backward == forward or not discrepancy:
         return Recurrence((first._replace(sensitivity=shrink),), momentum, a, b)
-    second = Read(-shrink * apart, backward, back, by_velocity, correction)
+    second = DelayedRead(-shrink * discrepancy, backward, back, by_velocity, correction)
     return Recurrence((first, second), momentum, a, b, decay)
 
 
-def bears_least(job: Job, update: int) -> str:
-    """Of a loss that is not finite in this update: the stage that bears the least rate, by its delay; what rate that is, and
-    which rules would raise it. The curvature is not known to a run: figures are in units of one over it, or relative."""
-    lags, rates, given = job.table.greatest_lag(), job.rules.rates(update), job.config.method_settings()
-    worst = int(np.argmax(rates * (2 * lags + 1)))  # as what is stable falls (PipeMare, Lemma 1)
+def explain_divergence(job: Job, update: int) -> str:
+    """Return what theory says of a loss that is not finite at this update, to be appended to the error.
+
+    It names the stage that tolerates the smallest learning rate, by its delay, that rate, and the rules that would raise it.
+    The run does not know the curvature: rates are in units of 1 / curvature, or relative.
+    """
+    lags, rates, used_rules = job.table.greatest_lag(), job.rules.rates(update), job.config.method_settings()
+    worst = int(np.argmax(rates * (2 * lags + 1)))  # the stable rate falls as 1 / (2 lag + 1) (PipeMare, Lemma 1)
     forward, backward = int(lags[worst]), int(job.table.greatest_backward_lag()[worst])
     if update < job.rules.switch or not forward or job.method.structure is not None:
-        clip = "" if job.config.clip is not None else ", clip: {norm: ...} may"
-        return f"; no stage reads old weights here, so that no rule against delays helps{clip}"
-    told = f"; stage {worst} bears least: its forward reads weights {forward} update{'s' * (forward > 1)} old"
-    if against(job):  # as of Adam
-        return told + ("" if "t1" in given else ": method_args: {t1: {}} lowers its rate in the beginning")
-    own = recurrence(job, worst, forward, backward)
-    fresh = largest_stable_step(loop_of(own._replace(reads=(Read(1.0, 0),))))
-    (verdict,) = verdicts([Stage(worst, own, float(rates[worst]), 1.0)])
-    told += (
-        f", so it is stable up to a rate of {verdict.largest_rate:.3g} / curvature, {verdict.largest_rate / fresh:.2g} times "
-        f"that without delay, and steps at {verdict.stage.rate:.3g}"
+        clip = "" if job.config.clip is not None else "; clip: {norm: ...} may help"
+        return f"; no stage reads stale weights in this run, so no rule against staleness helps{clip}"
+    text = f"; stage {worst} tolerates the smallest learning rate (its weights are {forward} update{'s' * (forward > 1)} stale)"
+    if list_inapplicable(job):  # such as Adam
+        return text + ("" if "t1" in used_rules else ": method_args: {t1: {}} lowers its rate in the beginning")
+    recurrence = derive_recurrence(job, worst, forward, backward)
+    without_delay = find_largest_stable_step(derive_loop_gain(recurrence._replace(reads=(DelayedRead(1.0, 0),))))
+    (margin,) = compute_margins([StageDynamics(worst, recurrence, float(rates[worst]), 1.0)])
+    text += (
+        f": it is stable up to {margin.largest_rate:.3g} / curvature, {margin.largest_rate / without_delay:.2g} times the limit "
+        f"without delay, and uses {margin.stage.rate:.3g}"
     )
-    helping = [remedy for remedy in verdict.remedies if remedy.change not in given][:REMEDIES]
-    told += "".join(f"; with {r.change} it bears {r.margin / verdict.margin:.3g} times as much" for r in helping)
-    return f"{told}; python tools/stability.py CONFIG measures the curvature"
+    remedies = [remedy for remedy in margin.remedies if remedy.change not in used_rules][:MOST_REMEDIES]
+    text += "".join(f"; with {r.change} it tolerates {r.margin / margin.margin:.3g} times as much" for r in remedies)
+    return f"{text}; python tools/stability.py CONFIG measures the curvature"

@@ -11,6 +11,7 @@ Which stages form a block is a method's structure (ipu_pipe.local.structures).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -18,22 +19,22 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ipu_pipe.errors import BadInput, first_line
-from ipu_pipe.local.duplicates import Duplicates
 from ipu_pipe.local.heads import MakeHead, make_head
 from ipu_pipe.model.autocast import cast, is_cast
-from ipu_pipe.model.buffers import all_restored
+from ipu_pipe.model.buffers import all_restored, buffers_restored
 from ipu_pipe.model.calling import called_with
-from ipu_pipe.model.cutting import pieces
+from ipu_pipe.model.cutting import Piece, pieces
 from ipu_pipe.model.nests import lead
 from ipu_pipe.model.outputs import Take, scores, told
-from ipu_pipe.model.probe import Loss
-from ipu_pipe.model.randomness import derived_seed
+from ipu_pipe.model.probe import Footprint, Loss, footprint
+from ipu_pipe.model.randomness import derived_seed, drawing_from
 from ipu_pipe.model.rehearsal import refuse_other_pieces
+from ipu_pipe.model.stages import Partition
 
 HEADS = "local_heads"  # the name of auxiliary heads in a model (ipu_pipe.local.blocks)
 
 
-class Outputs(List[Any]):
+class BlockOutputs(List[Any]):
     """What a model in training gives whose blocks have losses of their own: every block's outputs, the model's own last."""
 
 
@@ -44,17 +45,17 @@ class SumOfLosses:
         self.each = loss
 
     def __call__(self, output: Any, y: Any) -> torch.Tensor:
-        losses = losses_of(self, output, y)
+        losses = compute_losses(self, output, y)
         return losses[0] if len(losses) == 1 else torch.stack([loss.reshape(()) for loss in losses]).sum()
 
 
-def losses_of(loss: Loss, output: Any, y: Any) -> List[torch.Tensor]:
+def compute_losses(loss: Loss, output: Any, y: Any) -> List[torch.Tensor]:
     """One loss for each block that has its own, the model's own last."""
     each = loss.each if isinstance(loss, SumOfLosses) else loss
-    return [each(own, y) for own in (output if isinstance(output, Outputs) else [output])]
+    return [each(own, y) for own in (output if isinstance(output, BlockOutputs) else [output])]
 
 
-def scored(loss: Loss, output: Any) -> Any:
+def extract_scores(loss: Loss, output: Any) -> Any:
     """What of an output its loss is of."""
     return scores(loss.each if isinstance(loss, SumOfLosses) else loss, output)
 
@@ -136,9 +137,9 @@ class Blocks:
         """The auxiliary head of a block; None for the last one, and where there are none."""
         return self.heads[str(index)] if str(index) in self.heads else None
 
-    def train(self, x: Any) -> Outputs:
+    def train(self, x: Any) -> BlockOutputs:
         """The forward in training: no gradient passes from block to block."""
-        outputs, entered = Outputs(), [x]
+        outputs, entered = BlockOutputs(), [x]
         drawn: List[torch.Tensor] = []  # random states from which pieces draw
         for index, piece in enumerate(self.pieces):
             first = max(0, index - self.overlap)
@@ -152,20 +153,20 @@ class Blocks:
             entered.append(tree_map(torch.Tensor.detach, value))
             head = self.head(index)
             if head is not None:
-                outputs.append(head(one_activation(value)))
+                outputs.append(head(get_activation(value)))
             elif piece is self.pieces[-1]:
                 outputs.append(value)
         return outputs
 
-    def outputs(self, x: Any) -> Outputs:
+    def outputs(self, x: Any) -> BlockOutputs:
         """As the blocks are, in evaluation: each one's outputs."""
-        found, value = Outputs(), x
+        found, value = BlockOutputs(), x
         for index, piece in enumerate(self.pieces):
             value = piece(value)
             head = self.head(index)
             if head is not None:
-                found.append(head(one_activation(value)))
-        return Outputs([*found, value])
+                found.append(head(get_activation(value)))
+        return BlockOutputs([*found, value])
 
     # --- overlap
 
@@ -191,7 +192,7 @@ class Blocks:
 
 
 class BlockedModel(nn.Module):
-    """A model whose blocks are trained by losses of their own. In training it gives `Outputs`, else the model's own output.
+    """A model whose blocks are trained by losses of their own. In training it gives `BlockOutputs`, else the model's own output.
 
     Its parameters and buffers are the model's own, under their names, and the heads' under `local_heads.INDEX`.
     """
@@ -209,13 +210,13 @@ class BlockedModel(nn.Module):
         self._local_blocks = blocks
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """`Outputs` in training, else the model's own output."""
+        """`BlockOutputs` in training, else the model's own output."""
         if not self.training:
             return self._local_blocks.model(*inputs, **named)
         return self._local_blocks.train(called_with(inputs, named))
 
 
-def blocks_of(model: nn.Module) -> Optional[Blocks]:
+def get_blocks(model: nn.Module) -> Optional[Blocks]:
     """The blocks that have losses of their own; None for other models."""
     return model._local_blocks if isinstance(model, BlockedModel) else None
 
@@ -229,13 +230,13 @@ def _writes_over(part: nn.Module, value: torch.Tensor) -> bool:
     return False
 
 
-def one_activation(value: Any) -> torch.Tensor:
+def get_activation(value: Any) -> torch.Tensor:
     """The one tensor of what a block hands on through which gradients would pass."""
     return next(t for t in tree_flatten(value)[0] if t.is_floating_point())
 
 
 def _one(value: Any, begin: str) -> torch.Tensor:
-    """As `one_activation`; refuses boundaries that a skip connection crosses."""
+    """As `get_activation`; refuses boundaries that a skip connection crosses."""
     crossing = [t for t in tree_flatten(value)[0] if t.is_floating_point()]
     if len(crossing) != 1:
         shapes = ", ".join(str(tuple(t.shape)) for t in crossing)
@@ -244,3 +245,60 @@ def _one(value: Any, begin: str) -> torch.Tensor:
             "must end where only one does"
         )
     return crossing[0]
+
+
+class Duplicates:
+    """What each block holds of the `overlap` pieces before its own: the same weights, gradients apart."""
+
+    def __init__(self, pieces: Sequence[Piece], overlap: int) -> None:
+        self._pieces = pieces
+        # of each block: the number of a piece before its own -> name -> tensor in the same memory
+        self._held = [
+            {again: self._duplicate(pieces[again]) for again in range(max(0, index - overlap), index)}
+            for index in range(len(pieces))
+        ]
+
+    def _duplicate(self, piece: Piece) -> Dict[str, torch.Tensor]:
+        return {name: p.detach().requires_grad_(p.requires_grad) for name, p in piece.named_parameters()}
+
+    def run(self, index: int, again: int, value: Any, drawn: torch.Tensor) -> Any:
+        """Run piece `again`, as block `index` holds it, on what enters it; `drawn`: the random state from which the piece itself
+        drew."""
+        piece = self._pieces[again]
+        with buffers_restored(piece), drawing_from(drawn):  # the block that owns the layer moves its running statistics
+            return torch.func.functional_call(piece, self._held[index][again], (value,))
+
+    def average(self) -> None:
+        """Each layer's gradient becomes the mean over the blocks that hold it."""
+        for again, piece in enumerate(self._pieces):
+            duplicates = [held[again] for held in self._held if again in held]
+            for name, parameter in piece.named_parameters():
+                parameter.grad = average_gradients([parameter.grad, *(tensors[name].grad for tensors in duplicates)])
+                for tensors in duplicates:
+                    tensors[name].grad = None
+
+
+def average_gradients(gradients: Sequence[Optional[torch.Tensor]]) -> Optional[torch.Tensor]:
+    """The mean of a layer's gradients in the order of its blocks; a block that does not reach it counts as zero."""
+    given = [g for g in gradients if g is not None]
+    if not given or len(gradients) == 1:
+        return given[0] if given else None
+    total = given[0]
+    for g in given[1:]:
+        total = total + g
+    return total / len(gradients)
+
+
+def measure_footprint(model: nn.Module, part: Partition, loss: Loss, example: Tuple[Any, Any]) -> Footprint:
+    """As seen in one microbatch. Blocks with losses of their own take these where they are: only activations are handed on."""
+    blocks = get_blocks(model)
+    if blocks is None:
+        return footprint(model, part, loss, *example)
+    overlap, blocks.overlap = blocks.overlap, 0
+    found = footprint(model, part, loss, *example)
+    blocks.overlap = overlap
+    saved = found.saved_bytes
+    if overlap:  # the layer behind is on each block's device, too
+        saved = tuple(own + (saved[s - 1] if s else 0) for s, own in enumerate(saved))
+    sent = tuple(sum(t.bytes for t in crossing.tensors) for crossing in blocks.crossings)
+    return replace(found, saved_bytes=saved, boundary_bytes=sent)

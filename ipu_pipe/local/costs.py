@@ -8,15 +8,14 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.local import laws
-from ipu_pipe.local.blocks import Blocks, one_activation
-from ipu_pipe.local.laws import Flops, Law
-from ipu_pipe.local.structures import STRUCTURES
+from ipu_pipe.local import structures
+from ipu_pipe.local.blocks import Blocks, get_activation
+from ipu_pipe.local.structures import STRUCTURES, Flops, Law
 from ipu_pipe.model.probe import Loss
 
 LOSS_FLOPS = 5  # a class: softmax cross-entropy
 BACKPROPAGATION = "backpropagation"
-LAWS = {BACKPROPAGATION: laws.BACKPROPAGATION, **{name: row.law for name, row in STRUCTURES.items()}}
+LAWS = {BACKPROPAGATION: structures.BACKPROPAGATION, **{name: row.law for name, row in STRUCTURES.items()}}
 
 
 def per_example(method: str, costs: Flops, k: int = 1) -> float:
@@ -117,7 +116,7 @@ def counted(blocks: Blocks, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> Flo
         forward += own
         head = blocks.head(index)
         if head is not None:
-            activation = one_activation(value)
+            activation = get_activation(value)
             heads.append(flops(lambda: head(activation))[0])
     result = loss(value, y)
     trained = [p for p in blocks.model.parameters() if p.requires_grad]

@@ -6,6 +6,20 @@ The four of Laskin et al. 2020, Figure 2 and section 4, on a model of stages a b
     local_chunked        a b | c d              so many blocks, or blocks that begin at these names
     local_overlapping    a | a b | b c | c d    the stage before once more in each (ipu_pipe.local.duplicates)
     last_layers          (a b) | c d            the last stages the only block that trains
+
+The laws of what local-parallel training costs: total and sequential FLOPs (Laskin et al. 2020, appendix A).
+
+All laws go by four numbers of a model: f, forward FLOPs of a layer (the mean); x, of an auxiliary head with its loss; r, how many
+times its forward a backward costs; L, layers. K: blocks. A step costs its examples and 10 FLOPs a parameter for the optimizer.
+*Total* is all work; *sequential* the work that must follow one another when each example, and each block where blocks do not wait
+for one another, has a processor of its own.
+
+    method              an example                                     divided by
+    backpropagation     (1+r) (f L + x)                                batch
+    local_greedy        (1+r) (f + x) L                                batch L
+    local_overlapping   (f+x) L + (L-1) r (2 f + x) + r (f + x)        batch L
+    local_chunked       (1+r) (f L + K x)                              batch K
+    last_layers (k)     (f L + x) + r (k f + x)                        batch (L + k r) / (k (1 + r))
 """
 
 from __future__ import annotations
@@ -16,18 +30,56 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.local import laws
 from ipu_pipe.local.blocks import BlockedModel, Blocks
 from ipu_pipe.local.heads import MakeHead
-from ipu_pipe.local.laws import Law
 from ipu_pipe.model.cutting import pieces
 from ipu_pipe.model.merging import merge_stages
 from ipu_pipe.model.outputs import Take
 from ipu_pipe.model.stages import Partition, partition
 from ipu_pipe.schedule.methods import Structure
 
+OPTIMIZER_FLOPS = 10  # a parameter and step
+AVERAGING_FLOPS = 2  # a parameter and step, of duplicated layers
 
-class Staged(NamedTuple):
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of a model for one example: `forward` of a layer (mean), `auxiliary` of a head with its loss, `backward` as a
+    multiple of the forward; `layers`, `parameters` without auxiliary heads."""
+
+    forward: float
+    auxiliary: float
+    backward: float
+    layers: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Law:
+    """`example(costs, k)`: FLOPs of one example in one step; `parallel(costs, k)`: what the total is divided by beside the
+    batch; `update`: FLOPs a parameter and step. `k`: blocks of local_chunked, layers of last_layers."""
+
+    example: Callable[[Flops, int], float]
+    parallel: Callable[[Flops, int], float]
+    update: int = OPTIMIZER_FLOPS
+
+
+def _overlapping(c: Flops, k: int) -> float:
+    f, x, r, L = c.forward, c.auxiliary, c.backward, c.layers
+    return (f + x) * L + (L - 1) * r * (2 * f + x) + r * (f + x)
+
+
+BACKPROPAGATION = Law(lambda c, k: (1 + c.backward) * (c.forward * c.layers + c.auxiliary), lambda c, k: 1.0)
+GREEDY = Law(lambda c, k: (1 + c.backward) * (c.forward + c.auxiliary) * c.layers, lambda c, k: c.layers)
+OVERLAPPING = Law(_overlapping, lambda c, k: c.layers, OPTIMIZER_FLOPS + AVERAGING_FLOPS)
+CHUNKED = Law(lambda c, k: (1 + c.backward) * (c.forward * c.layers + k * c.auxiliary), lambda c, k: k)
+LAST = Law(
+    lambda c, k: (c.forward * c.layers + c.auxiliary) + c.backward * (k * c.forward + c.auxiliary),
+    lambda c, k: (c.layers + k * c.backward) / (k * (1 + c.backward)),
+)
+
+
+class StagedModel(NamedTuple):
     """What blocks are made of: a model, an input of it, its structure, the stages as the config says them; `one_stage`: why a
     weight lies in one of them."""
 
@@ -58,22 +110,22 @@ class Staged(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class BlockStructure:
     """One structure. `begins`: where the second and later blocks begin; raises BadInput. `asked_by`: the field of
     `schedule.methods.Structure` that asks for it; None: what is there where no field asks. `trains_last`: only the last block
     trains."""
 
-    begins: Callable[[Staged], List[str]]
+    begins: Callable[[StagedModel], List[str]]
     law: Law
     asked_by: Optional[str] = None
     trains_last: bool = False
 
 
-def _every_stage(staged: Staged) -> List[str]:
+def _every_stage(staged: StagedModel) -> List[str]:
     return staged.partition().begin_names()
 
 
-def _chunks(staged: Staged) -> List[str]:
+def _chunks(staged: StagedModel) -> List[str]:
     wanted = staged.structure.blocks
     if isinstance(wanted, tuple):
         # refuses unknown names and a wrong order
@@ -88,7 +140,7 @@ def _chunks(staged: Staged) -> List[str]:
         raise BadInput([fault.replace(f"stages: {len(part)}:", key) for fault in error.faults]) from None
 
 
-def _last_stages(staged: Staged) -> List[str]:
+def _last_stages(staged: StagedModel) -> List[str]:
     layers = staged.structure.layers
     assert layers is not None
     part = staged.partition()
@@ -98,15 +150,15 @@ def _last_stages(staged: Staged) -> List[str]:
     return begins[-layers:][:1] if layers < len(part) else []
 
 
-STRUCTURES: Dict[str, Row] = {
-    "local_greedy": Row(_every_stage, laws.GREEDY),
-    "local_overlapping": Row(_every_stage, laws.OVERLAPPING, "overlap"),
-    "local_chunked": Row(_chunks, laws.CHUNKED, "blocks"),
-    "last_layers": Row(_last_stages, laws.LAST, "layers", trains_last=True),
+STRUCTURES: Dict[str, BlockStructure] = {
+    "local_greedy": BlockStructure(_every_stage, GREEDY),
+    "local_overlapping": BlockStructure(_every_stage, OVERLAPPING, "overlap"),
+    "local_chunked": BlockStructure(_chunks, CHUNKED, "blocks"),
+    "last_layers": BlockStructure(_last_stages, LAST, "layers", trains_last=True),
 }
 
 
-def row_of(structure: Structure) -> Row:
+def find_structure(structure: Structure) -> BlockStructure:
     """The row that a structure asks for."""
     rows = list(STRUCTURES.values())
     asked = [row for row in rows if row.asked_by is not None and getattr(structure, row.asked_by)]
@@ -120,8 +172,8 @@ def make_blocks(
     """A model in blocks by a method's structure, and the partition with a block a stage. `stages`: as the config says them;
     `count`: how many blocks there must be (processes); `one_stage`: as `model.stages.partition`; `take`: what the loss is of in
     the model's output. Raises BadInput."""
-    row = row_of(structure)
-    begins = row.begins(Staged(model, x, structure, stages, one_stage))
+    row = find_structure(structure)
+    begins = row.begins(StagedModel(model, x, structure, stages, one_stage))
     if count is not None and len(begins) + 1 != count:
         raise BadInput(
             f"stages: {len(begins) + 1} blocks, each in a process of its own: start as many for each replica, not {count}"

@@ -22,7 +22,7 @@ from ipu_pipe.job.ipu.placement import placement_faults
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import GIVEN
-from ipu_pipe.local.blocks import SumOfLosses, blocks_of
+from ipu_pipe.local.blocks import SumOfLosses, get_blocks
 from ipu_pipe.model.nests import few, sample_count, size
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
@@ -194,7 +194,7 @@ def own_cut(job: Job) -> OwnCut:
         raise BadInput("stages: single weights are spread over them: the planner predicts stages of whole modules")
     hardware = hardware.with_devices(max(hardware.devices, depth * config.replicas))
     begins = job.part.begin_names()
-    made = blocks_of(job.model)
+    made = get_blocks(job.model)
     model = job.model if made is None else made.model
     loss = job.loss.each if isinstance(job.loss, SumOfLosses) else job.loss
     units = count_units(model, few(x, FEW), begins, loss, few(y, FEW)).units

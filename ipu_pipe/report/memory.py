@@ -14,7 +14,7 @@ from ipu_pipe.hardware.times import MOMENTS
 from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import placement
 from ipu_pipe.job.record import Job
-from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.nests import size
 from ipu_pipe.schedule import figures
 from ipu_pipe.schedule.copies import weight_copies
@@ -92,7 +92,7 @@ def _in_flight(job: Job) -> IntArray:
 
 def _behind_bytes(job: Job) -> List[int]:
     """Weights of the layer behind that each stage's device holds too, where blocks share layers."""
-    blocks = blocks_of(job.model)
+    blocks = get_blocks(job.model)
     if blocks is None or not blocks.overlap:
         return [0] * len(job.part)
     own = [sum(p.numel() * p.element_size() for p in piece.parameters()) for piece in blocks.pieces]

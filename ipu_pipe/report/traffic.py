@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Dict, List, Mapping, Tuple
 
 from ipu_pipe.job.record import Job
-from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.local.blocks import get_blocks
 
 
 def links(job: Job) -> List[Dict[str, int]]:
@@ -47,7 +47,7 @@ def _tied(job: Job) -> Dict[Tuple[int, int], Tuple[int, int]]:
 
 def shared_links(job: Job) -> List[Dict[str, int]]:
     """Gradients of shared layers that neighbours exchange in an update, as planned; none without an overlap."""
-    blocks = blocks_of(job.model)
+    blocks = get_blocks(job.model)
     if blocks is None or not blocks.overlap:
         return []
     entries, messages = [], job.schedule.update_count

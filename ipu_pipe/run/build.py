@@ -22,8 +22,7 @@ from ipu_pipe.job.metrics import metrics_of
 from ipu_pipe.job.record import DTYPES, Begun, Job, Setup, drains_of, rate_of
 from ipu_pipe.job.schema import Config
 from ipu_pipe.job.sections import OWN, Description, Given, InitFrom
-from ipu_pipe.local.blocks import SumOfLosses, blocks_of
-from ipu_pipe.local.footprint import footprint_of
+from ipu_pipe.local.blocks import SumOfLosses, get_blocks, measure_footprint
 from ipu_pipe.model.masters import Masters
 from ipu_pipe.model.nests import copied
 from ipu_pipe.model.outputs import OwnLoss, plain
@@ -227,7 +226,7 @@ def _assemble(
         segment_ends(len(part), method.segments)  # refuses more than there are stages
     groups = trained(parameter_groups(model, part, config.optimizer.no_decay), setup.numbers.trained)
     held = groups if own is None else stage_groups(groups, own)
-    blocks = blocks_of(model)
+    blocks = get_blocks(model)
     if own and blocks is not None and blocks.overlap:  # this process's duplicate of the stage before
         shared = {id(p) for p in blocks.pieces[own - 1].parameters()}
         held = [*held, *only(stage_groups(groups, own - 1), shared)]
@@ -244,7 +243,7 @@ def _assemble(
     job = Job(
         config, model, chosen_loss, data, device, setup.numbers, part, method, schedule, table, groups, made,
         _rules(config, args, table, made, base, updates, per_epoch, switch, played, setup.numbers.masters),
-        base, per_epoch, updates, example, footprint_of(model, part, chosen_loss, example), placed.note, done, used,
+        base, per_epoch, updates, example, measure_footprint(model, part, chosen_loss, example), placed.note, done, used,
     )  # fmt: skip
     job.begun = setup.begun
     job.label_range, job.device_kind, job.pins_memory = setup.label_range, setup.device_kind, setup.pins_memory

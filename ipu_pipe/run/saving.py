@@ -12,7 +12,7 @@ from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.comparing import dump
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
-from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.plan.of_config import predicted_rate
 from ipu_pipe.report.executed import write_trace
 from ipu_pipe.report.memory import memory_record
@@ -129,7 +129,7 @@ def restore_best(job: Job, out: Path, step: int, newest: int, say: Callable[[str
     if are_joined() and not job.numbers.is_given:  # each process has its stage's, and no one the model
         say(f"the best weights are those of step {step}: {path}")
         return
-    weights, blocks = run_on_main(lambda: checkpoint.read_weights(path)), blocks_of(job.model)
+    weights, blocks = run_on_main(lambda: checkpoint.read_weights(path)), get_blocks(job.model)
     with job.numbers.whole(loads=True):
         checkpoint.load_weights(
             job.model if blocks is None else blocks.model, weights, str(path)

@@ -1,8 +1,7 @@
-"""Theory of delayed updates on a quadratic: which steps are stable, how fast errors shrink, what bounds say. Numbers only,
-no torch.
+"""The theory of delayed updates on a quadratic: numbers only, no torch.
 
-recurrences   the papers' rules as records                        simulation   their updates, one after another
-loops         a record's characteristic equation                  roots        its root radii, stable steps
-half_lives    how fast errors shrink over condition numbers       bounds       of randomized PipeDream and LocalSGD
-advice        of a run's stages: the largest stable rates, and what would raise them
+recurrences   a rule of the papers as a record of numbers, and the same rule simulated update by update
+roots         the characteristic equation of a recurrence: its root radius, its stable steps, its half-lives
+advice        the stages of a run: the largest stable learning rate of each, and the changes that would raise it
+bounds        the convergence bounds of randomized PipeDream and LocalSGD
 """

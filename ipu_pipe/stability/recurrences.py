@@ -1,31 +1,38 @@
-"""Gradient descent with old weights on a quadratic, as a record of numbers; the papers' rules are such records.
+"""Gradient descent with stale weights on a quadratic, as a record of numbers. The rules of the papers are such records.
 
-Along one direction of a loss, of curvature h, an update is
+Along one direction of a loss, of curvature h, one update is
 
-    g      = sum over the reads of their sensitivity times what they see         (sensitivities add up to h)
+    g      = sum over the reads of sensitivity * (the weight that the read sees)      (the sensitivities add up to h)
     v     <- m v + g
     w     <- w - step (a v + b g)
     delta <- gamma delta + (1 - gamma) (w_{t+1} - w_t)
 
-and a read that is D updates old sees, all of them as they were then, one of
+A read with a delay of D updates sees, all taken at t - D, one of
 
     w        w + T (w_t - w_{t-1})        w - step T v        w - n delta
 
-Of several stages each has such a record for its part of the direction, `share` of it (they add up to 1): the reads of all
-make one gradient, of which each stage gets its share, and steps by `rate` times the step. `ipu_pipe.stability.simulation`
-carries the updates out; `ipu_pipe.stability.loops` has the equation whose roots tell what becomes of them.
+When a direction is spread over several stages, each stage has its own record and a `share` of the direction (the shares add up to
+1). The reads of all stages make one gradient; each stage gets its share of it and steps by `rate` times the step.
 
-Sources: PipeMare (Yang et al. 2021), sections 3 and appendices B, D; Kosson et al. 2021, sections 3.2 to 3.5 and appendix D.
+Sources: PipeMare (Yang et al. 2021), section 3 and appendices B and D; Kosson et al. 2021, sections 3.2 to 3.5 and appendix D.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple, Optional, Tuple
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-class Read(NamedTuple):
-    """What a gradient takes from weights that are `delay` updates old: `sensitivity` times them, predicted over `horizon`
-    updates (by the velocity, or by the last step), or corrected by `correction` times delta."""
+Floats = NDArray[np.float64]
+
+
+class DelayedRead(NamedTuple):
+    """One read of the weight, `delay` updates old, that enters the gradient `sensitivity` times.
+
+    The weight is predicted over `horizon` updates (from the velocity if `by_velocity`, else from the last update), or
+    corrected by `correction` times delta.
+    """
 
     sensitivity: float
     delay: int
@@ -35,10 +42,10 @@ class Read(NamedTuple):
 
 
 class Recurrence(NamedTuple):
-    """One stage's updates along a direction: m, a, b and gamma as in the module's head."""
+    """The updates of one stage along one direction; the letters are those of the module's docstring."""
 
-    reads: Tuple[Read, ...]
-    momentum: float = 0.0
+    reads: Tuple[DelayedRead, ...]
+    momentum: float = 0.0  # m
     velocity: float = 1.0  # a
     gradient: float = 0.0  # b
     decay: float = 0.0  # gamma
@@ -46,19 +53,21 @@ class Recurrence(NamedTuple):
     rate: float = 1.0
 
 
-def spike(momentum: float, delay: float) -> Tuple[float, float]:
-    """(a, b) of spike compensation SC_D: m^D, (1 - m^D) / (1 - m) (Kosson et al. 2021, equation 14)."""
+def compute_spike_coefficients(momentum: float, delay: float) -> Tuple[float, float]:
+    """Return (a, b) of spike compensation SC_D: m^D and (1 - m^D) / (1 - m) (Kosson et al. 2021, equation 14)."""
     decayed = momentum**delay
     return decayed, (1 - decayed) / (1 - momentum)
 
 
-def discrepancy_decay(decay: Optional[float], delay: float) -> float:
-    """gamma of T2 for a difference of `delay` updates: decay^(1/delay), or, for None, 1 - 2/(delay + 1), the optimum on a
-    quadratic (PipeMare, section 3.2 and equation 14)."""
+def compute_discrepancy_decay(decay: Optional[float], delay: float) -> float:
+    """Return gamma of T2 for forward and backward weights that are `delay` updates apart.
+
+    It is decay^(1/delay), or for None the optimum on a quadratic, 1 - 2/(delay + 1) (PipeMare, section 3.2 and equation 14).
+    """
     return 1 - 2 / (delay + 1) if decay is None else float(decay) ** (1 / delay)
 
 
-def pipelined(
+def make_delayed_sgd(
     delay: int,
     momentum: float = 0.0,
     spike: Tuple[float, float] = (1.0, 0.0),
@@ -66,13 +75,15 @@ def pipelined(
     by_velocity: bool = False,
     curvature: float = 1.0,
 ) -> Recurrence:
-    """SGD with momentum and a delay: GDM; with `spike` (a, b) GSC; with `horizon` T LWP; with both their combination, LWP_w
-    + GSC or, `by_velocity`, LWP_v + GSC (Kosson et al. 2021, equations 28 to 31). Without momentum PipeMare's plain model
-    (equation 1)."""
-    return Recurrence((Read(curvature, delay, horizon, by_velocity),), momentum, *spike)
+    """Return SGD with momentum whose gradient is `delay` updates old (Kosson et al. 2021, equations 28 to 31).
+
+    With the defaults this is GDM; `spike` (a, b) makes it GSC, `horizon` T makes it LWP, both make it LWP_w + GSC or, with
+    `by_velocity`, LWP_v + GSC. Without momentum it is PipeMare's plain model (its equation 1).
+    """
+    return Recurrence((DelayedRead(curvature, delay, horizon, by_velocity),), momentum, *spike)
 
 
-def pipemare(
+def make_pipemare(
     forward: int,
     backward: int = 0,
     discrepancy: float = 0.0,
@@ -81,13 +92,88 @@ def pipemare(
     curvature: float = 1.0,
     momentum: float = 0.0,
 ) -> Recurrence:
-    """PipeMare's model of passes that read different weights (equation 5): (curvature + Delta) of the `forward` delay,
-    -Delta of the `backward` delay. `recompute` (delay, Phi): -(Delta - Phi) of the backward's, -Phi of the recomputation's
-    (appendix D.1). `decay` gamma: of T2, which corrects both; None: without."""
-    middle, phi = recompute if recompute is not None else (backward, 0.0)
+    """Return PipeMare's model of a forward and a backward that read different weights (equation 5).
 
-    def corrected(sensitivity: float, delay: int) -> Read:
-        return Read(sensitivity, delay, correction=0.0 if decay is None else forward - delay)
+    The read with the `forward` delay has the sensitivity curvature + Delta (`discrepancy`), the one with the `backward` delay
+    -Delta. With `recompute` = (delay, Phi) the backward has -(Delta - Phi) and the recomputation -Phi (appendix D.1). With
+    `decay` (gamma) T2 corrects the last two; None leaves T2 out.
+    """
+    recompute_delay, phi = recompute if recompute is not None else (backward, 0.0)
 
-    reads = [Read(curvature + discrepancy, forward), corrected(phi - discrepancy, backward), corrected(-phi, middle)]
+    def correct(sensitivity: float, delay: int) -> DelayedRead:
+        return DelayedRead(sensitivity, delay, correction=0.0 if decay is None else forward - delay)
+
+    reads = [
+        DelayedRead(curvature + discrepancy, forward),
+        correct(phi - discrepancy, backward),
+        correct(-phi, recompute_delay),
+    ]
     return Recurrence(tuple(read for read in reads if read.sensitivity), momentum, decay=decay or 0.0)
+
+
+# ---- the same updates carried out one by one: the characteristic equation is checked against this
+
+
+def simulate(
+    *stages: Recurrence, steps: ArrayLike, updates: int, start: float = 1.0, noise: Optional[Floats] = None
+) -> Floats:
+    """Return w after each update, shape (updates + 1, *steps.shape); for several stages the sum of theirs.
+
+    Before the first update everything is at rest at `start`. `noise`, shape (updates, ...), is subtracted from the gradients
+    (PipeMare's eta). Overflow shows as infinity or not-a-number.
+    """
+    step = np.asarray(steps, np.float64)
+    weights = [[np.full(step.shape, start * stage.share)] for stage in stages]
+    velocities = [[np.zeros(step.shape)] for _ in stages]
+    deltas = [[np.zeros(step.shape)] for _ in stages]
+
+    def read_weight(stage: int, read: DelayedRead, t: int) -> Floats:
+        w = weights[stage]
+        at = max(t - read.delay, 0)
+        if read.horizon and read.by_velocity:
+            return w[at] - step * stages[stage].rate * read.horizon * velocities[stage][at]
+        if read.horizon:
+            return w[at] + read.horizon * (w[at] - w[max(at - 1, 0)])
+        return w[at] - read.correction * deltas[stage][at]
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        for t in range(updates):
+            gradient = np.zeros(step.shape)
+            for s, stage in enumerate(stages):
+                for read in stage.reads:
+                    gradient = gradient + read.sensitivity * read_weight(s, read, t)
+            if noise is not None:
+                gradient = gradient - noise[t]
+            for s, stage in enumerate(stages):
+                g = stage.share * gradient
+                v = stage.momentum * velocities[s][t] + g
+                w = weights[s][t] - step * stage.rate * (stage.velocity * v + stage.gradient * g)
+                delta = stage.decay * deltas[s][t] + (1 - stage.decay) * (w - weights[s][t])
+                velocities[s].append(v)
+                weights[s].append(w)
+                deltas[s].append(delta)
+        return np.sum([np.stack(w) for w in weights], axis=0)
+
+
+def measure_growth(path: Floats, window: int) -> Floats:
+    """Return the factor per update by which a simulated w, shape (updates + 1, ...), grew over its last two windows.
+
+    It is nearly the root radius; infinity where w overflowed, 0 where it vanished.
+    """
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        last, previous = (np.abs(path[-window:]).max(axis=0), np.abs(path[-2 * window : -window]).max(axis=0))
+        factor = (last / previous) ** (1 / window)
+    return np.where(np.isfinite(last), np.where(previous > 0, factor, 0.0), np.inf)
+
+
+def compute_impulse_response(stage: Recurrence, times: int) -> Floats:
+    """Return what a gradient of 1, computed at time 0, adds to the update at each of `times` times, for a step of 1.
+
+    It arrives after the delay of the first read (Kosson et al. 2021, Figure 3).
+    """
+    v, response = 0.0, []
+    for t in range(times):
+        g = 1.0 if t == stage.reads[0].delay else 0.0
+        v = stage.momentum * v + g
+        response.append(stage.velocity * v + stage.gradient * g)
+    return np.array(response)

@@ -1,33 +1,137 @@
-"""Root radii, and the steps for which all roots lie inside a circle.
+"""The characteristic equation of a recurrence, 1 + step L(z) = 0: root radii, stable steps and half-lives.
 
-Roots move with the step, and enter or leave the circle |z| = r only where 1 + step L(z) = 0 on it: where L is real and below
-zero. As z goes round the upper half of the circle, each place where the imaginary part of L changes its sign is such a
-crossing, of the step -1 / L; if it goes from below to above, a pair of roots leaves the circle as the step grows through
-that value, else one comes back in. (At the ends, z = r and z = -r, it is a single root.) Counting from the roots for a step
-of 0 one knows for every step how many lie outside. So the steps are exact, to rounding, without a search and also where
-stability is not monotone; what is not seen are two crossings between neighbouring points of the grid of angles, 16 in each
-half turn of z^delay and 30 a decade towards z = 1.
+Solutions grow as z^t, so a step is stable if all roots lie inside the unit circle. With W and V the transforms of w and v,
+v_{t+1} = z V = z G / (z - m) and delta = (1 - gamma) (z - 1) / (z - gamma) W, so that each read adds to the loop gain L,
+times the share and the rate of its stage,
+
+    sensitivity z^-D (a z + b (z - m)) / ((z - 1) (z - m))       for a plain read
+      the same times 1 + T (1 - 1/z)                             predicted from the last update
+      the same times 1 - n (1 - gamma) (z - 1) / (z - gamma)     corrected by delta
+      the plain term, and sensitivity z^-D T / (z - m)           predicted from the velocity
+
+The step is a factor of L. Multiplied by the denominators the equation is the papers' characteristic polynomial, fixed(z) + step
+per_step(z).
+
+Roots move with the step, and enter or leave the circle |z| = r only where 1 + step L(z) = 0 on it: where L is real and negative.
+As z goes round the upper half of the circle, each place where the imaginary part of L changes sign is such a crossing, at
+the step -1 / L. From negative to positive a pair of roots leaves the circle as the step grows through that value, otherwise
+a pair comes back. (At the ends, z = r and z = -r, it is a single root.) Counting from the roots of step 0 gives the number
+of roots outside for every step. So the stable steps are exact, to rounding, without a search and also where stability is not
+monotone. Only two crossings between neighbouring grid angles are missed; the grid has 16 angles in each half turn of z^delay
+and 30 a decade towards z = 1.
 """
 
 from __future__ import annotations
 
-from typing import List, Tuple
+from collections import Counter
+from dataclasses import dataclass
+from typing import Callable, Iterator, List, NamedTuple, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.stability.loops import Floats, Loop
+from ipu_pipe.stability.recurrences import DelayedRead, Floats, Recurrence
 
+Complexes = NDArray[np.complex128]
 Interval = Tuple[float, float]
-HALVINGS = 48  # of an angle's bracket, a few hundredths of the angle wide
+HALVINGS = 48  # of an angle's bracket, which is a few hundredths of the angle wide
 
 
-def root_radius(loop: Loop, steps: Floats) -> Floats:
-    """The greatest magnitude of a root for each step, shape as `steps`: below 1 stable. By the companion matrix's
-    eigenvalues."""
+class Term(NamedTuple):
+    """The fraction numerator(z) z^-delay / product of (z - pole); coefficients from the highest power down."""
+
+    numerator: Tuple[float, ...]
+    delay: int
+    poles: Tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class LoopGain:
+    """L(z), as a sum of terms."""
+
+    terms: Tuple[Term, ...]
+
+    @property
+    def poles(self) -> Tuple[float, ...]:
+        """All poles, each as often as in the term that has it most often: the roots for step 0, except those at z = 0."""
+        most: Counter[float] = Counter()
+        for term in self.terms:
+            most |= Counter(term.poles)
+        return tuple(most.elements())
+
+    @property
+    def delay(self) -> int:
+        """The longest delay of a term."""
+        return max(term.delay for term in self.terms)
+
+    def evaluate(self, radius: Floats, angle: Floats) -> Complexes:
+        """Return L at z = radius e^(i angle).
+
+        It is computed from z - 1 without cancellation, because for long delays all crossings lie close to z = 1.
+        """
+        radius, angle = np.broadcast_arrays(radius, angle)
+        half = np.sin(angle / 2)
+        less_one = radius - 1 - 2 * radius * half * half + 1j * radius * np.sin(angle)  # z - 1
+        total = np.zeros(angle.shape, np.complex128)
+        logs = np.log(radius)
+        for term in self.terms:
+            value = np.polyval(term.numerator, 1 + less_one) * np.exp(-term.delay * (logs + 1j * angle))
+            for pole in term.poles:
+                value = value / (less_one + (1 - pole))
+            total += value
+        return total
+
+    def expand_polynomial(self) -> Tuple[Floats, Floats]:
+        """Return (fixed, per_step): coefficients from the highest power down, of equal length, without common roots at 0."""
+        poles, longest = Counter(self.poles), self.delay
+        fixed = np.append(np.poly(sorted(poles.elements())), np.zeros(longest))
+        per_step = np.zeros_like(fixed)
+        for term in self.terms:
+            missing = np.poly(sorted((poles - Counter(term.poles)).elements()))
+            expanded = np.append(np.polymul(term.numerator, missing), np.zeros(longest - term.delay))
+            per_step[len(per_step) - len(expanded) :] += expanded
+        while fixed[-1] == per_step[-1] == 0:
+            fixed, per_step = fixed[:-1], per_step[:-1]
+        return fixed, per_step
+
+
+def derive_loop_gain(*stages: Recurrence) -> LoopGain:
+    """Return L of a recurrence, or of the stages that share a direction; terms of equal form and delay are added up."""
+    size_by_term: Counter[Tuple[Tuple[float, ...], int, Tuple[float, ...]]] = Counter()
+    for stage in stages:
+        for read in stage.reads:
+            for size, term in _derive_terms(stage, read):
+                size_by_term[term] += size * stage.share * stage.rate * read.sensitivity  # type: ignore[assignment]
+    terms = [Term(tuple(size * c for c in form), delay, poles) for (form, delay, poles), size in size_by_term.items()]
+    return LoopGain(tuple(term for term in terms if any(term.numerator)))
+
+
+def _derive_terms(stage: Recurrence, read: DelayedRead) -> Iterator[Tuple[float, Term]]:
+    """Yield (factor, term) of what a read of sensitivity 1 adds to L."""
+    m, horizon, n = stage.momentum, read.horizon, read.correction
+    step = (stage.velocity + stage.gradient, -stage.gradient * m)  # a z + b (z - m)
+    if horizon and not read.by_velocity:
+        predicted = tuple(np.polymul(step, (1 + horizon, -horizon)).tolist())
+        yield 1.0, Term(predicted, read.delay + 1, (1.0, m))
+    else:
+        yield 1.0, Term(step, read.delay, (1.0, m))
+    if horizon and read.by_velocity:
+        yield horizon, Term((1.0,), read.delay, (m,))
+    if n:
+        yield -n * (1 - stage.decay), Term(step, read.delay, (m, stage.decay))
+
+
+# ---- stable steps
+
+
+def compute_root_radius(loop: LoopGain, steps: Floats) -> Floats:
+    """Return the greatest magnitude of a root for each step, shape as `steps`: below 1 is stable.
+
+    The roots are the eigenvalues of the companion matrix.
+    """
     steps = np.asarray(steps, np.float64)
-    fixed, per_step = loop.polynomial()
-    coefficients = fixed + steps.reshape(-1, 1) * per_step  # (n, degree + 1); the first is 1
+    fixed, per_step = loop.expand_polynomial()
+    coefficients = fixed + steps.reshape(-1, 1) * per_step  # (n, degree + 1); the first column is 1
     degree = len(fixed) - 1
     companion = np.zeros((len(coefficients), degree, degree))
     companion[:, 0] = -coefficients[:, 1:] / coefficients[:, :1]
@@ -35,73 +139,147 @@ def root_radius(loop: Loop, steps: Floats) -> Floats:
     return np.asarray(np.abs(np.linalg.eigvals(companion)).max(axis=1).reshape(steps.shape))
 
 
-def stable_steps(loop: Loop) -> List[Interval]:
-    """All stable steps above 0, as open intervals in order."""
-    return steps_within(loop, np.ones(1))[0]
+def find_stable_steps(loop: LoopGain) -> List[Interval]:
+    """Return all stable steps above 0, as open intervals in order."""
+    return find_steps_within(loop, np.ones(1))[0]
 
 
-def largest_stable_step(loop: Loop) -> float:
-    """The end of the stable steps that begin at 0: with curvatures of all sizes up to the greatest, smaller steps stand for
-    smaller curvatures, so that these must be stable, too. 0 where small steps are not; infinity where all are."""
-    found = stable_steps(loop)
-    return found[0][1] if found and found[0][0] == 0 else 0.0
+def find_largest_stable_step(loop: LoopGain) -> float:
+    """Return the end of the stable interval that begins at 0; 0 if small steps are unstable, infinity if all are stable.
+
+    Steps beyond a gap do not count: a flatter direction sees a smaller step, which must be stable as well.
+    """
+    intervals = find_stable_steps(loop)
+    return intervals[0][1] if intervals and intervals[0][0] == 0 else 0.0
 
 
-def steps_within(loop: Loop, radii: Floats) -> List[List[Interval]]:
-    """For each radius the steps above 0, as open intervals in order, for which all roots lie inside its circle."""
-    angles = _angles(loop.delay)
-    side = loop.gain(radii[:, None], angles).imag
-    rows, steps, changes = _crossings(loop, radii, angles, side)
-    found = []
+def find_steps_within(loop: LoopGain, radii: Floats) -> List[List[Interval]]:
+    """Return for each radius the steps above 0, as open intervals in order, for which all roots lie inside its circle."""
+    angles = _make_angles(loop.delay)
+    imaginary = loop.evaluate(radii[:, None], angles).imag
+    rows, steps, changes = _find_crossings(loop, radii, angles, imaginary)
+    intervals_by_radius = []
     for row, radius in enumerate(radii):
-        own = rows == row
-        order = np.argsort(steps[own], kind="stable")
-        marks = [0.0, *steps[own][order].tolist(), np.inf]
-        outside = _outside_at_first(loop, float(radius), side[row, 0]) + np.cumsum(np.append(0, changes[own][order]))
-        found.append(_joined([(a, b) for a, b, n in zip(marks, marks[1:], outside) if n == 0 and b > a]))
-    return found
+        here = rows == row
+        order = np.argsort(steps[here], kind="stable")
+        marks = [0.0, *steps[here][order].tolist(), np.inf]
+        at_zero = _count_outside_at_zero(loop, float(radius), imaginary[row, 0])
+        outside = at_zero + np.cumsum(np.append(0, changes[here][order]))
+        intervals_by_radius.append(_join([(a, b) for a, b, n in zip(marks, marks[1:], outside) if n == 0 and b > a]))
+    return intervals_by_radius
 
 
-def _angles(delay: int) -> Floats:
+def _make_angles(delay: int) -> Floats:
     towards_one = np.geomspace(1e-9, 1, 271)
     return np.unique(np.concatenate([towards_one, np.linspace(0, np.pi, 16 * (delay + 4) + 1)[1:-1]]))
 
 
-def _outside_at_first(loop: Loop, radius: float, side: float) -> int:
-    """How many roots lie outside for a step just above 0: the poles, that at 1 on the unit circle by which way it leaves."""
-    return sum(abs(p) > radius or (p == radius and side > 0) for p in loop.poles)
+def _count_outside_at_zero(loop: LoopGain, radius: float, imaginary: float) -> int:
+    """Count the roots outside the circle for a step just above 0.
+
+    They start at the poles. The pole at 1 lies on the unit circle itself: `imaginary`, of L at the first angle, says which
+    way its root moves.
+    """
+    return sum(abs(p) > radius or (p == radius and imaginary > 0) for p in loop.poles)
 
 
-def _crossings(
-    loop: Loop, radii: Floats, angles: Floats, side: Floats
+def _find_crossings(
+    loop: LoopGain, radii: Floats, angles: Floats, imaginary: Floats
 ) -> Tuple[NDArray[np.intp], Floats, NDArray[np.int64]]:
-    """(row, step, change of the number of roots outside) of each crossing at a step above 0."""
-    above = side > 0
+    """Return (row, step, change of the number of roots outside) of each crossing at a step above 0."""
+    above = imaginary > 0
     rows, places = np.nonzero(above[:, 1:] != above[:, :-1])
     low, high, radius, was = angles[places], angles[places + 1], radii[rows], above[rows, places]
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        same = (loop.gain(radius, middle).imag > 0) == was
+        same = (loop.evaluate(radius, middle).imag > 0) == was
         low, high = np.where(same, middle, low), np.where(same, high, middle)
-    gains = [loop.gain(radius, (low + high) / 2).real]
+    gains = [loop.evaluate(radius, (low + high) / 2).real]
     changes = [np.where(was, -2, 2)]
     every = np.arange(len(radii))
     for angle, leaves in ((0.0, above[:, 0]), (np.pi, ~above[:, -1])):
         with np.errstate(divide="ignore", invalid="ignore"):
-            at = loop.gain(radii, np.full(len(radii), angle)).real
-        gains.append(np.where(np.isfinite(at), at, 1.0))  # at a pole no root crosses
+            at = loop.evaluate(radii, np.full(len(radii), angle)).real
+        gains.append(np.where(np.isfinite(at), at, 1.0))  # no root crosses at a pole
         changes.append(np.where(leaves, 1, -1))
     rows, gain, change = np.concatenate([rows, every, every]), np.concatenate(gains), np.concatenate(changes)
     real = gain < 0
     return rows[real], -1 / gain[real], change[real]
 
 
-def _joined(intervals: List[Interval]) -> List[Interval]:
-    """Intervals that touch are one: nothing has crossed between them."""
-    found: List[Interval] = []
+def _join(intervals: List[Interval]) -> List[Interval]:
+    """Merge intervals that touch: nothing crosses between them."""
+    joined: List[Interval] = []
     for low, high in intervals:
-        if found and found[-1][1] == low:
-            found[-1] = (found[-1][0], high)
+        if joined and joined[-1][1] == low:
+            joined[-1] = (joined[-1][0], high)
         else:
-            found.append((low, high))
-    return found
+            joined.append((low, high))
+    return joined
+
+
+# ---- half-lives over a range of curvatures (Kosson et al. 2021, section 3.5)
+#
+# With curvatures from the greatest down to a kappa-th of it, the error along each direction shrinks by its own root radius
+# and the slowest counts: with one learning rate, the worst over the steps [k / kappa, k] (k: rate times greatest curvature).
+# The least such radius is the least circle that holds all roots for some range of steps whose ends are a factor of kappa
+# apart.
+
+LEAST, MOST = 1e-8, 1 - 1e-4  # of 1 - radius: half-lives from 0.08 to 7e7 updates
+POINTS, ROUNDS = 16, 4
+
+
+def compute_half_life(radius: Floats) -> Floats:
+    """Return -ln 2 / ln radius, in updates."""
+    return -np.log(2) / np.log(radius)
+
+
+def find_widest_ranges(loop: LoopGain, radii: Floats) -> Floats:
+    """Return for each radius the greatest condition number for which some rate keeps all roots inside; 0 if none does."""
+    return np.array(
+        [max((high / low for low, high in intervals), default=0.0) for intervals in find_steps_within(loop, radii)]
+    )
+
+
+def find_least_half_life(loop: LoopGain, condition: float) -> float:
+    """Return the half-life with the best rate for a condition number, to three digits.
+
+    It is infinite where no radius up to 1 - 1e-8 holds all roots.
+    """
+    low, high = np.log(LEAST), np.log(MOST)  # of 1 - radius; `low` always fits
+    if find_widest_ranges(loop, np.array([1 - LEAST]))[0] < condition:
+        return np.inf
+    for _ in range(ROUNDS):
+        margins = np.linspace(low, high, POINTS)
+        fits = find_widest_ranges(loop, 1 - np.exp(margins)) >= condition
+        best = int(np.nonzero(fits)[0].max(initial=0))
+        low, high = margins[best], margins[min(best + 1, POINTS - 1)]
+    return float(compute_half_life(1 - np.exp(low)))
+
+
+def find_least_half_lives(loop: LoopGain, conditions: Floats, points: int = 128) -> Floats:
+    """Return the least half-life for many condition numbers at once, from a ladder of `points` radii.
+
+    The ladder's steps make the results up to 16 % too large (with 128 points).
+    """
+    radii = 1 - np.geomspace(MOST, LEAST, points)
+    widest = np.maximum.accumulate(find_widest_ranges(loop, radii))
+    places = np.searchsorted(widest, conditions)
+    return np.append(compute_half_life(radii), np.inf)[places]
+
+
+def find_best_momentum(make: Callable[[float], LoopGain], condition: float) -> Tuple[float, float]:
+    """Return (half-life, momentum) of the best momentum in [0, 1 - 1e-6]; `make` maps a momentum to its loop gain.
+
+    Of 25 momenta evenly spaced in log(1 - m) the best is taken, then three times of 7 around the best so far.
+    """
+    rest = np.linspace(0, np.log(1e-6), 25)  # of 1 - m
+    tried = {}
+    for _ in range(4):
+        for value in rest:
+            if value not in tried:
+                tried[value] = find_least_half_life(make(1 - float(np.exp(value))), condition)
+        best = min(tried, key=lambda value: tried[value])
+        width = abs(rest[1] - rest[0])
+        rest = np.clip(np.linspace(best - width, best + width, 7), np.log(1e-6), 0)
+    return tried[best], 1 - float(np.exp(best))

@@ -14,11 +14,25 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ipu_pipe.stability.half_lives import best_momentum, least_half_life, least_half_lives
-from ipu_pipe.stability.loops import Floats, Loop, loop_of
-from ipu_pipe.stability.recurrences import Recurrence, discrepancy_decay, pipelined, pipemare, spike
-from ipu_pipe.stability.roots import largest_stable_step, root_radius
-from ipu_pipe.stability.simulation import impulse_response, simulate
+from ipu_pipe.stability.recurrences import (
+    Recurrence,
+    compute_discrepancy_decay,
+    compute_impulse_response,
+    compute_spike_coefficients,
+    make_delayed_sgd,
+    make_pipemare,
+    simulate,
+)
+from ipu_pipe.stability.roots import (
+    Floats,
+    LoopGain,
+    compute_root_radius,
+    derive_loop_gain,
+    find_best_momentum,
+    find_largest_stable_step,
+    find_least_half_life,
+    find_least_half_lives,
+)
 from ipu_pipe.studies.delayed_regression import largest_curvature, losses, regression_set
 
 YANG = "Yang et al. 2021 (PipeMare)"
@@ -89,7 +103,7 @@ def pipemare_5a() -> Figure:
     updates, step = 250, 0.2
     noise = np.random.default_rng(0).normal(size=updates)
     delays, limits = (0, 5, 10), {d: 2 * math.sin(math.pi / (4 * d + 2)) for d in (0, 5, 10)}
-    paths = {d: simulate(pipelined(d), steps=step, updates=updates, noise=noise) for d in delays}
+    paths = {d: simulate(make_delayed_sgd(d), steps=step, updates=updates, noise=noise) for d in delays}
     lines = [line(f"delay {d} (stable below {limits[d]:.3f})", range(updates + 1), paths[d] ** 2 / 2) for d in delays]
     ends = {d: float((paths[d][-50:] ** 2 / 2).max()) for d in delays}
     panel = Panel("", "update", "loss w²/2", tuple(lines), y_scale="log", y_range=(1e-4, 1e6))
@@ -134,15 +148,16 @@ def pipemare_6() -> Figure:
     """Discrepancy between the passes' weights, and T2 against it."""
     forward, backward, step, updates = 10, 6, 0.05, 250
     noise = np.random.default_rng(0).normal(size=updates)
-    gamma = discrepancy_decay(0.1, forward - backward)
+    gamma = compute_discrepancy_decay(0.1, forward - backward)
     paths = {
-        d: simulate(pipemare(forward, backward, d), steps=step, updates=updates, noise=noise) for d in (0.0, 3.0, 5.0)
+        d: simulate(make_pipemare(forward, backward, d), steps=step, updates=updates, noise=noise)
+        for d in (0.0, 3.0, 5.0)
     }
     trajectories = [line(f"discrepancy {d:g}", range(updates + 1), path**2 / 2) for d, path in paths.items()]
     models = {
-        "discrepancy 5": pipemare(forward, backward, 5.0),
-        "discrepancy 5, T2 (D = 0.1)": pipemare(forward, backward, 5.0, gamma),
-        "no discrepancy": pipemare(forward, backward),
+        "discrepancy 5": make_pipemare(forward, backward, 5.0),
+        "discrepancy 5, T2 (D = 0.1)": make_pipemare(forward, backward, 5.0, gamma),
+        "no discrepancy": make_pipemare(forward, backward),
     }
     return Figure(
         f"{YANG}, Figure 6",
@@ -159,11 +174,14 @@ def pipemare_6() -> Figure:
 def pipemare_10() -> Figure:
     """The largest stable step by discrepancy."""
     forward, backward = 40, 10
-    gamma = discrepancy_decay(None, forward - backward)
+    gamma = compute_discrepancy_decay(None, forward - backward)
     sensitivities = np.linspace(-100, 100, 401)
     found = {
         label: np.array(
-            [largest_stable_step(loop_of(pipemare(forward, backward, d, decay))) for d in sensitivities.tolist()]
+            [
+                find_largest_stable_step(derive_loop_gain(make_pipemare(forward, backward, d, decay)))
+                for d in sensitivities.tolist()
+            ]
         )
         for label, decay in (("without T2", None), (f"T2, gamma = 1 - 2/31 = {gamma:.3f}", gamma))
     }
@@ -184,12 +202,12 @@ def pipemare_10() -> Figure:
 
 def pipemare_16() -> Figure:
     """Recomputation with other weights, and T2 against it."""
-    gamma = discrepancy_decay(0.1, 9)
+    gamma = compute_discrepancy_decay(0.1, 9)
     models = {
-        "recomputed with other weights": pipemare(10, 1, 10.0, recompute=(4, -5.0)),
-        "the same, T2 (D = 0.1)": pipemare(10, 1, 10.0, gamma, (4, -5.0)),
-        "no recomputation, discrepancy 10": pipemare(10, 1, 10.0),
-        "no discrepancy": pipemare(10, 1),
+        "recomputed with other weights": make_pipemare(10, 1, 10.0, recompute=(4, -5.0)),
+        "the same, T2 (D = 0.1)": make_pipemare(10, 1, 10.0, gamma, (4, -5.0)),
+        "no recomputation, discrepancy 10": make_pipemare(10, 1, 10.0),
+        "no discrepancy": make_pipemare(10, 1),
     }
     return Figure(
         f"{YANG}, Figure 16",
@@ -200,60 +218,63 @@ def pipemare_16() -> Figure:
 
 
 def _radii(models: Dict[str, Recurrence], steps: Floats) -> Panel:
-    lines = [line(label, steps, root_radius(loop_of(one), steps)) for label, one in models.items()]
+    lines = [line(label, steps, compute_root_radius(derive_loop_gain(one), steps)) for label, one in models.items()]
     edge = line("stable below", steps[[0, -1]], [1, 1], "k:")
     return Panel("greatest root by step", "step", "greatest root", (*lines, edge))
 
 
 def _limits(models: Dict[str, Recurrence]) -> str:
-    return ", ".join(f"{largest_stable_step(loop_of(one)):.4f} ({label})" for label, one in models.items())
+    return ", ".join(
+        f"{find_largest_stable_step(derive_loop_gain(one)):.4f} ({label})" for label, one in models.items()
+    )
 
 
 # ---- pipelined backpropagation
 
 
-Rule = Callable[[float], Loop]  # momentum -> loop
+Rule = Callable[[float], LoopGain]  # momentum -> loop
 
 
 def gdm(delay: int) -> Rule:
     """SGD with momentum."""
-    return lambda m: loop_of(pipelined(delay, m))
+    return lambda m: derive_loop_gain(make_delayed_sgd(delay, m))
 
 
 def compensated(delay: int) -> Rule:
     """SC_D."""
-    return lambda m: loop_of(pipelined(delay, m, spike(m, delay)))
+    return lambda m: derive_loop_gain(make_delayed_sgd(delay, m, compute_spike_coefficients(m, delay)))
 
 
 def predicted(delay: int, horizon: float) -> Rule:
     """LWP."""
-    return lambda m: loop_of(pipelined(delay, m, horizon=horizon))
+    return lambda m: derive_loop_gain(make_delayed_sgd(delay, m, horizon=horizon))
 
 
 def combined(delay: int) -> Rule:
     """LWP_w,D + SC_D."""
-    return lambda m: loop_of(pipelined(delay, m, spike(m, delay), delay))
+    return lambda m: derive_loop_gain(make_delayed_sgd(delay, m, compute_spike_coefficients(m, delay), delay))
 
 
 def nesterov(delay: int) -> Rule:
     """w <- w - step (m v + g)."""
-    return lambda m: loop_of(pipelined(delay, m, (m, 1.0)))
+    return lambda m: derive_loop_gain(make_delayed_sgd(delay, m, (m, 1.0)))
 
 
 def pb_3() -> Figure:
     """What a gradient adds to each update."""
     delay, m, times = 6, 0.85, 25
-    early = impulse_response(pipelined(0, m), times)
+    spike = compute_spike_coefficients(m, delay)
+    early = compute_impulse_response(make_delayed_sgd(0, m), times)
     panels = [
         Panel(title, "update after the gradient was computed", "contribution", (line("this", range(times), response, "o-"),
               line("no delay", range(times), early, ":")))
         for title, response in (
             ("no delay", early),
-            (f"delay {delay}", impulse_response(pipelined(delay, m), times)),
-            (f"delay {delay}, spike compensation", impulse_response(pipelined(delay, m, spike(m, delay)), times)),
+            (f"delay {delay}", compute_impulse_response(make_delayed_sgd(delay, m), times)),
+            (f"delay {delay}, spike compensation", compute_impulse_response(make_delayed_sgd(delay, m, spike), times)),
         )
     ]  # fmt: skip
-    late = impulse_response(pipelined(delay, m, spike(m, delay)), times)
+    late = compute_impulse_response(make_delayed_sgd(delay, m, spike), times)
     return Figure(
         f"{KOSSON}, Figure 3", f"Impulse response of SGD with momentum {m}", tuple(panels),
         f"the spike, {late[delay]:.3f}, is the sum of the contributions missed by then, {early[: delay + 1].sum():.3f}; after it"
@@ -274,7 +295,7 @@ def pb_4() -> Figure:
     }
     panels, areas = [], []
     for title, rule in rules.items():
-        radius = np.stack([root_radius(rule(1 - r), rates) for r in rest.tolist()])
+        radius = np.stack([compute_root_radius(rule(1 - r), rates) for r in rest.tolist()])
         areas.append(f"{(radius < 1).mean():.3f} ({title})")
         margin = np.where(radius < 1, np.log10(np.maximum(1 - radius, 1e-12)), np.nan)
         colours = Colours(
@@ -298,7 +319,7 @@ def pb_5() -> Figure:
         "SGD with momentum, no delay": gdm(0),
     }
     found = {
-        label: np.stack([least_half_lives(rule(1 - r), conditions, 300) for r in rest.tolist()]).min(axis=0)
+        label: np.stack([find_least_half_lives(rule(1 - r), conditions, 300) for r in rest.tolist()]).min(axis=0)
         for label, rule in rules.items()
     }
     at = {label: values[18] for label, values in found.items()}
@@ -318,7 +339,7 @@ def pb_6() -> Figure:
     rules: Dict[str, Callable[[int], Rule]] = {
         "SGD with momentum": gdm, "LWP_D": lambda d: predicted(d, float(d)), "LWP_w,D + SC_D": combined,
     }  # fmt: skip
-    found = {label: [best_momentum(rule(d), 1e3)[0] for d in delays] for label, rule in rules.items()}
+    found = {label: [find_best_momentum(rule(d), 1e3)[0] for d in delays] for label, rule in rules.items()}
     return Figure(
         f"{KOSSON}, Figure 6", "Least half-life on a quadratic of condition number 1000, over all rates and momenta",
         (Panel("", "delay (updates)", "half-life (updates)", tuple(line(k, delays, v) for k, v in found.items()),
@@ -331,7 +352,7 @@ def pb_7() -> Figure:
     rest = np.geomspace(1, 1e-5, 51)
     rules = {f"LWP, T = {T}": predicted(5, float(T)) for T in (0, 3, 5, 10, 20)}
     rules["LWP_w,D + SC_D"] = combined(5)
-    found = {label: [least_half_life(rule(1 - r), 1e3) for r in rest.tolist()] for label, rule in rules.items()}
+    found = {label: [find_least_half_life(rule(1 - r), 1e3) for r in rest.tolist()] for label, rule in rules.items()}
     best = {label: 1 - rest[int(np.argmin(values))] for label, values in found.items()}
     return Figure(
         f"{KOSSON}, Figure 7", "Least half-life on a quadratic of condition number 1000, delay 5, over all rates",
@@ -348,7 +369,7 @@ def pb_12() -> Figure:
     scales = np.concatenate([np.linspace(0, 4, 17), np.linspace(4.5, 10, 12)])
     cases = {f"condition {c:g}, delay {d}": (c, d) for c, d in ((1e3, 4), (1e3, 10), (1e5, 4))}
     found = {
-        label: [best_momentum(predicted(d, scale * d), c)[0] for scale in scales.tolist()]
+        label: [find_best_momentum(predicted(d, scale * d), c)[0] for scale in scales.tolist()]
         for label, (c, d) in cases.items()
     }
     best = {label: scales[int(np.argmin(values))] for label, values in found.items()}

@@ -8,7 +8,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from ipu_pipe.report.plots import figure
-from ipu_pipe.stability.loops import Floats
+from ipu_pipe.stability.recurrences import Floats
 from ipu_pipe.studies.delay_figures import Colours, Figure, Panel
 
 

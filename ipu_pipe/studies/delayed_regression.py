@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.stability.loops import Floats
+from ipu_pipe.stability.recurrences import Floats
 
 GONE = 1e12  # a squared weight beyond which a run has diverged
 

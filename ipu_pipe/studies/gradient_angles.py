@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.local.blocks import blocks_of, losses_of
+from ipu_pipe.local.blocks import compute_losses, get_blocks
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.modes import modes_restored
@@ -33,11 +33,11 @@ class GradientProbe:
     modes and random states are left as found.
 
     `model`: a BlockedModel, between two updates; BadInput where it is another. `x`, `y`: the batch. `loss`: as
-    `ipu_pipe.local.blocks.losses_of` takes it. `seed`: of the draws.
+    `ipu_pipe.local.blocks.compute_losses` takes it. `seed`: of the draws.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, x: Any, y: Any, seed: int = 0) -> None:
-        blocks = blocks_of(model)
+        blocks = get_blocks(model)
         if blocks is None:
             raise BadInput(f"model: {type(model).__name__}: has no blocks that are trained by losses of their own")
         self._model, self._loss, self._x, self._y, self._seed, self._blocks = model, loss, x, y, seed, blocks
@@ -71,7 +71,7 @@ class GradientProbe:
             with keyed.forward(0):
                 output = call(model, copied(self._x))
             with keyed.backward(0):
-                torch.autograd.backward(losses_of(self._loss, output, self._y))
+                torch.autograd.backward(compute_losses(self._loss, output, self._y))
         finish()
         return [_vector([torch.zeros_like(p) if p.grad is None else p.grad for p in own]) for own in self._own]
 

@@ -31,7 +31,7 @@ from ipu_pipe.job.evaluation import TEST_BATCH, Tally
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
-from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import few, sample_count
@@ -54,7 +54,7 @@ def angle_run(config: Config, method: str, every: int, samples: int) -> Dict[str
     if method not in LOCAL:
         raise BadInput(f"--method: {method}: must be one of {', '.join(LOCAL)}")
     job = _build(config, {"method": method})
-    blocks = blocks_of(job.model)
+    blocks = get_blocks(job.model)
     assert blocks is not None
     if not job.data.train_batches_per_epoch(samples):
         raise BadInput(f"--samples: {samples}: the training set has not so many")

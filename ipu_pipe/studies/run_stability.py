@@ -17,12 +17,18 @@ from torch import nn
 from ipu_pipe.backends.table import get_backend
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.recurrences import against, recurrence
+from ipu_pipe.job.recurrences import derive_recurrence, list_inapplicable
 from ipu_pipe.job.schema import Config
 from ipu_pipe.model.nests import mapped
 from ipu_pipe.run.build import build
-from ipu_pipe.stability.advice import Stage, Verdict, advice, together, verdicts
-from ipu_pipe.stability.loops import Floats
+from ipu_pipe.stability.advice import (
+    StabilityMargin,
+    StageDynamics,
+    compute_margins,
+    describe_margins,
+    find_largest_joint_rate,
+)
+from ipu_pipe.stability.recurrences import Floats
 from ipu_pipe.studies.curvature import Curvature, sharpest
 
 MOST_RATES = 1000  # updates of which the rate is looked at
@@ -47,7 +53,7 @@ def findings(
 ) -> Dict[str, Any]:
     """The findings as plain data. `curvature`: given instead of measured on the first `samples` of the first epoch; `by_stage`:
     each stage's own, the others' weights held. Raises BadInput for what the theory is not about."""
-    faults = against(job)
+    faults = list_inapplicable(job)
     if faults:
         raise BadInput(faults)
     lags = job.table.greatest_lag().tolist(), job.table.greatest_backward_lag().tolist()
@@ -57,10 +63,10 @@ def findings(
     apart = measured[0].discrepancy or 0.0 if measured else 0.0
     rates, at = _rates(job)
     stages = [
-        Stage(s, recurrence(job, s, lags[0][s], lags[1][s], apart), float(rates[s]), value)
+        StageDynamics(s, derive_recurrence(job, s, lags[0][s], lags[1][s], apart), float(rates[s]), value)
         for s, value in enumerate(values)
     ]
-    found = verdicts(stages)
+    found = compute_margins(stages)
     base = float(max(job.rate(k) for k in _looked_at(job)))
     return {
         "method": job.method.name,
@@ -70,7 +76,7 @@ def findings(
             _stage_json(verdict, measured[0].shares[s] if measured else None) for s, verdict in enumerate(found)
         ],
         "whole": _whole(stages, measured, base, rates),
-        "advice": advice(found),
+        "advice": describe_margins(found),
     }
 
 
@@ -108,12 +114,12 @@ def _measure(job: Job, samples: int, iterations: int, seed: int, differ: bool, b
 
 
 def _whole(
-    stages: Sequence[Stage], measured: Sequence[Curvature], base: float, rates: Floats
+    stages: Sequence[StageDynamics], measured: Sequence[Curvature], base: float, rates: Floats
 ) -> Optional[Dict[str, Any]]:
     """All stages along the sharpest direction; none where its shares are not known."""
     if not measured or not base:
         return None
-    largest = together(stages, measured[0].shares, base, measured[0].value)
+    largest = find_largest_joint_rate(stages, measured[0].shares, base, measured[0].value)
     return {"rate": base, "largest_stable_rate": _finite(largest), "margin": _finite(largest / base)}
 
 
@@ -136,7 +142,7 @@ def _curvature_json(
     }
 
 
-def _stage_json(verdict: Verdict, share: Optional[float]) -> Dict[str, Any]:
+def _stage_json(verdict: StabilityMargin, share: Optional[float]) -> Dict[str, Any]:
     stage = verdict.stage
     return {
         "index": stage.index,

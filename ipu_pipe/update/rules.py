@@ -64,7 +64,7 @@ def spike_coefficients(setting: Setting, momentum: float) -> Tuple[float, float]
     """(a, b) of a stage: SC_kD with a = m^(kD), b = (1 - m^(kD)) / (1 - m), or any a and b."""
     if setting.values.get("a") is not None:
         return float(setting.values["a"]), float(setting.values["b"])
-    return recurrences.spike(momentum, setting.values["scale"] * setting.lag)
+    return recurrences.compute_spike_coefficients(momentum, setting.values["scale"] * setting.lag)
 
 
 def compensated(
@@ -83,7 +83,7 @@ DELTA = "t2_delta"
 def discrepancy_decay(setting: Setting) -> float:
     """gamma: decay^(1/D), or, with decay `optimal`, 1 - 2/(D + 1), the optimum on a quadratic."""
     decay = setting.values["decay"]
-    return recurrences.discrepancy_decay(None if decay == OPTIMAL else decay, max(setting.lag, 1.0))
+    return recurrences.compute_discrepancy_decay(None if decay == OPTIMAL else decay, max(setting.lag, 1.0))
 
 
 def discrepancy_state(setting: Setting) -> Mapping[str, Follow]:

@@ -12,7 +12,7 @@ import torch
 from ipu_pipe.errors import first_line
 from ipu_pipe.hardware.profiling import PassSeconds, StageSeconds, median_passes, timed_passes
 from ipu_pipe.job.record import Job
-from ipu_pipe.local.blocks import losses_of
+from ipu_pipe.local.blocks import compute_losses
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.nests import copied, lead, sample_count
@@ -47,7 +47,8 @@ def _passes(job: Job) -> List[PassSeconds]:
         while not runs or (len(runs) < REPEATS and time.perf_counter() - began < ENOUGH):
             runs.append(
                 timed_passes(
-                    job.model, lambda: losses_of(job.loss, call(job.model, copied(x)), copied(y)), job.part.begins, len(job.part),
+                    job.model, lambda: compute_losses(job.loss, call(job.model, copied(x)), copied(y)),
+                    job.part.begins, len(job.part),
                     lead(x).is_cuda,
                 )
             )  # fmt: skip

@@ -32,7 +32,7 @@ from ipu_pipe.backends.weights import make_weight_store
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.blame import StageWatch
 from ipu_pipe.job.metrics import right_answers
-from ipu_pipe.local.blocks import Outputs, blocks_of, losses_of, scored
+from ipu_pipe.local.blocks import BlockOutputs, compute_losses, extract_scores, get_blocks
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.nests import lead, sample_count
 from ipu_pipe.model.probe import random_modules
@@ -54,7 +54,7 @@ class Emulator:
     def __init__(
         self, work: Work, model: nn.Module, part: Partition, example: Microbatch, seed: int = 0, replicas: int = 1
     ) -> None:
-        self.work, self.model, self._blocks = work, model, blocks_of(model)
+        self.work, self.model, self._blocks = work, model, get_blocks(model)
         self.update, self._number = work.update * work.block_updates, work.first_replay(replicas)
         self._plan = ReplayPlan(work.source(range(replicas)), work.rules, self._number)
         self._replay: Optional[Replay] = None
@@ -131,8 +131,10 @@ class Emulator:
             self.work.rules.step(self.update, lambda: self._clipping(self.update))
         self._number, self._replay = self._number + 1, None
         self.weights.release(self._plan.oldest(self._number))
-        outputs = output if isinstance(output, Outputs) else [output]
-        return [loss.detach() for loss in losses], [right_answers(scored(self.work.loss, own), y) for own in outputs]
+        outputs = output if isinstance(output, BlockOutputs) else [output]
+        return [loss.detach() for loss in losses], [
+            right_answers(extract_scores(self.work.loss, own), y) for own in outputs
+        ]
 
     def _drawn_as(self, replay: Replay) -> int:
         """Return the number of a microbatch among those of all replicas, which keys its draws."""
@@ -147,7 +149,7 @@ class Emulator:
             with self._random.forward(self._drawn_as(replay)):
                 output = call(self.model, x)
             self._watch.stage = self._last_stage
-            return output, losses_of(self.work.loss, output, y)
+            return output, compute_losses(self.work.loss, output, y)
 
         self.weights.load(replay.forward)
         self._doing = "forward"

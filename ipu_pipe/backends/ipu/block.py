@@ -20,7 +20,7 @@ from ipu_pipe.job.evaluation import Tally, test_batches
 from ipu_pipe.job.ipu.placement import Placement
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import Config
-from ipu_pipe.local.blocks import HEADS, blocks_of
+from ipu_pipe.local.blocks import HEADS, get_blocks
 from ipu_pipe.model.randomness import derived_seed
 
 OUTSTANDING = 4  # messages on their way to the next block
@@ -31,7 +31,7 @@ class Block:
     """Block `rank` of a job. It makes one update of the gradients of `every`."""
 
     def __init__(self, job: Job, rank: int, first_update: int, every: int, timeline: Timeline) -> None:
-        blocks = blocks_of(job.model)
+        blocks = get_blocks(job.model)
         assert blocks is not None
         self.job, self.rank, self.every = job, rank, every
         self.is_last = rank == len(job.part) - 1

@@ -26,7 +26,7 @@ from ipu_pipe.job.evaluation import Tally
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.schema import BackendConfig
-from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.trace.events import Counters, Events, joined, joined_counters
 
 COMPILATION = 3600.0  # seconds that a process may have to wait for another's compiler
@@ -61,7 +61,7 @@ class BlockEngine(Engine):
             raise BadInput(
                 f"stages: {self.depth} blocks, each in a process of its own: start as many, not {dist.get_world_size()}"
             )
-        blocks = blocks_of(self.job.model)
+        blocks = get_blocks(self.job.model)
         assert blocks is not None
         wide = [i for i, crossing in enumerate(blocks.crossings) if len(crossing.tensors) != 1]
         if wide:

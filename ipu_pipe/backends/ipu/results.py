@@ -11,12 +11,12 @@ from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.ipu.faults import check_finite
 from ipu_pipe.backends.ranks import are_joined
 from ipu_pipe.job.record import Job
-from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.local.blocks import get_blocks
 
 
 def losses_of(job: Job) -> int:
     """How many losses the model has: one, or one of each block that trains."""
-    blocks = blocks_of(job.model)
+    blocks = get_blocks(job.model)
     return 1 if blocks is None else len(blocks.heads) + 1
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from ipu_pipe.backends.ipu.options import stage_name
 from ipu_pipe.job.ipu.config import IpuConfig
 from ipu_pipe.job.metrics import right_answers
-from ipu_pipe.local.blocks import HEADS, SumOfLosses, blocks_of, one_activation
+from ipu_pipe.local.blocks import HEADS, SumOfLosses, get_activation, get_blocks
 from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.model.stages import Partition
@@ -69,7 +69,7 @@ class LocalBlocks(nn.Module):
             value = piece(value)
             onward = tree_map(torch.Tensor.detach, value)
             if str(index) in self.heads:
-                yield self.heads[str(index)](one_activation(value)), onward
+                yield self.heads[str(index)](get_activation(value)), onward
             elif piece is self._pieces[-1]:
                 yield value, onward
             value = onward
@@ -165,7 +165,7 @@ def wrap(model: nn.Module, loss: Loss, part: Partition, precision: str, ipu: Ipu
     """A copy of the model as PopTorch wants it, its stages marked. The user's own stays as it is."""
     import poptorch
 
-    blocks = blocks_of(model)
+    blocks = get_blocks(model)
     if blocks is None:
         body: nn.Module = Whole(model)
     else:
@@ -180,7 +180,7 @@ def wrap(model: nn.Module, loss: Loss, part: Partition, precision: str, ipu: Ipu
 
 def wrap_block(model: nn.Module, loss: Loss, index: int, precision: str, ipu: IpuConfig) -> Wrapped:
     """A copy of one block with a loss of its own, for an IPU of its own; it hands its activations on unless it is the last."""
-    blocks = blocks_of(model)
+    blocks = get_blocks(model)
     assert blocks is not None
     piece, head = blocks.pieces[index], blocks.head(index)
     heads = nn.ModuleDict({} if head is None else {str(index): copy.deepcopy(head)})

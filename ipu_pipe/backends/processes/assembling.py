@@ -15,7 +15,7 @@ from ipu_pipe.backends.processes.mail import THROUGH_CHANNELS
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.processes.ties import Ties, ties_of
 from ipu_pipe.job.record import Job
-from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.cutting import Piece, crossings, pieces
 from ipu_pipe.model.nests import refuse_other_shapes
 from ipu_pipe.model.probe import random_modules
@@ -47,7 +47,7 @@ def make_channels(job: Job, layout: Layout, tied: Sequence[Link]) -> Optional[Ch
 
 def cut_out(job: Job, layout: Layout) -> Tuple[Place, List[Piece]]:
     """This process's stage of a job's model, and the pieces of all stages."""
-    s, blocks = layout.stage, blocks_of(job.model)
+    s, blocks = layout.stage, get_blocks(job.model)
     if blocks is not None:
         cut, across = blocks.pieces, blocks.crossings
     else:
@@ -74,7 +74,7 @@ def forget_others(job: Job, place: Place, cut: List[Piece]) -> List[torch.Tensor
     """Free what other processes hold of the model. Returns the numbers that stand for it."""
     own = {id(t) for piece in (place.piece, place.behind) if piece is not None for t in piece.tensors()}
     others = [t for piece in cut for t in piece.tensors()]
-    blocks = blocks_of(job.model)
+    blocks = get_blocks(job.model)
     if blocks is not None:
         blocks.forget_duplicates()
         for index, head in blocks.heads.items():

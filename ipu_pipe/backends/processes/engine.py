@@ -38,7 +38,7 @@ from ipu_pipe.backends.processes.told import named_faults
 from ipu_pipe.backends.work import Work, list_exactness_faults
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
-from ipu_pipe.local.blocks import blocks_of
+from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.uncompiled import import_compiler
 from ipu_pipe.shown import first_of
 from ipu_pipe.update.rules import acting
@@ -52,7 +52,7 @@ class ProcessEngine(Engine):
         config, work = job.config, Work.of(job, first_update)
         self.layout = Layout(dist.get_rank(), len(job.part), config.replicas)
         self.is_main = self.layout.rank == 0
-        self._first_update, self._blocks = first_update, blocks_of(job.model)
+        self._first_update, self._blocks = first_update, get_blocks(job.model)
         groups = replica_groups(self.layout, config.backend.deadline)
         own, cut = cut_out(job, self.layout)
         timeline = Timeline(self.layout, job.traced, StreamClock() if job.device.type == "cuda" else None)

@@ -17,7 +17,7 @@ from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import Tally, test_batches
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
-from ipu_pipe.local.blocks import one_activation
+from ipu_pipe.local.blocks import get_activation
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import sample_count
 
@@ -65,7 +65,7 @@ class Evaluation:
                 for tensor in crossings[s].flatten(output):
                     self._give(tensor)
             if place.head is not None:
-                output = place.head(one_activation(output))
+                output = place.head(get_activation(output))
             if s in self._with_loss:
                 tally.add(output, y, sample_count(x))
             if place.layout.width > 1:

@@ -24,7 +24,7 @@ from ipu_pipe.backends.replays import Replay, ReplayPlan
 from ipu_pipe.backends.weights import make_weight_store
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.metrics import right_answers
-from ipu_pipe.local.blocks import losses_of, one_activation, scored
+from ipu_pipe.local.blocks import compute_losses, extract_scores, get_activation
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.cutting import Crossing
 from ipu_pipe.model.nests import tensors
@@ -114,8 +114,8 @@ class Passes:
             outputs = place.leave.flatten(output if not place.shared_own else entered)
         if not place.has_loss:
             return outputs, None, None
-        loss = losses_of(self._work.loss, scored_output, labels)[0]
-        return outputs, loss, right_answers(scored(self._work.loss, scored_output), labels)
+        loss = compute_losses(self._work.loss, scored_output, labels)[0]
+        return outputs, loss, right_answers(extract_scores(self._work.loss, scored_output), labels)
 
     def recompute(self, m: int) -> None:
         """R(m)."""

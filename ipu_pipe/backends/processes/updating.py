@@ -15,7 +15,7 @@ from ipu_pipe.backends.processes.mail import NORM, SHARED, Mail, Message
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.processes.row import NORM_SHAPE
 from ipu_pipe.backends.work import Work
-from ipu_pipe.local.duplicates import mean_gradient
+from ipu_pipe.local.blocks import average_gradients
 from ipu_pipe.schedule.actions import Kind
 
 NONE = -1.0  # in the place of the norm of a gradient that is not there
@@ -87,7 +87,7 @@ def average_shared(place: Place, k: int, mail: Mail) -> None:
     for neighbour, shared in place.shared:
         for p, theirs in zip(shared, mail.receive(neighbour, Message(SHARED, k))):
             if p.grad is not None or bool(theirs.any()):  # else no block reaches it
-                p.grad = mean_gradient([p.grad, theirs])
+                p.grad = average_gradients([p.grad, theirs])
 
 
 class OtherRanks(Elsewhere):
