@@ -108,7 +108,7 @@ class Passes:
         entered = value
         with place.draw_forward(m, place.piece):
             output = place.piece(value)
-            scored_output = output if place.head is None else place.head(one_activation(output))
+            scored_output = output if place.head is None else place.head(get_activation(output))
         outputs: List[torch.Tensor] = []
         if place.leave is not None:
             outputs = place.leave.flatten(output if not place.shared_own else entered)
