@@ -5,22 +5,24 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 import traceback
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import ipu_pipe
 from ipu_pipe import BadInput
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.data.batches import divided
-from ipu_pipe.errors import end_process
+from ipu_pipe.errors import RunFault, end_process
 from ipu_pipe.job.schema import BackendConfig, Config
 from ipu_pipe.model.nests import copied, few, mapped, named, refuse_other_shapes, tensors
 from ipu_pipe.model.outputs import OwnLoss, Part, fields, told
@@ -455,6 +457,25 @@ def test_samples_left_out_are_told() -> None:
 # ---- on two processes
 
 
+class Noisy(Dataset[Any]):
+    """Draws as it reads: from the global generators, or from `own`."""
+
+    def __init__(self, own: Optional[np.random.Generator] = None) -> None:
+        self.own = own
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        y = random.randrange(4)
+        noise = np.random.rand(3) if self.own is None else self.own.random(3)
+        return torch.tensor(noise + y, dtype=torch.float32), y
+
+
+def noisy(own: Optional[np.random.Generator] = None) -> Any:
+    return DataLoader(Noisy(own), batch_size=4, shuffle=True)
+
+
 def as_trained(case: str) -> Dict[str, Any]:
     """Model, data and what else `train` is given, the same each time."""
     torch.manual_seed(3)
@@ -464,6 +485,13 @@ def as_trained(case: str) -> Dict[str, Any]:
         "bert": lambda: {"model": hugging("bert"), "data": sentences(), "output": "logits"},
         "gpt2": lambda: {"model": hugging("gpt2"), "data": texts(), "loss": "model"},
         "vit": lambda: {"model": hugging("vit"), "data": images(), "output": "logits"},
+        "noisy": lambda: {"model": nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4)), "data": noisy()},
+        "seeded": lambda: {
+            "model": nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4)), "data": noisy(np.random.default_rng(5)),
+        },
+        "unseeded": lambda: {
+            "model": nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4)), "data": noisy(np.random.default_rng()),
+        },
         "blocks": lambda: {"model": hugging("vit"), "data": images(), "output": "logits"},
     }
     given = made[case]()
@@ -471,7 +499,8 @@ def as_trained(case: str) -> Dict[str, Any]:
     stages["blocks"] = [name for name, _ in given["model"].named_modules() if name.endswith("layers.1")]
     method = "local_greedy" if case == "blocks" else "gpipe"
     config = settings(stages=stages.get(case, 2), checkpoint={"every": 3}, method=method)
-    return {**given, "config": config, "data": ipu_pipe.from_loader(given["data"], given["data"][:2]), "quiet": True}
+    tested = given["data"][:2] if isinstance(given["data"], list) else None
+    return {**given, "config": config, "data": ipu_pipe.from_loader(given["data"], tested), "quiet": True}
 
 
 def one_rank(rank: int, folder: Path, cases: List[str]) -> None:
@@ -493,7 +522,7 @@ def one_rank(rank: int, folder: Path, cases: List[str]) -> None:
 
 @pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="needs torch 2.4")
 def test_two_processes_train_on_any_batch_as_the_emulator(tmp_path: Path) -> None:
-    cases = ["three", "own", "bert", "gpt2", "vit", "blocks"]
+    cases = ["three", "own", "bert", "gpt2", "vit", "blocks", "noisy", "seeded"]
     for case in cases:
         how = as_trained(case)
         ipu_pipe.train(how.pop("config"), tmp_path / "one" / case, **how)
@@ -505,3 +534,28 @@ def test_two_processes_train_on_any_batch_as_the_emulator(tmp_path: Path) -> Non
         assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one), case
         found = [json.loads((tmp_path / n / case / "summary.json").read_text())["final"] for n in ("one", "two")]
         assert found[0] == found[1], case
+
+
+def differing_rank(rank: int, folder: Path) -> None:
+    """A rank of a run whose data draw from the operating system's entropy."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    how = as_trained("unseeded")
+    backend = BackendConfig(name="distributed", deadline=60)
+    try:
+        ipu_pipe.train(how.pop("config").model_copy(update={"backend": backend}), folder / "run", **how)
+    except RunFault as fault:
+        if rank == 0:
+            (folder / "fault").write_text(str(fault))
+        end_process(0)
+    end_process(1)
+
+
+@pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4), reason="needs torch 2.4")
+def test_ranks_that_draw_different_batches_end_the_run_with_a_line(tmp_path: Path) -> None:
+    """They trained the inputs of one batch with the labels of another, at chance, and said nothing."""
+    forked.in_ranks(2, differing_rank, tmp_path)
+    line = (tmp_path / "fault").read_text()
+    assert line.startswith("data: Noisy: update 0: rank 0 and rank 1 ") and len(line.splitlines()) == 1
+    assert not (tmp_path / "run" / "summary.json").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import random
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -39,10 +41,10 @@ def table_of(folder: Path, files: List[str]) -> Table:
 @pytest.fixture
 def cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small cifar10 in its official layout; returns the root."""
-    folder, random = tmp_path / "cifar-10-batches-bin", np.random.RandomState(0)
+    folder, draw = tmp_path / "cifar-10-batches-bin", np.random.RandomState(0)
     folder.mkdir()
     for file in sets.CIFAR10:
-        rows = random.randint(0, 256, (CIFAR_TEST_ROWS if file.startswith("test") else CIFAR_ROWS, 3073)).astype(
+        rows = draw.randint(0, 256, (CIFAR_TEST_ROWS if file.startswith("test") else CIFAR_ROWS, 3073)).astype(
             np.uint8
         )
         rows[:, 0] %= 10
@@ -440,20 +442,57 @@ def loader(count: int = 23, size: int = 4, **options: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(held.float().view(-1, 1), held), batch_size=size, **options)
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_loader_shuffles_by_seed_and_epoch(own: bool) -> None:
-    """The global random state, or the loader's own generator, is wherever it may be."""
+def test_loader_shuffles_by_seed_and_epoch() -> None:
+    """The global random state is wherever it may be."""
 
     def order(seed: int, epoch: int) -> List[int]:
         torch.rand(len(seen) + 1)
-        options: Dict[str, Any] = {"generator": torch.Generator().manual_seed(len(seen))} if own else {}
-        seen.append(epoch_of(from_loader(loader(shuffle=True, **options), seed=seed), epoch, 4)[1].tolist())
+        seen.append(epoch_of(from_loader(loader(shuffle=True), seed=seed), epoch, 4)[1].tolist())
         return seen[-1]
 
     seen: List[List[int]] = []
     first = order(0, 0)
     assert order(0, 0) == first and first != list(range(20)) and len(set(first)) == 20
     assert order(0, 1) != first and order(1, 0) != first and order(0, 1) == order(0, 1)
+
+
+def test_loader_respects_the_seed_of_its_own_generator() -> None:
+    """Story: it was seeded anew, and seeds 42 and 7 gave the same run."""
+
+    def order(user_seed: int, epoch: int) -> List[int]:
+        torch.rand(3)
+        own = loader(shuffle=True, generator=torch.Generator().manual_seed(user_seed))
+        return epoch_of(from_loader(own), epoch, 4)[1].tolist()
+
+    plain = torch.cat([y for _, y in loader(shuffle=True, generator=torch.Generator().manual_seed(42))])[:20].tolist()
+    assert order(42, 0) == plain and order(7, 0) != plain
+    assert order(42, 1) == order(42, 1) and order(42, 1) not in (plain, order(7, 1), order(42, 2))
+
+
+def test_loader_leaves_its_own_generator_as_it_was() -> None:
+    generator = torch.Generator().manual_seed(42)
+    for _ in range(2):  # a second run over the same loader begins as the first one did
+        epoch_of(from_loader(loader(shuffle=True, generator=generator)), 1, 4)
+        assert torch.equal(generator.get_state(), torch.Generator().manual_seed(42).get_state())
+
+
+def test_loader_draws_alike_from_pythons_and_numpys_generators() -> None:
+    class Noisy(Dataset[Any]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.tensor([random.random(), np.random.rand()]), index
+
+    def batch(epoch: int, index: int) -> List[float]:
+        random.random(), np.random.rand(2)
+        x, _ = from_loader(DataLoader(Noisy(), batch_size=4)).train_batch(epoch, index, 4)
+        return [float(value) for value in x.flatten()]
+
+    assert batch(0, 1) == batch(0, 1) != batch(0, 0) and batch(1, 1) != batch(0, 1)
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    from_loader(DataLoader(Noisy(), batch_size=4)).train_batch(0, 0, 4)
+    assert states == (random.getstate(), np.random.get_state()[1].tolist())
 
 
 def test_loader_resumes_and_repeats_by_index() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.asking import asked_of
+from ipu_pipe.model.nests import tensors
 from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.shown import shown
 
@@ -74,6 +76,14 @@ def divided(
         f"data: a batch is a {type(batch).__name__}{' of one' if isinstance(batch, (tuple, list)) else ''}: must be (inputs, "
         "labels) or a mapping that holds labels"
     )
+
+
+def checksum(batch: Any, before: int = 0) -> int:
+    """Return the CRC-32 of the tensors of a batch, or of several one after another: `before` is that of the earlier ones."""
+    for tensor in tensors(batch):
+        numbers = tensor.detach().cpu().contiguous().reshape(-1)
+        before = zlib.crc32(numbers.view(torch.uint8).numpy().data, before)
+    return before
 
 
 class TensorData:

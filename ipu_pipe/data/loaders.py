@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from pathlib import Path
-from typing import Any, Iterable, Iterator, List, Optional, Sequence, Union
+from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
@@ -15,6 +17,41 @@ from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.shown import kind_of
 
 _END = object()
+
+
+class RandomStates(NamedTuple):
+    """The states of the global generators: PyTorch's on the CPU, Python's and numpy's."""
+
+    torch: torch.Tensor
+    python: Tuple[Any, ...]
+    numpy: Any
+
+    @classmethod
+    def read(cls) -> "RandomStates":
+        """Read the states as they are now."""
+        return cls(torch.get_rng_state(), random.getstate(), np.random.get_state())
+
+    @classmethod
+    def seeded(cls, seed: int) -> "RandomStates":
+        """Return the states that `seed` gives, without changing any generator."""
+        numpy_state = np.random.RandomState(seed % 2**32).get_state()
+        return cls(torch.Generator().manual_seed(seed).get_state(), random.Random(seed).getstate(), numpy_state)
+
+    def write(self) -> None:
+        """Put the global generators into these states."""
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+
+@contextlib.contextmanager
+def random_states_restored() -> Iterator[None]:
+    """Put the global generators back at the end."""
+    states = RandomStates.read()
+    try:
+        yield
+    finally:
+        states.write()
 
 
 class LoaderData:
@@ -43,8 +80,17 @@ class LoaderData:
         self._epoch, self._next = -1, 0
         self._pass, self._taken = 0, 0  # of the loader, and batches of it
         self._iterator: Iterator[Any] = iter(())
-        self._drawn = torch.empty(0)  # the random state of what the loader draws
+        self._drawn = RandomStates.read()  # what the loader draws from, while it draws
+        self._generators = _generators(train)
+        # as the user seeded them: the first pass is that of a plain loop over the loader
+        self._first_states = [own.get_state() for own in self._generators]
+        self._own_states = list(self._first_states)
         self._newest: Any = None
+
+    @property
+    def dataset(self) -> Any:
+        """The data set of the training loader, or the loader itself where it has none."""
+        return getattr(self._train, "dataset", self._train)
 
     def _length(self) -> Optional[int]:
         try:
@@ -88,31 +134,34 @@ class LoaderData:
         return self._newest
 
     def _begin(self, number: int) -> None:
-        """A pass of the loader. One that shuffles draws its order from the global random state: make that a function of the
-        pass."""
+        """Begin a pass of the loader. All that it draws is a function of the seeds and the pass, so that a resumed run and every
+        rank draw the same."""
         seed = derived_seed(self._seed, "loader", number)
         self._pass, self._taken = number, 0
-        self._drawn = torch.Generator().manual_seed(seed).get_state()
-        for own in self._generators():
-            own.manual_seed(seed)
+        self._drawn = RandomStates.seeded(seed)
+        self._own_states = list(self._first_states)
+        if number:
+            own_seeds = [derived_seed(seed, state.numpy().tobytes().hex()) for state in self._first_states]
+            self._own_states = [torch.Generator().manual_seed(own_seed).get_state() for own_seed in own_seeds]
         with self._drawing():
             self._iterator = iter(self._train)
 
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Inside, the global random state is the loader's own: a run that goes on finds it where it was."""
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self._drawn)
-            yield
-            self._drawn = torch.get_rng_state()
-
-    def _generators(self) -> List[torch.Generator]:
-        """Those that take the global one's place: the loader's own, and its samplers'."""
-        loader = self._train
-        batches = getattr(loader, "batch_sampler", None)
-        drawing = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-        found = (getattr(holder, "generator", None) for holder in drawing)
-        return [own for own in found if isinstance(own, torch.Generator)]
+        """Inside, the global generators and the loader's are in the states in which the loader left them; after it, in the
+        caller's."""
+        callers = [own.get_state() for own in self._generators]
+        with random_states_restored():
+            self._drawn.write()
+            for own, state in zip(self._generators, self._own_states):
+                own.set_state(state)
+            try:
+                yield
+            finally:
+                self._drawn = RandomStates.read()
+                self._own_states = [own.get_state() for own in self._generators]
+                for own, state in zip(self._generators, callers):
+                    own.set_state(state)
 
     def _following(self, batch_size: int) -> Any:
         """The next batch, of the next pass where this one ends and the loader has no length."""
@@ -139,6 +188,15 @@ class LoaderData:
     def test_batches(self, batch_size: int) -> Iterator[Any]:
         """The test loader's batches as they come."""
         yield from self._test if self._test is not None else ()
+
+
+def _generators(loader: Any) -> List[torch.Generator]:
+    """Collect the torch generators that a loader and its samplers hold, each once."""
+    batches = getattr(loader, "batch_sampler", None)
+    drawing = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    held = (getattr(holder, "generator", None) for holder in drawing)
+    own = {id(g): g for g in held if isinstance(g, torch.Generator) and g is not torch.default_generator}
+    return list(own.values())
 
 
 def _refuse_kind(name: str, loader: Any) -> None:
@@ -170,9 +228,10 @@ def from_loader(
     microbatches. `labels`: the name of the labels in batches that are mappings, where it is not one of the usual; `files`: those
     that the loaders read, whose hashes the run's record keeps, so that a run which would go on with others is refused.
 
-    A loader that shuffles is made to shuffle by (seed, epoch), so that resuming finds the same order; generators of
-    its own and of its samplers are re-seeded, and what it draws from PyTorch's global random state is repeated by a resumed run,
-    if it draws in this process. One without a length (of an IterableDataset) needs a config with `steps`; where it ends, it is
-    begun anew.
+    A loader that shuffles is made to shuffle by (seed, epoch), so that resuming finds the same order: for each pass the global
+    generators of PyTorch, Python and numpy are seeded by (seed, pass) while the loader draws. A `torch.Generator` of the loader
+    or its samplers gives the first pass as the user seeded it, and each later pass by its seed and the pass. Generators that the
+    data set holds itself (`numpy.random.default_rng()`) are not seeded: give them seeds. A loader without a length (of an
+    IterableDataset) needs a config with `steps`; where it ends, it is begun anew.
     """
     return LoaderData(train, test, seed, labels, files)

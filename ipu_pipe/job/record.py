@@ -15,7 +15,7 @@ from ipu_pipe.data.labels import LabelRange
 from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.metrics import DEFAULT, Metric
 from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import Given
+from ipu_pipe.job.sections import GIVEN, Given
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.asking import Labels, labels_of
 from ipu_pipe.model.nests import mapped, refuse_others, refuse_uneven
@@ -65,6 +65,12 @@ class Setup:
     metrics: Tuple[Metric, ...] = field(default=DEFAULT, init=False)  # of evaluations
     asks: Tuple[str, ...] = field(default=(), init=False)  # what the loss takes of the batch besides labels
     pins_memory: bool = field(default=False, init=False)  # what is pinned goes to a GPU without waiting
+
+    @property
+    def data_name(self) -> str:
+        """The config's name of the data, or the class of what Python gave."""
+        given = type(getattr(self.data, "dataset", self.data)).__name__
+        return given if self.config.data.name == GIVEN else self.config.data.name
 
     def parted(self, batch: Any) -> Tuple[Any, Any]:
         """A batch of the data as inputs and labels. The labels of a model that computes its own loss are among the inputs, too.
@@ -153,10 +159,14 @@ class Job(Setup):
         return range(0) if chosen is None else chosen.updates(self.config.gradient_accumulation)
 
     def microbatch(self, m: int, replica: int = 0) -> Tuple[Any, Any]:
-        """Microbatch m of a replica of the pipeline, on the run's device. Replicas take turns in an epoch's order."""
+        """Return microbatch m of a replica of the pipeline as inputs and labels, on the run's device."""
+        return self.ready(self.read_microbatch(m, replica))
+
+    def read_microbatch(self, m: int, replica: int = 0) -> Any:
+        """Read microbatch m of a replica from the data, as that gives it. Replicas take turns in an epoch's order."""
         accumulate, width = self.config.gradient_accumulation, self.width
         epoch, within = (0, m) if self.updates_per_epoch is None else divmod(m, self.updates_per_epoch * accumulate)
-        return self.ready(self.data.train_batch(epoch, within * width + replica, self.config.micro_batch_size))
+        return self.data.train_batch(epoch, within * width + replica, self.config.micro_batch_size)
 
     @property
     def averaged(self) -> int:

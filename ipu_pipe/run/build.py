@@ -13,6 +13,7 @@ from ipu_pipe import launched
 from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.backends.table import get_backend
 from ipu_pipe.data import DataSource
+from ipu_pipe.data.loaders import RandomStates
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.precision import row_of
 from ipu_pipe.job.blame import attributed
@@ -73,7 +74,9 @@ def set_up(
     refuse_missing(config, model=model, output=output, data=data, loss=loss, metrics=metrics)
     device = _device(config)
     kind = device.type
-    torch.manual_seed(derived_seed(config.seed, "model"))
+    seed = derived_seed(config.seed, "model")
+    torch.manual_seed(seed)
+    RandomStates.seeded(seed).write()  # models and data sources may draw from Python's and numpy's generators, too
     given = model is not None
     if by_shape:
         device = torch.device("meta")

@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence
 from ipu_pipe.backends.interface import Engine, Report
 from ipu_pipe.backends.ranks import are_joined, run_on_main
 from ipu_pipe.backends.table import get_backend
+from ipu_pipe.data.loaders import random_states_restored
 from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.comparing import dump
 from ipu_pipe.job.position import Measured, Position
@@ -59,7 +60,8 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
         return Position()
     held = checkpoint.load(path)
     run_on_main(lambda: refuse_foreign_run(job, held, path))
-    run_on_main(lambda: refuse_other_data(job, out))
+    with random_states_restored():
+        run_on_main(lambda: refuse_other_data(job, out))
     if held.manifest is None:
         say(f"{path}: of the earlier layout, which does not say whose run it is: that is not checked")
     with job.numbers.whole(loads=True):

@@ -11,6 +11,7 @@ from torch import nn
 from ipu_pipe.backends.ranks import is_main, run_on_main
 from ipu_pipe.backends.table import launch
 from ipu_pipe.data import DataSource
+from ipu_pipe.data.loaders import random_states_restored
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.blame import attributed
 from ipu_pipe.job.comparing import as_recorded, differences
@@ -123,7 +124,8 @@ def train(
                     stopping.refuse_unmeasured(job.metrics)
             if start.resumes:
                 run_on_main(lambda: _same_optimizer(job.config, out))
-            job.read = run_on_main(lambda: read_data(job, data_before(out) if start.resumes else {}))
+            with random_states_restored():  # the main process reads alone: what it draws must not set its states apart
+                job.read = run_on_main(lambda: read_data(job, data_before(out) if start.resumes else {}))
             return Run(job, out, start.resumes, overwrite, quiet, called).go()
         finally:
             job.numbers.give_back(keep_dtype)

@@ -14,6 +14,7 @@ from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.mail import THROUGH_CHANNELS
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.processes.ties import Ties, ties_of
+from ipu_pipe.data.batches import checksum
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.cutting import Piece, crossings, pieces
@@ -58,14 +59,18 @@ def cut_out(job: Job, layout: Layout) -> Tuple[Place, List[Piece]]:
     behind = cut[s - 1] if blocks is not None and blocks.overlap and s else None
     own = job.width if job.method.rounds is not None else None  # replicas that take turns in one row
 
+    checksums: Dict[int, int] = {}
+
     def source(m: int) -> Tuple[Any, Any]:
-        x, y = job.microbatch(m, layout.replica) if own is None else job.microbatch(m // own, m % own)
+        batch = job.read_microbatch(m, layout.replica) if own is None else job.read_microbatch(m // own, m % own)
+        checksums[m] = checksum(batch)
+        x, y = job.ready(batch)
         refuse_other_shapes(x, job.example[0], m)
         return x, y
 
     place = Place(
         layout, cut[s], across, source, job.device, keyed, job.method.structure, head, behind,
-        ties_of(job.model, cut, s) if blocks is None else Ties(),
+        ties_of(job.model, cut, s) if blocks is None else Ties(), checksums,
     )  # fmt: skip
     return place, cut
 

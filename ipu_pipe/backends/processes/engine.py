@@ -67,8 +67,9 @@ class ProcessEngine(Engine):
         self._stages = stages_of(job.model, cut) if job.numbers.is_given else {}
         forgotten = forget_others(job, own, cut)
         self._telling = Telling(
-            mail, self.layout, self._with_loss(), job.schedule.accumulate, job.batch, groups[0] if groups else None
-        )
+            mail, self.layout, self._with_loss(), job.schedule.accumulate, job.batch, groups[0] if groups else None,
+            job.data_name,
+        )  # fmt: skip
         self._evaluation = Evaluation(job, self._player, self._telling.with_loss, forgotten)
         import_compiler()
         with named_faults(self._player):
@@ -94,7 +95,7 @@ class ProcessEngine(Engine):
             while player.update < until and (self._ending is None or self._ending.has(player.update)):
                 if is_first and self._ending is not None:
                     self._telling.expect(player.update, player.update + 1)
-                self._telling.tell(player.update, player.step(player.update))
+                self._telling.tell(player.update, player.step(player.update), player.place.checksums)
             result = self._telling.result(k)
             self._timeline.end_step()
             return result

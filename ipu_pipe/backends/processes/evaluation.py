@@ -11,13 +11,16 @@ import torch.distributed as dist
 from ipu_pipe.backends.processes.assembling import zeros_instead
 from ipu_pipe.backends.processes.joining import answer_within
 from ipu_pipe.backends.processes.layout import Layout
+from ipu_pipe.backends.processes.losses import DRAW_ALIKE
 from ipu_pipe.backends.processes.player import RowPlayer
 from ipu_pipe.backends.processes.stopping import Stopping
+from ipu_pipe.data.batches import checksum
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import Tally, test_batches
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_activation
+from ipu_pipe.model.asking import labels_of
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import sample_count
 
@@ -38,7 +41,8 @@ class Evaluation:
         """By stage with a loss, the same on every rank."""
         layout = self._place.layout
         self._player.rest()
-        sums = torch.zeros(layout.depth, len(Tally.of(self._job).sums), dtype=torch.float64)
+        # of each stage, last the checksum of the test set that it has read
+        sums = torch.zeros(layout.depth, len(Tally.of(self._job).sums) + 1, dtype=torch.float64)
         modules = [module for module in (self._place.piece, self._place.head) if module is not None]
         with torch.no_grad(), modes_restored(*modules):
             for module in modules:
@@ -49,12 +53,16 @@ class Evaluation:
             self._count += 1
             wait_for_first_replica(layout, self._player, self._count)
         self._player.mail.wait(dist.all_reduce(sums, async_op=True))
-        return [Tally.of(self._job, row).measured for row in sums[self._with_loss]]
+        reading = [0, *self._with_loss]  # stages between them use shapes alone
+        if len(set(sums[reading, -1].tolist())) > 1:
+            raise RunFault(f"data: {self._job.data_name}: evaluation: the ranks read different test sets: {DRAW_ALIKE}")
+        return [Tally.of(self._job, row[:-1]).measured for row in sums[self._with_loss]]
 
     def _tallied(self) -> torch.Tensor:
-        tally, place, s = Tally.of(self._job), self._place, self._place.layout.stage
+        tally, place, s, read = Tally.of(self._job), self._place, self._place.layout.stage, 0
         for x, y in test_batches(self._job):
             value: Any = x
+            read = checksum((x, labels_of(y)), read)
             with zeros_instead(self._forgotten):
                 crossings = place.piece.cut.prepare(x, training=False)
             if not place.is_first:
@@ -71,7 +79,7 @@ class Evaluation:
             if place.layout.width > 1:
                 store, limit = dist.distributed_c10d._get_default_store(), self._player.mail.limit.total_seconds()
                 answer_within(limit, lambda: store.add(COUNTED, 1))
-        return tally.sums
+        return torch.cat([tally.sums, torch.tensor([read], dtype=torch.float64)])
 
     def _give(self, tensor: torch.Tensor) -> None:
         """Send a tensor whose shape the receiver does not know."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Callable, ContextManager, List, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -21,7 +21,8 @@ from ipu_pipe.schedule.methods import Structure
 class Place:
     """This process's. `source(m)`: microbatch m as (x, y), asked for on the first and the last stage only. `crossings`: what
     crosses each cut. Of blocks with losses of their own (`structure`): `head`, the auxiliary head, and `behind`, the stage
-    before, of which this one holds a duplicate. `ties`: weights that other stages use, too.
+    before, of which this one holds a duplicate. `ties`: weights that other stages use, too. `checksums`: CRC-32 of the batches
+    that were read, by microbatch, until they are compared with those of the other ranks that read them.
     """
 
     layout: Layout
@@ -34,6 +35,7 @@ class Place:
     head: Optional[nn.Module] = None
     behind: Optional[Piece] = None
     ties: Ties = Ties()
+    checksums: Dict[int, int] = field(default_factory=dict)
 
     @property
     def is_first(self) -> bool:
