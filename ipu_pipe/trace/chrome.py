@@ -112,11 +112,13 @@ def _names(events: Events, track: NDArray[np.int64], thread: NDArray[np.int64]) 
     stages: Dict[int, List[int]] = {}
     for device, stage in np.unique(np.stack([events.device, events.stage]), axis=1).T.tolist():
         stages.setdefault(device, []).extend([stage] if stage >= 0 else [])
-    seen = np.unique(np.stack([events.device, track, thread]), axis=1).T.tolist()
+    threads: Dict[int, Dict[int, int]] = {}
+    for device, on, number in np.unique(np.stack([events.device, track, thread]), axis=1).T.tolist():
+        threads.setdefault(device, {0: device})[on] = number
     for device, held in stages.items():
         yield {"pid": device, "tid": device, "name": "process_name", "args": {"name": f"device {device}"}}
         yield {"pid": device, "tid": device, "name": "process_sort_index", "args": {"sort_index": device}}
-        for on, number in {0: device, **{on: number for where, on, number in seen if where == device}}.items():
+        for on, number in threads[device].items():
             name = ("communication" if on % 2 else "compute") + (f" {on // 2 + 1}" if on > 1 else "")
             name += f", stage {', '.join(map(str, held))}" if held and not on % 2 else ""
             yield {"pid": device, "tid": number, "name": "thread_name", "args": {"name": name}}

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ipu_pipe.errors import BadInput
 from ipu_pipe.trace.events import Counters, Events
 
-FARTHEST_NS = 1 << 61  # of a moment, so that differences and sums fit
+FARTHEST_NS = 1 << 60  # of a moment, so that differences and sums of three fit
 
 
 def whole_numbers(name: str, values: Sequence[Any], kind: Any) -> NDArray[Any]:

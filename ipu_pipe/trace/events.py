@@ -108,7 +108,9 @@ class Events(NamedTuple):
 
     def of_kind(self, *kinds: str) -> NDArray[np.bool_]:
         """Which are of one of these kinds."""
-        return np.isin(self.kind, [KIND_CODE[kind] for kind in kinds])
+        chosen = np.zeros(len(KINDS), bool)
+        chosen[[KIND_CODE[kind] for kind in kinds]] = True
+        return chosen[self.kind]
 
     def rows(self) -> Iterable[Event]:
         """One record each: for few of them."""

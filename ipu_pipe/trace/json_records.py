@@ -13,6 +13,7 @@ from ipu_pipe.errors import BadInput
 
 PIECE = 1 << 20  # characters read at once
 BATCH = 1 << 14  # records handed on at once
+MOST = 1 << 26  # characters of a value, of records handed on at once, and of all other keys
 GZIP = b"\x1f\x8b"
 _decode = json.JSONDecoder().raw_decode
 
@@ -22,9 +23,10 @@ def read_records(path: Path, take: Callable[[List[Any]], None]) -> Dict[str, Any
     BadInput where it is none, or where `take` finds what it cannot use (ValueError, KeyError, TypeError, OverflowError)."""
     try:
         with path.open("rb") as raw:
-            held: BinaryIO = gzip.open(raw) if raw.read(2) == GZIP else raw  # type: ignore[assignment]
+            unpacked: BinaryIO = gzip.open(raw) if raw.read(2) == GZIP else raw  # type: ignore[assignment]
             raw.seek(0)
-            return _Reader(io.TextIOWrapper(held, encoding="utf-8", errors="replace")).read(take)
+            with io.TextIOWrapper(unpacked, encoding="utf-8", errors="replace") as text:
+                return _Reader(text).read(take)
     except (OSError, EOFError, zlib.error) as error:  # a broken gzip header is an OSError too, without an errno
         raise BadInput(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except json.JSONDecodeError as error:
@@ -41,6 +43,7 @@ class _Reader:
 
     def __init__(self, file: TextIO) -> None:
         self._file, self._text, self._at, self._ended = file, "", 0, False
+        self._size = 0  # characters of the value read last
 
     def read(self, take: Callable[[List[Any]], None]) -> Dict[str, Any]:
         """As `read_records`."""
@@ -48,7 +51,7 @@ class _Reader:
         if self._next() == "[":  # the records alone
             self._array(take)
             return keys
-        found = False
+        found, others = False, 0
         self._expect("{")
         while self._next() != "}":
             key = self._value()
@@ -59,6 +62,9 @@ class _Reader:
                 self._array(take)
             else:
                 keys[str(key)] = self._value()
+                others += self._size
+                if others > MOST:
+                    raise ValueError("holds too much besides its events")
             if self._next() == ",":
                 self._at += 1
         if not found:
@@ -68,15 +74,17 @@ class _Reader:
     def _array(self, take: Callable[[List[Any]], None]) -> None:
         self._expect("[")
         some: List[Any] = []
+        size = 0
         while self._next() != "]":
             some.append(self._value())
+            size += self._size
             if self._next() == ",":
                 self._at += 1
             elif self._text[self._at] != "]":
                 self._expect(",")
-            if len(some) == BATCH:
+            if len(some) == BATCH or size > MOST:
                 take(some)
-                some = []
+                some, size = [], 0
         self._at += 1
         take(some)
 
@@ -87,11 +95,13 @@ class _Reader:
             try:
                 value, end = _decode(self._text, self._at)
                 if end < len(self._text) or self._ended:
-                    self._at = end
+                    self._size, self._at = end - self._at, end
                     return value
             except json.JSONDecodeError:
                 if self._ended:
                     raise
+            if piece > MOST:
+                raise ValueError("a value is too long")
             self._more(piece)
             piece *= 2  # a value longer than a piece is looked at from its beginning again
 

@@ -24,7 +24,7 @@ from ipu_pipe.trace.events import (
 from ipu_pipe.trace.json_records import GZIP, read_records
 from ipu_pipe.trace.kineto import KinetoColumns, of_ranks
 from ipu_pipe.trace.metadata import refuse_later
-from ipu_pipe.trace.store import MAGIC, SUFFIX, read_store, store_files
+from ipu_pipe.trace.store import MAGIC, MOST_BYTES, ROW_BYTES, SUFFIX, Allowance, read_store, store_files
 
 CHROME = "trace.json.gz"
 PROFILE = "profile.pop"  # PopVision's; read by Graphcore's library
@@ -42,7 +42,8 @@ def read_trace(path: Path) -> Trace:
         ours = [_begins_as_ours(file) for file in files]
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from None
-    found = merged([read_store(file) for file in files]) if all(ours) else read_json(files)
+    allowance = Allowance(MOST_BYTES)
+    found = merged([read_store(file, allowance) for file in files]) if all(ours) else read_json(files, allowance)
     check_columns(path, found.events, found.counters)
     if not len(found.events.start):
         raise BadInput(f"{path}: holds no events: there is nothing to analyze")
@@ -93,12 +94,12 @@ def merged(traces: Sequence[Trace]) -> Trace:
     return Trace(joined(events), joined_counters(counters), metadata, notes)
 
 
-def read_json(files: Sequence[Path]) -> Trace:
+def read_json(files: Sequence[Path], allowance: Allowance) -> Trace:
     """Our Chrome JSON, one or several, or PyTorch's profiler's, a file a rank."""
     own: List[Trace] = []
     foreign = []
     for path in files:
-        taker = _Taker()
+        taker = _Taker(allowance)
         keys = read_records(path, taker.take)
         if taker.ours is not None and (taker.told or "otherData" in keys):
             own.append(taker.ours.trace(path, keys))
@@ -126,13 +127,15 @@ def _of_ranks(files: Any) -> Trace:
 class _Taker:
     """Records go to who can read them, as the first event tells: ours until then."""
 
-    def __init__(self) -> None:
+    def __init__(self, allowance: Allowance) -> None:
+        self._allowance = allowance
         self.ours: Optional[_ChromeColumns] = _ChromeColumns()
         self.kineto = KinetoColumns()
         self.told = False
 
     def take(self, records: List[Any]) -> None:
         """Hand on some records."""
+        self._allowance.take(len(records) * ROW_BYTES)
         first = None if self.told else next((r for r in records if r["ph"] == "X"), None)
         if first is not None:
             self.told, args = True, first.get("args")

@@ -25,8 +25,11 @@ def series(counters: Counters) -> Iterator[Series]:
     memory = [counters.names.index(name) for name in MEMORY.values() if name in counters.names]
     for places in [memory, *([place] for place in range(len(counters.names)) if place not in memory)]:
         name = "memory" if places is memory else counters.names[places[0]]
-        for device in np.unique(counters.device[np.isin(counters.name, places)]).tolist():
-            of = [np.flatnonzero((counters.device == device) & (counters.name == place)) for place in places]
+        chosen = np.flatnonzero(np.isin(counters.name, places))
+        order = chosen[np.argsort(counters.device[chosen], kind="stable")]
+        devices, firsts = np.unique(counters.device[order], return_index=True)
+        for device, own in zip(devices.tolist(), np.split(order, firsts[1:])):
+            of = [own[counters.name[own] == place] for place in places]
             times = np.unique(counters.time[np.concatenate(of)])
             values = {}
             for place, mine in zip(places, of):

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.trace.columns import FARTHEST_NS, check_columns
 from ipu_pipe.trace.events import (
     CARRIED,
     COUNTER_TYPES,
@@ -38,6 +39,10 @@ HEAD = struct.Struct("<4sIII")
 META, EVENTS, COUNTERS, CLOCK = b"meta", b"evnt", b"cntr", b"clck"
 ROWS = 1 << 16  # in a block, at most
 LEVEL = 1
+# A file of zeros is a thousandth of what it holds. More than this is refused, before there is memory for it: 22 million events.
+MOST_BYTES = 1 << 30
+MOST_METADATA = 1 << 26
+ROW_BYTES = sum(np.dtype(kind).itemsize for kind in EVENT_TYPES.values())
 
 
 class TraceWriter:
@@ -116,15 +121,40 @@ class _Block(NamedTuple):
     payload: bytes
 
 
-def read_store(path: Path) -> Trace:
-    """What a file holds, by the clock of the run's first rank. Raises BadInput where it is none, or damaged."""
+class Allowance:
+    """Bytes that may still be unpacked, of all files of a trace."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def unpack(self, packed: bytes, most: int) -> bytes:
+        """Decompress a block of at most `most` bytes. Raises ValueError where it has more, or more than are left."""
+        unpacker, most = zlib.decompressobj(), min(most, self.left)
+        payload = unpacker.decompress(packed, most + 1)
+        if len(payload) > most:
+            raise ValueError("holds too much: record fewer updates (log.trace)")
+        if not unpacker.eof:
+            raise ValueError("a block ends too early")
+        self.take(len(payload))
+        return payload
+
+    def take(self, size: int) -> None:
+        """Use up some. Raises ValueError where there are not so many left."""
+        self.left -= size
+        if self.left < 0:
+            raise ValueError("holds too much: record fewer updates (log.trace)")
+
+
+def read_store(path: Path, allowance: Optional[Allowance] = None) -> Trace:
+    """What a file holds, by the clock of the run's first rank. Raises BadInput where it is none, or damaged, or where it holds
+    more than the `allowance` (None: a run's own file, of whatever size)."""
     notes: List[str] = []
     metadata: Dict[str, Any] = {}
     events: List[Events] = []
     counters: List[Counters] = []
     clock: List[Tuple[int, int]] = []
     try:
-        for block in _blocks(path, notes):
+        for block in _blocks(path, notes, allowance or Allowance(1 << 62)):
             if block.tag == META:
                 metadata.update(json.loads(block.payload))
             elif block.tag == EVENTS:
@@ -133,13 +163,20 @@ def read_store(path: Path) -> Trace:
                 (length,) = struct.unpack_from("<I", block.payload)
                 names = tuple(json.loads(block.payload[4 : 4 + length]))
                 columns = _unpacked(block.payload[4 + length :], block.rows, COUNTER_TYPES)
+                if not all(isinstance(name, str) for name in names):
+                    raise ValueError("the names of counters are not text")
+                if len(columns[1]) and not 0 <= int(columns[1].min()) <= int(columns[1].max()) < len(names):
+                    raise ValueError("a counter without a name")
                 counters.append(Counters(columns[0], columns[1], columns[2], columns[3], names))
             elif block.tag == CLOCK:
                 clock.append(struct.unpack("<qq", block.payload))
+                if not max(map(abs, clock[-1])) < FARTHEST_NS:
+                    raise ValueError("a reading of the clock too far from 0")
         found = _recoded(joined(events), metadata)
-    except (ValueError, struct.error, TypeError, IndexError) as error:
+    except (ValueError, struct.error, TypeError, IndexError, RecursionError) as error:
         raise BadInput(f"{path}: cannot be read as a trace: {error}") from None
     values = joined_counters(counters)
+    check_columns(path, found, values)
     if clock:
         found = found._replace(start=_by_first(found.start, clock), end=_by_first(found.end, clock))
         values = values._replace(time=_by_first(values.time, clock))
@@ -147,7 +184,7 @@ def read_store(path: Path) -> Trace:
     return Trace(found, values, metadata, tuple(notes))
 
 
-def _blocks(path: Path, notes: List[str]) -> Iterator[_Block]:
+def _blocks(path: Path, notes: List[str], allowance: Allowance) -> Iterator[_Block]:
     try:
         file = path.open("rb")
     except OSError as error:
@@ -167,7 +204,7 @@ def _blocks(path: Path, notes: List[str]) -> Iterator[_Block]:
             if zlib.crc32(packed) != checksum:
                 raise BadInput(f"{path}: is damaged: the block at byte {at} does not have its checksum")
             try:
-                yield _Block(tag, rows, zlib.decompress(packed))
+                yield _Block(tag, rows, allowance.unpack(packed, MOST_METADATA if tag == META else MOST_BYTES))
             except zlib.error as error:
                 raise BadInput(f"{path}: is damaged: the block at byte {at}: {error}") from None
 

@@ -49,7 +49,7 @@ def analyze(trace: Trace, source: str) -> Figures:
         "utilization": used,
         "bubble_fraction": bubble,
         "planned_bubble_fraction": planned,
-        "stages": [_stage(stage, stages, facts) for stage in stages],
+        "stages": _stages(stages, facts),
         "imbalance": imbalance,
         "overlap": {
             "communication_ns": messages,
@@ -81,10 +81,14 @@ def _device(part: Parts) -> Figures:
     return {"index": part.device, "stages": list(part.stages), **told, "waits_for": waits, "utilization": used}
 
 
-def _stage(stage: StageTimes, stages: Sequence[StageTimes], facts: Facts) -> Figures:
-    each = [other.each_ns for other in stages]
-    longest = None if None in each else max(other for other in each if other is not None)
-    flops = facts.flops(stage.stage)
+def _stages(stages: Sequence[StageTimes], facts: Facts) -> List[Figures]:
+    busy = [stage.each_ns for stage in stages]
+    longest = None if None in busy else max((ns for ns in busy if ns is not None), default=None)
+    flops = facts.flops()
+    return [_stage(stage, longest, flops.get(stage.stage)) for stage in stages]
+
+
+def _stage(stage: StageTimes, longest: Optional[float], flops: Optional[float]) -> Figures:
     rate = flops * stage.microbatches / stage.passes_ns * 1e9 if flops is not None and stage.passes_ns else None
     return {
         "index": stage.stage,

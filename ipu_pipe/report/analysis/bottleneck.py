@@ -111,8 +111,9 @@ def _do(seen: Seen, loads: Dict[int, float]) -> str:
     move = seen.move
     if move.gain is not None and move.gain >= WORTH:
         return (
-            f"begin {' and '.join(move.moves)}: {move.gain:.0%} more throughput (predicted: by the clock with "
-            f"{'modelled' if seen.facts.modelled else 'measured'} times)"
+            f"begin {' and '.join(move.moves)}: {move.gain:.0%} more throughput (predicted: each stage's "
+            f"{'modelled' if seen.facts.modelled else 'measured'} time is divided among its layers in proportion to their FLOPs, "
+            "which real layers do not follow exactly; train for some updates with the new boundary to confirm it)"
         )
     if len(seen.parts) == 1:
         return "one device: more stages, or a smaller model"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.job.method_args import MethodArgs
 from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule, utilization
 from ipu_pipe.shown import shown
@@ -12,6 +13,7 @@ from ipu_pipe.trace.metadata import Unit
 
 MOST_STAGES = 1 << 12
 MOST_PLANNED = 1 << 20  # stages times microbatches: a schedule longer than that is not made again only to be counted
+MOST_DEVICES = 1 << 16
 
 
 class Facts(NamedTuple):
@@ -35,13 +37,16 @@ class Facts(NamedTuple):
     @property
     def devices(self) -> List[int]:
         """All that the run has."""
-        each = len(set(self.device_of_stage))
-        return [device + replica * each for replica in range(self.replicas) for device in set(self.device_of_stage)]
+        first = sorted(set(self.device_of_stage))
+        return [device + replica * len(first) for replica in range(self.replicas) for device in first]
 
-    def flops(self, stage: int) -> Optional[float]:
-        """Of a microbatch, forward and backward."""
-        own = [unit["forward_flops"] + unit["backward_flops"] for unit in self.units if unit["stage"] == stage]
-        return sum(own) if own else None
+    def flops(self) -> Dict[int, float]:
+        """Return each stage's FLOPs of a microbatch, forward and backward."""
+        by_stage: Dict[int, float] = {}
+        for unit in self.units:
+            flops = unit["forward_flops"] + unit["backward_flops"]
+            by_stage[unit["stage"]] = by_stage.get(unit["stage"], 0) + flops
+        return by_stage
 
     def planned_bubble_fraction(self) -> Optional[float]:
         """As told, or of the schedule made again: of all of it, or where that is long, of the steady state."""
@@ -82,13 +87,17 @@ def facts_of(where: Any, metadata: Mapping[str, Any]) -> Facts:
         :1
     ]
     replicas = told("replicas", int, "a whole number", 1) or 1
+    if not faults and replicas * len(set(placed)) > MOST_DEVICES:
+        faults.append(
+            f"replicas: {replicas}: must be at most {MOST_DEVICES} devices in all, {len(set(placed))} a replica"
+        )
     modelled, crosses = told("modelled", bool, "true or false"), told("gradients_cross", bool, "true or false")
     why = told("why_modelled", str, "a sentence")
     if faults:
         raise BadInput([f"{where}: metadata: {fault}" for fault in faults])
     method, why_not = _method(name, args)
     return Facts(
-        name, backend, bool(modelled), why, method, why_not, stages, accumulate, count, min(replicas, 1 << 16), tuple(placed),
+        name, backend, bool(modelled), why, method, why_not, stages, accumulate, count, replicas, tuple(placed),
         crosses is not False, tuple(units), planned,
     )  # fmt: skip
 
@@ -104,6 +113,9 @@ def _method(name: Optional[str], args: Dict[str, Any]) -> Tuple[Optional[Method]
     if name is None:
         return None, "the trace does not say its method"
     try:
-        return resolve_method(name, args), ""
+        checked = MethodArgs.model_validate(args).model_dump(exclude_none=True)
+        return resolve_method(name, checked), ""
     except BadInput as error:
         return None, f"the method's schedule cannot be made again: {error.faults[0]}"
+    except ValueError:  # pydantic's
+        return None, f"the method's schedule cannot be made again: method_args: {shown(args)}: are not valid"

@@ -7,6 +7,7 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ipu_pipe.report.analysis.parts import grouped
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.trace.events import CARRIED, KINDS, WAIT, Events
 
@@ -68,11 +69,16 @@ def _of_messages(events: Events, sends: NDArray[np.intp]) -> List[Link]:
     place = np.searchsorted(names, of_wait)
     known = (place < len(names)) & (names[np.minimum(place, len(names) - 1)] == of_wait)
     took = _latencies(sent, link, awaited.where(known), place[known])
-    found = []
-    for number, name in enumerate(names.tolist()):
-        own = sent.where(link == number)
-        found.append(_link(own, name // wide, name % wide // len(CARRIED), took.get(number), MESSAGES))
-    return found
+    return [
+        _link(
+            sent.where(own),
+            int(names[number]) // wide,
+            int(names[number]) % wide // len(CARRIED),
+            took.get(number),
+            MESSAGES,
+        )
+        for number, own in grouped(link)
+    ]
 
 
 def _latencies(sent: Events, link: NDArray[np.intp], awaited: Events, of_wait: NDArray[np.intp]) -> Dict[int, Latency]:
@@ -89,11 +95,9 @@ def _latencies(sent: Events, link: NDArray[np.intp], awaited: Events, of_wait: N
     sent_at = sent.start[first[place]]
     matched = (keys[place] == wait_keys) & (awaited.start <= sent_at)  # later waits may be for what is there already
     took, where = (awaited.end - sent_at)[matched], of_wait[matched]
-    found = {}
-    for number in np.unique(where).tolist():
-        own = took[where == number]
-        found[number] = Latency(len(own), int(own.min()), float(np.median(own)))
-    return found
+    return {
+        number: Latency(len(own), int(took[own].min()), float(np.median(took[own]))) for number, own in grouped(where)
+    }
 
 
 def _link(own: Events, source: int, target: int, latency: Optional[Latency], counted: str) -> Link:
@@ -116,12 +120,12 @@ def _of_passes(events: Events, device_of_stage: Sequence[int], gradients_cross: 
     directions = [(_ONWARD, 1, "activations")] + ([(_BACK, -1, "gradients")] if gradients_cross else [])
     for kinds, step, carries in directions:
         own = events.where(events.of_kind(*kinds) & (events.bytes >= 0) & (events.stage >= 0))
-        for stage in np.unique(own.stage).tolist():
+        for stage, places in grouped(own.stage):
             if not (stage < len(device_of_stage) and 0 <= stage + step < len(device_of_stage)):
                 continue
             apart = device_of_stage[stage + step] - device_of_stage[stage]
-            for device in np.unique(own.device[own.stage == stage]).tolist() if apart else []:
-                passes = own.where((own.stage == stage) & (own.device == device))
+            for device, on_device in grouped(own.device[places]) if apart else []:
+                passes = own.where(places[on_device])
                 passes = passes._replace(carries=np.full(len(passes.start), CARRIED.index(carries), np.int8))
                 link, key = _link(passes, device, device + apart, None, PASSES), (device, device + apart, carries)
                 before = found.get(key)

@@ -33,7 +33,12 @@ def memory_of(counters: Counters, events: Events) -> List[Memory]:
     """Of each device that has counters of memory."""
     codes = [code for code, name in enumerate(counters.names) if name in MEMORY.values()]
     told = np.flatnonzero(np.isin(counters.name, codes) & (np.abs(counters.value) < FAR_TOO_MUCH))  # nor what is none
-    return [_of_device(device, counters, told[own], events) for device, own in grouped(counters.device[told])]
+    passes = dict(grouped(events.device))
+    nothing = np.zeros(0, np.intp)
+    return [
+        _of_device(device, counters, told[own], events.where(passes.get(device, nothing)))
+        for device, own in grouped(counters.device[told])
+    ]
 
 
 def _of_device(device: int, counters: Counters, places: NDArray[np.intp], events: Events) -> Memory:
@@ -53,14 +58,12 @@ def _of_device(device: int, counters: Counters, places: NDArray[np.intp], events
         own = value[(name == code) & (time <= at)]
         held[counters.names[code]] = int(own[-1]) if len(own) else 0
     held = {category: held[name] for category, name in MEMORY.items() if name in held}
-    return Memory(
-        device, int(bytes_then[peak]), at, held, _under_way(events, device, at), _thinned(moments, bytes_then)
-    )
+    return Memory(device, int(bytes_then[peak]), at, held, _under_way(events, at), _thinned(moments, bytes_then))
 
 
-def _under_way(events: Events, device: int, at: int) -> Tuple[int, ...]:
+def _under_way(events: Events, at: int) -> Tuple[int, ...]:
     """Microbatches that a device has begun and not ended."""
-    own = (events.device == device) & (events.microbatch >= 0)
+    own = events.microbatch >= 0
     begun = own & (events.start <= at) & events.of_kind(Kind.FORWARD.word)
     ended = own & (events.end <= at) & events.of_kind(*_ENDS)
     key = events.stage.astype(np.int64) << 32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ipu_pipe.errors import BadInput
 from ipu_pipe.plan.batches import batch_time
 from ipu_pipe.plan.partition import StageCosts, best_cuts
-from ipu_pipe.report.analysis.facts import Facts
+from ipu_pipe.report.analysis.facts import MOST_PLANNED, Facts
 from ipu_pipe.report.analysis.links import Link
 from ipu_pipe.report.analysis.stages import StageTimes
 from ipu_pipe.schedule.clock import Costs, Message
@@ -88,12 +88,16 @@ def _missing(facts: Facts, stages: Sequence[StageTimes], accumulate: Optional[in
         return "the trace does not say how many microbatches an update has"
     if [stage.stage for stage in stages] != list(range(count)) or (facts.stages or count) != count:
         return "the trace does not hold all stages"
+    if facts.device_of_stage and len(facts.device_of_stage) != count:
+        return "the trace does not say the device of each stage"
     if len(set(facts.device_of_stage)) < len(facts.device_of_stage):
         return "several stages share a device, and how its schedule goes is not told"
     if any(not stage.forward_ns or stage.backward_ns is None for stage in stages):
         return "the trace does not hold forwards and backwards of all stages"
     if count == 1:
         return "there is one stage"
+    if count * accumulate > MOST_PLANNED:
+        return f"updates of more than {MOST_PLANNED} passes are not played"
     return f"more than {MOST_STAGES} stages are not played" if count > MOST_STAGES else ""
 
 
@@ -134,13 +138,14 @@ class _Played:
         self._update = [stage.update_ns or 0.0 for stage in stages]
         devices = facts.device_of_stage or tuple(stage.devices[0] for stage in stages)
 
+        took: Dict[Tuple[int, int], float] = {}
+        for link in links:
+            if link.latency:
+                way = link.source, link.target
+                took[way] = max(took.get(way, 0.0), link.latency.median_ns)
+
         def message(source: int, target: int) -> Message:
-            took = [
-                link.latency.median_ns
-                for link in links
-                if link.latency and (link.source, link.target) == (source, target)
-            ]
-            return Message(latency=max(0.0, *took)) if took else Message()
+            return Message(latency=took.get((source, target), 0.0))
 
         pairs = list(zip(devices, devices[1:]))
         self._onward = tuple(message(a, b) for a, b in pairs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +55,7 @@ def by_device(events: Events) -> Iterator[Tuple[int, NDArray[np.intp]]]:
     yield from grouped(events.device)
 
 
-def grouped(column: NDArray[np.int32]) -> Iterator[Tuple[int, NDArray[np.intp]]]:
+def grouped(column: NDArray[Any]) -> Iterator[Tuple[int, NDArray[np.intp]]]:
     """Each value of a column with the places where it stands, in their order."""
     if not len(column):
         return

@@ -17,11 +17,9 @@ _PARTS = ("page.css", "data.js", "timeline.js", "figures.js", "page.js")  # the 
 def write_page(path: Path, trace: Trace, analysis: Dict[str, Any]) -> None:
     """Write the page, whole or not at all. `analysis`: as `tools/analyze.py --json` prints it; what it lacks or has as null, the
     page says is not known. Raises RunFault where the disk refuses."""
-    data = json.dumps(
-        _plain({"analysis": analysis, "trace": embedded(trace, analysis)}), ensure_ascii=False, allow_nan=False
-    )
+    data = json.dumps(_plain({"analysis": analysis, "trace": embedded(trace, analysis)}), allow_nan=False)
     # within a script's element nothing may begin a tag: what a run is called is not ours to trust
-    data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    data = data.replace("<", "\\u003c")
     here = Path(__file__).parent
     text = (here / "page.html").read_text(encoding="utf-8")
     for part in _PARTS:

@@ -1,0 +1,229 @@
+"""Damaged and hostile traces: `analyze` either reads them or refuses them in one line, and never unpacks without bound."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import random
+import struct
+import sys
+import zlib
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Tuple
+
+import numpy as np
+import pytest
+
+from ipu_pipe.errors import BadInput
+from ipu_pipe.report.analysis.analyze import analyze
+from ipu_pipe.report.page import write_page
+from ipu_pipe.trace import store
+from ipu_pipe.trace.chrome import write_chrome
+from ipu_pipe.trace.events import Counter, Counters, Event, Events, Trace
+from ipu_pipe.trace.reading import read_trace
+from tests.test_tools_analyze import run_folder
+
+ODD: List[Any] = [
+    None, True, 0, -1, 3, 1 << 15, 1 << 31, -(1 << 40), 1 << 62, 1 << 64, 10**30, 1e300, 1e-320, float("nan"), float("inf"), 0.5,
+    "", "x", "gpipe", [], {}, [0], [0, 0], [7, 9], {"a": 1}, [[]], "\x1b[2J", "\ud800", [10**6],
+]  # fmt: skip
+METHODS = (
+    "gpipe",
+    "pipedream",
+    "pipedream_2bw",
+    "pipemare",
+    "local_greedy",
+    "local_sgd",
+    "randomized_pipedream",
+    "naive",
+)
+ARGS: List[Any] = [
+    {"hogwild": {"mean": 3}},
+    {"recompute": {"segments": 10**9}},
+    {"delay_bound": 10**15},
+    {"layers": 5},
+    {"turn": {}},
+]
+
+Block = Tuple[bytes, int, bytes]  # tag, rows, payload
+
+
+def blocks_of(path: Path) -> List[Block]:
+    content, blocks = path.read_bytes(), []
+    at = len(store.MAGIC)
+    while at < len(content):
+        tag, rows, size, _ = store.HEAD.unpack_from(content, at)
+        at += store.HEAD.size + size
+        blocks.append((tag, rows, zlib.decompress(content[at - size : at])))
+    return blocks
+
+
+def write_blocks(path: Path, blocks: List[Block]) -> Path:
+    """Write a trace file whose checksums are right, whatever it holds."""
+    content = store.MAGIC
+    for tag, rows, payload in blocks:
+        packed = zlib.compress(payload)
+        content += store.HEAD.pack(tag, rows, len(packed), zlib.crc32(packed)) + packed
+    path.write_bytes(content)
+    return path
+
+
+def paths(document: Any, path: Tuple[Any, ...] = ()) -> Iterator[Tuple[Any, ...]]:
+    yield path
+    items = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    )
+    for key, value in items:
+        yield from paths(value, (*path, key))
+
+
+def damaged_document(document: Any, rng: random.Random) -> Any:
+    document = copy.deepcopy(document)
+    *path, key = rng.choice([path for path in paths(document) if path])
+    inside = document
+    for step in path:
+        inside = inside[step]
+    inside[key] = rng.choice(ODD)
+    return document
+
+
+def damaged_blocks(blocks: List[Block], rng: random.Random) -> List[Block]:
+    blocks = list(blocks)
+    place = rng.randrange(len(blocks))
+    tag, rows, payload = blocks[place]
+    if tag == store.META:
+        payload = json.dumps(damaged_document(json.loads(payload), rng)).encode("utf-8", "surrogatepass")
+    else:
+        begin, size = rng.randrange(len(payload)), rng.choice([1, 2, 4, 8])
+        payload = payload[:begin] + bytes([rng.choice([0, 127, 128, 255])]) * size + payload[begin + size :]
+    blocks[place] = rng.choice([tag] * 9 + [store.CLOCK]), rng.choice([rows] * 9 + [1 << 31]), payload
+    return blocks
+
+
+def outcome(path: Path) -> bool:
+    """Analyze a trace and write its page. Return whether it was read; assert that a refusal is one plain line a fault."""
+    try:
+        trace = read_trace(path)
+        figures = analyze(trace, str(path))
+    except BadInput as error:
+        assert all(fault.isprintable() and len(fault) < 600 for fault in error.faults), error.faults
+        return False
+    json.dumps(figures, allow_nan=False)
+    write_page(path.with_name("page.html"), trace, figures)
+    return True
+
+
+@pytest.mark.filterwarnings("error:invalid value", "error:overflow", "error:divide")
+def test_any_damage_is_read_or_refused(tmp_path: Path) -> None:
+    """Story: 44 of some thousand damaged traces ended in a traceback, such as a counter whose name's code is not known."""
+    rng, run = random.Random(22), run_folder(tmp_path / "run")
+    whole = read_trace(run)
+    write_chrome(tmp_path / "a.json.gz", whole.events, whole.counters, whole.metadata)
+    document = json.loads(gzip.decompress((tmp_path / "a.json.gz").read_bytes()))
+    blocks, counts = blocks_of(run / "trace" / "rank-0.trace"), [0, 0]
+    for _ in range(150):
+        counts[outcome(write_blocks(tmp_path / "x.trace", damaged_blocks(blocks, rng)))] += 1
+        text = json.dumps(damaged_document(document, rng))
+        (tmp_path / "x.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+        counts[outcome(tmp_path / "x.json")] += 1
+    for method in METHODS:
+        for args in ARGS:
+            metadata = {
+                "method": method,
+                "method_args": args,
+                "device_of_stage": [0],
+                "accumulate": rng.choice([1, 3, 1 << 30]),
+            }
+            (tmp_path / "x.json").write_text(
+                json.dumps({**document, "otherData": {**document["otherData"], **metadata}})
+            )
+            assert outcome(tmp_path / "x.json")
+    assert min(counts) > 50
+
+
+NAMELESS = struct.pack("<I", 5) + b'["a"]' + bytes(4) + b"\x05\0" + bytes(16)
+DAMAGED: Dict[str, List[Block]] = {
+    "a counter without a name": [(store.COUNTERS, 1, NAMELESS)],
+    "a clock beyond all times": [
+        (store.CLOCK, 1, struct.pack("<qq", 1 << 62, 5)),
+        (store.CLOCK, 1, struct.pack("<qq", 0, -(1 << 62))),
+    ],
+    "deep metadata": [(store.META, 0, b"[" * 100_000)],
+    "devices without end": [(store.META, 0, b'{"replicas": 1073741824}')],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damage_is_refused(name: str, tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run")
+    assert not outcome(write_blocks(tmp_path / "x.trace", blocks_of(run / "trace" / "rank-0.trace") + DAMAGED[name]))
+
+
+# ---- what unpacks to far more than it is
+
+
+def test_a_trace_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: a file of 26 MB unpacked to 6 GB, which were asked for before anything was checked."""
+    monkeypatch.setattr("ipu_pipe.trace.reading.MOST_BYTES", 1 << 20)
+    rows = (1 << 20) // store.ROW_BYTES // 2
+    zeros = (store.EVENTS, rows, bytes(rows * store.ROW_BYTES))
+    assert outcome(write_blocks(tmp_path / "small.trace", [zeros]))
+    assert not outcome(write_blocks(tmp_path / "large.trace", [zeros, zeros, zeros]))
+    assert not outcome(write_blocks(tmp_path / "block.trace", [(store.EVENTS, 1, bytes(1 << 21))]))
+    # several files of a run have one allowance
+    (tmp_path / "run" / "trace").mkdir(parents=True)
+    for rank in range(3):
+        write_blocks(tmp_path / "run" / "trace" / f"rank-{rank}.trace", [zeros])
+    assert not outcome(tmp_path / "run")
+    assert (
+        len(store.read_store(tmp_path / "large.trace").events.start) == 3 * rows
+    )  # a run reads its own file, however large
+
+
+@pytest.mark.parametrize("key", ["traceEvents", "otherData"])
+def test_a_value_of_json_without_end_is_refused(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ipu_pipe.trace.json_records.PIECE", 1 << 10)
+    monkeypatch.setattr("ipu_pipe.trace.json_records.MOST", 1 << 16)
+    with gzip.open(tmp_path / "x.json.gz", "wb") as file:
+        file.write(f'{{"{key}": ["'.encode() + b" " * (1 << 20) + b'"]}')
+    assert not outcome(tmp_path / "x.json.gz")
+
+
+# ---- many devices
+
+
+def calls(devices: int) -> int:
+    """Return how many function calls an analysis takes."""
+    rows = [
+        event
+        for d in range(devices) for m in range(2)
+        for event in (
+            Event(d, d, "forward", m, 100 * m + d, 100 * m + d + 9, 0, 64),
+            Event(d, d, "send", m, 100 * m + d + 9, 100 * m + d + 10, -1, 64, d + 1, "activations"),
+        )
+    ]  # fmt: skip
+    counters = [Counter(d, "weights (bytes)", d, 1.0) for d in range(devices)]
+    units = [
+        {"name": str(d), "stage": d, "forward_flops": 1.0, "backward_flops": 1.0, "crossing_bytes": 1}
+        for d in range(devices)
+    ]
+    trace = Trace(Events.of(rows), Counters.of(counters), {"units": units, "stages": devices})
+    count = 0
+
+    def counted(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(counted)
+    try:
+        analyze(trace, "x")
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_an_analysis_is_linear_in_the_devices() -> None:
+    """Story: 4,000 devices took 14 s, as each stage was compared with each other one."""
+    few, more, most = calls(50), calls(350), calls(650)
+    assert most - more < 1.05 * (more - few) and np.isfinite(few)

@@ -1,0 +1,79 @@
+"""The trace of a run that was interrupted and went on, against that of one never interrupted (docs/traces.md)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, Tuple
+
+import pytest
+import torch.distributed as dist
+
+from ipu_pipe.backends.processes import clocks
+from ipu_pipe.errors import end_process
+from ipu_pipe.job.config import configure
+from ipu_pipe.run.training import train
+from ipu_pipe.trace.events import Trace
+from ipu_pipe.trace.reading import read_trace
+from tests import forked, sleeping_model
+from tests.sleeping_model import BATCH
+from tests.test_measured_traces import finish, processes, start
+
+KEYS = {"log": {"tensorboard": False}, "checkpoint": {"every": 4}}
+
+
+FREE = ("wait", "pause")  # they follow from the times
+
+
+def multiset(trace: Trace) -> "Counter[Tuple[Any, ...]]":
+    """Return the events without their times, and without waits and pauses, with how often each occurs."""
+    return Counter(event._replace(start_ns=0, end_ns=0) for event in trace.events.rows() if event.kind not in FREE)
+
+
+def check(resumed: Trace, whole: Trace, ended: int = 0) -> None:
+    """Assert that two traces differ in what docs/traces.md lists alone; `ended`: evaluations at the end of the first start."""
+    more, less = multiset(resumed) - multiset(whole), multiset(whole) - multiset(resumed)
+    assert not less and sum(more.values()) == ended and {event[2] for event in more} <= {"evaluate"}
+    assert resumed.metadata == whole.metadata
+    assert set(resumed.counters.names) == set(whole.counters.names)
+    assert resumed.notes == whole.notes == ()
+
+
+def _offsets(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    assert clocks.offset_to_first() == 0
+    clocks.clock_identity = lambda: str(rank)  # as of another host
+    offset = clocks.offset_to_first()
+    assert (offset == 0) == (rank == 0) and abs(offset) < 10**9
+    end_process(0)
+
+
+@processes
+def test_ranks_of_one_host_have_one_clock(tmp_path: Path) -> None:
+    """Story: messages between two ranks of one host took -791 us, since an offset of their one clock was estimated."""
+    forked.in_ranks(2, _offsets, str(tmp_path / "store"))
+
+
+@processes
+def test_a_resumed_runs_trace_on_processes(tmp_path: Path) -> None:
+    finish(start(tmp_path / "whole", steps=8, **KEYS))
+    finish(start(tmp_path / "resumed", steps=4, **KEYS))
+    finish(start(tmp_path / "resumed", steps=8, resume=True, **KEYS))
+    resumed, whole = (read_trace(tmp_path / name / "run") for name in ("resumed", "whole"))
+    check(resumed, whole, ended=2)
+    assert resumed.events.of_kind("pause").sum() == 2 and not whole.events.of_kind("pause").any()  # one a rank
+
+
+@pytest.mark.parametrize("method", ["pipedream", "gpipe"])
+def test_a_resumed_runs_trace_on_the_emulator(method: str, tmp_path: Path) -> None:
+    def run(folder: Path, steps: int, resume: bool = False) -> None:
+        config = configure(
+            method=method, stages=["two"], micro_batch_size=BATCH, evaluate={"every": 0}, steps=steps,
+            optimizer={"lr": 0.01}, gradient_accumulation=2, **KEYS,
+        )  # fmt: skip
+        train(config, folder, model=sleeping_model.model(), data=sleeping_model.data(), resume=resume, quiet=True)
+
+    run(tmp_path / "whole" / "run", 8)
+    run(tmp_path / "resumed" / "run", 4)
+    run(tmp_path / "resumed" / "run", 8, resume=True)
+    check(*(read_trace(tmp_path / name / "run") for name in ("resumed", "whole")))
