@@ -20,16 +20,16 @@ _HOMES = {
     "METHODS": "schedule.methods", "resolve_method": "schedule.methods",
     "make_schedule": "schedule.timelines", "from_rows": "schedule.rows", "format_text": "schedule.drawing",
     "VersionTable": "schedule.versions",
-    "configure": "job.config", "load_config": "job.config",
+    "configure": "config.load", "load_config": "config.load",
     "Callback": "run.callbacks", "EarlyStopping": "run.early_stopping", "predict": "run.predicting",
     "Moment": "run.callbacks", "Stop": "run.callbacks",
     "load_data": "data", "from_loader": "data", "train": "run.training",
 }  # fmt: skip
 
 if TYPE_CHECKING:
+    from ipu_pipe.config.load import configure, load_config
     from ipu_pipe.data import from_loader, load_data
     from ipu_pipe.errors import BadInput, RunFault
-    from ipu_pipe.job.config import configure, load_config
     from ipu_pipe.model.stages import begin_stage, partition
     from ipu_pipe.run.callbacks import Callback, Moment, Stop
     from ipu_pipe.run.early_stopping import EarlyStopping

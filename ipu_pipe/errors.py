@@ -12,8 +12,8 @@ import warnings
 from typing import Any, Callable, Iterator, NoReturn, Optional, Sequence, Set, TextIO, Tuple, Type, Union
 
 from ipu_pipe import interrupts, launched
-from ipu_pipe.shipped import as_called
-from ipu_pipe.shown import one_line
+from ipu_pipe.shipped import name_commands
+from ipu_pipe.text import fold_lines
 
 
 class BadInput(ValueError):
@@ -22,7 +22,7 @@ class BadInput(ValueError):
     is_told: Optional[bool] = None
 
     def __init__(self, faults: Union[str, Sequence[str]]) -> None:
-        self.faults = [one_line(fault) for fault in ([faults] if isinstance(faults, str) else faults)]
+        self.faults = [fold_lines(fault) for fault in ([faults] if isinstance(faults, str) else faults)]
         assert self.faults, "BadInput needs at least one fault"
         super().__init__("; ".join(self.faults))
 
@@ -52,15 +52,15 @@ class UserFault(RunFault):
         return type(self), (str(self), self.traceback), {"kept": self.kept, "is_told": self.is_told}
 
 
-def user_fault(error: Optional[BaseException]) -> Optional[UserFault]:
+def find_user_fault(error: Optional[BaseException]) -> Optional[UserFault]:
     """The UserFault in an exception's chain, or None."""
-    for link in chain(error):
+    for link in walk_causes(error):
         if isinstance(link, UserFault):
             return link
     return None
 
 
-def chain(error: Optional[BaseException]) -> Iterator[BaseException]:
+def walk_causes(error: Optional[BaseException]) -> Iterator[BaseException]:
     """An exception, what caused it, what caused that, and so on."""
     seen = set()
     while error is not None and id(error) not in seen:
@@ -70,7 +70,7 @@ def chain(error: Optional[BaseException]) -> Iterator[BaseException]:
 
 
 @contextlib.contextmanager
-def writing(place: Any, what: str = "") -> Iterator[None]:
+def guard_writing(place: Any, what: str = "") -> Iterator[None]:
     """A disk that refuses `place`, a file or stream, is a fault in one line, which may say `what` that is."""
     try:
         yield
@@ -79,18 +79,18 @@ def writing(place: Any, what: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def traceback_shown(wanted: bool) -> Iterator[None]:
+def show_traceback(wanted: bool) -> Iterator[None]:
     """Where it is wanted, the traceback of what ends a command goes to standard error, before its line."""
     try:
         yield
     except Exception as error:
-        fault = user_fault(error)
+        fault = find_user_fault(error)
         if wanted and not getattr(fault or error, "is_told", None):
             sys.stderr.write(fault.traceback if fault is not None else traceback.format_exc())
         raise
 
 
-def first_line(error: BaseException) -> str:
+def summarize(error: BaseException) -> str:
     """An exception of the user's own code in one line: its kind and the first line of what it says."""
     said = str(error).strip().splitlines()
     return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """The help, with commands named as the user calls them."""
-        return as_called(super().format_help())
+        return name_commands(super().format_help())
 
     def error(self, message: str) -> NoReturn:
         place = message[len("argument ") :] if message.startswith("argument ") else message
@@ -124,7 +124,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
             interrupts.raise_first()
             _check_streams()
             main()
-            with writing("standard output"):
+            with guard_writing("standard output"):
                 sys.stdout.flush()
         except BaseException as error:
             ended_by_ctrl_c = interrupts.came()
@@ -167,7 +167,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
 
 def _line(error: Exception) -> Optional[str]:
     """A fault in one line; empty where another process has told it. None of what is no fault of a run, but of this library."""
-    fault = user_fault(error)
+    fault = find_user_fault(error)
     if fault is not None:
         rest = f"the traceback is in {fault.kept}" if fault.kept else "tools/train.py --traceback shows all of it"
         return "" if fault.is_told else f"{fault}; {rest}"
@@ -188,7 +188,7 @@ def _show_warning(
     Leave out a RuntimeWarning, which numpy gives for an overflow (the result then says so), and those that only a developer of
     the code can heed.
     """
-    text = one_line(str(message))
+    text = fold_lines(str(message))
     quiet = (RuntimeWarning, DeprecationWarning, PendingDeprecationWarning, FutureWarning)
     if text in _WARNED or issubclass(category, quiet) or launched.read().rank != 0:
         return
@@ -202,7 +202,7 @@ _WARNED: Set[str] = set()  # warnings that have been printed
 
 def _tell(line: str) -> None:
     with contextlib.suppress(OSError):  # there is nowhere else to tell it
-        print(f"error: {as_called(one_line(line))}", file=sys.stderr, flush=True)
+        print(f"error: {name_commands(fold_lines(line))}", file=sys.stderr, flush=True)
 
 
 def _check_streams() -> None:

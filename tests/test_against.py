@@ -8,8 +8,8 @@ from typing import Any, Dict
 
 import pytest
 
+from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import RunFault
-from ipu_pipe.job.config import load_config
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.studies import against

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 import ipu_pipe
 from ipu_pipe.backends.ipu.backend import faults
 from ipu_pipe.backends.table import make_engine
+from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.errors import end_process
-from ipu_pipe.job.schema import BackendConfig
 from ipu_pipe.model.asking import asked_by
 from ipu_pipe.run.build import build
 from tests import forked

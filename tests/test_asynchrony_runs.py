@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from ipu_pipe.cli import schedule as schedule_command
+from ipu_pipe.config.load import configure
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import configure
 from ipu_pipe.run.build import build
 from ipu_pipe.run.training import train
 

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import ipu_pipe
 from ipu_pipe import BadInput
 from ipu_pipe.backends.table import make_engine
+from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.data.batches import divided
 from ipu_pipe.errors import RunFault, end_process
-from ipu_pipe.job.schema import BackendConfig, Config
 from ipu_pipe.model.nests import copied, few, mapped, named, refuse_other_shapes, tensors
 from ipu_pipe.model.outputs import OwnLoss, Part, fields, told
 from ipu_pipe.report.words import left_out

@@ -17,7 +17,7 @@ from torch import nn
 
 from ipu_pipe import BadInput, RunFault, configure, train
 from ipu_pipe.cli import analyze, plan, stability
-from ipu_pipe.written import write, write_json
+from ipu_pipe.files import write, write_json
 from tests.command_line import run_here
 
 CONFIG = "configs/mlp_digits.yaml"

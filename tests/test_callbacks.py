@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import ipu_pipe
-from ipu_pipe.errors import BadInput, RunFault, user_fault
-from ipu_pipe.job.config import load_config
+from ipu_pipe.config.load import load_config
+from ipu_pipe.errors import BadInput, RunFault, find_user_fault
 from ipu_pipe.run.training import train
 from tests import forked
 from tests.callbacks_of_runs import Ends, Fails
@@ -121,7 +121,7 @@ def test_what_callbacks_see(tmp_path: Path) -> None:
 def test_what_a_callback_raises_is_told_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(KeyError) as raised:
         go(tmp_path / "run", "steps=4", f"callbacks=['{NEW}:Fails']")
-    told = str(user_fault(raised.value))
+    told = str(find_user_fault(raised.value))
     assert told.startswith("callback Fails.on_step after update 2: KeyError: 'no such thing'")
     assert "callbacks_of_runs.py" in told
     assert (tmp_path / "run" / "traceback.txt").read_text().startswith(told)

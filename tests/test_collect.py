@@ -10,8 +10,8 @@ from typing import Any, Dict, List, Tuple
 import pytest
 import torch
 
+from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import RunFault
-from ipu_pipe.job.config import load_config
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.figures import gpipe_utilization
 from ipu_pipe.studies import turns

@@ -9,10 +9,10 @@ from typing import Any, Iterator
 import pytest
 import torch
 
+from ipu_pipe.config.load import load_config
+from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import load_config
-from ipu_pipe.job.determinism import CUBLAS, numerics, set_numerics
-from ipu_pipe.job.schema import BackendConfig
+from ipu_pipe.job.numerics import CUBLAS, record_numerics, set_numerics
 
 DIGITS = Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml"
 
@@ -43,7 +43,7 @@ def test_a_gpu_computes_the_same_each_time_and_float32_in_full_unless_asked_othe
     cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = True, True, True
     set_numerics(backend(device="cuda"))
     assert os.environ[CUBLAS] == ":4096:8" and torch.are_deterministic_algorithms_enabled()
-    assert numerics(backend(device="cuda")) == {
+    assert record_numerics(backend(device="cuda")) == {
         "deterministic_algorithms": True, "cudnn_deterministic": True, "cudnn_benchmark": False, "cublas_workspace": ":4096:8",
         "tf32_convolutions": False, "tf32_matrix_products": False,
     }  # fmt: skip
@@ -58,7 +58,7 @@ def test_a_gpu_computes_the_same_each_time_and_float32_in_full_unless_asked_othe
 def test_where_no_gpu_trains_nothing_is_set() -> None:
     set_numerics(backend())
     assert not os.environ[CUBLAS] and not torch.are_deterministic_algorithms_enabled()
-    assert numerics(backend()) is None
+    assert record_numerics(backend()) is None
 
 
 @pytest.mark.parametrize("change", ["backend.tf32=true", "backend.deterministic=false"])

@@ -25,9 +25,9 @@ from ipu_pipe.backends.processes import group, joining
 from ipu_pipe.backends.processes.evaluation import wait_for_first_replica
 from ipu_pipe.backends.processes.joining import differing, meet, what_is_asked
 from ipu_pipe.cli import train as tool
+from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.data import DataSource
-from ipu_pipe.errors import BadInput, RunFault, UserFault, run_command, user_fault
-from ipu_pipe.job.config import configure, load_config
+from ipu_pipe.errors import BadInput, RunFault, UserFault, find_user_fault, run_command
 from ipu_pipe.model.stages import begin_stage
 from ipu_pipe.run.folder import RunDir, finished_summary
 from ipu_pipe.run.training import train
@@ -166,7 +166,7 @@ def test_what_the_users_code_raises_is_itself_with_its_place_in_a_line(name: str
     given = {"data": data, "model": staged(data), **CASES[name][0](data)}
     with pytest.raises(Burnt) as raised:
         run(tmp_path / "run", **given)
-    fault = user_fault(raised.value)
+    fault = find_user_fault(raised.value)
     assert fault is not None and str(fault).startswith(CASES[name][1])
     code = next(
         number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1) if _raises(text, str(fault))
@@ -193,7 +193,7 @@ def test_every_method_tells_the_stage(method: str, tmp_path: Path) -> None:
     data = Data()
     with pytest.raises(Burnt) as raised:
         run(tmp_path, data, staged(data, "forward"), method)
-    assert str(user_fault(raised.value)).startswith("update 2, microbatch 4, stage 1, forward: Burnt: fuse 4 (")
+    assert str(find_user_fault(raised.value)).startswith("update 2, microbatch 4, stage 1, forward: Burnt: fuse 4 (")
 
 
 def test_a_resumed_run_no_longer_holds_the_traceback_of_its_fault(tmp_path: Path) -> None:

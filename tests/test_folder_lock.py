@@ -16,8 +16,8 @@ from typing import Any, Dict, Iterator, List
 
 import pytest
 
+from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import load_config
 from ipu_pipe.run import folder as rundir
 from ipu_pipe.run import folder_lock
 from ipu_pipe.run.folder import RunDir, check_folder

@@ -12,9 +12,9 @@ import torch
 import yaml
 from torch import nn
 
+from ipu_pipe.config.load import load_config
+from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import load_config
-from ipu_pipe.job.sections import GIVEN
 from ipu_pipe.report.words import opening
 from ipu_pipe.run.build import build
 from ipu_pipe.run.training import train

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ipu_pipe.config.load import load_config
+from ipu_pipe.config.sections import InitFrom
 from ipu_pipe.errors import BadInput, end_process
-from ipu_pipe.job.config import load_config
-from ipu_pipe.job.sections import InitFrom
 from ipu_pipe.model.buffers import load_state
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import set_up

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.job.config import load_config
-from ipu_pipe.job.determinism import set_numerics
-from ipu_pipe.job.schema import BackendConfig
+from ipu_pipe.config.load import load_config
+from ipu_pipe.config.schema import BackendConfig
+from ipu_pipe.job.numerics import set_numerics
 from ipu_pipe.model.probe import random_modules
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.run.training import train

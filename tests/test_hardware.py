@@ -7,6 +7,7 @@ from typing import Any, Dict, List
 
 import pytest
 
+from ipu_pipe.config.yaml_files import dump_yaml, parse_yaml
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware import files, links, memory, times
 from ipu_pipe.hardware.description import Figure, Hardware
@@ -15,7 +16,6 @@ from ipu_pipe.hardware.precision import MASTERS, PRECISIONS
 from ipu_pipe.hardware.units import Measured, Unit, joined
 from ipu_pipe.schedule.clock import Message
 from ipu_pipe.schedule.methods import METHODS, resolve_method
-from ipu_pipe.yaml_files import parse, write
 
 # 1 GB of memory, 1 TFLOP/s of which half is reached, 100 GB/s; two servers of four that share 1 GB/s, 10 GB/s inside
 PLAIN: Dict[str, Any] = {
@@ -42,7 +42,7 @@ def plain() -> Hardware:
 
 def faults_of(keys: Dict[str, Any], folder: Path) -> List[str]:
     file = folder / "own.yaml"
-    file.write_text(write(keys))
+    file.write_text(dump_yaml(keys))
     with pytest.raises(BadInput) as caught:
         read_hardware(str(file))
     return [fault.replace(str(file), "own.yaml") for fault in caught.value.faults]
@@ -73,7 +73,7 @@ def test_every_named_description_is_whole_and_says_where_its_figures_are_from() 
 
 def test_a_file_of_ones_own_is_a_description_like_the_named_ones(tmp_path: Path) -> None:
     file = tmp_path / "wafer.yaml"
-    file.write_text(write({**PLAIN, "name": "wafer"}))
+    file.write_text(dump_yaml({**PLAIN, "name": "wafer"}))
     assert read_hardware(str(file)) == read_hardware({**PLAIN, "name": "wafer"})
     (tmp_path / "larger.yaml").write_text("extends: wafer.yaml\nname: larger\ndevice: {memory_bytes: 2e9}\n")
     larger = read_hardware(str(tmp_path / "larger.yaml"))
@@ -157,7 +157,7 @@ def test_names_that_are_none_are_refused_with_what_is(tmp_path: Path, monkeypatc
     ):
         read_hardware("this", "hardware")
     files.this_file().parent.mkdir(parents=True)
-    files.this_file().write_text(write({key: value for key, value in PLAIN.items() if key != "name"}))
+    files.this_file().write_text(dump_yaml({key: value for key, value in PLAIN.items() if key != "name"}))
     assert read_hardware("this").name == "this"
 
 
@@ -326,7 +326,7 @@ def test_precision_optimizer_code_and_frozen_weights_count(plain: Hardware) -> N
 
 
 def test_precisions_are_those_of_a_config_and_one_for_plans() -> None:
-    from ipu_pipe.job.config import Config
+    from ipu_pipe.config.load import Config
 
     assert set(PRECISIONS) == {*Config.model_fields["precision"].annotation.__args__, "float16", MASTERS}
     assert FOLDER.is_dir()
@@ -356,5 +356,5 @@ def test_the_page_shows_the_named_ones_as_their_files_have_them() -> None:
     example = [
         line for line in page[: page.index("## The named ones")] if line.startswith("    ") and "extends" not in line
     ]
-    assert read_hardware({"name": "page", **parse("\n".join(example), "page")}).with_devices(64).devices == 64
+    assert read_hardware({"name": "page", **parse_yaml("\n".join(example), "page")}).with_devices(64).devices == 64
     assert [line for line in page if line.startswith("| `")] == [row(name) for name in names() if name != "this"]

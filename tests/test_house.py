@@ -21,22 +21,11 @@ from tests.house import (
 )
 
 # Modules at the top of the package, which every folder may import.
-BASE = (
-    "errors",
-    "interrupts",
-    "key_faults",
-    "launched",
-    "orphans",
-    "shipped",
-    "shown",
-    "values",
-    "written",
-    "yaml_files",
-)
+BASE = ("errors", "files", "interrupts", "launched", "orphans", "shipped", "text")
 # A folder imports only from those before it.
 FOLDERS = (
-    "schedule", "stability", "trace", "model", "local", "update", "hardware", "data", "job", "plan", "backends", "report",
-    "run", "studies", "cli",
+    "schedule", "stability", "trace", "model", "local", "update", "config", "hardware", "data", "job", "plan", "backends",
+    "report", "run", "studies", "cli",
 )  # fmt: skip
 FRONT = ("__init__", "__main__")  # what users import and start: above all
 WITHOUT_TORCH = ("schedule", "stability", "trace", *BASE)

@@ -6,7 +6,7 @@ from typing import Any, List, Tuple
 
 import pytest
 
-from ipu_pipe.job.config import load_config
+from ipu_pipe.config.load import load_config
 from ipu_pipe.report.memory import memory_table
 from ipu_pipe.run.build import build
 

@@ -18,15 +18,15 @@ from ipu_pipe.backends.ipu.facts import ModelFacts
 from ipu_pipe.backends.ipu.facts import facts as facts_of
 from ipu_pipe.backends.ipu.options import RECOMPUTATION
 from ipu_pipe.backends.table import make_engine
+from ipu_pipe.config.comparing import dump_config
+from ipu_pipe.config.load import configure, load_config
+from ipu_pipe.config.yaml_files import read_yaml
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.comparing import dump
-from ipu_pipe.job.config import configure, load_config
 from ipu_pipe.job.ipu.config import IpuConfig
 from ipu_pipe.job.ipu.methods import Execution, execution_of, method_faults
 from ipu_pipe.job.ipu.placement import Placement, placement
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import METHODS, DefaultAccumulate, Method, Pipeline, Reads, resolve_method
-from ipu_pipe.yaml_files import read_yaml
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 ROOT = Path(__file__).resolve().parents[1]
@@ -179,7 +179,7 @@ def test_a_fault_names_the_file_it_came_from(tmp_path: Path) -> None:
     assert caught.value.faults[0].startswith(f"{path}: gradient_accumulation: 4: ")
     held = load_config(path, ["gradient_accumulation=7"])
     assert held.precision == "16.16"  # which YAML takes for a number
-    path.write_text(dump(held))
+    path.write_text(dump_config(held))
     assert load_config(path) == held
     with pytest.raises(
         BadInput, match="backend.ipu.*belongs to backend.name poptorch, not emulator: set backend.ipu=null"

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from ipu_pipe.config.load import configure
 from ipu_pipe.data import TensorData
 from ipu_pipe.data.labels import LabelRange, label_range
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import configure
 from ipu_pipe.run.build import build, set_up
 
 OUTPUT, LABELS = torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64)

@@ -19,8 +19,8 @@ from torch import nn
 import ipu_pipe
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.work import Work
+from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import load_config
 from ipu_pipe.local.blocks import BlockedModel, SumOfLosses, get_blocks
 from ipu_pipe.local.heads import TokenHead, make_head
 from ipu_pipe.local.structures import make_blocks

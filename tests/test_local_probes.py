@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from ipu_pipe.config.load import load_config
+from ipu_pipe.config.schema import Config
 from ipu_pipe.data import TensorData, load_data, sets
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import load_config
-from ipu_pipe.job.schema import Config
 from ipu_pipe.local.blocks import BlockedModel, BlockOutputs, SumOfLosses, get_blocks
 from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.run.build import build

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import ipu_pipe
+from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import configure, load_config
 from ipu_pipe.report.record import commit
 from ipu_pipe.report.summary import upgraded
 from ipu_pipe.run.checkpoint import load_weights, read_weights

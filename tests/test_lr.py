@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from ipu_pipe.job.sections import LrSchedule
+from ipu_pipe.config.sections import LrSchedule
 from ipu_pipe.update.rates import rate
 
 BASE = 0.4

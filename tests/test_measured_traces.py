@@ -57,7 +57,7 @@ def finish(started: Started) -> None:
 def _train(rank: int, folder: str, port: int, keys: Dict[str, Any]) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    from ipu_pipe.job.config import configure
+    from ipu_pipe.config.load import configure
     from ipu_pipe.run import saving, training
 
     resume = keys.pop("resume", False)

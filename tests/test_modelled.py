@@ -18,8 +18,8 @@ from torch import nn
 import ipu_pipe
 from ipu_pipe.backends.emulator import profiling
 from ipu_pipe.backends.interface import DeviceTimes, Report
+from ipu_pipe.config.load import load_config
 from ipu_pipe.hardware.profiling import StageSeconds
-from ipu_pipe.job.config import load_config
 from ipu_pipe.job.position import Position
 from ipu_pipe.report.modelled import modelled, played_seconds, stage_costs
 from ipu_pipe.report.summary import _utilization, upgraded

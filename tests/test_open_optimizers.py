@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import ipu_pipe
+from ipu_pipe.config.identity import compare_deciding, select_deciding
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.identity import deciding, mismatches
 from ipu_pipe.run.build import build
 from ipu_pipe.update.playing import play
 
@@ -192,6 +192,6 @@ def test_a_run_by_a_given_scheduler_is_recorded_and_goes_on_with_it_alone(tmp_pa
 
 def test_checkpoints_of_before_these_keys_are_gone_on_with() -> None:
     """A key that a manifest does not have counts as null: a new one whose default is something else would refuse them."""
-    keys = deciding(ipu_pipe.configure().to_dict())
+    keys = select_deciding(ipu_pipe.configure().to_dict())
     new = [key for key in keys if key in ("lr_schedule.args", "lr_schedule.interval", "optimizer.args")]
-    assert len(new) == 3 and not mismatches({key: value for key, value in keys.items() if key not in new}, keys)
+    assert len(new) == 3 and not compare_deciding({key: value for key, value in keys.items() if key not in new}, keys)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from ipu_pipe.cli import plan as command
+from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import Hardware
 from ipu_pipe.hardware.files import read_hardware
 from ipu_pipe.hardware.memory import lockstep_schedule
 from ipu_pipe.hardware.units import Unit
-from ipu_pipe.job.config import load_config
 from ipu_pipe.plan.batches import batch_time
 from ipu_pipe.plan.candidates import Candidate, candidates
 from ipu_pipe.plan.placing import Layout, boundary_message, layouts, reduce_message

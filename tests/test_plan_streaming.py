@@ -10,10 +10,10 @@ from typing import Any, Dict
 import pytest
 
 from ipu_pipe.cli import plan as command
+from ipu_pipe.config.comparing import dump_config
+from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.hardware.files import read_hardware
 from ipu_pipe.hardware.units import Unit
-from ipu_pipe.job.comparing import dump
-from ipu_pipe.job.config import configure, load_config
 from ipu_pipe.plan.answer import as_json, in_words
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.of_config import problem_of
@@ -82,7 +82,7 @@ def test_the_key_is_read_and_written(tmp_path: Path, capsys: Any) -> None:
         "data": {"name": "digits"}, "backend": {"name": "poptorch"}, "steps": 2, "gradient_accumulation": 8,
         "optimizer": {"name": "adam", "lr": 0.1}, "stages": 1, "precision": "32.32",
     }  # fmt: skip
-    file.write_text(dump(configure(**keys)))
+    file.write_text(dump_config(configure(**keys)))
     hardware = read_hardware("pod4")
     assert not problem_of(load_config(file), UNITS, 8.0, hardware).streamed
     code = 0.2 * hardware.device.memory_bytes.value

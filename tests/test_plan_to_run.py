@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ipu_pipe.cli import plan
-from ipu_pipe.job.config import load_config
+from ipu_pipe.config.load import load_config
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from ipu_pipe.config.load import configure
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import configure
 from ipu_pipe.model.observation import count
 from ipu_pipe.model.shapes import by_shape, stand_in
 from ipu_pipe.report.memory import memory_table

@@ -19,9 +19,9 @@ from torch import nn
 from ipu_pipe.backends.ipu import backend as row
 from ipu_pipe.backends.ipu.feed import as_input, as_label
 from ipu_pipe.cli import train as tool
+from ipu_pipe.config.load import configure
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.errors import BadInput, RunFault, run_command
-from ipu_pipe.job.config import configure
 from ipu_pipe.run import loop
 from ipu_pipe.run.build import build
 from ipu_pipe.run.callbacks import Callback
@@ -678,6 +678,6 @@ def test_blocks_on_ipus_of_their_own_give_the_emulators_weights(tmp_path: Path) 
 
 
 def tool_config(sets: List[str]) -> Any:
-    from ipu_pipe.job.config import load_config
+    from ipu_pipe.config.load import load_config
 
     return load_config(DIGITS, sets)

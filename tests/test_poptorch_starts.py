@@ -23,13 +23,13 @@ from ipu_pipe.backends.ipu import profile as ipu_profile
 from ipu_pipe.backends.ipu.feed import Feed, Reporting, as_input
 from ipu_pipe.backends.processes import group as processes
 from ipu_pipe.backends.table import make_engine
+from ipu_pipe.config.load import configure, load_config
+from ipu_pipe.config.yaml_files import read_yaml
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.job.config import configure, load_config
 from ipu_pipe.job.ipu.config import DataLoading
 from ipu_pipe.run.build import build
 from ipu_pipe.run.training import train
-from ipu_pipe.yaml_files import read_yaml
 from models.transformer import transformer_lm, transformer_translation
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`

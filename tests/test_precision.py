@@ -18,13 +18,13 @@ from torch import nn
 
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.work import Work
+from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.files import read_hardware
 from ipu_pipe.hardware.memory import stage_memory
 from ipu_pipe.hardware.precision import MASTERS, MIXED, row_of
 from ipu_pipe.hardware.units import Unit
 from ipu_pipe.job.record import DTYPES
-from ipu_pipe.job.schema import Config
 from ipu_pipe.model.precision import Numbers
 from ipu_pipe.model.stages import partition
 from ipu_pipe.plan.candidates import Candidate

@@ -23,8 +23,8 @@ from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.mail import Mail, Message
 from ipu_pipe.backends.processes.timeline import Timeline
 from ipu_pipe.backends.processes.updating import average_over_replicas
+from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import end_process
-from ipu_pipe.job.config import load_config
 from ipu_pipe.model.cutting import Shape
 from ipu_pipe.run.checkpoint import FILES
 from ipu_pipe.run.folder_lock import FolderLock

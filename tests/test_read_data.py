@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipu_pipe
+from ipu_pipe.config.load import load_config
 from ipu_pipe.data import hashes
 from ipu_pipe.data.sets import _digits_file
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import load_config
 from ipu_pipe.report import read_data
 from ipu_pipe.run.training import check
 from tests.test_callbacks import DIGITS, SHORT, go

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ipu_pipe.backends.emulator import engine as engines
 from ipu_pipe.backends.emulator.engine import EmulatorEngine
 from ipu_pipe.backends.emulator.replay import Emulator
+from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import RunFault
-from ipu_pipe.job.config import load_config
 from ipu_pipe.job.evaluation import Tally
 from ipu_pipe.run.build import build
 from ipu_pipe.run.training import train

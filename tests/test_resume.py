@@ -14,12 +14,12 @@ import pytest
 import torch
 import yaml
 
+from ipu_pipe.config.comparing import dump_config
+from ipu_pipe.config.identity import ROLES, Role
+from ipu_pipe.config.load import load_config
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import InitFrom
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.job.comparing import dump
-from ipu_pipe.job.config import load_config
-from ipu_pipe.job.identity import ROLES, Role
-from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import InitFrom
 from ipu_pipe.run import checkpoint, manifest
 from ipu_pipe.run.build import build
 from ipu_pipe.run.folder import RunDir
@@ -193,7 +193,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_key(key: str, cut: Path) -> N
     """Story: a checkpoint of another seed, method, rate or optimizer was accepted."""
     told = refused(cut, *DECIDING[key])
     assert any(f": {key}: " in fault and "the config of a run cannot change" in fault for fault in told), told
-    (cut / "config.yaml").write_text(dump(config(*keys(*DECIDING[key]))))  # that run's own folder, with this checkpoint
+    (cut / "config.yaml").write_text(dump_config(config(*keys(*DECIDING[key]))))  # that run's own folder, with this checkpoint
     told = refused(cut, *DECIDING[key])
     place = f"{cut / 'checkpoints' / 'step-8'}: {key}: saved with "
     assert any(fault.startswith(place) and "this run has" in fault for fault in told), told

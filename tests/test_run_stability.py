@@ -15,9 +15,9 @@ from torch import nn
 from ipu_pipe import begin_stage
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.cli import stability as command
+from ipu_pipe.config.load import configure
 from ipu_pipe.data import TensorData
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import configure
 from ipu_pipe.job.record import Job
 from ipu_pipe.run.build import build
 from ipu_pipe.stability.advice import StageDynamics, compute_margins, describe_margins

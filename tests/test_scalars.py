@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
+from ipu_pipe.config.load import load_config  # noqa: E402
 from ipu_pipe.errors import RunFault  # noqa: E402
-from ipu_pipe.job.config import load_config  # noqa: E402
 from ipu_pipe.run.scalars import ScalarFile  # noqa: E402
 from ipu_pipe.run.training import train  # noqa: E402
 from tests.interrupted import interrupted_at  # noqa: E402

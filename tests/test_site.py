@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from ipu_pipe.config.load import configure
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import configure
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -12,11 +12,11 @@ import torch
 from torch.nn import functional as F
 
 from ipu_pipe.cli import train
+from ipu_pipe.config.comparing import dump_config
+from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.costing import FEW, count_units
 from ipu_pipe.hardware.files import read_hardware
-from ipu_pipe.job.comparing import dump
-from ipu_pipe.job.config import configure, load_config
 from ipu_pipe.plan.blocks import count_blocks
 from ipu_pipe.plan.of_config import candidate_of, chosen_stages, own_cut, problem_of
 from ipu_pipe.plan.placing import layouts
@@ -165,7 +165,7 @@ def printed(capsys: Any, *arguments: str) -> str:
 def test_a_run_keeps_the_stages_that_were_chosen(tmp_path: Path, capsys: Any) -> None:
     """Its folder says their names. Resumed for the same hardware it has these, and other hardware may be asked for."""
     file, out = tmp_path / "c.yaml", str(tmp_path / "run")
-    file.write_text(dump(config(log={"tensorboard": False}, evaluate={"every": 0})))
+    file.write_text(dump_config(config(log={"tensorboard": False}, evaluate={"every": 0})))
     printed(capsys, str(file), "--out", out)
     kept = load_config(Path(out) / "config.yaml").stages
     assert isinstance(kept, list) and kept == chosen(config())

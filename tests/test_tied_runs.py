@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import configure, load_config
 from ipu_pipe.run.build import build
 from ipu_pipe.run.checkpoint import drop
 from ipu_pipe.run.training import train

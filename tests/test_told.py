@@ -11,9 +11,9 @@ import torch
 import torch.distributed.fsdp
 from torch import nn
 
+from ipu_pipe.config.faults import KEYS_ALSO_CALLED
+from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, RunFault, end_process
-from ipu_pipe.job.schema import Config
-from ipu_pipe.key_faults import KEYS_ALSO_CALLED
 from ipu_pipe.report.words import opening
 from ipu_pipe.run.build import build
 from ipu_pipe.run.parts import refuse_wrapped

@@ -18,8 +18,8 @@ from torch import nn
 
 import ipu_pipe
 from ipu_pipe.cli import train as tool
+from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput, RunFault, run_command
-from ipu_pipe.job.config import load_config
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.run import checkpoint, scalars
 from ipu_pipe.run.build import build, set_up

@@ -9,8 +9,8 @@ from typing import Any, Dict, List
 import numpy as np
 import pytest
 
+from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import load_config
 from ipu_pipe.report.memory import memory_table
 from ipu_pipe.report.words import plan
 from ipu_pipe.run.build import build
@@ -174,10 +174,10 @@ def test_rules_are_checked_against_an_optimizer_made_in_python(tmp_path: Path) -
 
 
 def test_a_config_of_rules_survives_being_written_and_read(tmp_path: Path) -> None:
-    from ipu_pipe.job.comparing import differences, dump
+    from ipu_pipe.config.comparing import describe_changes, dump_config
 
     for row in ROWS.values():
         chosen = config(*keys(row), *SGD)
         file = tmp_path / "c.yaml"
-        file.write_text(dump(chosen))
-        assert differences(chosen, load_config(file)) == []
+        file.write_text(dump_config(chosen))
+        assert describe_changes(chosen, load_config(file)) == []

@@ -101,9 +101,9 @@ def _profile(config: Path) -> Any:
     """The model timed, on links of two processes here."""
     import torch
 
+    from ipu_pipe.config.load import load_config
     from ipu_pipe.hardware.costing import count_units, measure_units
     from ipu_pipe.hardware.files import read_hardware
-    from ipu_pipe.job.config import load_config
     from ipu_pipe.plan.prediction import Problem
     from ipu_pipe.run.build import set_up
 

@@ -112,8 +112,8 @@ def _process(rank: int, port: int, folder: str, model: str, turns: int, updates:
     import torch.distributed as dist
 
     from ipu_pipe.backends.table import launch, make_engine
+    from ipu_pipe.config.load import configure
     from ipu_pipe.data import TensorData
-    from ipu_pipe.job.config import configure
     from ipu_pipe.run.build import build
     from ipu_pipe.trace.store import read_store
 

@@ -131,7 +131,7 @@ def _known(asked: List[str]) -> List[str]:
 
 
 def _settings(case: str, model: str, ranks: int, precision: str) -> Any:
-    from ipu_pipe.job.config import configure
+    from ipu_pipe.config.load import configure
 
     if model in MODELS:
         chosen: Dict[str, Any] = {**MODELS[model], "stages": ranks if case in LOCAL else None}
@@ -194,7 +194,7 @@ def _compare(case: str, model: str, ranks: int, folder: str, precision: str) -> 
     import torch
     from safetensors.torch import load_file
 
-    from ipu_pipe.job.config import load_config
+    from ipu_pipe.config.load import load_config
     from ipu_pipe.run.training import train
 
     there = _folder(folder, case, model, ranks)

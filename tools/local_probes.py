@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
 from ipu_pipe.cli.arguments import add_set, folder, say  # noqa: E402
 from ipu_pipe.errors import BadInput, Parser, run_command  # noqa: E402
-from ipu_pipe.written import write, write_json  # noqa: E402
+from ipu_pipe.files import write, write_json  # noqa: E402
 
 CONFIG = ROOT / "configs" / "resnet20_cifar10.yaml"
 # of the default config: small enough for minutes on two cores. A stage is the first convolution, or a residual block
@@ -153,7 +153,7 @@ def _command() -> str:
 
 
 def _config(args: argparse.Namespace) -> Any:
-    from ipu_pipe.job.config import load_config
+    from ipu_pipe.config.load import load_config
 
     updates = [f"steps={args.updates}"] if args.updates else []
     if args.config is not None:

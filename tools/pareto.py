@@ -16,8 +16,8 @@ if __name__ == "__main__":
     interrupts.end_at_once()  # before the imports that take time
 
 from ipu_pipe.cli.arguments import count, folder, positive, say, whole  # noqa: E402
-from ipu_pipe.errors import BadInput, Parser, run_command, writing  # noqa: E402
-from ipu_pipe.written import write, write_json  # noqa: E402
+from ipu_pipe.errors import BadInput, Parser, guard_writing, run_command  # noqa: E402
+from ipu_pipe.files import write, write_json  # noqa: E402
 
 LAYERS = 8
 # label -> (method of the run, its arguments, cost law, its k)
@@ -86,7 +86,7 @@ def main() -> None:
         ) from None
     found = _results(args)
     out = args.out or args.runs
-    with writing(out):
+    with guard_writing(out):
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "pareto.json", found)
         write(out / "table.md", _table(found, args))

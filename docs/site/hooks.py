@@ -87,12 +87,12 @@ def commands() -> str:
     import importlib
 
     from ipu_pipe.cli import COMMANDS
-    from ipu_pipe.shipped import COMMAND, as_called
+    from ipu_pipe.shipped import COMMAND, name_commands
 
     os.environ["COLUMNS"] = "110"
     lines = ["# Commands", "", f"`{COMMAND} COMMAND` anywhere is `python tools/COMMAND.py` in a clone.", ""]
     for name, says in COMMANDS.items():
         parser = importlib.import_module(f"ipu_pipe.cli.{name}").parser()
         lines += [f"## {name.replace('_', '-')}", "", f"{says[0].upper()}{says[1:]}.", ""]
-        lines += ["```text", as_called(parser.format_help(), COMMAND).rstrip(), "```", ""]
+        lines += ["```text", name_commands(parser.format_help(), COMMAND).rstrip(), "```", ""]
     return "\n".join(lines)

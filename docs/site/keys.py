@@ -11,14 +11,15 @@ from typing import Any, Dict, List, NamedTuple, Tuple, Type
 
 from pydantic import BaseModel, ValidationError
 
+from ipu_pipe.config.faults import WRITTEN, format_faults
+from ipu_pipe.config.load import configure
+from ipu_pipe.config.outer import find_section
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import StageCount, StageFinest
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import configure
-from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import StageCount, StageFinest
-from ipu_pipe.key_faults import WRITTEN, told
 
 # of keys of any type, their sections
-FORMS: Dict[str, Tuple[Type[BaseModel], ...]] = {"stages": (StageCount, StageFinest)}
+FORMS: Dict[str, Tuple[Type[BaseModel], ...]] = {"stages": (StageCount, StageFinest), "ipu": (find_section("ipu"),)}
 # a key, or several, with a colon, in a docstring
 ENTRY = re.compile(r"((?:`\w+`(?:, | and )?)+): ")
 SAID_BY_TYPE = (
@@ -145,7 +146,7 @@ def _allowed(section: Type[BaseModel], name: str) -> str:
         section.model_validate({name: object()})
     except ValidationError as error:
         own = [detail for detail in error.errors() if detail["loc"][0] == name and detail["type"] not in SAID_BY_TYPE]
-        said = [line for detail in own for line in told([detail], {}, "", Config, {})]
+        said = [line for detail in own for line in format_faults([detail], {}, "", Config, {})]
     if section is Config and kind(section.model_fields[name].annotation) == "text":
         try:
             configure(**{name: "?"})

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ipu_pipe import launched
 from ipu_pipe.backends.processes.joining import ANSWER, answer_within, keeper_is_there
-from ipu_pipe.errors import BadInput, RunFault, user_fault
+from ipu_pipe.errors import BadInput, RunFault, find_user_fault
 
 Result = TypeVar("Result")
 
@@ -66,7 +66,7 @@ def report_once() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        fault = error if isinstance(error, (BadInput, RunFault)) else user_fault(error)
+        fault = error if isinstance(error, (BadInput, RunFault)) else find_user_fault(error)
         if fault is not None and are_joined():
             fault.is_told = not _claim_report()
         raise

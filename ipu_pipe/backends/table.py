@@ -11,9 +11,9 @@ from ipu_pipe.backends.ipu import backend as ipu
 from ipu_pipe.backends.processes import engine as processes
 from ipu_pipe.backends.processes.group import stop
 from ipu_pipe.backends.ranks import is_distributed
+from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.schema import Config
 from ipu_pipe.orphans import end_with_launcher
 
 BACKENDS: Dict[str, Backend] = {

@@ -11,12 +11,12 @@ from ipu_pipe.backends.randomized import RandomizedReplays
 from ipu_pipe.backends.replays import Replays, RoundReplays, TableReplays
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.recurrences import explain_divergence
+from ipu_pipe.job.stability import explain_divergence
 from ipu_pipe.model.probe import Loss, derived_weights
 from ipu_pipe.schedule.methods import Method, Reads
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.shown import first_of
+from ipu_pipe.text import list_some
 from ipu_pipe.update.apply import UpdateRules
 
 
@@ -143,7 +143,7 @@ def list_exactness_faults(job: Job) -> List[str]:
         if names:
             reasons.append(
                 f"model: with {method.name} the backward must read newer weights than the forward, but the forward keeps "
-                f"tensors derived from {first_of(names)} (weight norm, autocast, InstanceNorm and the like do): use layers "
+                f"tensors derived from {list_some(names)} (weight norm, autocast, InstanceNorm and the like do): use layers "
                 "that use their weights directly, or method_args: {stash: true}"
             )
     return reasons

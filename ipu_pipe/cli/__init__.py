@@ -11,7 +11,7 @@ import sys
 from typing import NoReturn, Optional
 
 from ipu_pipe import __version__, interrupts
-from ipu_pipe.shipped import COMMAND, program
+from ipu_pipe.shipped import COMMAND, get_program
 
 COMMANDS = {
     "train": "train by a config",
@@ -35,7 +35,7 @@ def run(command: Optional[str] = None) -> NoReturn:
     def named() -> None:
         shown = {name.replace("_", "-"): says for name, says in COMMANDS.items()}
         parser = Parser(
-            prog=program() or COMMAND,
+            prog=get_program() or COMMAND,
             description="Train, plan and analyze pipelined models.",
             epilog="\n".join(["commands, each with --help:", *(f"  {name:18}{says}" for name, says in shown.items())]),
         )

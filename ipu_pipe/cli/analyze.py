@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Tuple
 
 from ipu_pipe.cli.arguments import add_quiet, printing, saying
-from ipu_pipe.errors import BadInput, Parser, traceback_shown
+from ipu_pipe.errors import BadInput, Parser, show_traceback
 
 EPILOG = """
 RUN is a run's folder, a *.trace, a Chrome trace of ipu_pipe (trace.json.gz), a trace of PyTorch's profiler or a folder of
@@ -39,7 +39,7 @@ def parser() -> Parser:
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
     args = parser().parse_args(arguments)
-    with traceback_shown(args.traceback):
+    with show_traceback(args.traceback):
         _run(args)
 
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Callable, Tuple
 
+from ipu_pipe.config.values import MOST_COUNT
 from ipu_pipe.errors import BadInput
-from ipu_pipe.shipped import config_path
-from ipu_pipe.shown import printable, shown
-from ipu_pipe.values import MOST_COUNT
+from ipu_pipe.shipped import find_config
+from ipu_pipe.text import escape_lines, show
 
 
 def folder(text: str) -> Path:
@@ -27,7 +27,7 @@ def whole(low: int, high: int = MOST_COUNT) -> Callable[[str], int]:
         digits = text.strip()
         if len(digits) < 30 and digits.lstrip("+-").isdecimal() and digits.isascii() and low <= int(digits) <= high:
             return int(digits)
-        raise argparse.ArgumentTypeError(f"{shown(text)}: must be a whole number from {low} to {high}")
+        raise argparse.ArgumentTypeError(f"{show(text)}: must be a whole number from {low} to {high}")
 
     return convert
 
@@ -47,7 +47,7 @@ def positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < 1e18:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: must be a number above 0 and below 1e18")
+        raise argparse.ArgumentTypeError(f"{show(text)}: must be a number above 0 and below 1e18")
     return value
 
 
@@ -65,7 +65,7 @@ def config_of(args: argparse.Namespace, example: str) -> str:
         args.config = args.set.pop()
     if args.config is None:
         raise BadInput(f"CONFIG: missing: must be a YAML file, such as {example}")
-    return str(config_path(args.config))
+    return str(find_config(args.config))
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
@@ -75,12 +75,12 @@ def add_quiet(parser: argparse.ArgumentParser) -> None:
 
 def say(text: str) -> None:
     """Print a line of progress on standard error; standard output belongs to the result."""
-    print(printable(text), file=sys.stderr, flush=True)
+    print(escape_lines(text), file=sys.stderr, flush=True)
 
 
 def tell(text: str) -> None:
     """Print a result on standard output."""
-    print(printable(text))
+    print(escape_lines(text))
 
 
 def saying(quiet: bool) -> Callable[[str], None]:

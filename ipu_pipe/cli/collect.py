@@ -6,8 +6,8 @@ import argparse
 from typing import Optional, Sequence
 
 from ipu_pipe.cli.arguments import add_quiet, add_set, config_of, folder, printing, saying, whole
-from ipu_pipe.errors import BadInput, Parser, traceback_shown
-from ipu_pipe.values import MOST_UPDATES
+from ipu_pipe.config.values import MOST_UPDATES
+from ipu_pipe.errors import BadInput, Parser, show_traceback
 
 EPILOG = """
 DIR gets throughput.json, memory.json, communication.json and a run for each method with its trace.
@@ -55,14 +55,14 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     args.config = config_of(args, "configs/resnet34_ipu4.yaml")
     if args.out is None:
         raise BadInput("--out: missing: must be the folder to write into")
-    with traceback_shown(args.traceback):
+    with show_traceback(args.traceback):
         _run(args)
 
 
 def _run(args: argparse.Namespace) -> None:
     from ipu_pipe.backends.ranks import is_main, report_once
     from ipu_pipe.backends.table import leave
-    from ipu_pipe.job.config import load_config
+    from ipu_pipe.config.load import load_config
     from ipu_pipe.studies import collection
     from ipu_pipe.studies.collected import table
 

@@ -10,7 +10,7 @@ from typing import Any, Dict, Iterable, List, Optional, Sequence
 from ipu_pipe.cli.arguments import folder
 from ipu_pipe.errors import BadInput, Parser
 from ipu_pipe.schedule.methods import METHODS
-from ipu_pipe.shipped import COMMAND, configs
+from ipu_pipe.shipped import COMMAND, find_configs
 
 SHELLS = ("bash", "zsh", "fish")
 EPILOG = """
@@ -105,9 +105,9 @@ def _complete(action: Any, command: str, functions: Dict[str, str]) -> None:
 
 def _shipped(under: str) -> List[str]:
     """The configs that come with the library, by the names that commands take, but for what is no run's."""
-    found = sorted(path.relative_to(configs()) for path in (configs() / under).rglob("*.yaml"))
+    found = sorted(path.relative_to(find_configs()) for path in (find_configs() / under).rglob("*.yaml"))
     return [f"configs/{path.as_posix()}" for path in found if path.parts[0] not in ("hardware", "experiments")]
 
 
 def _stems(under: str) -> List[str]:
-    return sorted(path.stem for path in (configs() / under).glob("*.yaml"))
+    return sorted(path.stem for path in (find_configs() / under).glob("*.yaml"))

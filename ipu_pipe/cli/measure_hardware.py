@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Optional, Sequence
 
 from ipu_pipe.cli.arguments import add_quiet, printing, whole
+from ipu_pipe.config.values import MOST_THREADS
 from ipu_pipe.errors import BadInput, Parser
-from ipu_pipe.values import MOST_THREADS
 
 
 def parser() -> Parser:
@@ -42,8 +42,8 @@ def parser() -> Parser:
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
+    from ipu_pipe.config.yaml_files import dump_yaml as as_yaml
     from ipu_pipe.hardware.files import read_hardware, this_file
-    from ipu_pipe.yaml_files import write as as_yaml
 
     args = parser().parse_args(arguments)
     out: Path = args.out or this_file()
@@ -59,14 +59,14 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
 
     import torch  # after the arguments are read: --help must not wait for it
 
-    from ipu_pipe.errors import writing
+    from ipu_pipe.errors import guard_writing
+    from ipu_pipe.files import write
     from ipu_pipe.hardware.measuring import measure
-    from ipu_pipe.written import write
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise BadInput("--device: cuda: this PyTorch finds no GPU: must be cpu")
     text = as_yaml(measure(args.threads, args.device, args.seconds))
-    with writing(out):
+    with guard_writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     write(out, text)
     printing(args.quiet)("\n".join([*read_hardware(str(out)).figure_lines(), f"written: {out}"]))

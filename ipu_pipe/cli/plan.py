@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, List, Optional, Sequence, Tuple
 
 from ipu_pipe.cli.arguments import add_quiet, add_set, config_of, count, printing, saying, whole
-from ipu_pipe.errors import BadInput, Parser, traceback_shown
-from ipu_pipe.values import MOST_STAGES
+from ipu_pipe.config.values import MOST_STAGES
+from ipu_pipe.errors import BadInput, Parser, show_traceback
 
 EPILOG = """
 All figures are predicted: from the model's FLOPs and bytes and the figures of the hardware's file, or, with --measure, from the
@@ -83,16 +83,16 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     args.config = config_of(args, "configs/resnet50_ipu4.yaml")
     if args.write is not None and args.write.is_file() and not args.overwrite:
         raise BadInput(f"--write: {args.write}: exists already: take another name, or --overwrite")
-    with traceback_shown(args.traceback):
+    with show_traceback(args.traceback):
         _run(args)
 
 
 def _run(args: argparse.Namespace) -> None:
-    from ipu_pipe.job.config import load_config
+    from ipu_pipe.config.load import load_config
+    from ipu_pipe.files import write
     from ipu_pipe.plan import answer
     from ipu_pipe.plan.planner import make_plan
     from ipu_pipe.plan.writing import planned_config
-    from ipu_pipe.written import write
 
     config = load_config(args.config, args.set)
     hardware = _hardware(config, args)

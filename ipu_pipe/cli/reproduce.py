@@ -11,9 +11,9 @@ from typing import Any, Callable, Dict, Optional, Sequence
 
 from ipu_pipe.cli.arguments import add_quiet, folder, printing, saying, whole
 from ipu_pipe.errors import BadInput, Parser
-from ipu_pipe.shipped import configs
+from ipu_pipe.shipped import find_configs
 
-FOLDER = configs() / "experiments"
+FOLDER = find_configs() / "experiments"
 PREDICTED = {  # title and source
     "plan_local_table1": ("speedups of chunked local training on IPUs", "Laskin et al. 2020, Table 1"),
     "plan_local_table3": ("memory per IPU", "Laskin et al. 2020, Table 3"),

@@ -12,6 +12,7 @@ import json
 import sys
 from typing import Any, Callable, List, Optional, Sequence, TextIO, Tuple
 
+from ipu_pipe.config.values import MOST_STAGES
 from ipu_pipe.errors import BadInput, Parser
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.copies import weight_copies
@@ -21,8 +22,7 @@ from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule, utilization
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.shown import shown
-from ipu_pipe.values import MOST_STAGES
+from ipu_pipe.text import show
 
 # What a terminal can still show; JSON and CSV spell out everything.
 SHOWN_SLOTS, SHOWN_STAGES = 120, 64
@@ -53,15 +53,15 @@ def _check_size(args: argparse.Namespace) -> None:
     """Whether the schedule can be proved and written within half a minute and a gigabyte."""
     faults = []
     if args.stages > MOST_STAGES:
-        faults.append(f"--stages: {shown(args.stages)}: at most {MOST_STAGES}: every stage is proved")
+        faults.append(f"--stages: {show(args.stages)}: at most {MOST_STAGES}: every stage is proved")
     most, passes = MOST_PASSES[args.format], max(args.stages, 0) * max(args.microbatches, 0)
     if not faults and passes > most:
         faults.append(
-            f"--microbatches: {shown(args.microbatches)}: on {args.stages} stages at most {most // args.stages} can be proved"
+            f"--microbatches: {show(args.microbatches)}: on {args.stages} stages at most {most // args.stages} can be proved"
             f" and written as {args.format}"
         )
     if args.slots and args.slots[1] - args.slots[0] > MOST_SLOTS:
-        faults.append(f"--slots: {shown(args.slots[1] - args.slots[0])} slots: at most {MOST_SLOTS} can be shown")
+        faults.append(f"--slots: {show(args.slots[1] - args.slots[0])} slots: at most {MOST_SLOTS} can be shown")
     if faults:
         raise BadInput(faults)
 
@@ -139,12 +139,12 @@ def _stage_table(schedule: Schedule, table: VersionTable) -> str:
         ("forward lag", table.greatest_lag().tolist()),
         ("backward lag", table.greatest_backward_lag().tolist()),
     ]
-    shown = min(schedule.stages, SHOWN_STAGES)
+    rows = min(schedule.stages, SHOWN_STAGES)
     lines = ["stage  " + "  ".join(name for name, _ in columns)]
-    for stage in range(shown):
+    for stage in range(rows):
         lines.append(f"{stage:>5}  " + "  ".join(f"{values[stage]:>{len(name)}}" for name, values in columns))
-    if shown < schedule.stages:
-        lines.append(f"({shown} of {schedule.stages} stages shown)")
+    if rows < schedule.stages:
+        lines.append(f"({rows} of {schedule.stages} stages shown)")
     return "\n".join(lines) + "\n"
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
 from ipu_pipe.cli.arguments import add_quiet, add_set, folder, positive, printing, saying, whole
-from ipu_pipe.errors import BadInput, Parser, traceback_shown
-from ipu_pipe.shipped import config_path
-from ipu_pipe.shown import nearest, shown
+from ipu_pipe.errors import BadInput, Parser, show_traceback
+from ipu_pipe.shipped import find_config
+from ipu_pipe.text import find_nearest, show
 
 EXPERIMENTS = {"pipemare_17": "pipemare_recompute_resnet20", "pipemare_18": "pipemare_recompute_translation"}
 EPILOG = """
@@ -59,8 +59,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     args = parser().parse_args(arguments)
     if not args.what and args.set and "=" not in args.set[-1]:  # --set a=1 CONFIG
         args.what = [args.set.pop()]
-    with traceback_shown(args.traceback):
-        if len(args.what) == 1 and (args.what[0].endswith((".yaml", ".yml")) or config_path(args.what[0]).is_file()):
+    with show_traceback(args.traceback):
+        if len(args.what) == 1 and (args.what[0].endswith((".yaml", ".yml")) or find_config(args.what[0]).is_file()):
             _config(args)
         else:
             _figures(args)
@@ -73,10 +73,10 @@ def _config(args: argparse.Namespace) -> None:
         raise BadInput(
             "--by-stage: not together with --curvature: either each stage's is measured, or one is given for all"
         )
-    from ipu_pipe.job.config import load_config
+    from ipu_pipe.config.load import load_config
     from ipu_pipe.studies.run_stability import examine, in_words
 
-    config = load_config(config_path(args.what[0]), args.set)
+    config = load_config(find_config(args.what[0]), args.set)
     how = {"samples": args.samples, "iterations": args.iterations, "seed": args.seed, "curvature": args.curvature}
     found = {"config": args.what[0], **examine(config, **how, by_stage=args.by_stage)}
     printing(args.quiet and not args.json)(json.dumps(found, indent=1) if args.json else in_words(found))
@@ -89,9 +89,9 @@ def _figures(args: argparse.Namespace) -> None:
     unknown = [name for name in args.what if name not in known and name != "all"]
     if unknown:
         name = unknown[0]
-        close = nearest(name, known)
+        close = find_nearest(name, known)
         raise BadInput(
-            f"CONFIG|FIGURE: {shown(name)}: is no file, nor one of {', '.join(known)}, all"
+            f"CONFIG|FIGURE: {show(name)}: is no file, nor one of {', '.join(known)}, all"
             + (f"; did you mean {close}?" if close else "")
         )
     if args.set:
@@ -112,9 +112,9 @@ def _figures(args: argparse.Namespace) -> None:
 
 
 def _one(name: str, args: argparse.Namespace) -> Any:
+    from ipu_pipe.files import write
     from ipu_pipe.studies.delay_figures import FIGURES, as_json
     from ipu_pipe.studies.delay_pictures import draw
-    from ipu_pipe.written import write
 
     out: Path = args.out or Path("runs/stability")
     if name in EXPERIMENTS:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Dict, Optional, Sequence
 
 from ipu_pipe.cli.arguments import add_quiet, add_set, config_of, counts, folder, tell, whole
-from ipu_pipe.errors import BadInput, Parser, traceback_shown
+from ipu_pipe.errors import BadInput, Parser, show_traceback
 
 if TYPE_CHECKING:
-    from ipu_pipe.job.schema import Config
+    from ipu_pipe.config.schema import Config
 
 EPILOG = """\
 examples:
@@ -78,13 +78,13 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         raise BadInput(f"--resume-from: {args.resume_from}: not together with --against, which has two runs")
     if args.accumulate and not args.against:
         raise BadInput("--accumulate: goes with --against METHOD")
-    with traceback_shown(args.traceback):
+    with show_traceback(args.traceback):
         _run(args)
 
 
 def _run(args: argparse.Namespace) -> None:
     """The command, its arguments read."""
-    from ipu_pipe.job.config import load_config  # after the arguments are read: --help must not wait for torch
+    from ipu_pipe.config.load import load_config  # after the arguments are read: --help must not wait for torch
 
     config = load_config(args.config, args.set)
     other = load_config(args.config, [*args.set, f"method={args.against}", "method_args={}"]) if args.against else None

@@ -11,7 +11,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.model.asking import asked_of
 from ipu_pipe.model.nests import tensors
 from ipu_pipe.model.randomness import derived_seed
-from ipu_pipe.shown import shown
+from ipu_pipe.text import show
 
 try:
     from typing import Protocol, runtime_checkable
@@ -179,7 +179,7 @@ def check_limit(key: str, wanted: Optional[int], held: Optional[int] = None) -> 
     if wanted is None or (type(wanted) is int and wanted >= 1 and (held is None or wanted <= held)):
         return
     raise BadInput(
-        f"data.{key}: {shown(wanted)}: must be " + (f"from 1 to {held}" if held is not None else "a whole number >= 1")
+        f"data.{key}: {show(wanted)}: must be " + (f"from 1 to {held}" if held is not None else "a whole number >= 1")
     )
 
 

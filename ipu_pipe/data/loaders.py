@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.nests import tensors
 from ipu_pipe.model.randomness import derived_seed
-from ipu_pipe.shown import kind_of
+from ipu_pipe.text import describe_kind
 
 _END = object()
 
@@ -69,7 +69,7 @@ class LoaderData:
         if test is not None:
             _refuse_kind("test", test)
         if not (labels is None or isinstance(labels, str)):
-            raise BadInput(f"data: labels: {kind_of(labels)}: must be their name in batches that are mappings")
+            raise BadInput(f"data: labels: {describe_kind(labels)}: must be their name in batches that are mappings")
         if isinstance(test, Iterator):
             raise BadInput(
                 f"data: the test loader is a {type(test).__name__}, which gives its batches once: must give them at each"
@@ -203,12 +203,12 @@ def _refuse_kind(name: str, loader: Any) -> None:
     """Refuse (BadInput) what gives no batches."""
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise BadInput(
-            f"data: {name}: {kind_of(loader)}: gives samples, not batches: must be a DataLoader of it (if it gives batches,"
+            f"data: {name}: {describe_kind(loader)}: gives samples, not batches: must be a DataLoader of it (if it gives batches,"
             " with batch_size=None)"
         )
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     if not iterable or isinstance(loader, (str, type, torch.Tensor)):
-        raise BadInput(f"data: {name}: {kind_of(loader)}: must be a DataLoader, or another iterable of batches")
+        raise BadInput(f"data: {name}: {describe_kind(loader)}: must be a DataLoader, or another iterable of batches")
 
 
 def _count(batch: Any) -> Optional[int]:

@@ -33,7 +33,7 @@ from ipu_pipe.data.hashes import file_hash
 from ipu_pipe.data.text import TextData, TranslationData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.randomness import derived_seed
-from ipu_pipe.shown import nearest, shown
+from ipu_pipe.text import find_nearest, show
 
 # MD5 and size in bytes of the official files
 CIFAR10 = {
@@ -138,7 +138,7 @@ def read_idx(images: Path, labels: Path) -> Pair:
 
 def _cifar10(root: Optional[str], seed: int, augment: bool = True, size: int = 32, **limits: Any) -> DataSource:
     if type(size) is not int or size not in (8, 16, 32):
-        raise BadInput(f"data.size: {shown(size)}: must be 32, or 16 or 8, to which images are averaged")
+        raise BadInput(f"data.size: {show(size)}: must be 32, or 16 or 8, to which images are averaged")
     folder = _folder("cifar10", root)
     parts = [read_cifar(folder / file) for file in CIFAR10]
     train = torch.cat([x for x, _ in parts[:-1]]), torch.cat([y for _, y in parts[:-1]])
@@ -233,11 +233,11 @@ def _synthetic(
     sizes = [*shape] if isinstance(shape, (list, tuple)) else [0]
     if not sizes or not all(isinstance(n, int) and n >= 1 for n in [*sizes, classes]):
         raise BadInput(
-            f"data.shape: {shown(shape)}, data.classes: {shown(classes)}: must be whole numbers >= 1, as shape: [3, 32, 32]"
+            f"data.shape: {show(shape)}, data.classes: {show(classes)}: must be whole numbers >= 1, as shape: [3, 32, 32]"
         )
     for key, count in (("subset", subset), ("test_subset", test_subset)):
         if count is None:
-            raise BadInput(f"data.{key}: {shown(count)}: must be a whole number >= 1")
+            raise BadInput(f"data.{key}: {show(count)}: must be a whole number >= 1")
         check_limit(key, count)
     return SyntheticData(sizes, classes, subset, test_subset, seed, bytes)
 
@@ -268,7 +268,7 @@ _OPTIONS: Dict[str, List[str]] = {
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    near = nearest(name, known)
+    near = find_nearest(name, known)
     return f", nearest is {near}" if near else ""
 
 
@@ -282,7 +282,7 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
     if name not in SETS:
         hint = _hint(name, SETS)
         raise BadInput(
-            f"data.name: {shown(name)}: must be one of {', '.join(SETS)} or an import string module:name{hint}"
+            f"data.name: {show(name)}: must be one of {', '.join(SETS)} or an import string module:name{hint}"
         )
     allowed = _OPTIONS.get(name, ["augment", "subset", "test_subset", "random_labels"])
     faults = []
@@ -290,10 +290,10 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
         if key not in allowed:
             hint = _hint(key, allowed)
             faults.append(
-                f"data.{shown(key)}: {shown(value)}: unknown key for {name}, allowed are {', '.join(['root', *allowed])}{hint}"
+                f"data.{show(key)}: {show(value)}: unknown key for {name}, allowed are {', '.join(['root', *allowed])}{hint}"
             )
         elif key in ("augment", "random_labels", "bytes") and not isinstance(value, bool):
-            faults.append(f"data.{shown(key)}: {shown(value)}: must be true or false")
+            faults.append(f"data.{show(key)}: {show(value)}: must be true or false")
     if faults:
         raise BadInput(faults)
     assert inspect.isfunction(SETS[name])

@@ -12,12 +12,12 @@ import torch
 from ipu_pipe.data.batches import Pair, TensorData, check_limit, limited, split
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.randomness import derived_seed
-from ipu_pipe.shown import shown
+from ipu_pipe.text import show
 
 
 def _check_least(key: str, value: Any, least: int) -> None:
     if type(value) is not int or value < least:
-        raise BadInput(f"data.{key}: {shown(value)}: must be a whole number >= {least}")
+        raise BadInput(f"data.{key}: {show(value)}: must be a whole number >= {least}")
 
 
 class TextData:
@@ -50,7 +50,7 @@ class TextData:
         longest = min(cut // 2, len(numbers) - cut - 1)
         if context > longest:
             raise BadInput(
-                f"data.context: {shown(context)}: must be from 1 to {longest} for {len(numbers)} characters,"
+                f"data.context: {show(context)}: must be from 1 to {longest} for {len(numbers)} characters,"
                 " a tenth of them for tests"
             )
         self._text, self._test_text = torch.from_numpy(numbers[:cut]), torch.from_numpy(numbers[cut:])
@@ -126,7 +126,7 @@ class TranslationData(TensorData):
         self.left_out = len(read) - len(pairs)
         if len(pairs) <= TEST_PAIRS:
             raise BadInput(
-                f"data.length: {shown(length)}: {len(pairs)} pairs are no longer, must be more than"
+                f"data.length: {show(length)}: {len(pairs)} pairs are no longer, must be more than"
                 f" {TEST_PAIRS}: take a greater length"
             )
         places = torch.arange(len(pairs))

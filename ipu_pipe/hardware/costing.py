@@ -12,7 +12,7 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 from torch import nn
 
-from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.hardware.profiling import median_passes, timed_passes
 from ipu_pipe.hardware.units import Measured, Unit
 from ipu_pipe.model.autocast import uncast_meanwhile
@@ -50,7 +50,7 @@ def count_units(
     except BadInput:
         raise
     except Exception as error:  # whatever the user's model raises
-        raise BadInput(f"model: it cannot be counted on {described(x)}: {first_line(error)}") from error
+        raise BadInput(f"model: it cannot be counted on {described(x)}: {summarize(error)}") from error
     how = (
         "by shape"
         if samples == sample_count(x) and fits(model, x)

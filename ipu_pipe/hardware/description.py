@@ -12,18 +12,18 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 from pydantic import AfterValidator, StrictBool, model_validator
 from typing_extensions import Annotated, Literal
 
-from ipu_pipe import values
+from ipu_pipe.config import values
+from ipu_pipe.config.values import MOST_SECONDS, Count, Section, key_fault, real_number
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.precision import PRECISIONS
-from ipu_pipe.shown import escaped, shown
-from ipu_pipe.values import MOST_SECONDS, Count, Section, fault_at, real
+from ipu_pipe.text import escape, show
 
 NOT_STATED = "not stated"
 # Times are quotients of these figures and sums of many such: what is smaller would make them infinite.
 LEAST_SIZE, LEAST_SHARE = 1.0, 1e-6
 
 # Text of a description is printed: a terminal must not obey it.
-Text = Annotated[str, AfterValidator(escaped)]
+Text = Annotated[str, AfterValidator(escape)]
 
 
 class Figure(Section):
@@ -42,26 +42,26 @@ class Figure(Section):
     @model_validator(mode="after")
     def _has_a_source(self) -> "Figure":
         if self.confirmed and self.source == NOT_STATED:
-            raise fault_at("confirmed", "true", "says that a primary source states the figure: needs source")
+            raise key_fault("confirmed", "true", "says that a primary source states the figure: needs source")
         return self
 
 
 class Positive(Figure):
     """Of a size or rate."""
 
-    value: Annotated[float, real(f">= {LEAST_SIZE:g}", lambda value: value >= LEAST_SIZE)]
+    value: Annotated[float, real_number(f">= {LEAST_SIZE:g}", lambda value: value >= LEAST_SIZE)]
 
 
 class NotNegative(Figure):
     """Of a latency."""
 
-    value: Annotated[float, real(">= 0", lambda value: value >= 0, MOST_SECONDS, "no message takes so long")]
+    value: Annotated[float, real_number(">= 0", lambda value: value >= 0, MOST_SECONDS, "no message takes so long")]
 
 
 class Fraction(Figure):
     """A share of all or less."""
 
-    value: Annotated[float, real(f">= {LEAST_SHARE:g} and <= 1", lambda value: LEAST_SHARE <= value <= 1)]
+    value: Annotated[float, real_number(f">= {LEAST_SHARE:g} and <= 1", lambda value: LEAST_SHARE <= value <= 1)]
 
 
 class Share(Figure):
@@ -109,11 +109,11 @@ class Device(Section):
     @model_validator(mode="after")
     def _fits(self) -> "Device":
         if not self.rates:
-            raise fault_at("rates", "{}", "must state at least one of float64, float32, bfloat16, float16")
+            raise key_fault("rates", "{}", "must state at least one of float64, float32, bfloat16, float16")
         if self.code_share and self.code_bytes >= self.usable_bytes:
-            raise fault_at("code_share", self.code_share.value, "leaves nothing of usable_share")
+            raise key_fault("code_share", self.code_share.value, "leaves nothing of usable_share")
         if (self.streaming_bytes is None) != (self.streaming_bandwidth is None):
-            raise fault_at("streaming_bytes", "given or null alone", "goes with streaming_bandwidth: both or neither")
+            raise key_fault("streaming_bytes", "given or null alone", "goes with streaming_bandwidth: both or neither")
         return self
 
 
@@ -150,14 +150,14 @@ class Hardware(Section):
         for place, level in enumerate(self.links):
             if level.holds is None:
                 if level is not self.links[-1]:
-                    raise fault_at(f"links.{place}.holds", "null", "only the last level may hold all there are")
+                    raise key_fault(f"links.{place}.holds", "null", "only the last level may hold all there are")
             elif level.holds <= inner and place or level.holds % inner:
-                raise fault_at(
+                raise key_fault(
                     f"links.{place}.holds", level.holds, f"must be a larger multiple of {inner}, the level's inside"
                 )
             inner = level.holds or inner
         if not self._holds(self.devices):
-            raise fault_at(
+            raise key_fault(
                 "devices", self.devices, f"must be at most {self.most_devices}: no level of links holds more"
             )
         return self
@@ -174,7 +174,7 @@ class Hardware(Section):
         """The same with another number of devices. Raises BadInput where no level of links joins so many."""
         if devices < 1 or not self._holds(devices):
             most = "" if self.most_devices is None else f" to {self.most_devices}, all that its links join"
-            raise BadInput(f"--devices: {shown(devices)}: hardware {self.name}: must be a whole number from 1{most}")
+            raise BadInput(f"--devices: {show(devices)}: hardware {self.name}: must be a whole number from 1{most}")
         return self.model_copy(update={"devices": devices})
 
     def rate(self, precision: str) -> float:

@@ -11,14 +11,14 @@ from typing import Any, Dict, List, Mapping, Union
 
 from pydantic import ValidationError
 
+from ipu_pipe.config.faults import format_faults
+from ipu_pipe.config.yaml_files import Origins, note_origin, read_with_origins
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import Hardware
-from ipu_pipe.key_faults import told
-from ipu_pipe.shipped import configs
-from ipu_pipe.shown import nearest, shown
-from ipu_pipe.yaml_files import Origins, note, read_file
+from ipu_pipe.shipped import find_configs
+from ipu_pipe.text import find_nearest, show
 
-FOLDER = configs() / "hardware"
+FOLDER = find_configs() / "hardware"
 THIS = "this"
 COMMAND = "python tools/measure_hardware.py"
 
@@ -38,11 +38,11 @@ def read_hardware(asked: Union[str, Mapping[str, Any]], key: str = "--hardware")
     Raises BadInput with every fault found."""
     if not isinstance(asked, str):
         origins: Origins = {}
-        note(dict(asked), "", key, origins)
+        note_origin(dict(asked), "", key, origins)
         return _checked({"name": "given", **asked}, origins, key)
     path = _file(asked, key)
     origins = {}
-    raw = read_file(path, origins)
+    raw = read_with_origins(path, origins)
     return _checked({"name": THIS if asked == THIS else path.stem, **raw}, origins, str(path))
 
 
@@ -56,9 +56,9 @@ def _file(asked: str, key: str) -> Path:
         return FOLDER / f"{asked}.yaml"
     path = Path(asked)
     if path.suffix not in (".yaml", ".yml"):
-        near = nearest(asked, names())
+        near = find_nearest(asked, names())
         hint = f"; did you mean {near}?" if near else ""
-        raise BadInput(f"{key}: {shown(asked)}: must be one of {', '.join(names())} or a YAML file{hint}")
+        raise BadInput(f"{key}: {show(asked)}: must be one of {', '.join(names())} or a YAML file{hint}")
     return path
 
 
@@ -66,4 +66,4 @@ def _checked(raw: Dict[str, Any], origins: Origins, place: str) -> Hardware:
     try:
         return Hardware.model_validate(raw)
     except ValidationError as error:
-        raise BadInput(told(error.errors(), origins, place, Hardware, {})) from None
+        raise BadInput(format_faults(error.errors(), origins, place, Hardware, {})) from None

@@ -6,7 +6,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
-from ipu_pipe.job.metrics import DEFAULT, Counting, Metric, counts_labels, right_answers
+from ipu_pipe.job.metrics import DEFAULT, Counting, Metric, count_right, is_cross_entropy
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Setup
 from ipu_pipe.local.blocks import SumOfLosses, get_blocks
@@ -59,7 +59,7 @@ class Tally:
 
     def _of_batch(self, output: Any, y: Any, samples: int) -> torch.Tensor:
         """The loss times its weight, the weight."""
-        answers = right_answers(scores(self._loss, output), y) if counts_labels(plain_loss(plain(self._loss))) else None
+        answers = count_right(scores(self._loss, output), y) if is_cross_entropy(plain_loss(plain(self._loss))) else None
         loss = self._loss(output, y).detach().double().reshape(())
         weight = torch.full_like(loss, samples) if answers is None else answers[1].double()
         # all stays on its device: to read a batch's numbers would hold a GPU up

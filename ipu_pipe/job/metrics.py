@@ -17,11 +17,11 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Seq
 import torch
 from torch import nn
 
+from ipu_pipe.config.sections import Entry
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.entries import call_entry, resolve_entry
-from ipu_pipe.job.sections import Entry
+from ipu_pipe.job.import_strings import call_entry, resolve_entry
 from ipu_pipe.model.asking import labels_of
-from ipu_pipe.shown import kind_of, nearest, shown
+from ipu_pipe.text import describe_kind, find_nearest, show
 
 OfBatch = Callable[[Any, Any, int], torch.Tensor]  # outputs, labels, samples -> sums (width,)
 IGNORED = -100  # the label that cross-entropy leaves out
@@ -74,7 +74,7 @@ class _KeptByObject(Counting):
 # ---- what the library knows by name
 
 
-def right_answers(output: Any, y: Any, among: int = 1) -> Optional[torch.Tensor]:
+def count_right(output: Any, y: Any, among: int = 1) -> Optional[torch.Tensor]:
     """(right, counted): labels that are `among` so many greatest outputs, and labels that are not -100 (which cross-entropy
     leaves out). None unless outputs are (b, classes, ...) and labels whole numbers (b, ...)."""
     y = labels_of(y)
@@ -92,7 +92,7 @@ def right_answers(output: Any, y: Any, among: int = 1) -> Optional[torch.Tensor]
 
 def _answers(output: Any, y: Any, among: int) -> torch.Tensor:
     """Right, counted, batches without answers."""
-    found = right_answers(output, y, among)
+    found = count_right(output, y, among)
     if found is None:
         device = output.device if isinstance(output, torch.Tensor) else "cpu"
         return torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64, device=device)
@@ -158,18 +158,18 @@ NAMES = (*_NAMED, "top5 (or another number)")
 
 
 @functools.lru_cache(maxsize=None)
-def named(name: str) -> Metric:
+def named_metric(name: str) -> Metric:
     """The library's metric of that name. Raises BadInput."""
     among = re.fullmatch(r"top([1-9]\d{0,8})", name)
     if among:
         most = int(among.group(1))
         return _adding(name, lambda output, y, samples: _answers(output, y, most), 3, _share)
     if name not in _NAMED:
-        near = nearest(name, list(_NAMED), 1)
+        near = find_nearest(name, list(_NAMED), 1)
         allowed = (
             f"nearest is {near}" if near else f"must be one of {', '.join(NAMES)}, or an import string module:name"
         )
-        raise BadInput(f"metrics: {shown(name)}: {allowed}")
+        raise BadInput(f"metrics: {show(name)}: {allowed}")
     return _adding(name, *_NAMED[name])
 
 
@@ -180,13 +180,13 @@ def _adding(name: str, of_batch: OfBatch, width: int, value: Callable[[Sequence[
 # ---- the user's own
 
 
-def _own(name: str, given: Any) -> Metric:
+def _own(name: str, metric: Any) -> Metric:
     """Of a function (output, y) -> value, or an object with update and compute."""
-    if hasattr(given, "update") and hasattr(given, "compute"):
-        return Metric(name, 2, lambda: _KeptByObject(given), _kept)
+    if hasattr(metric, "update") and hasattr(metric, "compute"):
+        return Metric(name, 2, lambda: _KeptByObject(metric), _kept)
 
     def of_batch(output: Any, y: Any, samples: int) -> torch.Tensor:
-        value = given(output, y)
+        value = metric(output, y)
         if not isinstance(value, torch.Tensor):
             value = torch.tensor(float(value), dtype=torch.float64)
         if value.numel() != 1:
@@ -203,27 +203,27 @@ def _kept(sums: Sequence[float]) -> Optional[float]:
     return sums[0] / sums[1] if sums[1] else None
 
 
-def of_entry(entry: str, args: Mapping[str, Any]) -> Metric:
+def load_metric(entry: str, args: Mapping[str, Any]) -> Metric:
     """What an import string names: a class is made into an object, as is what arguments are given for."""
     found: Any = resolve_entry(entry, "metrics")
     if args or inspect.isclass(found):
         found = call_entry(found, args, f"metrics.{entry}")
-    return given(found, entry.rpartition(":")[2].rpartition(".")[2])
+    return make_metric(found, entry.rpartition(":")[2].rpartition(".")[2])
 
 
-def given(value: Any, name: Optional[str] = None) -> Metric:
+def make_metric(value: Any, name: Optional[str] = None) -> Metric:
     """A metric from Python: a name, an import string, a function or an object. Raises BadInput."""
     if isinstance(value, str):
-        return of_entry(value, {}) if ":" in value else named(value)
+        return load_metric(value, {}) if ":" in value else named_metric(value)
     keeps = hasattr(value, "update") and hasattr(value, "compute") and not inspect.isclass(value)
     if not keeps and (not callable(value) or inspect.isclass(value) or isinstance(value, Mapping)):
         raise BadInput(
-            f"metrics: {kind_of(value)}: must be a name, a function (output, y), or an object with update and compute"
+            f"metrics: {describe_kind(value)}: must be a name, a function (output, y), or an object with update and compute"
         )
     return _own(name or str(getattr(value, "__name__", type(value).__name__)), value)
 
 
-def metrics_of(chosen: Union[Sequence[Any], Mapping[str, Any]]) -> Tuple[Metric, ...]:
+def make_metrics(chosen: Union[Sequence[Any], Mapping[str, Any]]) -> Tuple[Metric, ...]:
     """The metrics of a list of names, import strings, Entries, functions and objects, or of a mapping that names functions
     and objects. Raises BadInput, a line each."""
     found: List[Metric] = []
@@ -232,16 +232,16 @@ def metrics_of(chosen: Union[Sequence[Any], Mapping[str, Any]]) -> Tuple[Metric,
     for name, value in pairs:
         try:
             if isinstance(value, Entry):
-                found.append(of_entry(value.entry, value.args))
+                found.append(load_metric(value.entry, value.args))
             else:
-                found.append(given(value, name))
+                found.append(make_metric(value, name))
         except BadInput as error:
             faults += error.faults
     names = [metric.name for metric in found]
     faults += [f"metrics: {name}: is there twice" for name in dict.fromkeys(names) if names.count(name) > 1]
     faults += [f"metrics: {name}: is always there" for name in names if name == "loss"]
     faults += [
-        f"metrics: {shown(name)}: must be letters, digits and _"
+        f"metrics: {show(name)}: must be letters, digits and _"
         for name in names
         if not (isinstance(name, str) and re.fullmatch(r"\w+", name))
     ]
@@ -250,10 +250,10 @@ def metrics_of(chosen: Union[Sequence[Any], Mapping[str, Any]]) -> Tuple[Metric,
     return tuple(found)
 
 
-DEFAULT = (named(ACCURACY),)
+DEFAULT = (named_metric(ACCURACY),)
 
 
-def counts_labels(loss: Any) -> bool:
+def is_cross_entropy(loss: Any) -> bool:
     """Whether a loss is cross-entropy as a mean over all labels but -100."""
     if isinstance(loss, nn.CrossEntropyLoss):
         return loss.weight is None and loss.ignore_index == IGNORED

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Optional
 
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import GIVEN, OWN
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.entries import resolve_entry
-from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import GIVEN, OWN
+from ipu_pipe.job.import_strings import resolve_entry
 from ipu_pipe.model.outputs import Part, Take
 
 
@@ -19,7 +19,7 @@ def make_take(config: Config) -> Optional[Take]:
     return None if said is None else Part(said)
 
 
-def take_of_heads(config: Config) -> Optional[Take]:
+def make_take_of_heads(config: Config) -> Optional[Take]:
     """The same where blocks have losses of their own, whose heads give what is taken already. Raises BadInput."""
     said = config.model.output
     if config.loss == OWN:

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, Optional
 
 from torch import nn
 
+from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.entries import resolve_entry
-from ipu_pipe.job.outputs import make_take, take_of_heads
-from ipu_pipe.job.schema import Config
+from ipu_pipe.job.import_strings import resolve_entry
+from ipu_pipe.job.outputs import make_take, make_take_of_heads
 from ipu_pipe.local.structures import find_structure, make_blocks
 from ipu_pipe.model.stages import Partition, partition
 from ipu_pipe.schedule.methods import Method
@@ -44,7 +44,7 @@ def place_blocks(
         )
     entry = config.method_args.head
     head = resolve_entry(entry, "method_args.head") if entry else None
-    take = make_take(config) if find_structure(method.structure).trains_last else take_of_heads(config)
+    take = make_take(config) if find_structure(method.structure).trains_last else make_take_of_heads(config)
     made, part = make_blocks(
         model, x, method.structure, config.stages, config.seed, count, head, method.one_stage or "", take
     )

@@ -29,7 +29,7 @@ class Measured(NamedTuple):
         return cls(loss, dict(second) if isinstance(second, dict) else {"accuracy": second})
 
 
-def by_block(every: Sequence[Measured]) -> Dict[str, List[Optional[float]]]:
+def collect_by_block(every: Sequence[Measured]) -> Dict[str, List[Optional[float]]]:
     """What was found of each block, by name."""
     records = [found.record("block_test_") for found in every]
     return {name: [record[name] for record in records] for name in records[0]}

@@ -9,13 +9,13 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Se
 import torch
 from torch import nn
 
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import GIVEN, Given
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.batches import divided
 from ipu_pipe.data.labels import LabelRange
 from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.metrics import DEFAULT, Metric
-from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import GIVEN, Given
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.asking import Labels, labels_of
 from ipu_pipe.model.nests import mapped, refuse_others, refuse_uneven
@@ -181,7 +181,7 @@ class Job(Setup):
         """Learning rate of update k."""
         if self.played is not None:
             return self.played[k]
-        return rate_of(self.config, self.base_rate, k, self.updates, self.updates_per_epoch)
+        return compute_rate(self.config, self.base_rate, k, self.updates, self.updates_per_epoch)
 
     def done_with(self, k: int) -> int:
         """The updates that the first stage has done when the loss of update k is known: where nothing comes back to it, it must
@@ -211,7 +211,7 @@ class Job(Setup):
         batch = make_schedule(METHODS["gpipe"], stages, accumulate, accumulate)
         found = [("gpipe", min(warm, self.updates), batch)]
         if self.updates > warm:
-            drains = [k for k in drains_of(self.config, self.updates, self.updates_per_epoch, self.done) if k > warm]
+            drains = [k for k in list_drains(self.config, self.updates, self.updates_per_epoch, self.done) if k > warm]
             marks = [(k - warm) * accumulate for k in drains]
             own = make_schedule(self.method, stages, (self.updates - warm) * accumulate, accumulate, marks)
             found.append((self.method.name, self.updates - warm, own))
@@ -248,7 +248,7 @@ def _move(value: torch.Tensor, device: torch.device, dtype: torch.dtype, pins: b
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
 
-def rate_of(config: Config, base: float, k: int, updates: int, per_epoch: Optional[int]) -> float:
+def compute_rate(config: Config, base: float, k: int, updates: int, per_epoch: Optional[int]) -> float:
     """Learning rate of update k, before the rules. Where stages are drawn, one may have more updates than the run has steps."""
     if config.lr_schedule.falls:
         updates = config.lr_schedule.total_steps or updates
@@ -256,7 +256,7 @@ def rate_of(config: Config, base: float, k: int, updates: int, per_epoch: Option
     return lr.rate(config.lr_schedule, base, k, updates, per_epoch)
 
 
-def drains_of(config: Config, updates: int, per_epoch: Optional[int], done: int) -> List[int]:
+def list_drains(config: Config, updates: int, per_epoch: Optional[int], done: int) -> List[int]:
     """Updates after which the pipeline empties: evaluations and checkpoints before the end, and where the run goes on, which may
     be none of these any more."""
     marks: Set[int] = {done} if 0 < done < updates else set()

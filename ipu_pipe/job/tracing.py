@@ -6,7 +6,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.trace.metadata import SCHEMA, Metadata, Window
 
 
-def trace_metadata(job: Job) -> Metadata:
+def make_trace_metadata(job: Job) -> Metadata:
     """The metadata that the job alone decides; who knows the times adds what these are."""
     config, schedule, traced = job.config, job.schedule, job.traced
     planned = job.planned_utilization()

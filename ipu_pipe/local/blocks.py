@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.local.heads import MakeHead, make_head
 from ipu_pipe.model.autocast import cast, is_cast
 from ipu_pipe.model.buffers import all_restored, buffers_restored
@@ -115,7 +115,7 @@ class Blocks:
                 except BadInput:
                     raise
                 except Exception as error:  # whatever the user's function raises
-                    raise BadInput(f"method_args.head: before {begin}: {first_line(error)}") from error
+                    raise BadInput(f"method_args.head: before {begin}: {summarize(error)}") from error
                 if found != tuple(output.shape):
                     raise BadInput(f"method_args.head: before {begin}: gives {found}, must give {tuple(output.shape)}")
                 if _writes_over(built, activation):

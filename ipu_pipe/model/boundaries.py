@@ -10,7 +10,7 @@ from torch import nn
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.execution import answering, full_name, parameters_by_module
 from ipu_pipe.model.observation import Call
-from ipu_pipe.shown import nearest
+from ipu_pipe.text import find_nearest
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def check_names(model: nn.Module, calls: List[Call], names: Sequence[str]) -> No
     faults = []
     for name in names:
         if name not in known:
-            near = nearest(name, known)
+            near = find_nearest(name, known)
             hint = f"nearest is {near}" if near else "see model.named_modules()"
             faults.append(f"stages: {name}: the model has no module of that name, {hint}")
         elif name not in run:

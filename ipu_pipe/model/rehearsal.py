@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.model.autocast import is_cast
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.cutting import Piece, pieces, recorded_twice
@@ -71,7 +71,7 @@ def _compare(model: nn.Module, parts: Sequence[Piece], recorded: Any, x: Any) ->
         try:
             chained = _run(model, parts, x, keyed, training, chained=True)
         except Exception as error:  # whatever the user's model raises
-            raise _refusal(model, f"its pieces fail: {first_line(error)}") from error
+            raise _refusal(model, f"its pieces fail: {summarize(error)}") from error
         wrong = [what for what in [*whole, *chained] if not _same(whole.get(what), chained.get(what))]
         if wrong:  # what differs from time to time proves nothing
             again = _run(model, parts, x, keyed, training, chained=False)

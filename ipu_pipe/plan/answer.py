@@ -10,7 +10,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.plan.of_config import own_cut
 from ipu_pipe.plan.prediction import Prediction, Problem
 from ipu_pipe.plan.reasons import STREAMED, Binding
-from ipu_pipe.shown import sized_bytes
+from ipu_pipe.text import format_bytes
 
 MAP_SHOWN = 64  # devices of which the map is printed
 
@@ -65,7 +65,7 @@ def in_words(answer: Answer) -> str:
     """For people: a table of the configurations, then the best one's stages, devices and reasons."""
     problem, hardware = answer.problem, answer.problem.hardware
     lines = [
-        f"{answer.devices} devices of {hardware.name}, {sized_bytes(problem.memory_bytes)} usable on each; "
+        f"{answer.devices} devices of {hardware.name}, {format_bytes(problem.memory_bytes)} usable on each; "
         f"precision {problem.precision}; all figures are predicted",
         "",
     ]
@@ -91,7 +91,8 @@ def _table(answer: Answer) -> List[str]:
         lines.append(
             f"{place:2d} {found.samples_per_second:10.4g}  {asked.method:16s} {asked.depth:6d} x {asked.width:<5d}"
             f" {asked.micro_batch_size:11d} x {asked.gradient_accumulation:<12d} {'yes' if asked.recompute else 'no':>9s} "
-            f"{found.utilization:6.0%} {sized_bytes(max(m.total for m in found.memory)):>15s}  {reason.kind} ({reason.share:.0%})"
+            f"{found.utilization:6.0%} {format_bytes(max(m.total for m in found.memory)):>15s}  {reason.kind}"
+            f" ({reason.share:.0%})"
         )
     return lines
 
@@ -105,8 +106,8 @@ def _best(problem: Problem, found: Prediction, reason: Binding) -> List[str]:
     for s, (start, memory) in enumerate(zip(found.starts, found.memory)):
         name = problem.units[start].name or "(the model's beginning)"
         lines.append(
-            f"{s:5d}  {name:30s} {work[s] / total:18.1%} {sized_bytes(memory.total):>10s} "
-            f"{sized_bytes(memory.activations):>15s}"
+            f"{s:5d}  {name:30s} {work[s] / total:18.1%} {format_bytes(memory.total):>10s} "
+            f"{format_bytes(memory.activations):>15s}"
         )
     lines += ["", f"held back by {reason}"]
     devices = found.asked.devices
@@ -133,11 +134,11 @@ def own_cut_in_words(job: Job) -> List[str]:
     for s, memory in enumerate(found.memory):
         said = f"{memory.total / limit:14.1%}{'  does not fit' if memory.total > limit else ''}"
         lines.append(
-            f"{s:5d} {1e3 * costs.forward[s]:13.4g} {1e3 * costs.backward[s]:14.4g} {sized_bytes(memory.total):>10s} {said}"
+            f"{s:5d} {1e3 * costs.forward[s]:13.4g} {1e3 * costs.backward[s]:14.4g} {format_bytes(memory.total):>10s} {said}"
         )
     lines += [
         f"predicted {found.samples_per_second:.4g} samples/s, devices busy {found.utilization:.0%} of the time, "
-        f"{sized_bytes(int(limit))} usable on each",
+        f"{format_bytes(int(limit))} usable on each",
         f"predicted to be held back by {reason}",
         "",
     ]

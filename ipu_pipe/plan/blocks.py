@@ -15,7 +15,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
-from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.hardware.units import Unit
 from ipu_pipe.local.heads import MakeHead, make_head
 from ipu_pipe.model.calling import call
@@ -62,7 +62,7 @@ def count_blocks(
     except BadInput:
         raise
     except Exception as error:  # whatever the user's code raises
-        raise BadInput(f"model: its blocks cannot be counted by shape: {first_line(error)}") from error
+        raise BadInput(f"model: its blocks cannot be counted by shape: {summarize(error)}") from error
     own, behind = _parts(seen.calls, [unit.name for unit in units])
     first = tuple(
         replace(

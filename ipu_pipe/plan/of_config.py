@@ -11,17 +11,17 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 from torch import nn
 
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.costing import FEW, count_units
 from ipu_pipe.hardware.description import Hardware
 from ipu_pipe.hardware.files import read_hardware
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.units import Unit
-from ipu_pipe.job.entries import resolve_entry
+from ipu_pipe.job.import_strings import resolve_entry
 from ipu_pipe.job.ipu.placement import placement_faults
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import GIVEN
 from ipu_pipe.local.blocks import SumOfLosses, get_blocks
 from ipu_pipe.model.nests import few, sample_count, size
 from ipu_pipe.model.probe import Loss
@@ -33,7 +33,7 @@ from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict
 from ipu_pipe.plan.reasons import Binding, binding
 from ipu_pipe.plan.search import least_memory, search
 from ipu_pipe.schedule.methods import Method, check
-from ipu_pipe.shown import sized_bytes
+from ipu_pipe.text import format_bytes
 
 
 def problem_of(
@@ -157,8 +157,8 @@ def _by_times(
     if least is None:
         raise BadInput(f"stages: {said}: the model has {len(units)} places where a stage may begin")
     raise BadInput(
-        f"stages: {said}: no cut fits hardware {hardware.name}, {sized_bytes(int(problem.memory_bytes))} usable on each device: "
-        f"{least[1].depth} stages need {sized_bytes(int(least[0]))} (predicted)"
+        f"stages: {said}: no cut fits hardware {hardware.name}, {format_bytes(int(problem.memory_bytes))} usable on each device: "
+        f"{least[1].depth} stages need {format_bytes(int(least[0]))} (predicted)"
     )
 
 

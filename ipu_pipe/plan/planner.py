@@ -12,7 +12,7 @@ from ipu_pipe.plan.candidates import Candidate, candidates
 from ipu_pipe.plan.prediction import Problem
 from ipu_pipe.plan.reasons import STREAMED, binding, smallest_change
 from ipu_pipe.plan.search import search
-from ipu_pipe.shown import shown
+from ipu_pipe.text import show
 
 SHOWN = 10  # configurations
 MOST_DEVICES, MOST_BATCH = 4_096, 1_000_000_000  # of a plan: what is greater takes minutes
@@ -25,7 +25,7 @@ def make_plan(
     `greatest_batch` samples. Where nothing fits and the devices have streaming memory, with the optimizer's state there."""
     for key, value, most in (("devices", devices, MOST_DEVICES), ("batch", greatest_batch, MOST_BATCH)):
         if not 1 <= value <= most:
-            raise BadInput(f"--{key}: {shown(value)}: must be a whole number from 1 to {most}")
+            raise BadInput(f"--{key}: {show(value)}: must be a whole number from 1 to {most}")
     asked = tuple(candidates(methods, devices, len(problem.units), greatest_batch))
     found, change = search(problem, asked, count), None
     if not found.best and may_stream(problem):

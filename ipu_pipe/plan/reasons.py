@@ -16,7 +16,7 @@ from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, without
 from ipu_pipe.plan.search import least_memory
 from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
-from ipu_pipe.shown import sized_bytes
+from ipu_pipe.text import format_bytes
 
 STREAMED = "backend.ipu.tensor_locations.optimizer.on_chip: false"
 SMALL = 0.02  # shares of the time below it hold nothing back
@@ -109,8 +109,8 @@ def _held_back(problem: Problem, found: Prediction) -> List[Binding]:
             Binding(
                 "memory",
                 again,
-                f"stage {fullest} holds {sized_bytes(found.memory[fullest].total)} of {sized_bytes(int(problem.memory_bytes))}; "
-                f"recomputing, which fits, takes {again:.0%} of the time",
+                f"stage {fullest} holds {format_bytes(found.memory[fullest].total)} of {format_bytes(int(problem.memory_bytes))};"
+                f" recomputing, which fits, takes {again:.0%} of the time",
                 "more memory a device or more stages would lift it",
             )
         )
@@ -135,7 +135,7 @@ def smallest_change(
     size, candidate = least
     factor = size / problem.memory_bytes
     said = (
-        f"{sized_bytes(int(size))} of usable memory a device in place of {sized_bytes(int(problem.memory_bytes))} "
+        f"{format_bytes(int(size))} of usable memory a device in place of {format_bytes(int(problem.memory_bytes))} "
         f"({_words(candidate)})"
     )
     if problem.streamed:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ipu_pipe.config.comparing import dump_config
+from ipu_pipe.config.load import configure
+from ipu_pipe.config.method_args import MethodArgs
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.yaml_files import parse_yaml
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.comparing import dump
-from ipu_pipe.job.config import configure
-from ipu_pipe.job.method_args import MethodArgs
-from ipu_pipe.job.schema import Config
 from ipu_pipe.plan.answer import begin_names
 from ipu_pipe.plan.prediction import Prediction, Problem
 from ipu_pipe.schedule.methods import METHODS
-from ipu_pipe.yaml_files import parse
 
 
 def _off_chip(backend: Any) -> Any:
@@ -46,9 +46,9 @@ def planned_config(config: Config, problem: Problem, found: Prediction, hardware
     changes["method_args"] = own
     if problem.streamed and config.backend.ipu is not None:
         changes["backend"] = _off_chip(config.backend)
-    text = dump(config.model_copy(update=changes))
+    text = dump_config(config.model_copy(update=changes))
     try:
-        configure(**parse(text, "--write"))  # checked before anything is written
+        configure(**parse_yaml(text, "--write"))  # checked before anything is written
     except BadInput as error:
         raise BadInput([re.sub("^configure: ", "--write: ", fault) for fault in error.faults]) from None
     return text

@@ -9,7 +9,7 @@ import numpy as np
 
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.tracing import trace_metadata
+from ipu_pipe.job.tracing import make_trace_metadata
 from ipu_pipe.trace import chrome as trace
 from ipu_pipe.trace.events import Counters, Events
 
@@ -26,5 +26,5 @@ def _write_measured(job: Job, path: Path, events: Events, counters: Optional[Cou
     events = events._replace(start=events.start - begin, end=events.end - begin)
     events = events.where(np.argsort(events.start, kind="stable"))
     values = counters._replace(time=counters.time - begin) if counters is not None else Counters.of([])
-    metadata: Dict[str, Any] = {**trace_metadata(job), "modelled": False}
+    metadata: Dict[str, Any] = {**make_trace_metadata(job), "modelled": False}
     trace.write_chrome(path, events, values, metadata)

@@ -8,7 +8,7 @@ from typing import NamedTuple, Optional
 from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.position import Position
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.tracing import trace_metadata
+from ipu_pipe.job.tracing import make_trace_metadata
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import Costs, Times, clock
@@ -97,7 +97,7 @@ def write_modelled(job: Job, folder: Path, found: StageCosts) -> None:
     """Write the trace of the updates that `log.trace` names into a run's folder, as columns and for Chrome."""
     schedule, batch = job.schedule, job.schedule.accumulate
     count = min(schedule.microbatches, job.traced.stop * batch)
-    told: Metadata = {**trace_metadata(job), "modelled": True, "why_modelled": found.why}
+    told: Metadata = {**make_trace_metadata(job), "modelled": True, "why_modelled": found.why}
     events, counters = modelled_events(
         clock(schedule, found.costs, count),
         (job.table.forward(0, count), job.table.backward(0, count)),

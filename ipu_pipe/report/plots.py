@@ -10,9 +10,9 @@ from importlib import util
 from pathlib import Path
 from typing import Any, Iterator, List, Sequence, Tuple
 
+from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.schema import Config
-from ipu_pipe.written import atomic_file
+from ipu_pipe.files import atomic_file
 
 LETTERS_AN_INCH = 13  # of the note
 

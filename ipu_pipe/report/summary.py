@@ -6,7 +6,7 @@ from typing import Any, Dict, Optional, Sequence
 
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.determinism import numerics
+from ipu_pipe.job.numerics import record_numerics
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
 from ipu_pipe.report.memory import memory_figures, memory_table
@@ -38,7 +38,7 @@ def summarise(
         "method": job.method.name,
         "backend": config.backend.name,
         "device": job.device_kind,
-        "numerics": numerics(config.backend),
+        "numerics": record_numerics(config.backend),
         "precision": {"name": config.precision, **job.numbers.record},
         "model": {
             "entry": model_name(config),

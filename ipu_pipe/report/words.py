@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, List, Mapping, Optional, Sequence, Set, Tuple
 
+from ipu_pipe.config.schema import Config
 from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.record import Begun, Job
-from ipu_pipe.job.schema import Config
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.stages import describe
 from ipu_pipe.plan.answer import own_cut_in_words
 from ipu_pipe.report.memory import memory_figures, memory_table
 from ipu_pipe.schedule.drawing import format_text
-from ipu_pipe.shown import first_of
+from ipu_pipe.text import list_some
 
 MIB = 2**20
 SHOWN_STAGES = 12
@@ -72,8 +72,8 @@ def _beside(job: Job) -> List[str]:
 def _begun(begun: Begun) -> str:
     left = [f"{name} ({why})" for name, why in begun.left_out.items()]
     return (
-        f"init_from: {begun.path}: {begun.taken} parameters and buffers are from there; left out: {first_of(left) or 'none'}; "
-        f"new in the model: {first_of(begun.new) or 'none'}"
+        f"init_from: {begun.path}: {begun.taken} parameters and buffers are from there; left out: {list_some(left) or 'none'}; "
+        f"new in the model: {list_some(begun.new) or 'none'}"
     )
 
 

@@ -12,17 +12,24 @@ from torch import nn
 from ipu_pipe import launched
 from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.backends.table import get_backend
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import OWN, Description, Given, InitFrom
+from ipu_pipe.config.values import MOST_STOPS, MOST_UPDATES
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.loaders import RandomStates
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.precision import row_of
-from ipu_pipe.job.blame import attributed
-from ipu_pipe.job.determinism import set_numerics
-from ipu_pipe.job.given import describe, describe_optimizer, refuse_missing, with_given, with_optimizer
-from ipu_pipe.job.metrics import metrics_of
-from ipu_pipe.job.record import DTYPES, Begun, Job, Setup, drains_of, rate_of
-from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import OWN, Description, Given, InitFrom
+from ipu_pipe.job.metrics import make_metrics
+from ipu_pipe.job.numerics import set_numerics
+from ipu_pipe.job.overrides import (
+    describe,
+    describe_made_optimizer,
+    describe_optimizer,
+    describe_overrides,
+    refuse_missing,
+)
+from ipu_pipe.job.record import DTYPES, Begun, Job, Setup, compute_rate, list_drains
+from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.local.blocks import SumOfLosses, get_blocks, measure_footprint
 from ipu_pipe.model.masters import Masters
 from ipu_pipe.model.nests import copied
@@ -50,14 +57,13 @@ from ipu_pipe.schedule.methods import Method, check, resolve_method
 from ipu_pipe.schedule.segments import segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.shown import first_of, kind_of
+from ipu_pipe.text import describe_kind, list_some
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.given_optimizer import factory_of
 from ipu_pipe.update.groups import only, parameter_groups, stage_groups, trained
 from ipu_pipe.update.playing import SchedulerFactory, play
 from ipu_pipe.update.rates import anneal_default
-from ipu_pipe.values import MOST_STOPS, MOST_UPDATES
 
 
 def set_up(
@@ -93,7 +99,7 @@ def set_up(
     if isinstance(weighted, nn.Module):  # class weights and the like
         refuse_trained(weighted, model)
         weighted.to(device)
-    measured = metrics_of(config.metrics if metrics is None else metrics)
+    measured = make_metrics(config.metrics if metrics is None else metrics)
     row = row_of(config.precision, resolve_method(config.method, config.method_settings()))
     # last: what fails before leaves a caller's model as it was
     numbers = Numbers(model.train(), row, DTYPES[row], device, given)
@@ -132,7 +138,7 @@ def _refuse_tensors(model: nn.Module) -> None:
         ],
         "gradients must be dense: sparse=False gives the same numbers": [name for name, m in modules if m.sparse],
     }
-    faults = [f"model: {first_of(names)}: {fault}" for fault, names in found.items() if names]
+    faults = [f"model: {list_some(names)}: {fault}" for fault, names in found.items() if names]
     if faults:
         raise BadInput(faults)
 
@@ -142,7 +148,7 @@ def _refuse_unkeyed(model: nn.Module, device: torch.device) -> None:
     names = drawn_unkeyed(model, device)
     if names:
         raise BadInput(
-            f"model: {first_of(names)}: on a GPU cuDNN draws a recurrent layer's dropout from a state of its own, "
+            f"model: {list_some(names)}: on a GPU cuDNN draws a recurrent layer's dropout from a state of its own, "
             "which no seed reaches: use dropout=0 with nn.Dropout between layers of num_layers=1, or backend.device: cpu"
         )
 
@@ -167,15 +173,15 @@ def build(
     `functools.partial(torch.optim.SGD, lr=0.1)`. Raises BadInput where anything does not fit, what the user's own code raises
     as it is.
     """
-    with attributed(lambda: "before training"):
+    with attribute_faults(lambda: "before training"):
         given: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
         refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, **given)
         factory = None if optimizer is None else factory_of(optimizer)
-        described = with_given(config, model, data, loss, optimizer, output, **given)
+        described = describe_overrides(config, model, data, loss, optimizer, output, **given)
         setup = set_up(described, model, data, loss, by_shape, metrics, output)
     thawed = [p for p in setup.model.parameters() if p.requires_grad]
     try:
-        with attributed(lambda: "before training"):
+        with attribute_faults(lambda: "before training"):
             return _assemble(setup, factory, lr_scheduler, done)
     except BaseException:
         for parameter in thawed:  # a method may have frozen some
@@ -222,7 +228,7 @@ def _assemble(
     accumulate = config.gradient_accumulation if method.rounds is None else method.rounds.replicas or 1
     check(method, len(part), updates * accumulate, accumulate)
     switch = round(args["warmup"]["epochs"] * per_epoch) if "warmup" in args and per_epoch else 0
-    drains = [k * accumulate for k in drains_of(config, updates, per_epoch, done)]
+    drains = [k * accumulate for k in list_drains(config, updates, per_epoch, done)]
     schedule = make_schedule(method, len(part), updates * accumulate, accumulate, drains, switch * accumulate)
     table = VersionTable(schedule, method, config.seed)
     if method.segments is not None:
@@ -239,7 +245,7 @@ def _assemble(
         _check_groups(made)
         whole = made if held is groups else factory(groups)  # a process holds its own stage's alone
     if optimizer is not None:
-        config = with_optimizer(config, whole)
+        config = describe_made_optimizer(config, whole)
     used = Given(optimizer=describe_optimizer(whole), loss=_described(plain_loss(plain(setup.loss))))
     base = float(whole.param_groups[0]["lr"])
     played = _played(config, scheduler, whole, base, updates, per_epoch)
@@ -352,7 +358,7 @@ def _rules(
         args = {**args, "t1": {"anneal_updates": anneal_default(first, schedule.warmup_steps, lasting)}}
     return UpdateRules(
         args, table.method, table.rule_lag(), config.gradient_accumulation, optimizer,
-        lambda k: rate_of(config, base, k, updates, per_epoch) if played is None else played[min(k, updates - 1)],
+        lambda k: compute_rate(config, base, k, updates, per_epoch) if played is None else played[min(k, updates - 1)],
         switch, masters, base,
     )  # fmt: skip
 
@@ -377,7 +383,7 @@ def _played(
 def _check_groups(optimizer: Any) -> None:
     """Whether what the user's function made is an optimizer of the parameter groups that it was given."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise BadInput(f"optimizer: gave {kind_of(optimizer)}, must give a torch.optim.Optimizer")
+        raise BadInput(f"optimizer: gave {describe_kind(optimizer)}, must give a torch.optim.Optimizer")
     if not all("stage" in group for group in optimizer.param_groups):
         raise BadInput(
             "optimizer: made of other parameters: must be made of the groups it is given, as functools.partial(torch.optim.SGD, "

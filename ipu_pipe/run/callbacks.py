@@ -10,12 +10,12 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from torch import nn
 
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import Entry
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.job.blame import attributed
-from ipu_pipe.job.entries import accepts, call_entry, resolve_entry
-from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import Entry
-from ipu_pipe.shown import first_of, kind_of
+from ipu_pipe.job.import_strings import call_entry, check_arguments, resolve_entry
+from ipu_pipe.job.user_code import attribute_faults
+from ipu_pipe.text import describe_kind, list_some
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Callbacks:
         """Call all, whatever one of them asks for. Raises what they raise, with the place."""
         for callback in self.own:
             name = f"{type(callback).__qualname__}.{method}"
-            with attributed(lambda name=name: f"callback {name} after update {now.step}"):  # type: ignore[misc]
+            with attribute_faults(lambda name=name: f"callback {name} after update {now.step}"):  # type: ignore[misc]
                 answer = getattr(callback, method)(now)
             if answer is Stop or isinstance(answer, Stop):
                 self.asked = self.asked or getattr(answer, "reason", "") or f"{name} asked for it"
@@ -125,7 +125,7 @@ class Callbacks:
         found = []
         for callback in self.own:
             name = f"{type(callback).__qualname__}.state"
-            with attributed(lambda name=name: f"callback {name}"):  # type: ignore[misc]
+            with attribute_faults(lambda name=name: f"callback {name}"):  # type: ignore[misc]
                 state = callback.state()
             try:
                 json.dumps(state, allow_nan=False)
@@ -143,7 +143,7 @@ class Callbacks:
         for callback in self.own:
             name = type(callback).__qualname__
             if left.get(name):
-                with attributed(lambda name=name: f"callback {name}.load"):  # type: ignore[misc]
+                with attribute_faults(lambda name=name: f"callback {name}.load"):  # type: ignore[misc]
                     callback.load(left[name].pop(0))
 
 
@@ -156,7 +156,7 @@ def make_callbacks(config: Config, given: Optional[Sequence[Any]]) -> List[Callb
 
 def refuse_callbacks(config: Config) -> None:
     """Refuse (BadInput, a line each) those of the config that cannot be made, without making them."""
-    _each(config.callbacks, lambda value: accepts(*_named(value)))
+    _each(config.callbacks, lambda value: check_arguments(*_named(value)))
 
 
 def _each(values: Sequence[Any], make: Callable[[Any], Any]) -> List[Any]:
@@ -184,10 +184,10 @@ def _made(value: Union[str, Entry]) -> Callback:
 
 def _checked(value: Any, place: str) -> Callback:
     if not isinstance(value, Callback):
-        raise BadInput(f"{place}: {kind_of(value)}: must be an object of a class derived from ipu_pipe.Callback")
+        raise BadInput(f"{place}: {describe_kind(value)}: must be an object of a class derived from ipu_pipe.Callback")
     unknown = [name for name in dir(value) if name.startswith("on_") and name not in HOOKS]
     if unknown:
-        own = f"{type(value).__qualname__}.{first_of(unknown)}"
+        own = f"{type(value).__qualname__}.{list_some(unknown)}"
         raise BadInput(f"{place}: {own}: a run calls {', '.join(HOOKS)} and nothing else that is called on_")
     for name in HOOKS:
         try:

@@ -30,7 +30,7 @@ from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.model.buffers import load_state
 from ipu_pipe.run import manifest
 from ipu_pipe.run.manifest import NOBODY, Manifest, Origin
-from ipu_pipe.shown import shown
+from ipu_pipe.text import show
 
 TENSORS = ("model", "optimizer")
 STATE = "state.json"
@@ -255,7 +255,7 @@ def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
         raise BadInput(f"{path}: cannot be read as a state dict: {reason}") from None
     if not _is_plain(loaded):
         inside = [key for key, value in loaded.items() if _is_plain(value)] if isinstance(loaded, dict) else []
-        there = f": there is one inside, at {shown(inside[0])}: save that alone" if inside else ""
+        there = f": there is one inside, at {show(inside[0])}: save that alone" if inside else ""
         raise BadInput(f"{path}: holds no plain state dict (names to tensors){there}")
     return loaded
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import List, Sequence
 
 from ipu_pipe.backends.table import get_backend
-from ipu_pipe.job.record import Job, drains_of
+from ipu_pipe.job.record import Job, list_drains
 from ipu_pipe.model.probe import changing_buffers
-from ipu_pipe.shown import first_of, shown
+from ipu_pipe.text import list_some, show
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update import rules
 from ipu_pipe.update.groups import OWN_RATES, has_own_rates
@@ -48,7 +48,7 @@ def own_buffers(job: Job) -> List[str]:
     if not names:
         return []
     return [
-        f"model: {first_of(names)}: buffers that training changes and reads: with replicas, or layers that two blocks hold, "
+        f"model: {list_some(names)}: buffers that training changes and reads: with replicas, or layers that two blocks hold, "
         "each copy would need its own: leave them out"
     ]
 
@@ -73,7 +73,7 @@ def asynchrony(job: Job) -> List[str]:
     names = changing_buffers(job.model, job.example[0]) if method.rounds is not None else []
     if names:
         found.append(
-            f"model: {first_of(names)}: buffers that training changes and reads: each replica of {method.name} would have its"
+            f"model: {list_some(names)}: buffers that training changes and reads: each replica of {method.name} would have its"
             " own: leave them out"
         )
     return found
@@ -86,9 +86,9 @@ def blocks(job: Job) -> List[str]:
     faults = []
     for key in ("block_rates", "block_accumulation"):
         if key in args and len(args[key]) != blocks:
-            faults.append(f"method_args.{key}: {shown(args[key])}: must be one for each of {blocks} blocks")
+            faults.append(f"method_args.{key}: {show(args[key])}: must be one for each of {blocks} blocks")
     for every in args.get("block_accumulation", ()):
-        wrong = [k for k in [*drains_of(config, updates, job.updates_per_epoch, job.done), updates] if k % every]
+        wrong = [k for k in [*list_drains(config, updates, job.updates_per_epoch, job.done), updates] if k % every]
         if wrong:
             faults.append(
                 f"method_args.block_accumulation: {every}: an evaluation or checkpoint comes after {wrong[0]} updates, it must"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Dict, Optional, Sequence
 
+from ipu_pipe.config.sections import EarlyStoppingConfig
+from ipu_pipe.config.values import to_number
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.metrics import Metric
-from ipu_pipe.job.sections import EarlyStoppingConfig
 from ipu_pipe.run.callbacks import Callback, Moment, Stop
-from ipu_pipe.shown import kind_of, shown
-from ipu_pipe.values import number
+from ipu_pipe.text import describe_kind, show
 
 GREATER = ("accuracy", "top", "r2")  # beginnings of metrics of which more is better
 
@@ -28,13 +28,13 @@ class EarlyStopping(Callback):
         restore_best: bool = False,
     ) -> None:
         is_whole = isinstance(patience, int) and not isinstance(patience, bool)
-        delta = number(min_delta)
+        delta = to_number(min_delta)
         wrong = {
-            f"metric: {kind_of(metric)}: must be text": not isinstance(metric, str),
-            f"mode: {shown(mode)}: must be min or max": mode not in (None, "min", "max"),
-            f"patience: {shown(patience)}: must be a whole number >= 1": not is_whole or patience < 1,
-            f"min_delta: {shown(min_delta)}: must be a number >= 0": delta is None or delta < 0,
-            f"restore_best: {shown(restore_best)}: must be true or false": not isinstance(restore_best, bool),
+            f"metric: {describe_kind(metric)}: must be text": not isinstance(metric, str),
+            f"mode: {show(mode)}: must be min or max": mode not in (None, "min", "max"),
+            f"patience: {show(patience)}: must be a whole number >= 1": not is_whole or patience < 1,
+            f"min_delta: {show(min_delta)}: must be a number >= 0": delta is None or delta < 0,
+            f"restore_best: {show(restore_best)}: must be true or false": not isinstance(restore_best, bool),
         }
         if any(wrong.values()):
             raise BadInput([f"early_stopping.{fault}" for fault, is_so in wrong.items() if is_so])

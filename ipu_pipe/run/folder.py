@@ -11,12 +11,12 @@ import shutil
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, TextIO, Union
 
-from ipu_pipe.errors import BadInput, RunFault, writing
+from ipu_pipe.config.yaml_files import read_yaml
+from ipu_pipe.errors import BadInput, RunFault, guard_writing
+from ipu_pipe.files import write
 from ipu_pipe.job.record import Begun
 from ipu_pipe.report.summary import upgraded
 from ipu_pipe.run import checkpoint, folder_lock
-from ipu_pipe.written import write
-from ipu_pipe.yaml_files import read_yaml
 
 # what a run writes, and so what `--overwrite` may delete: nothing else in the folder is touched
 FOLDERS = {  # and what of these is a run's own
@@ -160,7 +160,7 @@ class RunDir:
 
     def forget_trace(self) -> None:
         """What ranks of an earlier start wrote, where there are none now: it is not this one's."""
-        with writing(self.path / "trace"):
+        with guard_writing(self.path / "trace"):
             if (self.path / "trace").is_dir():
                 _remove(self.path / "trace")
 
@@ -186,7 +186,7 @@ class RunDir:
     def metric(self, record: Dict[str, Any]) -> None:
         """Append one record to metrics.jsonl."""
         assert self._metrics is not None
-        with writing(self.path / "metrics.jsonl"):
+        with guard_writing(self.path / "metrics.jsonl"):
             self._metrics.write(json.dumps(finite(record)) + "\n")
             self._metrics.flush()
 

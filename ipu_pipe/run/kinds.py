@@ -6,11 +6,11 @@ from typing import Any, Callable, Dict, List, Mapping, Tuple
 
 from torch import nn
 
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import GIVEN
-from ipu_pipe.shown import kind_of
+from ipu_pipe.text import describe_kind
 
 
 def _is_function(value: Any) -> bool:
@@ -65,7 +65,7 @@ def refuse_kinds(config: Config, **given: Any) -> None:
     for name, value in {"config": config, **given}.items():
         fits, allowed = _KINDS[name]
         if (value is not None or name == "config") and not fits(value):
-            faults.append(f"{name}: {kind_of(value)}: must be {allowed}")
+            faults.append(f"{name}: {describe_kind(value)}: must be {allowed}")
     if given.get("overwrite") and (given.get("resume") or given.get("resume_from")):
         faults.append("overwrite: True: not together with resume, which keeps the run that is there")
     if isinstance(config, Config):

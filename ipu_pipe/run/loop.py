@@ -12,10 +12,10 @@ from ipu_pipe.backends.interface import Engine
 from ipu_pipe.backends.ranks import is_main, run_on_main
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.errors import RunFault
-from ipu_pipe.job.blame import exit_words, traceback_kept
 from ipu_pipe.job.metrics import ACCURACY
-from ipu_pipe.job.position import Measured, Position, by_block
+from ipu_pipe.job.position import Measured, Position, collect_by_block
 from ipu_pipe.job.record import Job
+from ipu_pipe.job.user_code import exit_words, keep_traceback_of
 from ipu_pipe.report.words import opening
 from ipu_pipe.run.callbacks import Callback, Callbacks, Moment
 from ipu_pipe.run.folder import RunDir
@@ -61,7 +61,7 @@ class Run:
         self.progress.say(opening(job, position.update))
         engine = make_engine(job, position.update)
         try:
-            with traceback_kept(self.out), log_of(
+            with keep_traceback_of(self.out), log_of(
                 self.run, job.config.log.tensorboard, position.update, self.progress.say
             ) as log:
                 if position.update == 0:
@@ -87,7 +87,7 @@ class Run:
         report = finish(job, engine, self.run, ended, self.progress.say)
         if restored is not None:
             restore_best(job, self.out, restored, position.update, self.progress.say)
-        with traceback_kept(self.out):
+        with keep_traceback_of(self.out):
             self._call_back("on_end", engine)
         return report
 
@@ -176,7 +176,7 @@ class Run:
         if bar is not None:
             bar.evaluated(found)
         epoch = self.job.epoch(position.update)
-        log(step=position.update, epoch=epoch, **found.record(), **(by_block(every) if len(every) > 1 else {}))
+        log(step=position.update, epoch=epoch, **found.record(), **(collect_by_block(every) if len(every) > 1 else {}))
         position.note(found)
         self.now = replace(self.now, step=position.update, epoch=epoch, metrics=found.record())
         return found

@@ -14,9 +14,9 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 from pydantic import BeforeValidator, Field, ValidationError
 from typing_extensions import Annotated
 
+from ipu_pipe.config.values import Section, Whole
 from ipu_pipe.data.hashes import file_hash
 from ipu_pipe.errors import BadInput
-from ipu_pipe.values import Section, Whole
 
 NAME = "manifest.json"
 SCHEMA = 2
@@ -42,7 +42,7 @@ class FileRecord(Section):
 
 class Manifest(Section):
     """`step`: updates done; `updates`: those of the whole run; `stages`: how many parameters each stage had; `keys`: those
-    that decide the numbers, see ipu_pipe.job.identity, and `keys_sha256` the hash of them."""
+    that decide the numbers, see ipu_pipe.config.identity, and `keys_sha256` the hash of them."""
 
     sha256: Digest
     layout: Annotated[int, Field(alias="schema")]

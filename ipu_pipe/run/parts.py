@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import OWN
 from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.entries import accepts, call_entry, resolve_entry
+from ipu_pipe.job.import_strings import call_entry, check_arguments, resolve_entry
 from ipu_pipe.job.outputs import make_take
-from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import OWN
 from ipu_pipe.model.asking import asked_by
 from ipu_pipe.model.outputs import OfOutput, OwnLoss
 from ipu_pipe.model.probe import Loss
-from ipu_pipe.shown import first_of
+from ipu_pipe.text import list_some
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.given_optimizer import factory_of
 from ipu_pipe.update.playing import SchedulerFactory
@@ -104,7 +104,7 @@ def refuse_trained(loss: nn.Module, model: nn.Module) -> None:
     names = [name for name, p in loss.named_parameters() if p.requires_grad and id(p) not in own]
     if names:
         raise BadInput(
-            f"loss: {type(loss).__name__}: {first_of(names)}: no optimizer would train what a loss has of its own: put it into "
+            f"loss: {type(loss).__name__}: {list_some(names)}: no optimizer would train what a loss has of its own: put it into "
             "the model, or requires_grad_(False)"
         )
 
@@ -113,7 +113,7 @@ def make_scheduler(config: Config) -> SchedulerFactory:
     """The config's torch.optim.lr_scheduler, as a function of an optimizer."""
     name, args = config.lr_schedule.name, config.lr_schedule.args
     made_by = resolve_entry(_entry(name), "lr_schedule.name")
-    accepts(functools.partial(made_by, None), args or {}, "lr_schedule.args")  # besides the optimizer
+    check_arguments(functools.partial(made_by, None), args or {}, "lr_schedule.args")  # besides the optimizer
     return functools.partial(made_by, **(args or {}))
 
 

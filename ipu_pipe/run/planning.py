@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import nn
 
 from ipu_pipe.backends.table import get_backend
+from ipu_pipe.config.schema import Config
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.schema import Config
 from ipu_pipe.model.nests import numbers
 from ipu_pipe.model.shapes import SMALL, shapes_only
 from ipu_pipe.run.build import build

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from ipu_pipe.config.load import load_recorded
+from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.batches import LABELS, divided
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import load_recorded
-from ipu_pipe.job.sections import GIVEN
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import mapped, refuse_others, tensors
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.parts import make_model
-from ipu_pipe.shown import kind_of
+from ipu_pipe.text import describe_kind
 
 
 def predict(
@@ -39,14 +39,14 @@ def predict(
     at a time. Raises BadInput.
     """
     if not (isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size >= 1):
-        raise BadInput(f"predict: batch_size: {kind_of(batch_size)}: must be a whole number >= 1")
+        raise BadInput(f"predict: batch_size: {describe_kind(batch_size)}: must be a whole number >= 1")
     if not (into is None or isinstance(into, nn.Module)):
-        raise BadInput(f"predict: into: {kind_of(into)}: must be a torch.nn.Module")
+        raise BadInput(f"predict: into: {describe_kind(into)}: must be a torch.nn.Module")
     if isinstance(model, (str, os.PathLike)):
         model = _with_weights(Path(model), into)
     elif not isinstance(model, nn.Module):
         raise BadInput(
-            f"predict: model: {kind_of(model)}: must be a torch.nn.Module, or the folder of a run or checkpoint"
+            f"predict: model: {describe_kind(model)}: must be a torch.nn.Module, or the folder of a run or checkpoint"
         )
     elif into is not None:
         raise BadInput("predict: into: goes with the folder of a run or checkpoint, whose weights it gets")
@@ -90,7 +90,7 @@ def _inputs(data: Any, size: int) -> Iterator[Any]:
     elif isinstance(data, (torch.Tensor, Mapping)) or not isinstance(data, Iterable):
         counts = {len(value) for value in tensors(data) if value.dim()}
         if len(counts) != 1:
-            raise BadInput(f"predict: data: {kind_of(data)}: must be a DataSource, a loader, or tensors of one length")
+            raise BadInput(f"predict: data: {describe_kind(data)}: must be a DataSource, a loader, or tensors of one length")
         for start in range(0, counts.pop(), size):
             yield mapped(lambda value, start=start: value[start : start + size], data)  # type: ignore[misc]
     else:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 
 from ipu_pipe.job.position import Measured
-from ipu_pipe.shown import printable
+from ipu_pipe.text import escape_lines
 
 LINE_SECONDS = 30.0  # between lines where there is no terminal
 EPOCH_SECONDS = 1.0  # the same, at an epoch's end or after an evaluation
@@ -91,7 +91,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print text for the reader."""
         if not self._quiet:
-            print(printable(text), flush=True)
+            print(escape_lines(text), flush=True)
 
     @contextlib.contextmanager
     def bar(self, total: int, done: int, per_epoch: Optional[int]) -> Iterator[Bar]:
@@ -112,4 +112,4 @@ class Progress:
 
 
 def _on_standard_error(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)
+    print(escape_lines(text), file=sys.stderr, flush=True)

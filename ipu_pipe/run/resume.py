@@ -11,12 +11,12 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 import torch
 
 from ipu_pipe.backends.interface import MARK
+from ipu_pipe.config.faults import show_value
+from ipu_pipe.config.identity import compare_deciding, list_length_dependent, select_deciding
+from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.identity import deciding, follows_length, mismatches
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.schema import Config
-from ipu_pipe.key_faults import as_written
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.nests import copied
 from ipu_pipe.model.probe import undisturbed
@@ -31,7 +31,7 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # the
 
 def origin(job: Job) -> Origin:
     """Whose the checkpoints of `job` are."""
-    return Origin(deciding(job.config.to_dict()), job.updates, [len(stage.parameters) for stage in job.part.stages])
+    return Origin(select_deciding(job.config.to_dict()), job.updates, [len(stage.parameters) for stage in job.part.stages])
 
 
 def choose(folder: Path, step: Optional[int]) -> int:
@@ -88,12 +88,12 @@ def _key_faults(config: Config, held: Checkpoint, own: Origin) -> List[str]:
     if held.manifest is None:  # the earlier layout: only the run's config.yaml says it
         return []
     faults = [
-        f"{key}: saved with {as_written(a)}, this run has {as_written(b)}: it is another run's checkpoint"
-        for key, a, b in mismatches(held.manifest.keys, own.keys)
+        f"{key}: saved with {show_value(a)}, this run has {show_value(b)}: it is another run's checkpoint"
+        for key, a, b in compare_deciding(held.manifest.keys, own.keys)
     ]
     if held.manifest.updates > own.updates:
         faults.append(f"steps: saved in a run of {held.manifest.updates}, this one has {own.updates}: may only grow")
-    follows = follows_length(config) if own.updates > held.manifest.updates else []
+    follows = list_length_dependent(config) if own.updates > held.manifest.updates else []
     if follows:
         faults.append(
             f"steps: saved in a run of {held.manifest.updates}, this one has {own.updates}, at other rates from the beginning: "

@@ -8,9 +8,9 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence
 from ipu_pipe.backends.interface import Engine, Report
 from ipu_pipe.backends.ranks import are_joined, run_on_main
 from ipu_pipe.backends.table import get_backend
+from ipu_pipe.config.comparing import dump_config
 from ipu_pipe.data.loaders import random_states_restored
 from ipu_pipe.hardware.profiling import StageSeconds
-from ipu_pipe.job.comparing import dump
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
@@ -32,7 +32,7 @@ def begin(job: Job, run: RunDir, resumes: bool, position: Position, say: Callabl
     """Write what is known of a run before it trains; returns the record of this start, the last in `record.json`."""
     if resumes:
         run.forget_after(position.update, say)
-    run.describe(dump(job.config), job.begun)
+    run.describe(dump_config(job.config), job.begun)
     record = {**record_of(job.read), "first_update": position.update}
     run.write_json("record.json", [*(earlier_starts(run.path) if resumes else []), record])
     run.open_metrics(position.update)

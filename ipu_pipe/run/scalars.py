@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO, Optional
 
-from ipu_pipe.errors import writing
+from ipu_pipe.errors import guard_writing
 
 VERSION = "brain.Event:2"  # of the format, the first record of a file
 
@@ -28,7 +28,7 @@ class ScalarFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary, self._folder = event_pb2, summary_pb2, folder
-        with writing(folder):
+        with guard_writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = _new_file(folder)
         self._records = RecordWriter(self._file)
@@ -49,7 +49,7 @@ class ScalarFile:
             self._file.close()
 
     def _write(self, event: Any) -> None:
-        with writing(self._folder):
+        with guard_writing(self._folder):
             self._records.write(event.SerializeToString())
             self._records.flush()
 

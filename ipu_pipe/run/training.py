@@ -10,17 +10,17 @@ from torch import nn
 
 from ipu_pipe.backends.ranks import is_main, run_on_main
 from ipu_pipe.backends.table import launch
+from ipu_pipe.config.comparing import describe_changes, keep_recorded_stages
+from ipu_pipe.config.identity import MADE_LATER, classify_changes
+from ipu_pipe.config.load import load_recorded
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.loaders import random_states_restored
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.blame import attributed
-from ipu_pipe.job.comparing import as_recorded, differences
-from ipu_pipe.job.config import load_recorded
 from ipu_pipe.job.evaluation import evaluate
-from ipu_pipe.job.given import refuse_missing, with_given
-from ipu_pipe.job.identity import MADE_LATER, changes
-from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import GIVEN
+from ipu_pipe.job.overrides import describe_overrides, refuse_missing
+from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.report.read_data import read_data
@@ -97,11 +97,11 @@ def train(
         optimizer = factory_of(optimizer, optimizer_args)
     elif optimizer_args is not None:
         raise BadInput("optimizer_args: need optimizer=..., the class that they are of")
-    with attributed(lambda: "before training"):
+    with attribute_faults(lambda: "before training"):
         called = make_callbacks(config, callbacks)
         if config.early_stopping is not None:
             called.append(EarlyStopping.of(config.early_stopping))
-    config = with_given(config, model, data, loss, optimizer, output, callbacks=callbacks, **given)
+    config = describe_overrides(config, model, data, loss, optimizer, output, callbacks=callbacks, **given)
     say = Progress(quiet or not is_main()).say
     resume = resume or resume_from is not None
     with reserved(out, resume=resume, overwrite=overwrite, say=say), modes_restored(
@@ -160,7 +160,7 @@ def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwr
         return _checked(config, out, resume, None, overwrite, lambda text: None)
 
     start = run_on_main(checked)
-    with attributed(lambda: "before training"):
+    with attribute_faults(lambda: "before training"):
         make_callbacks(config, None)
     if start.ended is None:
         job = build(
@@ -186,7 +186,7 @@ def _checked(
         option = "--resume" if step is None else f"--resume-from: {step}"
         raise BadInput(f"{option}: {out}: holds no run to resume")
     recorded = load_recorded(saved)
-    config = as_recorded(recorded, config)
+    config = keep_recorded_stages(recorded, config)
     config = _with_recorded_counts(recorded, config)
     if recorded.given is not None:
         now = {
@@ -198,7 +198,7 @@ def _checked(
             "lr_scheduler": config.lr_schedule.name,
         }
         refuse_missing(recorded, **{key: value if value == GIVEN else None for key, value in now.items()})
-    found = changes(recorded, config)
+    found = classify_changes(recorded, config)
     if found.refused:
         raise BadInput([f"--resume: {saved}: {change}" for change in found.refused])
     done = choose(out / "checkpoints", step)
@@ -211,7 +211,7 @@ def _checked(
 def _same_optimizer(config: Config, out: Path) -> None:
     """Refuse (BadInput) to go on with another optimizer than was given to the run."""
     saved = out / "config.yaml"
-    changes = [change for change in differences(load_recorded(saved), config) if change.startswith(MADE_LATER)]
+    changes = [change for change in describe_changes(load_recorded(saved), config) if change.startswith(MADE_LATER)]
     if changes:
         raise BadInput([f"--resume: {saved}: {change}: the optimizer of a run cannot change" for change in changes])
 
@@ -232,6 +232,6 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     setup = set_up(config.model_copy(update={"init_from": None}))
     with setup.numbers.whole(loads=True):
         checkpoint.load_weights(setup.model, checkpoint.read_weights(path), str(path))
-    with attributed(lambda: "evaluation"):
+    with attribute_faults(lambda: "evaluation"):
         found = evaluate(setup)[-1]
     return {"weights": str(path), **found.record()}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ipu_pipe.data.labels import LabelRange, label_range
-from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.job.evaluation import test_batches
 from ipu_pipe.job.metrics import DEFAULT
 from ipu_pipe.job.record import Setup
@@ -56,16 +56,16 @@ def try_model(model: nn.Module, loss: Loss, example: Tuple[Any, Any], labels: An
     except Exception as error:  # whatever the user's model raises
         if fields(output) and takes_all(loss):
             raise BadInput(
-                f"model: returns {told(output)}, and the loss wants one of these ({first_line(error)}): say which is the output,"
+                f"model: returns {told(output)}, and the loss wants one of these ({summarize(error)}): say which is the output,"
                 f" as model.output: {_likely(output)}, or take loss: model if it holds its own"
             ) from error
         if output is not None and value is None:
             key = "model.output" if taken is None and isinstance(loss, OfOutput) else "loss"
             given = told(output) + (f" and labels {described(labels_of(y))}" if key == "loss" else "")
-            raise BadInput(f"{key}: it fails on what the model returns, {given}: {first_line(error)}") from error
+            raise BadInput(f"{key}: it fails on what the model returns, {given}: {summarize(error)}") from error
         labelled = ", which loss: model calls with the labels too" if isinstance(plain(loss), OwnLoss) else ""
         raise BadInput(
-            f"model: it fails on a microbatch of shape {described(x)}{labelled}: {first_line(error)}"
+            f"model: it fails on a microbatch of shape {described(x)}{labelled}: {summarize(error)}"
         ) from error
     if isinstance(output, torch.Tensor) and isinstance(loss, (OfOutput, OwnLoss)) and isinstance(loss.take, Part):
         said = loss.take.key
@@ -95,7 +95,7 @@ def try_metrics(setup: Setup) -> None:
                     raise
                 except Exception as error:  # whatever the user's metric raises
                     kinds = f"{told(taken)} and labels {described(y)}"
-                    raise BadInput(f"metrics: {metric.name}: fails on {kinds}: {first_line(error)}") from error
+                    raise BadInput(f"metrics: {metric.name}: fails on {kinds}: {summarize(error)}") from error
 
 
 def _likely(output: Any) -> Any:

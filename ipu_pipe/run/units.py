@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, Optional, Tuple
 import torch
 from torch import nn
 
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import OWN
 from ipu_pipe.data.batches import divided
 from ipu_pipe.hardware.costing import Costed, count_units, measure_units
-from ipu_pipe.job.entries import resolve_entry
-from ipu_pipe.job.outputs import take_of_heads
-from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import OWN
+from ipu_pipe.job.import_strings import resolve_entry
+from ipu_pipe.job.outputs import make_take_of_heads
 from ipu_pipe.model.nests import mapped, sample_count, size
 from ipu_pipe.model.shapes import made_by_shape
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
@@ -41,7 +41,7 @@ def units_of(config: Config, measured: bool = False, blocks: bool = False) -> Co
         return ConfigUnits(costed, entering)
     entry = config.method_args.head
     head = resolve_entry(entry, "method_args.head") if entry else None
-    return ConfigUnits(costed, entering, count_blocks(model, x, costed.units, head, take_of_heads(config)))
+    return ConfigUnits(costed, entering, count_blocks(model, x, costed.units, head, make_take_of_heads(config)))
 
 
 def _counted(config: Config) -> Tuple[nn.Module, Costed, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 import numpy as np
 
 from ipu_pipe.schedule.runs import IntArray
-from ipu_pipe.shown import shown
+from ipu_pipe.text import show
 
 LAWS = ("uniform", "offsets", "schedule")
 ORDERS = ("random", "schedule")
@@ -100,25 +100,25 @@ def faults(method: str, given: Mapping[str, Any]) -> List[str]:
     for owner, keys in OWN_KEYS.items():
         if owner != method:
             found += [
-                f"method_args: {key}: {shown(given[key])}: belongs to {owner} alone" for key in keys if key in given
+                f"method_args: {key}: {show(given[key])}: belongs to {owner} alone" for key in keys if key in given
             ]
     for key, least in (("delay_bound", 0), ("replicas", 1), ("local_steps", 1)):
         value = given.get(key, least)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            found.append(f"method_args: {key}: {shown(value)}: must be a whole number >= {least}")
+            found.append(f"method_args: {key}: {show(value)}: must be a whole number >= {least}")
     for key, allowed in (("delays", LAWS), ("order", ORDERS)):
         if given.get(key, allowed[0]) not in allowed:
-            found.append(f"method_args: {key}: {shown(given[key])}: must be {', '.join(allowed[:-1])} or {allowed[-1]}")
+            found.append(f"method_args: {key}: {show(given[key])}: must be {', '.join(allowed[:-1])} or {allowed[-1]}")
     beta = given.get("nag", 1.0)
     if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 < beta < float("inf"):
-        found.append(f"method_args: nag: {shown(beta)}: must be a number > 0, beta of the extrapolation")
+        found.append(f"method_args: nag: {show(beta)}: must be a number > 0, beta of the extrapolation")
     if not found and given.get("delays") == "schedule":
         if given.get("order") != "schedule":
             found.append(
                 "method_args: delays: schedule: are those of PipeDream's order of updates: set order: schedule"
             )
         if "delay_bound" in given:
-            value = shown(given["delay_bound"])
+            value = show(given["delay_bound"])
             found.append(f"method_args: delay_bound: {value}: delays: schedule has PipeDream's own: leave it out")
     return found
 

@@ -14,7 +14,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple, Union
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule import asynchrony
 from ipu_pipe.schedule.asynchrony import History, Rounds
-from ipu_pipe.shown import nearest, shown
+from ipu_pipe.text import find_nearest, show
 
 
 class Pipeline(Enum):
@@ -223,7 +223,7 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     Raises BadInput for an unknown name and for an argument that the method cannot take, with the reason.
     """
     if name not in METHODS:
-        raise BadInput(f"method: {shown(name)}: is none of {', '.join(METHODS)}{_nearest(name, METHODS)}")
+        raise BadInput(f"method: {show(name)}: is none of {', '.join(METHODS)}{_nearest(name, METHODS)}")
     method = METHODS[name]
     given = {key: args[key] for key in AXES if args.get(key) is not None}
     own = {key: args[key] for keys in asynchrony.OWN_KEYS.values() for key in keys if args.get(key) is not None}
@@ -256,10 +256,10 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
         if method.delay:
             key = "hogwild" if method.delay.drawn else "constant_delay"
             why = "not together with recompute, whose weights are defined by the pipeline's own delays"
-            raise BadInput(f"method_args: {key}: {shown(given[key])}: {why}")
+            raise BadInput(f"method_args: {key}: {show(given[key])}: {why}")
         if method.backward_reads is not Reads.NEWEST or method.pipeline is not Pipeline.DATAFLOW:
             raise BadInput(
-                f"method_args: recompute: {shown(given['recompute'])}: its weights are a matter of the method only where"
+                f"method_args: recompute: {show(given['recompute'])}: its weights are a matter of the method only where"
                 " both passes read the newest weights on the dataflow schedule (pipemare, pipelined_backprop);"
                 " elsewhere set recompute: true"
             )
@@ -267,7 +267,7 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    close = nearest(name, known)
+    close = find_nearest(name, known)
     return f"; did you mean {close}?" if close else ""
 
 
@@ -278,21 +278,21 @@ def _value_faults(given: Mapping[str, Any]) -> List[str]:
         names = key == "blocks" and isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
         if not (names and value) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             words = "a whole number >= 1" + (" or a list of module names" if key == "blocks" else "")
-            faults.append(f"method_args: {key}: {shown(value)}: must be {words}")
+            faults.append(f"method_args: {key}: {show(value)}: must be {words}")
         elif key == "overlap" and value != 1:
             faults.append(
-                f"method_args: overlap: {shown(value)}: must be 1: a block holds one layer of the block behind"
+                f"method_args: overlap: {show(value)}: must be 1: a block holds one layer of the block behind"
             )
     if given.get("schedule", "1f1b") not in ("1f1b", "dataflow"):
-        faults.append(f"method_args: schedule: {shown(given['schedule'])}: must be 1f1b or dataflow")
+        faults.append(f"method_args: schedule: {show(given['schedule'])}: must be 1f1b or dataflow")
     turn = given.get("turn", 0)
     if isinstance(turn, bool) or turn not in (0, 1):
         faults.append(f"method_args: turn: {turn}: must be 0 or 1")
     if not isinstance(given.get("stash", True), bool):
-        faults.append(f"method_args: stash: {shown(given['stash'])}: must be true or false")
+        faults.append(f"method_args: stash: {show(given['stash'])}: must be true or false")
     if "hogwild" in given and "constant_delay" in given:
         faults.append(
-            f"method_args: hogwild: {shown(given['hogwild'])}: not together with constant_delay, which fixes the delays"
+            f"method_args: hogwild: {show(given['hogwild'])}: not together with constant_delay, which fixes the delays"
         )
     return faults
 
@@ -322,11 +322,11 @@ def _axis_faults(method: Method, given: Mapping[str, Any]) -> List[str]:
         reason = f"{method.name} predicts the weights that both passes read from the newest ones"
     elif "turn" in given and Pipeline(given.get("schedule", method.pipeline)) is not Pipeline.DATAFLOW:
         return [
-            f"method_args: turn: {shown(given['turn'])}: only the dataflow schedule has a turn; set schedule: dataflow"
+            f"method_args: turn: {show(given['turn'])}: only the dataflow schedule has a turn; set schedule: dataflow"
         ]
     else:
         return []
-    return [f"method_args: {key}: {shown(value)}: {reason}" for key, value in given.items()]
+    return [f"method_args: {key}: {show(value)}: {reason}" for key, value in given.items()]
 
 
 def check(method: Method, stages: int, microbatches: int, accumulate: int) -> None:
@@ -335,7 +335,7 @@ def check(method: Method, stages: int, microbatches: int, accumulate: int) -> No
     M need not be a multiple of N: a last batch that is not full runs without an update.
     """
     faults = [
-        f"{key}: {shown(value)}: must be a whole number, at least 1"
+        f"{key}: {show(value)}: must be a whole number, at least 1"
         for key, value in (("stages", stages), ("microbatches", microbatches), ("accumulate", accumulate))
         if isinstance(value, bool) or not isinstance(value, int) or value < 1
     ]

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import List, Optional, Sequence
 
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
+from ipu_pipe.config.comparing import keep_recorded_stages
+from ipu_pipe.config.load import load_recorded
+from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import RunFault
-from ipu_pipe.job.comparing import as_recorded
-from ipu_pipe.job.config import load_recorded
-from ipu_pipe.job.schema import Config
+from ipu_pipe.files import write_json
 from ipu_pipe.run.folder import check_folder, finite
 from ipu_pipe.run.folder_lock import refuse_used
 from ipu_pipe.run.progress import Progress
@@ -27,7 +28,6 @@ from ipu_pipe.run.training import check, reserved, train
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import utilization
 from ipu_pipe.studies.stories import Run, Summary, diverged, draw, planned_slots, record, run_of, stories
-from ipu_pipe.written import write_json
 
 TIMES = (1, 2, 4, 8)  # the config's own microbatches an update, where none are given
 
@@ -53,7 +53,7 @@ def train_against(
     with reserved(second, resume=again, overwrite=overwrite):
         first_summary = train(config, out, resume=resume, overwrite=overwrite, quiet=quiet)
     say(f"\nas many samples by {other.method}:")
-    other = as_recorded(load_recorded(out / "config.yaml"), other)  # the same stages
+    other = keep_recorded_stages(load_recorded(out / "config.yaml"), other)  # the same stages
     other_summary = train(other, second, resume=again, overwrite=overwrite, quiet=quiet)
     both = run_of(config, first_summary, out), run_of(other, other_summary, second)
     timed: List[Run] = []

@@ -13,9 +13,10 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 from ipu_pipe.backends.ranks import is_distributed, run_on_main
 from ipu_pipe.backends.table import BACKENDS, get_backend, launch
+from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.errors import BadInput
+from ipu_pipe.files import write_json
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.schema import BackendConfig, Config
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.report.memory import memory_table
 from ipu_pipe.report.traffic import links, shared_links
@@ -26,7 +27,6 @@ from ipu_pipe.schedule import timelines
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.studies.turns import turn
-from ipu_pipe.written import write_json
 
 
 def collect(

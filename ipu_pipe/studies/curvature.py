@@ -9,7 +9,7 @@ from typing import Any, ContextManager, Iterator, List, Optional, Sequence, Tupl
 import torch
 from torch import nn
 
-from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.nests import copied
 from ipu_pipe.model.probe import Loss, random_modules, undisturbed
@@ -58,7 +58,7 @@ def sharpest(
             value, v, done, residual = _power(lambda v: _product(gradient, parameters, v), start, iterations, tolerance)
         except (RuntimeError, NotImplementedError) as error:
             raise BadInput(
-                f"model: its curvature cannot be measured: {first_line(error)}: give it by --curvature"
+                f"model: its curvature cannot be measured: {summarize(error)}: give it by --curvature"
             ) from error
         if not value > 0:
             raise BadInput(

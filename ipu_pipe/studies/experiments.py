@@ -3,7 +3,7 @@
 An experiment is a YAML file:
 
     title, source     what it is and which table or figure of which paper it follows
-    base              a complete config (see ipu_pipe.job.config)
+    base              a complete config (see ipu_pipe.config.load)
     full              what replaces keys of `base` for the paper's own size (`--full`), for a GPU
     seeds             a list
     rows              label -> keys that replace those of `base`; {} is the base itself
@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ipu_pipe.errors import BadInput, RunFault, writing
-from ipu_pipe.job.comparing import differences
-from ipu_pipe.job.config import configure, load_recorded
+from ipu_pipe.config.comparing import describe_changes
+from ipu_pipe.config.load import configure, load_recorded
+from ipu_pipe.config.yaml_files import merge_keys, read_yaml
+from ipu_pipe.errors import BadInput, RunFault, guard_writing
+from ipu_pipe.files import write
 from ipu_pipe.report.plots import figure, mean_with_range, over_seeds, sizes
-from ipu_pipe.shown import shown
 from ipu_pipe.studies.worker_pool import in_workers
-from ipu_pipe.written import write
-from ipu_pipe.yaml_files import merge, read_yaml
+from ipu_pipe.text import show
 
 KEYS = ("title", "source", "base", "full", "seeds", "rows", "expect")
 
@@ -49,8 +49,8 @@ class Experiment:
 
     def config(self, label: str, seed: int, full: bool) -> Dict[str, Any]:
         """The run's config as plain data."""
-        changed = merge(merge(self.base, self.full if full else {}), self.rows[label])
-        return merge(changed, {"seed": seed, "log": {"tensorboard": False}, "checkpoint": {"keep": 1}})
+        changed = merge_keys(merge_keys(self.base, self.full if full else {}), self.rows[label])
+        return merge_keys(changed, {"seed": seed, "log": {"tensorboard": False}, "checkpoint": {"keep": 1}})
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ class Run:
 def load_experiment(path: Path) -> Experiment:
     """Read and check an experiment's file, all its configs included. Raises BadInput."""
     raw = read_yaml(path)
-    faults = [f"{path}: {shown(key)}: unknown key, allowed are {', '.join(KEYS)}" for key in raw if key not in KEYS]
+    faults = [f"{path}: {show(key)}: unknown key, allowed are {', '.join(KEYS)}" for key in raw if key not in KEYS]
     for key, kind, what in (
         ("title", str, "text"), ("source", str, "text"), ("base", dict, "a mapping"), ("rows", dict, "a mapping"),
         ("seeds", list, "a list of whole numbers"),
     ):  # fmt: skip
         if not isinstance(raw.get(key), kind) or not raw[key]:
-            faults.append(f"{path}: {shown(key)}: {shown(raw.get(key))}: must be {what}")
+            faults.append(f"{path}: {show(key)}: {show(raw.get(key))}: must be {what}")
     faults += _shape_faults(path, raw) if not faults else []
     if faults:
         raise BadInput(faults)
@@ -93,7 +93,7 @@ def load_experiment(path: Path) -> Experiment:
     for number, entry in enumerate(experiment.expect):
         for key in ("better", "than"):
             if entry.get(key) not in experiment.rows:
-                faults.append(f"{path}: expect.{number}.{key}: {shown(entry.get(key))}: must be one of the rows")
+                faults.append(f"{path}: expect.{number}.{key}: {show(entry.get(key))}: must be one of the rows")
     for label in experiment.rows:
         for full in (False, True):
             try:
@@ -110,23 +110,23 @@ def _shape_faults(path: Path, raw: Mapping[str, Any]) -> List[str]:
     """What is of the wrong type inside an experiment's file, or would be two runs in one folder."""
     faults = []
     if not isinstance(raw.get("full") or {}, dict):
-        faults.append(f"{path}: full: {shown(raw['full'])}: must be a mapping")
+        faults.append(f"{path}: full: {show(raw['full'])}: must be a mapping")
     if not all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in raw["seeds"]):
-        faults.append(f"{path}: seeds: {shown(raw['seeds'])}: must be a list of whole numbers")
+        faults.append(f"{path}: seeds: {show(raw['seeds'])}: must be a list of whole numbers")
     folders: Dict[str, str] = {}
     for label, keys in raw["rows"].items():
         if not isinstance(keys or {}, dict):
-            faults.append(f"{path}: rows.{label}: {shown(keys)}: must be a mapping of keys that replace those of base")
+            faults.append(f"{path}: rows.{label}: {show(keys)}: must be a mapping of keys that replace those of base")
         other = folders.setdefault(_folder(f"{label}"), f"{label}")
         if other != f"{label}":
             faults.append(f"{path}: rows.{label}: its runs would be in the folder of {other}: must be called otherwise")
     expect = raw.get("expect") or []
     if not isinstance(expect, list) or not all(isinstance(entry, dict) for entry in expect):
-        return [*faults, f"{path}: expect: {shown(expect)}: must be a list of {{better, than, by}}"]
+        return [*faults, f"{path}: expect: {show(expect)}: must be a list of {{better, than, by}}"]
     for number, entry in enumerate(expect):
         by = entry.get("by", 0.0)
         if isinstance(by, bool) or not isinstance(by, (int, float)):
-            faults.append(f"{path}: expect.{number}.by: {shown(by)}: must be a number")
+            faults.append(f"{path}: expect.{number}.by: {show(by)}: must be a number")
     return faults
 
 
@@ -177,7 +177,7 @@ def _work(config: Dict[str, Any], folder: str) -> Dict[str, Any]:
     out, start = Path(folder), time.monotonic()
     marker = out / "diverged.json"
     settings = configure(**config)
-    again = marker.is_file() and bool(differences(load_recorded(out / "config.yaml"), settings))
+    again = marker.is_file() and bool(describe_changes(load_recorded(out / "config.yaml"), settings))
     if marker.is_file() and not again:
         return dict(json.loads(marker.read_text()))
     try:
@@ -326,7 +326,7 @@ def write_results(
     found: Dict[str, Any], runs: Sequence[Run], labels: Sequence[str], command: str, folder: Path
 ) -> List[Path]:
     """results.json, table.md and the plots, in `folder`."""
-    with writing(folder):
+    with guard_writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     curves = [{"label": r.label, "seed": r.seed, "diverged": r.diverged, "curve": r.curve} for r in runs]
     results = write(folder / "results.json", json.dumps({**found, "curves": curves}, indent=1))

@@ -10,11 +10,11 @@ from typing import Dict, Mapping, Optional, Sequence, Tuple
 import numpy as np
 import torch
 
+from ipu_pipe.config.load import load_recorded
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import load_recorded
+from ipu_pipe.files import atomic_file
 from ipu_pipe.report.plots import sizes
 from ipu_pipe.run import checkpoint
-from ipu_pipe.written import atomic_file
 
 GAP = 2  # pixels between filters
 WHITE = 255

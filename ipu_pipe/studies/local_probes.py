@@ -22,15 +22,16 @@ import torch
 
 from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.table import get_backend, make_engine
+from ipu_pipe.config.load import configure
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.yaml_files import merge_keys
 from ipu_pipe.data import DataSource, TensorData
 from ipu_pipe.data.batches import Pair
 from ipu_pipe.data.images import ImageFolder
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.config import configure
 from ipu_pipe.job.evaluation import TEST_BATCH, Tally
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.schema import Config
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.modes import modes_restored
@@ -39,7 +40,6 @@ from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.studies.gradient_angles import GradientProbe
 from ipu_pipe.studies.worker_pool import in_workers
-from ipu_pipe.yaml_files import merge
 
 Say = Callable[[str], None]
 LOCAL = tuple(name for name, method in METHODS.items() if method.structure is not None)
@@ -111,7 +111,7 @@ def label_run(config: Config, label: str, keys: Mapping[str, Any], every: int) -
     training over each `every` updates; `train_loss` and `train_accuracy`: of the final weights in evaluation, on all training
     samples. Raises BadInput."""
     start = time.monotonic()
-    job = _build(config, merge(dict(keys), {"data": {"random_labels": True, "augment": False}}))
+    job = _build(config, merge_keys(dict(keys), {"data": {"random_labels": True, "augment": False}}))
     points: List[Dict[str, Any]] = []
     window: List[StepResult] = []
 
@@ -137,7 +137,7 @@ def label_run(config: Config, label: str, keys: Mapping[str, Any], every: int) -
 def _build(config: Config, keys: Dict[str, Any]) -> Job:
     if not get_backend(config).emulates:
         raise BadInput(f"backend.name: {config.backend.name}: probes run on the emulator")
-    return build(configure(**merge(config.to_dict(), keys)))
+    return build(configure(**merge_keys(config.to_dict(), keys)))
 
 
 def _train(job: Job, after: Callable[[int, StepResult], None]) -> None:

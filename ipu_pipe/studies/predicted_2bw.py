@@ -19,7 +19,7 @@ from ipu_pipe.hardware.costing import count_units
 from ipu_pipe.hardware.files import read_hardware
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.units import Unit
-from ipu_pipe.job.entries import resolve_entry
+from ipu_pipe.job.import_strings import resolve_entry
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.plan.candidates import Candidate, candidates
 from ipu_pipe.plan.placing import layouts

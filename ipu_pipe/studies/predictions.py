@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
-from ipu_pipe.errors import writing
-from ipu_pipe.written import write
+from ipu_pipe.errors import guard_writing
+from ipu_pipe.files import write
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _shown(value: Any) -> str:
 
 def write_table(found: Predicted, folder: Path) -> List[Path]:
     """results.json and table.md, in `folder`."""
-    with writing(folder):
+    with guard_writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     results = write(folder / "results.json", json.dumps(as_json(found), indent=1) + "\n")
     return [results, write(folder / "table.md", as_markdown(found))]

@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Optional, Sequence
 
-from ipu_pipe.job.schema import Config
+from ipu_pipe.config.schema import Config
 from ipu_pipe.report.plots import figure, mean_with_range, over_seeds, sizes
 
 

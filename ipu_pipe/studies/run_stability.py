@@ -15,10 +15,10 @@ import numpy as np
 from torch import nn
 
 from ipu_pipe.backends.table import get_backend
+from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.recurrences import derive_recurrence, list_inapplicable
-from ipu_pipe.job.schema import Config
+from ipu_pipe.job.stability import derive_recurrence, list_inapplicable
 from ipu_pipe.model.nests import mapped
 from ipu_pipe.run.build import build
 from ipu_pipe.stability.advice import (

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from ipu_pipe.job.schema import Config
+from ipu_pipe.config.schema import Config
 from ipu_pipe.report.plots import figure
 from ipu_pipe.report.words import busy, number, throughput
 

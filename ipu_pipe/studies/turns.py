@@ -11,9 +11,9 @@ from typing import Any, Dict
 
 from ipu_pipe.backends.ranks import is_distributed
 from ipu_pipe.backends.table import get_backend
+from ipu_pipe.config.comparing import dump_config
+from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import RunFault
-from ipu_pipe.job.comparing import dump
-from ipu_pipe.job.schema import Config
 from ipu_pipe.run.folder import finished_summary
 from ipu_pipe.run.training import train
 
@@ -32,7 +32,7 @@ def turn(config: Config, out: Path, processes: int, overwrite: bool = False) -> 
         return train(config, out, overwrite=overwrite, quiet=True)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
-        file.write_text(dump(config), encoding="utf-8")
+        file.write_text(dump_config(config), encoding="utf-8")
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc_per_node", str(processes),
             "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0",

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from typing import Any, Callable, Dict, Generator, Mapping, Sequence, Tuple, TypeVar
 
 from ipu_pipe import orphans
-from ipu_pipe.errors import RunFault, user_fault
+from ipu_pipe.errors import RunFault, find_user_fault
 
 Key = TypeVar("Key")
 
@@ -50,7 +50,7 @@ def _told(work: Callable[..., Dict[str, Any]], arguments: Sequence[Any]) -> Dict
     try:
         return work(*arguments)
     except Exception as error:
-        fault = user_fault(error)
+        fault = find_user_fault(error)
         if fault is None:
             raise
         raise fault from None

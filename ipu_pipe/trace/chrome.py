@@ -18,11 +18,11 @@ from typing import Any, Dict, Iterator, List, Sequence, Tuple, Union
 import numpy as np
 from numpy.typing import NDArray
 
+from ipu_pipe.files import atomic_file
 from ipu_pipe.schedule.actions import PASSES, Kind
 from ipu_pipe.trace.arrows import Arrows, arrows
 from ipu_pipe.trace.events import CARRIED, COMMUNICATION, KINDS, WAIT, Counter, Counters, Event, Events
 from ipu_pipe.trace.series import series
-from ipu_pipe.written import atomic_file
 
 LETTERS = {kind.word: kind.value for kind in (*PASSES, Kind.UPDATE)}
 WAIT_COLOUR = '"cname":"grey",'  # for chrome://tracing; Perfetto colours by name

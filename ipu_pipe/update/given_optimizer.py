@@ -14,7 +14,7 @@ from typing import Any, Dict, List, Mapping, Optional
 import torch
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.shown import kind_of
+from ipu_pipe.text import describe_kind
 from ipu_pipe.update.groups import Groups
 from ipu_pipe.update.optimizer import OptimizerFactory
 
@@ -32,7 +32,7 @@ def factory_of(given: Any, args: Optional[Mapping[str, Any]] = None) -> Optimize
             raise BadInput("optimizer_args: not together with an optimizer that is made: its own settings are taken")
         return _Like(given)
     if (inspect.isclass(given) and not issubclass(given, torch.optim.Optimizer)) or not callable(given):
-        raise BadInput(f"optimizer: {kind_of(given)}: must be {WHAT}")
+        raise BadInput(f"optimizer: {describe_kind(given)}: must be {WHAT}")
     return _Calling(given, dict(args or {}))
 
 

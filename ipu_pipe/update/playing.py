@@ -12,8 +12,8 @@ from typing import Any, Callable, List
 
 import torch
 
-from ipu_pipe.errors import BadInput, first_line
-from ipu_pipe.shown import kind_of
+from ipu_pipe.errors import BadInput, summarize
+from ipu_pipe.text import describe_kind
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]  # gives a torch.optim.lr_scheduler
 KEY = "lr_schedule"
@@ -43,7 +43,7 @@ def play(
         except BadInput:
             raise
         except Exception as error:  # whatever the scheduler raises, such as one that was planned shorter
-            raise BadInput(f"{KEY}: {_name(make)}: at update {len(rates)} of {updates}: {first_line(error)}") from error
+            raise BadInput(f"{KEY}: {_name(make)}: at update {len(rates)} of {updates}: {summarize(error)}") from error
     moved = [key for key in kept if group[key] != kept[key]]
     if moved:
         raise BadInput(
@@ -79,7 +79,7 @@ def _refuse_odd(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         )
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise BadInput(
-            f"{KEY}: gave {kind_of(scheduler)}, must give a torch.optim.lr_scheduler of the optimizer that it is given"
+            f"{KEY}: gave {describe_kind(scheduler)}, must give a torch.optim.lr_scheduler of the optimizer that it is given"
         )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise BadInput(f"{KEY}: {kind}: is of another optimizer: must be made of the one that it is given")

@@ -9,7 +9,8 @@ from typing import Any, Dict, List, Tuple
 
 import yaml
 
-from ipu_pipe.job.schema import Config
+from ipu_pipe.config.outer import find_section
+from ipu_pipe.config.schema import Config
 from ipu_pipe.schedule.methods import METHODS
 from tests.hostile.cases import BASE, Bases, Case, damage, value
 
@@ -18,7 +19,8 @@ def _keys(model: Any, above: Tuple[str, ...] = ()) -> List[Tuple[str, ...]]:
     found: List[Tuple[str, ...]] = []
     for name, field in model.model_fields.items():
         found.append((*above, name))
-        for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
+        outer = (find_section("ipu"),) if name == "ipu" else ()
+        for part in (*outer, field.annotation, *getattr(field.annotation, "__args__", ())):
             if hasattr(part, "model_fields"):
                 found += _keys(part, (*above, name))
     return found

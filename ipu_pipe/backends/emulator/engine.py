@@ -12,14 +12,14 @@ from ipu_pipe.backends.emulator.profiling import profile
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult, refuse_poptorch_state
 from ipu_pipe.backends.work import Work, list_exactness_faults
+from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.profiling import StageSeconds
-from ipu_pipe.job.blame import attributed
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.placing import place_whole
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.schema import BackendConfig
+from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.update.state import export_state, optimizer_bytes
 
 
@@ -33,7 +33,7 @@ class EmulatorEngine(Engine):
         self._emulator = Emulator(work, job.model, job.part, job.example, config.seed, job.width)
 
     def step(self, k: int) -> StepResult:
-        with attributed(lambda: self._emulator.whereabouts):
+        with attribute_faults(lambda: self._emulator.whereabouts):
             done = [self._emulator.step(self._microbatches()) for _ in range(self._block_updates)]
         return combine_block_updates(done, self._block_updates)[0]
 
@@ -58,7 +58,7 @@ class EmulatorEngine(Engine):
         return self._end
 
     def evaluate(self) -> List[Measured]:
-        with attributed(lambda: f"evaluation before update {self._emulator.update}"):
+        with attribute_faults(lambda: f"evaluation before update {self._emulator.update}"):
             return evaluate(self.job)
 
     def state(self) -> Optional[CheckpointState]:

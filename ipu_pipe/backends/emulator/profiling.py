@@ -9,7 +9,7 @@ from typing import List
 
 import torch
 
-from ipu_pipe.errors import first_line
+from ipu_pipe.errors import summarize
 from ipu_pipe.hardware.profiling import PassSeconds, StageSeconds, median_passes, timed_passes
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import compute_losses
@@ -29,7 +29,7 @@ def profile(job: Job) -> StageSeconds:
         runs = _passes(job)
         update = _update(job)
     except Exception as error:  # whatever the user's code raises: the run is done, and must not be lost by it
-        return StageSeconds((), (), (), f"its stages could not be timed ({first_line(error)})")
+        return StageSeconds((), (), (), f"its stages could not be timed ({summarize(error)})")
     passes = median_passes(runs)
     backward = passes.backward or _by_flops(job, passes.whole_backward)
     if job.method.segments is not None:  # the activations are computed again

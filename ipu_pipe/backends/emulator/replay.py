@@ -30,8 +30,8 @@ from ipu_pipe.backends.replays import Replay, ReplayPlan
 from ipu_pipe.backends.replicas import GradientReplicas, IndependentReplicas
 from ipu_pipe.backends.weights import make_weight_store
 from ipu_pipe.backends.work import Work
-from ipu_pipe.job.blame import StageWatch
-from ipu_pipe.job.metrics import right_answers
+from ipu_pipe.job.metrics import count_right
+from ipu_pipe.job.user_code import StageWatch
 from ipu_pipe.local.blocks import BlockOutputs, compute_losses, extract_scores, get_blocks
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.nests import lead, sample_count
@@ -133,7 +133,7 @@ class Emulator:
         self.weights.release(self._plan.oldest(self._number))
         outputs = output if isinstance(output, BlockOutputs) else [output]
         return [loss.detach() for loss in losses], [
-            right_answers(extract_scores(self.work.loss, own), y) for own in outputs
+            count_right(extract_scores(self.work.loss, own), y) for own in outputs
         ]
 
     def _drawn_as(self, replay: Replay) -> int:

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Optional
 import torch
 from torch import nn
 
-from ipu_pipe.job.blame import StageWatch
+from ipu_pipe.job.user_code import StageWatch
 
 
 class BuffersOfOneStage:

@@ -18,12 +18,12 @@ from ipu_pipe.backends.ipu.facts import facts
 from ipu_pipe.backends.ipu.poprun import instance, join_poprun
 from ipu_pipe.backends.ipu.refusals import refuses
 from ipu_pipe.backends.ranks import is_distributed
+from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import placement, under_poprun
 from ipu_pipe.job.placing import place_whole
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.schema import BackendConfig, Config
 from ipu_pipe.model.outputs import OwnLoss, takes_all
 from ipu_pipe.update.groups import OWN_RATES, has_own_rates
 

@@ -16,10 +16,10 @@ from ipu_pipe.backends.ipu.optimizer import export_state, import_state
 from ipu_pipe.backends.ipu.options import make_options
 from ipu_pipe.backends.ipu.profile import Timeline
 from ipu_pipe.backends.ipu.wrapping import unsplit, wrap_block
+from ipu_pipe.config.schema import Config
 from ipu_pipe.job.evaluation import Tally, test_batches
 from ipu_pipe.job.ipu.placement import Placement
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.schema import Config
 from ipu_pipe.local.blocks import HEADS, get_blocks
 from ipu_pipe.model.randomness import derived_seed
 

@@ -21,11 +21,11 @@ from ipu_pipe.backends.ipu import profile as ipu_profile
 from ipu_pipe.backends.ipu.block import Block
 from ipu_pipe.backends.ipu.faults import check_finite, check_hardware, told_of_block
 from ipu_pipe.backends.ipu.optimizer import state_bytes
+from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.evaluation import Tally
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.schema import BackendConfig
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.trace.events import Counters, Events, joined, joined_counters
 

@@ -8,9 +8,9 @@ import traceback
 from typing import Any, Iterator, Optional, Sequence
 
 from ipu_pipe.backends.work import refuse_nonfinite
+from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.ipu.config import IpuConfig
-from ipu_pipe.job.schema import Config
 
 FRONT_END = (
     AssertionError,

@@ -17,11 +17,11 @@ import torch
 from torch.utils.data import Dataset
 
 from ipu_pipe.backends.ipu.options import named
+from ipu_pipe.config.schema import Config
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.batches import divided
-from ipu_pipe.errors import BadInput, RunFault, first_line
+from ipu_pipe.errors import BadInput, RunFault, summarize
 from ipu_pipe.job.ipu.config import DataLoading
-from ipu_pipe.job.schema import Config
 
 
 def as_input(value: torch.Tensor, precision: str) -> torch.Tensor:
@@ -86,7 +86,7 @@ class Reporting(Dataset):  # type: ignore[type-arg]
             return self._calls[index]
         except Exception as error:
             is_input = isinstance(error, BadInput)
-            said = str(error) if is_input or isinstance(error, RunFault) else first_line(error)
+            said = str(error) if is_input or isinstance(error, RunFault) else summarize(error)
             with open(self._path, "w") as file:
                 json.dump({"bad_input": is_input, "said": " ".join(said.split())}, file)
             raise SystemExit(1) from None  # no traceback beside the line that will tell it
@@ -153,7 +153,7 @@ class Feed:
         self.close()
         if not text:
             raise RunFault(
-                f"poptorch: loading data: the worker process ended without a word ({first_line(error)}): is there room for "
+                f"poptorch: loading data: the worker process ended without a word ({summarize(error)}): is there room for "
                 "its buffers in /dev/shm? A smaller backend.ipu.data_loading.buffer_size takes less"
             ) from error
         told = json.loads(text)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
+from ipu_pipe.config.schema import Config
 from ipu_pipe.job.ipu.config import LOCATIONS, IpuConfig, TensorLocation, TensorLocations
 from ipu_pipe.job.ipu.methods import Execution, execution_of
 from ipu_pipe.job.ipu.placement import Placement
-from ipu_pipe.job.schema import Config
 from ipu_pipe.schedule.methods import Method
 
 RECOMPUTATION = {"none": 0, "standard": 1, "norm_only": 2, "pipeline": 3, "recompute_all": 4}  # popart's numbers

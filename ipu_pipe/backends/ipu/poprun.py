@@ -8,9 +8,9 @@ from typing import Any, Callable, NamedTuple, Optional
 import torch.distributed as dist
 
 from ipu_pipe import launched
+from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.ipu.placement import under_poprun
-from ipu_pipe.job.schema import Config
 
 
 class Instance(NamedTuple):

@@ -6,13 +6,13 @@ from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 from ipu_pipe.backends.ipu.facts import ModelFacts
 from ipu_pipe.backends.ipu.optimizer import ACCUMULATORS
+from ipu_pipe.config.schema import Config
 from ipu_pipe.job.ipu.config import IpuConfig, key_said
 from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import MOST_IPUS, Placement, placement, placement_faults, reserved
 from ipu_pipe.job.ipu.refusals import location_faults
-from ipu_pipe.job.schema import Config
 from ipu_pipe.schedule.methods import Method
-from ipu_pipe.shown import first_of
+from ipu_pipe.text import list_some
 
 _UNREAD = ("maximize", "differentiable", "capturable", "amsgrad", "nesterov")
 
@@ -39,7 +39,7 @@ def refuses(config: Config, method: Method, facts: ModelFacts, local_replicas: O
         faults += _layout_faults(facts, place, method)
     if facts.moving and config.replicas > 1 and ipu.broadcast_buffers:
         faults.append(
-            f"{key_said('broadcast_buffers', True)}: training writes {first_of(facts.moving, 3)} on each of "
+            f"{key_said('broadcast_buffers', True)}: training writes {list_some(facts.moving, 3)} on each of "
             f"{config.replicas} replicas apart, which PopTorch does not broadcast: set it to false (the first "
             "replica's are kept), or use GroupNorm"
         )

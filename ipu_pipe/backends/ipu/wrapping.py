@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from ipu_pipe.backends.ipu.options import stage_name
 from ipu_pipe.job.ipu.config import IpuConfig
-from ipu_pipe.job.metrics import right_answers
+from ipu_pipe.job.metrics import count_right
 from ipu_pipe.local.blocks import HEADS, SumOfLosses, get_activation, get_blocks
 from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.probe import Loss
@@ -147,7 +147,7 @@ class Wrapped(nn.Module):
         """Loss and right answers of one block's outputs."""
         if self._narrow:
             output = tree_map(lambda t: t.float() if t.is_floating_point() else t, output)
-        return each(output, y), right_answers(output, y)
+        return each(output, y), count_right(output, y)
 
 
 _PREFIXES = (("body.model.", ""), ("body.heads.", f"{HEADS}."))

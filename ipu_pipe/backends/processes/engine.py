@@ -40,7 +40,7 @@ from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.uncompiled import import_compiler
-from ipu_pipe.shown import first_of
+from ipu_pipe.text import list_some
 from ipu_pipe.update.rules import acting
 
 
@@ -185,8 +185,8 @@ def _corrected(job: Job) -> List[str]:
         return []
     keys = [rule.key for rule, _ in acting(job.config.method_settings(), job.method) if rule.read is not None]
     return [
-        f"method_args.{key}: corrects {first_of(list(job.part.shared))}, which several stages use, by what one of them keeps: use"
-        " backend.name: emulator, or untie them"
+        f"method_args.{key}: corrects {list_some(list(job.part.shared))}, which several stages use, by what one of them keeps:"
+        " use backend.name: emulator, or untie them"
         for key in keys
     ]
 

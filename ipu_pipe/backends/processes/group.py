@@ -12,9 +12,9 @@ from ipu_pipe import launched
 from ipu_pipe.backends.processes.joining import ANSWER, Asked, answer_within, differing, meet, wait_limit, what_is_asked
 from ipu_pipe.backends.processes.stopping import Stopping
 from ipu_pipe.backends.ranks import is_distributed, report_lost_rank
+from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.determinism import set_numerics
-from ipu_pipe.job.schema import BackendConfig, Config
+from ipu_pipe.job.numerics import set_numerics
 
 
 def check_launch(backend: BackendConfig) -> None:

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from ipu_pipe import __version__
+from ipu_pipe.config.comparing import flatten
+from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.job.comparing import flat
-from ipu_pipe.job.schema import Config
 from ipu_pipe.launched import Launched
-from ipu_pipe.shown import first_of
+from ipu_pipe.text import list_some
 
 POLL = 0.05  # seconds between looks at the store
 LINGER = 2.0  # seconds at most that the store stays for the others to read why it ends
@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 def what_is_asked(config: Config, options: Mapping[str, object]) -> Asked:
     """All that every rank must have alike, by name, as JSON holds it."""
-    settings = {key: value for key, value in flat(config.to_dict()).items() if key not in OWN_TO_A_MACHINE}
+    settings = {key: value for key, value in flatten(config.to_dict()).items() if key not in OWN_TO_A_MACHINE}
     versions = {"version of ipu_pipe": __version__, "version of torch": str(torch.__version__)}
     given = {key: value if isinstance(value, (bool, type(None))) else str(value) for key, value in options.items()}
     return dict(json.loads(json.dumps({**versions, **given, **settings})))
@@ -160,7 +160,7 @@ def _end_for_all(store: Any, where: Launched, error: Union[BadInput, RunFault]) 
 
 
 def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {first_of(ranks, 8)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {list_some(ranks, 8)}"
 
 
 def _place(where: Launched) -> str:

@@ -23,7 +23,7 @@ from ipu_pipe.backends.processes.ties import Tied
 from ipu_pipe.backends.replays import Replay, ReplayPlan
 from ipu_pipe.backends.weights import make_weight_store
 from ipu_pipe.backends.work import Work
-from ipu_pipe.job.metrics import right_answers
+from ipu_pipe.job.metrics import count_right
 from ipu_pipe.local.blocks import compute_losses, extract_scores, get_activation
 from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.cutting import Crossing
@@ -115,7 +115,7 @@ class Passes:
         if not place.has_loss:
             return outputs, None, None
         loss = compute_losses(self._work.loss, scored_output, labels)[0]
-        return outputs, loss, right_answers(extract_scores(self._work.loss, scored_output), labels)
+        return outputs, loss, count_right(extract_scores(self._work.loss, scored_output), labels)
 
     def recompute(self, m: int) -> None:
         """R(m)."""

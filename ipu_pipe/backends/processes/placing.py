@@ -12,9 +12,9 @@ from torch import nn
 from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.ties import users
 from ipu_pipe.backends.ranks import run_on_main
+from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.placing import Placed, place_blocks
-from ipu_pipe.job.schema import Config
 from ipu_pipe.model.boundaries import refuse_shared, used_on
 from ipu_pipe.model.cutting import Piece, pieces
 from ipu_pipe.model.merging import merge_stages
@@ -22,7 +22,7 @@ from ipu_pipe.model.probe import changing_buffers
 from ipu_pipe.model.rehearsal import refuse_other_pieces
 from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import Method, Reads
-from ipu_pipe.shown import first_of
+from ipu_pipe.text import list_some
 
 
 def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> Placed:
@@ -48,7 +48,7 @@ def _place_stages(config: Config, method: Method, model: nn.Module, x: torch.Ten
     begins = merge_stages(model, wished, depth, x)
     note = ""
     if len(wished) != depth:
-        shown = first_of(begins, 8) or "the model"
+        shown = list_some(begins, 8) or "the model"
         note = f"{len(wished)} stages on {depth} processes: taken together, stages begin at {shown}"
     cut = pieces(model, begins, x)
     again = refuse_other_pieces(model, cut, x)  # on every rank alike, before any waits for another
@@ -67,8 +67,8 @@ def _refuse_moving(model: nn.Module, cut: Sequence[Piece], x: torch.Tensor, agai
     several stages change by updates alone."""
     if again:
         raise BadInput(
-            f"model: {first_of(list(again))}: a backward changes it (a checkpoint runs its module again), and other microbatches'"
-            " forwards come between: keep it out of checkpoints, or use backend: {name: emulator}"
+            f"model: {list_some(list(again))}: a backward changes it (a checkpoint runs its module again), and other"
+            " microbatches' forwards come between: keep it out of checkpoints, or use backend: {name: emulator}"
         )
     for name in sorted(users(cut).keys() & cut[0].cut.first.written):
         raise BadInput(

@@ -19,7 +19,7 @@ from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.timeline import Timeline
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
-from ipu_pipe.job.tracing import trace_metadata
+from ipu_pipe.job.tracing import make_trace_metadata
 from ipu_pipe.trace.events import Trace, updates_of
 from ipu_pipe.trace.store import SUFFIX, TraceWriter, read_store, store_files
 
@@ -34,7 +34,7 @@ def record(job: Job, layout: Layout, timeline: Timeline, first_update: int, offs
     `offset_ns`: what to add to this one's clock to get rank 0's."""
     if job.folder is None or not job.traced:
         return
-    path, metadata = path_of(job.folder, layout.rank), trace_metadata(job)
+    path, metadata = path_of(job.folder, layout.rank), make_trace_metadata(job)
     earlier = _earlier(path, dict(metadata), first_update) if first_update else None
     _forget_others(job.folder, layout)
     end = -1 if earlier is None or not len(earlier.events.end) else int(earlier.events.end.max())

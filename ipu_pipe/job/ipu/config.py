@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Optional, Union
 from pydantic import BeforeValidator, StrictBool, field_validator
 from typing_extensions import Annotated, Literal
 
-from ipu_pipe.values import Count, NotNegative, Positive, Section, Whole, number
+from ipu_pipe.config.values import Count, NotNegative, Positive, Section, Whole, to_number
 
 LOCATIONS = ("activation", "weight", "optimizer", "accumulator")
 
@@ -24,7 +24,7 @@ def _io_tiles(value: Any) -> int:
 def _proportion(value: Any) -> Any:
     """Null, a share of each IPU's memory, or one for each IPU."""
     given = value if isinstance(value, (list, tuple)) else [value]
-    shares = [number(share) for share in given]
+    shares = [to_number(share) for share in given]
     if value is None or (shares and all(share is not None and 0 <= share <= 1 for share in shares)):
         return value if value is None else shares if isinstance(value, (list, tuple)) else shares[0]
     raise ValueError("must be null, a number from 0 to 1, or a list of such, one an IPU")

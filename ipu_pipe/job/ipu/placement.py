@@ -12,9 +12,9 @@ from __future__ import annotations
 import importlib.util
 from typing import List, NamedTuple, Tuple
 
+from ipu_pipe.config.schema import Config
 from ipu_pipe.job.ipu.config import IpuConfig, key_said
 from ipu_pipe.job.ipu.methods import is_pipelined
-from ipu_pipe.job.schema import Config
 from ipu_pipe.schedule.methods import Method
 
 MOST_IPUS = 64  # of one process

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any, List, Mapping
 
+from ipu_pipe.config.schema import Config
 from ipu_pipe.hardware.precision import MIXED
 from ipu_pipe.job.ipu.config import LOCATIONS, IpuConfig, IpuProfile, TensorLocation, key_said
 from ipu_pipe.job.ipu.methods import is_pipelined, method_faults
 from ipu_pipe.job.ipu.placement import placement_faults, under_poprun
-from ipu_pipe.job.schema import Config
 from ipu_pipe.schedule.methods import Method
 
 PRECISIONS = ("float32", "16.16", "16.32", "32.32")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict, Iterator, List, Tuple
 
 from ipu_pipe.report.analysis.words import how
-from ipu_pipe.shown import printable
+from ipu_pipe.text import escape_lines
 
 Figures = Dict[str, Any]
 # Records in a list are known by these of their keys.
@@ -66,7 +66,7 @@ def in_words(found: Figures, other: Figures) -> str:
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]).rstrip()
         for row in rows
     ]
-    return printable("\n".join(lines))
+    return escape_lines("\n".join(lines))
 
 
 def _shown(value: Any) -> str:

@@ -8,7 +8,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.method_args import MethodArgs
 from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule, utilization
-from ipu_pipe.shown import shown
+from ipu_pipe.text import show
 from ipu_pipe.trace.metadata import Unit
 
 MOST_STAGES = 1 << 12
@@ -71,7 +71,7 @@ def facts_of(where: Any, metadata: Mapping[str, Any]) -> Facts:
         good = isinstance(value, allowed) and (isinstance(value, bool) is (allowed is bool))
         if value is None or (good and (not isinstance(value, (int, float)) or least <= value < 1 << 31)):
             return value
-        faults.append(f"{key}: {shown(value)}: must be {what}")
+        faults.append(f"{key}: {show(value)}: must be {what}")
         return None
 
     name, backend = told("method", str, "a name"), told("backend", str, "a name")
@@ -79,11 +79,11 @@ def facts_of(where: Any, metadata: Mapping[str, Any]) -> Facts:
     count = told("traced_microbatches", int, "a whole number") or told("microbatches", int, "a whole number")
     placed = told("device_of_stage", list, "devices") or []
     if not all(isinstance(device, int) and 0 <= device < 1 << 20 for device in placed):
-        faults.append(f"device_of_stage: {shown(placed)}: must be devices")
+        faults.append(f"device_of_stage: {show(placed)}: must be devices")
     planned = told("planned_bubble_fraction", (int, float), "a share")
     args = told("method_args", dict, "a mapping") or {}
     units = told("units", list, "units") or []
-    faults += [f"units: {shown(unit)}: must be {list(Unit.__annotations__)}" for unit in units if not _is_unit(unit)][
+    faults += [f"units: {show(unit)}: must be {list(Unit.__annotations__)}" for unit in units if not _is_unit(unit)][
         :1
     ]
     replicas = told("replicas", int, "a whole number", 1) or 1

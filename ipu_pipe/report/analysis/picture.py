@@ -7,14 +7,14 @@ from typing import Any, Dict, Tuple
 
 import numpy as np
 
+from ipu_pipe.files import atomic_file
 from ipu_pipe.report.analysis.parts import by_device, span_of
 from ipu_pipe.report.analysis.shown_times import time_text
 from ipu_pipe.report.analysis.words import how, percent
 from ipu_pipe.report.plots import check_plots
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.shown import printable
+from ipu_pipe.text import escape_lines
 from ipu_pipe.trace.events import COMMUNICATION, COMPUTE, OUTSIDE, UNTOLD, WAIT, Events, Trace
-from ipu_pipe.written import atomic_file
 
 MOST, A_DEVICE = 3000, 150  # rectangles: of more, passes are not told apart
 MOST_DEVICES = 64
@@ -76,7 +76,7 @@ def _title(found: Dict[str, Any], begin: int, end: int) -> str:
         f"{name}: {found['method'] or 'a trace'}{stages}, {whole} {time_text(found['span_ns'])} ({how(found)})\n"
         f"devices busy {percent(found['utilization'])}, bubble {percent(found['bubble_fraction'])}{planned}"
     )
-    return printable(title).replace("$", r"\$")
+    return escape_lines(title).replace("$", r"\$")
 
 
 def _timeline(axes: Any, events: Events, devices: Any, found: Dict[str, Any], when: Tuple[int, int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict, List, Optional, Sequence
 
 from ipu_pipe.report.analysis.shown_times import share, time_text
-from ipu_pipe.shown import printable, sized_bytes
+from ipu_pipe.text import escape_lines, format_bytes
 
 MOST_ROWS = 16  # of a table
 Figures = Dict[str, Any]
@@ -23,7 +23,7 @@ def in_words(found: Figures) -> str:
         _stragglers(found),
         [f"note: {note}" for note in found["notes"]],
     ]
-    return printable("\n\n".join("\n".join(block) for block in blocks if block))
+    return escape_lines("\n\n".join("\n".join(block) for block in blocks if block))
 
 
 def how(found: Figures) -> str:
@@ -138,13 +138,13 @@ def _links(found: Figures) -> List[str]:
 
 
 def _bytes(size: Optional[float]) -> str:
-    return "-" if size is None else sized_bytes(size)
+    return "-" if size is None else format_bytes(size)
 
 
 def _memory(found: Figures) -> List[str]:
     names = list(dict.fromkeys(name for each in found["memory"] for name in each["categories"]))
     rows = [
-        [str(each["device"]), sized_bytes(each["peak_bytes"]), time_text(each["at_ns"]),
+        [str(each["device"]), format_bytes(each["peak_bytes"]), time_text(each["at_ns"]),
          *(_bytes(each["categories"].get(name)) for name in names), str(len(each["microbatches"]))]
         for each in found["memory"]
     ]  # fmt: skip

@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 from typing import Any, Dict
 
+from ipu_pipe.files import write
 from ipu_pipe.report.page.embedding import embedded
 from ipu_pipe.trace.events import Trace
-from ipu_pipe.written import write
 
 _PARTS = ("page.css", "data.js", "timeline.js", "figures.js", "page.js")  # the page's style and scripts, in this order
 

@@ -8,7 +8,8 @@ from typing import Any, Dict, List, Sequence
 
 import numpy as np
 
-from ipu_pipe.errors import writing
+from ipu_pipe.errors import guard_writing
+from ipu_pipe.files import write
 from ipu_pipe.report.plots import figure
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.asynchrony import greatest_delay, least_delay, mean_delay
@@ -17,7 +18,6 @@ from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.written import write
 
 NAME = "rpd_delays"
 TITLE = "PipeDream's delays in the global history of block updates, by number of stages"
@@ -90,7 +90,7 @@ def table(found: Dict[str, Any], command: str) -> str:
 
 def write_delays(command: str, folder: Path) -> Dict[str, Any]:
     """results.json, table.md, delays.png and timelines.png in `folder`; gives the results."""
-    with writing(folder):
+    with guard_writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     found = results()
     write(folder / "results.json", json.dumps(found, indent=1))

@@ -8,11 +8,11 @@ import statistics
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Sequence
 
-from ipu_pipe.errors import writing
+from ipu_pipe.errors import guard_writing
+from ipu_pipe.files import write
 from ipu_pipe.report.plots import figure, mean_with_range, over_seeds
 from ipu_pipe.studies.asynchrony.experiments import STAGES, Study, Tried
 from ipu_pipe.studies.worker_pool import in_workers
-from ipu_pipe.written import write
 
 
 def run_study(study: Study, seeds: Sequence[int], jobs: int, say: Callable[[str], None]) -> Dict[int, List[Tried]]:
@@ -128,7 +128,7 @@ def _curves(axes: Any, best: Mapping[str, Mapping[int, Tried]], place: int) -> N
 
 def write_study(study: Study, found: Mapping[int, List[Tried]], command: str, folder: Path) -> Dict[str, Any]:
     """results.json, table.md and the figure in `folder`; gives the results."""
-    with writing(folder):
+    with guard_writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     made = results(study, found)
     curves = [

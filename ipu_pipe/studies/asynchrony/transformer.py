@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
-from ipu_pipe.job.config import configure
+from ipu_pipe.config.load import configure
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.studies.asynchrony.block_runs import jobs_for, microbatches_for

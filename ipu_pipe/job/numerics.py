@@ -15,7 +15,7 @@ from typing import Any, Dict, Optional
 
 import torch
 
-from ipu_pipe.job.schema import BackendConfig
+from ipu_pipe.config.schema import BackendConfig
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 REPEATABLE = (":4096:8", ":16:8")  # workspaces with which cuBLAS gives the same numbers each time, by its manual
@@ -36,7 +36,7 @@ def set_numerics(backend: BackendConfig) -> None:
     torch.backends.cudnn.allow_tf32 = backend.tf32
 
 
-def numerics(backend: BackendConfig) -> Optional[Dict[str, Any]]:
+def record_numerics(backend: BackendConfig) -> Optional[Dict[str, Any]]:
     """The settings as they are now, for the record; None where no GPU trains."""
     if backend.device != "cuda":
         return None

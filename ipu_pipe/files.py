@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Iterator, Mapping
 
-from ipu_pipe.errors import writing
+from ipu_pipe.errors import guard_writing
 
 
 @contextlib.contextmanager
@@ -21,7 +21,7 @@ def atomic_file(file: Path, what: str = "") -> Iterator[Path]:
     A regular file is replaced in one step, so that a reader sees the old one or the new one. A symbolic link is followed. A
     device or a pipe cannot be replaced: it receives the bytes. Raise `RunFault`, which calls the file `what`, if it fails.
     """
-    with writing(file, what):
+    with guard_writing(file, what):
         target = Path(os.path.realpath(file))
         if target.is_symlink():  # realpath gives up on a link that leads to itself
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))

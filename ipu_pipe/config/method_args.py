@@ -8,7 +8,7 @@ from typing import Any, List, Optional
 from pydantic import StrictBool, field_validator, model_validator
 from typing_extensions import Annotated, Literal
 
-from ipu_pipe.values import (
+from ipu_pipe.config.values import (
     Count,
     Delayed,
     Epochs,
@@ -16,9 +16,9 @@ from ipu_pipe.values import (
     NotNegative,
     Positive,
     Section,
-    fault_at,
-    number,
-    whole,
+    integer,
+    key_fault,
+    to_number,
 )
 
 
@@ -36,7 +36,7 @@ class T2(Section):
     @field_validator("decay")
     @classmethod
     def _decay(cls, value: Any) -> Any:
-        share = number(value)
+        share = to_number(value)
         if value == "optimal" or (share is not None and 0 < share < 1):
             return value if value == "optimal" else share
         raise ValueError("must be a number > 0 and < 1, or optimal")
@@ -59,13 +59,13 @@ class Hogwild(Section):
     the stage's lag in the method's pipeline."""
 
     mean: Any = None
-    max: Annotated[int, whole(1, 1_000_000)]
+    max: Annotated[int, integer(1, 1_000_000)]
 
     @field_validator("mean")
     @classmethod
     def _mean(cls, value: Any) -> Any:
         given = value if isinstance(value, (list, tuple)) else [value]
-        numbers = [number(item) for item in given]
+        numbers = [to_number(item) for item in given]
         if value is None or (numbers and all(number is not None and number >= 0 for number in numbers)):
             return value if value is None else numbers if isinstance(value, (list, tuple)) else numbers[0]
         raise ValueError("must be null, a number >= 0, or a list of such, one a stage")
@@ -87,11 +87,11 @@ class SpikeCompensation(Section):
     @model_validator(mode="after")
     def _fits(self) -> "SpikeCompensation":
         if (self.a is None) != (self.b is None):
-            raise fault_at(
+            raise key_fault(
                 "a" if self.a is not None else "b", self.a if self.a is not None else self.b, "a and b go together"
             )
         if self.a is not None and self.scale != 1.0:
-            raise fault_at("scale", self.scale, "either scale, or a and b")
+            raise key_fault("scale", self.scale, "either scale, or a and b")
         return self
 
 
@@ -126,7 +126,7 @@ class MethodArgs(Section):
     """
 
     schedule: Optional[Literal["1f1b", "dataflow"]] = None
-    turn: Optional[Annotated[int, whole(0, 1)]] = None
+    turn: Optional[Annotated[int, integer(0, 1)]] = None
     stash: Optional[StrictBool] = None
     hogwild: Optional[Hogwild] = None
     constant_delay: Optional[ConstantDelay] = None
@@ -143,9 +143,9 @@ class MethodArgs(Section):
     head: Optional[str] = None
     block_rates: Optional[List[Positive]] = None
     block_accumulation: Optional[List[Count]] = None
-    delay_bound: Optional[Annotated[int, whole(0, most=1_000_000, why="so many iterates are kept")]] = None
+    delay_bound: Optional[Annotated[int, integer(0, most=1_000_000, why="so many iterates are kept")]] = None
     delays: Optional[Literal["uniform", "offsets", "schedule"]] = None
     order: Optional[Literal["random", "schedule"]] = None
     nag: Optional[Positive] = None
-    replicas: Optional[Annotated[int, whole(1, 4096)]] = None
+    replicas: Optional[Annotated[int, integer(1, 4096)]] = None
     local_steps: Optional[Count] = None

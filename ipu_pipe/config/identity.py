@@ -6,9 +6,9 @@ import json
 from enum import Enum
 from typing import Any, Dict, List, Mapping, NamedTuple, Tuple
 
-from ipu_pipe.job.comparing import changed, flat
-from ipu_pipe.job.schema import Config
-from ipu_pipe.key_faults import as_written
+from ipu_pipe.config.comparing import flatten, list_changes
+from ipu_pipe.config.faults import show_value
+from ipu_pipe.config.schema import Config
 from ipu_pipe.schedule.methods import METHODS
 
 MADE_LATER = "given.optimizer"  # described when it is made: compared then
@@ -34,7 +34,7 @@ ROLES: Dict[str, Role] = {
 }
 
 
-def role(key: str, method: str) -> Role:
+def find_role(key: str, method: str) -> Role:
     """What `key`, its sections parted by dots, is to a run of `method`. Blocks with losses of their own are what is trained:
     there the stages decide."""
     top, _, inner = key.partition(".")
@@ -44,14 +44,14 @@ def role(key: str, method: str) -> Role:
     return ROLES.get(top, Role.KEPT)
 
 
-def deciding(resolved: Mapping[str, Any]) -> Dict[str, Any]:
-    """The keys of a resolved config (plain data) that decide the numbers, flat, with their values as JSON gives them back."""
+def select_deciding(resolved: Mapping[str, Any]) -> Dict[str, Any]:
+    """The keys of a resolved config (plain data) that decide the numbers, flatten, with their values as JSON gives them back."""
     method = str(resolved.get("method"))
-    values = {key: value for key, value in flat(dict(resolved)).items() if role(key, method) is Role.DECIDES}
+    values = {key: value for key, value in flatten(dict(resolved)).items() if find_role(key, method) is Role.DECIDES}
     return dict(json.loads(json.dumps(values)))
 
 
-def mismatches(saved: Mapping[str, Any], own: Mapping[str, Any]) -> List[Tuple[str, Any, Any]]:
+def compare_deciding(saved: Mapping[str, Any], own: Mapping[str, Any]) -> List[Tuple[str, Any, Any]]:
     """(key, saved value, this run's) of two results of `deciding` where they differ; a key not there counts as null."""
     said = {key: (saved.get(key), own.get(key)) for key in sorted({*saved, *own})}
     return [
@@ -59,7 +59,7 @@ def mismatches(saved: Mapping[str, Any], own: Mapping[str, Any]) -> List[Tuple[s
     ]
 
 
-def follows_length(config: Config) -> List[str]:
+def list_length_dependent(config: Config) -> List[str]:
     """Keys that are not given, for which rates therefore depend on how long the run is."""
     schedule, t1 = config.lr_schedule, config.method_args.t1
     found = ["lr_schedule.total_steps"] if schedule.falls and schedule.total_steps is None else []
@@ -78,13 +78,13 @@ class Changes(NamedTuple):
     longer: bool
 
 
-def changes(old: Config, new: Config) -> Changes:
+def classify_changes(old: Config, new: Config) -> Changes:
     """What is different in `new` for a run of `old` that goes on."""
     refused, free, longer = [], [], False
-    for key, before, after in changed(old, new):
+    for key, before, after in list_changes(old, new):
         if key.startswith(MADE_LATER):
             continue
-        told, kind = f"{key}: {as_written(before)} -> {as_written(after)}", role(key, old.method)
+        told, kind = f"{key}: {show_value(before)} -> {show_value(after)}", find_role(key, old.method)
         shrinks = isinstance(before, int) and isinstance(after, int) and after < before
         if kind is Role.GROWS and not shrinks:
             free.append(told)

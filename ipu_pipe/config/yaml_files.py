@@ -16,7 +16,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import yaml
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.shown import shown
+from ipu_pipe.text import show
 
 MOST_BYTES = 2**19  # of a file
 MOST_VALUES = 50_000  # of a file, those counted again that aliases repeat
@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
             node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
             if id(node) not in self._known:
                 raise _Refused(
-                    problem=f"*{shown(event.anchor)} stands within what it names", problem_mark=event.start_mark
+                    problem=f"*{show(event.anchor)} stands within what it names", problem_mark=event.start_mark
                 )
             values, below = self._known[id(node)]
             self._count(values, self._level + 1 + below, event)
@@ -98,14 +98,14 @@ for _name, (_, _first) in _SCALARS.items():
 def _text(loader: _Loader, node: yaml.ScalarNode) -> str:
     text = str(loader.construct_scalar(node))
     if any("\ud800" <= c <= "\udfff" for c in text):  # by an escape such as "\ud800"
-        raise _Refused(problem=f"{shown(text)}: holds half a character", problem_mark=node.start_mark)
+        raise _Refused(problem=f"{show(text)}: holds half a character", problem_mark=node.start_mark)
     return text
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode, kind: str) -> str:
     text = _of_form(loader, node, kind)
     if len(text) > MOST_DIGITS:
-        raise _Refused(problem=f"{shown(text)}: longer than any number meant", problem_mark=node.start_mark)
+        raise _Refused(problem=f"{show(text)}: longer than any number meant", problem_mark=node.start_mark)
     return text
 
 
@@ -113,7 +113,7 @@ def _of_form(loader: _Loader, node: yaml.ScalarNode, kind: str) -> str:
     """The text of a scalar that has a tag, written or implied, and so must have its form."""
     text = _text(loader, node)
     if not _FORMS[kind].match(text):
-        raise _Refused(problem=f"!!{kind} {shown(text)}: is no {kind}", problem_mark=node.start_mark)
+        raise _Refused(problem=f"!!{kind} {show(text)}: is no {kind}", problem_mark=node.start_mark)
     return text
 
 
@@ -144,9 +144,9 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> Dict[Any, Any]:
         key = loader.construct_object(key_node, deep=True)
         mark = key_node.start_mark
         if not isinstance(key, (str, int, float, type(None))):
-            raise _Refused(problem=f"{shown(key)}: a key must be text", problem_mark=mark)
+            raise _Refused(problem=f"{show(key)}: a key must be text", problem_mark=mark)
         if key in seen:
-            raise _Refused(problem=f"{shown(key)}: the key stands twice", problem_mark=mark)
+            raise _Refused(problem=f"{show(key)}: the key stands twice", problem_mark=mark)
         seen.add(key)
     return loader.construct_mapping(node)
 
@@ -154,7 +154,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> Dict[Any, Any]:
 def _foreign(loader: _Loader, node: yaml.Node) -> Any:
     tag = f"!!{node.tag[len(_TAG) :]}" if node.tag.startswith(_TAG) else node.tag
     allowed = ", ".join(f"!!{kind}" for kind in _KINDS[:-1])
-    raise _Refused(problem=f"{shown(tag)}: unknown tag, allowed are {allowed}", problem_mark=node.start_mark)
+    raise _Refused(problem=f"{show(tag)}: unknown tag, allowed are {allowed}", problem_mark=node.start_mark)
 
 
 _Loader.yaml_constructors = {
@@ -169,14 +169,14 @@ _Loader.yaml_constructors = {
 }
 
 
-def parse(text: str, place: str, level: int = 0) -> Any:
+def parse_yaml(text: str, place: str, level: int = 0) -> Any:
     """The one document in `text`, plain data. `place` names it in faults, `level`: how deep it will stand. Raises BadInput."""
     try:
         loader = _Loader(text, level)
         return loader.get_single_data()  # type: ignore[no-untyped-call]
     except yaml.reader.ReaderError as error:
         line = f" line {text.count(chr(10), 0, error.position) + 1}:"
-        raise BadInput(f"{place}:{line} holds {shown(repr(chr(error.character)))}, which no YAML may") from None
+        raise BadInput(f"{place}:{line} holds {show(repr(chr(error.character)))}, which no YAML may") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}:" if mark else ""
@@ -187,18 +187,18 @@ def parse(text: str, place: str, level: int = 0) -> Any:
         raise BadInput(f"{place}: is no valid YAML: {error}") from None
 
 
-def write(value: Any) -> str:
+def dump_yaml(value: Any) -> str:
     """Plain data as YAML that reads as the same."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
-def read_file(path: Path, origins: Origins) -> Dict[str, Any]:
+def read_with_origins(path: Path, origins: Origins) -> Dict[str, Any]:
     """The keys of the file at `path`, on top of those of the file that its `extends` names; `origins` is filled in."""
     chain: List[Path] = []  # `path` and what it extends, in order
     raws: List[Dict[str, Any]] = []
     target: Optional[Path] = path
     while target is not None:
-        raw = parse(_content(target), str(target))
+        raw = parse_yaml(_content(target), str(target))
         if not isinstance(raw, dict):
             raise BadInput(f"{target}: must be a mapping of keys to values, as in configs/mlp_digits.yaml")
         chain.append(target)
@@ -206,20 +206,20 @@ def read_file(path: Path, origins: Origins) -> Dict[str, Any]:
         target = _extended(raw.pop("extends"), chain) if "extends" in raw else None
     merged: Dict[str, Any] = {}
     for file, raw in zip(reversed(chain), reversed(raws)):
-        note(raw, "", str(file), origins)
-        merged = merge(merged, raw)
+        note_origin(raw, "", str(file), origins)
+        merged = merge_keys(merged, raw)
     return merged
 
 
 def read_yaml(path: Path) -> Dict[str, Any]:
     """As `read_file`, where nobody asks where a key came from."""
-    return read_file(path, {})
+    return read_with_origins(path, {})
 
 
 def _extended(name: Any, chain: List[Path]) -> Path:
     """The file that the last of `chain` extends."""
     path = chain[-1]
-    place = f"{path}: extends: {shown(name)}"
+    place = f"{path}: extends: {show(name)}"
     if not isinstance(name, str) or not name:
         raise BadInput(f"{place}: must be a file name")
     target = path.parent / name
@@ -275,33 +275,33 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def note(value: Any, key: str, origin: str, origins: Origins) -> None:
+def note_origin(value: Any, key: str, origin: str, origins: Origins) -> None:
     """Write down that `value`, with all in it, came from `origin`."""
     origins[key] = origin
     if isinstance(value, dict):
         for name, item in value.items():
-            note(item, f"{key}.{name}" if key else str(name), origin, origins)
+            note_origin(item, f"{key}.{name}" if key else str(name), origin, origins)
 
 
-def merge(base: Dict[str, Any], over: Dict[str, Any]) -> Dict[str, Any]:
+def merge_keys(base: Dict[str, Any], over: Dict[str, Any]) -> Dict[str, Any]:
     """`over` on top of `base`: mappings are joined, all else is replaced."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = merge(merged[key], value) if both else value
+        merged[key] = merge_keys(merged[key], value) if both else value
     return merged
 
 
-def override(raw: Dict[str, Any], text: str, origins: Origins) -> None:
+def apply_override(raw: Dict[str, Any], text: str, origins: Origins) -> None:
     """Change `raw` by `text`, KEY=VALUE, the value being YAML. Raises BadInput."""
     key, equals, value = text.partition("=")
     names = key.split(".")
     if not equals or not all(names):
-        raise BadInput(f"--set: {shown(text)}: must be KEY=VALUE, such as optimizer.lr=0.1")
-    place = f"--set {shown(text)}"
+        raise BadInput(f"--set: {show(text)}: must be KEY=VALUE, such as optimizer.lr=0.1")
+    place = f"--set {show(text)}"
     if len(names) > MOST_LEVELS:
         raise BadInput(f"{place}: nested deeper than {MOST_LEVELS} levels: no config needs that")
-    parsed = parse(value, place, level=len(names))
+    parsed = parse_yaml(value, place, level=len(names))
     section, (*path, last) = raw, names
     for depth, name in enumerate(path, 1):
         held = section.get(name)
@@ -310,5 +310,5 @@ def override(raw: Dict[str, Any], text: str, origins: Origins) -> None:
             origins[".".join(names[:depth])] = place
         section = section[name]
     replaces = isinstance(parsed, dict) and isinstance(section.get(last), dict) and parsed
-    section[last] = merge(section[last], parsed) if replaces else parsed
-    note(parsed, key, place, origins)
+    section[last] = merge_keys(section[last], parsed) if replaces else parsed
+    note_origin(parsed, key, place, origins)

@@ -19,9 +19,9 @@ from typing import Any, Callable, Iterator, List, Optional
 import torch
 from torch import nn
 
-from ipu_pipe.errors import BadInput, RunFault, UserFault, chain, first_line, user_fault
+from ipu_pipe.errors import BadInput, RunFault, UserFault, find_user_fault, summarize, walk_causes
 from ipu_pipe.model.stages import Partition
-from ipu_pipe.shown import shown
+from ipu_pipe.text import show
 
 _OURS = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
@@ -30,7 +30,7 @@ _OURS = (
 _INSTALLED = tuple({sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-def users_frame(error: BaseException) -> Optional[traceback.FrameSummary]:
+def find_user_frame(error: BaseException) -> Optional[traceback.FrameSummary]:
     """The innermost frame of a traceback that is of neither this library nor torch, if possible of no installed library."""
     frames = traceback.extract_tb(error.__traceback__)
     foreign = [f for f in frames if not f.filename.startswith((*_OURS, "<frozen"))]
@@ -38,20 +38,20 @@ def users_frame(error: BaseException) -> Optional[traceback.FrameSummary]:
     return own[-1] if own else foreign[-1] if foreign else None
 
 
-def attribute(error: BaseException, where: str) -> UserFault:
+def attribute_fault(error: BaseException, where: str) -> UserFault:
     """The fault in one line, put at the end of the exception's chain of causes: `where`, kind, message, file and line."""
-    known = user_fault(error)
+    known = find_user_fault(error)
     if known is not None:
         return known
-    frame = users_frame(error) or traceback.extract_tb(error.__traceback__)[-1]
-    line = f"{where}: {first_line(error)[:400]} ({frame.filename}:{frame.lineno}, in {frame.name})"
+    frame = find_user_frame(error) or traceback.extract_tb(error.__traceback__)[-1]
+    line = f"{where}: {summarize(error)[:400]} ({frame.filename}:{frame.lineno}, in {frame.name})"
     fault = UserFault(line, "".join(traceback.format_exception(type(error), error, error.__traceback__)))
-    list(chain(error))[-1].__cause__ = fault
+    list(walk_causes(error))[-1].__cause__ = fault
     return fault
 
 
 @contextlib.contextmanager
-def attributed(where: Callable[[], str]) -> Iterator[None]:
+def attribute_faults(where: Callable[[], str]) -> Iterator[None]:
     """Attach a UserFault to an exception of the user's code; it stays the exception that it is. An `exit()` becomes a RunFault:
     a run that it ends would leave with exit code 0 and without a summary."""
     try:
@@ -61,19 +61,19 @@ def attributed(where: Callable[[], str]) -> Iterator[None]:
     except SystemExit as error:
         raise RunFault(f"{where()}: {exit_words(error)}") from error
     except Exception as error:
-        attribute(error, where())
+        attribute_fault(error, where())
         raise
 
 
 def exit_words(error: SystemExit) -> str:
     """Format a call of `exit()` as a fault, with the remedy."""
-    code = "" if error.code is None else shown(error.code)
+    code = "" if error.code is None else show(error.code)
     return f"called exit({code}): the run has no summary; a callback ends a run by returning ipu_pipe.Stop(reason)"
 
 
 def keep_traceback(error: BaseException, folder: Path) -> None:
     """Write the traceback of a user's fault to `folder/traceback.txt`, where there is such a folder and a place to write."""
-    fault = user_fault(error)
+    fault = find_user_fault(error)
     if fault is None or not folder.is_dir():
         return
     with contextlib.suppress(OSError):  # a full disk: what ended the run is what must be told
@@ -83,7 +83,7 @@ def keep_traceback(error: BaseException, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def traceback_kept(folder: Path) -> Iterator[None]:
+def keep_traceback_of(folder: Path) -> Iterator[None]:
     """What ends what is inside is kept in the folder, as by `keep_traceback`."""
     try:
         yield

@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
-from ipu_pipe.errors import BadInput, first_line
+from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.shipped import MODELS
-from ipu_pipe.shown import nearest, shown
+from ipu_pipe.text import find_nearest, show
 
 
 def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
     """What an import string `module:attribute` names, looked for in the current folder too. `key` is for the error."""
     module_name, colon, attribute = entry.partition(":")
     if not colon or not module_name or not attribute:
-        raise BadInput(f"{key}: {shown(entry)}: must be an import string module:name, such as models.resnet:resnet50")
+        raise BadInput(f"{key}: {show(entry)}: must be an import string module:name, such as models.resnet:resnet50")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -25,23 +25,23 @@ def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise BadInput(
-                f"{key}: {shown(entry)}: no module {error.name} in the current folder or installed"
+                f"{key}: {show(entry)}: no module {error.name} in the current folder or installed"
             ) from None
-        raise BadInput(f"{key}: {shown(entry)}: importing {module_name} fails: {error}") from error
+        raise BadInput(f"{key}: {show(entry)}: importing {module_name} fails: {error}") from error
     except Exception as error:  # whatever the user's module raises
         raise BadInput(
-            f"{key}: {shown(entry)}: importing {module_name} fails: {type(error).__name__}: {error}"
+            f"{key}: {show(entry)}: importing {module_name} fails: {type(error).__name__}: {error}"
         ) from error
     found: Any = module
     for name in attribute.split("."):
         if not hasattr(found, name):
-            near = nearest(name, [n for n in dir(found) if not n.startswith("_")], 3)
+            near = find_nearest(name, [n for n in dir(found) if not n.startswith("_")], 3)
             raise BadInput(
-                f"{key}: {shown(entry)}: {module_name} has no {name}" + (f", nearest are {near}" if near else "")
+                f"{key}: {show(entry)}: {module_name} has no {name}" + (f", nearest are {near}" if near else "")
             )
         found = getattr(found, name)
     if not callable(found):
-        raise BadInput(f"{key}: {shown(entry)}: is a {type(found).__name__}, must be callable")
+        raise BadInput(f"{key}: {show(entry)}: is a {type(found).__name__}, must be callable")
     called: Callable[..., Any] = found
     return called
 
@@ -61,7 +61,7 @@ def _imported(name: str) -> Any:
             raise ModuleNotFoundError(f"No module named {missing!r}", name=missing) from None
 
 
-def accepts(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> None:
+def check_arguments(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> None:
     """Refuse (BadInput, every fault) keyword arguments that `function` does not take or misses, told under `key`."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -70,7 +70,7 @@ def accepts(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> 
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     faults = [
-        f"{key}.{shown(name)}: {shown(value)}: unknown argument, allowed are {', '.join(named)}"
+        f"{key}.{show(name)}: {show(value)}: unknown argument, allowed are {', '.join(named)}"
         for name, value in args.items()
         if name not in named and not open_ended
     ]
@@ -85,12 +85,12 @@ def accepts(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> 
 
 def call_entry(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> Any:
     """`function(**args)`; arguments that it does not take or misses are told under `key`."""
-    accepts(function, args, key)
+    check_arguments(function, args, key)
     try:
         return function(**args)
     except BadInput as error:
         raise BadInput([f"{key}: {fault}" for fault in error.faults]) from None
     except (TypeError, ValueError) as error:
-        raise BadInput(f"{key}: {shown(dict(args))}: {error}") from error
+        raise BadInput(f"{key}: {show(dict(args))}: {error}") from error
     except Exception as error:  # whatever the user's function raises
-        raise BadInput(f"{key}: {shown(dict(args))}: {first_line(error)}") from error
+        raise BadInput(f"{key}: {show(dict(args))}: {summarize(error)}") from error

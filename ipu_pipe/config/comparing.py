@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Tuple
 
-from ipu_pipe.job.schema import Config
-from ipu_pipe.shown import shown
-from ipu_pipe.yaml_files import write
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.yaml_files import dump_yaml
+from ipu_pipe.text import show
 
 
-def dump(config: Config) -> str:
+def dump_config(config: Config) -> str:
     """The resolved config as YAML that loads to the same config."""
-    return write(config.to_dict())
+    return dump_yaml(config.to_dict())
 
 
-def as_recorded(old: Config, new: Config) -> Config:
+def keep_recorded_stages(old: Config, new: Config) -> Config:
     """`new` with the stages of `old`, a run's own config, where those are as many as `new` says to measure by time, or what the
     planner chose for the same hardware (on processes it is asked again: there may be others)."""
     by = new.stages.get("by") if isinstance(new.stages, dict) else None
@@ -26,22 +26,22 @@ def as_recorded(old: Config, new: Config) -> Config:
     return new
 
 
-def changed(old: Config, new: Config) -> List[Tuple[str, Any, Any]]:
+def list_changes(old: Config, new: Config) -> List[Tuple[str, Any, Any]]:
     """(key, old value, new value) for every value in which the two differ; a key that one lacks counts as null."""
-    a, b = flat(old.to_dict()), flat(new.to_dict())
+    a, b = flatten(old.to_dict()), flatten(new.to_dict())
     return [(key, a.get(key), b.get(key)) for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
 
 
-def differences(old: Config, new: Config) -> List[str]:
+def describe_changes(old: Config, new: Config) -> List[str]:
     """`key: old -> new` for every value in which the two differ."""
-    return [f"{shown(key)}: {shown(before)} -> {shown(after)}" for key, before, after in changed(old, new)]
+    return [f"{show(key)}: {show(before)} -> {show(after)}" for key, before, after in list_changes(old, new)]
 
 
-def flat(value: Any, key: str = "") -> Dict[str, Any]:
+def flatten(value: Any, key: str = "") -> Dict[str, Any]:
     """Nested mappings as one, by `outer.inner` keys."""
     if not isinstance(value, dict) or not value:
         return {key: value}
     found: Dict[str, Any] = {}
     for name, item in value.items():
-        found.update(flat(item, f"{key}.{name}" if key else str(name)))
+        found.update(flatten(item, f"{key}.{name}" if key else str(name)))
     return found

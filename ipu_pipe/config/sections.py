@@ -16,7 +16,7 @@ from pydantic import (
 )
 from typing_extensions import Literal
 
-from ipu_pipe.values import (
+from ipu_pipe.config.values import (
     Count,
     Epochs,
     NotNegative,
@@ -28,8 +28,8 @@ from ipu_pipe.values import (
     Stages,
     Updates,
     Whole,
-    fault_at,
-    path_text,
+    check_path,
+    key_fault,
 )
 
 GIVEN = "(given in Python)"
@@ -124,25 +124,25 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _fits(self) -> "OptimizerConfig":
         if self.lr is None and self.name != GIVEN and not self.is_other:
-            raise fault_at("lr", None, "must be a number >= 0")
+            raise key_fault("lr", None, "must be a number >= 0")
         if self.args and not self.is_other:
-            raise fault_at("args", self.args, f"{self.name} takes its settings beside its name, without args")
+            raise key_fault("args", self.args, f"{self.name} takes its settings beside its name, without args")
         if self.is_other:
             for key in ("momentum", "nesterov", "betas", "eps"):
                 if getattr(self, key) is not None:
                     why = f"of {self.name} belongs into optimizer.args, or null leaves it out"
-                    raise fault_at(key, getattr(self, key), why)
+                    raise key_fault(key, getattr(self, key), why)
         own = ("momentum", "nesterov") if self.name == "sgd" else ("betas", "eps")
         for key in ("momentum", "nesterov", "betas", "eps"):
             if getattr(self, key) is not None and key not in own:
                 why = f"{self.name} has no such setting, it has {', '.join(own)}; null leaves it out"
-                raise fault_at(key, getattr(self, key), why)
+                raise key_fault(key, getattr(self, key), why)
         if self.reference_batch_size and self.name != "sgd":
-            raise fault_at(
+            raise key_fault(
                 "reference_batch_size", self.reference_batch_size, f"the scaling is defined on sgd, not {self.name}"
             )
         if self.nesterov and not self.momentum:
-            raise fault_at("nesterov", True, "needs a momentum above 0")
+            raise key_fault("nesterov", True, "needs a momentum above 0")
         return self
 
     def settings(self) -> Dict[str, Any]:
@@ -185,19 +185,19 @@ class LrSchedule(Section):
     def _fits(self) -> "LrSchedule":
         for key in ("args", "interval"):
             if getattr(self, key) is not None and not self.is_played:
-                raise fault_at(
+                raise key_fault(
                     key, getattr(self, key), f"{self.name} has none: it belongs to a torch.optim.lr_scheduler"
                 )
         if self.is_played and self.gamma != LrSchedule.model_fields["gamma"].default:
-            raise fault_at("gamma", self.gamma, f"of {self.name} belongs into lr_schedule.args")
+            raise key_fault("gamma", self.gamma, f"of {self.name} belongs into lr_schedule.args")
         if self.is_played and self.warmup_steps:
-            raise fault_at("warmup_steps", self.warmup_steps, f"{self.name} warms up by itself, or not at all")
+            raise key_fault("warmup_steps", self.warmup_steps, f"{self.name} warms up by itself, or not at all")
         if self.name == "step" and not self.milestones:
-            raise fault_at("milestones", [], "step needs at least one epoch at which the rate is multiplied by gamma")
+            raise key_fault("milestones", [], "step needs at least one epoch at which the rate is multiplied by gamma")
         if self.name != "step" and self.milestones:
-            raise fault_at("milestones", self.milestones, f"{self.name} has none, only step has")
+            raise key_fault("milestones", self.milestones, f"{self.name} has none, only step has")
         if self.total_steps is not None and not self.falls:
-            raise fault_at("total_steps", self.total_steps, f"{self.name} has none, only cosine and linear have")
+            raise key_fault("total_steps", self.total_steps, f"{self.name} has none, only cosine and linear have")
         return self
 
     @property
@@ -260,7 +260,7 @@ class TraceConfig(Section):
     @model_validator(mode="after")
     def _fits(self) -> "TraceConfig":
         if self.end is not None and self.end <= self.begin:
-            raise fault_at("end", self.end, f"must be greater than begin, {self.begin}, or null")
+            raise key_fault("end", self.end, f"must be greater than begin, {self.begin}, or null")
         return self
 
     def updates(self, accumulate: int) -> range:
@@ -285,7 +285,7 @@ class LogConfig(Section):
     def _renamed(cls, value: Any) -> Any:
         if isinstance(value, Mapping) and OLD_TRACE in value:
             now = "is now trace: {begin, end, every}, which counts updates, not microbatches"
-            raise fault_at(OLD_TRACE, value[OLD_TRACE], now)
+            raise key_fault(OLD_TRACE, value[OLD_TRACE], now)
         return value
 
     @field_validator("trace", mode="before")
@@ -303,7 +303,7 @@ class Entry(Section):
     args: Dict[str, Any] = {}
 
 
-def entries(value: Any, what: str) -> Any:
+def validate_entries(value: Any, what: str) -> Any:
     """A config's list of names or import strings, or mappings of an Entry's keys; of each the text or the Entry. Raises
     ValueError: `what` may stand there."""
     if isinstance(value, (list, tuple)) and all(isinstance(one, (str, Entry)) or _is_entry(one) for one in value):
@@ -317,7 +317,7 @@ def _is_entry(value: Any) -> bool:
 
 class StageCount(Section):
     """So many stages, balanced. Times differ from one measurement to the next: the folder of a run holds the names of the modules
-    at which its stages begin instead, and a resumed run has those (see ipu_pipe.job.comparing.as_recorded). `count`: how many.
+    at which its stages begin instead, and a resumed run has those (see ipu_pipe.config.comparing.as_recorded). `count`: how many.
     `by`: the cost that is balanced; hardware is what the config's hardware would take."""
 
     count: Stages
@@ -342,7 +342,7 @@ class InitFrom(Section):
     def _path_alone(cls, value: Any) -> Any:
         if not isinstance(value, (str, Mapping)):
             raise ValueError("must be a path, or {path, strict}")
-        return {"path": path_text(value)} if isinstance(value, str) else value
+        return {"path": check_path(value)} if isinstance(value, str) else value
 
     @model_serializer
     def _as_given(self) -> Union[str, Dict[str, Any]]:

@@ -8,14 +8,14 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
 import torch
 from torch import nn
 
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import GIVEN, DataConfig, Description, Given, LrSchedule, ModelConfig, OptimizerConfig
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import GIVEN, DataConfig, Description, Given, LrSchedule, ModelConfig, OptimizerConfig
 
 NOT_SETTINGS = ("params", "stage", "initial_lr")
 
 
-def qualified(value: Any) -> str:
+def qualify(value: Any) -> str:
     """`module.name` of a function or class, or of an object's class."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
@@ -24,10 +24,10 @@ def qualified(value: Any) -> str:
 def describe(value: Any) -> Description:
     """A function, a partial one or an object: its qualified name, and the numbers and texts that it was set to."""
     if isinstance(value, functools.partial):
-        return Description(name=qualified(value.func), settings=_plain(value.keywords))
+        return Description(name=qualify(value.func), settings=_plain(value.keywords))
     held = {} if hasattr(value, "__qualname__") else getattr(value, "__dict__", {})
     own = {k: v for k, v in held.items() if k != "training"}
-    return Description(name=qualified(value), settings=_plain({k: v for k, v in own.items() if not k.startswith("_")}))
+    return Description(name=qualify(value), settings=_plain({k: v for k, v in own.items() if not k.startswith("_")}))
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> Description:
@@ -39,7 +39,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> Description:
         other = {key: own.get(key) for key in sorted({*own, *usual}) if own.get(key) != usual.get(key)}
         if other and other not in groups:
             groups.append(other)
-    return Description(name=qualified(optimizer), settings=usual, groups=sorted(groups, key=str))
+    return Description(name=qualify(optimizer), settings=usual, groups=sorted(groups, key=str))
 
 
 def _plain(values: Dict[str, Any]) -> Dict[str, Any]:
@@ -64,7 +64,7 @@ def describe_all(values: Union[Sequence[Any], Mapping[str, Any]]) -> List[Descri
     return [Description(name=value) if isinstance(value, str) else describe(value) for value in values]
 
 
-def with_given(
+def describe_overrides(
     config: Config,
     model: Optional[nn.Module],
     data: Any = None,
@@ -82,7 +82,7 @@ def with_given(
     changes: Dict[str, Any] = {}
     if model is not None:
         given["model"], changes["model"] = (
-            Description(name=qualified(type(model))),
+            Description(name=qualify(type(model))),
             ModelConfig(entry=GIVEN, output=config.model.output),
         )
     if output is not None:
@@ -90,7 +90,7 @@ def with_given(
             given["output"], output = describe(output), GIVEN
         changes["model"] = changes.get("model", config.model).model_copy(update={"output": output})
     if data is not None:
-        given["data"], changes["data"] = Description(name=qualified(type(data))), DataConfig(name=GIVEN)
+        given["data"], changes["data"] = Description(name=qualify(type(data))), DataConfig(name=GIVEN)
     if isinstance(loss, str):
         changes["loss"] = loss
     elif loss is not None:
@@ -110,7 +110,7 @@ def with_given(
     return config.model_copy(update={**changes, "given": (config.given or Given()).model_copy(update=given)})
 
 
-def with_optimizer(config: Config, optimizer: torch.optim.Optimizer) -> Config:
+def describe_made_optimizer(config: Config, optimizer: torch.optim.Optimizer) -> Config:
     """The config with the description of the optimizer that a given function made."""
     described = (config.given or Given()).model_copy(update={"optimizer": describe_optimizer(optimizer)})
     return config.model_copy(update={"given": described})

@@ -9,40 +9,40 @@ MOST_OF_A_VALUE = 160  # characters
 MOST_OF_A_LINE = 2000
 
 
-def shown(value: Any) -> str:
+def show(value: Any) -> str:
     """A value as Python says it, cut after `MOST_OF_A_VALUE` characters with how many there are."""
     try:
         text = str(value)
     except Exception as error:  # numbers of too many digits, objects of the user's own
         text = f"({type(value).__name__} that cannot be shown: {type(error).__name__})"
-    return _cut(escaped(text), MOST_OF_A_VALUE)
+    return _cut(escape(text), MOST_OF_A_VALUE)
 
 
-def kind_of(value: Any) -> str:
+def describe_kind(value: Any) -> str:
     """A number or None as it is; of anything else what it is."""
     if value is None or isinstance(value, (bool, int, float)):
-        return shown(value)
+        return show(value)
     if isinstance(value, type):
         return f"the class {value.__name__}"
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-def one_line(text: str) -> str:
+def fold_lines(text: str) -> str:
     """A fault as one line: white space folded, the rest as in `shown`, cut after `MOST_OF_A_LINE` characters."""
-    return _cut(escaped(" ".join(text.split())), MOST_OF_A_LINE)
+    return _cut(escape(" ".join(text.split())), MOST_OF_A_LINE)
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """`text` with what a terminal obeys, breaks the line at or cannot print written as Python writes it, such as \\x1b."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def printable(text: str) -> str:
+def escape_lines(text: str) -> str:
     """Return text of several lines for a terminal, each line as `escaped` makes it."""
-    return "\n".join(map(escaped, text.split("\n")))
+    return "\n".join(map(escape, text.split("\n")))
 
 
 # What others call what has another name here; of what is not here (interleaved, zero-bubble) the nearest.
@@ -61,19 +61,19 @@ ALSO_CALLED = {
 }  # fmt: skip
 
 
-def also_called(name: Any, known: Iterable[str]) -> str:
+def find_alias(name: Any, known: Iterable[str]) -> str:
     """Which of `known` others call so; "" if none."""
-    here = ALSO_CALLED.get(shown(name).lower().replace("-", "_"), "")
+    here = ALSO_CALLED.get(show(name).lower().replace("-", "_"), "")
     return here if here in known else ""
 
 
-def nearest(name: Any, known: Iterable[Any], most: int = 1, alike: float = 0.6) -> str:
+def find_nearest(name: Any, known: Iterable[Any], most: int = 1, alike: float = 0.6) -> str:
     """Which of `known` names may have been meant, the likeliest first, with commas; "" if none is `alike` (0 to 1) enough."""
     names = [str(each) for each in known]
-    return also_called(name, names) or ", ".join(difflib.get_close_matches(shown(name), names, most, alike))
+    return find_alias(name, names) or ", ".join(difflib.get_close_matches(show(name), names, most, alike))
 
 
-def first_of(names: Sequence[Any], most: int = 4) -> str:
+def list_some(names: Sequence[Any], most: int = 4) -> str:
     """The first `most` of `names`, with commas, and how many more there are."""
     return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -82,7 +82,7 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
-def sized_bytes(size: float) -> str:
+def format_bytes(size: float) -> str:
     """A number of bytes in words, in the decimal units of datasheets: 14.7 GB."""
     for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
         if size >= 10**power:

@@ -7,7 +7,7 @@ from typing import Any, List, Mapping, Sequence, Type, get_origin
 
 from pydantic import BaseModel
 
-from ipu_pipe.shown import also_called, nearest, shown
+from ipu_pipe.text import find_alias, find_nearest, show
 
 MOST_TOLD = 50
 WRITTEN = ("given",)  # keys that a run alone writes
@@ -36,7 +36,7 @@ MEANT = {str: ("entry", "name"), int: ("norm", "every"), float: ("norm", "every"
 Schema = Type[BaseModel]
 
 
-def told(
+def format_faults(
     details: Sequence[Any], origins: Mapping[str, str], place: str, schema: Schema, forms: Mapping[str, Schema]
 ) -> List[str]:
     """pydantic's complaints of a config in our words: `place` (or where `origins` has the key from), key, value, what `schema`
@@ -59,33 +59,33 @@ def _told(detail: Any, origins: Mapping[str, str], place: str, schema: Schema, f
         message = _allowed(kind, {}, message) + _such_as(parts, value, schema)
     elif kind != "missing":
         message = _allowed(kind, detail.get("ctx", {}), message)
-        near = also_called(value, literals(detail)) if kind == "literal_error" else ""
+        near = find_alias(value, list_literals(detail)) if kind == "literal_error" else ""
         message += f"; did you mean {near}?" if near else ""
     key = ".".join(parts)
-    said = "missing: must be given" if kind == "missing" else f"{as_written(value)}: {message}"
-    return f"{origin_of(key, origins, place)}: {shown(key)}: {said}"
+    said = "missing: must be given" if kind == "missing" else f"{show_value(value)}: {message}"
+    return f"{find_origin(key, origins, place)}: {show(key)}: {said}"
 
 
 def _such_as(parts: List[str], value: Any, schema: Schema) -> str:
     """The section as it would be with the value that was given in its place."""
     field = schema.model_fields.get(parts[0]) if len(parts) == 1 else None
     meant = [key for key in MEANT.get(type(value), ()) if field is not None and key in _keys(field)]
-    return f", such as {{{meant[0]}: {shown(value)}}}" if meant else ""
+    return f", such as {{{meant[0]}: {show(value)}}}" if meant else ""
 
 
-def literals(detail: Any) -> List[str]:
+def list_literals(detail: Any) -> List[str]:
     """What a literal may be."""
     return [word for word in str(detail["ctx"]["expected"]).split("'") if word.strip() not in ("", ",", "or")]
 
 
-def as_written(value: Any) -> str:
+def show_value(value: Any) -> str:
     """A value as the file says it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return shown(value)
+    return show(value)
 
 
-def origin_of(key: str, origins: Mapping[str, str], place: str) -> str:
+def find_origin(key: str, origins: Mapping[str, str], place: str) -> str:
     """Where the value of `key` came from, or what holds it did; `place` if nothing says."""
     while key and key not in origins:
         key = key.rpartition(".")[0]
@@ -127,7 +127,7 @@ def _nearest(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) -> s
         return f", nearest is {called}"
     further = [f"{name}.{key}" for name in known if name not in WRITTEN for key in _keys(section.model_fields[name])]
     further = [name for name in further if name.rpartition(".")[2] == parts[-1]]
-    near = " or ".join(further) or nearest(parts[-1], known, alike=0.5)
+    near = " or ".join(further) or find_nearest(parts[-1], known, alike=0.5)
     return f", nearest is {near}" if near else f", allowed are {', '.join(known)}"
 
 

@@ -1,5 +1,5 @@
 """The schema of a run's config: every key with its type and its limits, and what keys of different sections have against each
-other. `ipu_pipe.job.config` reads one.
+other. `ipu_pipe.config.load` reads one.
 
 The docstring of a section says what its keys mean, each as `key`: meaning; the site's reference of a config is made from them.
 """
@@ -11,10 +11,9 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple, Type, Union
 from pydantic import PrivateAttr, StrictBool, field_validator, model_validator
 from typing_extensions import Literal
 
-from ipu_pipe.hardware.description import Hardware
-from ipu_pipe.job.ipu.config import IpuConfig
-from ipu_pipe.job.method_args import MethodArgs
-from ipu_pipe.job.sections import (
+from ipu_pipe.config.method_args import MethodArgs
+from ipu_pipe.config.outer import find_section
+from ipu_pipe.config.sections import (
     GIVEN,
     CheckpointConfig,
     ClipConfig,
@@ -30,16 +29,16 @@ from ipu_pipe.job.sections import (
     OptimizerConfig,
     StageCount,
     StageFinest,
-    entries,
+    validate_entries,
 )
+from ipu_pipe.config.values import MOST_STAGES, Count, Seconds, Section, Seed, Threads, Updates, key_fault
 from ipu_pipe.schedule.methods import METHODS, Reads
-from ipu_pipe.values import MOST_STAGES, Count, Seconds, Section, Seed, Threads, Updates, fault_at
 
 
 class BackendConfig(Section):
     """Where it runs. `name`: on the emulator, on processes, or on IPUs. `device`: what computes there (poptorch has its own).
     `threads`: of PyTorch on the CPU, its own default if null. `deadline`: seconds that a process of several waits for another
-    before it gives up. `deterministic`, `tf32`: of GPUs alone, see ipu_pipe.job.determinism. `ipu`: of poptorch alone."""
+    before it gives up. `deterministic`, `tf32`: of GPUs alone, see ipu_pipe.job.numerics. `ipu`: of poptorch alone."""
 
     name: Literal["emulator", "distributed", "poptorch"] = "emulator"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -47,7 +46,7 @@ class BackendConfig(Section):
     deadline: Seconds = 300.0
     deterministic: StrictBool = True
     tf32: StrictBool = False
-    ipu: Optional[IpuConfig] = None
+    ipu: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -57,14 +56,23 @@ class BackendConfig(Section):
             return {**value, "ipu": {}}
         return value
 
+    @field_validator("ipu", mode="before")
+    @classmethod
+    def _ipu(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return find_section("ipu").model_validate(value)
+        if value is None or isinstance(value, Section):
+            return value
+        raise ValueError("must be a mapping of keys to values")
+
     @model_validator(mode="after")
     def _fits(self) -> "BackendConfig":
         if self.ipu is not None and self.name != "poptorch":
-            raise fault_at("ipu", "given", f"belongs to backend.name poptorch, not {self.name}: set backend.ipu=null")
+            raise key_fault("ipu", "given", f"belongs to backend.name poptorch, not {self.name}: set backend.ipu=null")
         for key, usual in (("deterministic", True), ("tf32", False)):
             if self.device != "cuda" and getattr(self, key) != usual:
                 value = str(not usual).lower()
-                raise fault_at(key, value, f"belongs to backend.device cuda, not {self.device}: leave it out")
+                raise key_fault(key, value, f"belongs to backend.device cuda, not {self.device}: leave it out")
         return self
 
 
@@ -120,12 +128,12 @@ class Config(Section):
     @field_validator("metrics", mode="before")
     @classmethod
     def _metrics(cls, value: Any) -> Any:
-        return entries(value, "names such as accuracy, or import strings module:name")
+        return validate_entries(value, "names such as accuracy, or import strings module:name")
 
     @field_validator("callbacks", mode="before")
     @classmethod
     def _callbacks(cls, value: Any) -> Any:
-        return entries(value, "import strings module:name")
+        return validate_entries(value, "import strings module:name")
 
     @field_validator("precision", mode="before")
     @classmethod
@@ -138,7 +146,7 @@ class Config(Section):
     def _hardware(cls, value: Any) -> Any:
         """None, a name or file, which is read with the config, or a mapping of a file's keys."""
         if isinstance(value, Mapping):
-            Hardware.model_validate({"name": "given", **value})
+            find_section("hardware").model_validate({"name": "given", **value})
         elif not (value is None or isinstance(value, str)):
             allowed = "null, a name of configs/hardware, a YAML file such as those there, or a mapping of its keys"
             raise ValueError(f"must be {allowed}")
@@ -168,13 +176,13 @@ class Config(Section):
         known = [name.rpartition(":")[2] for name in names]
         if chosen not in known and GIVEN not in known:
             why = f"no evaluation gives it: must be one of {', '.join(known)}"
-            raise fault_at("early_stopping.metric", chosen, why)
+            raise key_fault("early_stopping.metric", chosen, why)
         return self
 
     @model_validator(mode="after")
     def _no_optimizer_is_lost(self) -> "Config":
         if self.optimizer.name == GIVEN and (self.given is None or self.given.optimizer is None):
-            raise fault_at("optimizer.name", GIVEN, "without given.optimizer: must be sgd, adam or adamw")
+            raise key_fault("optimizer.name", GIVEN, "without given.optimizer: must be sgd, adam or adamw")
         return self
 
     @model_validator(mode="after")
@@ -183,7 +191,7 @@ class Config(Section):
         alone = self.stages == "auto" and self.backend.name != "distributed"
         if self.hardware is None and (alone or by_hardware):
             key, value, also = ("stages.by", "hardware", "") if by_hardware else ("stages", "auto", ", or processes")
-            raise fault_at(key, value, f"needs to know the devices: hardware: a name or file{also}")
+            raise key_fault(key, value, f"needs to know the devices: hardware: a name or file{also}")
         return self
 
     @model_validator(mode="after")
@@ -194,14 +202,14 @@ class Config(Section):
         reads_newest = method.backward_reads is Reads.NEWEST and method.is_stale and not self.method_args.stash
         if reads_newest and self.method_args.constant_delay:
             why = "not together with recompute: true, which recomputes with a forward's weights: its backward reads newer ones"
-            raise fault_at("method_args.constant_delay", self.method_args.constant_delay.updates, why)
+            raise key_fault("method_args.constant_delay", self.method_args.constant_delay.updates, why)
         if reads_newest and not self.method_args.hogwild:
             why = f"with {self.method} the weights of the recomputation matter: set method_args: {{recompute: {{segments: ...}}}}"
-            raise fault_at("recompute", True, why)
+            raise key_fault("recompute", True, why)
         return self
 
     @property
-    def ipu(self) -> IpuConfig:
+    def ipu(self) -> Any:
         """`backend.ipu` of a config whose backend is poptorch, which always has it."""
         assert self.backend.ipu is not None
         return self.backend.ipu

@@ -20,7 +20,7 @@ MOST_REAL = 1e18  # of any other setting: the product of two is still a float32
 MOST_SECONDS = 1e7  # of waiting: four months
 
 
-def whole(
+def integer(
     low: int, high: Optional[int] = None, most: int = MOST_COUNT, why: str = "no run has so many"
 ) -> BeforeValidator:
     """A whole number from `low` to `high`; a true is no 1, a 2.0 no 2. Without a `high`, up to `most`, for the reason `why`."""
@@ -37,15 +37,15 @@ def whole(
     return BeforeValidator(check)
 
 
-def often(value: Any) -> float:
+def interval(value: Any) -> float:
     """So many epochs, or a share of one; 0 for never. A whole number stays one."""
-    found = number(value)
+    found = to_number(value)
     if found is None or found < 0 or found > MOST_UPDATES:
         raise ValueError(f"must be a number of epochs >= 0, at most {MOST_UPDATES}: no run has so many")
     return int(value) if isinstance(value, int) else found
 
 
-def number(value: Any) -> Optional[float]:
+def to_number(value: Any) -> Optional[float]:
     """A finite number, also one written as text, such as "1e-3"; a true is no 1."""
     try:
         found = math.nan if isinstance(value, bool) else float(value)
@@ -54,7 +54,7 @@ def number(value: Any) -> Optional[float]:
     return found if math.isfinite(found) else None
 
 
-def real(
+def real_number(
     allowed: str,
     fits: Callable[[float], bool],
     most: float = MOST_REAL,
@@ -63,7 +63,7 @@ def real(
     """A number that `fits`, up to `most`, for the reason `why`."""
 
     def check(value: Any) -> float:
-        found = number(value)
+        found = to_number(value)
         if found is None or not fits(found):
             raise ValueError(f"must be a number {allowed}")
         if found > most:
@@ -73,33 +73,33 @@ def real(
     return BeforeValidator(check)
 
 
-def fault_at(key: str, value: Any, why: str) -> PydanticCustomError:
+def key_fault(key: str, value: Any, why: str) -> PydanticCustomError:
     """The fault of one key in a section whose keys do not fit together."""
     return PydanticCustomError("setting", "{why}", {"key": key, "value": value, "why": why})
 
 
-def path_text(value: Any) -> Any:
+def check_path(value: Any) -> Any:
     """Text that can be a path: no file's name holds a NUL or half a character."""
     if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
         raise ValueError("holds a character that no file name can")
     return value
 
 
-PathText = Annotated[str, BeforeValidator(path_text)]
-Count = Annotated[int, whole(1)]
-Updates = Annotated[int, whole(1, most=MOST_UPDATES, why="a run is planned before it starts")]
-Delayed = Annotated[int, whole(1, most=1_000_000, why="so many versions of the weights are kept")]
-Stages = Annotated[int, whole(1, most=MOST_STAGES, why="a schedule is planned before it starts")]
-Threads = Annotated[int, whole(1, most=MOST_THREADS, why="no machine has so many cores")]
-Whole = Annotated[int, whole(0)]
-Seed = Annotated[int, whole(0, 2**63 - 1)]  # what torch.Generator and a tensor of int64 hold
-Positive = Annotated[float, real("> 0", lambda value: value > 0)]
-Seconds = Annotated[float, real("> 0", lambda value: value > 0, MOST_SECONDS, "no wait is so long")]
-Epochs = Annotated[float, real("> 0", lambda value: value > 0, MOST_UPDATES, "no run has so many")]
-Often = Annotated[Union[int, float], BeforeValidator(often)]
-NotNegative = Annotated[float, real(">= 0", lambda value: value >= 0)]
-Fraction = Annotated[float, real("> 0 and <= 1", lambda value: 0 < value <= 1)]
-Share = Annotated[float, real(">= 0 and < 1", lambda value: 0 <= value < 1)]
+PathText = Annotated[str, BeforeValidator(check_path)]
+Count = Annotated[int, integer(1)]
+Updates = Annotated[int, integer(1, most=MOST_UPDATES, why="a run is planned before it starts")]
+Delayed = Annotated[int, integer(1, most=1_000_000, why="so many versions of the weights are kept")]
+Stages = Annotated[int, integer(1, most=MOST_STAGES, why="a schedule is planned before it starts")]
+Threads = Annotated[int, integer(1, most=MOST_THREADS, why="no machine has so many cores")]
+Whole = Annotated[int, integer(0)]
+Seed = Annotated[int, integer(0, 2**63 - 1)]  # what torch.Generator and a tensor of int64 hold
+Positive = Annotated[float, real_number("> 0", lambda value: value > 0)]
+Seconds = Annotated[float, real_number("> 0", lambda value: value > 0, MOST_SECONDS, "no wait is so long")]
+Epochs = Annotated[float, real_number("> 0", lambda value: value > 0, MOST_UPDATES, "no run has so many")]
+Often = Annotated[Union[int, float], BeforeValidator(interval)]
+NotNegative = Annotated[float, real_number(">= 0", lambda value: value >= 0)]
+Fraction = Annotated[float, real_number("> 0 and <= 1", lambda value: 0 < value <= 1)]
+Share = Annotated[float, real_number(">= 0 and < 1", lambda value: 0 <= value < 1)]
 
 
 class Section(BaseModel):

@@ -11,25 +11,23 @@ from typing import Any, Dict, List, Mapping, Sequence, Set, Tuple, Union
 
 from pydantic import ValidationError
 
+from ipu_pipe.config.faults import find_origin, format_faults
+from ipu_pipe.config.outer import READ_HARDWARE, check_backend, find_outer, find_sections
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import GIVEN, OLD_TRACE, StageCount
+from ipu_pipe.config.yaml_files import Origins, apply_override, read_with_origins
 from ipu_pipe.errors import BadInput
-from ipu_pipe.hardware.description import Hardware
-from ipu_pipe.hardware.files import read_hardware
-from ipu_pipe.job.ipu.refusals import config_faults
-from ipu_pipe.job.schema import Config
-from ipu_pipe.job.sections import GIVEN, OLD_TRACE, StageCount
-from ipu_pipe.key_faults import origin_of, told
 from ipu_pipe.schedule.methods import Method, resolve_method
-from ipu_pipe.yaml_files import Origins, override, read_file
 
 
 def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config:
     """The config in the YAML file `path`, changed by KEY=VALUE `overrides`. Raises BadInput with every fault found."""
     origins: Origins = {}
-    raw = read_file(Path(path), origins)
+    raw = read_with_origins(Path(path), origins)
     faults: List[str] = []
     for text in overrides:
         try:
-            override(raw, text, origins)
+            apply_override(raw, text, origins)
         except BadInput as error:
             faults += error.faults
     return _validate(raw, origins, str(path), faults)
@@ -38,7 +36,7 @@ def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config
 def load_recorded(path: Path) -> Config:
     """The config that a run wrote, also one of an earlier version: of keys that have gone, what they said changes no number of a
     run. Raises BadInput."""
-    raw = read_file(path, {})
+    raw = read_with_origins(path, {})
     if isinstance(raw.get("log"), dict):
         raw["log"].pop(OLD_TRACE, None)
     return _validate(raw, {}, str(path), [])
@@ -63,10 +61,10 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
     except ValidationError as error:
         found = error.errors()
         # the forms of `stages` are checked one after another, so that its type says none of them
-        faults = faults + told(found, origins, place, Config, {"stages": StageCount, "hardware": Hardware})
+        faults = faults + format_faults(found, origins, place, Config, {"stages": StageCount, **find_sections()})
         wrong = {str((*detail["loc"], detail.get("ctx", {}).get("key", ""))[0]) for detail in found}
     if isinstance(raw.get("hardware"), str):
-        faults = faults + _hardware_faults(raw["hardware"], origin_of("hardware", origins, place))
+        faults = faults + _hardware_faults(raw["hardware"], find_origin("hardware", origins, place))
     if "method" not in wrong:  # also where other keys are wrong: all faults are told at once
         args = raw.get("method_args", {}) if "method_args" not in wrong else {}
         faults = faults + _method_faults(raw.get("method", "gpipe"), args, origins, place)
@@ -74,7 +72,7 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
         method = resolve_method(config.method, config.method_settings())
         faults, own = _rule_faults(config, method, origins, place)
         config._optimizer_faults = tuple(own)
-        against = config_faults(config, method)
+        against = check_backend(config, method)
         faults += _placed(against, origins, place)
     if faults or config is None:
         raise BadInput(faults)
@@ -84,7 +82,7 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
 def _hardware_faults(asked: str, origin: str) -> List[str]:
     """What is wrong with the name, or in the file."""
     try:
-        read_hardware(asked, f"{origin}: hardware")
+        find_outer(READ_HARDWARE)(asked, f"{origin}: hardware")
     except BadInput as error:
         return error.faults
     return []
@@ -111,4 +109,4 @@ def _rule_faults(config: Config, method: Method, origins: Origins, place: str) -
 
 def _placed(faults: Sequence[str], origins: Origins, place: str) -> List[str]:
     """The faults, `key: value: what is allowed`, each after the place that its key came from."""
-    return [f"{origin_of(fault.partition(':')[0], origins, place)}: {fault}" for fault in faults]
+    return [f"{find_origin(fault.partition(':')[0], origins, place)}: {fault}" for fault in faults]
