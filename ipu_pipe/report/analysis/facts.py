@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
+from ipu_pipe.config.method_args import MethodArgs
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.method_args import MethodArgs
 from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule, utilization
 from ipu_pipe.text import show
@@ -118,4 +118,4 @@ def _method(name: Optional[str], args: Dict[str, Any]) -> Tuple[Optional[Method]
     except BadInput as error:
         return None, f"the method's schedule cannot be made again: {error.faults[0]}"
     except ValueError:  # pydantic's
-        return None, f"the method's schedule cannot be made again: method_args: {shown(args)}: are not valid"
+        return None, f"the method's schedule cannot be made again: method_args: {show(args)}: are not valid"
