@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# what is tested together: Python 3.8 with torch 2.0.1, everything later with torch 2.13
+# The tested combinations: Python 3.8 with torch 2.0.1, later Pythons with torch 2.13.
 CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/py38-torch2.0.1.txt" if sys.version_info < (3, 9) else "constraints/py311-torch2.13.txt")')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 5 --timeout 60
 
@@ -16,7 +16,7 @@ help:
 
 install: $(VENV)/.installed
 
-# the stamp is written last, so that an interrupted installation is taken up again
+# The stamp is written last, so that an interrupted installation starts again.
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) has no venv module: install python3-venv (Debian) or another Python" >&2; exit 2; }
 	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
@@ -28,13 +28,13 @@ train: install
 	$(BIN)/python tools/train.py configs/resnet20_cifar10.yaml --out runs/resnet20_cifar10 --overwrite \
 	    --against gpipe --accumulate 4,16
 
-# two tests at a time; JOBS=1: one after another
+# Two tests run at a time. JOBS=1 runs one after another.
 JOBS ?= 2
 
 test: install
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-# the IPU backend against the double of PopTorch, on the Python and torch that PopTorch 3.4 runs on; FLOOR chooses the interpreter
+# Test the IPU backend against the double of PopTorch on the Python and torch of PopTorch 3.4. FLOOR chooses the interpreter.
 FLOOR ?= python3.8
 FLOOR_VENV := .venv-ipu-floor
 IPU_TESTS := tests/test_ipu_options.py tests/test_poptorch_backend.py tests/test_poptorch_starts.py tests/test_poptorch_double.py
@@ -43,7 +43,7 @@ test-ipu-floor: $(FLOOR_VENV)/.installed
 	$(FLOOR_VENV)/bin/python -m pytest $(IPU_TESTS)
 
 $(FLOOR_VENV)/.installed: pyproject.toml constraints/py38-torch2.0.1.txt
-	@$(FLOOR) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 8))' || { echo "error: FLOOR=$(FLOOR) is no Python 3.8" >&2; exit 2; }
+	@$(FLOOR) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 8))' || { echo "error: FLOOR=$(FLOOR) is not Python 3.8" >&2; exit 2; }
 	$(FLOOR) -m venv --clear $(FLOOR_VENV)
 	$(FLOOR_VENV)/bin/python -m pip --disable-pip-version-check --retries 5 --timeout 60 install --quiet \
 	    --constraint constraints/py38-torch2.0.1.txt --editable '.[dev]'
@@ -55,31 +55,31 @@ lint: install
 	$(BIN)/python -m pytest -q tests/test_house.py
 	$(BIN)/python -m tests.house
 
-# 2,000 hostile inputs, seeded: no traceback, no hang, no state accepted that is not what was saved
+# Run 2,000 seeded hostile inputs: no traceback, no hang, no damaged state accepted.
 CASES ?= 2000
 SEED ?= 0
 
 hostile: install
 	$(BIN)/python tools/hostile.py --cases $(CASES) --seed $(SEED)
 
-# the emulator against plain training; processes against PyTorch's own pipeline
+# Time the emulator against plain training, and processes against PyTorch's own pipeline.
 bench: install
 	$(BIN)/python tools/bench.py
 	$(BIN)/python tools/bench_pipeline.py
 
-# processes against the emulator, every method on five models, bit for bit: minutes
+# Compare processes with the emulator bit for bit, every method on five models. Takes minutes.
 equality: install
 	$(BIN)/python tools/fetch_data.py shakespeare
 	$(BIN)/python tools/fetch_data.py translation
 	$(BIN)/python tools/equality.py
 
-# the papers' experiments, sized for two cores: about an hour
+# Run the papers' experiments at a size for two cores. Takes about an hour.
 reproduce: install
 	$(BIN)/python tools/fetch_data.py cifar10
 	$(BIN)/python tools/fetch_data.py shakespeare
 	$(BIN)/python tools/reproduce.py all --out docs/results
 
-# the wheel in an environment of its own, outside the clone
+# Build the wheel and run its commands in a separate environment, outside the clone.
 WHEEL_VENV := .venv-wheel
 
 wheel: install
@@ -90,7 +90,7 @@ wheel: install
 	    --constraint $(CONSTRAINTS) "$$(ls $(WHEEL_VENV)/dist/*.whl)[data]"
 	$(WHEEL_VENV)/bin/python tests/wheel_commands.py
 
-# the documentation as a site, in build/site; nothing but its tools is fetched (--quiet would drop the warnings that --strict counts)
+# Build the documentation as a site in build/site. (--quiet would drop the warnings that --strict counts.)
 site: $(VENV)/.site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml
 	@echo "written: build/site/index.html"
@@ -99,7 +99,7 @@ $(VENV)/.site: $(VENV)/.installed
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[site]'
 	@touch $@
 
-# the analysis's page in headless Chromium
+# Test the HTML page of `analyze` in headless Chromium.
 browser: $(VENV)/.browser
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || $(MAKE) --no-print-directory chromium
 	$(BIN)/python -m pytest -m browser tests/browser
