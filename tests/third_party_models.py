@@ -67,6 +67,25 @@ def timm_convnext() -> nn.Module:
     return timm.models.ConvNeXt(depths=(1, 1, 2, 1), dims=(8, 8, 16, 16), num_classes=CLASSES, drop_path_rate=0.1)  # type: ignore[no-any-return]
 
 
+def convnext() -> nn.Module:
+    """Gradients whose memory is laid out otherwise than their activations'."""
+    blocks = [torchvision.models.convnext.CNBlockConfig(8, 16, 2), torchvision.models.convnext.CNBlockConfig(16, None, 2)]
+    return torchvision.models.ConvNeXt(blocks, num_classes=CLASSES)  # type: ignore[no-any-return]
+
+
+def timm_cait() -> nn.Module:
+    sizes: Any = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2}
+    return timm.models.Cait(**sizes, num_classes=CLASSES)  # type: ignore[attr-defined,no-any-return]
+
+
+def mixtral() -> nn.Module:
+    """Experts whose weights are one tensor."""
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    experts: Any = {"num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.MixtralConfig(**sizes, **experts, vocab_size=WORDS, use_cache=False)
+    return Logits(transformers.MixtralForCausalLM(config))
+
+
 def hf_vit() -> nn.Module:
     sizes: Any = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
     sizes["num_labels"] = CLASSES
@@ -127,6 +146,9 @@ CASES: Dict[str, Case] = {
     "timm-resnet": Case("timm_resnet", ["layer1.0.bn2", "layer2.0.conv2", "layer3"], _images(32)),
     "timm-vit": Case("timm_vit", ["blocks.1", "blocks.2.mlp", "blocks.3.attn.proj"], _images()),
     "timm-convnext": Case("timm_convnext", ["stages.0.blocks.0.mlp", "stages.2.blocks.0.norm", "stages.3"], _images(32)),
+    "torchvision-convnext": Case("convnext", ["features.1.1", "features.3", "features.3.1"], _images(32)),
+    "timm-cait": Case("timm_cait", ["blocks.1", "blocks.2", "blocks.3"], _images()),
+    "hf-mixtral": Case("mixtral", [f"model.model.layers.{where}" for where in (1, 2, 3)], _words(False)),
     "hf-vit": Case("hf_vit", [f"model.vit.layers.{where}" for where in ("1", "2.mlp", "3.layernorm_after")], _images()),
     "hf-bert": Case(
         "bert", [f"model.bert.encoder.layer.{where}" for where in ("1", "2.attention.output", "3.output")], _words(True)

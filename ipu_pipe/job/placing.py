@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Sequence
 
 from torch import nn
 
@@ -11,18 +11,20 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.import_strings import resolve_entry
 from ipu_pipe.job.outputs import make_take, make_take_of_heads
 from ipu_pipe.local.structures import find_structure, make_blocks
+from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.stages import Partition, partition
 from ipu_pipe.schedule.methods import Method
 
 
 class Placed(NamedTuple):
     """The model as it trains (with heads, where blocks have losses of their own), all its stages, the one of this process (None:
-    all are here), and what the user should know of them."""
+    all are here), what the user should know of them, and the model cut into them, where they are on devices of their own."""
 
     model: nn.Module
     part: Partition
     own: Optional[int] = None
     note: str = ""
+    pieces: Sequence[Piece] = ()
 
 
 def place_whole(config: Config, method: Method, model: nn.Module, x: Any) -> Placed:

@@ -18,6 +18,7 @@ from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.metrics import DEFAULT, Metric
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.asking import Labels, labels_of
+from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.nests import mapped, refuse_others, refuse_uneven
 from ipu_pipe.model.outputs import OwnLoss
 from ipu_pipe.model.precision import Numbers
@@ -131,6 +132,7 @@ class Job(Setup):
     may_stop_empty: bool = False  # or where the pipeline is empty anyway
     folder: Optional[Path] = None  # of the run, where every process may write what it did
     read: Optional[Dict[str, Any]] = None  # of the data, for the run's record
+    pieces: Sequence[Piece] = ()  # the model cut into its stages, on processes
 
     @property
     def batch(self) -> int:

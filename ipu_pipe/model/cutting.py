@@ -28,7 +28,7 @@ from ipu_pipe.model.execution import answering
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import in_order, named
 from ipu_pipe.model.programs import Program
-from ipu_pipe.model.recording import record
+from ipu_pipe.model.recording import ReadsValues, record
 from ipu_pipe.model.staging import Crossing, Shape, Staged, staged
 from ipu_pipe.model.templates import Weight, keys_in, tensors_of
 
@@ -50,10 +50,14 @@ class Recordings:
         self._found: Dict[Any, Staged] = {}
         self._latest: Dict[bool, Staged] = {}  # by mode
 
+    def key(self, x: Any, training: bool) -> Any:
+        """Return what tells forwards apart that need recordings of their own."""
+        kinds = tuple((name, t is not None and (tuple(t.shape), t.dtype)) for name, t in named(in_order(x)))
+        return (training, training or torch.is_grad_enabled(), kinds)
+
     def of(self, x: Any, training: bool) -> Staged:
         """That of an input like `x`, made where there is none yet."""
-        kinds = tuple((name, t is not None and (tuple(t.shape), t.dtype)) for name, t in named(in_order(x)))
-        key = (training, training or torch.is_grad_enabled(), kinds)
+        key = self.key(x, training)
         if key not in self._found:
             with attributes_restored(self.model):
                 self._found[key] = self.record(x, training)
@@ -79,20 +83,26 @@ class Recordings:
         )
 
     def record(self, x: Any, training: bool) -> Staged:
-        """One more forward of `x`. It leaves all but attributes as they were."""
+        """Record one more forward of `x`. It leaves all but attributes as they were."""
+        try:
+            made = self._record(x, training, traced=False)
+        except ReadsValues:  # where models read values they may leave that out while they are traced
+            made = self._record(x, training, traced=True)
+        if not self.homes:
+            self.homes = dict(made.homes)
+        else:
+            self._refuse_elsewhere(made)
+        return made
+
+    def _record(self, x: Any, training: bool, traced: bool) -> Staged:
         model = self.model
         given = tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, in_order(x))
         devices = [t.device for t in tensors_of(x)[:1] if t.is_cuda]
         with torch.random.fork_rng(devices=devices), buffers_restored(model), modes_restored(model):
             model.train(training)
             with torch.set_grad_enabled(training or torch.is_grad_enabled()):
-                found, liveness = record(model, self.begins, given)
-                made = staged(found, liveness, len(self.begins) + 1, self.homes)
-        if not self.homes:
-            self.homes = dict(made.homes)
-        else:
-            self._refuse_elsewhere(made)
-        return made
+                found, liveness = record(model, self.begins, given, traced)
+                return staged(found, liveness, len(self.begins) + 1, self.homes)
 
     def _refuse_elsewhere(self, made: Staged) -> None:
         """Modules that run on a stage which does not hold them."""
@@ -135,7 +145,8 @@ class Cut:
     def __init__(self, model: nn.Module, recordings: Recordings, first: Staged) -> None:
         self.model, self.recordings, self.first = model, recordings, first
         self._programs: Dict[Tuple[int, int], Program] = {}
-        self.crossings = first.crossings
+        self.crossings = list(first.crossings)
+        self.gradient_orders: List[List[Tuple[int, ...]]] = []  # by cut and tensor, where the pieces were rehearsed
         self.names = first.modules  # by stage, of the modules that are called
         inside = {id(m) for names in self.names for name in names for m in model.get_submodule(name).modules()}
         self.owners: List[List[str]] = [[] for _ in self.names]  # by stage, of those that own tensors besides
@@ -154,6 +165,16 @@ class Cut:
         made = copy.copy(self)
         made.model, made._programs = model, {}
         return made
+
+    def remember_gradients(self, orders: Sequence[Sequence[Tuple[int, ...]]]) -> None:
+        """Note the order in which the dimensions of each crossing tensor's gradient lie in memory."""
+        self.gradient_orders = [list(own) for own in orders]
+        for i, (crossing, own) in enumerate(zip(self.crossings, orders)):
+            self.crossings[i] = Crossing(tuple(t.with_gradient_in(order) for t, order in zip(crossing.tensors, own)))
+
+    def is_prepared(self, x: Any, training: bool) -> bool:
+        """Tell whether a forward like that of `x` has been recorded."""
+        return self.recordings.key(x, training) in self.recordings._found
 
     def prepare(self, x: Any, training: bool) -> List[Crossing]:
         """What crosses each cut for the input `x`. Stages behind the first, which see no input, know by it what enters them."""

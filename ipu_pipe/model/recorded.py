@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Tuple, Type, Union
 
 import torch
 from torch import nn
@@ -107,7 +107,7 @@ class Place:
     around: List[str] = field(default_factory=list)
     called: str = "the model"
 
-    def refuse(self, operation: str, why: str) -> NoReturn:
-        """What is done here cannot be cut."""
+    def refuse(self, operation: str, why: str, kind: Type[BadInput] = BadInput) -> NoReturn:
+        """Raise BadInput: what is done here cannot be cut."""
         where = (self.around[-1] if self.around else "") or "the model's own forward"
-        raise BadInput(f"model: {type(self.model).__name__}: stage {self.stage}: {operation} in {where}: {why}")
+        raise kind(f"model: {type(self.model).__name__}: stage {self.stage}: {operation} in {where}: {why}")

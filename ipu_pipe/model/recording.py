@@ -70,7 +70,8 @@ class Recorder(TorchFunctionMode):
             name = {"_local_scalar_dense": "a number read from a tensor (if, item, int)"}.get(operation, operation)
             self._place.refuse(
                 name,
-                "what the forward does there depends on a tensor's values, where it is cut: begin stages at whole"
+                kind=ReadsValues,
+                why="what the forward does there depends on a tensor's values, where it is cut: begin stages at whole"
                 " modules around it, put it into a module of its own, or use backend: {name: emulator}",
             )
 
@@ -228,9 +229,9 @@ def _refuse_hooks(model: nn.Module, begins: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _watched(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Hooks on all modules. What models leave out where nothing is padded, unless they are traced, is not left out. Hooks of
-    backwards, of which there is none, are away: they would wrap what a module gives after it was seen."""
+def _watched(model: nn.Module, recorder: Recorder, traced: bool) -> Iterator[None]:
+    """Put hooks on all modules. `traced`: what models leave out where nothing is padded, unless they are traced, is not left out.
+    Hooks of backwards, of which there is none, are away: they would wrap what a module gives after it was seen."""
     handles, tables = [], [table for m in model.modules() for table in (m._backward_hooks, m._backward_pre_hooks)]
     hooks = [table.copy() for table in tables]
     for table in tables:
@@ -239,7 +240,8 @@ def _watched(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         handles.append(module.register_forward_pre_hook(recorder.before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(recorder.after, with_kwargs=True))
     is_tracing = torch.jit.is_tracing
-    torch.jit.is_tracing = lambda: True
+    if traced:
+        torch.jit.is_tracing = lambda: True
     caches = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a weight that two stages use would be cast in the first alone
     try:
@@ -254,12 +256,17 @@ def _watched(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             table.update(held)
 
 
-def record(model: nn.Module, begins: Sequence[str], x: Any) -> Tuple[Recorded, Liveness]:
-    """One forward of input `x`, which it may overwrite, in the mode in which the model is. Raises BadInput."""
+class ReadsValues(BadInput):
+    """The forward reads a tensor's values where it is cut."""
+
+
+def record(model: nn.Module, begins: Sequence[str], x: Any, traced: bool) -> Tuple[Recorded, Liveness]:
+    """Record one forward of input `x`, which it may overwrite, in the mode in which the model is; `traced`: with
+    `torch.jit.is_tracing` true, for which models leave out branches on values. Raises BadInput."""
     _refuse_hooks(model, begins)
     drawn, buffers, counters = _random_states(), _buffers(model, begins), _counters(model, begins)
     recorder = Recorder(model, begins, x)
-    with _watched(model, recorder):
+    with _watched(model, recorder, traced):
         output = call(model, x)
     found = recorder.finish(output)
     for name, tensor in _buffers(model, begins).items():

@@ -20,7 +20,7 @@ from ipu_pipe.model.cutting import Piece, pieces, recorded_twice
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.probe import random_modules, undisturbed
 from ipu_pipe.model.randomness import KeyedRandomness, derived_seed
-from ipu_pipe.model.staging import differing
+from ipu_pipe.model.staging import differing, inverse, memory_order
 from ipu_pipe.model.templates import tensors_of
 
 Found = Dict[str, Optional[torch.Tensor]]
@@ -41,7 +41,9 @@ def refuse_other_pieces(model: nn.Module, parts: Sequence[Piece], x: Any) -> Lis
             less = pieces(model, begins, few[0])
             same = differing(cut.first, less[0].cut.first) is None
             if same and differing(*recorded_twice(model, begins, *few), numbers=True) is None:
-                return _compare(model, less, *few)
+                moved = _compare(model, less, *few)
+                parts[0].cut.remember_gradients(less[0].cut.gradient_orders)
+                return moved
     others = tree_map(lambda t: t.flip(0) if isinstance(t, torch.Tensor) and t.dim() else t, x)
     other = differing(*recorded_twice(model, begins, x, others), numbers=True)
     if other is not None:
@@ -156,7 +158,7 @@ def _run(
             with randomness.backward(0):
                 if results:
                     torch.autograd.backward(results, directions)
-                if backward is not None:
+                if backward is not None and training:
                     backward()
         finally:
             randomness.remove()
@@ -174,18 +176,26 @@ def _chain(parts: Sequence[Piece], x: Any) -> Any:
     """The output of the last piece, each given copies of what the one before hands on, as over messages; and what does the
     backwards of the others once the last one's is done."""
     handed: List[List[torch.Tensor]] = []
-    entered: List[List[torch.Tensor]] = []
+    gradients: List[List[List[torch.Tensor]]] = []  # by cut and tensor, as they come: a leaf's own take its memory layout
     value: Any = x
     for part in parts:
         value = part(value)
         if part is not parts[-1]:
             handed.append(tensors_of(value))
             value = tree_map(lambda t: t.detach().clone().requires_grad_(t.requires_grad), value)
-            entered.append(tensors_of(value))
+            gradients.append([[] for _ in handed[-1]])
+            for t, came in zip(tensors_of(value), gradients[-1]):
+                if t.requires_grad:
+                    t.register_hook(came.append)
 
     def backward() -> None:
-        for part, outs, ins in zip(reversed(parts[:-1]), reversed(handed), reversed(entered)):
-            pairs = [(out, into.grad) for out, into in zip(outs, ins) if into.grad is not None and out.requires_grad]
+        orders: List[List[Tuple[int, ...]]] = []
+        for part, outs, came in zip(reversed(parts[:-1]), reversed(handed), reversed(gradients)):
+            orders.insert(0, [memory_order(grads[0]) if grads else memory_order(out) for out, grads in zip(outs, came)])
+            pairs = [
+                (out, _as_sent(grads[0], order)) for out, grads, order in zip(outs, came, orders[0])
+                if grads and out.requires_grad
+            ]  # fmt: skip
             # of a weight that later pieces use, too: autograd adds to what came first
             later = [(p, p.grad) for p in part.parameters() if p.grad is not None]
             for p, _ in later:
@@ -193,5 +203,11 @@ def _chain(parts: Sequence[Piece], x: Any) -> Any:
             pairs += later
             if pairs:
                 torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+        parts[0].cut.remember_gradients(orders)
 
     return value, backward
+
+
+def _as_sent(gradient: torch.Tensor, order: Tuple[int, ...]) -> torch.Tensor:
+    """Return a gradient without gaps in memory, its dimensions in this order, as it comes out of a message."""
+    return gradient.contiguous() if not order else gradient.permute(order).contiguous().permute(inverse(order))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
@@ -23,15 +23,40 @@ from ipu_pipe.model.recorded import Node, Recorded, State
 from ipu_pipe.model.templates import Key, Nest, Template, Value, Weight, alike, keys_in
 
 
+def memory_order(tensor: torch.Tensor) -> Tuple[int, ...]:
+    """Return the order in which a tensor's dimensions lie in memory; () where that is their own, or there is no gapless one."""
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
+    return () if tensor.is_contiguous() or not tensor.permute(order).is_contiguous() else order
+
+
+def inverse(order: Sequence[int]) -> List[int]:
+    """Return the permutation that undoes `order`."""
+    return [list(order).index(d) for d in range(len(order))]
+
+
 @dataclass(frozen=True)
 class Shape:
     """A tensor that crosses a cut: shape, dtype, whether a gradient comes back for it, and the order in which its dimensions lie
-    in memory, which kernels see: () for their own. A message has them in that order."""
+    in memory, which kernels see: () for their own. A message has them in that order. `gradient_order`: the order in which the
+    dimensions of the message's gradient lie in memory; () for the message's."""
 
     shape: Tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
     order: Tuple[int, ...] = ()
+    gradient_order: Tuple[int, ...] = ()
+
+    @property
+    def gradient(self) -> Shape:
+        """Return the shape of the message with the gradient."""
+        return Shape(self.sent, self.dtype, False, self.gradient_order)
+
+    def with_gradient_in(self, order: Sequence[int]) -> Shape:
+        """Return the shape of a tensor whose gradient's dimensions lie in memory in this order; () for their own."""
+        places = inverse(self.order or range(len(self.shape)))
+        gradient = tuple(places[d] for d in order or range(len(self.shape)))
+        return replace(self, gradient_order=() if gradient == tuple(range(len(gradient))) else gradient)
 
     @property
     def sent(self) -> Tuple[int, ...]:
@@ -64,10 +89,36 @@ class Crossing:
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The value whose messages are `tensors`."""
         found = tuple(
-            t.permute([shape.order.index(d) for d in range(t.dim())]) if shape.order else t
-            for t, shape in zip(tensors, self.tensors)
+            t.permute(inverse(shape.order)) if shape.order else t for t, shape in zip(tensors, self.tensors)
         )
         return found[0] if len(found) == 1 else found
+
+    def enter(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+        """Have a backward leave a gradient on the messages for which one goes back. A leaf's own `grad` takes the leaf's memory
+        layout; where the gradient has another, it is kept as it comes: kernels may sum in another order."""
+        for t, shape in zip(messages, self.tensors):
+            if shape.differentiable:
+                t.requires_grad_()
+                if shape.gradient_order:
+                    raw: List[torch.Tensor] = []
+                    t.register_hook(raw.append)
+                    t.raw_gradient = raw  # type: ignore[attr-defined]
+        return list(messages)
+
+    def leave(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+        """Return the gradients that a backward left on what entered, as messages."""
+        found = []
+        for t, shape in zip(messages, self.tensors):
+            if shape.differentiable:
+                gradient = t.raw_gradient.pop() if getattr(t, "raw_gradient", None) else t.grad  # type: ignore[attr-defined]
+                gradient = torch.zeros_like(t) if gradient is None else gradient
+                found.append(gradient.permute(shape.gradient_order) if shape.gradient_order else gradient)
+        return found
+
+    def gradients(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+        """Return the gradients that came back as `messages`, one for each tensor that is differentiable."""
+        orders = [shape.gradient_order for shape in self.tensors if shape.differentiable]
+        return [g.permute(inverse(order)) if order else g for g, order in zip(messages, orders)]
 
 
 @dataclass(frozen=True)
@@ -203,8 +254,4 @@ class _Split:
     def shape(self, key: Key) -> Shape:
         """How it crosses."""
         tensor = self.tensor(key)
-        strides = tensor.stride()
-        order = tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
-        if tensor.is_contiguous() or not tensor.permute(order).is_contiguous():
-            order = ()
-        return Shape(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, order)
+        return Shape(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, memory_order(tensor))

@@ -254,7 +254,7 @@ def _assemble(
         _rules(config, args, table, made, base, updates, per_epoch, switch, played, setup.numbers.masters),
         base, per_epoch, updates, example, measure_footprint(model, part, chosen_loss, example), placed.note, done, used,
     )  # fmt: skip
-    job.begun = setup.begun
+    job.begun, job.pieces = setup.begun, placed.pieces
     job.label_range, job.device_kind, job.pins_memory = setup.label_range, setup.device_kind, setup.pins_memory
     job.metrics, job.played, job.asks = setup.metrics, played, setup.asks
     reasons = checks.faults(job, config.optimizer_faults() if optimizer is None else ())

@@ -17,7 +17,7 @@ from ipu_pipe.backends.processes.ties import Ties, ties_of
 from ipu_pipe.data.batches import checksum
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
-from ipu_pipe.model.cutting import Piece, crossings, pieces
+from ipu_pipe.model.cutting import Piece, crossings
 from ipu_pipe.model.nests import refuse_other_shapes
 from ipu_pipe.model.probe import random_modules
 from ipu_pipe.model.randomness import KeyedRandomness
@@ -52,7 +52,7 @@ def cut_out(job: Job, layout: Layout) -> Tuple[Place, List[Piece]]:
     if blocks is not None:
         cut, across = blocks.pieces, blocks.crossings
     else:
-        cut = pieces(job.model, job.part.begin_names(), job.example[0])
+        cut = list(job.pieces)
         across = crossings(cut)
     keyed = KeyedRandomness(job.model, random_modules(job.model, job.example[0]), job.config.seed, job.device)
     head = blocks.head(s) if blocks is not None else None
@@ -76,7 +76,7 @@ def cut_out(job: Job, layout: Layout) -> Tuple[Place, List[Piece]]:
 
 
 def forget_others(job: Job, place: Place, cut: List[Piece]) -> List[torch.Tensor]:
-    """Free what other processes hold of the model. Returns the numbers that stand for it."""
+    """Free the tensors of the model that other processes hold, and return them."""
     own = {id(t) for piece in (place.piece, place.behind) if piece is not None for t in piece.tensors()}
     others = [t for piece in cut for t in piece.tensors()]
     blocks = get_blocks(job.model)
@@ -89,23 +89,22 @@ def forget_others(job: Job, place: Place, cut: List[Piece]) -> List[torch.Tensor
 
 
 def forget(tensors: Iterable[torch.Tensor]) -> List[torch.Tensor]:
-    """Free these; shapes and sizes stay to be read, of the values nothing (not a number). Returns the one number of each."""
-    numbers = []
-    for tensor in tensors:
+    """Free the memory of tensors and return them: shapes and sizes stay to be read, the values are not a number."""
+    forgotten = list(tensors)
+    for tensor in forgotten:
         nothing = float("nan") if tensor.is_floating_point() else 0
-        numbers.append(torch.full((), nothing, dtype=tensor.dtype, device=tensor.device))
-        tensor.data = numbers[-1].expand(tensor.shape)
-    return numbers
+        tensor.data = torch.full((), nothing, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    return forgotten
 
 
 @contextlib.contextmanager
-def zeros_instead(numbers: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside, what was forgotten is zero: a forward of the whole model for its shapes may refuse what is no number."""
-    own = [number.clone() for number in numbers]
+def zeros_instead(forgotten: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Make forgotten tensors zero for a forward of the whole model: it may refuse what is not a number, and what is not dense."""
+    data = [tensor.data for tensor in forgotten]
     try:
-        for number in numbers:
-            number.zero_()
+        for tensor in forgotten:
+            tensor.data = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         yield
     finally:
-        for number, value in zip(numbers, own):
-            number.copy_(value)
+        for tensor, own in zip(forgotten, data):
+            tensor.data = own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any, List
 
@@ -63,8 +64,9 @@ class Evaluation:
         for x, y in test_batches(self._job):
             value: Any = x
             read = checksum((x, labels_of(y)), read)
-            with zeros_instead(self._forgotten):
-                crossings = place.piece.cut.prepare(x, training=False)
+            cut = place.piece.cut
+            with contextlib.nullcontext() if cut.is_prepared(x, training=False) else zeros_instead(self._forgotten):
+                crossings = cut.prepare(x, training=False)
             if not place.is_first:
                 enter = crossings[s - 1]
                 value = enter.unflatten([self._take(shape.dtype) for shape in enter.tensors])

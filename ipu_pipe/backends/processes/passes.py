@@ -87,8 +87,7 @@ class Passes:
     def _inputs(self, received: List[torch.Tensor]) -> List[torch.Tensor]:
         if self._place.is_local or self._place.enter is None:
             return received
-        shapes = self._place.enter.tensors
-        return [t.requires_grad_() if shape.differentiable else t for t, shape in zip(received, shapes)]
+        return self._place.enter.enter(received)
 
     def _run(self, m: int, inputs: List[Any], labels: Any) -> Results:
         """`run`, of which is known what it leaves."""
@@ -124,7 +123,7 @@ class Passes:
             received = self._mail.receive(s - 1, Message(RECOMPUTE, m))
         begun = self._timeline.mark()
         if received is not None:
-            flight.inputs = [t.requires_grad_() if x.requires_grad else t for t, x in zip(received, flight.inputs)]
+            flight.inputs = self._inputs(received)
         assert flight.replay.recompute is not None
         self.weights.load(flight.replay.recompute)
         with buffers_restored(self._place.piece):
@@ -151,14 +150,14 @@ class Passes:
                 (flight.loss / self._work.accumulate).backward()  # type: ignore[no-untyped-call]
             elif not place.is_local:
                 outputs = _differentiable(flight.outputs, place.crossings[s])
+                gradients = place.crossings[s].gradients(gradients)
                 pairs = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad] + came
                 if pairs:
                     torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         self._work.rules.collect()
         hands_on = not place.is_first and not place.is_local
         if hands_on:
-            back = _differentiable(flight.inputs, place.crossings[s - 1])
-            found = [torch.zeros_like(t) if t.grad is None else t.grad for t in back]
+            found = place.crossings[s - 1].leave(flight.inputs)
         del self._flights[m]
         self.stash.drop(m)
         self._release()

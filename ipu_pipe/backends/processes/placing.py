@@ -59,7 +59,7 @@ def _place_stages(config: Config, method: Method, model: nn.Module, x: torch.Ten
     part = used_on(part, users(cut), model)
     if method.one_stage is not None:
         refuse_shared(part, method.one_stage)
-    return Placed(model, part, own, note)
+    return Placed(model, part, own, note, cut)
 
 
 def _refuse_moving(model: nn.Module, cut: Sequence[Piece], x: torch.Tensor, again: Sequence[str]) -> None:

@@ -139,7 +139,7 @@ class Needs:
         if kind is Kind.FORWARD and self._place.enter is not None:
             return self._place.enter.tensors
         tensors = self._place.crossings[min(source, self._stage)].tensors
-        return tuple(t for t in tensors if t.differentiable) if kind is Kind.BACKWARD else tensors
+        return tuple(t.gradient for t in tensors if t.differentiable) if kind is Kind.BACKWARD else tensors
 
     def _update(self, k: int) -> Iterator[Tuple[int, Message, Tuple[Shape, ...]]]:
         for neighbour, weights in self._place.shared:
