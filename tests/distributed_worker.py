@@ -16,7 +16,7 @@ from ipu_pipe.backends.processes.channels import links
 from ipu_pipe.backends.processes.mail import THROUGH_CHANNELS
 from ipu_pipe.backends.processes.ties import ties_of
 from ipu_pipe.errors import end_process
-from ipu_pipe.hardware.precision import MIXED, row_of
+from ipu_pipe.hardware.precision import MIXED, resolve_precision
 from ipu_pipe.job.record import DTYPES
 from ipu_pipe.model.cutting import crossings, pieces
 from ipu_pipe.model.precision import Numbers
@@ -68,7 +68,7 @@ def fresh(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 def numbers_of(case: Case, model: nn.Module) -> Numbers:
     """Those that a fresh model computes in from here on: mixed ones where the case's name asks for it."""
-    row = row_of(MIXED, resolve_method(case[1], case[2])) if case[0].startswith("mixed") else "float64"
+    row = resolve_precision(MIXED, resolve_method(case[1], case[2])) if case[0].startswith("mixed") else "float64"
     return Numbers(model, row, DTYPES[row], torch.device("cpu"), is_given=False)
 
 

@@ -6,7 +6,7 @@ from typing import Dict, List, NamedTuple, Tuple
 
 from ipu_pipe.schedule.methods import Pipeline
 from ipu_pipe.schedule.policies import play
-from ipu_pipe.schedule.timelines import TIMELINES
+from ipu_pipe.schedule.timelines import PIPELINES
 
 Slots = Dict[Tuple[int, str, int], int]
 # How many microbatches go through between an empty pipeline and an empty one, as a function of N; the others never empty.
@@ -26,7 +26,7 @@ class Simulated(NamedTuple):
 
 def simulate(pipeline: Pipeline, stages: int, microbatches: int, accumulate: int, turn: int = 0) -> Simulated:
     """Play `pipeline` from the first microbatch to the last."""
-    timeline = TIMELINES[pipeline]
+    timeline = PIPELINES[pipeline]
     batch = EMPTIES[pipeline](accumulate) if pipeline in EMPTIES else microbatches
     slots: Slots = {}
     length = 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ipu_pipe.report.analysis.intervals import merged
 from ipu_pipe.report.analysis.parts import Parts, parts_of, span_of
-from ipu_pipe.schedule.clock import clock, slot_costs
+from ipu_pipe.schedule.clock import clock, make_slot_costs
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
@@ -159,7 +159,7 @@ def test_parts_of_every_methods_slots(name: str, stages: int, accumulate: int, b
     table = VersionTable(schedule, method)
     count = accumulate * batches
     events, _ = modelled_events(
-        clock(schedule, slot_costs(schedule)), (table.forward(0, count), table.backward(0, count)), accumulate, 1000.0,
+        clock(schedule, make_slot_costs(schedule)), (table.forward(0, count), table.backward(0, count)), accumulate, 1000.0,
         schedule.device_of_stage,
     )  # fmt: skip
     found = parts_of(events, [], span_of(events))

@@ -14,7 +14,7 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model import flops, observation
-from ipu_pipe.model.balance import SLACK, Cuts, greatest
+from ipu_pipe.model.balance import SLACK, Cuts, find_greatest
 from ipu_pipe.model.stages import Partition, partition, stage_flops
 
 IMAGES = torch.randn(2, 3, 8, 8)
@@ -155,8 +155,8 @@ def test_the_search_is_exact(units: Any, data: Any) -> None:
     if not allowed:
         assert found is None and cuts.least(count) == float("inf")
         return
-    least = min(greatest(costs, way) for way in allowed)
-    near = [way for way in allowed if greatest(costs, way) <= SLACK * least]
+    least = min(find_greatest(costs, way) for way in allowed)
+    near = [way for way in allowed if find_greatest(costs, way) <= SLACK * least]
     assert cuts.least(count) == least
     assert found in near and sum(through[i] for i in found) == min(sum(through[i] for i in way) for way in near)
 

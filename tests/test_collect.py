@@ -13,7 +13,7 @@ import torch
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import RunFault
 from ipu_pipe.run.build import build
-from ipu_pipe.schedule.figures import gpipe_utilization
+from ipu_pipe.schedule.timelines import compute_gpipe_utilization
 from ipu_pipe.studies import turns
 from ipu_pipe.studies.collected import table
 from ipu_pipe.studies.collection import collect as run_methods
@@ -26,7 +26,7 @@ DIGITS = "configs/mlp_digits.yaml"
 
 def balanced_speedup(stages: int, accumulate: int) -> float:
     """What a pipeline that never empties gains over one that does after N microbatches, all stages alike: (N+P-1)/N."""
-    return 1 / gpipe_utilization(stages, accumulate)
+    return 1 / compute_gpipe_utilization(stages, accumulate)
 
 
 def collect(*args: str) -> Tuple[int, str, str]:

@@ -17,7 +17,7 @@ from ipu_pipe.config.comparing import describe_changes, dump_config, keep_record
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.hardware.files import names, read_hardware
+from ipu_pipe.hardware.description import list_hardware, read_hardware
 from ipu_pipe.job.import_strings import call_entry, check_arguments, resolve_entry
 from ipu_pipe.schedule.methods import METHODS
 
@@ -25,7 +25,7 @@ SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 METHOD_NAMES = ", ".join(METHODS)
 PRECISIONS = "float32, float64, bfloat16, bfloat16_mixed, 16.16, 16.32 or 32.32"
-HARDWARE_NAMES = ", ".join(names())
+HARDWARE_NAMES = ", ".join(list_hardware())
 STAGES = (
     "must be null (the model's own), auto, finest, a whole number >= 1, a list of module names, {count, by} or {finest}"
 )
@@ -139,10 +139,10 @@ WRONG = {
     "hardware: 3": "hardware: 3: must be null, a name of configs/hardware, a YAML file such as those there, "
     "or a mapping of its keys",
     "method: 3": "method: 3: must be text",
-    "method: pipdream": f"method: pipdream: is none of {METHOD_NAMES}; did you mean pipedream?",
+    "method: pipdream": f"method: pipdream: must be one of {METHOD_NAMES}; did you mean pipedream?",
     "method_args: {turn: 2}": "method_args.turn: 2: must be a whole number from 0 to 1",
     "method: gpipe\nmethod_args: {stash: true}": "method_args.stash: True: "
-    "gpipe empties the pipeline before every update: its schedule and its weights are fixed",
+    "gpipe drains the pipeline before every update: its schedule and its weights are fixed",
     "seed: 1\nseed: 2": "line 4: seed: the key stands twice",
     "log:\n  every: 1\n  every: 2": "line 5: every: the key stands twice",
     "seed: [": "line 3: is no valid YAML: expected the node content, but found '<stream end>'",
@@ -549,7 +549,7 @@ def test_fault_lines_are_cut_and_escaped(here: Path) -> None:
     (told,) = faults_of("", f"seed=[{'a' * 9000}]")
     assert told.isprintable() and len(told) < 600 and "... (9004 characters)" in told
     (told,) = faults_of('method: "\\e[31mred\\nline"')
-    assert told.startswith("x.yaml: method: \\x1b[31mred\\nline: is none of")
+    assert told.startswith("x.yaml: method: \\x1b[31mred\\nline: must be one of")
     assert (
         BadInput("a\x1b" + "b" * 9000).faults[0].startswith("a\\x1bbb") and len(BadInput("b" * 9000).faults[0]) < 2100
     )

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ipu_pipe.hardware.costing import Costed, count_units, measure_units
-from ipu_pipe.hardware.files import read_hardware
-from ipu_pipe.hardware.units import joined
+from ipu_pipe.hardware.description import read_hardware
+from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_units
+from ipu_pipe.hardware.unit_costs import join_units
 from ipu_pipe.model import flops
 from ipu_pipe.model.cutting import crossings, pieces
 from ipu_pipe.model.observation import Observed, count, kept_bytes
@@ -187,7 +187,7 @@ def test_units_hold_every_weight_once_and_add_up() -> None:
     for tied in (False, True):
         model = transformer_lm(32, 16, 2, 3, 16, tied=tied)
         costed = count_units(model, TOKENS)
-        whole = joined(costed.units)
+        whole = join_units(costed.units)
         assert whole.parameters == sum(p.numel() for p in model.parameters())
         assert whole.activation_bytes * len(TOKENS) == kept_bytes(real(model, TOKENS).calls)
         assert [u.name for u in costed.units] == (
@@ -235,7 +235,7 @@ def test_measured_units_have_seconds_of_each_pass() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 4)).eval()
     x, y = torch.randn(8, 3, 8, 8), torch.randint(0, 4, (8,))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    costed: Costed = measure_units(count_units(model, x), model, F.cross_entropy, x, y, warm_up=1, repeats=3)
+    costed: CountedUnits = measure_units(count_units(model, x), model, F.cross_entropy, x, y, warm_up=1, repeats=3)
     assert all(u.measured[0].samples == 8 and u.measured[0].forward > 0 for u in costed.units)
     assert sum(u.measured[0].backward > 0 for u in costed.units) >= 3  # a flattening has none
     assert "measured with 8 samples on cpu" in costed.how
@@ -318,7 +318,7 @@ def test_a_transformer_is_counted_without_symbolic_algebra() -> None:
     """Which takes longer to import than the whole count."""
     code = """
 import sys, torch
-from ipu_pipe.hardware.costing import count_units
+from ipu_pipe.hardware.model_units import count_units
 from ipu_pipe.model.shapes import made_by_shape
 from models.transformer import transformer_lm
 with made_by_shape():
@@ -357,8 +357,8 @@ def test_each_stage_keeps_once_what_its_units_keep() -> None:
     units, calls = count_units(model, x, ["b", "c", "d"]).units, real(model, x).calls[1:]
     assert [unit.also_kept for unit in units] == [(), (), (), ((2, 16.0),)]
     for first, end in itertools.combinations(range(5), 2):
-        assert joined(units[first:end]).activation_bytes * 2 == kept_bytes(calls[first:end]), (first, end)
+        assert join_units(units[first:end]).activation_bytes * 2 == kept_bytes(calls[first:end]), (first, end)
     given = read_hardware("v100x8")
     sums = Sums(Problem(units, 16.0, given, 1e9, "float32", "sgd"), 2)
     ends = [sums.stage(np.array(a), np.array(b)).activation_bytes for a, b in itertools.combinations(range(5), 2)]
-    assert ends == [joined(units[a:b]).activation_bytes for a, b in itertools.combinations(range(5), 2)]
+    assert ends == [join_units(units[a:b]).activation_bytes for a, b in itertools.combinations(range(5), 2)]

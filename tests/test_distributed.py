@@ -11,10 +11,9 @@ import torch
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.work import Work
 from ipu_pipe.model.stages import partition
-from ipu_pipe.schedule.copies import weight_copies
 from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
-from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import parameter_groups, trained
 from tests import forked
@@ -127,7 +126,7 @@ def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
     emulator = Emulator(work, model, part, data[0])
     losses = [emulator.step(data[k * accumulate : (k + 1) * accumulate]).loss for k in range(updates_of(case))]
     emulator.close()
-    copies = weight_copies(table)
+    copies = count_weight_copies(table)
     held = {
         f"versions {stage.index}": torch.tensor(copies[stage.index] - 1.0)
         for stage in part.stages

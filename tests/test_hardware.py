@@ -9,12 +9,18 @@ import pytest
 
 from ipu_pipe.config.yaml_files import dump_yaml, parse_yaml
 from ipu_pipe.errors import BadInput
-from ipu_pipe.hardware import files, links, memory, times
-from ipu_pipe.hardware.description import Figure, Hardware
-from ipu_pipe.hardware.files import FOLDER, names, read_hardware
+from ipu_pipe.hardware import links, memory, unit_costs
+from ipu_pipe.hardware.description import (
+    HARDWARE_FOLDER,
+    Hardware,
+    SourcedFigure,
+    find_this_file,
+    list_hardware,
+    read_hardware,
+)
 from ipu_pipe.hardware.precision import MASTERS, PRECISIONS
-from ipu_pipe.hardware.units import Measured, Unit, joined
-from ipu_pipe.schedule.clock import Message
+from ipu_pipe.hardware.unit_costs import MeasuredPasses, Unit, join_units
+from ipu_pipe.schedule.clock import Transfer
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 
 # 1 GB of memory, 1 TFLOP/s of which half is reached, 100 GB/s; two servers of four that share 1 GB/s, 10 GB/s inside
@@ -53,7 +59,7 @@ def faults_of(keys: Dict[str, Any], folder: Path) -> List[str]:
 
 def test_every_named_description_is_whole_and_says_where_its_figures_are_from() -> None:
     wanted = {"gc2", "gc200", "bow", "m2000", "pod4", "pod16", "pod64", "v100x8", "h100x8", "h200x8", "this"}
-    assert wanted == set(names())
+    assert wanted == set(list_hardware())
     for name in wanted - {"this"}:
         found = read_hardware(name)
         assert found.name == name and found.about
@@ -120,7 +126,7 @@ def test_no_text_of_a_description_controls_the_terminal(tmp_path: Path) -> None:
     device = {**PLAIN["device"], "memory_bytes": {"value": 1e9, "source": "\x1b[2J"}}
     levels = [{**PLAIN["links"][0], "name": "a\x1b[31m"}, PLAIN["links"][1]]
     evil = read_hardware({**PLAIN, "name": "n\x07", "about": "\x9b2J", "device": device, "links": levels})
-    lines = [evil.name, evil.about, *evil.figure_lines(), *links.message(evil, 0, 1, 1.0).links]
+    lines = [evil.name, evil.about, *evil.figure_lines(), *links.make_transfer(evil, 0, 1, 1.0).links]
     assert all(line.isprintable() for line in lines) and "\\x1b[2J" in evil.figure_lines()[0]
 
 
@@ -156,8 +162,8 @@ def test_names_that_are_none_are_refused_with_what_is(tmp_path: Path, monkeypatc
         BadInput, match=r"^hardware: this: this machine is not measured yet: python tools/measure_hardware.py"
     ):
         read_hardware("this", "hardware")
-    files.this_file().parent.mkdir(parents=True)
-    files.this_file().write_text(dump_yaml({key: value for key, value in PLAIN.items() if key != "name"}))
+    find_this_file().parent.mkdir(parents=True)
+    find_this_file().write_text(dump_yaml({key: value for key, value in PLAIN.items() if key != "name"}))
     assert read_hardware("this").name == "this"
 
 
@@ -185,82 +191,81 @@ def unit(name: str = "a", **changes: Any) -> Unit:
 
 
 def test_a_pass_takes_its_arithmetic_or_its_memory_traffic(plain: Hardware) -> None:
-    assert times.pass_seconds(unit(), plain, "float32", 4) == pytest.approx((4e9 / 0.5e12, 8e9 / 0.5e12))
+    assert unit_costs.compute_pass_seconds(unit(), plain, "float32", 4) == pytest.approx((4e9 / 0.5e12, 8e9 / 0.5e12))
     moving = unit(forward_flops=0.0, backward_flops=0.0)
     forward = (4 * 1000 + 2 * 4 * 4000) / 1e11
     backward = (4 * 1000 + 2 * 4 * 1000 + 4 * 4 * 4000) / 1e11
-    assert times.pass_seconds(moving, plain, "float32", 4) == pytest.approx((forward, backward))
+    assert unit_costs.compute_pass_seconds(moving, plain, "float32", 4) == pytest.approx((forward, backward))
 
 
 def test_bytes_follow_the_precision() -> None:
-    assert times.boundary_bytes(unit(), "16.16", 3) == 3 * 400 / 2
-    assert times.boundary_bytes(unit(number_bytes=2), "float32", 3) == 3 * 400 * 2
+    assert unit_costs.compute_boundary_bytes(unit(), "16.16", 3) == 3 * 400 / 2
+    assert unit_costs.compute_boundary_bytes(unit(number_bytes=2), "float32", 3) == 3 * 400 * 2
 
 
 @pytest.mark.parametrize("samples, forward", [(2, 1.0), (4, 2.0), (6, 2.5), (8, 3.0), (16, 5.0), (1, 0.5)])
 def test_between_measured_sizes_times_lie_on_a_line(plain: Hardware, samples: int, forward: float) -> None:
-    measured = (Measured(8, 3.0, 6.0), Measured(4, 2.0, 4.0), Measured(2, 1.0, 2.0))
-    assert times.pass_seconds(unit(measured=measured), plain, "float32", samples) == pytest.approx(
+    measured = (MeasuredPasses(8, 3.0, 6.0), MeasuredPasses(4, 2.0, 4.0), MeasuredPasses(2, 1.0, 2.0))
+    assert unit_costs.compute_pass_seconds(unit(measured=measured), plain, "float32", samples) == pytest.approx(
         (forward, 2 * forward)
     )
 
 
 def test_one_measured_size_is_scaled(plain: Hardware) -> None:
-    assert times.pass_seconds(unit(measured=(Measured(4, 2.0, 3.0),)), plain, "float32", 2) == (1.0, 1.5)
+    assert unit_costs.compute_pass_seconds(unit(measured=(MeasuredPasses(4, 2.0, 3.0),)), plain, "float32", 2) == (1.0, 1.5)
 
 
 def test_an_update_is_memory_traffic(plain: Hardware) -> None:
     # float32 with Adam: weights and two moments read and written, the gradient read
-    assert times.update_seconds(unit(), plain, "float32", "adam") == pytest.approx(1000 * (2 * 4 * 3 + 4) / 1e11)
-    assert times.update_seconds(unit(update_seconds=3.0), plain, "float32", "adam") == 3.0
+    assert unit_costs.compute_update_seconds(unit(), plain, "float32", "adam") == pytest.approx(1000 * (2 * 4 * 3 + 4) / 1e11)
+    assert unit_costs.compute_update_seconds(unit(update_seconds=3.0), plain, "float32", "adam") == 3.0
 
 
 def test_units_join_to_a_stage() -> None:
-    a = unit("a", measured=(Measured(1, 1.0, 2.0), Measured(4, 3.0, 5.0)), update_seconds=1.0)
-    b = unit("b", parameters=7, output_bytes=3.0, measured=(Measured(4, 10.0, 20.0),))
-    assert joined([a, b]) == Unit("a", 2e9, 4e9, 1007, 3.0, 8000.0, 4, (Measured(4, 13.0, 25.0),), 1.0)
+    a = unit("a", measured=(MeasuredPasses(1, 1.0, 2.0), MeasuredPasses(4, 3.0, 5.0)), update_seconds=1.0)
+    b = unit("b", parameters=7, output_bytes=3.0, measured=(MeasuredPasses(4, 10.0, 20.0),))
+    assert join_units([a, b]) == Unit("a", 2e9, 4e9, 1007, 3.0, 8000.0, 4, (MeasuredPasses(4, 13.0, 25.0),), 1.0)
 
 
 # ---- links
 
 
 def test_the_smallest_level_that_joins_devices_carries_their_messages(plain: Hardware) -> None:
-    assert links.level_spanning(plain, [2, 2]) is None
-    assert [links.level_spanning(plain, ends).name for ends in ([0, 3], [4, 7], [3, 4])] == [
+    assert links.find_level(plain, [2, 2]) is None
+    assert [links.find_level(plain, ends).name for ends in ([0, 3], [4, 7], [3, 4])] == [
         "inside",
         "inside",
         "between",
     ]
-    assert links.message(plain, 0, 1, 1e9) == Message(0.1, 1e-6, ("inside from device 0", "inside to device 1"))
-    across = links.message(plain, 3, 4, 1e9, at_once=2)
-    assert across == Message(2.0, 1e-3, ("between from devices 0 to 3", "between to devices 4 to 7"))
-    assert links.message_seconds(plain.links[1], 1e9, 2) == pytest.approx(across.seconds + across.latency)
-    assert links.message(plain, 5, 5, 1e9) == Message()
+    assert links.make_transfer(plain, 0, 1, 1e9) == Transfer(0.1, 1e-6, ("inside from device 0", "inside to device 1"))
+    across = links.make_transfer(plain, 3, 4, 1e9, at_once=2)
+    assert across == Transfer(2.0, 1e-3, ("between from devices 0 to 3", "between to devices 4 to 7"))
+    assert links.compute_message_seconds(plain.links[1], 1e9, 2) == pytest.approx(across.seconds + across.latency)
+    assert links.make_transfer(plain, 5, 5, 1e9) == Transfer()
     with pytest.raises(BadInput, match="no level joins devices 0 and 8"):
-        links.message(plain, 0, 8, 1.0)
+        links.make_transfer(plain, 0, 8, 1.0)
 
 
 def test_a_ring_sends_its_bytes_nearly_twice(plain: Hardware) -> None:
     inside, between = plain.links
-    assert links.all_reduce_seconds(inside, 4e9, 1) == 0.0
-    assert links.all_reduce_seconds(inside, 4e9, 4) == pytest.approx(2 * 3 / 4 * 4e9 / 1e10 + 6e-6)
-    found = links.all_reduce(plain, [0, 4], 1e9)
+    assert links.compute_all_reduce_seconds(inside, 4e9, 1) == 0.0
+    assert links.compute_all_reduce_seconds(inside, 4e9, 4) == pytest.approx(2 * 3 / 4 * 4e9 / 1e10 + 6e-6)
+    found = links.make_all_reduce(plain, [0, 4], 1e9)
     assert (
         found.seconds + found.latency
-        == pytest.approx(links.all_reduce_seconds(between, 1e9, 2))
+        == pytest.approx(links.compute_all_reduce_seconds(between, 1e9, 2))
         == pytest.approx(1.002)
     )
     assert set(found.links) == {
         f"between {way} devices {group}" for way in ("from", "to") for group in ("0 to 3", "4 to 7")
     }
-    assert links.all_reduce(plain, [3], 1e9) == Message()
+    assert links.make_all_reduce(plain, [3], 1e9) == Transfer()
 
 
 def test_flows_crowd_where_they_leave_or_enter_together(plain: Hardware) -> None:
     pipelines = [(0, 4), (1, 5), (2, 3)]  # two leave the first server; the third stays inside
     assert links.count_sharing(plain, pipelines) == [2, 2, 1]
     assert links.count_sharing(plain, [(0, 3), (1, 3), (0, 2)]) == [2, 2, 2]
-    assert links.ring_flows([6, 0, 4]) == [(0, 4), (4, 6), (6, 0)] and links.ring_flows([3]) == []
 
 
 # ---- memory
@@ -269,11 +274,11 @@ WEIGHTS, KEPT, ENTERS = 100, 40.0, 8.0  # numbers, bytes a sample, bytes a micro
 
 
 def needed(method: str, stage: int, stages: int = 4, accumulate: int = 8, recompute: bool = False, **more: Any) -> Any:
-    held = memory.holding(resolve_method(method), stages, accumulate, recompute, more.pop("lockstep", False))
+    held = memory.count_stashed(resolve_method(method), stages, accumulate, recompute, more.pop("lockstep", False))
     own = unit(parameters=WEIGHTS, activation_bytes=KEPT)
     row = [int(column[stage]) for column in held]
     given = {"precision": "float32", "samples": 2, "optimizer": "momentum", **more}
-    return memory.stage_memory(own, ENTERS, *row, **given)
+    return memory.compute_stage_memory(own, ENTERS, *row, **given)
 
 
 @pytest.mark.parametrize(
@@ -297,12 +302,12 @@ def test_memory_follows_the_method(method: str, stage: int, versions: int, flyin
 
 def test_the_papers_footprint_is_this_one() -> None:
     """Narayanan et al. 2021, section 3: 2|W|/d + A/d + d A_in, GPipe |W|/d + A/d + m A_in (weights and activations alone)."""
-    from ipu_pipe.schedule.figures import two_buffered_footprint
+    from ipu_pipe.hardware.paper_figures import compute_worker_footprint
 
-    paper = two_buffered_footprint(4 * 400, 4 * 2 * KEPT, ENTERS, 4, 8, recompute=True)
+    paper = compute_worker_footprint(4 * 400, 4 * 2 * KEPT, ENTERS, 4, 8, recompute=True)
     for method in ("gpipe", "pipedream_flush", "pipedream_2bw"):
         ours = needed(method, 0, recompute=True)
-        assert ours.weights + ours.versions + ours.activations == getattr(paper, method)
+        assert ours.weights + ours.versions + ours.activations == paper[method]
 
 
 def test_stages_in_lock_step_stash_as_poptorch_does() -> None:
@@ -313,8 +318,8 @@ def test_stages_in_lock_step_stash_as_poptorch_does() -> None:
         again = [needed(method, s, recompute=True, lockstep=True).activations for s in range(4)]
         assert again == [ENTERS * depth + 2 * KEPT for depth in (7, 5, 3, 0)]
     assert [needed("local_chunked", s, lockstep=True).activations for s in range(2)] == [2 * KEPT] * 2
-    assert memory.lockstep_schedule(METHODS["gpipe"], 4, 16, 8).slot_count == 2 * (8 + 2 * 4 - 2)
-    assert memory.lockstep_schedule(METHODS["naive"], 4, 2, 1).slot_count == 2 * 2 * 4
+    assert memory.make_lockstep_schedule(METHODS["gpipe"], 4, 16, 8).slot_count == 2 * (8 + 2 * 4 - 2)
+    assert memory.make_lockstep_schedule(METHODS["naive"], 4, 2, 1).slot_count == 2 * 2 * 4
 
 
 def test_precision_optimizer_code_and_frozen_weights_count(plain: Hardware) -> None:
@@ -329,7 +334,7 @@ def test_precisions_are_those_of_a_config_and_one_for_plans() -> None:
     from ipu_pipe.config.load import Config
 
     assert set(PRECISIONS) == {*Config.model_fields["precision"].annotation.__args__, "float16", MASTERS}
-    assert FOLDER.is_dir()
+    assert HARDWARE_FOLDER.is_dir()
 
 
 def test_the_page_shows_the_named_ones_as_their_files_have_them() -> None:
@@ -337,7 +342,7 @@ def test_the_page_shows_the_named_ones_as_their_files_have_them() -> None:
         found = read_hardware(name)
         device = found.device
 
-        def told(figure: Figure, scale: float = 1.0) -> str:
+        def told(figure: SourcedFigure, scale: float = 1.0) -> str:
             return f"{figure.value / scale:.4g}{'' if figure.confirmed else '*'}"
 
         rates = "; ".join(
@@ -352,9 +357,9 @@ def test_the_page_shows_the_named_ones_as_their_files_have_them() -> None:
         sizes = f"{told(device.memory_bytes, 1e9)} | {rates} | {told(device.memory_bandwidth, 1e9)}"
         return f"| `{name}` | {found.devices} | {sizes} | {level} |"
 
-    page = (FOLDER.parents[1] / "docs" / "hardware.md").read_text(encoding="utf-8").splitlines()
+    page = (HARDWARE_FOLDER.parents[1] / "docs" / "hardware.md").read_text(encoding="utf-8").splitlines()
     example = [
         line for line in page[: page.index("## The named ones")] if line.startswith("    ") and "extends" not in line
     ]
     assert read_hardware({"name": "page", **parse_yaml("\n".join(example), "page")}).with_devices(64).devices == 64
-    assert [line for line in page if line.startswith("| `")] == [row(name) for name in names() if name != "this"]
+    assert [line for line in page if line.startswith("| `")] == [row(name) for name in list_hardware() if name != "this"]

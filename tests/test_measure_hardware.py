@@ -11,8 +11,8 @@ import torch
 from ipu_pipe.cli.measure_hardware import main
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware import measuring
-from ipu_pipe.hardware.files import read_hardware
-from ipu_pipe.hardware.links import message_seconds
+from ipu_pipe.hardware.description import read_hardware
+from ipu_pipe.hardware.links import compute_message_seconds
 
 HERE = torch.device("cpu")
 
@@ -41,7 +41,7 @@ def test_what_two_processes_found_makes_a_description() -> None:
     made = read_hardware({"name": "this", **measuring._described(found, 4, 2, "cpu")})
     assert (made.devices, made.most_devices, made.device.memory_bytes.value) == (4, None, 2e9)
     assert made.device.memory_bandwidth.value == 3e9 and made.rate("float32") == 2e9
-    assert message_seconds(made.links[0], 1e6) == pytest.approx(1e-5 + 0.01)
+    assert compute_message_seconds(made.links[0], 1e6) == pytest.approx(1e-5 + 0.01)
     assert [key for key, figure in made.figures() if not figure.confirmed] == ["device.usable_share"]
 
 

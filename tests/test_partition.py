@@ -8,7 +8,7 @@ from typing import Callable, List, Optional
 import numpy as np
 import pytest
 
-from ipu_pipe.plan.partition import FloatArray, IntArray, best_cuts
+from ipu_pipe.model.balance import FloatArray, IntArray, find_best_cut
 
 
 def model(
@@ -49,7 +49,7 @@ def test_no_cut_is_better(count: int, limit: float) -> None:
     for units in (count, 9, 10):
         for _ in range(6):
             costs = model(rng, units, limit)
-            starts = best_cuts(costs.work, count, costs)  # type: ignore[attr-defined]
+            starts = find_best_cut(costs.work, count, costs)  # type: ignore[attr-defined]
             best = every_cut(units, count, costs)
             if best is None:
                 assert starts is None
@@ -65,4 +65,4 @@ def test_no_cut_is_better(count: int, limit: float) -> None:
 
 
 def test_more_stages_than_units_is_no_cut() -> None:
-    assert best_cuts([1.0, 1.0], 3, lambda first, end: lambda k: np.zeros(np.broadcast(first, end).shape)) is None
+    assert find_best_cut([1.0, 1.0], 3, lambda first, end: lambda k: np.zeros(np.broadcast(first, end).shape)) is None

@@ -12,17 +12,20 @@ import pytest
 from ipu_pipe.cli import plan as command
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.hardware.description import Hardware
-from ipu_pipe.hardware.files import read_hardware
-from ipu_pipe.hardware.memory import lockstep_schedule
-from ipu_pipe.hardware.units import Unit
-from ipu_pipe.plan.batches import batch_time
-from ipu_pipe.plan.candidates import Candidate, candidates
-from ipu_pipe.plan.placing import Layout, boundary_message, layouts, reduce_message
-from ipu_pipe.plan.planner import make_plan
+from ipu_pipe.hardware.description import Hardware, read_hardware
+from ipu_pipe.hardware.memory import make_lockstep_schedule
+from ipu_pipe.hardware.unit_costs import Unit
+from ipu_pipe.plan.batches import compute_batch_time
+from ipu_pipe.plan.candidates import Candidate, list_candidates
+from ipu_pipe.plan.layouts import (
+    ReplicaLayout,
+    list_layouts,
+    make_boundary_transfer,
+    make_reduce_transfer,
+)
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
-from ipu_pipe.plan.reasons import binding
-from ipu_pipe.plan.search import NO_ROOM, least_memory, search
+from ipu_pipe.plan.reasons import find_binding
+from ipu_pipe.plan.search import NO_ROOM, find_least_memory, make_plan, search
 from ipu_pipe.schedule.clock import clock
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule
@@ -69,7 +72,7 @@ def problem(seed: int = 0, count: int = 6, memory: Optional[float] = None, **cha
 def predict(given: Problem, asked: Candidate) -> Optional[Prediction]:
     """With the best cut, on the better layout; None where none fits."""
     found = []
-    for layout in layouts(asked.depth, asked.width):
+    for layout in list_layouts(asked.depth, asked.width):
         costing = Costing(given, asked, layout, Sums(given, asked.micro_batch_size))
         starts = costing.cut()
         if starts is not None:
@@ -86,13 +89,13 @@ def test_long_batches_are_extended_as_the_clock_would_play_them(method: str, loc
     for seed in range(3):
         asked = Candidate(method, 3, 1, 2, 160, False)
         given = problem(seed, memory=1e9, devices=3, lockstep=lockstep, links=links)
-        costing = Costing(given, asked, layouts(3, 1)[0], Sums(given, 2))
+        costing = Costing(given, asked, list_layouts(3, 1)[0], Sums(given, 2))
         starts = costing.cut()
         assert starts is not None
         costs = costing.costs(starts)
-        found = batch_time(METHODS[method], 3, 160, costs).seconds
+        found = compute_batch_time(METHODS[method], 3, 160, costs).seconds
         if METHODS[method].flushes:
-            make = lockstep_schedule if lockstep else make_schedule
+            make = make_lockstep_schedule if lockstep else make_schedule
             assert found == pytest.approx(clock(make(METHODS[method], 3, 160, 160), costs).finish, rel=1e-9)
         else:  # the whole run's rate, its fill and drain apart
             times = [clock(make_schedule(METHODS[method], 3, n * 160, 160), costs).finish for n in (2, 4)]
@@ -105,13 +108,13 @@ def test_bounds_are_never_above_what_is_played(lockstep: bool) -> None:
     looked = 0
     for seed in range(4):
         given = problem(seed, lockstep=lockstep)
-        for asked in candidates(PIPELINES[:3] if not lockstep else ["pipedream_flush"], 4, 6, 32):
-            for layout in layouts(asked.depth, asked.width):
+        for asked in list_candidates(PIPELINES[:3] if not lockstep else ["pipedream_flush"], 4, 6, 32):
+            for layout in list_layouts(asked.depth, asked.width):
                 costing = Costing(given, asked, layout, Sums(given, asked.micro_batch_size))
                 starts = costing.cut()
                 if starts is not None:
                     costs = costing.costs(starts)
-                    seconds = batch_time(METHODS[asked.method], asked.depth, asked.gradient_accumulation, costs).seconds
+                    seconds = compute_batch_time(METHODS[asked.method], asked.depth, asked.gradient_accumulation, costs).seconds
                     assert costing.least_seconds(costs) <= seconds * (1 + 1e-9), asked
                     looked += 1
     assert looked > 40
@@ -121,7 +124,7 @@ def test_bounds_are_never_above_what_is_played(lockstep: bool) -> None:
 def test_the_search_finds_what_trying_all_finds(memory: float) -> None:
     for seed in range(3):
         given = problem(seed, memory=memory)
-        asked = list(candidates(PIPELINES, 4, 6, 16))
+        asked = list(list_candidates(PIPELINES, 4, 6, 16))
         found = search(given, asked, 5)
         every = [predict(given, each) for each in asked]
         rates: Dict[Any, float] = {}
@@ -137,9 +140,9 @@ def test_the_search_finds_what_trying_all_finds(memory: float) -> None:
 
 def test_least_memory_is_where_it_begins_to_fit() -> None:
     given = problem(memory=10.0)
-    asked = list(candidates(PIPELINES, 4, 6, 16))
+    asked = list(list_candidates(PIPELINES, 4, 6, 16))
     assert not search(given, asked, 5).best
-    found = least_memory(given, asked)
+    found = find_least_memory(given, asked)
     assert found is not None
     enough, short = (problem(memory=found[0] + more) for more in (0, -1))
     assert search(enough, asked, 1).best and not search(short, asked, 1).best
@@ -155,11 +158,11 @@ def test_the_dearer_messages_stay_inside_a_server() -> None:
         asked = Candidate("pipedream_flush", 2, 2, 1, 4, False)
         found = predict(given, asked)
         assert found is not None and found.layout.replicas_together is together
-    inside, outside = Layout(2, 2, False), Layout(2, 2, True)
+    inside, outside = ReplicaLayout(2, 2, False), ReplicaLayout(2, 2, True)
     assert inside.map() == [[0, 1], [2, 3]] and outside.map() == [[0, 2], [1, 3]]
-    assert boundary_message(hardware(), inside, 0).seconds == 1e-6
-    assert boundary_message(hardware(), outside, 0).seconds == 2e-2  # both replicas at once through one link
-    assert reduce_message(hardware(), outside, 0, 100.0).seconds == pytest.approx(1e-4)
+    assert make_boundary_transfer(hardware(), inside, 0).seconds == 1e-6
+    assert make_boundary_transfer(hardware(), outside, 0).seconds == 2e-2  # both replicas at once through one link
+    assert make_reduce_transfer(hardware(), outside, 0, 100.0).seconds == pytest.approx(1e-4)
 
 
 def test_what_holds_back_is_named() -> None:
@@ -172,7 +175,7 @@ def test_what_holds_back_is_named() -> None:
         given = Problem(found, 8.0, own, 1e12, "float32", "sgd")
         made = predict(given, Candidate("pipedream_flush", 2, 1, 1, count, False))
         assert made is not None
-        reason = binding(given, made)
+        reason = find_binding(given, made)
         return reason.kind, str(reason)
 
     assert kind((one, heavy), 500)[0] == "imbalance" and "heavy" in kind((one, heavy), 500)[1]
@@ -188,7 +191,7 @@ def test_one_device_has_no_bubble() -> None:
     given = Problem((large,), 8.0, hardware(), 1e12, "float32", "sgd")
     made = predict(given, Candidate("pipedream_flush", 1, 1, 1, 1, False))
     assert made is not None
-    reason = binding(given, made)
+    reason = find_binding(given, made)
     assert reason.kind == "compute" and reason.share > 0.4 and "updat" in reason.what
 
 

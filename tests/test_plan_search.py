@@ -8,20 +8,19 @@ from typing import Any, Dict, List, Tuple
 import numpy as np
 import pytest
 
-from ipu_pipe.hardware.description import Hardware
-from ipu_pipe.hardware.files import read_hardware
-from ipu_pipe.hardware.units import Unit
-from ipu_pipe.plan.batches import Batches, batch_time
-from ipu_pipe.plan.candidates import Candidate, candidates
-from ipu_pipe.plan.placing import layouts
-from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, batches_of, predict_cut
+from ipu_pipe.hardware.description import Hardware, read_hardware
+from ipu_pipe.hardware.unit_costs import Unit
+from ipu_pipe.plan.batches import Batches, compute_batch_time
+from ipu_pipe.plan.candidates import Candidate, list_candidates
+from ipu_pipe.plan.layouts import list_layouts
+from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, make_batches, predict_cut
 from ipu_pipe.plan.search import ALIKE, NO_ROOM, search
 from ipu_pipe.schedule import clock as clocks
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.apart import apart
-from ipu_pipe.schedule.clock import Costs, Message, clock, first_updates
+from ipu_pipe.schedule.clock import Costs, Transfer, clock, time_first_updates
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.uncontended import time_uncontended
 
 PIPELINES = ["pipedream_2bw", "pipedream_flush", "gpipe"]
 
@@ -60,7 +59,7 @@ def every(given: Problem, asked: List[Candidate]) -> List[Prediction]:
     """All candidates that fit, on every layout, each played."""
     found = []
     for each in asked:
-        for layout in layouts(each.depth, each.width):
+        for layout in list_layouts(each.depth, each.width):
             costing = Costing(given, each, layout, Sums(given, each.micro_batch_size))
             starts = costing.cut()
             found += [predict_cut(costing, starts)] if starts is not None else []
@@ -72,7 +71,7 @@ def test_slow_links_hide_nothing_from_the_search(memory: float) -> None:
     """What it shows is the best of all played, and those that it does not show are counted by what they are."""
     for seed in (0, 3):
         given = problem(seed, memory)
-        asked = list(candidates(PIPELINES, 8, 8, 16))
+        asked = list(list_candidates(PIPELINES, 8, 8, 16))
         found, rates, fits = search(given, asked, 5), {}, set()
         for each in every(given, asked):
             rates[each.asked.shape] = max(each.samples_per_second, rates.get(each.asked.shape, 0.0))
@@ -91,12 +90,12 @@ def test_bounds_hold_where_messages_wait() -> None:
     met = 0
     for seed in (20, 21):
         given = problem(seed)
-        for asked in candidates(PIPELINES, 8, 8, 32, (False,)):
-            for layout in layouts(asked.depth, asked.width):
+        for asked in list_candidates(PIPELINES, 8, 8, 32, (False,)):
+            for layout in list_layouts(asked.depth, asked.width):
                 costing = Costing(given, asked, layout, Sums(given, asked.micro_batch_size))
                 starts = costing.cut()
                 assert starts is not None
-                batches, count = batches_of(costing, starts), asked.gradient_accumulation
+                batches, count = make_batches(costing, starts), asked.gradient_accumulation
                 least = costing.least_seconds(batches.costs)
                 # a batch of a pipeline that never empties may be a little shorter than those around it
                 most = batches.time(count).seconds * (1.003 if not METHODS[asked.method].flushes else 1 + 1e-9)
@@ -132,7 +131,7 @@ def test_a_gpt_on_32_devices_plays_few_passes_one_by_one(monkeypatch: pytest.Mon
     units = (embedding, *(replace(block, name=str(i)) for i in range(1, 65)), norm, head)
     hardware = read_hardware("v100x8").with_devices(32)
     given = Problem(units, 4096.0, hardware, hardware.device.usable_bytes, "float16", "adam")
-    asked = list(candidates(PIPELINES, 32, len(units), 256))
+    asked = list(list_candidates(PIPELINES, 32, len(units), 256))
     played = played_one_by_one(monkeypatch)
     found = search(given, asked, 10)
     assert len(found.best) == 10
@@ -151,18 +150,18 @@ def test_without_meetings_the_clock_is_found_slot_by_slot(name: str) -> None:
         def some(count: int, scale: float) -> Tuple[float, ...]:
             return tuple((scale * rng.random(count)).tolist())
 
-        def messages(count: int, name: str, scale: float) -> Tuple[Message, ...]:
+        def messages(count: int, name: str, scale: float) -> Tuple[Transfer, ...]:
             wires = [("wire",) if trial % 2 else (f"{name} {i}",) for i in range(count)]
-            return tuple(Message(*both, links) for both, links in zip(zip(some(count, scale), some(count, 0.5)), wires))
+            return tuple(Transfer(*both, links) for both, links in zip(zip(some(count, scale), some(count, 0.5)), wires))
 
         costs = Costs(
             some(P, 1), some(P, 2), some(P, 0.5), onward=messages(P - 1, "on", 0.2), back=messages(P - 1, "back", 0.2),
             reduce=messages(P, "sum", 1.0),
         )  # fmt: skip
-        ends, meet = apart(schedule, costs, 3)
+        ends, meet = time_uncontended(schedule, costs, 3)
         real = clock(schedule, costs).end[Kind.UPDATE][:, :3]
         assert (real == ends).all() if not meet else (real >= ends).all()
-        assert (first_updates(schedule, costs, 3) == real).all()
+        assert (time_first_updates(schedule, costs, 3) == real).all()
         met[meet] += 1
     assert min(met.values()) >= 4
 
@@ -174,15 +173,15 @@ def test_no_steady_state_is_faster_than_the_slowest_stage() -> None:
     servers = ("from 0", "to 0"), ("from 1", "to 1")
     costs = Costs(
         [15.0, 13.0, 11.0, 12.0], [30.0, 26.0, 22.0, 24.0], [0.0] * 4,
-        onward=(Message(0.0, 0.3), Message(0.65, 1.0, out), Message(0.0, 0.3)),
-        back=(Message(0.0, 0.3), Message(0.65, 1.0, back), Message(0.0, 0.3)),
-        reduce=tuple(Message(seconds, 2.0, servers[s // 2]) for s, seconds in enumerate((12.4, 15.0, 35.2, 56.7))),
+        onward=(Transfer(0.0, 0.3), Transfer(0.65, 1.0, out), Transfer(0.0, 0.3)),
+        back=(Transfer(0.0, 0.3), Transfer(0.65, 1.0, back), Transfer(0.0, 0.3)),
+        reduce=tuple(Transfer(seconds, 2.0, servers[s // 2]) for s, seconds in enumerate((12.4, 15.0, 35.2, 56.7))),
     )  # fmt: skip
     gpipe = METHODS["gpipe"]
     batches = Batches(gpipe, 4, costs)
     slopes = [batches.time(n + 4).seconds - batches.time(n).seconds for n in (4, 8)]
     assert slopes[0] == pytest.approx(slopes[1]) and slopes[0] < 4 * 45
     for count in (32, 100):
-        assert batch_time(gpipe, 4, count, costs).seconds == pytest.approx(
+        assert compute_batch_time(gpipe, 4, count, costs).seconds == pytest.approx(
             clock(make_schedule(gpipe, 4, count, count), costs).finish, rel=1e-9
         )

@@ -12,12 +12,12 @@ import pytest
 from ipu_pipe.cli import plan as command
 from ipu_pipe.config.comparing import dump_config
 from ipu_pipe.config.load import configure, load_config
-from ipu_pipe.hardware.files import read_hardware
-from ipu_pipe.hardware.units import Unit
-from ipu_pipe.plan.answer import as_json, in_words
+from ipu_pipe.hardware.description import read_hardware
+from ipu_pipe.hardware.unit_costs import Unit
+from ipu_pipe.plan.answer import convert_to_json, format_answer
 from ipu_pipe.plan.candidates import Candidate
-from ipu_pipe.plan.of_config import problem_of
-from ipu_pipe.plan.placing import layouts
+from ipu_pipe.plan.layouts import list_layouts
+from ipu_pipe.plan.of_config import make_problem
 from ipu_pipe.plan.planner import make_plan
 from ipu_pipe.plan.prediction import Costing, Problem, Sums, predict_cut
 
@@ -43,7 +43,7 @@ def test_state_leaves_the_device_and_costs_its_traffic_at_each_update() -> None:
     on_chip = problem(1e6)
     asked = Candidate("pipedream_flush", 2, 1, 1, 4, False)
     found = [
-        predict_cut(Costing(given, asked, layouts(2, 1)[0], Sums(given, 1)), [0, 2])
+        predict_cut(Costing(given, asked, list_layouts(2, 1)[0], Sums(given, 1)), [0, 2])
         for given in (on_chip, replace(on_chip, streamed=True))
     ]
     state = 2 * 1000 * 8  # of a stage
@@ -62,10 +62,10 @@ def test_it_is_planned_where_nothing_else_fits_and_said_so() -> None:
     usual = plan(problem(enough))
     assert usual.plans and not usual.problem.streamed and usual.smallest_change is None
     found = plan(problem(little))
-    assert found.plans and found.problem.streamed and KEY in str(found.smallest_change) and KEY in in_words(found)
+    assert found.plans and found.problem.streamed and KEY in str(found.smallest_change) and KEY in format_answer(found)
     assert max(memory.total for each, _ in found.plans for memory in each.memory) <= little
     assert all(
-        "optimizer state in streaming memory, whose traffic takes" in p["binding"] for p in as_json(found)["plans"]
+        "optimizer state in streaming memory, whose traffic takes" in p["binding"] for p in convert_to_json(found)["plans"]
     )
     assert not plan(problem(little, streaming_bytes=None, streaming_bandwidth=None)).plans
     assert (
@@ -84,12 +84,12 @@ def test_the_key_is_read_and_written(tmp_path: Path, capsys: Any) -> None:
     }  # fmt: skip
     file.write_text(dump_config(configure(**keys)))
     hardware = read_hardware("pod4")
-    assert not problem_of(load_config(file), UNITS, 8.0, hardware).streamed
+    assert not make_problem(load_config(file), UNITS, 8.0, hardware).streamed
     code = 0.2 * hardware.device.memory_bytes.value
     asked = [str(file), "--hardware", "pod4", "--devices", "1", "--json", "--write", str(planned)]
     command.main([*asked, "--memory", str(code + 2e6)])
     assert json.loads(capsys.readouterr().out)["smallest_change"] == f"{KEY}, as planned here"
     assert load_config(planned).ipu.tensor_locations.optimizer.on_chip is False
-    assert problem_of(load_config(planned), UNITS, 8.0, hardware).streamed
+    assert make_problem(load_config(planned), UNITS, 8.0, hardware).streamed
     command.main([*asked, "--overwrite"])
     assert load_config(planned).ipu.tensor_locations.optimizer.on_chip is None

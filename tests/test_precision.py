@@ -20,10 +20,10 @@ from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.work import Work
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.hardware.files import read_hardware
-from ipu_pipe.hardware.memory import stage_memory
-from ipu_pipe.hardware.precision import MASTERS, MIXED, row_of
-from ipu_pipe.hardware.units import Unit
+from ipu_pipe.hardware.description import read_hardware
+from ipu_pipe.hardware.memory import compute_stage_memory
+from ipu_pipe.hardware.precision import MASTERS, MIXED, resolve_precision
+from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.job.record import DTYPES
 from ipu_pipe.model.precision import Numbers
 from ipu_pipe.model.stages import partition
@@ -63,7 +63,7 @@ def data_of(count: int) -> List[Any]:
 
 
 def emulated(model: nn.Module, method: Method, accumulate: int, data: List[Any], make: Any, args: Any) -> Numbers:
-    row = row_of(MIXED, method)
+    row = resolve_precision(MIXED, method)
     numbers = Numbers(model, row, DTYPES[row], CPU, is_given=False)
     given = [(x.to(numbers.inputs), y) for x, y in data]
     part = partition(model, given[0][0])
@@ -311,15 +311,15 @@ def test_what_is_meant_is_said() -> None:
 def test_which_way_a_method_takes(method: str) -> None:
     """Autocast's copies are right where no backward reads other weights than its forward."""
     writes = method in ("pipemare", "pipelined_backprop", "spectrain")
-    assert row_of(MIXED, METHODS[method]) == (MASTERS if writes else MIXED)
-    assert row_of("bfloat16", METHODS[method]) == "bfloat16"
+    assert resolve_precision(MIXED, METHODS[method]) == (MASTERS if writes else MIXED)
+    assert resolve_precision("bfloat16", METHODS[method]) == "bfloat16"
 
 
 def test_methods_that_change_their_way_with_their_arguments() -> None:
-    assert row_of(MIXED, resolve_method("pipemare", {"stash": True})) == MIXED
-    assert row_of(MIXED, resolve_method("pipedream", {"stash": False})) == MASTERS
-    assert row_of(MIXED, resolve_method("pipelined_backprop", {"constant_delay": {"updates": 2}})) == MASTERS
-    assert row_of(MIXED, resolve_method("pipemare", {"hogwild": {"max": 3}})) == MIXED
+    assert resolve_precision(MIXED, resolve_method("pipemare", {"stash": True})) == MIXED
+    assert resolve_precision(MIXED, resolve_method("pipedream", {"stash": False})) == MASTERS
+    assert resolve_precision(MIXED, resolve_method("pipelined_backprop", {"constant_delay": {"updates": 2}})) == MASTERS
+    assert resolve_precision(MIXED, resolve_method("pipemare", {"hogwild": {"max": 3}})) == MIXED
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_a_plan_counts_each_methods_own_way() -> None:
     assert [way.precision for way in ways] == [problem.of("pipedream").precision, MASTERS] == [MIXED, MASTERS]
     assert [way.input_bytes for way in ways] == [256.0, 128.0]
     held = [
-        stage_memory(unit, 0.0, 2, 0, 3, precision=way.precision, samples=2, optimizer=way.optimizer) for way in ways
+        compute_stage_memory(unit, 0.0, 2, 0, 3, precision=way.precision, samples=2, optimizer=way.optimizer) for way in ways
     ]
     # weights and an older version; gradients; moments and master; halved activations, and autocast's copies with each
     assert [tuple(each)[:5] for each in held] == [(4000, 4000, 4000, 8000, 0), (2000, 2000, 4000, 12000, 0)]

@@ -13,14 +13,14 @@ from torch import nn
 
 from ipu_pipe.cli import reproduce
 from ipu_pipe.errors import BadInput, run_command
-from ipu_pipe.hardware.costing import count_units
-from ipu_pipe.hardware.files import read_hardware
-from ipu_pipe.hardware.units import Unit
+from ipu_pipe.hardware.description import read_hardware
+from ipu_pipe.hardware.model_units import count_units
+from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.model.flops import FlopCounterMode
-from ipu_pipe.plan.batches import batch_time
+from ipu_pipe.plan.batches import compute_batch_time
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
-from ipu_pipe.plan.candidates import Candidate, candidates
-from ipu_pipe.plan.placing import layouts
+from ipu_pipe.plan.candidates import Candidate, list_candidates
+from ipu_pipe.plan.layouts import list_layouts
 from ipu_pipe.plan.prediction import Costing, Problem, Sums, predict_cut
 from ipu_pipe.plan.search import search
 from ipu_pipe.schedule.clock import HOST
@@ -223,7 +223,7 @@ def test_a_block_takes_its_passes_its_head_and_no_gradient_of_its_input(lockstep
     units = tuple(Unit(str(i), 1.0, 3.0, 0, 4.0, 0.0) for i in range(4))
     given = Problem(units, 4.0, simple(lockstep), 1e9, "float32", "sgd", blocks(units))
     asked = Candidate("local_greedy", 2, 1, 1, 8, False)
-    found = predict_cut(Costing(given, asked, layouts(2, 1)[0], Sums(given, 1)), [0, 2])
+    found = predict_cut(Costing(given, asked, list_layouts(2, 1)[0], Sums(given, 1)), [0, 2])
     assert found.work == pytest.approx([8 + 0.6, 8 - 1.0])
     assert found.seconds == pytest.approx(8 * 8.6, rel=1e-6)
 
@@ -234,20 +234,20 @@ def test_the_search_is_exact_with_blocks(lockstep: bool, work: Any, head: float,
     """The best local configuration is found by bounds as by trying all, and its cut is the best of all cuts."""
     units = tuple(Unit(str(i), w, 3 * w, 0, 4.0, 0.0) for i, w in enumerate(work))
     given = Problem(units, 4.0, simple(lockstep), 1e9, "float32", "sgd", blocks(units, head, spared))
-    asked = list(candidates(["local_greedy", "pipedream_flush"], 4, len(units), 8, (False,)))
+    asked = list(list_candidates(["local_greedy", "pipedream_flush"], 4, len(units), 8, (False,)))
     best = search(given, asked, 3).best
     rates = []
     for each in asked:
-        for layout in layouts(each.depth, each.width):
+        for layout in list_layouts(each.depth, each.width):
             costing = Costing(given, each, layout, Sums(given, each.micro_batch_size))
             starts = costing.cut()
             assert starts is not None
             costs = costing.costs(starts)
-            seconds = batch_time(METHODS[each.method], each.depth, each.gradient_accumulation, costs).seconds
+            seconds = compute_batch_time(METHODS[each.method], each.depth, each.gradient_accumulation, costs).seconds
             assert costing.least_seconds(costs) <= seconds * (1 + 1e-9)
             rates.append(each.global_batch_size / seconds)
     assert best[0].samples_per_second == pytest.approx(max(rates))
-    costing = Costing(given, Candidate("local_greedy", 2, 2, 1, 4, False), layouts(2, 2)[0], Sums(given, 1))
+    costing = Costing(given, Candidate("local_greedy", 2, 2, 1, 4, False), list_layouts(2, 2)[0], Sums(given, 1))
     slowest = {k: max(predict_cut(costing, [0, k]).work) for k in range(1, len(units))}
     assert costing.cut() == [0, min(slowest, key=lambda k: slowest[k])]
 
@@ -264,7 +264,7 @@ def test_in_lock_step_all_wait_for_samples_from_the_host() -> None:
     for lockstep in (True, False):
         for link in (None, host):
             given = Problem(units, 4.0, simple(lockstep, link), 1e9, "float32", "sgd")
-            found[lockstep, link is host] = predict_cut(Costing(given, asked, layouts(2, 1)[0], Sums(given, 1)), [0, 1])
+            found[lockstep, link is host] = predict_cut(Costing(given, asked, list_layouts(2, 1)[0], Sums(given, 1)), [0, 1])
     assert found[True, True].seconds == pytest.approx(found[True, False].seconds + 8)
     assert found[False, True].seconds == found[False, False].seconds
-    assert found[True, True].carried[HOST] == pytest.approx(8) and HOST not in found[False, True].carried
+    assert found[True, True].link_busy[HOST] == pytest.approx(8) and HOST not in found[False, True].link_busy

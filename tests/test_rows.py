@@ -14,7 +14,7 @@ import pytest
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import SPLIT_PASSES, Action, Kind, needs
-from ipu_pipe.schedule.clock import Costs, clock, slot_costs
+from ipu_pipe.schedule.clock import Costs, clock, make_slot_costs
 from ipu_pipe.schedule.drawing import format_csv, format_text
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.rows import from_rows
@@ -170,7 +170,7 @@ def test_zero_bubble_has_the_papers_bubble_and_1f1bs_memory(P: int, M: int) -> N
     times = clock(schedule, Costs([f] * P, [b] * P, [0.5] * P, weight_gradient=[w] * P))
     assert times.finish == M * (f + b) + (P - 1) * (f + b - 2 * w) + 0.5
     assert times.start[Kind.UPDATE].tolist() == times.end[Kind.WEIGHT_GRADIENT].max(axis=1)[:, None].tolist()
-    units = clock(schedule, slot_costs(schedule))
+    units = clock(schedule, make_slot_costs(schedule))
     assert all((units.start[kind] == schedule.slots(kind, 0, M)).all() for kind in SPLIT_PASSES)
 
 

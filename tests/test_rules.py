@@ -19,9 +19,9 @@ from torch import nn
 
 from ipu_pipe.backends.replays import Views
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.delays import Draws
+from ipu_pipe.schedule.delays import DelaySampler
 from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
-from ipu_pipe.schedule.segments import segment_ends
+from ipu_pipe.schedule.recompute import find_segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
@@ -404,8 +404,8 @@ def test_recomputation_lag_is_the_papers(turn: int, accumulate: int) -> None:
         for j in range(1, length + 1):
             assert lag[position].max() == math.ceil((2 * (length - j) + turn) / accumulate)
             position += 1
-    assert segment_ends(P, segments).tolist() == [3] * 4 + [7] * 4 + [10] * 3
-    assert segment_ends(107, 0)[0] == len(np.array_split(np.arange(107), 10)[0]) - 1
+    assert find_segment_ends(P, segments).tolist() == [3] * 4 + [7] * 4 + [10] * 3
+    assert find_segment_ends(107, 0)[0] == len(np.array_split(np.arange(107), 10)[0]) - 1
 
 
 def test_drawn_delays_are_exponential_with_the_stated_mean() -> None:
@@ -423,7 +423,7 @@ def test_drawn_delays_are_exponential_with_the_stated_mean() -> None:
 def test_drawn_delays_depend_on_the_seed_and_the_microbatch_alone() -> None:
     method = resolve_method("pipemare", {"hogwild": {"max": 5, "mean": 2.0}})
     assert method.delay is not None
-    draws = [Draws(method.delay, np.array([2.0, 2.0]), seed) for seed in (1, 1, 2)]
+    draws = [DelaySampler(method.delay, np.array([2.0, 2.0]), seed) for seed in (1, 1, 2)]
     assert (draws[0](0, 700)[:, 300:640] == draws[1](300, 640)).all()
     assert (draws[0](0, 700) != draws[2](0, 700)).any()
 
@@ -471,7 +471,7 @@ def test_rules_are_refused_with_the_reason(method: str, args: Any, kind: str, op
         ("pipemare", {"hogwild": {"max": 3}, "constant_delay": {"updates": 2}}, "not together"),
         ("pipemare", {"recompute": {"segments": 2}, "stash": True}, "recompute: true"),
         ("pipemare", {"recompute": {"segments": 2}, "schedule": "1f1b"}, "dataflow"),
-        ("gpipe", {"hogwild": {"max": 3}}, "empties the pipeline"),
+        ("gpipe", {"hogwild": {"max": 3}}, "drains the pipeline"),
         ("pipedream_2bw", {"constant_delay": {"updates": 3}}, "two weight versions"),
         ("spectrain", {"stash": True}, "predicts"),
     ],

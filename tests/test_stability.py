@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipu_pipe.schedule.asynchrony import greatest_delay
+from ipu_pipe.schedule.delays import compute_greatest_delay
 from ipu_pipe.stability.bounds import bound_local_sgd, bound_rpd, bound_rpd_pl
 from ipu_pipe.stability.recurrences import (
     DelayedRead,
@@ -470,7 +470,7 @@ def test_rpd_stays_below_its_bound() -> None:
     A, centres, L = quadratic(0)
     mean, offset = A.mean(axis=0), np.einsum("bij,bj->i", A, centres) / len(A)
     least = np.linalg.solve(mean, offset)
-    blocks, delay, updates = 3, greatest_delay(3), 400
+    blocks, delay, updates = 3, compute_greatest_delay(3), 400
     size = 6 // blocks
     assert delay == 7
 
@@ -530,7 +530,7 @@ def test_bounds_have_their_parts() -> None:
     local = bound_local_sgd(0.5, 1600, 4, 4, 5, 3.0, 2.0, 5.0, 1.5)
     assert local == (2 * 3 / (0.5 * 100), 0.5 * 2 * 2.25 / 4, 4 * 0.25 * 25 * 25 * 4)
     assert math.isnan(bound_local_sgd(0.51, 1600, 4, 4, 5, 3.0, 2.0, 5.0, 1.5).total)
-    assert [greatest_delay(P) for P in (2, 3, 8, 9)] == [3, 7, 60, 76]
+    assert [compute_greatest_delay(P) for P in (2, 3, 8, 9)] == [3, 7, 60, 76]
     settled = bound_rpd_pl(0.1, 10**6, 4, 14, 3.0, 2.0, 5.0, 0.5)
     parts = bound_rpd(0.1, 10**6, 4, 14, 3.0, 2.0, 5.0)
     assert settled == pytest.approx(parts.noise + parts.staleness)
@@ -538,5 +538,5 @@ def test_bounds_have_their_parts() -> None:
 
 
 def test_the_stale_part_grows_with_the_fourth_power_of_the_stages() -> None:
-    parts = [bound_rpd(0.01, 1000, P, greatest_delay(P), 1.0, 1.0, 1.0).staleness for P in (32, 64)]
+    parts = [bound_rpd(0.01, 1000, P, compute_greatest_delay(P), 1.0, 1.0, 1.0).staleness for P in (32, 64)]
     assert parts[1] / parts[0] == pytest.approx(16, rel=0.04)

@@ -15,11 +15,11 @@ from ipu_pipe.cli import train
 from ipu_pipe.config.comparing import dump_config
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.hardware.costing import FEW, count_units
-from ipu_pipe.hardware.files import read_hardware
+from ipu_pipe.hardware.description import read_hardware
+from ipu_pipe.hardware.model_units import FEW, count_units
 from ipu_pipe.plan.blocks import count_blocks
-from ipu_pipe.plan.of_config import candidate_of, chosen_stages, own_cut, problem_of
-from ipu_pipe.plan.placing import layouts
+from ipu_pipe.plan.layouts import list_layouts
+from ipu_pipe.plan.of_config import choose_stages, make_candidate, make_problem, predict_own_cut
 from ipu_pipe.plan.prediction import Costing, Sums, predict_cut
 from ipu_pipe.report.memory import memory_table
 from ipu_pipe.run.build import build
@@ -44,7 +44,7 @@ def config(**keys: Any) -> Any:
 
 def chosen(own: Any, **keys: Any) -> List[str]:
     method = resolve_method(own.method)
-    return chosen_stages(own, method, mlp(**SMALL["args"]), F.cross_entropy, EXAMPLE, **keys)
+    return choose_stages(own, method, mlp(**SMALL["args"]), F.cross_entropy, EXAMPLE, **keys)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_the_chosen_stages_are_the_best_of_all(keys: Any) -> None:
     """Of all depths and cuts that fit, tried one by one."""
     own = config(**keys)
     units = count_units(mlp(**SMALL["args"]), EXAMPLE[0], (), F.cross_entropy, EXAMPLE[1]).units
-    problem = problem_of(own, units, 256.0, read_hardware(own.hardware))
+    problem = make_problem(own, units, 256.0, read_hardware(own.hardware))
     depths = [3] if "stages" in keys else range(1, 4 // own.replicas + 1)
     sums, slowest = Sums(problem, own.micro_batch_size), {}
     for depth in depths:
         for inner in itertools.combinations(range(1, len(units)), depth - 1):
-            for layout in layouts(depth, own.replicas):
-                found = predict_cut(Costing(problem, candidate_of(own, depth), layout, sums), [0, *inner])
+            for layout in list_layouts(depth, own.replicas):
+                found = predict_cut(Costing(problem, make_candidate(own, depth), layout, sums), [0, *inner])
                 if max(stage.total for stage in found.memory) <= problem.memory_bytes:
                     slowest[inner] = max(found.samples_per_second, slowest.get(inner, 0.0))
     names = chosen(own)
@@ -109,8 +109,8 @@ def test_local_stages_are_the_best_of_all_with_their_heads(method: str, depths: 
         for inner in itertools.combinations(range(1, len(units)), depth - 1):
             starts, ends = [0, *inner], [*inner, len(units)]
             if named:
-                problem = replace(problem_of(own, units, 256.0, read_hardware(own.hardware)), blocks=blocks)
-                costing = Costing(problem, candidate_of(own, depth), layouts(depth, 1)[0], Sums(problem, 8))
+                problem = replace(make_problem(own, units, 256.0, read_hardware(own.hardware)), blocks=blocks)
+                costing = Costing(problem, make_candidate(own, depth), list_layouts(depth, 1)[0], Sums(problem, 8))
                 found[inner] = 1 / predict_cut(costing, starts).samples_per_second
             else:
                 stages = [[blocks.first[a], *units[a + 1 : b]] if a else units[:b] for a, b in zip(starts, ends)]
@@ -122,7 +122,7 @@ def test_local_stages_are_the_best_of_all_with_their_heads(method: str, depths: 
     if named:
         job = build(own)
         assert job.part.begin_names() == names
-        assert own_cut(job).found.samples_per_second == pytest.approx(1 / best)
+        assert predict_own_cut(job).found.samples_per_second == pytest.approx(1 / best)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
     lines = said.splitlines()
     table = lines[lines.index("predicted on v100x8, nothing here is measured") + 1 :]
     assert "memory  of the usable" in table[0]
-    found = own_cut(build(load_config("configs/mlp_digits.yaml", ["hardware=v100x8"]))).found
+    found = predict_own_cut(build(load_config("configs/mlp_digits.yaml", ["hardware=v100x8"]))).found
     assert f"predicted {found.samples_per_second:.4g} samples/s" in said and "predicted to be held back by" in said
     assert [line.split()[0] for line in table[1 : len(found.starts) + 1]] == [str(s) for s in range(len(found.starts))]
     for more in ("method=local_overlapping", "precision=bfloat16", "stages={finest: 40}"):
@@ -198,7 +198,7 @@ def test_stages_inside_modules_are_predicted_too() -> None:
     }
     data = {"name": "synthetic", "shape": [3, 32, 32], "classes": 10, "subset": 64, "test_subset": 8}
     job = build(config(**keys, data=data, stages=["layer2.0.conv2", "layer3.1"]))
-    found = own_cut(job)
+    found = predict_own_cut(job)
     names = [unit.name for unit in found.problem.units]
     assert [names[start] for start in found.found.starts[1:]] == ["layer2.0.conv2", "layer3.1"]
     assert sum(unit.forward_flops for unit in found.problem.units) * 8 == sum(job.footprint.forward_flops)
@@ -229,6 +229,6 @@ def test_predicted_activations_are_those_of_the_runs_memory_report(keys: Any) ->
     """With the inputs that stages keep for their backward, though the stage before keeps them too, and what the loss keeps: to
     the byte with as many samples as units are counted with; a number or two do not grow with them."""
     job = build(config(**keys))
-    predicted = [memory.activations for memory in own_cut(job).found.memory]
+    predicted = [memory.activations for memory in predict_own_cut(job).found.memory]
     reported = [row["activation_bytes"] for row in memory_table(job)]
     assert predicted == (reported if job.config.micro_batch_size == FEW else pytest.approx(reported, rel=0.02))

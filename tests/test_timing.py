@@ -8,9 +8,9 @@ from typing import Any, List
 import pytest
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.hardware.memory import lockstep_schedule
+from ipu_pipe.hardware.memory import make_lockstep_schedule
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.clock import Costs, Message, clock, slot_costs
+from ipu_pipe.schedule.clock import Costs, Transfer, clock, make_slot_costs
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.rows import from_rows
 from ipu_pipe.schedule.table import SlotHolds
@@ -44,7 +44,7 @@ def test_unit_costs_give_the_slots(name: str) -> None:
     """Of the whole and of a window; where a slot holds both passes, the forward takes its first half."""
     for P, M, N in ((1, 5, 2), (3, 20, 3), (4, 11, 5), (6, 7, 7)):
         schedule = make_schedule(METHODS[name], P, M, N)
-        costs = slot_costs(schedule)
+        costs = make_slot_costs(schedule)
         for count in (M, N):
             times = clock(schedule, costs, count)
             for kind in (Kind.FORWARD, Kind.BACKWARD):
@@ -79,7 +79,7 @@ def alike(stages: int, **more: Any) -> Costs:
 
 def test_latency_delays_and_occupies_nothing() -> None:
     """GPipe waits for it once a stage on the way on, and once on the way back."""
-    late = [Message(0.0, 2.5, (f"wire {s}",)) for s in range(3)]
+    late = [Transfer(0.0, 2.5, (f"wire {s}",)) for s in range(3)]
     schedule = make_schedule(resolve_method("gpipe"), 4, 6, 6)
     assert clock(schedule, alike(4, onward=late, back=late)).finish == (6 + 3) * 3 + 2 * 3 * 2.5
 
@@ -88,40 +88,40 @@ def test_latency_delays_and_occupies_nothing() -> None:
 def test_a_slow_link_is_the_bottleneck(microbatches: int) -> None:
     """GPipe on two stages, 5 a message on the way on: one forward, all messages, the last forward, then the backwards."""
     schedule = make_schedule(resolve_method("gpipe"), 2, microbatches, microbatches)
-    times = clock(schedule, alike(2, onward=[Message(5.0, 0.0, ("slow",))], back=[Message()]))
+    times = clock(schedule, alike(2, onward=[Transfer(5.0, 0.0, ("slow",))], back=[Transfer()]))
     assert times.finish == 1 + 5 * microbatches + 1 + 2 * microbatches + 2
-    assert times.carried == {"slow": 5.0 * microbatches}
+    assert times.link_busy == {"slow": 5.0 * microbatches}
     blocks = make_schedule(resolve_method("local_greedy"), 2, 100, 1)
-    starts = clock(blocks, alike(2, onward=[Message(5.0, 0.0, ("slow",))])).start[Kind.FORWARD]
+    starts = clock(blocks, alike(2, onward=[Transfer(5.0, 0.0, ("slow",))])).start[Kind.FORWARD]
     assert (starts[1, 1:] - starts[1, :-1] == 5).all()
 
 
 def test_few_microbatches_in_flight_wait_for_the_way_there_and_back() -> None:
     """PipeDream on two stages has two in flight: two rounds of 1 + 2 + (1 + 2) + 2 + 2 seconds a microbatch pass at once."""
-    wire = [Message(2.0, 0.0, ("wire",))]
+    wire = [Transfer(2.0, 0.0, ("wire",))]
     times = clock(make_schedule(resolve_method("pipedream"), 2, 200, 1), alike(2, onward=wire, back=wire))
-    assert times.finish == 200 * (1 + 2 + 3 + 2 + 2) / 2 + 3 and times.carried == {"wire": 800.0}
+    assert times.finish == 200 * (1 + 2 + 3 + 2 + 2) / 2 + 3 and times.link_busy == {"wire": 800.0}
 
 
 def test_messages_that_share_a_link_follow_one_another_as_they_come() -> None:
     """Local blocks, whose two boundaries share a wire: 2 messages of 2 a microbatch, although no stage takes more than 3."""
-    one = [Message(2.0, 0.0, ("wire",))]
+    one = [Transfer(2.0, 0.0, ("wire",))]
     blocks = make_schedule(resolve_method("local_greedy"), 3, 100, 1)
-    shared, apart = alike(3, onward=one * 2), alike(3, onward=[*one, Message(2.0, 0.0, ("other",))])
-    assert clock(blocks, shared).finish > 100 * 4 and clock(blocks, shared).carried == {"wire": 400.0}
+    shared, apart = alike(3, onward=one * 2), alike(3, onward=[*one, Transfer(2.0, 0.0, ("other",))])
+    assert clock(blocks, shared).finish > 100 * 4 and clock(blocks, shared).link_busy == {"wire": 400.0}
     # the last stage begins when two forwards and their messages are over
     assert clock(blocks, apart).finish == 100 * 3 + 2 * (1 + 2)
     # first come, first carried: what stage 1 sends at 3.5 holds up what stage 0 sends at 4 until 5
-    costs = alike(3, onward=[Message(1.5, 0.0, ("wire",))] * 2)
+    costs = alike(3, onward=[Transfer(1.5, 0.0, ("wire",))] * 2)
     times = clock(make_schedule(resolve_method("local_greedy"), 3, 2, 1), costs)
     assert times.start[Kind.FORWARD].tolist() == [[0.0, 3.0], [2.5, 6.5], [5.0, 9.0]]
 
 
 def test_replicas_sum_their_gradients_before_each_update() -> None:
-    costs = Costs([1.0], [2.0], [0.5], reduce=[Message(3.0, 1.0, ("ring",))])
+    costs = Costs([1.0], [2.0], [0.5], reduce=[Transfer(3.0, 1.0, ("ring",))])
     times = clock(make_schedule(resolve_method("gpipe"), 1, 6, 2), costs)
     assert times.start[Kind.UPDATE].tolist() == [[10.0, 20.5, 31.0]] and times.finish == 31.5
-    assert times.carried == {"ring": 9.0}
+    assert times.link_busy == {"ring": 9.0}
 
 
 def test_an_all_reduce_waits_for_the_activations_on_its_link() -> None:
@@ -131,8 +131,8 @@ def test_an_all_reduce_waits_for_the_activations_on_its_link() -> None:
         [1.0, 1.0],
         [1.0, 1.0],
         [0.0, 0.0],
-        onward=[Message(4.0, 0.0, wire)],
-        reduce=[Message(2.0, 0.0, wire), Message()],
+        onward=[Transfer(4.0, 0.0, wire)],
+        reduce=[Transfer(2.0, 0.0, wire), Transfer()],
     )
     times = clock(make_schedule(resolve_method("local_greedy"), 2, 1, 1), costs)
     assert times.start[Kind.UPDATE].tolist() == [[7.0], [7.0]]
@@ -143,7 +143,7 @@ def test_an_all_reduce_waits_for_the_activations_on_its_link() -> None:
 
 def summed(method: str, costs: Costs, stages: int, microbatches: int, accumulate: int) -> float:
     """Of PopTorch's timeline, cycle by cycle: what the slowest stage does in it; updates when the pipeline is empty."""
-    schedule = lockstep_schedule(resolve_method(method), stages, microbatches, accumulate)
+    schedule = make_lockstep_schedule(resolve_method(method), stages, microbatches, accumulate)
     grids = schedule.spell_out(0, schedule.slot_count)
     total = 0.0
     for slot in range(schedule.slot_count):
@@ -161,37 +161,37 @@ def test_lock_step_is_the_sum_over_cycles_of_the_slowest_stage(P: int, M: int, N
     costs = Costs([1.0, 3.0, 2.0, 1.5][:P], [2.0, 4.0, 7.0, 1.0][:P], [0.5, 0.25, 0.75, 1.0][:P], lockstep=True)
     for method in ("gpipe", "pipedream_flush", "naive"):
         batch = 1 if method == "naive" else N
-        schedule = lockstep_schedule(resolve_method(method), P, M, batch)
+        schedule = make_lockstep_schedule(resolve_method(method), P, M, batch)
         assert clock(schedule, costs).finish == pytest.approx(summed(method, costs, P, M, batch))
     equal = alike(P, lockstep=True)
-    schedule = lockstep_schedule(resolve_method("gpipe"), P, M, N)
+    schedule = make_lockstep_schedule(resolve_method("gpipe"), P, M, N)
     assert clock(schedule, equal).finish == M // N * (N + P - 1) * 3.0
 
 
 def test_blocks_in_lock_step_take_the_slowest_block_a_microbatch_and_update_within_it() -> None:
     costs = Costs([1.0, 2.0], [2.0, 3.0], [0.5, 0.25], lockstep=True)
-    times = clock(lockstep_schedule(resolve_method("local_greedy"), 2, 10, 1), costs)
+    times = clock(make_lockstep_schedule(resolve_method("local_greedy"), 2, 10, 1), costs)
     assert times.finish == 3.5 + 9 * 5.25 + 5 + 0.5  # the last update, before the end, is made by both together
 
 
 def test_all_messages_of_a_cycle_go_together_when_its_passes_are_done() -> None:
     """On links of their own the longest counts, on one they add up; the next cycle begins when all are there."""
-    schedule = lockstep_schedule(
+    schedule = make_lockstep_schedule(
         resolve_method("gpipe"), 2, 3, 3
     )  # F | FF.. : onward in cycles 0 to 2, back in cycles 1 to 3
-    own = alike(2, onward=[Message(1.0, 0.5, ("a",))], back=[Message(2.0, 0.0, ("b",))], lockstep=True)
+    own = alike(2, onward=[Transfer(1.0, 0.5, ("a",))], back=[Transfer(2.0, 0.0, ("b",))], lockstep=True)
     plain = clock(schedule, alike(2, lockstep=True)).finish
     assert clock(schedule, own).finish == plain + 1.5 + 2 * 2.5 + 2
-    one = replace(own, back=[Message(2.0, 0.0, ("a",))])
+    one = replace(own, back=[Transfer(2.0, 0.0, ("a",))])
     assert clock(schedule, one).finish == plain + 1.5 + 2 * 3.5 + 2
-    summing = replace(own, reduce=[Message(4.0, 1.0, ("a",)), Message(3.0, 0.0, ("b",))])
+    summing = replace(own, reduce=[Transfer(4.0, 1.0, ("a",)), Transfer(3.0, 0.0, ("b",))])
     assert clock(schedule, summing).finish == clock(schedule, own).finish + 5
 
 
 def test_lock_step_with_unit_costs_gives_the_slots_of_schedules_that_do_one_pass_a_slot() -> None:
     for name in ("naive", "gpipe", "pipedream_flush", "pipedream", "pipedream_2bw"):
         schedule = make_schedule(METHODS[name], 4, 12, 6)
-        times = clock(schedule, replace(slot_costs(schedule), slot=0.0, lockstep=True))
+        times = clock(schedule, replace(make_slot_costs(schedule), slot=0.0, lockstep=True))
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             assert (times.start[kind] == schedule.slots(kind, 0, 12)).all()
 
@@ -200,7 +200,7 @@ def test_lock_step_with_unit_costs_gives_the_slots_of_schedules_that_do_one_pass
 def test_equal_stages_in_lock_step_gain_the_balanced_bound_by_local_blocks(P: int, N: int, bound: float) -> None:
     """Laskin et al. 2020, Table 1, if all stages were alike: (N + P - 1)/N over a pipeline that is flushed."""
     flushed, local = (
-        clock(lockstep_schedule(resolve_method(name), P, 10 * N, accumulate), alike(P, lockstep=True))
+        clock(make_lockstep_schedule(resolve_method(name), P, 10 * N, accumulate), alike(P, lockstep=True))
         for name, accumulate in (("gpipe", N), ("local_chunked", 1))
     )
     steady = local.end[Kind.BACKWARD][-1, -1] - local.end[Kind.BACKWARD][-1, 0]
@@ -212,4 +212,4 @@ def test_costs_without_a_figure_for_every_stage_are_refused(key: str) -> None:
     """A damaged trace that lacked a stage's messages ended `analyze` in a traceback."""
     whole = Costs([1.0] * 3, [2.0] * 3, [0.0] * 3)
     with pytest.raises(BadInput, match=f"^costs: {key}: 1 "):
-        replace(whole, **{key: [Message()] if key in ("onward", "back", "reduce") else [1.0]})
+        replace(whole, **{key: [Transfer()] if key in ("onward", "back", "reduce") else [1.0]})

@@ -13,7 +13,7 @@ import pytest
 
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.clock import Times, clock, slot_costs
+from ipu_pipe.schedule.clock import Times, clock, make_slot_costs
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
@@ -38,7 +38,7 @@ def modelled(**changes: Any) -> Tuple[List[Event], List[Counter]]:
         schedule.slots(Kind.BACKWARD, 0, 4) == BACKWARD
     ).all()
     given: Dict[str, Any] = {
-        "times": clock(schedule, slot_costs(schedule)),
+        "times": clock(schedule, make_slot_costs(schedule)),
         "versions": (VERSIONS, VERSIONS + 10),
         "accumulate": 2,
         "unit_ns": 1000.0,
@@ -102,7 +102,7 @@ def test_both_passes_share_a_slot_of_a_dataflow_schedule() -> None:
     assert (schedule.slots(Kind.FORWARD, 0, 2) == slots).all()
     assert (schedule.slots(Kind.BACKWARD, 0, 2) == slots[::-1] + [[1], [1]]).all()
     events, _ = modelled(
-        times=clock(schedule, slot_costs(schedule)), versions=(slots, slots),
+        times=clock(schedule, make_slot_costs(schedule)), versions=(slots, slots),
         accumulate=1, unit_ns=9.0, device_of_stage=[0, 1], boundary_bytes=None,
     )  # fmt: skip
     of = {(e.stage, e.kind, e.microbatch): (e.start_ns, e.end_ns) for e in events}
@@ -141,7 +141,7 @@ def of_method(name: str, args: Dict[str, Any], microbatches: int = 12) -> Tuple[
     schedule = make_schedule(method, 4, microbatches, accumulate)
     table = VersionTable(schedule, method)
     return of_work(*modelled_events(
-        clock(schedule, slot_costs(schedule)), (table.forward(0, microbatches), table.backward(0, microbatches)),
+        clock(schedule, make_slot_costs(schedule)), (table.forward(0, microbatches), table.backward(0, microbatches)),
         accumulate=accumulate, unit_ns=999.0, device_of_stage=[0, 1, 2, 3],
     ))  # fmt: skip
 

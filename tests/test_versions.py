@@ -12,12 +12,11 @@ from slot_simulation import Simulated, simulate
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.copies import weight_copies
-from ipu_pipe.schedule.history import global_history_delay, history_delays, middle
+from ipu_pipe.schedule.global_history import count_history_delays, find_steady_range, summarize_history_delays
 from ipu_pipe.schedule.methods import METHODS, Method, Reads, resolve_method
 from ipu_pipe.schedule.rows import from_rows
 from ipu_pipe.schedule.timelines import make_schedule
-from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
 
 # Every preset, and the other schedules and reads that can be asked for.
 VARIANTS: Dict[str, Method] = {
@@ -75,7 +74,7 @@ def test_versions_and_copies_are_those_of_the_rules_played_out(name: str) -> Non
         assert versions.forward(0, M).tolist() == forward, (P, M, N)
         assert versions.backward(0, M).tolist() == backward, (P, M, N)
         copies = [literal_copies(ran, forward[s], backward[s], s, M) for s in range(P)]
-        assert weight_copies(versions).tolist() == copies, (P, M, N)
+        assert count_weight_copies(versions).tolist() == copies, (P, M, N)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -162,13 +161,13 @@ def test_one_stage_is_plain_training() -> None:
 def test_copies_closed_forms(P: int, N: int) -> None:
     """ceil(lag in microbatches / N) + 1 versions with stashing, newest included; 2 for 2BW; 1 without."""
     M, s = 8 * (P + N), np.arange(P)
-    assert weight_copies(table(VARIANTS["pb stashing"], P, M, N)).tolist() == (-(-2 * (P - 1 - s) // N) + 1).tolist()
-    dataflow = weight_copies(table(VARIANTS["pipedream dataflow"], P, M, N))
+    assert count_weight_copies(table(VARIANTS["pb stashing"], P, M, N)).tolist() == (-(-2 * (P - 1 - s) // N) + 1).tolist()
+    dataflow = count_weight_copies(table(VARIANTS["pipedream dataflow"], P, M, N))
     assert dataflow.tolist() == (-(-(2 * (P - 1 - s) + 1) // N) + 1).tolist()
-    assert weight_copies(table(METHODS["pipedream_2bw"], P, 8 * max(N, P), max(N, P))).tolist() == [2] * P
+    assert count_weight_copies(table(METHODS["pipedream_2bw"], P, 8 * max(N, P), max(N, P))).tolist() == [2] * P
     for name in ("naive", "gpipe", "pipedream_flush", "pipemare", "pipelined_backprop"):
-        assert weight_copies(table(METHODS[name], P, M, N)).tolist() == [1] * P
-    pipedream = weight_copies(table(METHODS["pipedream"], P, M, 1))
+        assert count_weight_copies(table(METHODS[name], P, M, N)).tolist() == [1] * P
+    pipedream = count_weight_copies(table(METHODS["pipedream"], P, M, 1))
     assert (pipedream >= P - s).all() and pipedream[0] == P and pipedream[-1] == 1  # more only in the start-up
 
 
@@ -177,18 +176,18 @@ def test_copies_after_a_drain() -> None:
     schedule = make_schedule(METHODS["pipedream_2bw"], 2, 20, 4, drains=[4, 16])
     versions = VersionTable(schedule, METHODS["pipedream_2bw"])
     assert versions.forward(0, 20)[:, ::4].tolist() == [[0, 1, 1, 2, 4]] * 2
-    assert weight_copies(versions).tolist() == [2, 2]
+    assert count_weight_copies(versions).tolist() == [2, 2]
     single = make_schedule(METHODS["pipedream_2bw"], 2, 8, 4, drains=[4])
-    assert weight_copies(VersionTable(single, METHODS["pipedream_2bw"])).tolist() == [1, 1]
+    assert count_weight_copies(VersionTable(single, METHODS["pipedream_2bw"])).tolist() == [1, 1]
     longer = make_schedule(VARIANTS["pb stashing"], 3, 21, 1, drains=[1, 3, 20])
-    assert weight_copies(VersionTable(longer, VARIANTS["pb stashing"])).tolist() == [5, 3, 1]
+    assert count_weight_copies(VersionTable(longer, VARIANTS["pb stashing"])).tolist() == [5, 3, 1]
 
 
 # --- global history
 
 
 def test_global_history_delay_of_the_randomized_pipedream_paper() -> None:
-    assert global_history_delay(table(METHODS["pipedream"], 8, 400, 1)) == (60, 31.5)
+    assert summarize_history_delays(table(METHODS["pipedream"], 8, 400, 1)) == (60, 31.5)
 
 
 @pytest.mark.parametrize("P", range(2, 17))
@@ -196,10 +195,10 @@ def test_global_history_closed_forms(P: int) -> None:
     """tau(a, r) exactly, its worst, least and mean over all pairs (randomized PipeDream, section 4)."""
     M = 12 * P
     versions = table(METHODS["pipedream"], P, M, 1)
-    delays = history_delays(versions, M // 4, 3 * M // 4)
+    delays = count_history_delays(versions, M // 4, 3 * M // 4)
     exact = np.array([[_tau(P, a, r) for r in range(P)] for a in range(P)])
     assert (delays.written[:, None, :] - delays.read[None, :, :] == exact[:, :, None]).all()
-    greatest, mean = global_history_delay(versions)
+    greatest, mean = summarize_history_delays(versions)
     assert greatest == exact.max() == (P * P - P // 2 if P % 2 == 0 else P * P - (P + 1) // 2)
     assert mean == exact.mean() == (P * P - 1) / 2
     assert exact.min() == (P - 1) // 2
@@ -220,7 +219,7 @@ def test_global_history_counted_entry_by_entry(name: str) -> None:
         entries = sorted((slot, s, k) for s in range(P) for slot, k in ran.updates[s])
         forward, _ = literal_versions(method, ran, P, M, N)
         versions = table(method, P, M, N)
-        first, last = middle(versions)
+        first, last = find_steady_range(versions)
         delays = []
         for m in range(first, last):
             for a in range(P):
@@ -230,19 +229,19 @@ def test_global_history_counted_entry_by_entry(name: str) -> None:
                     while sum(s == r for _, s, _ in entries[:seen]) > forward[r][m]:
                         seen -= 1  # back to the latest iterate that holds the version read
                     delays.append(written - seen)
-        greatest, mean = global_history_delay(versions)
+        greatest, mean = summarize_history_delays(versions)
         assert (greatest, mean) == (max(delays), pytest.approx(sum(delays) / len(delays), rel=1e-12)), (P, M, N)
 
 
 def test_the_middle_leaves_out_the_outer_quarters_in_whole_batches() -> None:
-    assert middle(table(METHODS["pipedream"], 2, 400, 1)) == (100, 300)
-    assert middle(table(METHODS["pipemare"], 2, 100, 8)) == (32, 72)
-    assert middle(table(METHODS["pipemare"], 2, 10, 8)) == (3, 8)  # no whole batch remains
+    assert find_steady_range(table(METHODS["pipedream"], 2, 400, 1)) == (100, 300)
+    assert find_steady_range(table(METHODS["pipemare"], 2, 100, 8)) == (32, 72)
+    assert find_steady_range(table(METHODS["pipemare"], 2, 10, 8)) == (3, 8)  # no whole batch remains
 
 
 def test_global_history_is_undefined_for_methods_that_flush() -> None:
     for name in ("naive", "gpipe", "pipedream_flush", "local_greedy"):
-        assert global_history_delay(table(METHODS[name], 4, 16, 4)) == (None, None)
+        assert summarize_history_delays(table(METHODS[name], 4, 16, 4)) == (None, None)
 
 
 # --- what cannot be replayed

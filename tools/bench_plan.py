@@ -88,12 +88,12 @@ def main() -> None:
 def _predicted(problem: Any, method: str, cut: str, size: int) -> float:
     """Samples a second."""
     from ipu_pipe.plan.candidates import Candidate
-    from ipu_pipe.plan.placing import layouts
+    from ipu_pipe.plan.layouts import list_layouts
     from ipu_pipe.plan.prediction import Costing, Sums, predict_cut
 
     names = [unit.name for unit in problem.units]
     asked = Candidate(method, 2, 1, size, 8, False)
-    costing = Costing(problem, asked, layouts(2, 1)[0], Sums(problem, size))
+    costing = Costing(problem, asked, list_layouts(2, 1)[0], Sums(problem, size))
     return predict_cut(costing, [0, names.index(cut)]).samples_per_second
 
 
@@ -102,8 +102,8 @@ def _profile(config: Path) -> Any:
     import torch
 
     from ipu_pipe.config.load import load_config
-    from ipu_pipe.hardware.costing import count_units, measure_units
-    from ipu_pipe.hardware.files import read_hardware
+    from ipu_pipe.hardware.description import read_hardware
+    from ipu_pipe.hardware.model_units import count_units, measure_units
     from ipu_pipe.plan.prediction import Problem
     from ipu_pipe.run.build import set_up
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ipu_pipe.backends.replays import ReplayWindow
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.asynchrony import History
+from ipu_pipe.schedule.delays import History
 from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.versions import VersionTable

@@ -12,14 +12,14 @@ from ipu_pipe.errors import BadInput, Parser
 
 def parser() -> Parser:
     """The command line."""
-    from ipu_pipe.hardware.files import this_file
+    from ipu_pipe.hardware.description import find_this_file
 
     p = Parser(
         prog="tools/measure_hardware.py",
         description="Measure what a process computes, copies and sends in a second on this machine, and write it as a hardware\n"
         "description, which --hardware this (without --out) or --hardware FILE then reads. Best on a machine that is idle.",
     )
-    p.add_argument("--out", type=Path, metavar="FILE", help=f"where it is written (default: {this_file()})")
+    p.add_argument("--out", type=Path, metavar="FILE", help=f"where it is written (default: {find_this_file()})")
     p.add_argument(
         "--threads",
         type=whole(1, MOST_THREADS),
@@ -43,10 +43,10 @@ def parser() -> Parser:
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
     from ipu_pipe.config.yaml_files import dump_yaml as as_yaml
-    from ipu_pipe.hardware.files import read_hardware, this_file
+    from ipu_pipe.hardware.description import find_this_file, read_hardware
 
     args = parser().parse_args(arguments)
-    out: Path = args.out or this_file()
+    out: Path = args.out or find_this_file()
     faults = []
     if not 0 < args.seconds <= 60:
         faults.append(f"--seconds: {args.seconds}: must be a number > 0 and <= 60")

@@ -91,8 +91,8 @@ def _run(args: argparse.Namespace) -> None:
     from ipu_pipe.config.load import load_config
     from ipu_pipe.files import write
     from ipu_pipe.plan import answer
+    from ipu_pipe.plan.answer import make_planned_config
     from ipu_pipe.plan.planner import make_plan
-    from ipu_pipe.plan.writing import planned_config
 
     config = load_config(args.config, args.set)
     hardware = _hardware(config, args)
@@ -101,9 +101,9 @@ def _run(args: argparse.Namespace) -> None:
     batch = args.batch or config.micro_batch_size * config.gradient_accumulation * config.replicas
     found = make_plan(problem, methods, problem.hardware.devices, batch, args.top)
     if args.json:
-        print(json.dumps(answer.as_json(found), indent=1))
+        print(json.dumps(answer.convert_to_json(found), indent=1))
     else:
-        printing(args.quiet)(f"{answer.in_words(found)}\n\nthe model: {how}")
+        printing(args.quiet)(f"{answer.format_answer(found)}\n\nthe model: {how}")
     if not found.plans:
         raise BadInput(
             f"no configuration fits {problem.hardware.name}: {found.smallest_change or 'the batch is too small'}"
@@ -111,7 +111,7 @@ def _run(args: argparse.Namespace) -> None:
     if args.write is not None:
         named = args.hardware if args.hardware is not None else config.hardware
         args.write.parent.mkdir(parents=True, exist_ok=True)
-        write(args.write, planned_config(config, found.problem, found.plans[0][0], named))
+        write(args.write, make_planned_config(config, found.problem, found.plans[0][0], named))
         saying(args.quiet)(
             f"written: {args.write}: {_how_to_train(config, args.write, found.plans[0][0].asked.devices)}"
         )
@@ -129,7 +129,7 @@ def _how_to_train(config: Any, path: Path, devices: int) -> str:
 
 
 def _hardware(config: Any, args: argparse.Namespace) -> Any:
-    from ipu_pipe.hardware.files import read_hardware
+    from ipu_pipe.hardware.description import read_hardware
 
     if args.hardware is None and config.hardware is None:
         raise BadInput("--hardware: missing, and the config names none: must be a name of configs/hardware/ or a file")
@@ -140,7 +140,7 @@ def _hardware(config: Any, args: argparse.Namespace) -> Any:
 def _problem(config: Any, args: argparse.Namespace, hardware: Any, methods: Sequence[str]) -> Tuple[Any, str]:
     """What is to be planned, and how the model's figures were come by."""
     from ipu_pipe.hardware.precision import PRECISIONS
-    from ipu_pipe.plan.of_config import problem_of
+    from ipu_pipe.plan.of_config import make_problem
     from ipu_pipe.run.units import units_of
     from ipu_pipe.schedule.methods import METHODS
 
@@ -150,7 +150,7 @@ def _problem(config: Any, args: argparse.Namespace, hardware: Any, methods: Sequ
     usable = None if args.memory is None else args.memory * hardware.device.usable_share.value
     of_blocks = any(METHODS[name].structure is not None for name in methods)
     costed, entering, blocks = units_of(config, args.measure, of_blocks)
-    given = problem_of(config, costed.units, entering, hardware, memory=usable, precision=precision)
+    given = make_problem(config, costed.units, entering, hardware, memory=usable, precision=precision)
     return replace(given, blocks=blocks), costed.how
 
 

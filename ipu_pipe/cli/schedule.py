@@ -15,13 +15,12 @@ from typing import Any, Callable, List, Optional, Sequence, TextIO, Tuple
 from ipu_pipe.config.values import MOST_STAGES
 from ipu_pipe.errors import BadInput, Parser
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.copies import weight_copies
 from ipu_pipe.schedule.drawing import format_csv, format_text
-from ipu_pipe.schedule.history import global_history_delay
+from ipu_pipe.schedule.global_history import summarize_history_delays
 from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
 from ipu_pipe.schedule.table import Schedule
-from ipu_pipe.schedule.timelines import make_schedule, utilization
-from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.schedule.timelines import compute_utilization, make_schedule
+from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
 from ipu_pipe.text import show
 
 # What a terminal can still show; JSON and CSV spell out everything.
@@ -120,13 +119,13 @@ def _write_text(schedule: Schedule, method: Method, args: argparse.Namespace, ou
     out.write(format_text(schedule, first, last, SHOWN_STAGES))
     out.write("F forward, B backward, * the stage's weights are updated, . idle\n\n")
     out.write(_stage_table(schedule, table))
-    greatest, mean = global_history_delay(table)
+    greatest, mean = summarize_history_delays(table)
     delay = (
         "none, no pass reads old weights" if greatest is None else f"at most {greatest}, mean {mean:.10g} block updates"
     )
     out.write(
         f"\nslots: {schedule.slot_count}\n"
-        f"utilization: {utilization(method, schedule.stages, schedule.accumulate):.4g} in the steady state,"
+        f"utilization: {compute_utilization(method, schedule.stages, schedule.accumulate):.4g} in the steady state,"
         f" {schedule.busy_share():.4g} over this run\n"
         f"global-history delay: {delay}\n"
     )
@@ -135,7 +134,7 @@ def _write_text(schedule: Schedule, method: Method, args: argparse.Namespace, ou
 def _stage_table(schedule: Schedule, table: VersionTable) -> str:
     columns: List[Tuple[str, List[int]]] = [
         ("in flight", schedule.max_in_flight().tolist()),
-        ("weight copies", weight_copies(table).tolist()),
+        ("weight copies", count_weight_copies(table).tolist()),
         ("forward lag", table.greatest_lag().tolist()),
         ("backward lag", table.greatest_backward_lag().tolist()),
     ]
@@ -158,7 +157,7 @@ def _write_csv(schedule: Schedule, method: Method, args: argparse.Namespace, out
 def _write_json(schedule: Schedule, method: Method, args: argparse.Namespace, out: TextIO) -> None:
     """One stage's row at a time, so that a large schedule's text is never held whole."""
     table = VersionTable(schedule, method)
-    greatest, mean = global_history_delay(table)
+    greatest, mean = summarize_history_delays(table)
     M = schedule.microbatches
 
     def versions(read: Callable[[int, int, slice], Any]) -> Callable[[int], List[int]]:
@@ -175,12 +174,12 @@ def _write_json(schedule: Schedule, method: Method, args: argparse.Namespace, ou
         "accumulate": schedule.accumulate,
         "slots": schedule.slot_count,
         "rows": schedule.cells,
-        "utilization": utilization(method, schedule.stages, schedule.accumulate),
+        "utilization": compute_utilization(method, schedule.stages, schedule.accumulate),
         "forward_version": versions(table.forward),
         "backward_version": versions(table.backward),
         "updates": updates,
         "max_in_flight": schedule.max_in_flight().tolist(),
-        "weight_copies": weight_copies(table).tolist(),
+        "weight_copies": count_weight_copies(table).tolist(),
         "max_delay": greatest,
         "mean_delay": mean,
     }

@@ -1,22 +1,27 @@
 """Hardware as data: a device, the links between devices level by level, the host. Every figure says where it comes from.
 
-A description is a YAML file (`ipu_pipe.hardware.files`), so that an accelerator enters by a file alone. A figure is a number,
+A description is a YAML file (`read_hardware`), so that an accelerator enters by a file alone. A figure is a number,
 or {value, source, confirmed}; a number alone is one whose source nobody stated. Bytes, seconds, FLOPs and bytes a second
 throughout; a bandwidth is that of one direction.
 """
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+import socket
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
-from pydantic import AfterValidator, StrictBool, model_validator
+from pydantic import AfterValidator, StrictBool, ValidationError, model_validator
 from typing_extensions import Annotated, Literal
 
 from ipu_pipe.config import values
+from ipu_pipe.config.faults import format_faults
 from ipu_pipe.config.values import MOST_SECONDS, Count, Section, key_fault, real_number
+from ipu_pipe.config.yaml_files import Origins, note_origin, read_with_origins
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.precision import PRECISIONS
-from ipu_pipe.text import escape, show
+from ipu_pipe.shipped import find_configs
+from ipu_pipe.text import escape, find_nearest, show
 
 NOT_STATED = "not stated"
 # Times are quotients of these figures and sums of many such: what is smaller would make them infinite.
@@ -26,7 +31,7 @@ LEAST_SIZE, LEAST_SHARE = 1.0, 1e-6
 Text = Annotated[str, AfterValidator(escape)]
 
 
-class Figure(Section):
+class SourcedFigure(Section):
     """A number of a description. `confirmed`: a primary source (datasheet, paper, measurement) states it; else it is an estimate,
     and shown as one."""
 
@@ -37,34 +42,34 @@ class Figure(Section):
     @model_validator(mode="before")
     @classmethod
     def _of_a_number(cls, value: Any) -> Any:
-        return value if isinstance(value, (Mapping, Figure)) else {"value": value}
+        return value if isinstance(value, (Mapping, SourcedFigure)) else {"value": value}
 
     @model_validator(mode="after")
-    def _has_a_source(self) -> "Figure":
+    def _has_a_source(self) -> "SourcedFigure":
         if self.confirmed and self.source == NOT_STATED:
             raise key_fault("confirmed", "true", "says that a primary source states the figure: needs source")
         return self
 
 
-class Positive(Figure):
+class SizeFigure(SourcedFigure):
     """Of a size or rate."""
 
     value: Annotated[float, real_number(f">= {LEAST_SIZE:g}", lambda value: value >= LEAST_SIZE)]
 
 
-class NotNegative(Figure):
+class LatencyFigure(SourcedFigure):
     """Of a latency."""
 
     value: Annotated[float, real_number(">= 0", lambda value: value >= 0, MOST_SECONDS, "no message takes so long")]
 
 
-class Fraction(Figure):
+class ShareFigure(SourcedFigure):
     """A share of all or less."""
 
     value: Annotated[float, real_number(f">= {LEAST_SHARE:g} and <= 1", lambda value: LEAST_SHARE <= value <= 1)]
 
 
-class Share(Figure):
+class PartFigure(SourcedFigure):
     """A share of less than all."""
 
     value: values.Share
@@ -73,8 +78,8 @@ class Share(Figure):
 class Rate(Section):
     """FLOPs a second in one arithmetic: the peak, and the share of it that training reaches."""
 
-    peak_flops: Positive
-    achievable_share: Fraction
+    peak_flops: SizeFigure
+    achievable_share: ShareFigure
 
 
 class Device(Section):
@@ -82,14 +87,14 @@ class Device(Section):
     exchange, on devices that hold their program in it. `bandwidth_share` of `memory_bandwidth` is reached (null: all).
     `streaming_bytes`: more memory, behind `streaming_bandwidth`."""
 
-    memory_bytes: Positive
-    usable_share: Fraction
-    code_share: Optional[Share] = None
-    memory_bandwidth: Positive
-    bandwidth_share: Optional[Fraction] = None
+    memory_bytes: SizeFigure
+    usable_share: ShareFigure
+    code_share: Optional[PartFigure] = None
+    memory_bandwidth: SizeFigure
+    bandwidth_share: Optional[ShareFigure] = None
     rates: Dict[Literal["float64", "float32", "bfloat16", "float16"], Rate]
-    streaming_bytes: Optional[Positive] = None
-    streaming_bandwidth: Optional[Positive] = None
+    streaming_bytes: Optional[SizeFigure] = None
+    streaming_bandwidth: Optional[SizeFigure] = None
 
     @property
     def usable_bytes(self) -> float:
@@ -117,15 +122,15 @@ class Device(Section):
         return self
 
 
-class Link(Section):
+class LinkSpeed(Section):
     """`bandwidth` of each direction, which `shared_by` neighbouring devices have together, and `latency` of a message."""
 
-    bandwidth: Positive
-    latency: NotNegative
+    bandwidth: SizeFigure
+    latency: LatencyFigure
     shared_by: Count = 1
 
 
-class Level(Link):
+class LinkLevel(LinkSpeed):
     """Links among the devices of a group of `holds` (null: all there are), such as a server, that no smaller group holds."""
 
     name: Text
@@ -141,8 +146,8 @@ class Hardware(Section):
     devices: Count
     lockstep: StrictBool = False
     device: Device
-    links: Tuple[Level, ...] = ()
-    host: Optional[Link] = None
+    links: Tuple[LinkLevel, ...] = ()
+    host: Optional[LinkSpeed] = None
 
     @model_validator(mode="after")
     def _nests(self) -> "Hardware":
@@ -188,7 +193,7 @@ class Hardware(Section):
             )
         return found.peak_flops.value * found.achievable_share.value
 
-    def figures(self) -> List[Tuple[str, Figure]]:
+    def figures(self) -> List[Tuple[str, SourcedFigure]]:
         """Every figure with its key, as in the file."""
         return list(_figures("", self))
 
@@ -200,8 +205,8 @@ class Hardware(Section):
         ]
 
 
-def _figures(key: str, value: Any) -> Iterator[Tuple[str, Figure]]:
-    if isinstance(value, Figure):
+def _figures(key: str, value: Any) -> Iterator[Tuple[str, SourcedFigure]]:
+    if isinstance(value, SourcedFigure):
         yield key, value
         return
     if isinstance(value, Section):
@@ -214,3 +219,54 @@ def _figures(key: str, value: Any) -> Iterator[Tuple[str, Figure]]:
         return
     for name, part in parts:
         yield from _figures(f"{key}.{name}" if key else str(name), part)
+
+
+HARDWARE_FOLDER = find_configs() / "hardware"
+THIS = "this"
+COMMAND = "python tools/measure_hardware.py"
+
+
+def list_hardware() -> List[str]:
+    """What can be asked for by name."""
+    return [*sorted(path.stem for path in HARDWARE_FOLDER.glob("*.yaml")), THIS]
+
+
+def find_this_file() -> Path:
+    """Where the measured description of this machine is: by its name, since homes are shared by machines."""
+    return Path.home() / ".cache" / "ipu_pipe" / "hardware" / f"{socket.gethostname()}.yaml"
+
+
+def read_hardware(asked: Union[str, Mapping[str, Any]], key: str = "--hardware") -> Hardware:
+    """The description that is `asked` for by name or file, or given as a mapping of a file's keys. `key` says in faults who asks.
+    Raises BadInput with every fault found."""
+    if not isinstance(asked, str):
+        origins: Origins = {}
+        note_origin(dict(asked), "", key, origins)
+        return _checked({"name": "given", **asked}, origins, key)
+    path = _file(asked, key)
+    origins = {}
+    raw = read_with_origins(path, origins)
+    return _checked({"name": THIS if asked == THIS else path.stem, **raw}, origins, str(path))
+
+
+def _file(asked: str, key: str) -> Path:
+    if asked == THIS:
+        path = find_this_file()
+        if not path.is_file():
+            raise BadInput(f"{key}: this: this machine is not measured yet: {COMMAND} writes {path}")
+        return path
+    if asked in list_hardware():
+        return HARDWARE_FOLDER / f"{asked}.yaml"
+    path = Path(asked)
+    if path.suffix not in (".yaml", ".yml"):
+        near = find_nearest(asked, list_hardware())
+        hint = f"; did you mean {near}?" if near else ""
+        raise BadInput(f"{key}: {show(asked)}: must be one of {', '.join(list_hardware())} or a YAML file{hint}")
+    return path
+
+
+def _checked(raw: Dict[str, Any], origins: Origins, place: str) -> Hardware:
+    try:
+        return Hardware.model_validate(raw)
+    except ValidationError as error:
+        raise BadInput(format_faults(error.errors(), origins, place, Hardware, {})) from None

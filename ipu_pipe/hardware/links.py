@@ -9,13 +9,13 @@ from collections import Counter
 from typing import List, Optional, Sequence, Tuple
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.hardware.description import Hardware, Level, Link
-from ipu_pipe.schedule.clock import Message
+from ipu_pipe.hardware.description import Hardware, LinkLevel, LinkSpeed
+from ipu_pipe.schedule.clock import Transfer
 
 Flow = Tuple[int, int]  # from a device to another
 
 
-def level_spanning(hardware: Hardware, devices: Sequence[int]) -> Optional[Level]:
+def find_level(hardware: Hardware, devices: Sequence[int]) -> Optional[LinkLevel]:
     """The smallest level that joins all `devices`; None where they are one. Raises BadInput where none does."""
     if len(set(devices)) == 1:
         return None
@@ -30,7 +30,7 @@ def count_sharing(hardware: Hardware, flows: Sequence[Flow]) -> List[int]:
 
     A link is shared by the neighbours at its two ends (`Level.shared_by`) at the flow's level; the fuller end counts.
     """
-    levels = [level_spanning(hardware, flow) for flow in flows]
+    levels = [find_level(hardware, flow) for flow in flows]
     ends: List[Tuple[Tuple[int, int], Tuple[int, int]]] = []
     for flow, level in zip(flows, levels):
         assert level is not None, "a flow goes to another device"
@@ -40,38 +40,38 @@ def count_sharing(hardware: Hardware, flows: Sequence[Flow]) -> List[int]:
     return [max(leaving[source], entering[target]) for source, target in ends]
 
 
-def message_seconds(link: Link, size: float, at_once: int = 1) -> float:
+def compute_message_seconds(link: LinkSpeed, size: float, at_once: int = 1) -> float:
     """Of `size` bytes while `at_once` such messages share the link: latency + at_once size / bandwidth."""
     return link.latency.value + at_once * size / link.bandwidth.value
 
 
-def message(hardware: Hardware, source: int, target: int, size: float, at_once: int = 1) -> Message:
+def make_transfer(hardware: Hardware, source: int, target: int, size: float, at_once: int = 1) -> Transfer:
     """The clock's message of `size` bytes: it occupies the way out of the source's neighbours and the way in to the target's.
 
     `at_once`: pipelines that do the same at the same time and share these links, of which the clock plays one.
     """
-    level = level_spanning(hardware, (source, target))
+    level = find_level(hardware, (source, target))
     if level is None:
-        return Message()
+        return Transfer()
     ways = (f"{level.name} from {_sharing(level, source)}", f"{level.name} to {_sharing(level, target)}")
-    return Message(at_once * size / level.bandwidth.value, level.latency.value, ways)
+    return Transfer(at_once * size / level.bandwidth.value, level.latency.value, ways)
 
 
-def _sharing(level: Level, device: int) -> str:
+def _sharing(level: LinkLevel, device: int) -> str:
     first = device // level.shared_by * level.shared_by
     last = first + level.shared_by - 1
     return f"device {first}" if first == last else f"devices {first} to {last}"
 
 
-def host_seconds(hardware: Hardware, devices: Sequence[int], size: float) -> float:
+def compute_host_seconds(hardware: Hardware, devices: Sequence[int], size: float) -> float:
     """Until `size` bytes for each of `devices` have come from their hosts, all at once; 0 where no host is described."""
     if hardware.host is None:
         return 0.0
     crowds = Counter(device // hardware.host.shared_by for device in devices)
-    return message_seconds(hardware.host, size, max(crowds.values()))
+    return compute_message_seconds(hardware.host, size, max(crowds.values()))
 
 
-def all_reduce_seconds(link: Link, size: float, replicas: int, at_once: int = 1) -> float:
+def compute_all_reduce_seconds(link: LinkSpeed, size: float, replicas: int, at_once: int = 1) -> float:
     """Of `size` bytes over a ring of r `replicas`: 2 (r-1)/r size / bandwidth + 2 (r-1) latencies; 0 for one alone.
 
     Each sends a part of the size / r to its neighbour 2 (r-1) times: r-1 for the sums, r-1 to hand them round.
@@ -82,18 +82,18 @@ def all_reduce_seconds(link: Link, size: float, replicas: int, at_once: int = 1)
     return at_once * steps / replicas * size / link.bandwidth.value + steps * link.latency.value
 
 
-def all_reduce(hardware: Hardware, devices: Sequence[int], size: float, at_once: int = 1) -> Message:
+def make_all_reduce(hardware: Hardware, devices: Sequence[int], size: float, at_once: int = 1) -> Transfer:
     """The clock's message of an all-reduce of `size` bytes among `devices`: it occupies, on the level that joins them, the ways
     of all. `at_once`: such rings that use these at the same time, of which the clock does not play the others."""
-    level = level_spanning(hardware, devices)
+    level = find_level(hardware, devices)
     if level is None:
-        return Message()
+        return Transfer()
     ways = dict.fromkeys(
         f"{level.name} {way} {_sharing(level, device)}" for device in devices for way in ("from", "to")
     )
     count = len(devices)
     latency = 2 * (count - 1) * level.latency.value
-    return Message(all_reduce_seconds(level, size, count, at_once) - latency, latency, tuple(ways))
+    return Transfer(compute_all_reduce_seconds(level, size, count, at_once) - latency, latency, tuple(ways))
 
 
 def ring_flows(devices: Sequence[int]) -> List[Flow]:

@@ -1,15 +1,15 @@
-"""What a stage's device holds, by method: the one place with the formulas. Reports print it for a run, the planner asks for it.
+"""The memory formula: bytes of each kind on a stage's device, by method. Runs are reported and configurations planned with it.
 
     weights        one version, the newest
-    versions       older ones that are alive
+    versions       older versions that are still read
     gradients      one sum of the trained weights' gradients
     optimizer      its moments, and the master copy of a mixed precision
-    accumulators   what rules keep beside (PipeMare's T2, ...)
-    activations    `inputs` microbatches of which the stage's input alone is kept, `activations` of which all is
+    accumulators   state of update rules (PipeMare's T2, ...)
+    activations    `inputs` microbatches of which only the stage's input is kept, `activations` of which all is
     code           the program and its exchange, on devices that hold them in the same memory
 
 How many microbatches: without recomputation all in flight; with it the inputs of all in flight, and the activations of the one
-that is recomputed (Narayanan et al. 2021, section 3.1); by segments see `schedule.figures.held`.
+that is recomputed (Narayanan et al. 2021, section 3.1); by segments of stages see `schedule.recompute`.
 """
 
 from __future__ import annotations
@@ -21,64 +21,73 @@ import numpy as np
 
 from ipu_pipe.hardware.description import Device
 from ipu_pipe.hardware.precision import PRECISIONS
-from ipu_pipe.hardware.times import state_bytes
-from ipu_pipe.hardware.units import Unit
-from ipu_pipe.schedule import figures
-from ipu_pipe.schedule.copies import weight_copies
-from ipu_pipe.schedule.figures import Held
+from ipu_pipe.hardware.unit_costs import Unit, count_state_bytes
 from ipu_pipe.schedule.methods import Method, Pipeline
+from ipu_pipe.schedule.recompute import KeptMicrobatches, count_kept_by_segments
 from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
-from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
 
-MOST_BYTES = 2.0**59  # of one kind; a sum of all seven kinds is still an int64
+MOST_BYTES = 2.0**59  # of one kind: the sum of all seven is still an int64
 
 
 class StageMemory(NamedTuple):
-    """Bytes of each kind on a stage's device."""
+    """Bytes of each kind on a stage's device; of many stages at once where they are arrays."""
 
-    weights: int
-    versions: int
-    gradients: int
-    optimizer: int
-    accumulators: int
-    activations: int
-    code: int = 0
+    weights: Any
+    versions: Any
+    gradients: Any
+    optimizer: Any
+    accumulators: Any
+    activations: Any
+    code: Any = 0
 
     @property
-    def total(self) -> int:
-        """All of it."""
+    def total(self) -> Any:
+        """Return the sum of all kinds."""
         return sum(self)
 
+    def round_down(self) -> "StageMemory":
+        """Return whole bytes."""
+        return StageMemory(*map(_round_down, self))
 
-class Holding(NamedTuple):
-    """What the stages of a pipeline hold (P,): versions of their weights, newest included, and microbatches as in `Held`."""
+
+def _round_down(size: Any) -> Any:
+    if isinstance(size, np.ndarray):
+        return np.floor(np.minimum(size, MOST_BYTES)).astype(np.int64)
+    return int(size)
+
+
+class StashCounts(NamedTuple):
+    """What the stages of a pipeline hold (P,): versions of their weights, newest included, and `KeptMicrobatches`."""
 
     copies: IntArray
     inputs: IntArray
     activations: IntArray
 
 
-def held_microbatches(in_flight: Sequence[int], recompute: bool, segments: Optional[int] = None, turn: int = 0) -> Held:
-    """Microbatches (P,) of which each stage keeps the input alone, and of which all, if so many are in flight there.
+def count_kept_microbatches(
+    in_flight: Sequence[int], recompute: bool, segments: Optional[int] = None, turn: int = 0
+) -> KeptMicrobatches:
+    """Return what each stage keeps of the `in_flight` (P,) microbatches.
 
-    `recompute`: every stage recomputes; `segments`: the method's own recomputation does, as many consecutive stages as there are
-    in each (None: no such).
+    `recompute`: every stage recomputes from its input. `segments`: else the method recomputes by segments of stages, 0 for its
+    own number of them (None: it does not recompute).
     """
     flying = np.asarray(in_flight, np.int64)
     if recompute:
-        return Held(flying, np.ones_like(flying))
+        return KeptMicrobatches(flying, np.ones_like(flying))
     if segments is not None and len(flying) > 1:
-        return figures.held(in_flight, segments, turn)
-    return Held(np.zeros_like(flying), flying)
+        return count_kept_by_segments(in_flight, segments, turn)
+    return KeptMicrobatches(np.zeros_like(flying), flying)
 
 
-def lockstep_schedule(method: Method, stages: int, microbatches: int, accumulate: int) -> Schedule:
-    """The timeline of a method on hardware whose pipelines go in lock-step: PopTorch's.
+def make_lockstep_schedule(method: Method, stages: int, microbatches: int, accumulate: int) -> Schedule:
+    """Return the schedule of a method on hardware whose pipelines go in lock-step: PopTorch's.
 
-    A pipeline that flushes does, in each cycle, a forward and a backward on every stage and is empty before each update:
-    N + 2P - 2 cycles, 2(P-1-s) + 1 microbatches in flight on stage s, PopART's stash. Others keep their own timeline.
+    A pipeline that flushes does, in each cycle, a forward and a backward on every stage and drains before each update: N + 2P - 2
+    cycles, 2(P-1-s) + 1 microbatches in flight on stage s, PopART's stash. Others keep their own timeline.
     Source: PopART, branch sdk-release-3.4 (willow/src/transforms/pipeline.cpp). Not run on hardware.
     """
     if not method.flushes or method.pipeline is Pipeline.SEQUENTIAL:
@@ -87,43 +96,43 @@ def lockstep_schedule(method: Method, stages: int, microbatches: int, accumulate
     return make_schedule(merged, stages, microbatches, accumulate, range(0, microbatches, accumulate))
 
 
-def holding(method: Method, stages: int, accumulate: int, recompute: bool, lockstep: bool = False) -> Holding:
-    """What each stage holds at most with N = `accumulate` microbatches an update, the start-up included. `lockstep`: on the
-    timeline of PopTorch, which recomputes on all stages but the last."""
+def count_stashed(method: Method, stages: int, accumulate: int, recompute: bool, lockstep: bool = False) -> StashCounts:
+    """Return the most that each stage holds with N = `accumulate` microbatches per update, the start-up included.
+
+    `lockstep`: on the timeline of PopTorch, which recomputes on all stages but the last.
+    """
     batches = 1 if method.flushes else -(-4 * (stages + accumulate) // accumulate)
-    make = lockstep_schedule if lockstep else make_schedule
+    make = make_lockstep_schedule if lockstep else make_schedule
     schedule = make(method, stages, batches * accumulate, accumulate)
-    kept = held_microbatches(schedule.max_in_flight().tolist(), recompute, method.segments, method.turn)
+    kept = count_kept_microbatches(schedule.max_in_flight().tolist(), recompute, method.segments, method.turn)
     if recompute and lockstep:
         kept.inputs[-1] = 0
-    return Holding(weight_copies(VersionTable(schedule, method)), *kept)
+    return StashCounts(count_weight_copies(VersionTable(schedule, method)), *kept)
 
 
-def stage_bytes(
+def sum_stage_bytes(
     *,
-    weights: float,
-    copies: int,
-    gradients: float,
-    optimizer: float,
-    accumulators: float,
-    saved: float,
-    entering: float,
-    inputs: int,
-    activations: int,
+    weights: Any,
+    copies: Any,
+    gradients: Any,
+    optimizer: Any,
+    accumulators: Any,
+    saved: Any,
+    entering: Any,
+    inputs: Any,
+    activations: Any,
     code: float = 0.0,
 ) -> StageMemory:
-    """From the bytes of one version, of the sums of gradients, of state, and of one microbatch: `saved` all that it leaves,
-    `entering` its input."""
-    older, held = weights * (copies - 1), inputs * entering + activations * saved
-    return StageMemory(*map(_whole, (weights, older, gradients, optimizer, accumulators, held, code)))
+    """Return what a stage's device holds, in bytes and not rounded. The one memory formula of this library.
+
+    `weights`: of one version. `gradients`, `optimizer`, `accumulators`: of all sums and state. `saved`: all that one microbatch
+    leaves for its backward, `entering`: its input. `copies`, `inputs`, `activations`: a stage's row of `StashCounts`.
+    """
+    kept = inputs * entering + activations * saved
+    return StageMemory(weights, weights * (copies - 1), gradients, optimizer, accumulators, kept, code)
 
 
-def _whole(size: Any) -> Any:
-    """Round down to whole bytes, of one stage or of an array of stages; more than an int64 holds is MOST_BYTES."""
-    return np.floor(np.minimum(size, MOST_BYTES)).astype(np.int64) if isinstance(size, np.ndarray) else int(size)
-
-
-def stage_memory(
+def compute_stage_memory(
     unit: Unit,
     entering: float,
     copies: int,
@@ -138,25 +147,25 @@ def stage_memory(
     trained: bool = True,
     streamed: bool = False,
 ) -> StageMemory:
-    """Of a stage that `unit` is (see `units.joined`), with microbatches of `samples` and a row of `holding`.
+    """Return what the device of the stage `unit` (see `join_units`) holds with microbatches of `samples`, in whole bytes.
 
-    `entering`: bytes of what comes in with a microbatch (`times.boundary_bytes` of the stage before). `optimizer`: of
-    times.MOMENTS. `accumulators`: copies of the weights that rules keep. `device`: whose share of code is charged. Not
-    `trained`: it has weights and hands activations on, nothing else. `streamed`: the optimizer's state lies in streaming memory.
+    `entering`: bytes that come in with a microbatch. `copies`, `inputs`, `activations`: a row of `count_stashed`. `optimizer`: a
+    key of MOMENTS. `accumulators`: copies of the weights that rules keep. `device`: whose share of code is charged. Not
+    `trained`: the stage has weights and hands activations on, nothing else. `streamed`: the optimizer's state is in streaming
+    memory.
     """
     sizes, count = PRECISIONS[precision], unit.parameters
     learns = count if trained else 0
-    return stage_bytes(
+    saved = samples * unit.activation_bytes * sizes.activation / unit.number_bytes + learns * sizes.cast
+    return sum_stage_bytes(
         weights=count * sizes.weight,
         copies=copies,
         gradients=learns * sizes.gradient,
-        optimizer=0 if streamed else learns * state_bytes(precision, optimizer),
+        optimizer=0 if streamed else learns * count_state_bytes(precision, optimizer),
         accumulators=learns * accumulators * sizes.weight,
-        saved=samples * unit.activation_bytes * sizes.activation / unit.number_bytes + learns * sizes.cast
-        if trained
-        else 0.0,
+        saved=saved if trained else 0.0,
         entering=entering,
         inputs=inputs,
         activations=activations,
         code=device.code_bytes if device is not None else 0.0,
-    )
+    ).round_down()

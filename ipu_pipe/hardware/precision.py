@@ -47,7 +47,7 @@ PRECISIONS: Dict[str, Precision] = {
 }
 
 
-def row_of(precision: str, method: Method) -> str:
+def resolve_precision(precision: str, method: Method) -> str:
     """The row of PRECISIONS that a config's `precision` is for a method.
 
     Autocast keeps for the backward the copies that it cast of the forward's weights. Where the backward must read other weights

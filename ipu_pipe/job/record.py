@@ -25,10 +25,9 @@ from ipu_pipe.model.precision import Numbers
 from ipu_pipe.model.probe import Footprint, Loss
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.figures import amortized_utilization
 from ipu_pipe.schedule.methods import METHODS, Method
 from ipu_pipe.schedule.table import Schedule
-from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.schedule.timelines import amortize_utilization, make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update import rates as lr
 from ipu_pipe.update.apply import UpdateRules
@@ -229,7 +228,7 @@ class Job(Setup):
     def planned_utilization(self) -> float:
         """Busy share of the schedule's slots of the whole run: with a warm-up amortized over both phases' times (PipeMare,
         section 4)."""
-        return amortized_utilization([(phase["updates"], phase["planned_utilization"]) for phase in self.phases()])
+        return amortize_utilization([(phase["updates"], phase["planned_utilization"]) for phase in self.phases()])
 
     def evaluates_after(self, done: int) -> bool:
         """Whether the test set is evaluated when `done` updates are done: after each `evaluate.every` epochs and at the end."""

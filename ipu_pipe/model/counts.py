@@ -9,7 +9,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.balance import Cuts, greatest
+from ipu_pipe.model.balance import Cuts, find_greatest
 from ipu_pipe.model.boundaries import Partition, Stage, begins_at, finish, from_begins
 from ipu_pipe.model.costs import costs_of
 from ipu_pipe.model.execution import answering, execution, parameters_by_module
@@ -78,7 +78,7 @@ def balanced(
             own[order[call.name]] += 1
         weights = [int(total) for total in _sums(own, places)]
         cuts = Cuts(_sums(costs, places), weights, [place.through for place in places])
-        if starts is None or greatest(units, starts) > TOP_SLACK * cuts.least(count):
+        if starts is None or find_greatest(units, starts) > TOP_SLACK * cuts.least(count):
             chosen, starts = places, cuts.best(count)
     if starts is None:  # several weights in one module
         return spread(model, calls, runs, groups, count)

@@ -24,7 +24,7 @@ from ipu_pipe.model.observation import Observed, count, kept_bytes, storage
 from ipu_pipe.model.randomness import generators
 from ipu_pipe.model.shape_rules import tensors_in
 from ipu_pipe.model.shapes import by_shape, pays, stand_in
-from ipu_pipe.trace.metadata import Unit
+from ipu_pipe.trace.metadata import UnitRow
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -39,7 +39,7 @@ class Footprint:
     boundary_bytes: Tuple[int, ...]
     forward_flops: Tuple[float, ...]
     backward_flops: Optional[Tuple[float, ...]]
-    units: Tuple[Unit, ...] = ()
+    units: Tuple[UnitRow, ...] = ()
 
 
 @contextlib.contextmanager
@@ -115,13 +115,13 @@ def footprint(model: nn.Module, part: Partition, loss: Loss, x: Any, y: Any) -> 
     )
 
 
-def _units(model: nn.Module, part: Partition, seen: Observed, stage_of: Mapping[str, int]) -> Tuple[Unit, ...]:
+def _units(model: nn.Module, part: Partition, seen: Observed, stage_of: Mapping[str, int]) -> Tuple[UnitRow, ...]:
     """What lies between one place where a stage may begin on every backend, or begins, and the next."""
     first, *others = top_places(model, seen.calls, seen.runs)
     places = {*others, *part.begins}
     starts = [0, *(i for i, each in enumerate(seen.calls) if i and each.name in places)]
     return tuple(
-        Unit(
+        UnitRow(
             name=seen.calls[a].name if a else first,
             stage=stage_of[seen.calls[a].name],
             forward_flops=sum(each.flops for each in seen.calls[a:b]),

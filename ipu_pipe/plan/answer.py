@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Tuple
+import re
+from typing import Any, Dict, List
 
+from ipu_pipe.config.comparing import dump_config
+from ipu_pipe.config.load import configure
+from ipu_pipe.config.method_args import MethodArgs
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.yaml_files import parse_yaml
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
-from ipu_pipe.plan.of_config import own_cut
+from ipu_pipe.plan.of_config import predict_own_cut
+from ipu_pipe.plan.planner import Answer
 from ipu_pipe.plan.prediction import Prediction, Problem
 from ipu_pipe.plan.reasons import STREAMED, Binding
+from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import format_bytes
 
 MAP_SHOWN = 64  # devices of which the map is printed
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Configurations for a problem, best first, each with what holds it back; `refused`: how many others, by reason;
-    `smallest_change`: what would make something fit, where nothing does."""
-
-    problem: Problem
-    devices: int
-    plans: Tuple[Tuple[Prediction, Binding], ...]
-    refused: Dict[str, int]
-    smallest_change: Optional[str] = None
 
 
 def begin_names(problem: Problem, found: Prediction) -> List[str]:
@@ -32,7 +27,7 @@ def begin_names(problem: Problem, found: Prediction) -> List[str]:
     return [problem.units[start].name for start in found.starts[1:]]
 
 
-def as_json(answer: Answer) -> Dict[str, Any]:
+def convert_to_json(answer: Answer) -> Dict[str, Any]:
     """For programs."""
     return {
         "hardware": answer.problem.hardware.name,
@@ -61,7 +56,7 @@ def as_json(answer: Answer) -> Dict[str, Any]:
     }
 
 
-def in_words(answer: Answer) -> str:
+def format_answer(answer: Answer) -> str:
     """For people: a table of the configurations, then the best one's stages, devices and reasons."""
     problem, hardware = answer.problem, answer.problem.hardware
     lines = [
@@ -117,13 +112,13 @@ def _best(problem: Problem, found: Prediction, reason: Binding) -> List[str]:
     return lines
 
 
-def own_cut_in_words(job: Job) -> List[str]:
+def format_own_cut(job: Job) -> List[str]:
     """For `--dry-run`: what the config's stages would do on the hardware that it names; nothing where it names none."""
     if job.config.hardware is None:
         return []
     name = job.config.hardware if isinstance(job.config.hardware, str) else "the hardware given"
     try:
-        problem, found, reason = own_cut(job)
+        problem, found, reason = predict_own_cut(job)
     except BadInput as error:
         return [*(f"not predicted on {name}: {fault}" for fault in error.faults), ""]
     limit, costs = problem.memory_bytes, found.costs
@@ -143,3 +138,41 @@ def own_cut_in_words(job: Job) -> List[str]:
         "",
     ]
     return lines
+
+
+def _off_chip(backend: Any) -> Any:
+    """The backend with the optimizer's state in streaming memory."""
+    locations = backend.ipu.tensor_locations
+    optimizer = locations.optimizer.model_copy(update={"on_chip": False})
+    ipu = backend.ipu.model_copy(update={"tensor_locations": locations.model_copy(update={"optimizer": optimizer})})
+    return backend.model_copy(update={"ipu": ipu})
+
+
+def make_planned_config(config: Config, problem: Problem, found: Prediction, hardware: Any) -> str:
+    """The text of the config `config` changed to what was found; `hardware` as the user named it. Settings of the method
+    (`method_args`) stay where the method does. Raises BadInput where that is no config that trains."""
+    asked = found.asked
+    changes = {
+        "method": asked.method,
+        "stages": begin_names(problem, found) or 1,
+        "micro_batch_size": asked.micro_batch_size,
+        "gradient_accumulation": asked.gradient_accumulation,
+        "replicas": asked.width,
+        "recompute": asked.recompute,
+        "precision": problem.precision,
+        "hardware": hardware,
+    }
+    own, local = config.method_args, METHODS[asked.method].structure is not None
+    if asked.method != config.method:
+        own = MethodArgs(head=config.method_args.head if local else None)
+    if asked.method == "local_chunked":
+        own = own.model_copy(update={"blocks": begin_names(problem, found) or 1})
+    changes["method_args"] = own
+    if problem.streamed and config.backend.ipu is not None:
+        changes["backend"] = _off_chip(config.backend)
+    text = dump_config(config.model_copy(update=changes))
+    try:
+        configure(**parse_yaml(text, "--write"))  # checked before anything is written
+    except BadInput as error:
+        raise BadInput([re.sub("^configure: ", "--write: ", fault) for fault in error.faults]) from None
+    return text

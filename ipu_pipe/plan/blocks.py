@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput, summarize
-from ipu_pipe.hardware.units import Unit
+from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.local.heads import MakeHead, make_head
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.nests import sample_count

@@ -40,7 +40,7 @@ class Candidate:
         return self.micro_batch_size * self.gradient_accumulation * self.width
 
 
-def candidates(
+def list_candidates(
     methods: Sequence[str], devices: int, units: int, greatest_batch: int, recomputes: Sequence[bool] = (False, True)
 ) -> Iterator[Candidate]:
     """All configurations of a model of so many `units` on all of so many `devices`, for updates of at most `greatest_batch`

@@ -14,29 +14,28 @@ from torch import nn
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.errors import BadInput
-from ipu_pipe.hardware.costing import FEW, count_units
-from ipu_pipe.hardware.description import Hardware
-from ipu_pipe.hardware.files import read_hardware
+from ipu_pipe.hardware.description import Hardware, read_hardware
+from ipu_pipe.hardware.model_units import FEW, count_units
 from ipu_pipe.hardware.precision import PRECISIONS
-from ipu_pipe.hardware.units import Unit
+from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.job.import_strings import resolve_entry
 from ipu_pipe.job.ipu.placement import placement_faults
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import SumOfLosses, get_blocks
+from ipu_pipe.model.balance import IntArray, StagePrices, find_best_cut
 from ipu_pipe.model.nests import few, sample_count, size
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate
-from ipu_pipe.plan.partition import IntArray, StageCosts, best_cuts
-from ipu_pipe.plan.placing import layouts
+from ipu_pipe.plan.layouts import list_layouts
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
-from ipu_pipe.plan.reasons import Binding, binding
-from ipu_pipe.plan.search import least_memory, search
-from ipu_pipe.schedule.methods import Method, check
+from ipu_pipe.plan.reasons import Binding, find_binding
+from ipu_pipe.plan.search import find_least_memory, search
+from ipu_pipe.schedule.methods import Method, check_sizes
 from ipu_pipe.text import format_bytes
 
 
-def problem_of(
+def make_problem(
     config: Config, units: Sequence[Unit], entering: float, hardware: Hardware, *, memory: Optional[float] = None,
     precision: Optional[str] = None,
 ) -> Problem:  # fmt: skip
@@ -54,7 +53,7 @@ def problem_of(
     return Problem(tuple(units), entering * scale, hardware, usable, precision, optimizer, streamed=streamed)
 
 
-def candidate_of(config: Config, depth: int) -> Candidate:
+def make_candidate(config: Config, depth: int) -> Candidate:
     """The config on so many stages."""
     return Candidate(
         config.method, depth, config.replicas, config.micro_batch_size, config.gradient_accumulation, config.recompute
@@ -66,7 +65,7 @@ def is_chosen(stages: Any) -> bool:
     return stages == "auto" or (isinstance(stages, dict) and stages.get("by") == "hardware")
 
 
-def chosen_stages(
+def choose_stages(
     config: Config, method: Method, model: nn.Module, loss: Loss, example: Tuple[Any, Any],
     processes: Optional[int] = None,
 ) -> List[str]:  # fmt: skip
@@ -128,11 +127,11 @@ def _by_flops(units: Sequence[Unit], count: Optional[int], blocks: Optional[Bloc
         spared[1:-1] = [_flops(unit) - _flops(first) for unit, first in zip(units[1:], blocks.first[1:])]
     until = np.concatenate([[0.0], np.cumsum(work)])
 
-    def costs(first: IntArray, end: IntArray) -> StageCosts:
+    def costs(first: IntArray, end: IntArray) -> StagePrices:
         flops = until[end] - until[first] + heads[end] - spared[first]
         return lambda k: flops
 
-    return best_cuts((np.array(work) - spared[:-1]).tolist(), count, costs)
+    return find_best_cut((np.array(work) - spared[:-1]).tolist(), count, costs)
 
 
 def _flops(unit: Unit) -> float:
@@ -147,13 +146,13 @@ def _by_times(
     hardware, width = read_hardware(config.hardware, "hardware"), config.replicas
     if count is None and width > hardware.devices:
         raise BadInput(f"replicas: {width}: stages: {said}: hardware {hardware.name} has {hardware.devices} devices")
-    problem = replace(problem_of(config, units, _sample_bytes(x), hardware), blocks=blocks)
+    problem = replace(make_problem(config, units, _sample_bytes(x), hardware), blocks=blocks)
     depths = [count] if count is not None else range(1, min(hardware.devices // width, len(units)) + 1)
-    asked = [candidate_of(config, depth) for depth in depths if count is not None or _runs(config, method, depth)]
+    asked = [make_candidate(config, depth) for depth in depths if count is not None or _runs(config, method, depth)]
     best = search(problem, asked, 1).best
     if best:
         return best[0].starts
-    least = least_memory(problem, asked)
+    least = find_least_memory(problem, asked)
     if least is None:
         raise BadInput(f"stages: {said}: the model has {len(units)} places where a stage may begin")
     raise BadInput(
@@ -165,7 +164,7 @@ def _by_times(
 def _runs(config: Config, method: Method, depth: int) -> bool:
     """Whether the method and the backend would run the config on so many stages."""
     try:
-        check(method, depth, config.gradient_accumulation, config.gradient_accumulation)
+        check_sizes(method, depth, config.gradient_accumulation, config.gradient_accumulation)
     except BadInput:
         return False
     return config.backend.ipu is None or not placement_faults(config, config.backend.ipu, method, depth)
@@ -183,7 +182,7 @@ class OwnCut(NamedTuple):
     reason: Binding
 
 
-def own_cut(job: Job) -> OwnCut:
+def predict_own_cut(job: Job) -> OwnCut:
     """Of a job whose config names hardware. Raises BadInput where that cannot be predicted."""
     config, (x, y) = job.config, job.example
     assert config.hardware is not None
@@ -199,22 +198,22 @@ def own_cut(job: Job) -> OwnCut:
     loss = job.loss.each if isinstance(job.loss, SumOfLosses) else job.loss
     units = count_units(model, few(x, FEW), begins, loss, few(y, FEW)).units
     blocks = _blocks_of(config, job.method, model, x, units)
-    problem = replace(problem_of(config, units, _sample_bytes(x), hardware), blocks=blocks)
+    problem = replace(make_problem(config, units, _sample_bytes(x), hardware), blocks=blocks)
     names = [unit.name for unit in units]
     starts = [0, *[names.index(name) for name in begins]]
-    asked = candidate_of(config, depth)
+    asked = make_candidate(config, depth)
     sums = Sums(problem.of(asked.method), asked.micro_batch_size)
-    costings = [Costing(problem, asked, layout, sums) for layout in layouts(depth, asked.width)]
+    costings = [Costing(problem, asked, layout, sums) for layout in list_layouts(depth, asked.width)]
     found = max((predict_cut(each, starts) for each in costings), key=lambda each: each.samples_per_second)
-    return OwnCut(problem, found, binding(problem, found))
+    return OwnCut(problem, found, find_binding(problem, found))
 
 
-def predicted_rate(job: Job) -> Optional[Tuple[str, float]]:
+def predict_rate(job: Job) -> Optional[Tuple[str, float]]:
     """The hardware's name and the samples a second that are predicted on it; None where its config names none, or they cannot."""
     if job.config.hardware is None:
         return None
     try:
-        own = own_cut(job)
+        own = predict_own_cut(job)
     except BadInput:
         return None
     return own.problem.hardware.name, own.found.samples_per_second

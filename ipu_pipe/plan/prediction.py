@@ -1,6 +1,6 @@
 """What a configuration would do on a hardware description: its stages' costs, its cut, its time for a batch, its memory.
 
-All figures are predicted: times from `hardware.times` (or from units that were measured) by the clock (`plan.batches`), memory by
+All figures are predicted: times from `hardware.unit_costs` (or from measured units) by the clock (`plan.batches`), memory from
 `hardware.memory`.
 """
 
@@ -13,26 +13,37 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 
 from ipu_pipe.hardware.description import Hardware
-from ipu_pipe.hardware.links import host_seconds
-from ipu_pipe.hardware.memory import Holding, StageMemory, holding, stage_memory
-from ipu_pipe.hardware.precision import PRECISIONS, row_of
-from ipu_pipe.hardware.times import Passes, pass_seconds, state_bytes, update_seconds
-from ipu_pipe.hardware.units import Unit
+from ipu_pipe.hardware.links import compute_host_seconds
+from ipu_pipe.hardware.memory import StageMemory, StashCounts, compute_stage_memory, count_stashed
+from ipu_pipe.hardware.precision import PRECISIONS, resolve_precision
+from ipu_pipe.hardware.unit_costs import (
+    Unit,
+    UnitSeconds,
+    compute_pass_seconds,
+    compute_update_seconds,
+    count_state_bytes,
+)
+from ipu_pipe.model.balance import FloatArray, IntArray, StagePrices, find_best_cut
 from ipu_pipe.plan.batches import Batches
 from ipu_pipe.plan.blocks import BlockUnits
+from ipu_pipe.plan.bounds import bound_by_reduces
 from ipu_pipe.plan.candidates import Candidate
-from ipu_pipe.plan.partition import FloatArray, IntArray, StageCosts, best_cuts
-from ipu_pipe.plan.placing import Layout, Neighbours, neighbours, reduce_message, sized
-from ipu_pipe.plan.reduces import least_of_reduces
-from ipu_pipe.schedule.clock import Costs, Message
+from ipu_pipe.plan.layouts import (
+    BoundaryTransfers,
+    ReplicaLayout,
+    make_reduce_transfer,
+    make_transfers,
+    scale_transfer,
+)
+from ipu_pipe.schedule.clock import Costs, Transfer
 from ipu_pipe.schedule.methods import METHODS, Pipeline
 
 
 @dataclass(frozen=True)
 class Problem:
     """What is planned: `units` of the model in order, `input_bytes` of a sample, on `hardware` with so many usable bytes a
-    device. `optimizer`: of hardware.times.MOMENTS. `blocks`: for methods that train blocks by losses of their own. `streamed`:
-    the optimizer's state lies in streaming memory (PopTorch's tensor_locations.optimizer.on_chip false)."""
+    device. `optimizer`: a key of MOMENTS. `blocks`: for methods that train blocks by losses of their own. `streamed`: the
+    optimizer's state lies in streaming memory (PopTorch's tensor_locations.optimizer.on_chip false)."""
 
     units: Tuple[Unit, ...]
     input_bytes: float
@@ -50,18 +61,18 @@ class Problem:
 
     def update_seconds(self, unit: Unit) -> float:
         """Of an update of the unit's weights."""
-        return update_seconds(unit, self.hardware, self.precision, self.optimizer, self.streamed)
+        return compute_update_seconds(unit, self.hardware, self.precision, self.optimizer, self.streamed)
 
     def may_hold_state(self, parameters: Any) -> Any:
         """Whether streaming memory, where the optimizer's state lies there, holds that of so many `parameters`."""
         room = self.hardware.device.streaming_bytes
         if not self.streamed or room is None:
             return True
-        return parameters * state_bytes(self.precision, self.optimizer) <= room.value
+        return parameters * count_state_bytes(self.precision, self.optimizer) <= room.value
 
     def of(self, method: str) -> Problem:
         """As it is for a method, by which a mixed precision differs."""
-        row = row_of(self.precision, METHODS[method])
+        row = resolve_precision(self.precision, METHODS[method])
         if row == self.precision:
             return self
         entering = self.input_bytes * PRECISIONS[row].data / PRECISIONS[self.precision].data
@@ -73,7 +84,7 @@ class Sums:
 
     def __init__(self, problem: Problem, samples: int) -> None:
         units, scale = problem.units, PRECISIONS[problem.precision].activation
-        passes = [pass_seconds(unit, problem.hardware, problem.precision, samples) for unit in units]
+        passes = [compute_pass_seconds(unit, problem.hardware, problem.precision, samples) for unit in units]
         updates = [problem.update_seconds(unit) for unit in units]
         self.forward = _sums([each.forward for each in passes])
         self.backward = _sums([each.backward for each in passes])
@@ -111,8 +122,8 @@ class _BlockCosts:
     n + 1."""
 
     def __init__(self, problem: Problem, blocks: BlockUnits, samples: int) -> None:
-        def seconds(unit: Unit) -> Passes:
-            return pass_seconds(unit, problem.hardware, problem.precision, samples)
+        def seconds(unit: Unit) -> UnitSeconds:
+            return compute_pass_seconds(unit, problem.hardware, problem.precision, samples)
 
         def ends(values: Sequence[float]) -> FloatArray:
             return np.array([0.0, *values, 0.0])
@@ -142,11 +153,11 @@ def _also_kept(units: Tuple[Unit, ...]) -> Optional[FloatArray]:
 
 
 @lru_cache(maxsize=None)
-def _holding(method: str, depth: int, accumulate: int, recompute: bool, lockstep: bool) -> Holding:
-    return holding(METHODS[method], depth, accumulate, recompute, lockstep)
+def _holding(method: str, depth: int, accumulate: int, recompute: bool, lockstep: bool) -> StashCounts:
+    return count_stashed(METHODS[method], depth, accumulate, recompute, lockstep)
 
 
-def held(problem: Problem, asked: Candidate) -> Holding:
+def held(problem: Problem, asked: Candidate) -> StashCounts:
     """Versions and microbatches that its stages hold. Beyond two a stage, microbatches of an update change neither, except where
     the pipeline holds a whole batch."""
     method = METHODS[asked.method]
@@ -159,11 +170,16 @@ class Costing:
     """What the stages of one configuration cost, wherever they are cut."""
 
     def __init__(
-        self, problem: Problem, asked: Candidate, layout: Layout, sums: Sums, messages: Optional[Neighbours] = None
+        self,
+        problem: Problem,
+        asked: Candidate,
+        layout: ReplicaLayout,
+        sums: Sums,
+        messages: Optional[BoundaryTransfers] = None,
     ) -> None:
         self.problem, self.asked, self.layout, self.sums = problem.of(asked.method), asked, layout, sums
         self.kept = held(problem, asked)
-        self.onward, self.back = messages or neighbours(problem.hardware, layout)
+        self.onward, self.back = messages or make_transfers(problem.hardware, layout)
         self.local = METHODS[asked.method].structure is not None
         self.work = np.diff(sums.forward) * (2 if asked.recompute else 1) + np.diff(sums.backward)
         if self.local:
@@ -172,12 +188,12 @@ class Costing:
 
     def cut(self) -> Optional[List[int]]:
         """First units of the stages of the cut whose slowest stage is the fastest, within the memory; None where none fits."""
-        return best_cuts(self.work.tolist(), self.asked.depth, self._stage_costs)
+        return find_best_cut(self.work.tolist(), self.asked.depth, self._stage_costs)
 
     def may_fit(self) -> bool:
         """False where all devices together have too little, if every stage held as little as the one that holds least."""
         kept = self.kept
-        fewest = Holding(*(np.array([count]) for count in (kept.copies.min(), 0, kept.activations.min())))
+        fewest = StashCounts(*(np.array([count]) for count in (kept.copies.min(), 0, kept.activations.min())))
         whole = self._memory(0, *self._stages(np.array(0), np.array(len(self.work))), fewest)
         total = float(whole.total) + (self.asked.depth - 1) * float(whole.code)
         return total <= self.problem.memory_bytes * self.asked.depth
@@ -187,7 +203,7 @@ class Costing:
         holds more microbatches at once than it may, each of which is away for the passes of all stages behind (Little's law)."""
         count, flushes = self.asked.gradient_accumulation, METHODS[self.asked.method].flushes
         work = np.add(costs.forward, costs.backward)
-        reduce = costs.reduce or (Message(),) * len(work)
+        reduce = costs.reduce or (Transfer(),) * len(work)
         messages = ((count, costs.onward), (count, () if self.local else costs.back), (1, reduce))
         busy: Dict[str, float] = {}
         for times, sent in messages:
@@ -197,7 +213,7 @@ class Costing:
         sums = [update + each.seconds + each.latency for update, each in zip(costs.update, reduce)]
         least = [float((count * work + sums).max()) + count * costs.enter, *busy.values()]
         if self.local:  # what is handed on is not waited for
-            return max(least_seconds(self.asked, float(self.work.sum())), *least)
+            return max(bound_seconds(self.asked, float(self.work.sum())), *least)
         pairs = zip(costs.onward, costs.back)
         crossing = [one.seconds + one.latency + other.seconds + other.latency for one, other in pairs]
         away = np.cumsum((work + np.array([*crossing, 0.0]))[::-1])[::-1]
@@ -207,20 +223,20 @@ class Costing:
             before = np.cumsum([0.0, *(work[:-1] + crossing)])
             least.append(float((before + count * work).max()) + sums[0])
         if not self.problem.lockstep:
-            least += [each * (1 - 1e-9) for each in least_of_reduces(costs, count, flushes, flying)]
-        return max(least_seconds(self.asked, float(work.sum())), *least)
+            least += [each * (1 - 1e-9) for each in bound_by_reduces(costs, count, flushes, flying)]
+        return max(bound_seconds(self.asked, float(work.sum())), *least)
 
     def least_memory(self) -> Optional[float]:
         """Bytes of the fullest stage's device, cut so that these are least."""
 
-        def costs(first: IntArray, end: IntArray) -> StageCosts:
+        def costs(first: IntArray, end: IntArray) -> StagePrices:
             stages = self._stages(first, end)
             return lambda k: np.asarray(self._memory(self.asked.depth - k, *stages).total, np.float64)
 
-        starts = best_cuts([0.0] * len(self.work), self.asked.depth, costs)
+        starts = find_best_cut([0.0] * len(self.work), self.asked.depth, costs)
         return None if starts is None else max(memory.total for memory in self.memories(starts))
 
-    def _stage_costs(self, first: IntArray, end: IntArray) -> StageCosts:
+    def _stage_costs(self, first: IntArray, end: IntArray) -> StagePrices:
         seconds, stages = sum(self._seconds(first, end)), self._stages(first, end)
         both = self.problem.lockstep and not self.local  # go together between cycles
         onward, back = ([*(each.seconds for each in sent), 0.0] for sent in (self.onward, self.back))
@@ -249,9 +265,9 @@ class Costing:
         """Those of the units from `first` to before `end`, and the bytes that enter them."""
         return self.sums.stage(first, end, self.local), self.sums.entering[first]
 
-    def _memory(self, s: Any, stages: Unit, entering: Any, kept: Optional[Holding] = None) -> StageMemory:
+    def _memory(self, s: Any, stages: Unit, entering: Any, kept: Optional[StashCounts] = None) -> StageMemory:
         """Of `stages` (one or many) as the s-th (one or many)."""
-        return stage_memory(
+        return compute_stage_memory(
             stages,
             entering,
             *(counts[s] for counts in kept or self.kept),
@@ -281,18 +297,20 @@ class Costing:
         sizes = sums.entering[first[1:]]
         owned: Any = sums.stage(first, end, self.local).parameters
         gradients = owned * PRECISIONS[self.problem.precision].gradient
-        reduce: Tuple[Message, ...] = ()
+        reduce: Tuple[Transfer, ...] = ()
         if asked.width > 1:
-            reduce = tuple(reduce_message(hardware, self.layout, s, float(size)) for s, size in enumerate(gradients))
+            reduce = tuple(
+                make_reduce_transfer(hardware, self.layout, s, float(size)) for s, size in enumerate(gradients)
+            )
         return Costs(
             forward.tolist(),
             backward.tolist(),
             update.tolist(),
-            onward=tuple(sized(each, float(size)) for each, size in zip(self.onward, sizes)),
-            back=tuple(sized(each, float(size)) for each, size in zip(self.back, sizes)),
+            onward=tuple(scale_transfer(each, float(size)) for each, size in zip(self.onward, sizes)),
+            back=tuple(scale_transfer(each, float(size)) for each, size in zip(self.back, sizes)),
             reduce=reduce,
             lockstep=self.problem.lockstep,
-            enter=host_seconds(hardware, self.layout.replicas(0), float(sums.entering[0]))
+            enter=compute_host_seconds(hardware, self.layout.replicas(0), float(sums.entering[0]))
             if self.problem.lockstep
             else 0.0,
         )
@@ -308,12 +326,12 @@ class Prediction:
     """A configuration with its cut and what it would do. `starts`: first units of its stages. `seconds`: of a batch."""
 
     asked: Candidate
-    layout: Layout
+    layout: ReplicaLayout
     starts: Tuple[int, ...]
     costs: Costs
     memory: Tuple[StageMemory, ...]
     seconds: float
-    carried: Dict[str, float]
+    link_busy: Dict[str, float]
 
     @property
     def samples_per_second(self) -> float:
@@ -331,7 +349,7 @@ class Prediction:
         return self.asked.gradient_accumulation * sum(self.work) / (self.asked.depth * self.seconds)
 
 
-def least_seconds(asked: Candidate, work: float) -> float:
+def bound_seconds(asked: Candidate, work: float) -> float:
     """Seconds that a batch takes at least, however the stages are cut, if a microbatch takes `work` on all of them together.
 
     Stages can at best be busy all the time. Where the pipeline empties, stage s begins when those before it have done a forward,
@@ -344,19 +362,19 @@ def least_seconds(asked: Candidate, work: float) -> float:
     return work * count / depth
 
 
-def batches_of(costing: Costing, starts: Sequence[int]) -> Batches:
+def make_batches(costing: Costing, starts: Sequence[int]) -> Batches:
     """The updates of a configuration that is cut at `starts`."""
     return Batches(METHODS[costing.asked.method], costing.asked.depth, costing.costs(starts))
 
 
 def predict_cut(costing: Costing, starts: Sequence[int], batches: Optional[Batches] = None) -> Prediction:
     """What a configuration does that is cut at `starts`, whether it fits or not. `batches`: its updates, as far as looked at."""
-    asked, batches = costing.asked, batches or batches_of(costing, starts)
+    asked, batches = costing.asked, batches or make_batches(costing, starts)
     costs, played = batches.costs, batches.time(asked.gradient_accumulation)
     memory = tuple(costing.memories(starts))
-    return Prediction(asked, costing.layout, tuple(starts), costs, memory, played.seconds, played.carried)
+    return Prediction(asked, costing.layout, tuple(starts), costs, memory, played.seconds, played.link_busy)
 
 
-def without_messages(costs: Costs) -> Costs:
+def remove_transfers(costs: Costs) -> Costs:
     """The same where everything is there at once."""
     return replace(costs, onward=(), back=(), reduce=(), link=0.0, enter=0.0)

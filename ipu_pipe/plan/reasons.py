@@ -8,12 +8,10 @@ takes is charged to the memory that asks for it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import List, NamedTuple
 
-from ipu_pipe.plan.batches import batch_time
-from ipu_pipe.plan.candidates import Candidate
-from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, without_messages
-from ipu_pipe.plan.search import least_memory
+from ipu_pipe.plan.batches import compute_batch_time
+from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, remove_transfers
 from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import format_bytes
@@ -34,7 +32,7 @@ class Binding(NamedTuple):
         return f"{self.kind}: {self.what}; {self.lifts}"
 
 
-def binding(problem: Problem, found: Prediction) -> Binding:
+def find_binding(problem: Problem, found: Prediction) -> Binding:
     """What takes most of a configuration's time besides the work itself; and what streamed optimizer state takes of it."""
     greatest = max(_held_back(problem, found), key=lambda each: each.share)
     if greatest.share < SMALL:
@@ -58,7 +56,7 @@ def _streaming_seconds(problem: Problem, found: Prediction) -> float:
 def _held_back(problem: Problem, found: Prediction) -> List[Binding]:
     asked, work, seconds = found.asked, found.work, found.seconds
     count, mean, greatest = asked.gradient_accumulation, sum(work) / asked.depth, max(work)
-    quiet = batch_time(METHODS[asked.method], asked.depth, count, without_messages(found.costs)).seconds
+    quiet = compute_batch_time(METHODS[asked.method], asked.depth, count, remove_transfers(found.costs)).seconds
     slowest = work.index(greatest)
     name = problem.units[found.starts[slowest]].name or "the model's beginning"
     idle = max(quiet - count * greatest, 0.0) / seconds
@@ -86,12 +84,12 @@ def _held_back(problem: Problem, found: Prediction) -> List[Binding]:
             else "more microbatches an update would lift it",
         ),
     ]
-    if found.carried:
-        link = max(found.carried, key=lambda each: found.carried[each])
+    if found.link_busy:
+        link = max(found.link_busy, key=lambda each: found.link_busy[each])
         reduces = any(link in each.links for each in found.costs.reduce)
         what = "all-reduces of gradients" if reduces else "activations and their gradients"
         what = "samples" if link == HOST else what
-        waited, busy = (seconds - quiet) / seconds, min(found.carried[link] / seconds, 1.0)
+        waited, busy = (seconds - quiet) / seconds, min(found.link_busy[link] / seconds, 1.0)
         late = busy < waited / 2  # most of what is waited for is latency
         said = f"{waited:.0%} of the time is waited for messages, "
         if late:
@@ -122,34 +120,3 @@ def _fits_without(problem: Problem, found: Prediction) -> bool:
     return (
         Costing(problem, asked, found.layout, Sums(problem.of(asked.method), asked.micro_batch_size)).cut() is not None
     )
-
-
-def smallest_change(
-    problem: Problem, asked: Sequence[Candidate], more_devices: Sequence[Tuple[int, Sequence[Candidate]]]
-) -> Optional[str]:
-    """What would make one of the candidates fit, where none does: so much memory a device, or so many devices, whichever is the
-    smaller factor. `more_devices`: numbers of devices in rising order, and the candidates for each."""
-    least = least_memory(problem, asked)
-    if least is None:
-        return None
-    size, candidate = least
-    factor = size / problem.memory_bytes
-    said = (
-        f"{format_bytes(int(size))} of usable memory a device in place of {format_bytes(int(problem.memory_bytes))} "
-        f"({_words(candidate)})"
-    )
-    if problem.streamed:
-        said += ", optimizer state in streaming memory"
-    devices = candidate.devices
-    for number, candidates in more_devices:
-        needed = least_memory(problem, candidates)
-        if needed is not None and needed[0] <= problem.memory_bytes:
-            if number / devices < factor:
-                return f"{number} devices in place of {devices} ({_words(needed[1])})"
-            return f"{said}, or {number} devices"
-    return said
-
-
-def _words(asked: Candidate) -> str:
-    again = ", recompute" if asked.recompute else ""
-    return f"{asked.method}, depth {asked.depth}, width {asked.width}, micro_batch_size {asked.micro_batch_size}{again}"

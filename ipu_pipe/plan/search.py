@@ -13,11 +13,19 @@ import math
 from dataclasses import dataclass
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
+from ipu_pipe.model.balance import bound_slowest
 from ipu_pipe.plan.batches import Batches
 from ipu_pipe.plan.candidates import Candidate
-from ipu_pipe.plan.partition import least_greatest
-from ipu_pipe.plan.placing import Layout, Neighbours, layouts, neighbours
-from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, batches_of, least_seconds, predict_cut
+from ipu_pipe.plan.layouts import BoundaryTransfers, ReplicaLayout, list_layouts, make_transfers
+from ipu_pipe.plan.prediction import (
+    Costing,
+    Prediction,
+    Problem,
+    Sums,
+    bound_seconds,
+    make_batches,
+    predict_cut,
+)
 from ipu_pipe.schedule.methods import METHODS
 
 NO_ROOM = "the fullest stage needs more memory than a device has, however the model is cut"
@@ -38,7 +46,7 @@ class _Looked:
     """A candidate with a layout as far as it has been looked at: bounded (twice), cut, played `apart`, or played."""
 
     asked: Candidate
-    layout: Layout
+    layout: ReplicaLayout
     costing: Optional[Costing] = None
     starts: Optional[List[int]] = None
     batches: Optional[Batches] = None
@@ -52,17 +60,17 @@ class _Costings:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._sums: Dict[Tuple[int, str], Sums] = {}
-        self._messages: Dict[Layout, Neighbours] = {}
+        self._messages: Dict[ReplicaLayout, BoundaryTransfers] = {}
         self._work: Dict[Tuple[int, bool, bool, str], List[float]] = {}
 
-    def of(self, asked: Candidate, layout: Layout) -> Costing:
+    def of(self, asked: Candidate, layout: ReplicaLayout) -> Costing:
         """Of one."""
         problem = self._problem.of(asked.method)
         key = asked.micro_batch_size, problem.precision
         if key not in self._sums:
             self._sums[key] = Sums(problem, asked.micro_batch_size)
         if layout not in self._messages:
-            self._messages[layout] = neighbours(self._problem.hardware, layout)
+            self._messages[layout] = make_transfers(self._problem.hardware, layout)
         return Costing(problem, asked, layout, self._sums[key], self._messages[layout])
 
     def work(self, asked: Candidate) -> List[float]:
@@ -70,7 +78,7 @@ class _Costings:
         row = self._problem.of(asked.method).precision
         key = asked.micro_batch_size, asked.recompute, METHODS[asked.method].structure is None, row
         if key not in self._work:
-            self._work[key] = self.of(asked, layouts(asked.depth, asked.width)[0]).work.tolist()
+            self._work[key] = self.of(asked, list_layouts(asked.depth, asked.width)[0]).work.tolist()
         return self._work[key]
 
 
@@ -82,8 +90,8 @@ def search(problem: Problem, asked: Iterable[Candidate], count: int) -> Found:
     costings = _Costings(problem)
     waiting: List[Tuple[float, int, int, _Looked]] = []  # by least seconds a sample, then as they came
     for order, candidate in enumerate(every):
-        bound = least_seconds(candidate, sum(costings.work(candidate))) / candidate.global_batch_size
-        for place, layout in enumerate(layouts(candidate.depth, candidate.width)):
+        bound = bound_seconds(candidate, sum(costings.work(candidate))) / candidate.global_batch_size
+        for place, layout in enumerate(list_layouts(candidate.depth, candidate.width)):
             waiting.append((bound, order, place, _Looked(candidate, layout)))
     heapq.heapify(waiting)
     best: List[Prediction] = []
@@ -113,13 +121,13 @@ def _looked_further(looked: _Looked, costings: _Costings) -> Optional[float]:
     asked = looked.asked
     if looked.costing is None:
         looked.costing = costings.of(asked, looked.layout)
-        slowest = least_greatest(costings.work(asked), asked.depth)
+        slowest = bound_slowest(costings.work(asked), asked.depth)
         return asked.gradient_accumulation * slowest if slowest < math.inf else None
     if looked.starts is None:
         looked.starts = looked.costing.cut() if looked.costing.may_fit() else None
         if looked.starts is None:
             return None
-        looked.batches = batches_of(looked.costing, looked.starts)
+        looked.batches = make_batches(looked.costing, looked.starts)
         return looked.costing.least_seconds(looked.batches.costs)
     assert looked.batches is not None
     if not looked.apart:
@@ -129,11 +137,11 @@ def _looked_further(looked: _Looked, costings: _Costings) -> Optional[float]:
     return looked.played.seconds
 
 
-def least_memory(problem: Problem, asked: Iterable[Candidate]) -> Optional[Tuple[float, Candidate]]:
+def find_least_memory(problem: Problem, asked: Iterable[Candidate]) -> Optional[Tuple[float, Candidate]]:
     """The fewest bytes a device with which one of the candidates fits, and that candidate; None where there are none."""
     best: Optional[Tuple[float, Candidate]] = None
     for candidate in asked:
-        layout = layouts(candidate.depth, candidate.width)[0]
+        layout = list_layouts(candidate.depth, candidate.width)[0]
         sums = Sums(problem.of(candidate.method), candidate.micro_batch_size)
         needed = Costing(problem, candidate, layout, sums).least_memory()
         if needed is not None and (best is None or needed < best[0]):

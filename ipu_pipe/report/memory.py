@@ -9,16 +9,16 @@ import torch
 
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.backends.table import get_backend
-from ipu_pipe.hardware.memory import held_microbatches, lockstep_schedule, stage_bytes
-from ipu_pipe.hardware.times import MOMENTS
+from ipu_pipe.hardware.memory import count_kept_microbatches, make_lockstep_schedule, sum_stage_bytes
+from ipu_pipe.hardware.paper_figures import compute_paper_figures
+from ipu_pipe.hardware.unit_costs import MOMENTS
 from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import placement
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.nests import size
-from ipu_pipe.schedule import figures
-from ipu_pipe.schedule.copies import weight_copies
 from ipu_pipe.schedule.runs import IntArray
+from ipu_pipe.schedule.versions import count_weight_copies
 
 
 def memory_record(job: Job, measured: Report) -> Dict[str, Any]:
@@ -37,8 +37,8 @@ def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[st
     """Per stage, as planned: copies, lag, microbatches in flight, and the bytes of each kind that a device needs."""
     sizes = {name: p.numel() * p.element_size() for name, p in job.model.named_parameters()}
     lags, backward_lags = job.table.greatest_lag(), job.table.greatest_backward_lag()
-    copies, in_flight = weight_copies(job.table), _in_flight(job)
-    kept = held_microbatches(in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn)
+    copies, in_flight = count_weight_copies(job.table), _in_flight(job)
+    kept = count_kept_microbatches(in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn)
     if job.config.recompute and _in_lockstep(job):
         kept.inputs[in_flight == 1] = 0  # PopTorch does not recompute its last stage
     moments = MOMENTS.get(_optimizer_kind(job) or "", 0)
@@ -49,7 +49,7 @@ def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[st
         s = stage.index
         # of weights that an earlier stage holds, too; one microbatch's gradient is on its way there
         replicas = sum(sizes[name] for name in job.part.replicas(s))
-        planned = stage_bytes(
+        planned = sum_stage_bytes(
             weights=sum(sizes[name] for name in stage.parameters) + behind[s] + replicas,
             copies=int(copies[s]),
             gradients=trained[s] + behind[s] + replicas,
@@ -59,7 +59,7 @@ def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[st
             entering=entering,
             inputs=int(kept.inputs[s]),
             activations=int(kept.activations[s]),
-        )
+        ).round_down()
         state = planned.optimizer + planned.accumulators
         rows.append({
             "parameters": sum(job.model.get_parameter(name).numel() for name in stage.parameters),
@@ -86,7 +86,7 @@ def _in_flight(job: Job) -> IntArray:
     if not _in_lockstep(job):
         return job.schedule.max_in_flight()
     runs = placement(job.config.ipu, len(job.part)).runs
-    stash = lockstep_schedule(job.method, len(runs), job.schedule.accumulate, job.schedule.accumulate).max_in_flight()
+    stash = make_lockstep_schedule(job.method, len(runs), job.schedule.accumulate, job.schedule.accumulate).max_in_flight()
     return np.repeat(stash, [len(stages) for _, stages in runs])
 
 
@@ -121,23 +121,20 @@ def _optimizer_kind(job: Job) -> Optional[str]:
 
 
 def memory_figures(job: Job) -> Optional[Dict[str, Any]]:
-    """The papers' figures for this model and method (`schedule.figures.report`); None for optimizers they do not rate."""
+    """Return the papers' figures for this model and method; None for optimizers that they do not rate."""
     kind = _optimizer_kind(job)
     if kind is None:
         return None
     sizes = {name: p.numel() * p.element_size() for name, p in job.model.named_parameters()}
-    accumulate = job.schedule.accumulate
-    return figures.report(
+    return compute_paper_figures(
         weight_bytes=[sum(sizes[name] for name in stage.parameters) for stage in job.part.stages],
         saved_bytes=job.footprint.saved_bytes,
         input_bytes=_input_bytes(job),
         optimizer=kind,
         t2=any(job.rules.entries(stage.index) for stage in job.part.stages),
         method=job.method,
-        accumulate=accumulate,
-        microbatches=accumulate,
+        accumulate=job.schedule.accumulate,
         depth=len(job.part),
-        segments=job.method.segments,
         in_flight=job.schedule.max_in_flight().tolist(),
-        weight_copies=weight_copies(job.table).tolist(),
+        weight_copies=count_weight_copies(job.table).tolist(),
     )

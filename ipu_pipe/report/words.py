@@ -10,7 +10,7 @@ from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.record import Begun, Job
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.stages import describe
-from ipu_pipe.plan.answer import own_cut_in_words
+from ipu_pipe.plan.answer import format_own_cut
 from ipu_pipe.report.memory import memory_figures, memory_table
 from ipu_pipe.schedule.drawing import format_text
 from ipu_pipe.text import list_some
@@ -121,7 +121,7 @@ def plan(job: Job) -> str:
         f"in all: {weights:.1f} MiB weights, {state:.1f} optimizer, {activations:.1f} activations",
         *_rated(job),
         *_work(job),
-        *own_cut_in_words(job),
+        *format_own_cut(job),
         f"schedule: {job.schedule.slot_count:,} slots, stages busy in {busy:.1%} of them as planned (fill and drain included)",
         "",
         *_schedule_beginning(job),

@@ -18,7 +18,7 @@ from ipu_pipe.config.values import MOST_STOPS, MOST_UPDATES
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.loaders import RandomStates
 from ipu_pipe.errors import BadInput
-from ipu_pipe.hardware.precision import row_of
+from ipu_pipe.hardware.precision import resolve_precision
 from ipu_pipe.job.metrics import make_metrics
 from ipu_pipe.job.numerics import set_numerics
 from ipu_pipe.job.overrides import (
@@ -39,7 +39,7 @@ from ipu_pipe.model.probe import Loss, drawn_unkeyed
 from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.model.shapes import made_by_shape
 from ipu_pipe.model.uncompiled import without_compiler
-from ipu_pipe.plan.of_config import chosen_stages, is_chosen
+from ipu_pipe.plan.of_config import choose_stages, is_chosen
 from ipu_pipe.run import checks
 from ipu_pipe.run.checkpoint import load_weights, newest, read_weights
 from ipu_pipe.run.parts import (
@@ -53,8 +53,8 @@ from ipu_pipe.run.parts import (
     refuse_wrapped,
 )
 from ipu_pipe.run.trying import try_metrics, try_model
-from ipu_pipe.schedule.methods import Method, check, resolve_method
-from ipu_pipe.schedule.segments import segment_ends
+from ipu_pipe.schedule.methods import Method, check_sizes, resolve_method
+from ipu_pipe.schedule.recompute import find_segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.text import describe_kind, list_some
@@ -100,7 +100,7 @@ def set_up(
         refuse_trained(weighted, model)
         weighted.to(device)
     measured = make_metrics(config.metrics if metrics is None else metrics)
-    row = row_of(config.precision, resolve_method(config.method, config.method_settings()))
+    row = resolve_precision(config.precision, resolve_method(config.method, config.method_settings()))
     # last: what fails before leaves a caller's model as it was
     numbers = Numbers(model.train(), row, DTYPES[row], device, given)
     made = Setup(config, model, numbers.loss(chosen_loss), data, device, numbers)
@@ -226,13 +226,13 @@ def _assemble(
 
     # replicas with weights of their own take turns in one timeline
     accumulate = config.gradient_accumulation if method.rounds is None else method.rounds.replicas or 1
-    check(method, len(part), updates * accumulate, accumulate)
+    check_sizes(method, len(part), updates * accumulate, accumulate)
     switch = round(args["warmup"]["epochs"] * per_epoch) if "warmup" in args and per_epoch else 0
     drains = [k * accumulate for k in list_drains(config, updates, per_epoch, done)]
     schedule = make_schedule(method, len(part), updates * accumulate, accumulate, drains, switch * accumulate)
     table = VersionTable(schedule, method, config.seed)
     if method.segments is not None:
-        segment_ends(len(part), method.segments)  # refuses more than there are stages
+        find_segment_ends(len(part), method.segments)  # refuses more than there are stages
     groups = trained(parameter_groups(model, part, config.optimizer.no_decay), setup.numbers.trained)
     held = groups if own is None else stage_groups(groups, own)
     blocks = get_blocks(model)
@@ -274,7 +274,7 @@ def _with_chosen_stages(
     """The config with the names of the modules at which the planner has stages begin, the same on all processes: each may have
     measured its own machine."""
     processes = launched.read().world // config.replicas if config.backend.name == "distributed" else None
-    begins = run_on_main(lambda: chosen_stages(config, method, model, loss, example, processes))
+    begins = run_on_main(lambda: choose_stages(config, method, model, loss, example, processes))
     return config.model_copy(update={"stages": begins or 1})
 
 

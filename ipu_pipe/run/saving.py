@@ -14,7 +14,7 @@ from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
-from ipu_pipe.plan.of_config import predicted_rate
+from ipu_pipe.plan.of_config import predict_rate
 from ipu_pipe.report.executed import write_trace
 from ipu_pipe.report.memory import memory_record
 from ipu_pipe.report.modelled import stage_costs, write_modelled
@@ -95,7 +95,7 @@ def finish(job: Job, engine: Engine, run: Optional[RunDir], ended: Ended, say: C
         assert run is not None and measured is not None
         report = _write(job, run, ended, measured)
         on_devices = not get_backend(job.config).emulates  # which in one process does the work of all
-        say(closing(report, run.path, predicted_rate(job) if on_devices else None))
+        say(closing(report, run.path, predict_rate(job) if on_devices else None))
         return report
 
     return run_on_main(written)

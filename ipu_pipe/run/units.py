@@ -10,7 +10,7 @@ from torch import nn
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import OWN
 from ipu_pipe.data.batches import divided
-from ipu_pipe.hardware.costing import Costed, count_units, measure_units
+from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_units
 from ipu_pipe.job.import_strings import resolve_entry
 from ipu_pipe.job.outputs import make_take_of_heads
 from ipu_pipe.model.nests import mapped, sample_count, size
@@ -23,7 +23,7 @@ from ipu_pipe.run.parts import make_data, make_loss, make_model
 class ConfigUnits(NamedTuple):
     """The units, the bytes of a sample that enter the first, and what blocks of them cost beside them, where asked for."""
 
-    costed: Costed
+    costed: CountedUnits
     entering: float
     blocks: Optional[BlockUnits] = None
 
@@ -44,7 +44,7 @@ def units_of(config: Config, measured: bool = False, blocks: bool = False) -> Co
     return ConfigUnits(costed, entering, count_blocks(model, x, costed.units, head, make_take_of_heads(config)))
 
 
-def _counted(config: Config) -> Tuple[nn.Module, Costed, Any]:
+def _counted(config: Config) -> Tuple[nn.Module, CountedUnits, Any]:
     loss = make_loss(config)
     data = make_data(config)
     x, y = divided(
@@ -63,7 +63,7 @@ def _shape(t: torch.Tensor) -> torch.Tensor:
     return t.to("meta")
 
 
-def _measured(config: Config) -> Tuple[nn.Module, Costed, Any]:
+def _measured(config: Config) -> Tuple[nn.Module, CountedUnits, Any]:
     setup = set_up(config)
     costed = None
     for many in (config.micro_batch_size, 2 * config.micro_batch_size):

@@ -26,7 +26,7 @@ FloatArray = NDArray[np.float64]
 HOST = "link to the host"
 
 
-class Message(NamedTuple):
+class Transfer(NamedTuple):
     """What goes from one device to another: it has all of its `links` to itself for so many `seconds`, once they are free, and is
     there `latency` later. Without links it waits for no other message."""
 
@@ -54,9 +54,9 @@ class Costs:
     link: float = 0.0
     slot: float = 0.0
     weight_gradient: Sequence[float] = ()
-    onward: Sequence[Message] = ()
-    back: Sequence[Message] = ()
-    reduce: Sequence[Message] = ()
+    onward: Sequence[Transfer] = ()
+    back: Sequence[Transfer] = ()
+    reduce: Sequence[Transfer] = ()
     lockstep: bool = False
     enter: float = 0.0
 
@@ -82,13 +82,13 @@ class Costs:
         rest = [whole - part for whole, part in zip(self.backward, self.weight_gradient)]
         return {Kind.FORWARD: self.forward, Kind.INPUT_GRADIENT: rest, Kind.WEIGHT_GRADIENT: self.weight_gradient}
 
-    def message(self, source: int, target: int) -> Message:
+    def message(self, source: int, target: int) -> Transfer:
         """That between two neighbouring stages."""
         given = self.onward if target > source else self.back
-        return given[min(source, target)] if given else Message(self.link)
+        return given[min(source, target)] if given else Transfer(self.link)
 
 
-def slot_costs(schedule: Schedule) -> Costs:
+def make_slot_costs(schedule: Schedule) -> Costs:
     """The unit costs: a slot takes 1, its passes fill it, messages and updates take no time."""
     share = [1 / schedule.slot_capacity] * schedule.stages
     if Kind.BACKWARD in schedule.passes:
@@ -97,12 +97,12 @@ def slot_costs(schedule: Schedule) -> Costs:
 
 
 class Times(NamedTuple):
-    """When each action begins and ends, by kind: (P, M) of the passes, (P, updates) of the updates; `carried`: how long each link
-    was busy."""
+    """When each action begins and ends, by kind: (P, M) of the passes, (P, updates) of the updates; and how long each link was
+    busy."""
 
     start: Dict[Kind, FloatArray]
     end: Dict[Kind, FloatArray]
-    carried: Dict[str, float] = {}
+    link_busy: Dict[str, float] = {}
 
     @property
     def finish(self) -> float:
@@ -118,7 +118,7 @@ def clock(schedule: Schedule, costs: Costs, microbatches: Optional[int] = None) 
     return played.times()
 
 
-def carried(flows: Iterable[Tuple[int, Message]]) -> Dict[str, float]:
+def sum_link_times(flows: Iterable[Tuple[int, Transfer]]) -> Dict[str, float]:
     """How long each link is busy with so many of each message."""
     found: Dict[str, float] = {}
     for count, message in flows:
@@ -127,7 +127,7 @@ def carried(flows: Iterable[Tuple[int, Message]]) -> Dict[str, float]:
     return found
 
 
-def first_updates(schedule: Schedule, costs: Costs, updates: int) -> FloatArray:
+def time_first_updates(schedule: Schedule, costs: Costs, updates: int) -> FloatArray:
     """When the first `updates` of each stage end, (P, updates); what comes behind them is not played. Not in lock-step."""
     played = _Eager(schedule, costs, schedule.microbatches)
     played.play(updates)
@@ -151,7 +151,7 @@ class _Played:
         self.updates: List[List[Tuple[float, float]]] = [
             [(0.0, 0.0)] * (count // schedule.accumulate) for _ in range(P)
         ]
-        self.carried: Dict[str, float] = {}
+        self.link_busy: Dict[str, float] = {}
         self._left = [[schedule.accumulate] * (1 + longest // schedule.accumulate) for _ in range(P)]
         self.needs = {
             kind * P + stage: [
@@ -163,12 +163,12 @@ class _Played:
             for stage in range(P)
         }
 
-    def message(self, source: int, target: int) -> Optional[Message]:
+    def message(self, source: int, target: int) -> Optional[Transfer]:
         """What the result of one pass takes to another that needs it; None on the same stage."""
         a, b = source % self.schedule.stages, target % self.schedule.stages
         return None if a == b else self.costs.message(a, b)
 
-    def sent(self) -> List[Tuple[int, int, Message]]:
+    def sent(self) -> List[Tuple[int, int, Transfer]]:
         """The messages of a microbatch: from which pass, to which, and what it takes."""
         pairs = [(source, which) for which, needed in self.needs.items() for source in needed]
         found = [(source, which, self.message(source, which)) for source, which in pairs]
@@ -191,7 +191,7 @@ class _Played:
     def times(self) -> Times:
         """What was found."""
         P, count = self.schedule.stages, self.count
-        found = Times({}, {}, self.carried)
+        found = Times({}, {}, self.link_busy)
         for place, kind in enumerate(self.kinds):
             for columns, values in ((found.start, self.start), (found.end, self.end)):
                 columns[kind] = np.array([row[:count] for row in values[place * P : (place + 1) * P]], np.float64)
@@ -219,14 +219,14 @@ class _Eager(_Played):
         running: List[Tuple[float, int, int, int]] = []  # a heap: end, order, pass, microbatch
         # when what a pass needs of another stage is there; what it needs of its own is done before it
         there: List[Optional[List[float]]] = [None] * len(device_of)
-        results: List[Optional[Tuple[int, List[float], Message]]] = [None] * len(device_of)
+        results: List[Optional[Tuple[int, List[float], Transfer]]] = [None] * len(device_of)
         for source, which, message in self.sent():
             moments = there[which] = [math.inf] * len(self.start[0])
             results[source] = device_of[which], moments, message
         starts, ends, duration, last = self.start, self.end, self.duration, (len(self.kinds) - 1) * P
         begun, waited = 0, P * updates if updates is not None else -1
 
-        def arrival(message: Message, at: float) -> float:
+        def arrival(message: Transfer, at: float) -> float:
             """When a message that is ready `at` a time is there."""
             seconds, latency, links = message
             for link in links:
@@ -283,7 +283,7 @@ class _Eager(_Played):
         passes = Counter(which for _, which, _ in self.rows)
         flows = [(passes[source], message) for source, _, message in self.sent()]
         flows += [(left.count(0), message) for left, message in zip(self._left, self.costs.reduce)]
-        self.carried = carried(flows)
+        self.link_busy = sum_link_times(flows)
         return super().times()
 
 
@@ -294,7 +294,7 @@ class _Lockstep(_Played):
     def play(self) -> None:
         """Find the times."""
         P, costs = self.schedule.stages, self.costs
-        sends: Dict[int, List[Message]] = {which: [] for which in self.needs}
+        sends: Dict[int, List[Transfer]] = {which: [] for which in self.needs}
         for which, needed in self.needs.items():
             for source in needed:
                 message = self.message(source, which)
@@ -305,9 +305,9 @@ class _Lockstep(_Played):
             cycle = list(rows)
             if costs.enter and any(done == 0 for _, done, _ in cycle):
                 now += costs.enter
-                self.carried[HOST] = self.carried.get(HOST, 0.0) + costs.enter
+                self.link_busy[HOST] = self.link_busy.get(HOST, 0.0) + costs.enter
             used = dict.fromkeys(self.device, now)
-            sent: List[Message] = []
+            sent: List[Transfer] = []
             for _, done, m in cycle:
                 device, stage = self.device[done], done % P
                 start, used[device] = used[device], used[device] + self.duration[done]
@@ -327,7 +327,7 @@ class _Lockstep(_Played):
                     self.note_update(stage, k, now, now + costs.update[stage])
                 now += max(costs.update)
 
-    def _exchange(self, messages: Iterable[Message]) -> float:
+    def _exchange(self, messages: Iterable[Transfer]) -> float:
         """How long it takes until messages that begin together are all there."""
         busy: Dict[str, float] = {}
         alone, latency = 0.0, 0.0
@@ -337,7 +337,7 @@ class _Lockstep(_Played):
             for link in message.links:
                 busy[link] = busy.get(link, 0.0) + message.seconds
         for link, seconds in busy.items():
-            self.carried[link] = self.carried.get(link, 0.0) + seconds
+            self.link_busy[link] = self.link_busy.get(link, 0.0) + seconds
         return max([alone, *busy.values()]) + latency
 
 

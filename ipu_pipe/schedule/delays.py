@@ -1,30 +1,50 @@
-"""Delays that are no schedule's: their means, and how they are drawn."""
+"""Delays that do not follow from a schedule: constant or drawn ones, and those of the history of block updates.
+
+The global history (randomized PipeDream paper) counts block updates of all stages in the order of (slot, stage); block r is the
+weights of stage r. P stages, a the stage that updates, r the block that is read.
+"""
 
 from __future__ import annotations
 
-from typing import Dict, Optional
+from dataclasses import dataclass
+from typing import ClassVar, Dict, Optional, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.methods import Delay
 from ipu_pipe.schedule.runs import IntArray
 
+# ---- of a stage's own updates
 
-def mean_delays(delay: Delay, P: int, lags: Optional[IntArray]) -> NDArray[np.float64]:
-    """Expectation (P,) of drawn delays: as stated, or else the pipeline's own `lags` (P,).
 
-    Raises BadInput where an exponential distribution over 0..D has none such.
+@dataclass(frozen=True)
+class Delay:
+    """How many updates before its backward a forward reads, where the schedule does not say.
+
+    `drawn` false: always `greatest` = D (Kosson et al. 2021, appendices F and G.2). `drawn` true: each pass draws from the
+    exponential distribution over 0..D (PipeMare, appendix E, in whole updates) with expectation `mean`, one number or one per
+    stage; None: the stage's own greatest lag in the method's pipeline.
+    """
+
+    greatest: int
+    drawn: bool = False
+    mean: Optional[Tuple[float, ...]] = None
+
+
+def find_mean_delays(delay: Delay, stages: int, lags: Optional[IntArray]) -> NDArray[np.float64]:
+    """Return the expectation (P,) of drawn delays: the stated one, or the pipeline's own `lags` (P,).
+
+    Raises BadInput where no exponential distribution over 0..D has that expectation.
     """
     if delay.mean is None:
-        assert lags is not None, "the pipeline's own lags stand for a mean that is not stated"
+        assert lags is not None, "the pipeline's lags replace a mean that is not stated"
         means = lags.astype(np.float64)
-    elif len(delay.mean) in (1, P):
-        means = np.broadcast_to(np.asarray(delay.mean, np.float64), (P,)).copy()
+    elif len(delay.mean) in (1, stages):
+        means = np.broadcast_to(np.asarray(delay.mean, np.float64), (stages,)).copy()
     else:
         raise BadInput(
-            f"method_args.hogwild.mean: {list(delay.mean)}: must be one number or one for each of {P} stages"
+            f"method_args.hogwild.mean: {list(delay.mean)}: must be one number or one for each of {stages} stages"
         )
     if (means > delay.greatest / 2).any():
         raise BadInput(
@@ -34,37 +54,40 @@ def mean_delays(delay: Delay, P: int, lags: Optional[IntArray]) -> NDArray[np.fl
     return means
 
 
-class Draws:
-    """Delays drawn by (seed, microbatch, stage) from P(d) ~ q^d on 0..D, the exponential distribution in whole updates."""
+class DelaySampler:
+    """Draws delays from P(d) ~ q^d on 0..D, the exponential distribution in whole updates.
+
+    A delay depends on (seed, microbatch, stage) alone, in whatever order windows of microbatches are asked for.
+    """
 
     BLOCK = 256  # microbatches that share a generator
 
     def __init__(self, delay: Delay, means: NDArray[np.float64], seed: int) -> None:
         self._seed = seed
-        self._thresholds = np.stack([np.cumsum(_exponential(mean, delay.greatest)) for mean in means])
+        self._thresholds = np.stack([np.cumsum(_compute_probabilities(mean, delay.greatest)) for mean in means])
         self._blocks: Dict[int, IntArray] = {}
 
     def __call__(self, first: int, last: int) -> IntArray:
-        """Delays (P, last - first) of the microbatches [first, last)."""
+        """Return the delays (P, last - first) of the microbatches [first, last)."""
         if last <= first:
             return np.zeros((len(self._thresholds), 0), np.int64)
         blocks = range(first // self.BLOCK, (last - 1) // self.BLOCK + 1)
-        joined = np.concatenate([self._block(block) for block in blocks], axis=1)
+        joined = np.concatenate([self._draw_block(block) for block in blocks], axis=1)
         start = blocks[0] * self.BLOCK
         return joined[:, first - start : last - start]
 
-    def _block(self, block: int) -> IntArray:
+    def _draw_block(self, block: int) -> IntArray:
         if block not in self._blocks:
             if len(self._blocks) > 64:
                 self._blocks.clear()
-            drawn = np.random.default_rng((self._seed, block)).random((self.BLOCK, len(self._thresholds))).T
-            rows = [np.searchsorted(row, values, side="right") for row, values in zip(self._thresholds, drawn)]
-            self._blocks[block] = np.minimum(np.stack(rows), self._thresholds.shape[1] - 1)
+            uniform = np.random.default_rng((self._seed, block)).random((self.BLOCK, len(self._thresholds))).T
+            delays = [np.searchsorted(row, values, side="right") for row, values in zip(self._thresholds, uniform)]
+            self._blocks[block] = np.minimum(np.stack(delays), self._thresholds.shape[1] - 1)
         return self._blocks[block]
 
 
-def _exponential(mean: float, greatest: int) -> NDArray[np.float64]:
-    """Probabilities (D + 1,) of 0..D, proportional to q^d, with this expectation (at most D/2), q by bisection."""
+def _compute_probabilities(mean: float, greatest: int) -> NDArray[np.float64]:
+    """Return the probabilities (D + 1,) of 0..D, proportional to q^d, with expectation `mean` <= D/2; q by bisection."""
     values = np.arange(greatest + 1)
     low, high = 0.0, 1.0
     for _ in range(200):
@@ -73,3 +96,72 @@ def _exponential(mean: float, greatest: int) -> NDArray[np.float64]:
         low, high = (q, high) if (weights * values).sum() / weights.sum() < mean else (low, q)
     weights = high**values
     return np.asarray(weights / weights.sum())
+
+
+# ---- of the global history of block updates
+
+
+@dataclass(frozen=True)
+class History:
+    """Randomized PipeDream (Algorithm 1): a block update reads block r of the iterate a delay of block updates ago.
+
+    delays: "uniform", each drawn by itself from 0..`bound`; "offsets", a constant of each block, the mean over the active stages
+    of PipeDream's (appendix F's coarse model); "schedule", exactly PipeDream's.
+    order of stages and microbatches: "random", drawn uniformly, or "schedule", PipeDream's.
+    bound: None for PipeDream's greatest, P^2 - P/2. nag: beta of the extrapolation (appendix I).
+    No delay reaches back beyond a drain or the beginning.
+    """
+
+    LAWS: ClassVar[Tuple[str, ...]] = ("uniform", "offsets", "schedule")
+    ORDERS: ClassVar[Tuple[str, ...]] = ("random", "schedule")
+
+    bound: Optional[int] = None
+    delays: str = "uniform"
+    order: str = "random"
+    nag: Optional[float] = None
+
+    def bound_for(self, stages: int) -> int:
+        """Return the greatest delay, in block updates."""
+        return compute_greatest_delay(stages) if self.bound is None else self.bound
+
+    def constant(self, stages: int) -> IntArray:
+        """Return the delays (P,) of the law "offsets"."""
+        means = compute_steady_delays(stages).mean(axis=0)
+        return np.minimum(np.rint(means).astype(np.int64), self.bound_for(stages))
+
+    def greatest_lag(self, stages: int) -> IntArray:
+        """Return the most updates (P,) of a stage itself that a read can be behind.
+
+        Where stages are drawn all block updates in between may be its own; in the schedule's order each P-th of them is.
+        """
+        delays = self.constant(stages) if self.delays == "offsets" else np.full(stages, self.bound_for(stages))
+        return delays if self.order == "random" else -(-delays // stages)
+
+
+def compute_greatest_delay(stages: int) -> int:
+    """Return tau_max of steady PipeDream: P^2 - P/2, for odd P P^2 - (P+1)/2 (Proposition 4.1)."""
+    return stages**2 - (stages + 1) // 2
+
+
+def compute_least_delay(stages: int) -> int:
+    """Return the least delay of steady PipeDream: floor((P-1)/2), of the last stage's own block."""
+    return (stages - 1) // 2
+
+
+def compute_mean_delay(stages: int) -> float:
+    """Return the mean delay of steady PipeDream over active stages and read blocks: (P^2 - 1)/2."""
+    return (stages**2 - 1) / 2
+
+
+def compute_steady_delays(stages: int) -> IntArray:
+    """Return tau (P, P) of steady PipeDream, [a, r]: the block updates between m's forward on stage r and its backward on a.
+
+    tau(a, r) = floor((P-r)/2) + sum_{j=r+1}^{2P-2-a} c_j + floor(a/2), c_j = ceil(P/2) for odd j and floor(P/2) for even j: the
+    rest of the forward's slot, the slots between, and the lower stages in the backward's own slot.
+    """
+    P = stages
+    a, r = np.arange(P)[:, None], np.arange(P)[None, :]
+    last = 2 * P - 2 - a
+    odd = (last + 1) // 2 - (r + 1) // 2  # odd j in r+1..last
+    between = odd * -(-P // 2) + (last - r - odd) * (P // 2)
+    return np.asarray((P - r) // 2 + between + a // 2)

@@ -1,50 +1,48 @@
-"""The table of training methods: each name is a preset over *when* (pipeline, turn) and *which weights* (reads).
+"""The table of training methods: each name is a row over *when* (pipeline, turn) and *which weights* (reads).
 
-The update rules that some methods add (T1, T2, spike compensation, weight prediction) are no axis of this table: they
-change what is done with a gradient or how a version is corrected when read, not when a pass runs nor which version it
-reads. They are in ipu_pipe.update.rules.
+Update rules that some methods add (T1, T2, spike compensation, weight prediction) are not columns of this table: they change
+what is done with a gradient, not when a pass runs nor which weight version it reads. They are in ipu_pipe.update.rules.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule import asynchrony
-from ipu_pipe.schedule.asynchrony import History, Rounds
+from ipu_pipe.schedule.delays import Delay, History
 from ipu_pipe.text import find_nearest, show
 
 
 class Pipeline(Enum):
-    """Who does what when. All but DATAFLOW and the local ones do one forward or one backward a stage and slot."""
+    """Which passes a stage does in which order. All but DATAFLOW and the LOCAL ones do one pass per stage and slot."""
 
     SEQUENTIAL = "sequential"  # one microbatch at a time through all stages and back
     FILL_DRAIN = "fill_drain"  # all forwards of a batch, then all its backwards
-    ONE_F_ONE_B_FLUSH = "1f1b_flush"  # one forward, one backward; empties after every batch; at most P-s in flight
-    ONE_F_ONE_B = "1f1b"  # never empties; at most P in flight, counted at stage 0 only
-    ONE_F_ONE_B_CAPPED = "1f1b_capped"  # never empties; at most P-s in flight on stage s
+    ONE_F_ONE_B_FLUSH = "1f1b_flush"  # one forward, one backward; drains after every batch; at most P-s in flight
+    ONE_F_ONE_B = "1f1b"  # never drains; at most P in flight, counted at stage 0 only
+    ONE_F_ONE_B_CAPPED = "1f1b_capped"  # never drains; at most P-s in flight on stage s
     LOCAL_SGD = (
-        "local_sgd"  # 1F1B over the steps of replicas, which take turns; empties after every round of local steps
+        "local_sgd"  # 1F1B over the steps of replicas, which take turns; drains after every round of local steps
     )
-    DATAFLOW = "dataflow"  # a forward and a backward of every stage in each step
-    LOCAL = "local"  # a forward and, at once, its backward of every stage in each step; no stage waits for a later one
+    DATAFLOW = "dataflow"  # a forward and a backward on every stage in each step
+    LOCAL = "local"  # a forward and, at once, its backward on every stage in each step; no stage waits for a later one
     LOCAL_SHARED = "local_shared"  # the same, but updates wait for the next stage's gradient of the shared layer
 
 
 class Reads(Enum):
     """Which version of its weights a pass of a stage reads."""
 
-    NEWEST = "newest"  # every update of that stage made in earlier slots
-    DOUBLE_BUFFERED = "double_buffered"  # a version behind the batch: max(floor(m/N) - 1, 0), from each drain anew
-    STASHED = "stashed"  # a backward reads what its microbatch's forward read
-    OWN = "own"  # every update of that stage by the same replica of the model: one each of its steps
+    NEWEST = "newest"  # after all updates that the stage made in earlier slots
+    DOUBLE_BUFFERED = "double_buffered"  # one version behind the batch: max(floor(m/N) - 1, 0), counted from each drain
+    STASHED = "stashed"  # a backward reads the version of its microbatch's forward
+    OWN = "own"  # after all updates of that stage by the same replica of the model: one per local step
     DELAYED = "delayed"  # a stated or drawn number of updates before the backward, whatever the schedule
 
 
 class DefaultAccumulate(Enum):
-    """How many microbatches make an update (N) where the user does not say."""
+    """The microbatches per update (N) where the user does not say."""
 
     MICROBATCHES = "microbatches"  # one update for the whole run
     STAGES = "stages"  # N = P
@@ -52,26 +50,12 @@ class DefaultAccumulate(Enum):
 
 
 @dataclass(frozen=True)
-class Delay:
-    """How many updates before its backward a forward reads, where the schedule does not say.
-
-    `greatest` D with `drawn` false: always D (Kosson et al. 2021, appendices F and G.2). With `drawn`: each pass draws
-    from the exponential distribution over 0..D (PipeMare, appendix E, in whole updates); its expectation is `mean`, by
-    stage or the same for all, and where None the stage's own greatest lag in the method's pipeline.
-    """
-
-    greatest: int
-    drawn: bool = False
-    mean: Optional[Tuple[float, ...]] = None
-
-
-@dataclass(frozen=True)
 class Structure:
-    """Local-parallel training: which stages form a block, trained by a loss of its own (Laskin et al. 2020, section 3).
+    """Local-parallel training: which stages form a block that is trained by its own loss (Laskin et al. 2020, section 3).
 
-    `blocks`: how many, or the names at which the second and later ones begin; None: every stage is one. `overlap`: so many
-    stages before its own are in a block too, their gradients averaged between the blocks that hold them. `layers`: the last
-    so many stages are the only block that trains.
+    `blocks`: their number, or the names at which the second and later ones begin; None: every stage is a block. `overlap`:
+    stages of the next block that a block trains too; their gradients are averaged between the two. `layers`: only the last
+    `layers` stages train, as one block.
     """
 
     blocks: Union[None, int, Tuple[str, ...]] = None
@@ -80,17 +64,27 @@ class Structure:
 
 
 @dataclass(frozen=True)
+class Rounds:
+    """LocalSGD (Algorithm 2): `replicas` R of the whole model (None: R = P) make `steps` K steps each with their own weights,
+    then the weights are averaged stage by stage. A drain ends a round early."""
+
+    replicas: Optional[int] = None
+    steps: int = 5  # the paper's K for scaling and for its Transformer
+
+
+@dataclass(frozen=True)
 class Method:
     """One way to train a pipeline.
 
-    `turn`: dataflow only; the steps between the last stage's forward and its backward (0: both in one step).
-    `flushes`: the pipeline empties before every update, so that no pass ever reads old weights.
-    `predicts`: both passes read weights predicted for one time, that at which the first stage's backward ends.
-    `delay`: where forward_reads is DELAYED. `segments`: activations are recomputed, but for the inputs of so many segments.
-    `structure`: gradients stay inside blocks of stages; None: they pass through the whole model. `history`: updates of single
-    stages, by gradients at old iterates of all (the reads above are then those of the schedule they are drawn from). `rounds`:
-    replicas with weights of their own. `one_version`: all stages read one version of a microbatch, so that several may use one
-    weight.
+    turn: dataflow only; the steps between the last stage's forward and its backward (0: both in one step).
+    flushes: the pipeline drains before every update, so that no pass ever reads old weights.
+    predicts: both passes read weights predicted for the time at which the first stage's backward ends.
+    delay: where forward_reads is DELAYED.
+    segments: activations are recomputed, except the inputs of this many segments of stages.
+    structure: gradients stay inside blocks of stages; None: they pass through the whole model.
+    history: updates of single stages, from gradients at old iterates; the reads above are then those of the schedule.
+    rounds: replicas with their own weights.
+    one_version: all stages read one version for a microbatch, so that several may use one weight.
     """
 
     name: str
@@ -111,33 +105,33 @@ class Method:
 
     @property
     def is_stale(self) -> bool:
-        """Whether there are pipelines on which a pass reads other weights than the newest."""
+        """Return whether a pass can read older weights than the newest, on some pipeline."""
         return not self.flushes and self.structure is None and self.rounds is None
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether it trains the whole model, as one, by what its schedule says."""
+        """Return whether it trains the whole model as one, in the order of its schedule."""
         return self.structure is None and self.history is None and self.rounds is None
 
     def reads_old(self, stages: int) -> bool:
-        """Whether any pass may read other weights than the newest, on a pipeline of so many stages."""
+        """Return whether a pass may read older weights than the newest on P = `stages` stages."""
         return self.is_stale and (stages > 1 or self.delay is not None or self.history is not None)
 
     @property
     def one_stage(self) -> Optional[str]:
-        """Why all uses of a weight must lie in one stage, and what else there is; None where they need not."""
+        """Explain why all uses of a weight must be in one stage, and the remedies; None where they need not be."""
         if self.one_version:
             return None
         why = "stages may read different versions of it, so that it would have two delays"
         if self.structure is not None:
-            why = "each block is trained by a loss of its own, so that it would have two gradients"
+            why = "each block is trained by its own loss, so that it would have two gradients"
         elif self.history is not None or self.rounds is not None:
             why = f"{'single stages' if self.rounds is None else 'replicas'} step by themselves"
         able = ", ".join(name for name, method in METHODS.items() if method.one_version)
         return f"with {self.name} {why}: cut elsewhere, untie them, or use method {able}"
 
     def accumulate_for(self, stages: int, microbatches: int) -> int:
-        """N, the microbatches an update, where the user does not say."""
+        """Return N, the microbatches per update, where the user does not say."""
         return {
             DefaultAccumulate.MICROBATCHES: microbatches,
             DefaultAccumulate.STAGES: stages,
@@ -145,11 +139,7 @@ class Method:
         }[self.default_accumulate]
 
 
-def _table(*methods: Method) -> Dict[str, Method]:
-    return {method.name: method for method in methods}
-
-
-METHODS: Dict[str, Method] = _table(
+_ROWS = (
     Method(
         "naive", Pipeline.SEQUENTIAL, 0, Reads.NEWEST, Reads.NEWEST, True, DefaultAccumulate.ONE,
         "inter-layer model parallelism, the baseline of Narayanan et al. 2021 (PipeDream-2BW), Figure 1", one_version=True,
@@ -208,141 +198,170 @@ METHODS: Dict[str, Method] = _table(
     ),
 )  # fmt: skip
 
+METHODS: Dict[str, Method] = {row.name: row for row in _ROWS}
 
-AXES = ("schedule", "turn", "stash", "hogwild", "constant_delay", "recompute", "blocks", "overlap", "layers")
-OWN_AXIS = {"local_chunked": "blocks", "local_overlapping": "overlap", "last_layers": "layers"}
+
+# ---- a method's name and arguments -> its row
+
+# keys of method_args that belong to one method
+OWNERS = {
+    "blocks": "local_chunked", "overlap": "local_overlapping", "layers": "last_layers",
+    "delay_bound": "randomized_pipedream", "delays": "randomized_pipedream", "order": "randomized_pipedream",
+    "nag": "randomized_pipedream", "replicas": "local_sgd", "local_steps": "local_sgd",
+}  # fmt: skip
+# keys that change when passes run or which weights they read; pipelines that have delays of their own take them
+AXES = ("schedule", "turn", "stash", "hogwild", "constant_delay", "recompute")
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_names(value: Any) -> bool:
+    return bool(value) and isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+_ALLOWED: Dict[str, Tuple[Callable[[Any], bool], str]] = {
+    "schedule": (lambda value: value in ("1f1b", "dataflow"), "1f1b or dataflow"),
+    "turn": (lambda value: _is_int(value, 0) and value <= 1, "0 or 1"),
+    "stash": (lambda value: isinstance(value, bool), "true or false"),
+    "blocks": (lambda value: _is_int(value, 1) or _is_names(value), "an integer >= 1 or a list of module names"),
+    "overlap": (lambda value: _is_int(value, 1) and value == 1, "1: a block shares one layer with the next block"),
+    "layers": (lambda value: _is_int(value, 1), "an integer >= 1"),
+    "delay_bound": (lambda value: _is_int(value, 0), "an integer >= 0"),
+    "delays": (lambda value: value in History.LAWS, f"one of {', '.join(History.LAWS)}"),
+    "order": (lambda value: value in History.ORDERS, f"one of {', '.join(History.ORDERS)}"),
+    "nag": (_is_positive, "a number > 0, the extrapolation's beta"),
+    "replicas": (lambda value: _is_int(value, 1), "an integer >= 1"),
+    "local_steps": (lambda value: _is_int(value, 1), "an integer >= 1"),
+}
 
 
 def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
-    """The method called `name`, its axes changed by `args`.
+    """Return the method `name` with its axes changed by `args`.
 
-    `schedule` 1f1b|dataflow, `turn` 0|1, `stash` true|false, `hogwild` {mean, max}, `constant_delay` {updates},
-    `recompute` {segments}; `blocks` of local_chunked, `overlap` of local_overlapping, `layers` of last_layers; those of
-    randomized_pipedream and local_sgd (`ipu_pipe.schedule.asynchrony`). Other keys of `args` belong to the update rules and are
-    not looked at; None means not given.
-    Raises BadInput for an unknown name and for an argument that the method cannot take, with the reason.
+    Keys of `args`: `schedule` 1f1b|dataflow, `turn` 0|1, `stash` true|false, `hogwild` {mean, max}, `constant_delay`
+    {updates}, `recompute` {segments}, and those in OWNERS of one method. None means not given. Other keys belong to the
+    update rules and are ignored. Raises BadInput for an unknown name and for arguments that the method cannot take.
     """
     if name not in METHODS:
-        raise BadInput(f"method: {show(name)}: is none of {', '.join(METHODS)}{_nearest(name, METHODS)}")
+        close = find_nearest(name, METHODS)
+        hint = f"; did you mean {close}?" if close else ""
+        raise BadInput(f"method: {show(name)}: must be one of {', '.join(METHODS)}{hint}")
     method = METHODS[name]
-    given = {key: args[key] for key in AXES if args.get(key) is not None}
-    own = {key: args[key] for keys in asynchrony.OWN_KEYS.values() for key in keys if args.get(key) is not None}
-    faults = asynchrony.faults(name, own) + (_value_faults(given) or _axis_faults(method, given))
+    settings = {key: args[key] for key in (*AXES, *OWNERS) if args.get(key) is not None}
+    faults = _find_bad_values(settings) or _find_misfits(method, settings)
     if faults:
         raise BadInput(faults)
     if method.history is not None:
-        return replace(method, history=asynchrony.history_of(own))
+        beta = settings.get("nag")
+        history = History(
+            settings.get("delay_bound"), settings.get("delays", History.LAWS[0]),
+            settings.get("order", History.ORDERS[0]), None if beta is None else float(beta),
+        )  # fmt: skip
+        return replace(method, history=history)
     if method.rounds is not None:
-        return replace(method, rounds=asynchrony.rounds_of(own))
+        return replace(method, rounds=Rounds(settings.get("replicas"), settings.get("local_steps", Rounds.steps)))
     if method.structure is not None:
-        changed: Dict[str, Any] = {key: tuple(v) if isinstance(v, (list, tuple)) else v for key, v in given.items()}
-        return replace(method, structure=replace(method.structure, **changed)) if changed else method
-    if "schedule" in given:
-        pipeline = Pipeline(given["schedule"])
+        own: Dict[str, Any] = {key: tuple(v) if isinstance(v, (list, tuple)) else v for key, v in settings.items()}
+        return replace(method, structure=replace(method.structure, **own)) if own else method
+    return _change_axes(method, settings)
+
+
+def _change_axes(method: Method, settings: Mapping[str, Any]) -> Method:
+    if "schedule" in settings:
+        pipeline = Pipeline(settings["schedule"])
         method = replace(method, pipeline=pipeline, turn=method.turn if pipeline is Pipeline.DATAFLOW else 0)
-    if "turn" in given:
-        method = replace(method, turn=given["turn"])
-    if "hogwild" in given:  # the paper's gradient is that of the delayed weights: both passes read them
-        mean = given["hogwild"].get("mean")
+    if "turn" in settings:
+        method = replace(method, turn=settings["turn"])
+    if "hogwild" in settings:  # the paper's gradient is taken at the delayed weights: both passes read them
+        mean = settings["hogwild"].get("mean")
         means = None if mean is None else tuple(mean) if isinstance(mean, (list, tuple)) else (mean,)
-        delay = Delay(given["hogwild"]["max"], drawn=True, mean=means)
+        delay = Delay(settings["hogwild"]["max"], drawn=True, mean=means)
         method = replace(method, forward_reads=Reads.DELAYED, backward_reads=Reads.STASHED, delay=delay)
-    if "constant_delay" in given:
-        method = replace(method, forward_reads=Reads.DELAYED, delay=Delay(given["constant_delay"]["updates"]))
-    if "stash" in given:
-        method = replace(method, backward_reads=Reads.STASHED if given["stash"] else Reads.NEWEST)
-    if "recompute" in given:
-        method = replace(method, segments=given["recompute"].get("segments") or 0)
-        if method.delay:
-            key = "hogwild" if method.delay.drawn else "constant_delay"
-            why = "not together with recompute, whose weights are defined by the pipeline's own delays"
-            raise BadInput(f"method_args: {key}: {show(given[key])}: {why}")
+    if "constant_delay" in settings:
+        method = replace(method, forward_reads=Reads.DELAYED, delay=Delay(settings["constant_delay"]["updates"]))
+    if "stash" in settings:
+        method = replace(method, backward_reads=Reads.STASHED if settings["stash"] else Reads.NEWEST)
+    if "recompute" in settings:
+        method = replace(method, segments=settings["recompute"].get("segments") or 0)
         if method.backward_reads is not Reads.NEWEST or method.pipeline is not Pipeline.DATAFLOW:
             raise BadInput(
-                f"method_args: recompute: {show(given['recompute'])}: its weights are a matter of the method only where"
-                " both passes read the newest weights on the dataflow schedule (pipemare, pipelined_backprop);"
-                " elsewhere set recompute: true"
+                f"method_args: recompute: {show(settings['recompute'])}: belongs to methods whose passes both read the"
+                " newest weights on the dataflow schedule (pipemare, pipelined_backprop); elsewhere set recompute: true"
             )
     return method
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = find_nearest(name, known)
-    return f"; did you mean {close}?" if close else ""
+def _find_bad_values(settings: Mapping[str, Any]) -> List[str]:
+    return [
+        f"method_args: {key}: {show(settings[key])}: must be {allowed}"
+        for key, (is_allowed, allowed) in _ALLOWED.items()
+        if key in settings and not is_allowed(settings[key])
+    ]
 
 
-def _value_faults(given: Mapping[str, Any]) -> List[str]:
-    faults = []
-    for key in ("blocks", "overlap", "layers"):
-        value = given.get(key, 1)
-        names = key == "blocks" and isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
-        if not (names and value) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            words = "a whole number >= 1" + (" or a list of module names" if key == "blocks" else "")
-            faults.append(f"method_args: {key}: {show(value)}: must be {words}")
-        elif key == "overlap" and value != 1:
-            faults.append(
-                f"method_args: overlap: {show(value)}: must be 1: a block holds one layer of the block behind"
-            )
-    if given.get("schedule", "1f1b") not in ("1f1b", "dataflow"):
-        faults.append(f"method_args: schedule: {show(given['schedule'])}: must be 1f1b or dataflow")
-    turn = given.get("turn", 0)
-    if isinstance(turn, bool) or turn not in (0, 1):
-        faults.append(f"method_args: turn: {turn}: must be 0 or 1")
-    if not isinstance(given.get("stash", True), bool):
-        faults.append(f"method_args: stash: {show(given['stash'])}: must be true or false")
-    if "hogwild" in given and "constant_delay" in given:
-        faults.append(
-            f"method_args: hogwild: {show(given['hogwild'])}: not together with constant_delay, which fixes the delays"
-        )
-    return faults
+def _find_misfits(method: Method, settings: Mapping[str, Any]) -> List[str]:
+    """Return a line for every argument that does not fit the method or another argument."""
+    reasons = {
+        key: f"belongs to {OWNERS[key]} alone" for key in settings if OWNERS.get(key, method.name) != method.name
+    }
+    fixed = _explain_fixed_axes(method)
+    for key in (key for key in settings if key in AXES):
+        if fixed is not None and not (method.predicts and key in ("schedule", "turn")):
+            reasons[key] = fixed
+    drawn = "hogwild" if "hogwild" in settings else "constant_delay" if "constant_delay" in settings else None
+    pipeline = Pipeline(settings.get("schedule", method.pipeline))
+    if not reasons:
+        if "turn" in settings and pipeline is not Pipeline.DATAFLOW:
+            reasons["turn"] = "only the dataflow schedule has a turn; set schedule: dataflow"
+        if drawn == "hogwild" and "constant_delay" in settings:
+            reasons["hogwild"] = "not together with constant_delay, which fixes the delays"
+        if drawn is not None and "recompute" in settings:
+            reasons[drawn] = "not together with recompute, whose weights are defined by the pipeline's own delays"
+        if settings.get("delays") == "schedule":
+            if settings.get("order") != "schedule":
+                reasons["delays"] = "PipeDream's delays need PipeDream's order of updates: set order: schedule"
+            if "delay_bound" in settings:
+                reasons["delay_bound"] = "delays: schedule has PipeDream's own bound: leave it out"
+    return [f"method_args: {key}: {show(settings[key])}: {reason}" for key, reason in reasons.items()]
 
 
-def _axis_faults(method: Method, given: Mapping[str, Any]) -> List[str]:
-    local = {key: value for key, value in given.items() if key in OWN_AXIS.values()}
-    other = {key: value for key, value in given.items() if key != OWN_AXIS.get(method.name)}
+def _explain_fixed_axes(method: Method) -> Optional[str]:
+    """Return why the method's schedule and reads cannot be changed; None where they can."""
     if method.structure is not None:
-        given, reason = other, f"{method.name} trains blocks by losses of their own: no gradient is stale"
-        if local:
-            given = {key: value for key, value in local.items() if key in other} or other
-            reason = f"{method.name} takes {OWN_AXIS.get(method.name, 'none of these')}"
-    elif local:
-        given, reason = local, f"{method.name} has no blocks of its own losses: use a local_ method or last_layers"
-    elif method.history is not None:
-        reason = (
-            f"{method.name} reads the history of block updates by delays of its own: delay_bound, delays, order, nag"
-        )
-    elif method.rounds is not None:
-        reason = f"{method.name} has a timeline of its own and reads no old weights"
-    elif method.flushes:
-        reason = f"{method.name} empties the pipeline before every update: its schedule and its weights are fixed"
-    elif method.forward_reads is Reads.DOUBLE_BUFFERED:
-        reason = f"{method.name} is 1F1B with exactly two weight versions: neither can be changed"
-    elif method.predicts and not given.keys() <= {"schedule", "turn"}:
-        given = {key: value for key, value in given.items() if key not in ("schedule", "turn")}
-        reason = f"{method.name} predicts the weights that both passes read from the newest ones"
-    elif "turn" in given and Pipeline(given.get("schedule", method.pipeline)) is not Pipeline.DATAFLOW:
-        return [
-            f"method_args: turn: {show(given['turn'])}: only the dataflow schedule has a turn; set schedule: dataflow"
-        ]
-    else:
-        return []
-    return [f"method_args: {key}: {show(value)}: {reason}" for key, value in given.items()]
+        return f"{method.name} trains blocks by their own losses: no gradient is stale"
+    if method.history is not None:
+        return f"{method.name} has delays of its own: delay_bound, delays, order, nag"
+    if method.rounds is not None:
+        return f"{method.name} has a timeline of its own and reads no old weights"
+    if method.flushes:
+        return f"{method.name} drains the pipeline before every update: its schedule and its weights are fixed"
+    if method.forward_reads is Reads.DOUBLE_BUFFERED:
+        return f"{method.name} is 1F1B with exactly two weight versions: neither can be changed"
+    if method.predicts:
+        return f"{method.name} predicts the weights that both passes read from the newest ones"
+    return None
 
 
-def check(method: Method, stages: int, microbatches: int, accumulate: int) -> None:
-    """Refuse (BadInput, every fault) a pipeline of P `stages`, M `microbatches` and N = `accumulate` that cannot be.
+def check_sizes(method: Method, stages: int, microbatches: int, accumulate: int) -> None:
+    """Raise BadInput, with every fault, unless P `stages`, M `microbatches` and N = `accumulate` are possible.
 
-    M need not be a multiple of N: a last batch that is not full runs without an update.
+    M need not be a multiple of N: a last batch that is not full makes no update.
     """
     faults = [
-        f"{key}: {show(value)}: must be a whole number, at least 1"
+        f"{key}: {show(value)}: must be an integer >= 1"
         for key, value in (("stages", stages), ("microbatches", microbatches), ("accumulate", accumulate))
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1
+        if not _is_int(value, 1)
     ]
     if not faults and method.forward_reads is Reads.DOUBLE_BUFFERED and accumulate < stages:
         faults.append(
             f"accumulate: {accumulate}: {method.name} keeps two weight versions, which suffice only with at least as"
-            f" many microbatches an update as stages, here {stages}"
+            f" many microbatches per update as stages, here {stages}"
         )
     if faults:
         raise BadInput(faults)

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Action, pass_needs
-from ipu_pipe.schedule.runs import IntArray, Part
+from ipu_pipe.schedule.runs import IntArray, Stretch
 
 
 def check_parts(
-    parts: Sequence[Part], stages: int, microbatches: int, both: bool, local: bool, placement: Sequence[int] = ()
+    parts: Sequence[Stretch], stages: int, microbatches: int, both: bool, local: bool, placement: Sequence[int] = ()
 ) -> None:
     """Raise BadInput, naming the action, unless `parts` are a schedule of P `stages` and M `microbatches` that can run.
 
@@ -34,7 +34,7 @@ def check_parts(
             raise BadInput("schedule: " + fault)
 
 
-def _missing(part: Part, stages: int) -> Optional[str]:
+def _missing(part: Stretch, stages: int) -> Optional[str]:
     """Every stage must do each pass of each microbatch once, within the part's slots."""
     for kind, pieces in part.pieces.items():
         if pieces.first.shape[0] > stages:
@@ -55,7 +55,7 @@ def _missing(part: Part, stages: int) -> Optional[str]:
     return None
 
 
-def _out_of_turn(part: Part, stages: int, both: bool, local: bool) -> Optional[str]:
+def _out_of_turn(part: Stretch, stages: int, both: bool, local: bool) -> Optional[str]:
     """Slots of a pass and of what it needs are affine between the ends of their runs: the ends prove the rest."""
     for kind in part.passes:
         for need, offset in pass_needs(kind, local):
@@ -81,7 +81,7 @@ def _out_of_turn(part: Part, stages: int, both: bool, local: bool) -> Optional[s
     return None
 
 
-def _collision(part: Part, both: bool, placement: Sequence[int]) -> Optional[str]:
+def _collision(part: Stretch, both: bool, placement: Sequence[int]) -> Optional[str]:
     """A slot holds at most one action of a device, or a forward and one other pass."""
     devices = sorted(set(placement))
     forward, *others = part.pieces.values()

@@ -10,7 +10,7 @@ import numpy as np
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import PASSES, SPLIT_PASSES, Action, Kind, needs
-from ipu_pipe.schedule.runs import CODE, RUN, Part
+from ipu_pipe.schedule.runs import CODE, RUN, Stretch
 from ipu_pipe.schedule.table import Schedule, SlotHolds
 
 _CELL = re.compile(r"([FBIW])(\d+)(?:@(\d+))?", re.ASCII)
@@ -34,7 +34,7 @@ def from_rows(
     microbatches, passes = _check_complete(actions, len(placement))
     slots = _earliest_slots(actions, placement, slot_holds is SlotHolds.BOTH)
     runs = np.array(list(_compress(slots, len(placement), microbatches, passes)), RUN)
-    part = Part(0, 0, 1, max(slots.values()) + 1, microbatches, runs)
+    part = Stretch(0, 0, 1, max(slots.values()) + 1, microbatches, runs)
     own = () if placement == tuple(range(len(rows))) else placement
     return Schedule(len(placement), microbatches, accumulate, slot_holds, (part,), placement=own)
 

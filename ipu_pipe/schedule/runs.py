@@ -105,7 +105,7 @@ class Pieces:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Stretch:
     """A stretch of a schedule that begins and ends with an empty pipeline, `repeats` times in a row.
 
     Each repeat takes `slots` slots and `microbatches` microbatches; `runs` (dtype RUN) count from the repeat's start.
@@ -156,7 +156,7 @@ class Part:
         return repeat * self.microbatches + self.pieces[kind].before(inside, stages)
 
 
-def slots_at(parts: Sequence[Part], kind: Kind, index: IntArray, stages: slice) -> Optional[IntArray]:
+def slots_at(parts: Sequence[Stretch], kind: Kind, index: IntArray, stages: slice) -> Optional[IntArray]:
     """Slots (P, n) of the microbatches `index`, (n,) and ascending, in whichever parts they are; None where n is 0."""
     stops = np.searchsorted(index, np.array([part.end_microbatch for part in parts]))
     columns, start = [], 0
@@ -169,7 +169,7 @@ def slots_at(parts: Sequence[Part], kind: Kind, index: IntArray, stages: slice) 
     return columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
 
 
-def done_before(parts: Sequence[Part], kind: Kind, slot: IntArray, stages: slice, height: int) -> IntArray:
+def done_before(parts: Sequence[Stretch], kind: Kind, slot: IntArray, stages: slice, height: int) -> IntArray:
     """How many of the `kind` each of the `height` stages has done (P, n) before the slots `slot`, (n,) or (P, n)."""
     lowest, highest = int(slot.min()), int(slot.max())
     done = sum(part.repeats * part.microbatches for part in parts if part.end_slot <= lowest)
@@ -180,7 +180,7 @@ def done_before(parts: Sequence[Part], kind: Kind, slot: IntArray, stages: slice
     return total
 
 
-def fill(part: Part, kind: Kind, first_slot: int, last_slot: int, stages: slice, grid: GridArray) -> None:
+def fill(part: Stretch, kind: Kind, first_slot: int, last_slot: int, stages: slice, grid: GridArray) -> None:
     """Write the microbatches of `kind` in the slots [first_slot, last_slot), all inside `part`, into `grid`."""
     if part.repeats > 1:
         once = np.full((grid.shape[0], part.slots), -1, np.int32)
@@ -195,7 +195,7 @@ def fill(part: Part, kind: Kind, first_slot: int, last_slot: int, stages: slice,
             np.add(grid, np.int32(part.first_microbatch), out=grid, where=grid >= 0)
 
 
-def _fill_once(part: Part, kind: Kind, first: int, last: int, stages: slice, grid: GridArray) -> None:
+def _fill_once(part: Stretch, kind: Kind, first: int, last: int, stages: slice, grid: GridArray) -> None:
     pieces = part.pieces[kind]
     low, stride, count = pieces.low[stages], pieces.stride[stages], pieces.count[stages]
     begin = np.clip(-((low - first) // stride), 0, count)  # how many of a run's actions lie below the window
@@ -210,7 +210,7 @@ def _fill_once(part: Part, kind: Kind, first: int, last: int, stages: slice, gri
         grid[row, start : start + (length - 1) * step + 1 : step] = values
 
 
-def most_in_flight(part: Part) -> IntArray:
+def most_in_flight(part: Stretch) -> IntArray:
     """Between two ends of runs, forwards done minus last passes done only grows or only falls: look at the ends alone."""
     forward, backward = part.pieces[Kind.FORWARD], part.pieces[part.passes[-1]]
     if forward.ascends():

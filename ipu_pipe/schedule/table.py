@@ -27,7 +27,7 @@ from ipu_pipe.schedule.runs import (
     ALL_STAGES,
     GridArray,
     IntArray,
-    Part,
+    Stretch,
     done_before,
     fill,
     most_in_flight,
@@ -56,7 +56,7 @@ class Schedule:
     microbatches: int
     accumulate: int
     slot_holds: SlotHolds
-    parts: Tuple[Part, ...]
+    parts: Tuple[Stretch, ...]
     local: bool = False
     placement: Tuple[int, ...] = ()
 

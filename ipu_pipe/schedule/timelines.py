@@ -12,15 +12,15 @@ import numpy as np
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import PASSES, Kind
-from ipu_pipe.schedule.methods import Method, Pipeline, check
+from ipu_pipe.schedule.methods import Method, Pipeline, check_sizes
 from ipu_pipe.schedule.policies import Policy, Sight
-from ipu_pipe.schedule.runs import Part, RunArray, run_array
+from ipu_pipe.schedule.runs import RunArray, Stretch, run_array
 from ipu_pipe.schedule.table import Schedule, SlotHolds
 
 FORWARD, BACKWARD = PASSES
 
 # One stretch from an empty pipeline to an empty one: its slots, and its runs.
-Stretch = Tuple[int, RunArray]
+SlotsAndRuns = Tuple[int, RunArray]
 
 MOST_SHARED_BATCHES = (
     5_000  # in a stretch of local_overlapping: each is a run of its own, and runs are proved one by one
@@ -36,15 +36,15 @@ def make_schedule(
     checkpoints); methods that flush are empty there anyway. `synchronous`: so many microbatches at the start, a whole
     multiple of N, run as GPipe does (PipeMare's warm-up, W). Raises BadInput for what cannot be (see methods.check).
     """
-    check(method, stages, microbatches, accumulate)
+    check_sizes(method, stages, microbatches, accumulate)
     turn = method.turn if stages > 1 else 0  # one stage is no pipeline
     _between_drains(drains, microbatches, accumulate)  # bad ones are refused also where there is nothing to do for them
     warm = min(synchronous, microbatches)
     if warm % accumulate and warm < microbatches:
         raise BadInput(f"synchronous: {warm}: must be a multiple of accumulate ({accumulate})")
-    parts: List[Part] = []
+    parts: List[Stretch] = []
     for pipeline, count in ((Pipeline.FILL_DRAIN, warm), (method.pipeline, microbatches - warm)):
-        timeline = TIMELINES[pipeline]
+        timeline = PIPELINES[pipeline]
         if pipeline is Pipeline.LOCAL_SGD:
             assert method.rounds is not None
             if accumulate < stages and method.rounds.steps > MOST_SHARED_BATCHES:
@@ -69,8 +69,8 @@ def make_schedule(
             if length and repeats:
                 slots, runs = timeline.stretch(stages, length, accumulate if timeline.by_accumulate else turn)
                 first_slot, first = (parts[-1].end_slot, parts[-1].end_microbatch) if parts else (0, 0)
-                parts.append(Part(first_slot, first, repeats, slots, length, runs))
-    last = TIMELINES[method.pipeline]
+                parts.append(Stretch(first_slot, first, repeats, slots, length, runs))
+    last = PIPELINES[method.pipeline]
     return Schedule(stages, microbatches, accumulate, last.slot_holds, tuple(parts), last.local)
 
 
@@ -97,7 +97,7 @@ def _in_rounds(drains: Sequence[int], microbatches: int, accumulate: int, most: 
     return found
 
 
-def utilization(method: Method, stages: int, accumulate: int) -> float:
+def compute_utilization(method: Method, stages: int, accumulate: int) -> float:
     """The planned busy share in the steady state: of a whole batch, or round, with its bubbles where the pipeline empties."""
     if method.flushes or method.rounds is not None:
         batches = 1 if method.rounds is None else method.rounds.steps
@@ -106,6 +106,19 @@ def utilization(method: Method, stages: int, accumulate: int) -> float:
     period = accumulate + (stages > 1) if method.pipeline is Pipeline.LOCAL_SHARED else 2
     long = make_schedule(method, stages, 4 * stages + 2 + period, accumulate)
     return long.busy_share(3 * stages, 3 * stages + period)
+
+
+def compute_gpipe_utilization(stages: int, microbatches: int) -> float:
+    """Return N/(N+P-1), the busy share of a pipeline that fills and drains for each update (PipeMare, Table 2)."""
+    return microbatches / (microbatches + stages - 1)
+
+
+def amortize_utilization(phases: Sequence[Tuple[float, float]]) -> float:
+    """Return the utilization sum(E) / sum(E/u) of a run in phases, each of length E > 0 and utilization u in (0, 1].
+
+    Such as asynchronous epochs, u = 1, after synchronous ones (PipeMare, W).
+    """
+    return sum(length for length, _ in phases) / sum(length / busy for length, busy in phases)
 
 
 # ---- the pipelines, each as a policy under its drawing and as a closed form
@@ -140,7 +153,7 @@ def fill_drain(sight: Sight) -> Tuple[Kind, ...]:
     return _one_of(sight, sight.can(FORWARD), sight.can(BACKWARD) and filled)
 
 
-def _fill_drain(P: int, M: int, turn: int) -> Stretch:
+def _fill_drain(P: int, M: int, turn: int) -> SlotsAndRuns:
     """Of `sequential` too: its batch is one microbatch."""
     s = np.arange(P)
     forward = run_array(s, FORWARD, 0, M, s, 1)
@@ -159,7 +172,7 @@ def capped_1f1b(sight: Sight) -> Tuple[Kind, ...]:
     return _one_of(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
 
 
-def _capped_1f1b(P: int, M: int, turn: int) -> Stretch:
+def _capped_1f1b(P: int, M: int, turn: int) -> SlotsAndRuns:
     s = np.arange(P)
     warm = np.minimum(P - s, M)
     fill = run_array(s, FORWARD, 0, warm, s, 1)
@@ -184,7 +197,7 @@ def pipedream_1f1b(sight: Sight) -> Tuple[Kind, ...]:
     return _one_of(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
 
 
-def _pipedream_1f1b(P: int, M: int, turn: int) -> Stretch:
+def _pipedream_1f1b(P: int, M: int, turn: int) -> SlotsAndRuns:
     """The first P microbatches enter one a slot, later ones every second slot.
 
     Of the first P a stage forwards `ahead` as they come, until its first backward is ready, and the rest in the slots
@@ -214,7 +227,7 @@ def local_sgd(sight: Sight) -> Tuple[Kind, ...]:
     return _one_of(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
 
 
-def _local_sgd(P: int, M: int, accumulate: int) -> Stretch:
+def _local_sgd(P: int, M: int, accumulate: int) -> SlotsAndRuns:
     """With as many replicas as stages nobody waits for its own step. With fewer a step takes the 2P slots of its way, and after
     the first one replicas follow one another every second slot."""
     if accumulate >= P or M <= accumulate:
@@ -243,7 +256,7 @@ def dataflow(sight: Sight) -> Tuple[Kind, ...]:
     return (FORWARD,) * forward + (BACKWARD,) * backward
 
 
-def _dataflow(P: int, M: int, turn: int) -> Stretch:
+def _dataflow(P: int, M: int, turn: int) -> SlotsAndRuns:
     s = np.arange(P)
     forward = run_array(s, FORWARD, 0, M, s, 1)
     backward = run_array(s, BACKWARD, 0, M, 2 * (P - 1) - s + turn, 1)
@@ -260,7 +273,7 @@ def local(sight: Sight) -> Tuple[Kind, ...]:
     return PASSES if sight.can(FORWARD) else ()
 
 
-def _local(P: int, M: int, turn: int) -> Stretch:
+def _local(P: int, M: int, turn: int) -> SlotsAndRuns:
     s = np.arange(P)
     return M + P - 1, np.concatenate([run_array(s, kind, 0, M, s, 1) for kind in PASSES])
 
@@ -280,7 +293,7 @@ def local_shared(sight: Sight) -> Tuple[Kind, ...]:
     return () if waits else local(sight)
 
 
-def _local_shared(P: int, M: int, accumulate: int) -> Stretch:
+def _local_shared(P: int, M: int, accumulate: int) -> SlotsAndRuns:
     s = np.arange(P)
     wait = 1 if P > 1 else 0
     if accumulate == 1:
@@ -293,7 +306,7 @@ def _local_shared(P: int, M: int, accumulate: int) -> Stretch:
     return M + wait * ((M - 1) // accumulate) + P - 1, np.concatenate(runs)
 
 
-class Timeline(NamedTuple):
+class PipelineDefinition(NamedTuple):
     """A pipeline from an empty one to an empty one: its `policy`, and its `stretch` as a function of P, M and the turn.
 
     `by_accumulate`: it takes N for the turn. `longest`: how many microbatches a stretch has at most, as a function of N; None: it
@@ -301,23 +314,23 @@ class Timeline(NamedTuple):
     """
 
     policy: Policy
-    stretch: Callable[[int, int, int], Stretch]
+    stretch: Callable[[int, int, int], SlotsAndRuns]
     longest: Optional[Callable[[int], int]] = None
     slot_holds: SlotHolds = SlotHolds.ONE
     local: bool = False
     by_accumulate: bool = False
 
 
-TIMELINES: Dict[Pipeline, Timeline] = {
-    Pipeline.SEQUENTIAL: Timeline(sequential, _fill_drain, lambda accumulate: 1),
-    Pipeline.FILL_DRAIN: Timeline(fill_drain, _fill_drain, lambda accumulate: accumulate),
-    Pipeline.ONE_F_ONE_B_FLUSH: Timeline(capped_1f1b, _capped_1f1b, lambda accumulate: accumulate),
-    Pipeline.ONE_F_ONE_B: Timeline(pipedream_1f1b, _pipedream_1f1b),
-    Pipeline.ONE_F_ONE_B_CAPPED: Timeline(capped_1f1b, _capped_1f1b),
-    Pipeline.LOCAL_SGD: Timeline(local_sgd, _local_sgd, by_accumulate=True),
-    Pipeline.DATAFLOW: Timeline(dataflow, _dataflow, slot_holds=SlotHolds.BOTH),
-    Pipeline.LOCAL: Timeline(local, _local, slot_holds=SlotHolds.BOTH, local=True),
-    Pipeline.LOCAL_SHARED: Timeline(
+PIPELINES: Dict[Pipeline, PipelineDefinition] = {
+    Pipeline.SEQUENTIAL: PipelineDefinition(sequential, _fill_drain, lambda accumulate: 1),
+    Pipeline.FILL_DRAIN: PipelineDefinition(fill_drain, _fill_drain, lambda accumulate: accumulate),
+    Pipeline.ONE_F_ONE_B_FLUSH: PipelineDefinition(capped_1f1b, _capped_1f1b, lambda accumulate: accumulate),
+    Pipeline.ONE_F_ONE_B: PipelineDefinition(pipedream_1f1b, _pipedream_1f1b),
+    Pipeline.ONE_F_ONE_B_CAPPED: PipelineDefinition(capped_1f1b, _capped_1f1b),
+    Pipeline.LOCAL_SGD: PipelineDefinition(local_sgd, _local_sgd, by_accumulate=True),
+    Pipeline.DATAFLOW: PipelineDefinition(dataflow, _dataflow, slot_holds=SlotHolds.BOTH),
+    Pipeline.LOCAL: PipelineDefinition(local, _local, slot_holds=SlotHolds.BOTH, local=True),
+    Pipeline.LOCAL_SHARED: PipelineDefinition(
         local_shared, _local_shared, slot_holds=SlotHolds.BOTH, local=True, by_accumulate=True
     ),
 }

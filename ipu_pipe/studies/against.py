@@ -26,7 +26,7 @@ from ipu_pipe.run.folder_lock import refuse_used
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.training import check, reserved, train
 from ipu_pipe.schedule.methods import resolve_method
-from ipu_pipe.schedule.timelines import utilization
+from ipu_pipe.schedule.timelines import compute_utilization
 from ipu_pipe.studies.stories import Run, Summary, diverged, draw, planned_slots, record, run_of, stories
 
 TIMES = (1, 2, 4, 8)  # the config's own microbatches an update, where none are given
@@ -111,7 +111,7 @@ def at_equal_time(config: Config, accumulate: int, first: Summary) -> Optional[C
     """The config of the other method with `accumulate` microbatches an update and as many updates as take no longer than the run
     of the summary `first`; None where that is less than two, or an epoch holds no such update."""
     own, slots = config.gradient_accumulation, planned_slots(first)
-    share = utilization(resolve_method(config.method, config.method_settings()), first["model"]["stages"], accumulate)
+    share = compute_utilization(resolve_method(config.method, config.method_settings()), first["model"]["stages"], accumulate)
     steps = math.floor(slots * share / (2 * accumulate) * (1 + 1e-12))
     if steps < 2 or accumulate > first["updates_per_epoch"] * own:
         return None

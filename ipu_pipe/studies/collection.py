@@ -120,7 +120,7 @@ def _throughput(
         "utilization": _median(runs, "utilization"),
         "modelled_utilization": _median(runs, "modelled_utilization"),
         "planned_utilization": job.planned_utilization(),
-        "planned_utilization_steady": timelines.utilization(job.method, stages, accumulate),
+        "planned_utilization_steady": timelines.compute_utilization(job.method, stages, accumulate),
         "measured_speedup": statistics.median(rates) / statistics.median(first_rates) if has_devices else None,
         "modelled_speedup": None if here is None or there is None else here / there,
     }

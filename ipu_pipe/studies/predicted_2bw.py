@@ -15,14 +15,14 @@ from typing import Any, Dict, List, Tuple
 import torch
 from torch import nn
 
-from ipu_pipe.hardware.costing import count_units
-from ipu_pipe.hardware.files import read_hardware
+from ipu_pipe.hardware.description import read_hardware
+from ipu_pipe.hardware.model_units import count_units
 from ipu_pipe.hardware.precision import PRECISIONS
-from ipu_pipe.hardware.units import Unit
+from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.job.import_strings import resolve_entry
 from ipu_pipe.model.flops import HOW
-from ipu_pipe.plan.candidates import Candidate, candidates
-from ipu_pipe.plan.placing import layouts
+from ipu_pipe.plan.candidates import Candidate, list_candidates
+from ipu_pipe.plan.layouts import list_layouts
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
 from ipu_pipe.plan.search import search
 from ipu_pipe.studies.predictions import Predicted
@@ -83,7 +83,7 @@ def single_worker_flops() -> float:
     given = problem(gpt_units(1024, 24), 1)
     sums = Sums(given, 8)
     asked = Candidate(FLUSH, 1, 1, 8, 1, False)
-    costs = Costing(given, asked, layouts(1, 1)[0], sums).costs([0])
+    costs = Costing(given, asked, list_layouts(1, 1)[0], sums).costs([0])
     flops = sum(unit.forward_flops + unit.backward_flops for unit in given.units)
     return 8 * flops / (costs.forward[0] + costs.backward[0])
 
@@ -114,7 +114,7 @@ def _flying(asked: Candidate) -> int:
 def predict(given: Problem, asked: Candidate, starts: List[int]) -> Prediction:
     """On the better of its layouts."""
     sums = Sums(given, asked.micro_batch_size)
-    found = [predict_cut(Costing(given, asked, layout, sums), starts) for layout in layouts(asked.depth, asked.width)]
+    found = [predict_cut(Costing(given, asked, layout, sums), starts) for layout in list_layouts(asked.depth, asked.width)]
     return max(found, key=lambda each: each.samples_per_second)
 
 
@@ -149,7 +149,7 @@ def largest(depth: int) -> float:
     for width in range(512, 16384, 256):
         given = problem(gpt_units(width, 64))
         asked = Candidate(TWO_BW, depth, DEVICES // depth, 1, depth, True)
-        costing = Costing(given, asked, layouts(depth, asked.width)[0], Sums(given, 1))
+        costing = Costing(given, asked, list_layouts(depth, asked.width)[0], Sums(given, 1))
         if max(memory.total for memory in costing.memories(equal_cut(given.units, depth))) > given.memory_bytes:
             break
         found = sum(unit.parameters for unit in given.units[:-2])  # the head's weight is the embedding's
@@ -162,7 +162,7 @@ def largest(depth: int) -> float:
 def chosen(width: int, batch: int) -> int:
     """The depth of the planner's best pipeline for 2BW."""
     given = problem(gpt_units(width))
-    asked = [each for each in candidates([TWO_BW], DEVICES, len(given.units), batch, (True,)) if each.depth > 1]
+    asked = [each for each in list_candidates([TWO_BW], DEVICES, len(given.units), batch, (True,)) if each.depth > 1]
     return search(given, asked, 1).best[0].asked.depth
 
 

@@ -13,15 +13,14 @@ from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 
-from ipu_pipe.hardware.costing import count_units
-from ipu_pipe.hardware.description import Hardware, NotNegative, Positive
-from ipu_pipe.hardware.files import read_hardware
-from ipu_pipe.hardware.units import Unit
+from ipu_pipe.hardware.description import Hardware, LatencyFigure, SizeFigure, read_hardware
+from ipu_pipe.hardware.model_units import count_units
+from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.job.import_strings import resolve_entry
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate
-from ipu_pipe.plan.placing import layouts
+from ipu_pipe.plan.layouts import list_layouts
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
 from ipu_pipe.studies.predictions import Predicted, mean_error
 
@@ -82,7 +81,7 @@ class Effects:
 
 
 def _without_messages(given: Hardware) -> Hardware:
-    free = {"bandwidth": Positive(value=1e18), "latency": NotNegative(value=0.0)}
+    free = {"bandwidth": SizeFigure(value=1e18), "latency": LatencyFigure(value=0.0)}
     return given.model_copy(update={"links": tuple(level.model_copy(update=free) for level in given.links)})
 
 
@@ -127,7 +126,7 @@ def predict(
     numbers = IMAGE[0] * IMAGE[1] * IMAGE[2]
     hardware = effects.hardware(read_hardware("pod16"))
     problem = Problem(units, 2.0 * numbers, hardware, 1e15, "16.16", "momentum", BlockUnits(heads, first))
-    layout, sums = layouts(devices, 1)[0], Sums(problem, samples)
+    layout, sums = list_layouts(devices, 1)[0], Sums(problem, samples)
     names = [unit.name for unit in units]
     asked = Candidate(BACKPROPAGATION, devices, 1, samples, accumulate, False)
     printed = PRINTED_CUTS.get((network, devices))

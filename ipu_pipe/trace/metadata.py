@@ -10,7 +10,7 @@ from ipu_pipe.errors import BadInput
 SCHEMA = 1
 
 
-class Unit(TypedDict):
+class UnitRow(TypedDict):
     """A place where a stage may begin, and what follows up to the next one. FLOPs and bytes of one microbatch; `crossing_bytes`:
     what goes into it from the unit before."""
 
@@ -51,7 +51,7 @@ class Metadata(TypedDict, total=False):
     gradients_cross: bool
     planned_utilization: float
     planned_bubble_fraction: float
-    units: List[Unit]
+    units: List[UnitRow]
 
 
 def refuse_later(metadata: Mapping[str, Any], path: Path) -> None:

@@ -38,7 +38,7 @@ from ipu_pipe.model.nests import lead, sample_count
 from ipu_pipe.model.probe import random_modules
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.stages import Partition
-from ipu_pipe.schedule.segments import segment_ends
+from ipu_pipe.schedule.recompute import find_segment_ends
 
 Microbatch = Tuple[Any, Any]  # x, y
 Forward = Tuple[Any, List[torch.Tensor]]  # output, losses
@@ -72,7 +72,7 @@ class Emulator:
         self._doing = "data"
         self._recomputation: Optional[Recomputation] = None
         if work.method.segments is not None and work.method.reads_old(len(part)):
-            self._recomputation = Recomputation(model, part, segment_ends(len(part), work.method.segments).tolist())
+            self._recomputation = Recomputation(model, part, find_segment_ends(len(part), work.method.segments).tolist())
 
     def step(self, microbatches: Iterable[Microbatch]) -> StepResult:
         """The replays up to the next that updates, each with its microbatch (x, y) of those given, then the update. With

@@ -28,8 +28,8 @@ from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.work import Work
 from ipu_pipe.model.cutting import Shape
 from ipu_pipe.schedule.actions import Kind, pass_needs
+from ipu_pipe.schedule.recompute import find_segment_ends, find_segment_heads, recompute_slots
 from ipu_pipe.schedule.runs import IntArray
-from ipu_pipe.schedule.segments import recompute_slots, segment_ends, segment_heads
 from ipu_pipe.update.clipping import DelayedGlobalNorm
 
 CHUNK = 512  # microbatches of which the row is spelled out at a time
@@ -45,7 +45,7 @@ class Segments:
     def __init__(self, work: Work) -> None:
         depth, count = work.schedule.stages, work.method.segments
         self.recomputes = count is not None and work.method.reads_old(depth)
-        self._heads = segment_heads(segment_ends(depth, count or 0))
+        self._heads = find_segment_heads(find_segment_ends(depth, count or 0))
 
     def is_head(self, stage: int) -> bool:
         """Whether a segment begins there."""

@@ -7,9 +7,9 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 from ipu_pipe.config.method_args import MethodArgs
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import Method, resolve_method
-from ipu_pipe.schedule.timelines import make_schedule, utilization
+from ipu_pipe.schedule.timelines import compute_utilization, make_schedule
 from ipu_pipe.text import show
-from ipu_pipe.trace.metadata import Unit
+from ipu_pipe.trace.metadata import UnitRow
 
 MOST_STAGES = 1 << 12
 MOST_PLANNED = 1 << 20  # stages times microbatches: a schedule longer than that is not made again only to be counted
@@ -31,7 +31,7 @@ class Facts(NamedTuple):
     replicas: int
     device_of_stage: Tuple[int, ...]
     gradients_cross: bool
-    units: Tuple[Unit, ...]
+    units: Tuple[UnitRow, ...]
     planned_bubble: Optional[float]
 
     @property
@@ -56,7 +56,7 @@ class Facts(NamedTuple):
             if self.stages > MOST_STAGES:
                 return None
             if not self.microbatches or self.stages * self.microbatches > MOST_PLANNED:
-                return 1 - utilization(self.method, self.stages, self.accumulate)
+                return 1 - compute_utilization(self.method, self.stages, self.accumulate)
             return 1 - make_schedule(self.method, self.stages, self.microbatches, self.accumulate).busy_share()
         except BadInput:  # what the trace says of its run does not fit together
             return None
@@ -83,7 +83,7 @@ def facts_of(where: Any, metadata: Mapping[str, Any]) -> Facts:
     planned = told("planned_bubble_fraction", (int, float), "a share")
     args = told("method_args", dict, "a mapping") or {}
     units = told("units", list, "units") or []
-    faults += [f"units: {show(unit)}: must be {list(Unit.__annotations__)}" for unit in units if not _is_unit(unit)][
+    faults += [f"units: {show(unit)}: must be {list(UnitRow.__annotations__)}" for unit in units if not _is_unit(unit)][
         :1
     ]
     replicas = told("replicas", int, "a whole number", 1) or 1

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.plan.batches import batch_time
-from ipu_pipe.plan.partition import StageCosts, best_cuts
+from ipu_pipe.model.balance import StagePrices, find_best_cut
+from ipu_pipe.plan.batches import compute_batch_time
 from ipu_pipe.report.analysis.facts import MOST_PLANNED, Facts
 from ipu_pipe.report.analysis.links import Link
 from ipu_pipe.report.analysis.stages import StageTimes
-from ipu_pipe.schedule.clock import Costs, Message
-from ipu_pipe.trace.metadata import Unit
+from ipu_pipe.schedule.clock import Costs, Transfer
+from ipu_pipe.trace.metadata import UnitRow
 
 MOST_STAGES = 128  # whose schedule is played: seconds
 FloatArray = NDArray[np.float64]
@@ -101,7 +101,7 @@ def _missing(facts: Facts, stages: Sequence[StageTimes], accumulate: Optional[in
     return f"more than {MOST_STAGES} stages are not played" if count > MOST_STAGES else ""
 
 
-def _units_missing(units: Sequence[Unit], count: int) -> str:
+def _units_missing(units: Sequence[UnitRow], count: int) -> str:
     if not units:
         return "the trace does not hold the units of which stages are made"
     of_stage = [unit["stage"] for unit in units]
@@ -120,11 +120,11 @@ def _spread(times: FloatArray, of_stage: NDArray[np.int64], flops: Sequence[floa
 def _cut(work: FloatArray, count: int) -> List[int]:
     sums = np.concatenate([[0.0], np.cumsum(work)])
 
-    def costs(first: NDArray[np.int64], end: NDArray[np.int64]) -> StageCosts:
+    def costs(first: NDArray[np.int64], end: NDArray[np.int64]) -> StagePrices:
         taken = sums[end] - sums[first]
         return lambda k: taken
 
-    found = best_cuts(work.tolist(), count, costs)
+    found = find_best_cut(work.tolist(), count, costs)
     assert found is not None, "as many units as stages at least"
     return found
 
@@ -144,8 +144,8 @@ class _Played:
                 way = link.source, link.target
                 took[way] = max(took.get(way, 0.0), link.latency.median_ns)
 
-        def message(source: int, target: int) -> Message:
-            return Message(latency=took.get((source, target), 0.0))
+        def message(source: int, target: int) -> Transfer:
+            return Transfer(latency=took.get((source, target), 0.0))
 
         pairs = list(zip(devices, devices[1:]))
         self._onward = tuple(message(a, b) for a, b in pairs)
@@ -154,4 +154,4 @@ class _Played:
     def seconds(self, forward: FloatArray, backward: FloatArray) -> float:
         """Of an update, in whatever unit the passes are given."""
         costs = Costs(forward.tolist(), backward.tolist(), self._update, onward=self._onward, back=self._back)
-        return batch_time(self._method, len(forward), self._accumulate, costs).seconds
+        return compute_batch_time(self._method, len(forward), self._accumulate, costs).seconds

@@ -12,8 +12,8 @@ from ipu_pipe.errors import guard_writing
 from ipu_pipe.files import write
 from ipu_pipe.report.plots import figure
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.asynchrony import greatest_delay, least_delay, mean_delay
-from ipu_pipe.schedule.history import history_delays
+from ipu_pipe.schedule.delays import compute_greatest_delay, compute_least_delay, compute_mean_delay
+from ipu_pipe.schedule.global_history import count_history_delays
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
@@ -29,7 +29,7 @@ def statistics_of(stages: int) -> Dict[str, float]:
     """Least, tenth percentile, mean and greatest delay, in block updates, of steady PipeDream, over active and read stages."""
     method = resolve_method("pipedream")
     table = VersionTable(make_schedule(method, stages, 8 * stages, 1), method)
-    found = history_delays(table, 3 * stages, 4 * stages)
+    found = count_history_delays(table, 3 * stages, 4 * stages)
     delays = found.written[:, None, :] - found.read[None, :, :]
     low = float(np.percentile(delays, 10))
     return {"least": int(delays.min()), "low": low, "mean": float(delays.mean()), "greatest": int(delays.max())}
@@ -51,10 +51,10 @@ def results() -> Dict[str, Any]:
     fits = {key: exponent(deep, [found[P][key] for P in deep]) for key in ("mean", "greatest")}
     said = {
         "the greatest is P^2 - P/2, for odd P P^2 - (P+1)/2": all(
-            found[P]["greatest"] == greatest_delay(P) for P in STAGES
+            found[P]["greatest"] == compute_greatest_delay(P) for P in STAGES
         ),
-        "the mean is (P^2 - 1)/2": all(abs(found[P]["mean"] - mean_delay(P)) < 1e-9 for P in STAGES),
-        "the least is floor((P-1)/2)": all(found[P]["least"] == least_delay(P) for P in STAGES),
+        "the mean is (P^2 - 1)/2": all(abs(found[P]["mean"] - compute_mean_delay(P)) < 1e-9 for P in STAGES),
+        "the least is floor((P-1)/2)": all(found[P]["least"] == compute_least_delay(P) for P in STAGES),
         "both grow as P^2 (exponent fitted from P = 10 on within 0.05 of 2)": all(
             abs(fit - 2) < 0.05 for fit in fits.values()
         ),

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
-from ipu_pipe.schedule.asynchrony import greatest_delay
+from ipu_pipe.schedule.delays import compute_greatest_delay
 from ipu_pipe.studies.asynchrony.block_runs import (
     Curve,
     Objective,
@@ -148,7 +148,7 @@ def scaling_logistic(seed: int) -> List[Tried]:
     for P in STAGES:
         M = microbatches_for(slots, P)
         found += _tried(f"PipeDream P={P}", "pipedream", {}, rates, pipedream(objective, P, M, rates, seed), least)
-        args = {"delay_bound": greatest_delay(P)}
+        args = {"delay_bound": compute_greatest_delay(P)}
         (curve,) = randomized(objective, [randomized_source(P, M, objective.batches, args, seed)], rates, seed)
         found += _tried(f"RPD P={P}", "randomized_pipedream", args, rates, curve, least)
         own = {"replicas": P, "local_steps": 5}

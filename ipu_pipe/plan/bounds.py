@@ -6,11 +6,11 @@ from typing import Dict, List
 
 import numpy as np
 
-from ipu_pipe.plan.partition import IntArray
+from ipu_pipe.model.balance import IntArray
 from ipu_pipe.schedule.clock import Costs
 
 
-def least_of_reduces(costs: Costs, count: int, flushes: bool, flying: IntArray) -> List[float]:
+def bound_by_reduces(costs: Costs, count: int, flushes: bool, flying: IntArray) -> List[float]:
     """What a batch of `count` microbatches takes at least by the all-reduces that share a link, link by link. `flushes`: the
     pipeline empties before its updates; `flying` (P,): the most microbatches that each stage holds at once.
 

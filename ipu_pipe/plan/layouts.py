@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import List, NamedTuple, Tuple
 
 from ipu_pipe.hardware.description import Hardware
-from ipu_pipe.hardware.links import all_reduce, count_sharing, message
-from ipu_pipe.schedule.clock import Message
+from ipu_pipe.hardware.links import count_sharing, make_all_reduce, make_transfer
+from ipu_pipe.schedule.clock import Transfer
 
 
 @dataclass(frozen=True)
-class Layout:
+class ReplicaLayout:
     """`width` replicas of a pipeline of `depth` stages, the replicas of a stage or the stages of a replica together."""
 
     depth: int
@@ -40,41 +40,43 @@ class Layout:
         return [[self.device(replica, stage) for stage in range(self.depth)] for replica in range(self.width)]
 
 
-def layouts(depth: int, width: int) -> Tuple[Layout, ...]:
+def list_layouts(depth: int, width: int) -> Tuple[ReplicaLayout, ...]:
     """Those that differ."""
-    stages = Layout(depth, width, False)
-    return (stages,) if depth == 1 or width == 1 else (stages, Layout(depth, width, True))
+    stages = ReplicaLayout(depth, width, False)
+    return (stages,) if depth == 1 or width == 1 else (stages, ReplicaLayout(depth, width, True))
 
 
-def boundary_message(hardware: Hardware, layout: Layout, stage: int, back: bool = False) -> Message:
+def make_boundary_transfer(hardware: Hardware, layout: ReplicaLayout, stage: int, back: bool = False) -> Transfer:
     """Of one byte from `stage` to the next, or back, while every replica sends one; of the replica on which it is slowest."""
     ends = (stage + 1, stage) if back else (stage, stage + 1)
     flows = [(layout.device(r, ends[0]), layout.device(r, ends[1])) for r in range(layout.width)]
-    sent = [message(hardware, *flow, 1.0, sharing) for flow, sharing in zip(flows, count_sharing(hardware, flows))]
+    sent = [
+        make_transfer(hardware, *flow, 1.0, sharing) for flow, sharing in zip(flows, count_sharing(hardware, flows))
+    ]
     return max(sent, key=lambda each: (each.seconds, each.latency))
 
 
-class Neighbours(NamedTuple):
+class BoundaryTransfers(NamedTuple):
     """The messages of one byte across each boundary between stages, onward and back."""
 
-    onward: List[Message]
-    back: List[Message]
+    onward: List[Transfer]
+    back: List[Transfer]
 
 
-def neighbours(hardware: Hardware, layout: Layout) -> Neighbours:
+def make_transfers(hardware: Hardware, layout: ReplicaLayout) -> BoundaryTransfers:
     """Of all boundaries of a layout."""
     inner = range(layout.depth - 1)
-    return Neighbours(
-        [boundary_message(hardware, layout, s) for s in inner],
-        [boundary_message(hardware, layout, s, back=True) for s in inner],
+    return BoundaryTransfers(
+        [make_boundary_transfer(hardware, layout, s) for s in inner],
+        [make_boundary_transfer(hardware, layout, s, back=True) for s in inner],
     )
 
 
-def reduce_message(hardware: Hardware, layout: Layout, stage: int, size: float) -> Message:
+def make_reduce_transfer(hardware: Hardware, layout: ReplicaLayout, stage: int, size: float) -> Transfer:
     """The all-reduce of `size` bytes of gradients among the replicas of a stage."""
-    return all_reduce(hardware, layout.replicas(stage), size)
+    return make_all_reduce(hardware, layout.replicas(stage), size)
 
 
-def sized(per_byte: Message, size: float) -> Message:
+def scale_transfer(per_byte: Transfer, size: float) -> Transfer:
     """A message of `size` bytes, from that of one byte."""
     return per_byte._replace(seconds=per_byte.seconds * size)

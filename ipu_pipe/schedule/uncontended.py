@@ -11,14 +11,14 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from ipu_pipe.schedule.clock import Costs, FloatArray, Message
+from ipu_pipe.schedule.clock import Costs, FloatArray, Transfer
 from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.schedule.table import Schedule
 
-NOTHING = Message()
+NOTHING = Transfer()
 
 
-class Apart(NamedTuple):
+class UncontendedTimes(NamedTuple):
     """When the first updates of each stage end, (P, updates). `meet`: messages would have met on a link before the last of these
     does, so that the clock's own may be later."""
 
@@ -47,7 +47,7 @@ class _Program(NamedTuple):
     steps: Tuple[_Step, ...]
 
 
-def apart(schedule: Schedule, costs: Costs, updates: int) -> Apart:
+def time_uncontended(schedule: Schedule, costs: Costs, updates: int) -> UncontendedTimes:
     """The first `updates` of each stage of a schedule whose stages complete their microbatches in order. For costs of passes
     that begin as soon as they can: without `slot` and not in lock-step."""
     assert schedule.in_order and not costs.slot and not costs.lockstep
@@ -80,10 +80,10 @@ def apart(schedule: Schedule, costs: Costs, updates: int) -> Apart:
     by_place = np.empty_like(ends)
     by_place[program.places] = ends
     asked = made[:, :updates]
-    return Apart(asked, _meet(schedule, messages, reduce, by_place.reshape(-1, M), float(asked.max())))
+    return UncontendedTimes(asked, _meet(schedule, messages, reduce, by_place.reshape(-1, M), float(asked.max())))
 
 
-def _messages(schedule: Schedule, costs: Costs) -> List[Message]:
+def _messages(schedule: Schedule, costs: Costs) -> List[Transfer]:
     """What takes each pass's result to another stage."""
     P = schedule.stages
     onward = [costs.message(s, s + 1) for s in range(P - 1)]
@@ -114,7 +114,7 @@ def _program(schedule: Schedule) -> _Program:
 
 
 def _meet(
-    schedule: Schedule, messages: List[Message], reduce: Sequence[Message], ends: FloatArray, until: float
+    schedule: Schedule, messages: List[Transfer], reduce: Sequence[Transfer], ends: FloatArray, until: float
 ) -> bool:
     """Whether a link is asked for before `until` while it carries another message. `ends`: of each pass, (passes, M)."""
     sent: Dict[str, List[Tuple[FloatArray, float]]] = {}

@@ -14,7 +14,7 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.hardware.profiling import median_passes, timed_passes
-from ipu_pipe.hardware.units import Measured, Unit
+from ipu_pipe.hardware.unit_costs import MeasuredPasses, Unit
 from ipu_pipe.model.autocast import uncast_meanwhile
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.counts import top_places
@@ -29,7 +29,7 @@ from ipu_pipe.model.shapes import by_shape, fits, stand_in
 FEW = 2  # samples of a real forward; a batch norm refuses one
 
 
-class Costed(NamedTuple):
+class CountedUnits(NamedTuple):
     """Units in the order of execution, and how their figures were come by, for the user."""
 
     units: Tuple[Unit, ...]
@@ -38,7 +38,7 @@ class Costed(NamedTuple):
 
 def count_units(
     model: nn.Module, x: Any, begins: Sequence[str] = (), loss: Optional[Loss] = None, y: Any = None
-) -> Costed:
+) -> CountedUnits:
     """The units of a model that takes microbatches like `x`, between modules of its top-level sequence and at the modules
     `begins`, figures for a sample. Model, `x` and `y` may lie on the meta device. The `loss` of its outputs and labels `y`, where
     given, is in the last one. What two units keep of one memory is the first one's. Raises BadInput."""
@@ -86,7 +86,7 @@ def count_units(
                 also_kept=tuple(sorted(again.items())),
             )
         )
-    return Costed(tuple(units), f"FLOPs {HOW}, {how}")
+    return CountedUnits(tuple(units), f"FLOPs {HOW}, {how}")
 
 
 def _counted(model: nn.Module, x: Any, loss: Optional[Loss], y: Any) -> Tuple[Observed, int]:
@@ -126,8 +126,8 @@ def _parameters(model: nn.Module, seen: Observed) -> Dict[str, int]:
 
 
 def measure_units(
-    costed: Costed, model: nn.Module, loss: Loss, x: Any, y: Any, warm_up: int = 2, repeats: int = 5
-) -> Costed:
+    costed: CountedUnits, model: nn.Module, loss: Loss, x: Any, y: Any, warm_up: int = 2, repeats: int = 5
+) -> CountedUnits:
     """The units with the seconds of their passes of the microbatch `x`, `y` on its device, medians of `repeats` after a
     `warm_up`. The model is left as it was. On torch 2.0 a backward's time is divided as the FLOPs of the backwards are."""
     begins = {unit.name: i for i, unit in enumerate(costed.units)}
@@ -144,7 +144,9 @@ def measure_units(
         else:
             whole = sum(each.backward_flops for each in costed.units) or 1.0
             backward = found.whole_backward * unit.backward_flops / whole
-        made.append(replace(unit, measured=(*unit.measured, Measured(sample_count(x), found.forward[i], backward))))
-    return Costed(
+        made.append(
+            replace(unit, measured=(*unit.measured, MeasuredPasses(sample_count(x), found.forward[i], backward)))
+        )
+    return CountedUnits(
         tuple(made), f"{costed.how}; seconds measured with {sample_count(x)} samples on {lead(x).device.type}"
     )

@@ -23,7 +23,7 @@ class HistoryDelays(NamedTuple):
     read: IntArray  # entries that m's forward on stage r has seen
 
 
-def global_history_delay(table: VersionTable) -> Tuple[Optional[int], Optional[float]]:
+def summarize_history_delays(table: VersionTable) -> Tuple[Optional[int], Optional[float]]:
     """The greatest and the mean global-history delay in the steady state; (None, None) where none reads old weights.
 
     Entries are single stages' updates in the order of (slot, stage); the delay of microbatch m, active stage a and
@@ -33,17 +33,17 @@ def global_history_delay(table: VersionTable) -> Tuple[Optional[int], Optional[f
     """
     if not table.method.is_stale:
         return None, None
-    first, last = middle(table)
+    first, last = find_steady_range(table)
     greatest, written_sum, read_sum = 0, 0, 0
     for start, stop in _spans(first, last, table.schedule.stages):
-        delays = history_delays(table, start, stop)
+        delays = count_history_delays(table, start, stop)
         greatest = max(greatest, int((delays.written.max(axis=0) - delays.read.min(axis=0)).max()))
         written_sum += int(delays.written.sum())
         read_sum += int(delays.read.sum())
     return greatest, (written_sum - read_sum) / (table.schedule.stages * (last - first))
 
 
-def middle(table: VersionTable) -> Tuple[int, int]:
+def find_steady_range(table: VersionTable) -> Tuple[int, int]:
     """The first microbatch of the steady state, and the first after it: without the outer quarters, in whole batches."""
     M, N = table.schedule.microbatches, table.schedule.accumulate
     first, last = -(-M // 4), -(-3 * M // 4)
@@ -53,7 +53,7 @@ def middle(table: VersionTable) -> Tuple[int, int]:
     return (first, last) if first < last else (0, M)
 
 
-def history_delays(table: VersionTable, first: int, last: int) -> HistoryDelays:
+def count_history_delays(table: VersionTable, first: int, last: int) -> HistoryDelays:
     """The history before the backwards, and seen by the forwards, of the microbatches [first, last).
 
     A forward sees the entries of earlier slots and those of lower stages in its own slot. Where it reads an older

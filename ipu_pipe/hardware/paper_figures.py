@@ -1,0 +1,137 @@
+"""The papers' memory figures, from the sizes of the stages and the method alone; nothing is measured.
+
+Symbols: P stages, counted from 1 as i in the papers' formulas and from 0 as s elsewhere; N microbatches per update; |w_i| the
+weights of stage i and W of all; c copies of the weights that the synchronous method holds.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Dict, Optional, Sequence, Union
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ipu_pipe.hardware.memory import count_kept_microbatches, sum_stage_bytes
+from ipu_pipe.hardware.unit_costs import MOMENTS
+from ipu_pipe.schedule.methods import Method, Pipeline
+
+Sizes = Union[Sequence[float], NDArray[Any]]
+
+
+def count_weight_optimizer_copies(optimizer: str, t2: bool) -> int:
+    """Return the copies of the weights that one version costs: weights, gradient and moments (sgd 2, momentum 3, adam 4).
+
+    One more for T2's accumulator (or another rule's). PipeMare, Table 2: with T2 4/3 = 1.33 (momentum) and 5/4 = 1.25 (Adam) of
+    the copies without. `optimizer`: a key of MOMENTS.
+    """
+    return 2 + MOMENTS[optimizer] + int(t2)
+
+
+def compute_pipedream_ratio(weights_per_stage: Sizes, copies: int, accumulate: int, rounded: bool) -> float:
+    """Return PipeDream's weight and optimizer memory, 1 for the synchronous method: (c - 1 + sum_i |w_i| tau_i / W) / c.
+
+    tau_i = (2(P-i)+1)/N versions of the weights are kept on stage i, `rounded` up as in PipeMare's Table 1 or not, which gives
+    its Table 2; c = `copies`, without T2's. This is that paper's rating of PipeDream, on its own (dataflow) schedule:
+    versions.count_weight_copies counts those of the schedule in use.
+    """
+    weights = np.asarray(weights_per_stage, np.float64)
+    ages = 2 * np.arange(len(weights) - 1, -1, -1) + 1
+    tau = -(-ages // accumulate) if rounded else ages / accumulate
+    return float((copies - 1 + (weights * tau).sum() / weights.sum()) / copies)
+
+
+def compute_recompute_order(stages: int) -> float:
+    """Return 1/sqrt(P), the ratio of the orders P^(3/2) and P^2 (PipeMare, Tables 4 and 5): 0.097 for 107 stages."""
+    return 1 / math.sqrt(stages)
+
+
+def compute_worker_footprint(
+    weight_bytes: float,
+    total_activation_bytes: float,
+    input_activation_bytes: float,
+    depth: int,
+    microbatches: int,
+    recompute: bool,
+) -> Dict[str, Optional[float]]:
+    """Return the bytes of the fullest worker by method, weights and activations alone (Narayanan et al. 2021, section 3).
+
+    `depth` d, `microbatches` m per batch. v|W|/d weights, v = 2 versions for PipeDream-2BW and 1 for the others, without
+    gradients and optimizer state; of the n microbatches in flight (GPipe m; 2BW and Flush d, Flush at most m) the activations
+    n A_total/d, or with recomputation n A_input and A_total/d of the one at work. A_total is of the whole model, A_input enters
+    one stage, both of one microbatch. 2BW needs m >= d and is None otherwise.
+    """
+
+    def sum_worker(copies: int, in_flight: int) -> float:
+        kept = count_kept_microbatches([in_flight], recompute)
+        return sum_stage_bytes(
+            weights=weight_bytes / depth, copies=copies, gradients=0.0, optimizer=0.0, accumulators=0.0,
+            saved=total_activation_bytes / depth, entering=input_activation_bytes,
+            inputs=int(kept.inputs[0]), activations=int(kept.activations[0]),
+        ).total  # fmt: skip
+
+    return {
+        "gpipe": sum_worker(1, microbatches),
+        "pipedream_flush": sum_worker(1, min(depth, microbatches)),
+        "pipedream_2bw": sum_worker(2, depth) if microbatches >= depth else None,
+    }
+
+
+def compute_paper_figures(
+    *,
+    weight_bytes: Sizes,
+    saved_bytes: Sizes,
+    input_bytes: Sizes,
+    optimizer: str,
+    t2: bool,
+    method: Method,
+    accumulate: int,
+    depth: int,
+    in_flight: Sequence[int],
+    weight_copies: Sequence[int],
+) -> Dict[str, Any]:
+    """Return the figures of summary.json's "memory"; None where one has no meaning.
+
+    By stage: `weight_bytes` of one version, `saved_bytes` that one microbatch leaves there, `input_bytes` that enter with it,
+    `in_flight` and `weight_copies` of the schedule. `depth` of the pipeline for the footprint per worker.
+
+    - weight_optimizer_copies: the mean over the weights, older live versions included; weight_optimizer_ratio: to the
+      synchronous method's, which holds one version and no accumulator; weight_optimizer_bytes: on all stages.
+    - pipedream_ratio, pipedream_ratio_rounded: `compute_pipedream_ratio` of these stages, whatever the method.
+    - activation_bytes: on all stages; stash_microbatches: by stage. With recomputation: on the dataflow schedule only, whether
+      or not this run recomputes; recompute_ratio_counted: quotient of the two sums of microbatches, recompute_ratio_order its
+      order.
+    - footprint_per_worker: `compute_worker_footprint`, A_input being the greatest of `input_bytes`.
+    """
+    weights, saved, entering = (np.asarray(sizes, np.float64) for sizes in (weight_bytes, saved_bytes, input_bytes))
+    flying, versions, P = np.asarray(in_flight, np.int64), np.asarray(weight_copies, np.int64), len(weights)
+    synchronous = count_weight_optimizer_copies(optimizer, False)
+    copies = count_weight_optimizer_copies(optimizer, t2) - 1 + versions
+    total = (weights * copies).sum()
+    ratios = [compute_pipedream_ratio(weights, synchronous, accumulate, up) if P > 1 else None for up in (False, True)]
+    figures: Dict[str, Any] = {
+        "weight_optimizer_copies": float(total / weights.sum()),
+        "weight_optimizer_ratio": float(total / weights.sum()) / synchronous,
+        "weight_optimizer_bytes": int(total),
+        "pipedream_ratio": ratios[0],
+        "pipedream_ratio_rounded": ratios[1],
+        "activation_bytes": int((saved * flying).sum()),
+        "activation_bytes_with_recompute": None,
+        "stash_microbatches": flying.tolist(),
+        "stash_microbatches_with_recompute": None,
+        "recompute_ratio_counted": None,
+        "recompute_ratio_order": None,
+    }
+    if method.pipeline is Pipeline.DATAFLOW and P > 1:
+        kept = count_kept_microbatches(in_flight, False, method.segments or 0, method.turn)
+        stash = kept.inputs + kept.activations
+        figures["activation_bytes_with_recompute"] = int((entering * kept.inputs + saved * kept.activations).sum())
+        figures["stash_microbatches_with_recompute"] = stash.tolist()
+        figures["recompute_ratio_counted"] = float(stash.sum() / flying.sum())
+        figures["recompute_ratio_order"] = compute_recompute_order(P)
+    whole = float(weights.sum()), float(saved.sum()), float(entering.max())
+    without, with_recompute = (compute_worker_footprint(*whole, depth, accumulate, again) for again in (False, True))
+    figures["footprint_per_worker"] = {
+        name: {"with_recompute": with_recompute[name], "without_recompute": without[name]} for name in without
+    }
+    return figures
