@@ -23,9 +23,10 @@ from ipu_pipe.plan.layouts import (
     make_boundary_transfer,
     make_reduce_transfer,
 )
+from ipu_pipe.plan.planner import make_plan
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
 from ipu_pipe.plan.reasons import find_binding
-from ipu_pipe.plan.search import NO_ROOM, find_least_memory, make_plan, search
+from ipu_pipe.plan.search import NO_ROOM, find_least_memory, search
 from ipu_pipe.schedule.clock import clock
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule

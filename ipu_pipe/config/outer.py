@@ -18,7 +18,7 @@ SECTIONS = {
 # (config, method) -> faults, each "key: value: what is allowed"
 CHECK_BACKEND = "ipu_pipe.job.ipu.refusals:config_faults"
 # (name or file, place in faults) -> description; raises BadInput
-READ_HARDWARE = "ipu_pipe.hardware.files:read_hardware"
+READ_HARDWARE = "ipu_pipe.hardware.description:read_hardware"
 
 
 def find_outer(name: str) -> Any:
