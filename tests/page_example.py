@@ -10,7 +10,7 @@ from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import MEMORY, Counter, Counters, Event, Events, Trace
-from ipu_pipe.trace.modelled import modelled_events
+from ipu_pipe.trace.modelled import build_modelled_events
 
 STAGES, ACCUMULATE, MICROBATCHES = 4, 4, 40
 SIZE = 1 << 19  # bytes of a boundary tensor
@@ -22,7 +22,7 @@ def example(name: str = "an example") -> Tuple[Trace, Dict[str, Any]]:
     schedule = make_schedule(METHODS["pipedream_flush"], STAGES, MICROBATCHES, ACCUMULATE)
     table = VersionTable(schedule, METHODS["pipedream_flush"])
     costs = Costs([1.0, 2.1, 1.0, 0.9], [1.9, 4.0, 2.0, 1.8], [0.2] * STAGES, link=0.1)
-    made, _ = modelled_events(
+    made, _ = build_modelled_events(
         clock(schedule, costs), (table.forward(0, MICROBATCHES), table.backward(0, MICROBATCHES)),
         accumulate=ACCUMULATE, unit_ns=1e6, device_of_stage=range(STAGES), boundary_bytes=[SIZE] * (STAGES - 1),
     )  # fmt: skip
@@ -57,7 +57,7 @@ def example(name: str = "an example") -> Tuple[Trace, Dict[str, Any]]:
              "backward_flops": 1e9, "crossing_bytes": SIZE} for u in range(2 * STAGES)
         ],
     }  # fmt: skip
-    return Trace(Events.of(events), Counters.of(counters), metadata), _analysis(events, span)
+    return Trace(Events.from_rows(events), Counters.from_rows(counters), metadata), _analysis(events, span)
 
 
 def _analysis(events: List[Event], span: int) -> Dict[str, Any]:

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.report.analysis import against, words
 from ipu_pipe.report.analysis.analyze import analyze
 from ipu_pipe.report.analysis.memory import MOST_POINTS
-from ipu_pipe.report.analysis.staleness import staleness_of
+from ipu_pipe.report.analysis.stages import measure_staleness
+from ipu_pipe.report.analysis.text import compute_differences, format_analysis, format_comparison
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import WAIT, Counter, Counters, Event, Events, Trace
-from ipu_pipe.trace.modelled import modelled_events
+from ipu_pipe.trace.modelled import build_modelled_events
 
 UNITS = [4.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 4.0]  # what each takes forward, in microseconds; backward twice that
 
@@ -32,7 +32,7 @@ def modelled(name: str, begins: Sequence[int], accumulate: int, batches: int, **
     schedule = make_schedule(method, stages, count, accumulate)
     table = VersionTable(schedule, method)
     times = clock(schedule, Costs(forward, [2 * each for each in forward], [0.5] * stages))
-    events, counters = modelled_events(
+    events, counters = build_modelled_events(
         times, (table.forward(0, count), table.backward(0, count)), accumulate, 1000.0, range(stages), [100] * stages
     )
     units = [
@@ -48,7 +48,7 @@ def modelled(name: str, begins: Sequence[int], accumulate: int, batches: int, **
 
 
 def by_hand(events: Sequence[Event], counters: Sequence[Counter] = (), **metadata: Any) -> Dict[str, Any]:
-    found = analyze(Trace(Events.of(events), Counters.of(counters), metadata), "a trace")
+    found = analyze(Trace(Events.from_rows(events), Counters.from_rows(counters), metadata), "a trace")
     json.dumps(found, allow_nan=False)
     return found
 
@@ -131,7 +131,7 @@ def test_a_waiting_device_names_whom_it_waits_for() -> None:
     assert found["devices"][0]["waits_for"] == {"1": 72_000_000} and found["devices"][0]["ramp_down_ns"] == 18_000_000
     assert found["bottleneck"]["stage"] == 1 and "device 0 waits for it 72.0% of the time" in found["bottleneck"]["why"]
     assert found["stages"][0]["of_greatest"] == pytest.approx(0.1) and found["imbalance"] == pytest.approx(0.45)
-    assert "stage 1 on device 1" in words.in_words(found)
+    assert "stage 1 on device 1" in format_analysis(found)
 
 
 # ---- stages, stragglers, FLOPs
@@ -162,7 +162,7 @@ def test_staleness_is_the_version_tables(name: str) -> None:
     table = VersionTable(make_schedule(method, 3, accumulate * batches, accumulate), method)
     made = np.arange(accumulate * batches) // accumulate
     for each, forward, backward in zip(
-        staleness_of(trace.events, accumulate), table.forward(0, len(made)), table.backward(0, len(made))
+        measure_staleness(trace.events, accumulate), table.forward(0, len(made)), table.backward(0, len(made))
     ):
         assert each.forward is not None and each.backward is not None and each.time_ns is not None
         assert each.forward == ((made - forward).mean(), (made - forward).max())
@@ -207,7 +207,7 @@ def test_links_by_messages_and_their_latency() -> None:
 
 
 def without_sends(trace: Trace) -> Trace:
-    return trace._replace(events=trace.events.where(~trace.events.of_kind("send")))
+    return trace._replace(events=trace.events.select(~trace.events.is_kind("send")))
 
 
 def test_links_by_what_passes_hand_on() -> None:
@@ -295,9 +295,9 @@ def test_metadata_of_which_no_schedule_can_be_made() -> None:
 
 def test_two_side_by_side() -> None:
     one, two = (by_hand([event(0, "forward", 0, end), event(1, "forward", 5, 20)]) for end in (10, 16))
-    rows = {row["name"]: row for row in against.differences(one, two)}
+    rows = {row["name"]: row for row in compute_differences(one, two)}
     assert rows["devices[0].busy_ns"] == {"name": "devices[0].busy_ns", "this": 10, "other": 16, "difference": -6}
     three = by_hand([event(0, "forward", 0, 10)])
-    rows = {row["name"]: row for row in against.differences(one, three)}
+    rows = {row["name"]: row for row in compute_differences(one, three)}
     assert rows["devices[1].busy_ns"] == {"name": "devices[1].busy_ns", "this": 15, "other": None, "difference": None}
-    assert "devices[0].busy_ns" in against.in_words(one, two) and "-37.5%" in against.in_words(one, two)
+    assert "devices[0].busy_ns" in format_comparison(one, two) and "-37.5%" in format_comparison(one, two)

@@ -9,25 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipu_pipe.report.analysis.intervals import merged
-from ipu_pipe.report.analysis.parts import Parts, parts_of, span_of
+from ipu_pipe.report.analysis.device_time import DeviceTime, find_span, measure_devices, merge_intervals
 from ipu_pipe.schedule.clock import clock, make_slot_costs
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import COMMUNICATION, COMPUTE, OUTSIDE, WAIT, Event, Events
-from ipu_pipe.trace.modelled import modelled_events
+from ipu_pipe.trace.modelled import build_modelled_events
 
 Drawn = Tuple[int, str, int, int, int]  # device, kind, start, end, peer
 
 
 def traced(*drawn: Drawn) -> Events:
-    return Events.of(Event(d, d, kind, 0, start, end, 0, None, peer) for d, kind, start, end, peer in drawn)
+    return Events.from_rows(Event(d, d, kind, 0, start, end, 0, None, peer) for d, kind, start, end, peer in drawn)
 
 
-def parts(*drawn: Drawn, devices: Sequence[int] = ()) -> List[Parts]:
+def parts(*drawn: Drawn, devices: Sequence[int] = ()) -> List[DeviceTime]:
     events = traced(*drawn)
-    return parts_of(events, devices, span_of(events))
+    return measure_devices(events, devices, find_span(events))
 
 
 def test_a_device_that_waits() -> None:
@@ -36,7 +35,7 @@ def test_a_device_that_waits() -> None:
         (0, "backward", 50, 70, -1), (0, "forward", 10, 20, -1), (0, "send", 20, 26, 1), (0, WAIT, 26, 40, 1),
         (0, "evaluate", 42, 47, -1), (1, "forward", 0, 100, -1),
     )  # fmt: skip
-    assert found[0] == Parts(
+    assert found[0] == DeviceTime(
         device=0, stages=(0,), busy_ns=30, wait_ns=14, communication_ns=6, ramp_up_ns=10, ramp_down_ns=30, idle_ns=10,
         waits_for={1: 14}, idle_in={"evaluate": 5, "checkpoint": 0, "pause": 0, "host": 5}, outside_ns=5, messages_ns=6,
         hidden_ns=0,
@@ -125,8 +124,8 @@ def literal(drawn: Sequence[Drawn], device: int, span: Tuple[int, int]) -> Dict[
 @given(events_drawn)
 def test_parts_add_up_and_equal_a_count_of_every_nanosecond(drawn: List[Drawn]) -> None:
     events = traced(*drawn)
-    span = span_of(events)
-    for found in parts_of(events, [0, 1, 2], span):
+    span = find_span(events)
+    for found in measure_devices(events, [0, 1, 2], span):
         assert found.span_ns == span[1] - span[0]
         told = {
             key: value
@@ -143,7 +142,7 @@ def test_parts_add_up_and_equal_a_count_of_every_nanosecond(drawn: List[Drawn]) 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=12), st.integers(0, 40), st.integers(0, 40))
 def test_unions_are_sets_of_moments(drawn: List[Tuple[int, int]], begin: int, end: int) -> None:
     start = np.array([s for s, _ in drawn], np.int64)
-    found = merged(start, start + np.array([length for _, length in drawn], np.int64))
+    found = merge_intervals(start, start + np.array([length for _, length in drawn], np.int64))
     moments = {t for s, length in drawn for t in range(s, s + length)}
     assert found.length == len(moments) and (found.start[1:] > found.end[:-1]).all()
     assert found.before(np.arange(45)).tolist() == [len([t for t in moments if t < m]) for m in range(45)]
@@ -158,11 +157,11 @@ def test_parts_of_every_methods_slots(name: str, stages: int, accumulate: int, b
     schedule = make_schedule(method, stages, accumulate * batches, accumulate)
     table = VersionTable(schedule, method)
     count = accumulate * batches
-    events, _ = modelled_events(
+    events, _ = build_modelled_events(
         clock(schedule, make_slot_costs(schedule)), (table.forward(0, count), table.backward(0, count)), accumulate, 1000.0,
         schedule.device_of_stage,
     )  # fmt: skip
-    found = parts_of(events, [], span_of(events))
+    found = measure_devices(events, [], find_span(events))
     span = 1000 * schedule.slot_count
     each = 2 * count * 1000 // schedule.slot_capacity
     assert [(p.busy_ns, p.span_ns) for p in found] == [(each, span)] * stages

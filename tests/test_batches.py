@@ -26,7 +26,7 @@ from ipu_pipe.data.batches import divided
 from ipu_pipe.errors import RunFault, end_process
 from ipu_pipe.model.nests import copied, few, mapped, named, refuse_other_shapes, tensors
 from ipu_pipe.model.outputs import OwnLoss, Part, fields, told
-from ipu_pipe.report.words import left_out
+from ipu_pipe.report.run_text import describe_left_out
 from ipu_pipe.run.build import build
 from tests import forked
 
@@ -441,14 +441,14 @@ def test_samples_left_out_are_told() -> None:
     x, y = torch.randn(23, 3), torch.randint(0, 4, (23,))
     loader = DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
     keys = {"steps": None}
-    told_of = left_out(build(settings(**keys), Two(), ipu_pipe.from_loader(loader)))
+    told_of = describe_left_out(build(settings(**keys), Two(), ipu_pipe.from_loader(loader)))
     assert told_of == ["data: 7 of 23 training samples are left out of each epoch: they fill no batch of 8"]
     pairs = [(a, y) for a, _, y in PARTS][
         :3
     ]  # a loader that does not say how many samples there are: full microbatches tell
-    told_of = left_out(build(settings(**keys), Two(), ipu_pipe.from_loader(pairs)))
+    told_of = describe_left_out(build(settings(**keys), Two(), ipu_pipe.from_loader(pairs)))
     assert told_of == ["data: 4 of 12 training samples are left out of each epoch: they fill no batch of 8"]
-    assert left_out(build(settings(), Two(), streamed())) == []
+    assert describe_left_out(build(settings(), Two(), streamed())) == []
     for name, options, count in (("digits", {}, 1437), ("synthetic", {"subset": 30}, 30)):
         data = ipu_pipe.load_data(name, **options)
         assert data.train_samples == count  # type: ignore[attr-defined]

@@ -14,9 +14,8 @@ from typing import Any, Dict, List
 
 import pytest
 
-from ipu_pipe.trace.arrows import arrows
-from ipu_pipe.trace.chrome import write_chrome
-from ipu_pipe.trace.events import CARRIED, KINDS, MEMORY, Counter, Counters, Event, Events
+from ipu_pipe.trace.chrome import find_arrows, write_chrome
+from ipu_pipe.trace.events import KINDS, MEMORY, PAYLOADS, Counter, Counters, Event, Events
 from tests.test_trace import METHODS, of_method
 
 # Two devices; device 1 waits for what device 0 computes, and the other way round.
@@ -108,9 +107,9 @@ def test_modelled_traces(tmp_path: Path, name: str) -> None:
 
 
 def drawn(events: List[Event], metadata: Dict[str, Any]) -> List[Any]:
-    found = arrows(Events.of(events), metadata)
+    found = find_arrows(Events.from_rows(events), metadata)
     return sorted(
-        (events[s], events[t], CARRIED[c])
+        (events[s], events[t], PAYLOADS[c])
         for s, t, c in zip(found.source.tolist(), found.target.tolist(), found.carries.tolist())
     )
 
@@ -200,7 +199,7 @@ def test_times_of_a_wall_clock_keep_their_nanoseconds(tmp_path: Path) -> None:
 def test_columns_and_records_are_written_alike(tmp_path: Path) -> None:
     counters = [Counter(0, "loss", 3, 0.25)]
     write_chrome(tmp_path / "records", MEASURED, counters, {})
-    write_chrome(tmp_path / "columns", Events.of(MEASURED), Counters.of(counters), {})
+    write_chrome(tmp_path / "columns", Events.from_rows(MEASURED), Counters.from_rows(counters), {})
     assert held(tmp_path / "records") == held(tmp_path / "columns")
 
 
@@ -209,7 +208,7 @@ def test_many_events_that_overlap_at_random(tmp_path: Path) -> None:
     events = []
     for m in range(20_000):  # more than are put together at a time
         start = rng.randrange(200_000)
-        kind, carries = rng.choice(KINDS), rng.choice(CARRIED)
+        kind, carries = rng.choice(KINDS), rng.choice(PAYLOADS)
         size, peer = rng.choice([None, 0, 9]), rng.choice([-1, 0, 3])
         events.append(
             Event(

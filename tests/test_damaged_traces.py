@@ -17,7 +17,7 @@ import pytest
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.report.analysis.analyze import analyze
-from ipu_pipe.report.page import write_page
+from ipu_pipe.report.page.write import write_page
 from ipu_pipe.trace import store
 from ipu_pipe.trace.chrome import write_chrome
 from ipu_pipe.trace.events import Counter, Counters, Event, Events, Trace
@@ -208,7 +208,7 @@ def calls(devices: int) -> int:
         {"name": str(d), "stage": d, "forward_flops": 1.0, "backward_flops": 1.0, "crossing_bytes": 1}
         for d in range(devices)
     ]
-    trace = Trace(Events.of(rows), Counters.of(counters), {"units": units, "stages": devices})
+    trace = Trace(Events.from_rows(rows), Counters.from_rows(counters), {"units": units, "stages": devices})
     count = 0
 
     def counted(frame: Any, event: str, argument: Any) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from ipu_pipe.config.load import load_config
 from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.errors import BadInput
-from ipu_pipe.report.words import opening
+from ipu_pipe.report.run_text import format_opening
 from ipu_pipe.run.build import build
 from ipu_pipe.run.training import train
 
@@ -126,7 +126,7 @@ def test_a_callers_model_keeps_its_dtype(tmp_path: Path) -> None:
     model, config = small(), digits("precision=bfloat16")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     job = build(config, model=model)
-    assert "the model given in float32 is trained in bfloat16, and cast back at the end" in opening(job)
+    assert "the model given in float32 is trained in bfloat16, and cast back at the end" in format_opening(job)
     job.numbers.give_back()
     train(config, tmp_path / "run", model=model, quiet=True)
     after = model.state_dict()

@@ -7,7 +7,7 @@ from typing import Any, List, Tuple
 import pytest
 
 from ipu_pipe.config.load import load_config
-from ipu_pipe.report.memory import memory_table
+from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.run.build import build
 
 KEYS = ["method=pipedream_flush", "gradient_accumulation=16", "evaluate.every=0", "steps=2"]
@@ -15,7 +15,7 @@ KEYS = ["method=pipedream_flush", "gradient_accumulation=16", "evaluate.every=0"
 
 def held(*keys: str) -> List[Tuple[int, int]]:
     """Microbatches in flight and bytes of activations, stage by stage."""
-    rows = memory_table(build(load_config("configs/mlp_digits.yaml", [*KEYS, *keys])))
+    rows = build_memory_table(build(load_config("configs/mlp_digits.yaml", [*KEYS, *keys])))
     return [(row["in_flight"], row["activation_bytes"]) for row in rows]
 
 

@@ -14,8 +14,8 @@ from torch import nn
 import ipu_pipe
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.report.record import commit
-from ipu_pipe.report.summary import upgraded
+from ipu_pipe.report.provenance import find_commit
+from ipu_pipe.report.summary import upgrade_summary
 from ipu_pipe.run.checkpoint import load_weights, read_weights
 from ipu_pipe.run.parts import make_data, make_model
 from tests.test_callbacks import DIGITS, SHORT, go
@@ -126,29 +126,29 @@ def test_the_commit_is_read_without_git(tmp_path: Path, monkeypatch: pytest.Monk
         how = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *args]
         return subprocess.run(how, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
 
-    assert commit(Path("/")) is None
+    assert find_commit(Path("/")) is None
     git("init", "-q", "-b", "work")
     (tmp_path / "a").write_text("1")
     git("add", "a")
     git("commit", "-qm", "first")
     (tmp_path / "inner").mkdir()
     found = {"repository": str(tmp_path), "commit": git("rev-parse", "HEAD"), "dirty": False}
-    assert commit(tmp_path / "inner") == found
+    assert find_commit(tmp_path / "inner") == found
     (tmp_path / "a").write_text("2")
-    assert commit(tmp_path) == {**found, "dirty": True}
+    assert find_commit(tmp_path) == {**found, "dirty": True}
     git("pack-refs", "--all")
     monkeypatch.setenv("PATH", "")
-    assert commit(tmp_path) == {**found, "dirty": None}
+    assert find_commit(tmp_path) == {**found, "dirty": None}
     monkeypatch.undo()
     git("checkout", "-q", "--detach")
-    assert commit(tmp_path) == {**found, "dirty": True}
+    assert find_commit(tmp_path) == {**found, "dirty": True}
 
 
 def test_a_summary_of_a_later_version_is_refused_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(
         BadInput, match=r"x.json: schema: 3: this version reads schema 1 to 2: use the ipu_pipe that wrote it"
     ):
-        upgraded({"schema": 3}, "x.json")
+        upgrade_summary({"schema": 3}, "x.json")
     go(tmp_path / "run", "steps=2")
     summary = tmp_path / "run" / "summary.json"
     summary.write_text(json.dumps({**json.loads(summary.read_text()), "schema": 3}))

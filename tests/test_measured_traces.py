@@ -19,7 +19,7 @@ from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.streams import StreamClock
 from ipu_pipe.backends.processes.timeline import Timeline
 from ipu_pipe.errors import end_process
-from ipu_pipe.trace.events import CARRIED, KINDS, MEMORY, Events, Trace, joined, updates_of
+from ipu_pipe.trace.events import KINDS, MEMORY, PAYLOADS, Events, Trace, concatenate_events, find_updates
 from ipu_pipe.trace.store import read_store
 from tests import forked, sleeping_model
 from tests.sleeping_model import BATCH, CLASSES, WIDTH
@@ -107,12 +107,12 @@ def test_busy_is_what_timers_inside_the_model_measure(slept: Path) -> None:
     """Story: the first device seemed busy 99.5 % of the time, since a backward held its wait for the gradients."""
     times = json.loads((slept / "measured.json").read_text())["times"]
     events = of_rank(slept, 0).events
-    updates = events.where(events.of_kind("update"))
+    updates = events.select(events.is_kind("update"))
     begin, end = int(updates.end[0]), int(updates.end[-1])
     own = [(a, b) for stage, a, b in json.loads((slept / "slept-0.json").read_text()) if stage == 0]
     truth = during(own, begin, end) / (end - begin)
     assert 0.05 < truth < 0.3
-    work = events.where(events.of_kind("forward", "backward"))
+    work = events.select(events.is_kind("forward", "backward"))
     assert abs(during(zip(work.start.tolist(), work.end.tolist()), begin, end) / (end - begin) - truth) < 0.03
     busy, wait, communication, span = times[0]
     own_updates = int((updates.end - updates.start)[1:].sum()) / span  # which no timer in the model sees
@@ -120,7 +120,7 @@ def test_busy_is_what_timers_inside_the_model_measure(slept: Path) -> None:
     assert wait / span > 0.6 and all(sum(device[:3]) <= device[3] for device in times)
     assert times[1][0] / times[1][3] > 0.7  # the bottleneck
     waits = of_rank(slept, 0).events
-    waits = waits.where(waits.of_kind("wait") & (waits.carries == CARRIED.index("gradients")))
+    waits = waits.select(waits.is_kind("wait") & (waits.carries == PAYLOADS.index("gradients")))
     assert len(waits.start) == UPDATES and set(waits.peer.tolist()) == {1}
 
 
@@ -137,11 +137,11 @@ def test_communication_is_the_size_of_what_crosses_to_the_byte(slept: Path) -> N
     size = BATCH * WIDTH * 4
     for device, carried, peer in ((0, "activations", 1), (1, "gradients", 0)):
         events = of_rank(slept, device).events
-        sent = events.where(events.of_kind("send") & (events.carries == CARRIED.index(carried)))
+        sent = events.select(events.is_kind("send") & (events.carries == PAYLOADS.index(carried)))
         assert sent.bytes.tolist() == [size] * UPDATES and set(sent.peer.tolist()) == {peer}
         assert sent.microbatch.tolist() == list(range(UPDATES))
         other = of_rank(slept, peer).events
-        came = other.where(other.of_kind("recv") & (other.carries == CARRIED.index(carried)))
+        came = other.select(other.is_kind("recv") & (other.carries == PAYLOADS.index(carried)))
         assert came.bytes.tolist() == [size] * UPDATES and set(came.peer.tolist()) == {device}
         # what is sent is there after it was sent, by one clock
         assert (came.end - sent.start > -1_000_000).all()
@@ -197,7 +197,7 @@ def test_a_killed_run_leaves_its_trace_and_one_that_goes_on_takes_it_up(tmp_path
         rank.join()
     left = [read_store(path) for path in traces]
     # clipping by norms of others divides an update into parts
-    done = [sorted(set(trace.events.microbatch[trace.events.of_kind("update")].tolist())) for trace in left]
+    done = [sorted(set(trace.events.microbatch[trace.events.is_kind("update")].tolist())) for trace in left]
     assert all(updates == list(range(2, len(updates) + 2)) and len(updates) > 40 for updates in done)
     steps = sorted(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     kept = steps[-1]
@@ -205,15 +205,15 @@ def test_a_killed_run_leaves_its_trace_and_one_that_goes_on_takes_it_up(tmp_path
     for rank, before in enumerate(left):
         trace = of_rank(tmp_path, rank)
         events = trace.events
-        updates = events.microbatch[events.of_kind("update") & (events.version >= 0)]
+        updates = events.microbatch[events.is_kind("update") & (events.version >= 0)]
         assert sorted(set(updates.tolist())) == list(range(2, 90))  # nothing lost, nothing twice
         assert (events.start[1:] >= events.end[:-1]).all()
-        assert events.of_kind("pause").sum() == 1
-        old = updates_of(before.events, 1) < kept
-        assert int(old.sum()) == int(np.flatnonzero(events.of_kind("pause"))[0])
-        same = events.where(slice(0, int(old.sum())))
+        assert events.is_kind("pause").sum() == 1
+        old = find_updates(before.events, 1) < kept
+        assert int(old.sum()) == int(np.flatnonzero(events.is_kind("pause"))[0])
+        same = events.select(slice(0, int(old.sum())))
         assert (same.end - same.start == (before.events.end - before.events.start)[old]).all()
-        norms = events.of_kind("wait") & (events.carries == CARRIED.index("norms"))
+        norms = events.is_kind("wait") & (events.carries == PAYLOADS.index("norms"))
         assert norms.any() and set(events.peer[norms].tolist()) == {1 - rank}
         # also what changed before the window
         assert set(trace.counters.names) == set(MEMORY.values())
@@ -329,5 +329,5 @@ def test_updates_of_events() -> None:
     ]  # fmt: skip
     from ipu_pipe.trace.events import Event
 
-    events = Events.of(Event(0, 0, kind, m, 0, 1, version, None, -1, what) for kind, m, version, what in rows)
-    assert updates_of(joined([events]), 4).tolist() == [1, 1, 1, 1, 1, 1, -1, 1]
+    events = Events.from_rows(Event(0, 0, kind, m, 0, 1, version, None, -1, what) for kind, m, version, what in rows)
+    assert find_updates(concatenate_events([events]), 4).tolist() == [1, 1, 1, 1, 1, 1, -1, 1]

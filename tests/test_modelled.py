@@ -21,8 +21,8 @@ from ipu_pipe.backends.interface import DeviceTimes, Report
 from ipu_pipe.config.load import load_config
 from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.position import Position
-from ipu_pipe.report.modelled import modelled, played_seconds, stage_costs
-from ipu_pipe.report.summary import _utilization, upgraded
+from ipu_pipe.report.run_trace import choose_stage_costs, compute_modelled_rates, compute_played_seconds
+from ipu_pipe.report.summary import _utilization, upgrade_summary
 from ipu_pipe.run.build import build
 from ipu_pipe.run.folder import finished_summary
 from ipu_pipe.run.training import train
@@ -31,7 +31,7 @@ from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import Event
-from ipu_pipe.trace.modelled import modelled_events
+from ipu_pipe.trace.modelled import build_modelled_events
 from ipu_pipe.trace.store import read_store
 
 DIGITS = str(Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml")
@@ -72,7 +72,7 @@ def events_of(method: str, costs: Costs, stages: int, microbatches: int, accumul
     table = VersionTable(schedule, METHODS[method])
     versions = table.forward(0, microbatches), table.backward(0, microbatches)
     given = {"device_of_stage": range(stages), "boundary_bytes": [100 * (s + 1) for s in range(stages - 1)], **given}
-    found, _ = modelled_events(clock(schedule, costs), versions, accumulate, 1.0, **given)
+    found, _ = build_modelled_events(clock(schedule, costs), versions, accumulate, 1.0, **given)
     return list(found.rows())
 
 
@@ -217,7 +217,7 @@ def test_an_optimizer_of_the_users_own_makes_no_step_more(tmp_path: Path) -> Non
 def test_costs_by_flops_take_as_long_as_a_microbatch_took() -> None:
     job = build(config("method=gpipe"))
     position = Position(seconds=10.0, timed_updates=5)
-    found = stage_costs(job, StageSeconds((), (), (), "why"), position)
+    found = choose_stage_costs(job, StageSeconds((), (), (), "why"), position)
     assert not found.measured and "since why" in found.why
     assert sum(found.costs.forward) + sum(found.costs.backward) == pytest.approx(10 / 5 / 4)
     shares = np.array(found.costs.forward) / sum(found.costs.forward)
@@ -237,7 +237,7 @@ def test_the_modelled_share_of_equal_stages_is_the_planned_one() -> None:
         ("method=pipemare", "method_args={warmup: {epochs: 0.05}}"),
     ):
         job = build(config(*pairs, "stages=4", "steps=9"))
-        shares[pairs[0]] = modelled(job, ones).utilization, job.planned_utilization()
+        shares[pairs[0]] = compute_modelled_rates(job, ones).utilization, job.planned_utilization()
     for found, expected in (shares["method=gpipe"], shares["method=pipedream"]):
         assert found == pytest.approx(expected, rel=1e-9)
     found, expected = shares["method=pipemare"]
@@ -245,16 +245,16 @@ def test_the_modelled_share_of_equal_stages_is_the_planned_one() -> None:
 
 
 def test_a_long_run_takes_what_it_takes_played_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ipu_pipe.report import modelled as module
+    from ipu_pipe.report import run_trace as module
 
     costs = Costs([3, 11, 5], [7, 2, 13], [1, 2, 3])
     for name in ("gpipe", "pipedream", "pipedream_2bw"):
         schedule = make_schedule(METHODS[name], 3, 1200, 3)
         whole = clock(schedule, costs).finish
         monkeypatch.setattr(module, "PLAYED", 40_000)
-        assert played_seconds(schedule, costs, 1200) == whole
+        assert compute_played_seconds(schedule, costs, 1200) == whole
         monkeypatch.setattr(module, "PLAYED", 300)
-        assert played_seconds(schedule, costs, 1200) == pytest.approx(whole, rel=0.01)
+        assert compute_played_seconds(schedule, costs, 1200) == pytest.approx(whole, rel=0.01)
 
 
 def test_measured_shares_are_of_all_devices_time() -> None:
@@ -280,4 +280,4 @@ def test_a_summary_of_schema_1_is_understood(tmp_path: Path) -> None:
     assert (found["utilization"], found["bubble_fraction"], found["modelled_utilization"]) == (None, None, None)
     assert (found["planned_utilization"], found["planned_bubble_fraction"]) == (0.4, 0.6)
     assert found["phases"] == [{"method": "gpipe", "updates": 3, "planned_utilization": 0.4}]
-    assert upgraded(found) is found
+    assert upgrade_summary(found) is found

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from ipu_pipe.errors import RunFault
-from ipu_pipe.report.page import embedding, write_page
+from ipu_pipe.report.page import write
+from ipu_pipe.report.page.write import write_page
 from ipu_pipe.trace.events import KINDS, Counter, Counters, Event, Events, Trace
 from tests.page_example import HOSTILE, example
 
@@ -56,13 +57,19 @@ def test_times_of_a_wall_clock_count_from_the_begin(tmp_path: Path) -> None:
     begin = 1_765_000_000_123_456_789
     events = [Event(0, 0, "forward", m, begin + 10 * m, begin + 10 * m + 9, 0, 1 << 40) for m in range(3)]
     held = data(
-        written(tmp_path / "p", Trace(Events.of(events), Counters.of([Counter(0, "loss", begin + 7, 1)]), {}), {})
+        written(
+            tmp_path / "p",
+            Trace(Events.from_rows(events), Counters.from_rows([Counter(0, "loss", begin + 7, 1)]), {}),
+            {},
+        )
     )
     columns = held["trace"]["columns"]
     assert (unpacked(columns["start"]), unpacked(columns["end"])) == ([0, 10, 10], [9, 9, 9])
     assert unpacked(columns["bytes"]) == [1 << 40] * 3 and columns["microbatch"]["type"] == "u1"
     assert held["trace"]["curves"][0]["times"] == [7]
-    held = data(written(tmp_path / "p", Trace(Events.of(events), Counters.of([]), {}), {"begin_ns": begin - 5}))
+    held = data(
+        written(tmp_path / "p", Trace(Events.from_rows(events), Counters.from_rows([]), {}), {"begin_ns": begin - 5})
+    )
     assert unpacked(held["trace"]["columns"]["start"])[0] == 5
 
 
@@ -97,11 +104,11 @@ def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
 def test_of_more_events_than_a_page_holds_there_are_a_window_and_an_overview(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedding, "MOST_EVENTS", 4)
-    monkeypatch.setattr(embedding, "BINS", 4)
+    monkeypatch.setattr(write, "MOST_EVENTS", 4)
+    monkeypatch.setattr(write, "BINS", 4)
     events = [Event(0, 0, "forward", m, 100 * m, 100 * m + 50, 0, None) for m in range(8)]
     events += [Event(0, 0, "wait", m, 100 * m + 50, 100 * m + 100, -1, None) for m in range(4)]
-    held = data(written(tmp_path / "p", Trace(Events.of(events), Counters.of([]), {}), {}))["trace"]
+    held = data(written(tmp_path / "p", Trace(Events.from_rows(events), Counters.from_rows([]), {}), {}))["trace"]
     assert held["count"] == 12 and len(unpacked(held["columns"]["kind"])) == 4
     assert held["window_ns"] == [200, 350]
     (overview,) = held["overview"]
@@ -111,15 +118,18 @@ def test_of_more_events_than_a_page_holds_there_are_a_window_and_an_overview(
     assert shares.keys() == exact.keys()
     for kind, expected in exact.items():
         assert shares[kind].tolist() == pytest.approx([each / 187.5 for each in expected], abs=0.003)
-    monkeypatch.setattr(embedding, "MOST_EVENTS", 12)
-    assert "overview" not in data(written(tmp_path / "p", Trace(Events.of(events), Counters.of([]), {}), {}))["trace"]
+    monkeypatch.setattr(write, "MOST_EVENTS", 12)
+    assert (
+        "overview"
+        not in data(written(tmp_path / "p", Trace(Events.from_rows(events), Counters.from_rows([]), {}), {}))["trace"]
+    )
 
 
 def test_of_many_moments_a_curve_keeps_the_greatest(tmp_path: Path) -> None:
     counters = [Counter(0, "weights (bytes)", t, float(t == 1234)) for t in range(5000)]
-    trace = Trace(Events.of([]), Counters.of(counters), {})
+    trace = Trace(Events.from_rows([]), Counters.from_rows(counters), {})
     (curve,) = data(written(tmp_path / "p", trace, {}))["trace"]["curves"]
-    assert len(curve["times"]) == embedding.MOST_MOMENTS and 1234 in curve["times"]
+    assert len(curve["times"]) == write.MOST_MOMENTS and 1234 in curve["times"]
     assert sum(curve["values"]["weights (bytes)"]) == 1.0
 
 

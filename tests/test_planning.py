@@ -12,8 +12,8 @@ from ipu_pipe.config.load import configure
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.observation import count
 from ipu_pipe.model.shapes import by_shape, stand_in
-from ipu_pipe.report.memory import memory_table
-from ipu_pipe.report.words import plan
+from ipu_pipe.report.memory import build_memory_table
+from ipu_pipe.report.run_text import format_plan
 from ipu_pipe.run.build import build
 from ipu_pipe.run.planning import planned
 from models.transformer import transformer_lm
@@ -42,8 +42,8 @@ def config(**keys: Any) -> Any:
 def test_shapes_tell_what_the_numbers_do(keys: Any) -> None:
     shapes, numbers = planned(config(**keys)), build(config(**keys))
     assert shapes.example[0].is_meta and not numbers.example[0].is_meta
-    assert shapes.footprint == numbers.footprint and memory_table(shapes) == memory_table(numbers)
-    assert plan(shapes) == plan(numbers)
+    assert shapes.footprint == numbers.footprint and build_memory_table(shapes) == build_memory_table(numbers)
+    assert format_plan(shapes) == format_plan(numbers)
 
 
 class Looks(nn.Sequential):

@@ -10,13 +10,13 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from ipu_pipe import configure  # noqa: E402
-from ipu_pipe.report.plots import figure, mean_with_range, over_seeds, sizes  # noqa: E402
+from ipu_pipe.report.plots import describe_seeds, describe_sizes, open_figure, plot_mean_with_range  # noqa: E402
 
 
 def test_a_figure_has_its_title_above_and_its_note_below(tmp_path: Path) -> None:
-    note = "5,000 images; " + over_seeds([1, 0])
-    with figure(tmp_path / "f.png", (4, 3), 2, title="What it shows", note=note) as panels:
-        mean_with_range(panels[0], [0, 1], [[1.0, 3.0], [2.0, 2.0]])
+    note = "5,000 images; " + describe_seeds([1, 0])
+    with open_figure(tmp_path / "f.png", (4, 3), 2, title="What it shows", note=note) as panels:
+        plot_mean_with_range(panels[0], [0, 1], [[1.0, 3.0], [2.0, 2.0]])
     drawn: Any = panels[0].figure
     assert drawn.get_suptitle() == "What it shows"
     assert drawn.get_supxlabel().replace("\n", " ") == note
@@ -25,8 +25,8 @@ def test_a_figure_has_its_title_above_and_its_note_below(tmp_path: Path) -> None
 
 
 def test_what_bands_are_is_said() -> None:
-    assert over_seeds([3, 3]) == "seed 3 alone"
-    assert over_seeds([2, 0]) == "lines: means over seeds 0, 2; bands: from the least to the greatest of them"
+    assert describe_seeds([3, 3]) == "seed 3 alone"
+    assert describe_seeds([2, 0]) == "lines: means over seeds 0, 2; bands: from the least to the greatest of them"
 
 
 def test_a_runs_sizes_are_said() -> None:
@@ -35,6 +35,6 @@ def test_a_runs_sizes_are_said() -> None:
         "micro_batch_size": 4,
         "replicas": 2,
     }
-    said = sizes(configure(**keys, gradient_accumulation=8, epochs=3))
+    said = describe_sizes(configure(**keys, gradient_accumulation=8, epochs=3))
     assert said == "cifar10 (16x16, 5,000 training samples), 3 epochs, 64 samples an update"
-    assert sizes(configure(data={"name": "digits"}, steps=2000)) == "digits, 2,000 updates, 8 samples an update"
+    assert describe_sizes(configure(data={"name": "digits"}, steps=2000)) == "digits, 2,000 updates, 8 samples an update"

@@ -30,8 +30,8 @@ from ipu_pipe.model.stages import partition
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.prediction import Problem
 from ipu_pipe.plan.search import search
-from ipu_pipe.report.memory import memory_table
-from ipu_pipe.report.words import opening
+from ipu_pipe.report.memory import build_memory_table
+from ipu_pipe.report.run_text import format_opening
 from ipu_pipe.run.build import build
 from ipu_pipe.run.training import evaluate_checkpoint, train
 from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
@@ -299,8 +299,8 @@ def test_a_model_with_a_block_of_its_own_is_looked_at_as_it_runs() -> None:
 
 
 def test_what_is_meant_is_said() -> None:
-    assert "forward and loss under autocast" in opening(build(digits("precision=bfloat16_mixed")))
-    assert "a backward of pipemare reads other weights than its forward" in opening(build(digits(*MASTERED)))
+    assert "forward and loss under autocast" in format_opening(build(digits("precision=bfloat16_mixed")))
+    assert "a backward of pipemare reads other weights than its forward" in format_opening(build(digits(*MASTERED)))
     with pytest.raises(BadInput, match="precision: float16: must be .*; did you mean bfloat16_mixed"):
         digits("precision=float16")
     with pytest.raises(BadInput, match="precision: bfloat16_mixed: no IPU computes in it"):
@@ -331,7 +331,7 @@ def test_memory_is_what_was_planned(keys: List[str], tmp_path: Path) -> None:
     memory = json.loads((tmp_path / "run" / "memory.json").read_text())
     numbers = sum(p.numel() for p in job.model.parameters())
     size = 2 if "method=pipemare" in keys else 4
-    planned = memory_table(job)
+    planned = build_memory_table(job)
     (peak,) = memory["peak_memory"]
     assert peak["weights"] == size * numbers and peak["gradients"] == 4 * numbers
     kept = (1 + ("method=pipemare" in keys)) * 4 * numbers  # momentum; the masters

@@ -19,7 +19,7 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.data import hashes
 from ipu_pipe.data.sets import _digits_file
 from ipu_pipe.errors import BadInput
-from ipu_pipe.report import read_data
+from ipu_pipe.report import provenance
 from ipu_pipe.run.training import check
 from tests.test_callbacks import DIGITS, SHORT, go
 from tests.test_processes import emulate, run
@@ -143,7 +143,7 @@ def test_many_or_large_files_are_known_by_names_and_sizes(folder: Path, monkeypa
     with pytest.raises(BadInput, match="data: 1.npy: its size was 8320, is 10368"):
         own(folder / "run", 4, resume=True)
     save(folder / "data" / "1.npy", 1)
-    monkeypatch.setattr(read_data, "MOST_FILES", 1)
+    monkeypatch.setattr(provenance, "MOST_FILES", 1)
     own(folder / "many", 2)
     assert newest(folder / "many")["files"] == {} and newest(folder / "many")["file_names"]["count"] == 2
     save(folder / "data" / "2.npy", 2)

@@ -21,7 +21,7 @@ from ipu_pipe.plan.blocks import count_blocks
 from ipu_pipe.plan.layouts import list_layouts
 from ipu_pipe.plan.of_config import choose_stages, make_candidate, make_problem, predict_own_cut
 from ipu_pipe.plan.prediction import Costing, Sums, predict_cut
-from ipu_pipe.report.memory import memory_table
+from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import resolve_method
 from models.mlp import mlp
@@ -230,5 +230,5 @@ def test_predicted_activations_are_those_of_the_runs_memory_report(keys: Any) ->
     the byte with as many samples as units are counted with; a number or two do not grow with them."""
     job = build(config(**keys))
     predicted = [memory.activations for memory in predict_own_cut(job).found.memory]
-    reported = [row["activation_bytes"] for row in memory_table(job)]
+    reported = [row["activation_bytes"] for row in build_memory_table(job)]
     assert predicted == (reported if job.config.micro_batch_size == FEW else pytest.approx(reported, rel=0.02))

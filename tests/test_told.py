@@ -14,7 +14,7 @@ from torch import nn
 from ipu_pipe.config.faults import KEYS_ALSO_CALLED
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, RunFault, end_process
-from ipu_pipe.report.words import opening
+from ipu_pipe.report.run_text import format_opening
 from ipu_pipe.run.build import build
 from ipu_pipe.run.parts import refuse_wrapped
 from ipu_pipe.run.training import train
@@ -178,8 +178,8 @@ def test_steps_beside_epochs_say_which_counts(run_tool: Any) -> None:  # noqa: F
     code, printed, _ = run_tool(DIGITS, *sets("steps=5", "epochs=3"), "--dry-run")
     assert code == 0 and printed.splitlines()[0] == line
     agreeing = build(config("steps=null", "epochs=2"))
-    assert "counts" not in opening(agreeing)
-    assert "counts" not in opening(build(config(f"steps={agreeing.updates}", "epochs=2")))
+    assert "counts" not in format_opening(agreeing)
+    assert "counts" not in format_opening(build(config(f"steps={agreeing.updates}", "epochs=2")))
 
 
 ALONE = "stages: one stage: there is nothing to pipeline, "
@@ -196,7 +196,7 @@ ALONE = "stages: one stage: there is nothing to pipeline, "
     ],
 )
 def test_one_stage_under_a_pipelines_method_is_told(keys: List[str], told: bool) -> None:
-    assert (ALONE in opening(build(config(*keys)))) == told
+    assert (ALONE in format_opening(build(config(*keys)))) == told
 
 
 # ---- diverged

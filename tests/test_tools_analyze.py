@@ -45,8 +45,8 @@ def run_folder(path: Path, slow: int = 20, microbatches: int = 6) -> Path:
             events.append(Event(rank, rank, "update", m, end * 1_000_000, end * 1_000_000, m + 1, None))
             counters.append(Counter(rank, "weights (bytes)", at * 1_000_000, 1e6 * (rank + 1)))
         writer = TraceWriter(path / "trace" / f"rank-{rank}.trace", metadata)
-        writer.write_events(Events.of(events))
-        writer.write_counters(Counters.of(counters))
+        writer.write_events(Events.from_rows(events))
+        writer.write_counters(Counters.from_rows(counters))
         writer.close()
     return path
 
@@ -108,11 +108,11 @@ def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_of_many_events_a_window_is_drawn() -> None:
-    events = Events.of(Event(d, d, "forward", m, 10 * m, 10 * m + 9, 0, None) for m in range(10_000) for d in range(4))
-    begin, end = picture.window(events)
+    events = Events.from_rows(Event(d, d, "forward", m, 10 * m, 10 * m + 9, 0, None) for m in range(10_000) for d in range(4))
+    begin, end = picture.choose_window(events)
     inside = (events.start < end) & (events.end > begin)
     assert begin < 50_000 < end and 4 * picture.A_DEVICE - 8 <= inside.sum() <= picture.MOST
-    assert picture.window(events.where(slice(0, 40))) == (0, 99)
+    assert picture.choose_window(events.select(slice(0, 40))) == (0, 99)
 
 
 BAD: List[Any] = [

@@ -18,9 +18,10 @@ from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace import chrome as trace
-from ipu_pipe.trace.events import COLLECTIVE, KINDS, UNTOLD, Counter, Counters, Event, Events, Trace
-from ipu_pipe.trace.modelled import modelled_events
+from ipu_pipe.trace.events import COLLECTIVE, KINDS, UNSPECIFIED, Counter, Counters, Event, Events, Trace
+from ipu_pipe.trace.modelled import build_modelled_events
 from ipu_pipe.trace.reading import merged, read_json, read_trace
+from ipu_pipe.trace.store import Allowance
 
 # GPipe, 3 stages, 2 microbatches an update, 2 updates:
 #     slot      0  1  2  3  4  5  6  7 |  8  9
@@ -45,7 +46,7 @@ def modelled(**changes: Any) -> Tuple[List[Event], List[Counter]]:
         "device_of_stage": [0, 1, 2],
         "boundary_bytes": [70, 80],
     }
-    return of_work(*modelled_events(**{**given, **changes}))
+    return of_work(*build_modelled_events(**{**given, **changes}))
 
 
 def of_work(events: Events, counters: Counters) -> Tuple[List[Event], List[Counter]]:
@@ -56,7 +57,7 @@ def of_work(events: Events, counters: Counters) -> Tuple[List[Event], List[Count
 
 def read_chrome(path: Path) -> Tuple[List[Event], List[Counter], Dict[str, Any]]:
     """What the library reads, as records."""
-    found = read_json([path])
+    found = read_json([path], Allowance(1 << 40))
     return list(found.events.rows()), list(found.counters.rows()), found.metadata
 
 
@@ -140,7 +141,7 @@ def of_method(name: str, args: Dict[str, Any], microbatches: int = 12) -> Tuple[
     method = resolve_method(name, args)
     schedule = make_schedule(method, 4, microbatches, accumulate)
     table = VersionTable(schedule, method)
-    return of_work(*modelled_events(
+    return of_work(*build_modelled_events(
         clock(schedule, make_slot_costs(schedule)), (table.forward(0, microbatches), table.backward(0, microbatches)),
         accumulate=accumulate, unit_ns=999.0, device_of_stage=[0, 1, 2, 3],
     ))  # fmt: skip
@@ -213,7 +214,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     metadata = {"modelled": False, "method": "gpipe", "nested": {"é": [1, None]}}
     trace.write_chrome(tmp_path / "t.json.gz", MIXED, counters, metadata)
     assert read_chrome(tmp_path / "t.json.gz") == (MIXED, counters, metadata)
-    assert {event.kind for event in MIXED} == set(KINDS) - {UNTOLD, COLLECTIVE}  # these are other tools'
+    assert {event.kind for event in MIXED} == set(KINDS) - {UNSPECIFIED, COLLECTIVE}  # these are other tools'
 
 
 def test_a_counter_that_is_not_a_number_is_null(tmp_path: Path) -> None:
@@ -321,7 +322,7 @@ def test_a_disk_that_refuses_late_leaves_nothing_behind(tmp_path: Path, monkeypa
 def part_of(device: int, **metadata: Any) -> Trace:
     counters = [Counter(device, f"memory of {device}", 10 - device, device), Counter(device, "memory", 3, 7.0)]
     return Trace(
-        Events.of(e for e in MIXED if e.device == device), Counters.of(counters), metadata, (f"note {device}",)
+        Events.from_rows(e for e in MIXED if e.device == device), Counters.from_rows(counters), metadata, (f"note {device}",)
     )
 
 

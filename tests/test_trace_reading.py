@@ -13,7 +13,7 @@ import torch
 from ipu_pipe.errors import BadInput
 from ipu_pipe.trace import json_records
 from ipu_pipe.trace.chrome import write_chrome
-from ipu_pipe.trace.events import CARRIED, KINDS, Counter, Counters, Event, Events
+from ipu_pipe.trace.events import KINDS, PAYLOADS, Counter, Counters, Event, Events
 from ipu_pipe.trace.json_records import read_records
 from ipu_pipe.trace.reading import read_trace
 from ipu_pipe.trace.store import TraceWriter
@@ -23,8 +23,8 @@ EVENTS = [Event(d, d, "forward", m, 100 * m, 100 * m + 50, 0, None) for m in ran
 
 def stored(path: Path, events: Sequence[Event], counters: Sequence[Counter] = (), **metadata: Any) -> Path:
     writer = TraceWriter(path, metadata)
-    writer.write_events(Events.of(events))
-    writer.write_counters(Counters.of(counters))
+    writer.write_events(Events.from_rows(events))
+    writer.write_counters(Counters.from_rows(counters))
     writer.close()
     return path
 
@@ -227,7 +227,7 @@ def test_what_is_no_trace_is_one_line_each(tmp_path: Path) -> None:
 def test_codes_are_by_name(tmp_path: Path) -> None:
     """Files of before these kinds were known are read."""
     older = [kind for kind in KINDS if kind not in ("compute", "collective")]
-    writer = TraceWriter(tmp_path / "a.trace", {"kinds": older, "carried": list(CARRIED)})
-    writer.write_events(Events.of([Event(0, 0, KINDS[older.index("evaluate")], 0, 0, 1, 0, None)]))
+    writer = TraceWriter(tmp_path / "a.trace", {"kinds": older, "carried": list(PAYLOADS)})
+    writer.write_events(Events.from_rows([Event(0, 0, KINDS[older.index("evaluate")], 0, 0, 1, 0, None)]))
     writer.close()
     assert [event.kind for event in read_trace(tmp_path / "a.trace").events.rows()] == ["evaluate"]

@@ -11,8 +11,7 @@ import pytest
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.trace import store
-from ipu_pipe.trace.events import CARRIED, KINDS, Counter, Counters, Event, Events
-from ipu_pipe.trace.metadata import SCHEMA
+from ipu_pipe.trace.events import KINDS, PAYLOADS, SCHEMA, Counter, Counters, Event, Events
 from ipu_pipe.trace.reading import read_trace
 from ipu_pipe.trace.store import TraceWriter, read_store
 
@@ -22,7 +21,7 @@ def some_events(count: int) -> List[Event]:
     return [
         Event(
             rng.randrange(4), rng.randrange(8), rng.choice(KINDS), m, 10**18 + 7 * m, 10**18 + 7 * m + 5, rng.randrange(-1, 9),
-            rng.choice([None, 0, 1 << 40]), rng.randrange(-1, 8), rng.choice(CARRIED),
+            rng.choice([None, 0, 1 << 40]), rng.randrange(-1, 8), rng.choice(PAYLOADS),
         )
         for m in range(count)
     ]  # fmt: skip
@@ -32,9 +31,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     events, path = some_events(10_000), tmp_path / "trace" / "rank-0.trace"
     writer = TraceWriter(path, {"method": "gpipe", "stages": 4})
     counters = [Counter(e.device, f"name {n % 3}", e.start_ns, n / 7) for n, e in enumerate(events)]
-    writer.write_events(Events.of(events))
-    writer.write_counters(Counters.of(counters))
-    writer.tell({"stages": 5})
+    writer.write_events(Events.from_rows(events))
+    writer.write_counters(Counters.from_rows(counters))
+    writer.add_metadata({"stages": 5})
     writer.close()
     found = read_store(path)
     assert list(found.events.rows()) == events
@@ -47,7 +46,7 @@ def test_times_are_by_the_first_ranks_clock(tmp_path: Path) -> None:
     path = tmp_path / "a.trace"
     writer = TraceWriter(path, {})
     starts = (0, 100, 150, 200, 1000)
-    writer.write_events(Events.of(Event(0, 0, "forward", 0, start, start, 0, None) for start in starts))
+    writer.write_events(Events.from_rows(Event(0, 0, "forward", 0, start, start, 0, None) for start in starts))
     writer.synchronize(200, 50)
     writer.synchronize(100, 10)
     writer.close()
@@ -58,7 +57,7 @@ def test_what_a_killed_run_leaves(tmp_path: Path) -> None:
     events, path, rows = some_events(3 * 512), tmp_path / "a.trace", 512
     writer = TraceWriter(path, {"method": "gpipe"})
     for begin in range(0, len(events), rows):
-        writer.write_events(Events.of(events[begin : begin + rows]))
+        writer.write_events(Events.from_rows(events[begin : begin + rows]))
     writer.close()
     whole = path.read_bytes()
     rng = random.Random(1)
@@ -73,7 +72,7 @@ def test_what_a_killed_run_leaves(tmp_path: Path) -> None:
 def test_damage_is_told(tmp_path: Path) -> None:
     path = tmp_path / "a.trace"
     writer = TraceWriter(path, {})
-    writer.write_events(Events.of(some_events(100)))
+    writer.write_events(Events.from_rows(some_events(100)))
     writer.close()
     whole = path.read_bytes()
     broken = bytearray(whole)
@@ -88,8 +87,8 @@ def test_damage_is_told(tmp_path: Path) -> None:
 
 def test_another_versions_codes(tmp_path: Path) -> None:
     path = tmp_path / "a.trace"
-    writer = TraceWriter(path, {"kinds": ["backward", "forward", "update"], "carried": list(CARRIED)})
-    writer.write_events(Events.of([Event(0, 0, KINDS[1], 0, 0, 1, 0, None)]))
+    writer = TraceWriter(path, {"kinds": ["backward", "forward", "update"], "carried": list(PAYLOADS)})
+    writer.write_events(Events.from_rows([Event(0, 0, KINDS[1], 0, 0, 1, 0, None)]))
     writer.close()
     assert [e.kind for e in read_store(path).events.rows()] == ["forward"]
     writer = TraceWriter(path, {"kinds": ["forward", "dream"]})

@@ -118,9 +118,9 @@ def test_every_method_trains_and_writes_all_outputs(method: str, tmp_path: Path,
 def test_planned_delays_copies_and_bytes_follow_the_method() -> None:
     stages = {}
     for method in ("pipedream", "pipemare", "pipedream_2bw"):
-        from ipu_pipe.report.memory import memory_table
+        from ipu_pipe.report.memory import build_memory_table
 
-        stages[method] = memory_table(build(config(f"method={method}", "stages=4", "gradient_accumulation=4")))
+        stages[method] = build_memory_table(build(config(f"method={method}", "stages=4", "gradient_accumulation=4")))
     assert [row["forward_delay"] for row in stages["pipemare"]] == [2, 2, 1, 1]  # ceil((2(P-i)+1)/N)
     assert [row["backward_delay"] for row in stages["pipemare"]] == [0, 0, 0, 0]
     assert [row["weight_copies"] for row in stages["pipemare"]] == [1, 1, 1, 1]

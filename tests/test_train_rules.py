@@ -11,8 +11,8 @@ import pytest
 
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.report.memory import memory_table
-from ipu_pipe.report.words import plan
+from ipu_pipe.report.memory import build_memory_table
+from ipu_pipe.report.run_text import format_plan
 from ipu_pipe.run.build import build
 from ipu_pipe.run.training import train
 from ipu_pipe.update.apply import FORWARD, PLAIN
@@ -59,9 +59,9 @@ def test_t2_costs_one_copy_of_the_weights() -> None:
     for optimizer, moments, ratio in ((SGD, 1, 4 / 3), (ADAMW, 2, 5 / 4)):
         chosen = config("method=pipemare", "stages=4", "method_args.t2={}", *optimizer)
         job = build(chosen)
-        rows = memory_table(job)
+        rows = build_memory_table(job)
         assert all(row["optimizer_bytes"] == (moments + 1) * row["weight_bytes"] for row in rows)
-        assert f"{ratio:.2f} of what the synchronous method holds" in plan(job)
+        assert f"{ratio:.2f} of what the synchronous method holds" in format_plan(job)
 
 
 def test_the_summary_holds_the_papers_figures(tmp_path: Path) -> None:
@@ -93,14 +93,14 @@ def test_a_warm_up_is_amortized(tmp_path: Path) -> None:
 def test_recomputation_shrinks_the_planned_activations() -> None:
     deep = ["model.args={inputs: 64, width: 32, layers: 15}", "stages=null"]
     without, segments = (
-        sum(row["activation_bytes"] for row in memory_table(build(config("method=pipemare", *deep, *more))))
+        sum(row["activation_bytes"] for row in build_memory_table(build(config("method=pipemare", *deep, *more))))
         for more in ([], ["method_args.recompute={}"])
     )
     assert segments < without
     for method in ("gpipe", "pipedream_2bw"):
         more = ["gradient_accumulation=16"]
         plain, recomputing = (
-            memory_table(build(config(f"method={method}", *deep, *more, f"recompute={value}")))
+            build_memory_table(build(config(f"method={method}", *deep, *more, f"recompute={value}")))
             for value in ("false", "true")
         )
         job = build(config(f"method={method}", *deep, *more))

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 import numpy as np  # noqa: E402
 
 from ipu_pipe.errors import Parser, RunFault, run_command  # noqa: E402
-from ipu_pipe.trace.events import CARRIED, KINDS, MEMORY, Counters, Events  # noqa: E402
+from ipu_pipe.trace.events import KINDS, MEMORY, PAYLOADS, Counters, Events  # noqa: E402
 from ipu_pipe.trace.store import TraceWriter  # noqa: E402
 
 RANKS = 8
@@ -124,7 +124,7 @@ def _rank(rank: int, each: int, rng: Any) -> Events:
     kind = np.array([KINDS.index(word) for word in PER_MICROBATCH], np.int8)[place]
     before, after = max(rank - 1, 0), min(rank + 1, RANKS - 1)
     peer = np.array([before, -1, after, after, -1, before, -1], np.int32)[place]
-    onward, back = CARRIED.index("activations"), CARRIED.index("gradients")
+    onward, back = PAYLOADS.index("activations"), PAYLOADS.index("gradients")
     carries = np.array([onward, 0, onward, back, 0, back, 0], np.int8)[place]
     microbatch = (np.arange(count) // width).astype(np.int32)
     same = np.full(count, rank, np.int32)

@@ -205,7 +205,7 @@ def _least(points: Sequence[Sequence[float]], base: Sequence[Sequence[float]], p
 def _plot(found: Dict[str, Any], args: Any, file: Path) -> None:
     from matplotlib.ticker import NullFormatter
 
-    from ipu_pipe.report.plots import figure
+    from ipu_pipe.report.plots import open_figure
 
     entries = found["cutoffs"]
     title = f"Cost of reaching a training loss: a perceptron of {LAYERS} x {args.width} units by local-parallel method"
@@ -214,7 +214,7 @@ def _plot(found: Dict[str, Any], args: Any, file: Path) -> None:
         f"{args.subset:,} CIFAR-10 images of {args.size}x{args.size}, {args.examples:,} examples a run, seed 0 alone; "
         f"crosses: runs ({tried}); lines: the best of them"
     )
-    with figure(file, (4.6, 4.4), len(entries), title=title, note=note) as panels:
+    with open_figure(file, (4.6, 4.4), len(entries), title=title, note=note) as panels:
         for axes, entry in zip(panels, entries):
             for number, (kind, row) in enumerate(entry["kinds"].items()):
                 color = f"C{number}"

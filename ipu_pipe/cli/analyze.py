@@ -54,13 +54,13 @@ def _run(args: argparse.Namespace) -> None:
     say = saying(args.quiet)
     other = None if args.against is None else _analyzed(args.against)[1]
     if args.png is not None:
-        from ipu_pipe.report.analysis.picture import draw
+        from ipu_pipe.report.analysis.picture import draw_timeline
 
         args.png.parent.mkdir(parents=True, exist_ok=True)
-        draw(args.png, trace, found)
+        draw_timeline(args.png, trace, found)
         say(f"written: {args.png}")
     if args.html is not None:
-        from ipu_pipe.report.page import write_page
+        from ipu_pipe.report.page.write import write_page
 
         args.html.parent.mkdir(parents=True, exist_ok=True)
         write_page(args.html, trace, found)
@@ -91,16 +91,16 @@ def _analyzed(run: Path) -> Tuple[Any, Dict[str, Any]]:
 
 
 def _print(found: Dict[str, Any], other: Optional[Dict[str, Any]], args: argparse.Namespace) -> None:
-    from ipu_pipe.report.analysis import against, words
+    from ipu_pipe.report.analysis.text import compute_differences, format_analysis, format_comparison
 
     if args.json:
-        held = {} if other is None else {"against": {"other": other, "differences": against.differences(found, other)}}
+        held = {} if other is None else {"against": {"other": other, "differences": compute_differences(found, other)}}
         print(json.dumps({**found, **held}, indent=1))
         return
     tell = printing(args.quiet)
-    tell(words.in_words(found))
+    tell(format_analysis(found))
     if other is not None:
-        tell("\n" + against.in_words(found, other))
+        tell("\n" + format_comparison(found, other))
 
 
 def _profile(args: argparse.Namespace) -> None:

@@ -24,7 +24,7 @@ from ipu_pipe.model.observation import Observed, count, kept_bytes, storage
 from ipu_pipe.model.randomness import generators
 from ipu_pipe.model.shape_rules import tensors_in
 from ipu_pipe.model.shapes import by_shape, pays, stand_in
-from ipu_pipe.trace.metadata import UnitRow
+from ipu_pipe.trace.events import UnitRow
 
 Loss = Callable[[Any, Any], torch.Tensor]
 

@@ -21,11 +21,11 @@ from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.schedule.versions import count_weight_copies
 
 
-def memory_record(job: Job, measured: Report) -> Dict[str, Any]:
+def build_memory_record(job: Job, measured: Report) -> Dict[str, Any]:
     """The contents of `memory.json`: what each stage's device needs as planned, and the greatest bytes of weight versions
     besides the newest that were held: by each stage's process, or by the emulator for all; `peak_memory`: the greatest bytes that
     each device held, by category."""
-    stages = [{"index": s, **row} for s, row in enumerate(memory_table(job, measured.optimizer_bytes))]
+    stages = [{"index": s, **row} for s, row in enumerate(build_memory_table(job, measured.optimizer_bytes))]
     peaks = {} if measured.peak_memory is None else {"peak_memory": measured.peak_memory}
     if measured.links is None:
         held = sum(measured.version_bytes) if get_backend(job.config).emulates else None
@@ -33,7 +33,7 @@ def memory_record(job: Job, measured: Report) -> Dict[str, Any]:
     return {"stages": [{**row, "version_bytes": held} for row, held in zip(stages, measured.version_bytes)], **peaks}
 
 
-def memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[str, int]]:
+def build_memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[str, int]]:
     """Per stage, as planned: copies, lag, microbatches in flight, and the bytes of each kind that a device needs."""
     sizes = {name: p.numel() * p.element_size() for name, p in job.model.named_parameters()}
     lags, backward_lags = job.table.greatest_lag(), job.table.greatest_backward_lag()
@@ -120,8 +120,8 @@ def _optimizer_kind(job: Job) -> Optional[str]:
     return None
 
 
-def memory_figures(job: Job) -> Optional[Dict[str, Any]]:
-    """Return the papers' figures for this model and method; None for optimizers that they do not rate."""
+def compute_memory_figures(job: Job) -> Optional[Dict[str, Any]]:
+    """The papers' figures for this model and method (`schedule.figures.report`); None for optimizers they do not rate."""
     kind = _optimizer_kind(job)
     if kind is None:
         return None

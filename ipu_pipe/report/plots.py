@@ -24,7 +24,7 @@ def check_plots() -> None:
 
 
 @contextlib.contextmanager
-def figure(
+def open_figure(
     file: Path, size: Tuple[float, float], panels: int = 1, rows: int = 1, *, title: str, note: str
 ) -> Iterator[List[Any]]:
     """The axes of so many panels side by side, in so many rows, each of `size` inches, with a title above all of them and a note
@@ -46,7 +46,7 @@ def figure(
         drawn.savefig(temporary, dpi=100, format="png")
 
 
-def sizes(config: Config) -> str:
+def describe_sizes(config: Config) -> str:
     """What is to be said of a run's sizes below its figure."""
     data, batch = config.data.options(), config.micro_batch_size * config.gradient_accumulation * config.replicas
     parts = [f"{data['size']}x{data['size']}"] if "size" in data else []
@@ -60,14 +60,14 @@ def sizes(config: Config) -> str:
     return f"{of_data}, {length}, {batch:,} samples an update"
 
 
-def over_seeds(seeds: Sequence[int]) -> str:
-    """What `mean_with_range` shows of runs with these seeds."""
+def describe_seeds(seeds: Sequence[int]) -> str:
+    """What `plot_mean_with_range` shows of runs with these seeds."""
     if len(set(seeds)) == 1:
         return f"seed {seeds[0]} alone"
     return f"lines: means over seeds {', '.join(map(str, sorted(set(seeds))))}; bands: from the least to the greatest of them"
 
 
-def mean_with_range(axes: Any, x: Sequence[float], groups: Sequence[Sequence[float]], **how: Any) -> None:
+def plot_mean_with_range(axes: Any, x: Sequence[float], groups: Sequence[Sequence[float]], **how: Any) -> None:
     """A line through the mean of each group of values, their range shaded."""
     (line,) = axes.plot(x, [statistics.mean(group) for group in groups], marker="o", **how)
     low, high = [min(group) for group in groups], [max(group) for group in groups]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.numerics import record_numerics
 from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
-from ipu_pipe.report.memory import memory_figures, memory_table
-from ipu_pipe.report.modelled import StageCosts, modelled
-from ipu_pipe.report.traffic import links, measured_links, shared_links
-from ipu_pipe.report.words import model_name
+from ipu_pipe.local.blocks import get_blocks
+from ipu_pipe.report.memory import build_memory_table, compute_memory_figures
+from ipu_pipe.report.run_text import get_model_name
+from ipu_pipe.report.run_trace import CostsOfStages, compute_modelled_rates
 
 SCHEMA = 2
 OF_A_STAGE = (
@@ -20,13 +20,13 @@ OF_A_STAGE = (
 )  # fmt: skip
 
 
-def summarise(
+def summarize(
     job: Job,
     position: Position,
     final: Measured,
     measured: Report,
     tested: Sequence[Measured] = (),
-    costs: Optional[StageCosts] = None,
+    costs: Optional[CostsOfStages] = None,
     stopped: Optional[str] = None,
 ) -> Dict[str, Any]:
     """The contents of `summary.json`. `costs`: of the stages, where no device has a clock; `stopped`:
@@ -41,7 +41,7 @@ def summarise(
         "numerics": record_numerics(config.backend),
         "precision": {"name": config.precision, **job.numbers.record},
         "model": {
-            "entry": model_name(config),
+            "entry": get_model_name(config),
             "parameters": sum(p.numel() for p in job.model.parameters()),
             "stages": len(job.part),
         },
@@ -70,22 +70,24 @@ def summarise(
         "phases": job.phases(),
         "stages": [
             {"index": index, **{key: row[key] for key in OF_A_STAGE}}
-            for index, row in enumerate(memory_table(job, measured.optimizer_bytes))
+            for index, row in enumerate(build_memory_table(job, measured.optimizer_bytes))
         ],
-        "links": links(job) if measured.links is None else measured_links(measured.links, measured.microbatches),
+        "links": plan_links(job)
+        if measured.links is None
+        else list_measured_links(measured.links, measured.microbatches),
         **_block_records(job, measured, tested),
-        "memory": memory_figures(job),
+        "memory": compute_memory_figures(job),
     }
 
 
-def _utilization(job: Job, measured: Report, costs: Optional[StageCosts]) -> Dict[str, Optional[float]]:
+def _utilization(job: Job, measured: Report, costs: Optional[CostsOfStages]) -> Dict[str, Optional[float]]:
     """Busy shares. Measured: nanoseconds in passes and updates over those of the whole span, summed over the devices; the bubble
     is the rest, so waits and communication. Planned: of the schedule's unit slots, PopTorch's own where it has one. Modelled: by
     the clock with measured costs, None where these were not measured."""
     planned = job.planned_utilization() if measured.utilization is None else measured.utilization
     span = sum(device.span_ns for device in measured.times or ())
     busy = sum(device.busy_ns for device in measured.times or ()) / span if span else None
-    played = modelled(job, costs.costs) if costs is not None and costs.measured else None
+    played = compute_modelled_rates(job, costs.costs) if costs is not None and costs.measured else None
     return {
         "utilization": busy,
         "bubble_fraction": None if busy is None else 1 - busy,
@@ -96,7 +98,7 @@ def _utilization(job: Job, measured: Report, costs: Optional[StageCosts]) -> Dic
     }
 
 
-def upgraded(summary: Dict[str, Any], place: str = "summary.json") -> Dict[str, Any]:
+def upgrade_summary(summary: Dict[str, Any], place: str = "summary.json") -> Dict[str, Any]:
     """A summary that this or an earlier version wrote, as this one does. In schema 1 `utilization` was what the schedule says.
     Raises BadInput, with `place`, of a later version's."""
     schema = summary.get("schema")
@@ -120,5 +122,71 @@ def _block_records(job: Job, measured: Report, tested: Sequence[Measured]) -> Di
         return {}
     first = len(job.part) - len(tested)
     blocks = [{"index": first + i, **found.record()} for i, found in enumerate(tested)]
-    shared = shared_links(job) if measured.shared is None else measured_links(measured.shared, measured.microbatches)
+    shared = (
+        plan_shared_links(job)
+        if measured.shared is None
+        else list_measured_links(measured.shared, measured.microbatches)
+    )
     return {"blocks": blocks, "shared_layer_links": shared}
+
+
+def plan_links(job: Job) -> List[Dict[str, int]]:
+    """Traffic between stages as planned, one entry a direction: activations on, gradients back where they cross; of weights that
+    several stages use each microbatch's gradient and what each update makes of them. Where a stage holds the layer before its own
+    too, it is given what enters that one (the second stage has the input)."""
+    messages = job.schedule.microbatches
+    sizes, structure = list(enumerate(job.footprint.boundary_bytes)), job.method.structure
+    if structure is not None and structure.overlap:
+        sizes = [(s + structure.overlap, size) for s, size in sizes if s + structure.overlap < len(job.part) - 1]
+    sent = {
+        way: (size * messages, messages)
+        for s, size in sizes
+        for way in (((s, s + 1),) if structure is not None else ((s, s + 1), (s + 1, s)))
+    }
+    for way, (size, count) in _tied(job).items():
+        already = sent.get(way, (0, 0))
+        sent[way] = (already[0] + size, already[1] + count)
+    return [_link(*way, size, count, size // max(messages, 1)) for way, (size, count) in sent.items()]
+
+
+def _tied(job: Job) -> Dict[Tuple[int, int], Tuple[int, int]]:
+    """(source, target) -> (bytes, messages) for weights that several stages use: the gradient of each backward goes to the stage
+    that used the weight before, each update's weights from the first to the others; those between two stages as one message."""
+    back: Dict[Tuple[int, int], int] = {}
+    out: Dict[Tuple[int, int], int] = {}
+    for name, uses in job.part.shared.items():
+        weight = job.model.get_parameter(name)
+        size = weight.numel() * weight.element_size() if weight.requires_grad else 0
+        for before, user in zip(uses, uses[1:]) if size else ():
+            back[user.stage, before.stage] = back.get((user.stage, before.stage), 0) + size
+            out[uses[0].stage, user.stage] = out.get((uses[0].stage, user.stage), 0) + size
+    microbatches, updates = job.schedule.microbatches, job.schedule.update_count
+    return {
+        **{way: (size * microbatches, microbatches) for way, size in back.items()},
+        **{way: (size * updates, updates) for way, size in out.items()},
+    }
+
+
+def plan_shared_links(job: Job) -> List[Dict[str, int]]:
+    """Gradients of shared layers that neighbours exchange in an update, as planned; none without an overlap."""
+    blocks = get_blocks(job.model)
+    if blocks is None or not blocks.overlap:
+        return []
+    entries, messages = [], job.schedule.update_count
+    for s, piece in enumerate(blocks.pieces[:-1]):
+        size = messages * sum(p.numel() * p.element_size() for p in piece.parameters() if p.requires_grad)
+        share = size // max(job.schedule.microbatches, 1)
+        entries += [_link(src, dst, size, messages, share) for src, dst in ((s, s + 1), (s + 1, s))]
+    return entries
+
+
+def list_measured_links(sent: Mapping[Tuple[int, int], Tuple[int, int]], microbatches: int) -> List[Dict[str, int]]:
+    """Of `microbatches`, those since the run was last resumed."""
+    return [
+        _link(src, dst, size, messages, size // max(microbatches, 1))
+        for (src, dst), (size, messages) in sorted(sent.items())
+    ]
+
+
+def _link(src: int, dst: int, size: int, messages: int, bytes_per_microbatch: int) -> Dict[str, int]:
+    return {"src": src, "dst": dst, "bytes": size, "messages": messages, "bytes_per_microbatch": bytes_per_microbatch}

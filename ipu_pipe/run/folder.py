@@ -15,7 +15,7 @@ from ipu_pipe.config.yaml_files import read_yaml
 from ipu_pipe.errors import BadInput, RunFault, guard_writing
 from ipu_pipe.files import write
 from ipu_pipe.job.record import Begun
-from ipu_pipe.report.summary import upgraded
+from ipu_pipe.report.summary import upgrade_summary
 from ipu_pipe.run import checkpoint, folder_lock
 
 # what a run writes, and so what `--overwrite` may delete: nothing else in the folder is touched
@@ -86,7 +86,7 @@ def finished_summary(path: Path) -> Optional[Dict[str, Any]]:
         found = dict(json.loads(file.read_text()))
     except (OSError, ValueError):
         return None
-    return upgraded(found, str(file))
+    return upgrade_summary(found, str(file))
 
 
 def earlier_starts(path: Path) -> List[Any]:

@@ -16,7 +16,7 @@ from ipu_pipe.job.metrics import ACCURACY
 from ipu_pipe.job.position import Measured, Position, collect_by_block
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import exit_words, keep_traceback_of
-from ipu_pipe.report.words import opening
+from ipu_pipe.report.run_text import format_opening
 from ipu_pipe.run.callbacks import Callback, Callbacks, Moment
 from ipu_pipe.run.folder import RunDir
 from ipu_pipe.run.log import Log, log_of, nothing
@@ -58,7 +58,7 @@ class Run:
             self.position = restore(job, self.out, self.progress.say, self.callbacks)
         position = self.position
         record = begin(job, self.run, self.resume, position, self.progress.say) if self.run else {}
-        self.progress.say(opening(job, position.update))
+        self.progress.say(format_opening(job, position.update))
         engine = make_engine(job, position.update)
         try:
             with keep_traceback_of(self.out), log_of(

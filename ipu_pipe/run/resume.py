@@ -20,7 +20,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.nests import copied
 from ipu_pipe.model.probe import undisturbed
-from ipu_pipe.report.read_data import other_data
+from ipu_pipe.report.provenance import compare_data
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.checkpoint import Checkpoint
 from ipu_pipe.run.folder import earlier_starts
@@ -66,7 +66,7 @@ def data_before(out: Path) -> Dict[str, Any]:
 
 def refuse_other_data(job: Job, out: Path) -> None:
     """Refuse (BadInput) to go on with other data than the run in the folder `out` has read so far."""
-    faults = other_data(job, data_before(out), job.read or {})
+    faults = compare_data(job, data_before(out), job.read or {})
     if faults:
         more = f", and {len(faults) - 1} more such" if len(faults) > 1 else ""
         raise BadInput(

@@ -15,12 +15,11 @@ from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.plan.of_config import predict_rate
-from ipu_pipe.report.executed import write_trace
-from ipu_pipe.report.memory import memory_record
-from ipu_pipe.report.modelled import stage_costs, write_modelled
-from ipu_pipe.report.record import now, record_of
-from ipu_pipe.report.summary import summarise
-from ipu_pipe.report.words import closing
+from ipu_pipe.report.memory import build_memory_record
+from ipu_pipe.report.provenance import describe_start, get_timestamp
+from ipu_pipe.report.run_text import format_closing
+from ipu_pipe.report.run_trace import choose_stage_costs, write_measured_trace, write_modelled_trace
+from ipu_pipe.report.summary import summarize
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.callbacks import Callbacks
 from ipu_pipe.run.folder import RunDir, earlier_starts
@@ -33,7 +32,7 @@ def begin(job: Job, run: RunDir, resumes: bool, position: Position, say: Callabl
     if resumes:
         run.forget_after(position.update, say)
     run.describe(dump_config(job.config), job.begun)
-    record = {**record_of(job.read), "first_update": position.update}
+    record = {**describe_start(job.read), "first_update": position.update}
     run.write_json("record.json", [*(earlier_starts(run.path) if resumes else []), record])
     run.open_metrics(position.update)
     return record
@@ -95,7 +94,7 @@ def finish(job: Job, engine: Engine, run: Optional[RunDir], ended: Ended, say: C
         assert run is not None and measured is not None
         report = _write(job, run, ended, measured)
         on_devices = not get_backend(job.config).emulates  # which in one process does the work of all
-        say(closing(report, run.path, predict_rate(job) if on_devices else None))
+        say(format_closing(report, run.path, predict_rate(job) if on_devices else None))
         return report
 
     return run_on_main(written)
@@ -103,20 +102,20 @@ def finish(job: Job, engine: Engine, run: Optional[RunDir], ended: Ended, say: C
 
 def _write(job: Job, run: RunDir, ended: Ended, measured: Report) -> Dict[str, Any]:
     has_clocks = measured.events is not None
-    costs = None if has_clocks else stage_costs(job, ended.profile, ended.position)
-    report = summarise(job, ended.position, ended.final, measured, ended.tested, costs, ended.stopped)
+    costs = None if has_clocks else choose_stage_costs(job, ended.profile, ended.position)
+    report = summarize(job, ended.position, ended.final, measured, ended.tested, costs, ended.stopped)
     if ended.restored is not None:
         report["restored_step"] = ended.restored
     if measured.times is None:
         run.forget_trace()
     if costs is not None and job.traced:
-        write_modelled(job, run.path, costs)
+        write_modelled_trace(job, run.path, costs)
     elif job.traced:
-        write_trace(job, run.path / "trace.json.gz", measured)
+        write_measured_trace(job, run.path / "trace.json.gz", measured)
     for name, value in (measured.files or {}).items():
         run.write_json(name, value)
-    run.write_json("memory.json", memory_record(job, measured))
-    run.write_json("record.json", [*earlier_starts(run.path)[:-1], {**ended.record, "ended": now()}])
+    run.write_json("memory.json", build_memory_record(job, measured))
+    run.write_json("record.json", [*earlier_starts(run.path)[:-1], {**ended.record, "ended": get_timestamp()}])
     run.write_json("summary.json", report)  # last: a run with a summary is finished
     return report
 

@@ -23,7 +23,7 @@ from ipu_pipe.job.overrides import describe_overrides, refuse_missing
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.probe import Loss
-from ipu_pipe.report.read_data import read_data
+from ipu_pipe.report.provenance import fingerprint_data
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.callbacks import Callback, make_callbacks
@@ -125,7 +125,7 @@ def train(
             if start.resumes:
                 run_on_main(lambda: _same_optimizer(job.config, out))
             with random_states_restored():  # the main process reads alone: what it draws must not set its states apart
-                job.read = run_on_main(lambda: read_data(job, data_before(out) if start.resumes else {}))
+                job.read = run_on_main(lambda: fingerprint_data(job, data_before(out) if start.resumes else {}))
             return Run(job, out, start.resumes, overwrite, quiet, called).go()
         finally:
             job.numbers.give_back(keep_dtype)
@@ -166,7 +166,7 @@ def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwr
         job = build(
             start.config.model_copy(update={"init_from": None}) if start.done else start.config, done=start.done
         )
-        job.read = run_on_main(lambda: read_data(job, data_before(out) if start.resumes else {}))
+        job.read = run_on_main(lambda: fingerprint_data(job, data_before(out) if start.resumes else {}))
         if start.done:
             run_on_main(lambda: refuse_other_data(job, out))
 

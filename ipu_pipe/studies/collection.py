@@ -18,8 +18,8 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.files import write_json
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.flops import BACKWARD
-from ipu_pipe.report.memory import memory_table
-from ipu_pipe.report.traffic import links, shared_links
+from ipu_pipe.report.memory import build_memory_table
+from ipu_pipe.report.summary import plan_links, plan_shared_links
 from ipu_pipe.run.folder import check_folder
 from ipu_pipe.run.folder_lock import refuse_used
 from ipu_pipe.run.planning import planned
@@ -76,7 +76,7 @@ def collect(
     for name, job in jobs.items():
         runs = summaries[name]
         found["throughput"][name] = _throughput(job, runs, jobs[methods[0]], summaries[methods[0]])
-        stages = [{"index": s, **row} for s, row in enumerate(memory_table(job))]
+        stages = [{"index": s, **row} for s, row in enumerate(build_memory_table(job))]
         memory = _read_on_main(folders[name][0] / "memory.json") if runs else {"stages": stages}
         found["memory"][name] = {**memory, "devices": _device_memory(memory)}
         found["communication"][name] = _communication(job, runs[0] if runs else None)
@@ -194,7 +194,7 @@ def _device_memory(memory: Mapping[str, Any]) -> List[Dict[str, Any]]:
 def _communication(job: Job, run: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
     """Links as a run measured them (without one, and on the emulator, as planned), and what was planned beside them."""
     found: Dict[str, List[Dict[str, Any]]] = {}
-    for kind, own in {"links": links(job), "shared_layer_links": shared_links(job)}.items():
+    for kind, own in {"links": plan_links(job), "shared_layer_links": plan_shared_links(job)}.items():
         expected = {(link["src"], link["dst"]): link["bytes_per_microbatch"] for link in own}
         found[kind] = [
             {

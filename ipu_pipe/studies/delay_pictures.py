@@ -7,7 +7,7 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from ipu_pipe.report.plots import figure
+from ipu_pipe.report.plots import open_figure
 from ipu_pipe.stability.recurrences import Floats
 from ipu_pipe.studies.delay_figures import Colours, Figure, Panel
 
@@ -16,7 +16,7 @@ def draw(wanted: Figure, file: Path) -> None:
     """Into a PNG file; each panel's title says what stays the same in it."""
     count = len(wanted.panels)
     size = (6.5, 4.5) if count == 1 else (5.2, 4.0) if wanted.rows == 1 else (4.4, 3.5)
-    with figure(file, size, count, wanted.rows, title=wanted.title, note=wanted.note) as axes:
+    with open_figure(file, size, count, wanted.rows, title=wanted.title, note=wanted.note) as axes:
         for own, panel in zip(axes, wanted.panels):
             _draw(own, panel)
 

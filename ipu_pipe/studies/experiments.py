@@ -27,7 +27,7 @@ from ipu_pipe.config.load import configure, load_recorded
 from ipu_pipe.config.yaml_files import merge_keys, read_yaml
 from ipu_pipe.errors import BadInput, RunFault, guard_writing
 from ipu_pipe.files import write
-from ipu_pipe.report.plots import figure, mean_with_range, over_seeds, sizes
+from ipu_pipe.report.plots import describe_seeds, describe_sizes, open_figure, plot_mean_with_range
 from ipu_pipe.studies.worker_pool import in_workers
 from ipu_pipe.text import show
 
@@ -245,7 +245,7 @@ def results(experiment: Experiment, runs: Sequence[Run], full: bool) -> Dict[str
         "experiment": experiment.name,
         "title": experiment.title,
         "source": experiment.source,
-        "setting": sizes(configure(**experiment.config(next(iter(experiment.rows)), 0, full))),
+        "setting": describe_sizes(configure(**experiment.config(next(iter(experiment.rows)), 0, full))),
         "full_size": full,
         "seeds": sorted({run.seed for run in runs}),
         "rows": rows,
@@ -297,13 +297,13 @@ def table(found: Mapping[str, Any], command: str) -> str:
 
 def plot(found: Mapping[str, Any], runs: Sequence[Run], labels: Sequence[str], folder: Path) -> List[Path]:
     """Test accuracy against epoch and against normalized time, mean over seeds with the range shaded, as PNG files."""
-    note = f"{found['setting']}; {over_seeds(found['seeds'])}"
+    note = f"{found['setting']}; {describe_seeds(found['seeds'])}"
     pictures = {
         folder / "accuracy_by_epoch.png": "epoch",
         folder / "accuracy_by_time.png": "time (epochs / utilization)",
     }
     for place, (file, axis) in enumerate(pictures.items()):
-        with figure(file, (8, 5), title=found["title"], note=note) as (axes,):
+        with open_figure(file, (8, 5), title=found["title"], note=note) as (axes,):
             for label in labels:
                 own = [run for run in runs if run.label == label and run.curve]
                 length = min((len(run.curve) for run in own), default=0)
@@ -313,7 +313,7 @@ def plot(found: Mapping[str, Any], runs: Sequence[Run], labels: Sequence[str], f
                     x = [statistics.mean(point[place] for point in group) for group in points]
                     accuracies = [[point[3] for point in group] for group in points]
                     diverged = " (diverged)" if any(run.diverged for run in own) else ""
-                    mean_with_range(axes, x, accuracies, markersize=3, label=label + diverged)
+                    plot_mean_with_range(axes, x, accuracies, markersize=3, label=label + diverged)
             if place:
                 axes.set_xscale("log")
             axes.set(xlabel=axis, ylabel="test accuracy")

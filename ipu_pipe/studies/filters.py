@@ -13,7 +13,7 @@ import torch
 from ipu_pipe.config.load import load_recorded
 from ipu_pipe.errors import BadInput
 from ipu_pipe.files import atomic_file
-from ipu_pipe.report.plots import sizes
+from ipu_pipe.report.plots import describe_sizes
 from ipu_pipe.run import checkpoint
 
 GAP = 2  # pixels between filters
@@ -84,7 +84,7 @@ def note_of(paths: Sequence[Path]) -> str:
     """What is to be said below the filters of these checkpoints and files: sizes and seeds of runs, and how they are shown."""
     configs = [path.parent.parent / "config.yaml" for path in paths]
     runs = [load_recorded(config) for config in configs if config.is_file()]
-    told = dict.fromkeys(f"{sizes(config)}; seed {config.seed} alone" for config in runs)
+    told = dict.fromkeys(f"{describe_sizes(config)}; seed {config.seed} alone" for config in runs)
     return "; ".join([*told, "each filter from its least weight (dark) to its greatest (bright)"])
 
 

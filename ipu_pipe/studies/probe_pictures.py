@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Iterable, Mapping, Optional, Sequence
 
 from ipu_pipe.config.schema import Config
-from ipu_pipe.report.plots import figure, mean_with_range, over_seeds, sizes
+from ipu_pipe.report.plots import describe_seeds, describe_sizes, open_figure, plot_mean_with_range
 
 
 def plot_angles(runs: Sequence[Mapping[str, Any]], config: Config, file: Path) -> None:
@@ -17,7 +17,9 @@ def plot_angles(runs: Sequence[Mapping[str, Any]], config: Config, file: Path) -
     from matplotlib import colormaps
 
     title = f"Angle of each block's gradient to the true one: {_model(config)}"
-    with figure(file, (6.5, 5), len(runs), title=title, note=f"{sizes(config)}; seed {config.seed} alone") as panels:
+    with open_figure(
+        file, (6.5, 5), len(runs), title=title, note=f"{describe_sizes(config)}; seed {config.seed} alone"
+    ) as panels:
         for axes, run in zip(panels, runs):
             updates = [point["update"] for point in run["points"]]
             for j, name in enumerate(run["blocks"]):
@@ -36,15 +38,15 @@ def plot_angles(runs: Sequence[Mapping[str, Any]], config: Config, file: Path) -
 def plot_chunks(runs: Sequence[Mapping[str, Any]], config: Config, file: Path) -> None:
     """Accuracy and loss on training and test samples by chunk size, mean over seeds with the range shaded."""
     title = f"local_chunked by the size of its blocks: {_model(config)}"
-    note = f"{sizes(config)}; {over_seeds([run['seed'] for run in runs])}"
-    with figure(file, (6, 4.5), 2, title=title, note=note) as panels:
+    note = f"{describe_sizes(config)}; {describe_seeds([run['seed'] for run in runs])}"
+    with open_figure(file, (6, 4.5), 2, title=title, note=note) as panels:
         for axes, what in zip(panels, ("accuracy", "loss")):
             chunks = sorted({run["chunk"] for run in runs})
             for part in ("train", "test"):
                 values = [[run[f"{part}_{what}"] for run in runs if run["chunk"] == size] for size in chunks]
                 if any(value is None for group in values for value in group):
                     continue
-                mean_with_range(axes, chunks, values, label=part)
+                plot_mean_with_range(axes, chunks, values, label=part)
             axes.set(xlabel="stages a block", ylabel=what, xticks=chunks)
             axes.legend()
 
@@ -52,7 +54,9 @@ def plot_chunks(runs: Sequence[Mapping[str, Any]], config: Config, file: Path) -
 def plot_labels(runs: Sequence[Mapping[str, Any]], config: Config, file: Path) -> None:
     """Training loss and accuracy on random labels by update, a line a method."""
     title = f"Random labels learned by heart: {_model(config)}"
-    with figure(file, (6, 4.5), 2, title=title, note=f"{sizes(config)}; seed {config.seed} alone") as panels:
+    with open_figure(
+        file, (6, 4.5), 2, title=title, note=f"{describe_sizes(config)}; seed {config.seed} alone"
+    ) as panels:
         for axes, what in zip(panels, ("loss", "accuracy")):
             for run in runs:
                 points = [point for point in run["points"] if point[f"train_{what}"] is not None]

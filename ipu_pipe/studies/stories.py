@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from ipu_pipe.config.schema import Config
-from ipu_pipe.report.plots import figure
-from ipu_pipe.report.words import busy, number, throughput
+from ipu_pipe.report.plots import open_figure
+from ipu_pipe.report.run_text import format_busy, format_number, format_throughput
 
 Summary = Mapping[str, Any]
 
@@ -80,8 +80,8 @@ def stories(first: Summary, second: Summary, runs: Tuple[Run, Run], timed: Seque
     what = measure(runs)
     lines = [
         "",
-        f"the same samples, {ours.samples:,}: {what.replace('_', ' ')} {number(ours.value(what), 3)} by {ours.method}, "
-        f"{number(theirs.value(what), 3)} by {theirs.method}: {_apart(ours, theirs, what)}",
+        f"the same samples, {ours.samples:,}: {what.replace('_', ' ')} {format_number(ours.value(what), 3)} by {ours.method}, "
+        f"{format_number(theirs.value(what), 3)} by {theirs.method}: {_apart(ours, theirs, what)}",
         f"  by the schedule (planned) {ours.method} takes {ours.slots:,.0f} slots, {theirs.method} {theirs.slots:,.0f}",
     ]
     found = best(timed, what)
@@ -91,17 +91,21 @@ def stories(first: Summary, second: Summary, runs: Tuple[Run, Run], timed: Seque
         lines.append(f"the same time: no run of {theirs.method} ended within it")
     else:
         lines.append(
-            f"the same time, {ours.slots:,.0f} slots (planned): {what.replace('_', ' ')} {number(ours.value(what), 3)} by "
-            f"{ours.method}, {number(found.value(what), 3)} by {found.method} at its best: {_apart(ours, found, what)}"
+            f"the same time, {ours.slots:,.0f} slots (planned): {what.replace('_', ' ')} {format_number(ours.value(what), 3)} by "
+            f"{ours.method}, {format_number(found.value(what), 3)} by {found.method} at its best: {_apart(ours, found, what)}"
         )
     for run in timed:
         rate = "" if run.rate is None else f", rate {run.rate:g}"
-        ended = run.diverged or number(run.value(what), 3)
+        ended = run.diverged or format_number(run.value(what), 3)
         lines.append(
             f"  {run.method} with {run.accumulate} microbatches an update: {run.steps} updates, {run.samples:,} samples{rate}: "
             f"{ended}"
         )
-    lines += [f"busy by {ours.method}: {busy(first)}", f"busy by {theirs.method}: {busy(second)}", throughput(first)]
+    lines += [
+        f"busy by {ours.method}: {format_busy(first)}",
+        f"busy by {theirs.method}: {format_busy(second)}",
+        format_throughput(first),
+    ]
     return "\n".join(lines)
 
 
@@ -146,13 +150,14 @@ def draw(told: Mapping[str, Any], file: Path) -> None:
         f"{first['method']}, {first['samples']:,} samples"
     )
     note = f"microbatches of {told['micro_batch_size']}; one run a line, seed {told['seed']}; time is planned, not measured"
-    with figure(file, (9, 5), title=title, note=note) as (axes,):
+    with open_figure(file, (9, 5), title=title, note=note) as (axes,):
         for run in runs:
             if not run["curve"]:
                 continue
             is_first = run is first
             end = run["curve"][-1][what]
-            label = f"{run['method']}, {run['accumulate']} microbatches an update: {run['samples']:,} samples, {number(end, 3)}"
+            size = f"{run['accumulate']} microbatches an update: {run['samples']:,} samples"
+            label = f"{run['method']}, {size}, {format_number(end, 3)}"
             axes.plot(
                 [p["slots"] for p in run["curve"]], [p[what] for p in run["curve"]],
                 marker="o", markersize=4, linewidth=2.5 if is_first else 1.3, label=label,

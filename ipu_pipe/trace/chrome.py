@@ -13,16 +13,24 @@ import json
 import math
 from itertools import chain
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple, Union
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.files import atomic_file
-from ipu_pipe.schedule.actions import PASSES, Kind
-from ipu_pipe.trace.arrows import Arrows, arrows
-from ipu_pipe.trace.events import CARRIED, COMMUNICATION, KINDS, WAIT, Counter, Counters, Event, Events
-from ipu_pipe.trace.series import series
+from ipu_pipe.schedule.actions import PASSES, Kind, pass_needs
+from ipu_pipe.trace.events import (
+    COMMUNICATION,
+    KINDS,
+    PAYLOADS,
+    WAIT,
+    Counter,
+    Counters,
+    Event,
+    Events,
+    build_counter_series,
+)
 
 LETTERS = {kind.word: kind.value for kind in (*PASSES, Kind.UPDATE)}
 WAIT_COLOUR = '"cname":"grey",'  # for chrome://tracing; Perfetto colours by name
@@ -44,8 +52,8 @@ def write_chrome(
     `metadata["gradients_cross"]`, if false: no arrows between backwards. Where times are too great for a viewer's floats, they
     count from the first, which "otherData" then has as "begin_ns".
     """
-    events = events if isinstance(events, Events) else Events.of(events)
-    counters = counters if isinstance(counters, Counters) else Counters.of(counters)
+    events = events if isinstance(events, Events) else Events.from_rows(events)
+    counters = counters if isinstance(counters, Counters) else Counters.from_rows(counters)
     events, counters, metadata = _countable(events, counters, metadata)
     with atomic_file(path, "the trace") as temporary, gzip.open(temporary, "wb", compresslevel=LEVEL) as file:
         file.write(('{"displayTimeUnit":"ms","otherData":' + json.dumps(metadata) + ',"traceEvents":[').encode())
@@ -73,8 +81,8 @@ def _records(events: Events, counters: Counters, metadata: Dict[str, Any]) -> It
     mark = ',"modelled":true' if metadata.get("modelled") else ""
     for begin in range(0, len(track), ROWS):
         some = slice(begin, begin + ROWS)
-        yield _work(events.where(some), thread[some], mark)
-    found = arrows(events, metadata)
+        yield _work(events.select(some), thread[some], mark)
+    found = find_arrows(events, metadata)
     for begin in range(0, len(found.source), ROWS):
         yield _drawn(events, thread, Arrows(*(column[begin : begin + ROWS] for column in found)), begin + 1)
     yield from _counted(counters)
@@ -86,7 +94,7 @@ def _tracks(events: Events) -> Tuple[NDArray[np.int64], NDArray[np.int64]]:
     A viewer drops what overlaps on one track: that goes to further ones. And it tells threads apart by their number alone, and
     puts a process's thread of the same number first: passes and waits.
     """
-    track = events.of_kind(*COMMUNICATION).astype(np.int64)
+    track = events.is_kind(*COMMUNICATION).astype(np.int64)
     order = np.lexsort((events.end, events.start, track, events.device))
     device, on, start, end = events.device[order], track[order], events.start[order], events.end[order]
     overlap = (device[1:] == device[:-1]) & (on[1:] == on[:-1]) & (start[1:] < end[:-1])
@@ -159,19 +167,19 @@ def _work(events: Events, thread: NDArray[np.int64], mark: str) -> str:
         *np.divmod(events.end - events.start, 1000), _words(["", WAIT_COLOUR], wait.astype(int)),
         events.stage, _words(["microbatch", "k"], update.astype(int)), events.microbatch, events.version,
         _argument("bytes", events.bytes), _argument("peer", events.peer),
-        _words([f',"carries":"{what}"' if what else "" for what in CARRIED], events.carries),
+        _words([f',"carries":"{what}"' if what else "" for what in PAYLOADS], events.carries),
     )  # fmt: skip
 
 
 def _drawn(events: Events, thread: NDArray[np.int64], some: Arrows, number: int) -> str:
     """Arrows, numbered from `number`."""
-    source, target = events.where(some.source), events.where(some.target)
-    passes = ~target.of_kind("recv", WAIT)
+    source, target = events.select(some.source), events.select(some.target)
+    passes = ~target.is_kind("recv", WAIT)
     # a nanosecond inside the events, because an arrow is tied to the event around its end; and never back in time
     end = np.where(passes, np.minimum(np.maximum(target.start + 1, source.start), target.end - 1), target.end - 1)
     begin = np.maximum(source.start, np.minimum(source.end - 1, end))
     drawn = (begin <= end) & (begin < source.end) & (end >= target.start)
-    shared = (_words(CARRIED, some.carries)[drawn], np.arange(number, number + len(end))[drawn])
+    shared = (_words(PAYLOADS, some.carries)[drawn], np.arange(number, number + len(end))[drawn])
     same = '"pid":%d,"tid":%d,"ts":%d.%03d,"cat":"%s","name":"sends","id":%d}'
     return _text(
         '{"ph":"s",' + same + ',\n{"ph":"f","bp":"e",' + same,
@@ -182,7 +190,7 @@ def _drawn(events: Events, thread: NDArray[np.int64], some: Arrows, number: int)
 
 def _counted(counters: Counters) -> Iterator[str]:
     """Counters, those of memory in one record, each with its last value."""
-    for name, device, times, values in series(counters):
+    for name, device, times, values in build_counter_series(counters):
         args = np.full(len(times), "", object)
         for key, column in values.items():
             label = json.dumps(key if name == "memory" else "value")
@@ -199,3 +207,89 @@ def _counted(counters: Counters) -> Iterator[str]:
 def _number(value: float) -> str:
     """As JSON, whole ones without a point."""
     return str(int(value)) if value.is_integer() else repr(value)
+
+
+# What a pass hands on to the pass of its kind on another stage, and how many stages on that is.
+HANDS_ON = {
+    kind: (what, -need.offset)
+    for kind, what in (
+        (Kind.FORWARD, "activations"),
+        (Kind.RECOMPUTE, "recomputed activations"),
+        (Kind.BACKWARD, "gradients"),
+        (Kind.INPUT_GRADIENT, "gradients"),
+    )
+    for need in pass_needs(kind)
+    if need.offset
+}
+
+
+class Arrows(NamedTuple):
+    """Columns of one length: places among the events, and what goes from one to the other, as a place in CARRIED."""
+
+    source: NDArray[np.int64]
+    target: NDArray[np.int64]
+    carries: NDArray[np.int64]
+
+
+def find_arrows(events: Events, metadata: Dict[str, Any]) -> Arrows:
+    """Of all events. `metadata`: "device_of_stage" tells replicas apart; where "gradients_cross" is false, no gradients go."""
+    sends = np.flatnonzero(events.is_kind("send") & (events.peer >= 0))
+    found = _of_sends(events, sends) if len(sends) else []
+    devices = max(metadata.get("device_of_stage") or [-1]) + 1
+    for kind, (what, towards) in HANDS_ON.items():
+        if what != "gradients" or metadata.get("gradients_cross", True):
+            found.append(_of_passes(events, kind, PAYLOADS.index(what), towards, devices, bool(len(sends))))
+    return Arrows(*(np.concatenate(columns) for columns in zip(*found)))
+
+
+def _of_sends(events: Events, sends: NDArray[np.int64]) -> List[Arrows]:
+    """To the pass that could run then; where it was for none, to the receive or to the wait."""
+    carries = events.carries[sends].astype(np.int64)
+    towards = np.zeros(len(PAYLOADS), int)
+    for what, offset in HANDS_ON.values():
+        towards[PAYLOADS.index(what)] = offset
+    # a message between stages is known by the stage that it is for, any other one by the device that sent it
+    for_stage = np.where(towards[carries] != 0, events.stage[sends] + towards[carries], -2 - events.device[sends])
+    wanted = [events.peer[sends], for_stage, events.microbatch[sends], carries]
+    target = np.full(len(sends), -1)
+    for kinds in (tuple(kind.word for kind in HANDS_ON), ("recv",), (WAIT,)):
+        there = np.flatnonzero(events.is_kind(*kinds))
+        if kinds[0] == Kind.FORWARD.word:
+            of_kind = np.zeros(len(KINDS), int)
+            for kind, (what, _) in HANDS_ON.items():
+                of_kind[KINDS.index(kind.word)] = PAYLOADS.index(what)
+            what_came, where = of_kind[events.kind[there]], events.stage[there]
+        else:
+            what_came = events.carries[there].astype(np.int64)
+            where = np.where(towards[what_came] != 0, events.stage[there], -2 - events.peer[there])
+        some = _first(wanted, [events.device[there], where, events.microbatch[there], what_came], events.start[there])
+        target = np.where((target < 0) & (some >= 0), there[some], target) if len(there) else target
+    known = target >= 0
+    return [Arrows(sends[known], target[known], carries[known])]
+
+
+def _of_passes(events: Events, kind: Kind, what: int, towards: int, devices: int, sent: bool) -> Arrows:
+    """From each pass of `kind` to the one that its result lets run; `sent`: only where that is on the same device."""
+    of_kind = np.flatnonzero(events.is_kind(kind.word))
+    device, stage, microbatch = events.device[of_kind], events.stage[of_kind], events.microbatch[of_kind]
+    replica = device // devices if devices else np.zeros_like(device)
+    found = _first([replica, stage + towards, microbatch], [replica, stage, microbatch], events.start[of_kind])
+    known = np.flatnonzero(found >= 0)
+    known = known[device[known] == device[found[known]]] if sent else known
+    return Arrows(of_kind[known], of_kind[found[known]], np.full(len(known), what))
+
+
+def _first(
+    wanted: Sequence[NDArray[Any]], there: Sequence[NDArray[Any]], start: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """For each row of the columns `wanted` its place in `there`, of several the one that began first; -1: none."""
+    if not len(there[0]):
+        return np.full(len(wanted[0]), -1)
+    one, other = np.zeros(len(wanted[0]), np.int64), np.zeros(len(there[0]), np.int64)
+    for left, right in zip(wanted, there):  # of a row one number, by the columns' ranges
+        least = min(int(left.min()) if len(left) else 0, int(right.min()))
+        most = max(int(left.max()) if len(left) else 0, int(right.max()))
+        one, other = (rows * (most - least + 1) + column - least for rows, column in ((one, left), (other, right)))
+    order = np.lexsort((start, other))
+    place = np.minimum(np.searchsorted(other[order], one), len(order) - 1)
+    return np.where(other[order][place] == one, order[place], -1)

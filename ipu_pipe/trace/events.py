@@ -12,18 +12,20 @@ middle. A message's `microbatch` is the update's index where it carries norms, l
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, NamedTuple, Optional, Sequence, Tuple
+from pathlib import Path
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Kind
 
-UNTOLD, COLLECTIVE = (
+UNSPECIFIED, COLLECTIVE = (
     "compute",
     "collective",
 )  # of other tools' traces: what was computed, and to whom a message went, is not told
-COMPUTE = (*(kind.word for kind in Kind if kind is not Kind.AVERAGE), UNTOLD)
+COMPUTE = (*(kind.word for kind in Kind if kind is not Kind.AVERAGE), UNSPECIFIED)
 # the host's time for a message, or for an all-reduce
 COMMUNICATION = ("send", "recv", Kind.AVERAGE.word, COLLECTIVE)
 WAIT = "wait"
@@ -31,7 +33,7 @@ OUTSIDE = ("evaluate", "checkpoint", "pause")  # pause: not recorded, by a windo
 KINDS = (*COMPUTE, *COMMUNICATION, WAIT, *OUTSIDE)
 
 # What a message carries, or what is waited for.
-CARRIED = (
+PAYLOADS = (
     "", "activations", "recomputed activations", "gradients", "shared gradients", "norms", "losses", "weights", "data",
     "tied gradients",
 )  # fmt: skip
@@ -75,7 +77,7 @@ EVENT_TYPES: Dict[str, Any] = {
 }  # fmt: skip
 COUNTER_TYPES: Dict[str, Any] = {"device": np.int32, "name": np.int16, "time": np.int64, "value": np.float64}
 KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
-CARRIED_CODE = {what: code for code, what in enumerate(CARRIED)}
+PAYLOAD_CODE = {what: code for code, what in enumerate(PAYLOADS)}
 
 
 class Events(NamedTuple):
@@ -93,20 +95,20 @@ class Events(NamedTuple):
     carries: NDArray[np.int8]
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> "Events":
+    def from_rows(cls, events: Iterable[Event]) -> "Events":
         """The columns of `events`."""
         rows = [
-            (*e[:2], KIND_CODE[e.kind], *e[3:7], -1 if e.bytes is None else e.bytes, e.peer, CARRIED_CODE[e.carries])
+            (*e[:2], KIND_CODE[e.kind], *e[3:7], -1 if e.bytes is None else e.bytes, e.peer, PAYLOAD_CODE[e.carries])
             for e in events
         ]
         columns = zip(*rows) if rows else [()] * len(EVENT_TYPES)
         return cls(*(np.array(column, kind) for column, kind in zip(columns, EVENT_TYPES.values())))
 
-    def where(self, chosen: Any) -> "Events":
+    def select(self, chosen: Any) -> "Events":
         """Those that a mask, an order or a slice chooses."""
         return Events(*(column[chosen] for column in self))
 
-    def of_kind(self, *kinds: str) -> NDArray[np.bool_]:
+    def is_kind(self, *kinds: str) -> NDArray[np.bool_]:
         """Which are of one of these kinds."""
         chosen = np.zeros(len(KINDS), bool)
         chosen[[KIND_CODE[kind] for kind in kinds]] = True
@@ -118,7 +120,7 @@ class Events(NamedTuple):
             *(c.tolist() for c in self)
         ):
             held = None if size < 0 else size
-            yield Event(stage, device, KINDS[kind], microbatch, start, end, version, held, peer, CARRIED[carries])
+            yield Event(stage, device, KINDS[kind], microbatch, start, end, version, held, peer, PAYLOADS[carries])
 
 
 class Counters(NamedTuple):
@@ -131,7 +133,7 @@ class Counters(NamedTuple):
     names: Tuple[str, ...]
 
     @classmethod
-    def of(cls, counters: Sequence[Counter]) -> "Counters":
+    def from_rows(cls, counters: Sequence[Counter]) -> "Counters":
         """The columns of `counters`."""
         names = tuple(dict.fromkeys(counter.name for counter in counters))
         code = {name: place for place, name in enumerate(names)}
@@ -150,7 +152,7 @@ class Counters(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What is known of a run's devices. `metadata`: see `ipu_pipe.trace.metadata`; `notes`: what a reader left out, and why."""
+    """What is known of a run's devices. `metadata`: see `ipu_pipe.trace.events`; `notes`: what a reader left out, and why."""
 
     events: Events
     counters: Counters
@@ -158,26 +160,26 @@ class Trace(NamedTuple):
     notes: Tuple[str, ...] = ()
 
 
-def updates_of(events: Events, accumulate: int) -> NDArray[np.int64]:
+def find_updates(events: Events, accumulate: int) -> NDArray[np.int64]:
     """The update, of `accumulate` microbatches, that each event belongs to: what is between two updates, to the one before."""
-    told = [CARRIED_CODE[what] for what in ("shared gradients", "norms", "losses", "weights")]
-    by_update = events.of_kind("update", Kind.AVERAGE.word) | np.isin(events.carries, told)
+    told = [PAYLOAD_CODE[what] for what in ("shared gradients", "norms", "losses", "weights")]
+    by_update = events.is_kind("update", Kind.AVERAGE.word) | np.isin(events.carries, told)
     found = np.where(by_update, events.microbatch, events.microbatch // accumulate)
-    return np.where(events.of_kind(*OUTSIDE), events.version - 1, found)
+    return np.where(events.is_kind(*OUTSIDE), events.version - 1, found)
 
 
-def joined(parts: Sequence[Events]) -> Events:
+def concatenate_events(parts: Sequence[Events]) -> Events:
     """Several as one, in the order given."""
     if not parts:
-        return Events.of([])
+        return Events.from_rows([])
     return Events(*(np.concatenate(columns) for columns in zip(*parts)))
 
 
-def joined_counters(parts: Sequence[Counters]) -> Counters:
+def concatenate_counters(parts: Sequence[Counters]) -> Counters:
     """Several as one, each name once."""
     names = tuple(dict.fromkeys(name for part in parts for name in part.names))
     if not parts:
-        return Counters.of([])
+        return Counters.from_rows([])
     renamed = [
         part._replace(name=np.array([names.index(name) for name in part.names], np.int16)[part.name])
         if part.names
@@ -186,3 +188,131 @@ def joined_counters(parts: Sequence[Counters]) -> Counters:
     ]
     columns = [np.concatenate([part[place] for part in renamed]) for place in range(4)]
     return Counters(columns[0], columns[1], columns[2], columns[3], names)
+
+
+SCHEMA = 1
+
+
+class UnitRow(TypedDict):
+    """A place where a stage may begin, and what follows up to the next one. FLOPs and bytes of one microbatch; `crossing_bytes`:
+    what goes into it from the unit before."""
+
+    name: str
+    stage: int
+    forward_flops: float
+    backward_flops: float
+    crossing_bytes: int
+
+
+class TraceWindow(TypedDict):
+    """Which updates are recorded: from `begin` up to, not including, `end`, of them one in `every`."""
+
+    begin: int
+    end: int
+    every: int
+
+
+class TraceMetadata(TypedDict, total=False):
+    """The keys. `modelled`: times come from the clock, by `why_modelled`, not from a device. `method_args`: as in the config, so
+    that the schedule can be made again. `device_of_stage`: of one replica; replica r's devices follow, so many on.
+    `planned_utilization`, `planned_bubble_fraction`: of the schedule in unit slots. `step_samples`: of an update."""
+
+    schema: int
+    run: str
+    method: str
+    method_args: Dict[str, Any]
+    backend: str
+    stages: int
+    replicas: int
+    microbatches: int
+    accumulate: int
+    step_samples: int
+    device_of_stage: List[int]
+    window: TraceWindow
+    modelled: bool
+    why_modelled: str
+    gradients_cross: bool
+    planned_utilization: float
+    planned_bubble_fraction: float
+    units: List[UnitRow]
+
+
+def refuse_later_schema(metadata: Mapping[str, Any], path: Path) -> None:
+    """Refuse (BadInput) a trace that a later ipu_pipe wrote."""
+    schema = metadata.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise BadInput(f"{path}: schema: {schema}: this version reads up to {SCHEMA}: use the ipu_pipe that wrote it")
+
+
+class CounterSeries(NamedTuple):
+    """From each of `times` on, what is counted: a curve a category of memory, or the one that has the counter's own name. Not a
+    number where nothing was counted yet."""
+
+    name: str  # "memory", or the counter's
+    device: int
+    times: NDArray[np.int64]  # ns, rising
+    values: Dict[str, NDArray[np.float64]]
+
+
+def build_counter_series(counters: Counters) -> Iterator[CounterSeries]:
+    """All of them, those of memory first; of values at one time the last stands."""
+    memory = [counters.names.index(name) for name in MEMORY.values() if name in counters.names]
+    for places in [memory, *([place] for place in range(len(counters.names)) if place not in memory)]:
+        name = "memory" if places is memory else counters.names[places[0]]
+        chosen = np.flatnonzero(np.isin(counters.name, places))
+        order = chosen[np.argsort(counters.device[chosen], kind="stable")]
+        devices, firsts = np.unique(counters.device[order], return_index=True)
+        for device, own in zip(devices.tolist(), np.split(order, firsts[1:])):
+            of = [own[counters.name[own] == place] for place in places]
+            times = np.unique(counters.time[np.concatenate(of)])
+            values = {}
+            for place, mine in zip(places, of):
+                mine = mine[np.argsort(counters.time[mine], kind="stable")]
+                last = np.searchsorted(counters.time[mine], times, side="right") - 1  # -1: nothing yet
+                if len(mine):
+                    values[counters.names[place]] = np.append(counters.value[mine], np.nan)[last]
+            yield CounterSeries(name, device, times, values)
+
+
+FARTHEST_NS = 1 << 60  # of a moment, so that differences and sums of three fit
+
+
+def build_integer_column(name: str, values: Sequence[Any], kind: Any) -> NDArray[Any]:
+    """A column of integers. Raises ValueError for anything else."""
+    found = np.array(values) if len(values) else np.zeros(0, np.int64)
+    if found.dtype.kind not in "iu" or found.ndim != 1:
+        wrong = next((value for value in values if not isinstance(value, int)), "too large")
+        raise ValueError(f"{name}: {wrong!r}: must be a whole number")
+    limits = np.iinfo(kind)
+    if len(found) and not limits.min <= int(found.min()) <= int(found.max()) <= limits.max:
+        raise ValueError(f"{name}: {int(np.abs(found).max())}: too large")
+    return found.astype(kind)
+
+
+def build_time_column(name: str, microseconds: Sequence[Any]) -> NDArray[np.int64]:
+    """Times written in microseconds. Raises ValueError for anything else."""
+    found = np.array(microseconds) if len(microseconds) else np.zeros(0)
+    if found.dtype.kind not in "iuf" or found.ndim != 1:
+        wrong = next((value for value in microseconds if not isinstance(value, (int, float))), "too large")
+        raise ValueError(f"{name}: {wrong!r}: must be a number")
+    if not (np.abs(found) < FARTHEST_NS / 1000).all():  # nor what is not a number
+        raise ValueError(f"{name}: must be a number of microseconds, below {FARTHEST_NS // 1000:.0e}")
+    return np.rint(found.astype(np.float64) * 1000).astype(np.int64)
+
+
+def check_columns(where: Any, events: Events, counters: Counters) -> None:
+    """Refuse (BadInput) columns of which no run can have made a trace."""
+    faults = []
+    if len(events.start):
+        backwards = np.flatnonzero(events.end < events.start)
+        if len(backwards):
+            faults.append(f"event {int(backwards[0])}: ends before it begins")
+        if int(events.device.min()) < 0:
+            faults.append("device: below 0")
+    for name, times in (("start", events.start), ("end", events.end), ("time", counters.time)):
+        if len(times) and not -FARTHEST_NS < int(times.min()) <= int(times.max()) < FARTHEST_NS:
+            faults.append(f"{name}: a time too far from 0")
+    if len(counters.name) and not 0 <= int(counters.name.min()) <= int(counters.name.max()) < len(counters.names):
+        faults.append("counters: a name that is not there")
+    if faults:
+        raise BadInput([f"{where}: cannot be read as a trace: {fault}" for fault in faults])

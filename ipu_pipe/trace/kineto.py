@@ -13,8 +13,16 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.trace.columns import nanoseconds
-from ipu_pipe.trace.events import COLLECTIVE, KINDS, UNTOLD, Counters, Events, Trace, joined
+from ipu_pipe.trace.events import (
+    COLLECTIVE,
+    KINDS,
+    UNSPECIFIED,
+    Counters,
+    Events,
+    Trace,
+    build_time_column,
+    concatenate_events,
+)
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_HOST = ("cpu_op", "user_annotation")
@@ -42,8 +50,8 @@ class KinetoColumns:
         if found:
             kinds, begin, lasted = zip(*found)
             code = np.array(kinds, np.int16)
-            start = nanoseconds("ts", begin)
-            self._parts.append((code % 256, start, start + nanoseconds("dur", lasted), code >= 256))
+            start = build_time_column("ts", begin)
+            self._parts.append((code % 256, start, start + build_time_column("dur", lasted), code >= 256))
 
     def _kind(self, record: Dict[str, Any]) -> int:
         """A kind's code, 256 more on a GPU; -1 of what is not looked at. Names repeat: each is looked at once."""
@@ -56,7 +64,7 @@ class KinetoColumns:
     def events(self, rank: int, base_ns: int) -> Events:
         """The rank's events, by the clock that all ranks of a host share."""
         if not self._parts:
-            return Events.of([])
+            return Events.from_rows([])
         kind, start, end, gpu = (np.concatenate(column) for column in zip(*self._parts))
         if gpu.any():
             kind, start, end = kind[gpu], start[gpu], end[gpu]
@@ -76,7 +84,7 @@ def _code(category: str, name: str) -> int:
     communicates = COLLECTIVES.search(name) is not None or (category == "gpu_memcpy" and "DtoD" not in name)
     if category not in (*ON_GPU, *ON_HOST) or (category == "user_annotation" and not communicates):
         return -1
-    kind = UNTOLD
+    kind = UNSPECIFIED
     if communicates:
         kind = next((word for pattern, word in TOWARDS if pattern.search(name)), COLLECTIVE)
     return KINDS.index(kind) + 256 * (category in ON_GPU)
@@ -118,4 +126,4 @@ def of_ranks(files: Sequence[Tuple[Path, Dict[str, Any], KinetoColumns]]) -> Tra
     empty = [str(path) for (path, _, _), part in zip(files, parts) if not len(part.start)]
     notes += [f"{path}: holds no kernel and no operation" for path in empty]
     metadata = {"backend": "PyTorch profiler", "modelled": False}
-    return Trace(joined(parts), Counters.of([]), metadata, tuple(notes))
+    return Trace(concatenate_events(parts), Counters.from_rows([]), metadata, tuple(notes))

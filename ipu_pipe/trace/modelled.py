@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ipu_pipe.schedule.actions import Kind, pass_needs
 from ipu_pipe.schedule.clock import Times
 from ipu_pipe.schedule.runs import IntArray
-from ipu_pipe.trace.events import CARRIED, KINDS, WAIT, Counters, Events, joined, joined_counters
+from ipu_pipe.trace.events import KINDS, PAYLOADS, WAIT, Counters, Events, concatenate_counters, concatenate_events
 
 IN_FLIGHT = "microbatches in flight"
 CROSSING = {-1: "activations", +1: "gradients"}  # what comes from the stage before, and from the next one
@@ -24,7 +24,7 @@ FIRST = {"send": 0, Kind.UPDATE.word: 1, WAIT: 2, "pause": 2}  # of what begins 
 Moments = Dict[Kind, NDArray[np.int64]]
 
 
-def modelled_events(
+def build_modelled_events(
     times: Times,
     versions: Tuple[IntArray, IntArray],
     accumulate: int,
@@ -53,7 +53,7 @@ def modelled_events(
         own = [s for s, place in enumerate(device_of_stage) if place == device]
         found.append(_recorded(_ordered(stages.of_device(own)), accumulate, updates))
         counters.append(_in_flight(device, end[Kind.FORWARD][own].ravel(), end[last][own].ravel()))
-    return joined(found), joined_counters(counters)
+    return concatenate_events(found), concatenate_counters(counters)
 
 
 class _Stages:
@@ -76,8 +76,8 @@ class _Stages:
         work = [self._work(kind, s) for s in stages for kind in self.start]
         needed = np.concatenate([self._needed(kind, s) for s in stages for kind in self.start], axis=1)
         sends = [self._sends(kind, s) for s in stages for kind in self.start]
-        done = joined(work)
-        return joined([done, _waits(done, needed), *(each for each in sends if each is not None)])
+        done = concatenate_events(work)
+        return concatenate_events([done, _waits(done, needed), *(each for each in sends if each is not None)])
 
     def _work(self, kind: Kind, s: int) -> Events:
         count = self.start[kind].shape[1]
@@ -113,7 +113,7 @@ class _Stages:
         if source is not None:
             found[0] = self.end[source[0]][source[1]]
             found[1] = self.device[source[1]]
-            found[2] = CARRIED.index(CROSSING[source[1] - s])
+            found[2] = PAYLOADS.index(CROSSING[source[1] - s])
         return found
 
     def _sends(self, kind: Kind, s: int) -> Optional[Events]:
@@ -149,7 +149,7 @@ def _events(
     return Events(
         same(stage, np.int32), same(device, np.int32), same(KINDS.index(kind), np.int8), index.astype(np.int32), start, end,
         version.astype(np.int32), same(-1 if size is None else size, np.int64), same(peer, np.int32),
-        same(CARRIED.index(carries), np.int8),
+        same(PAYLOADS.index(carries), np.int8),
     )  # fmt: skip
 
 
@@ -158,16 +158,16 @@ def _rank(kinds: NDArray[np.int8]) -> NDArray[np.int8]:
 
 
 def _ordered(events: Events) -> Events:
-    return events.where(np.lexsort((_rank(events.kind), events.start)))
+    return events.select(np.lexsort((_rank(events.kind), events.start)))
 
 
 def _waits(done: Events, needed: IntArray) -> Events:
     """The gaps between what a device did, each a wait for what the action behind it needs, if that came within the gap."""
     order = np.lexsort((_rank(done.kind), done.start))
-    done, needed = done.where(order), needed[:, order]
+    done, needed = done.select(order), needed[:, order]
     free = np.concatenate([[0], np.maximum.accumulate(done.end)[:-1]])
     gap = done.start > free
-    done, needed, free = done.where(gap), needed[:, gap], free[gap]
+    done, needed, free = done.select(gap), needed[:, gap], free[gap]
     last = needed[0] > free  # what is needed came later than the device was free
     return done._replace(
         kind=np.full(len(free), KINDS.index(WAIT), np.int8),
@@ -184,16 +184,16 @@ def _recorded(events: Events, accumulate: int, updates: Optional[range]) -> Even
     """Of a device's events in order those of these updates, with a pause in the place of what is left out between two."""
     if updates is None:
         return events
-    is_update = events.of_kind(Kind.UPDATE.word)
+    is_update = events.is_kind(Kind.UPDATE.word)
     kept = np.flatnonzero(np.isin(np.where(is_update, events.microbatch, events.microbatch // accumulate), updates))
     if not len(kept):
-        return events.where(kept)
+        return events.select(kept)
     before, after = kept[:-1][np.diff(kept) > 1], kept[1:][np.diff(kept) > 1]
     start, end = np.maximum.accumulate(events.end)[before], events.start[after]
     longer = end > start
     nothing = np.full(int(longer.sum()), -1)
     pauses = _events(-1, int(events.device[0]), "pause", nothing, start[longer], end[longer], nothing, None)
-    return _ordered(joined([events.where(kept), pauses]))
+    return _ordered(concatenate_events([events.select(kept), pauses]))
 
 
 def _in_flight(device: int, f_end: IntArray, b_end: IntArray) -> Counters:

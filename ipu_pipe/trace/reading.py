@@ -9,22 +9,24 @@ from typing import Any, Dict, List, Optional, Sequence
 import numpy as np
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.trace.columns import check_columns, nanoseconds, whole_numbers
 from ipu_pipe.trace.events import (
-    CARRIED_CODE,
     EVENT_TYPES,
     KIND_CODE,
+    PAYLOAD_CODE,
     Counter,
     Counters,
     Events,
     Trace,
-    joined,
-    joined_counters,
+    build_integer_column,
+    build_time_column,
+    check_columns,
+    concatenate_counters,
+    concatenate_events,
+    refuse_later_schema,
 )
 from ipu_pipe.trace.json_records import GZIP, read_records
 from ipu_pipe.trace.kineto import KinetoColumns, of_ranks
-from ipu_pipe.trace.metadata import refuse_later
-from ipu_pipe.trace.store import MAGIC, MOST_BYTES, ROW_BYTES, SUFFIX, Allowance, read_store, store_files
+from ipu_pipe.trace.store import MAGIC, MOST_BYTES, ROW_BYTES, SUFFIX, Allowance, find_store_files, read_store
 
 CHROME = "trace.json.gz"
 PROFILE = "profile.pop"  # PopVision's; read by Graphcore's library
@@ -57,7 +59,7 @@ def _files(path: Path) -> List[Path]:
         if not path.is_file():
             raise BadInput(f"{path}: is no file, must be a run's folder or a trace file")
         return [path]
-    own = store_files(path) or sorted(path.glob(f"*{SUFFIX}"))
+    own = find_store_files(path) or sorted(path.glob(f"*{SUFFIX}"))
     if own or (path / CHROME).is_file():
         return own or [path / CHROME]
     if (path / "config.yaml").exists():  # its JSON files are no traces
@@ -91,7 +93,7 @@ def merged(traces: Sequence[Trace]) -> Trace:
         metadata["modelled"] = True
     notes = tuple(note for trace in traces for note in trace.notes)
     events, counters = [trace.events for trace in traces], [trace.counters for trace in traces]
-    return Trace(joined(events), joined_counters(counters), metadata, notes)
+    return Trace(concatenate_events(events), concatenate_counters(counters), metadata, notes)
 
 
 def read_json(files: Sequence[Path], allowance: Allowance) -> Trace:
@@ -159,19 +161,19 @@ class _ChromeColumns:
         rows = [
             (
                 a["stage"], r["pid"], KIND_CODE[r["cat"]], a["k"] if "k" in a else a["microbatch"], r["ts"], r["dur"],
-                a["version"], a.get("bytes", -1), a.get("peer", -1), CARRIED_CODE[a.get("carries", "")],
+                a["version"], a.get("bytes", -1), a.get("peer", -1), PAYLOAD_CODE[a.get("carries", "")],
             )
             for r in records if r["ph"] == "X" for a in (r["args"],)
         ]  # fmt: skip
         if rows:
             columns = dict(zip(EVENT_TYPES, zip(*rows)))
-            start = nanoseconds("ts", columns.pop("start"))
-            end = start + nanoseconds("dur", columns.pop("end"))
-            whole = {name: whole_numbers(name, values, EVENT_TYPES[name]) for name, values in columns.items()}
+            start = build_time_column("ts", columns.pop("start"))
+            end = start + build_time_column("dur", columns.pop("end"))
+            whole = {name: build_integer_column(name, values, EVENT_TYPES[name]) for name, values in columns.items()}
             self._parts.append(Events(start=start, end=end, **whole))
         for r in records:
             if r["ph"] == "C":
-                (moment,) = nanoseconds("ts", [r["ts"]]).tolist()
+                (moment,) = build_time_column("ts", [r["ts"]]).tolist()
                 for name, value in r["args"].items():
                     value = float("nan") if value is None else float(value)
                     self._counters.append(Counter(r["pid"], str(r["name"] if name == "value" else name), moment, value))
@@ -181,9 +183,9 @@ class _ChromeColumns:
         metadata = keys.get("otherData", {})
         if not isinstance(metadata, dict):
             raise BadInput(f"{path}: otherData: {json.dumps(metadata)[:40]}: must be an object")
-        refuse_later(metadata, path)
+        refuse_later_schema(metadata, path)
         try:
-            whole_numbers("pid", [counter.device for counter in self._counters], np.int32)
-            return Trace(joined(self._parts), Counters.of(self._counters), metadata)
+            build_integer_column("pid", [counter.device for counter in self._counters], np.int32)
+            return Trace(concatenate_events(self._parts), Counters.from_rows(self._counters), metadata)
         except (ValueError, OverflowError) as error:
             raise BadInput(f"{path}: cannot be read as a Chrome trace: {error}") from None

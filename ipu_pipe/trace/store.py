@@ -19,19 +19,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.trace.columns import FARTHEST_NS, check_columns
 from ipu_pipe.trace.events import (
-    CARRIED,
     COUNTER_TYPES,
     EVENT_TYPES,
+    FARTHEST_NS,
     KINDS,
+    PAYLOADS,
     Counters,
     Events,
     Trace,
-    joined,
-    joined_counters,
+    check_columns,
+    concatenate_counters,
+    concatenate_events,
+    refuse_later_schema,
 )
-from ipu_pipe.trace.metadata import refuse_later
 
 SUFFIX = ".trace"
 MAGIC = b"ipu_pipe trace 1\n"
@@ -56,9 +57,9 @@ class TraceWriter:
             self._file.write(MAGIC)
         except OSError as error:
             raise RunFault(f"{path}: the trace cannot be written: {error.strerror or error}") from None
-        self.tell({"kinds": KINDS, "carried": CARRIED, **metadata})
+        self.add_metadata({"kinds": KINDS, "carried": PAYLOADS, **metadata})
 
-    def tell(self, metadata: Dict[str, Any]) -> None:
+    def add_metadata(self, metadata: Dict[str, Any]) -> None:
         """Add to the metadata, or replace some."""
         self._write(META, 0, json.dumps(metadata).encode())
 
@@ -69,7 +70,7 @@ class TraceWriter:
     def write_events(self, events: Events) -> None:
         """Write columns at once, in blocks."""
         for begin in range(0, len(events.start), ROWS):
-            part = events.where(slice(begin, begin + ROWS))
+            part = events.select(slice(begin, begin + ROWS))
             self._write(EVENTS, len(part.start), _packed(part, EVENT_TYPES))
 
     def write_counters(self, counters: Counters) -> None:
@@ -172,15 +173,15 @@ def read_store(path: Path, allowance: Optional[Allowance] = None) -> Trace:
                 clock.append(struct.unpack("<qq", block.payload))
                 if not max(map(abs, clock[-1])) < FARTHEST_NS:
                     raise ValueError("a reading of the clock too far from 0")
-        found = _recoded(joined(events), metadata)
+        found = _recoded(concatenate_events(events), metadata)
     except (ValueError, struct.error, TypeError, IndexError, RecursionError) as error:
         raise BadInput(f"{path}: cannot be read as a trace: {error}") from None
-    values = joined_counters(counters)
+    values = concatenate_counters(counters)
     check_columns(path, found, values)
     if clock:
         found = found._replace(start=_by_first(found.start, clock), end=_by_first(found.end, clock))
         values = values._replace(time=_by_first(values.time, clock))
-    refuse_later(metadata, path)
+    refuse_later_schema(metadata, path)
     return Trace(found, values, metadata, tuple(notes))
 
 
@@ -211,7 +212,7 @@ def _blocks(path: Path, notes: List[str], allowance: Allowance) -> Iterator[_Blo
 
 def _recoded(events: Events, metadata: Dict[str, Any]) -> Events:
     """With this version's codes, where another one wrote the file."""
-    for column, key, now in (("kind", "kinds", KINDS), ("carries", "carried", CARRIED)):
+    for column, key, now in (("kind", "kinds", KINDS), ("carries", "carried", PAYLOADS)):
         names, codes = metadata.pop(key, now), getattr(events, column)
         unknown = [name for name in names if name not in now]
         if unknown:
@@ -231,7 +232,7 @@ def _by_first(times: NDArray[np.int64], clock: Sequence[Tuple[int, int]]) -> NDA
     return times + offset[0] + np.rint(drift).astype(np.int64)
 
 
-def store_files(folder: Path) -> Optional[List[Path]]:
+def find_store_files(folder: Path) -> Optional[List[Path]]:
     """The files of a run folder, one a rank; None where it has none."""
     found = sorted((folder / "trace").glob(f"*{SUFFIX}"))
     return found or None

@@ -27,7 +27,7 @@ from ipu_pipe.job.evaluation import Tally
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
-from ipu_pipe.trace.events import Counters, Events, joined, joined_counters
+from ipu_pipe.trace.events import Counters, Events, concatenate_counters, concatenate_events
 
 COMPILATION = 3600.0  # seconds that a process may have to wait for another's compiler
 RESULT_TAG = 1 << 28
@@ -146,9 +146,9 @@ class BlockEngine(Engine):
 
     def report(self) -> Optional[Report]:
         with told_of_block(self.rank, "report"):
-            own = (self._optimizer_bytes, self.block.messages.sent, Events.of(self._timeline.events))
+            own = (self._optimizer_bytes, self.block.messages.sent, Events.from_rows(self._timeline.events))
             gathered = self._gather(
-                (*own, Counters.of(self._timeline.counters), self._timeline.latency, self._timeline.cycles)
+                (*own, Counters.from_rows(self._timeline.counters), self._timeline.latency, self._timeline.cycles)
             )
         if gathered is None:
             return None
@@ -158,9 +158,9 @@ class BlockEngine(Engine):
             for s, p in enumerate(gathered)
         ]
         return Report(
-            [part[0] for part in gathered], [0] * self.depth, links, joined([part[2] for part in gathered]),
+            [part[0] for part in gathered], [0] * self.depth, links, concatenate_events([part[2] for part in gathered]),
             microbatches=(self._done - self._first) * self.job.config.gradient_accumulation,
-            counters=joined_counters([part[3] for part in gathered]),
+            counters=concatenate_counters([part[3] for part in gathered]),
             files={"ipu.json": {"execution": "decoupled", "blocks": blocks}},
         )  # fmt: skip
 

@@ -212,8 +212,8 @@ def _report(job: Job, place: Placement, optimizer: Mapping[str, Any], timeline: 
         "profiles": ipu_profile.profiles(config.ipu),
     }
     return Report(
-        state_bytes(tensors, job.part), [0], None, Events.of(timeline.events),
-        counters=Counters.of(timeline.counters), utilization=busy, files={"ipu.json": numbers},
+        state_bytes(tensors, job.part), [0], None, Events.from_rows(timeline.events),
+        counters=Counters.from_rows(timeline.counters), utilization=busy, files={"ipu.json": numbers},
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from ipu_pipe.backends.processes.player import RowPlayer
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.model.cutting import Piece
-from ipu_pipe.trace.events import Trace, joined, joined_counters
+from ipu_pipe.trace.events import Trace, concatenate_counters, concatenate_events
 from ipu_pipe.update import state
 
 Value = TypeVar("Value")
@@ -104,10 +104,10 @@ def whole_report(ranks: List[StageReport], depth: int, microbatches: int) -> Rep
         [stage.optimizer_bytes for stage in own],
         [stage.version_bytes for stage in own],
         {(src, dst): count for src, stage in enumerate(own) for dst, count in stage.sent.items()},
-        joined([trace.events for trace in traces]),
+        concatenate_events([trace.events for trace in traces]),
         microbatches,
         {(src, dst): count for src, stage in enumerate(own) for dst, count in stage.shared.items()},
-        joined_counters([trace.counters for trace in traces]),
+        concatenate_counters([trace.counters for trace in traces]),
         times=[rank.times for rank in ranks],
         peak_memory=[rank.peaks for rank in ranks],
     )

@@ -20,8 +20,8 @@ from ipu_pipe.backends.processes.timeline import Timeline
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.tracing import make_trace_metadata
-from ipu_pipe.trace.events import Trace, updates_of
-from ipu_pipe.trace.store import SUFFIX, TraceWriter, read_store, store_files
+from ipu_pipe.trace.events import Trace, find_updates
+from ipu_pipe.trace.store import SUFFIX, TraceWriter, find_store_files, read_store
 
 
 def path_of(folder: Path, rank: int) -> Path:
@@ -56,8 +56,8 @@ def _earlier(path: Path, metadata: Dict[str, Any], first_update: int) -> Optiona
     same = ("stages", "replicas", "accumulate")
     if any(held.metadata.get(key) != metadata[key] for key in same):
         return None
-    chosen = updates_of(held.events, metadata["accumulate"]) < first_update
-    events = held.events.where(chosen)
+    chosen = find_updates(held.events, metadata["accumulate"]) < first_update
+    events = held.events.select(chosen)
     until = int(events.end.max()) if len(events.end) else 0
     values = held.counters
     kept = values.time <= until
@@ -77,6 +77,6 @@ def _forget_others(folder: Path, layout: Layout) -> None:
     """Delete what ranks wrote that are no more."""
     if layout.rank == 0:
         own = {path_of(folder, rank) for rank in range(dist.get_world_size())}
-        for path in store_files(folder) or []:
+        for path in find_store_files(folder) or []:
             if path not in own:
                 path.unlink()

@@ -20,11 +20,11 @@ from ipu_pipe.backends.interface import DeviceTimes
 from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.streams import StreamClock
 from ipu_pipe.trace.events import (
-    CARRIED_CODE,
     COMMUNICATION,
     EVENT_TYPES,
     KIND_CODE,
     OUTSIDE,
+    PAYLOAD_CODE,
     WAIT,
     Counter,
     Counters,
@@ -73,7 +73,7 @@ class _Kept:
         if self.out is not None:
             if self._rows:
                 self.out.write_events(self.columns())
-            self.out.write_counters(Counters.of(self._counters))
+            self.out.write_counters(Counters.from_rows(self._counters))
             self._rows.clear()
             self._counters.clear()
             self.out.flush()
@@ -126,7 +126,7 @@ class Timeline:
                 if total is not None:
                     self._totals[total] += end - start
             if self.is_recording:
-                self._kept.add((KIND_CODE[kind], index, start, end, version, size, peer, CARRIED_CODE[carries]))
+                self._kept.add((KIND_CODE[kind], index, start, end, version, size, peer, PAYLOAD_CODE[carries]))
         else:
             about = (self.is_recording, self.is_timed, kind, (index, version, size, peer, carries))
             self._unread.append((start, end, functools.partial(self._keep, *about)))
@@ -141,7 +141,7 @@ class Timeline:
                 self._totals[total] += end - start
         if recorded:
             index, version, size, peer, carries = about
-            self._kept.add((KIND_CODE[kind], index, start, end, version, size, peer, CARRIED_CODE[carries]))
+            self._kept.add((KIND_CODE[kind], index, start, end, version, size, peer, PAYLOAD_CODE[carries]))
 
     def count(self, name: str, value: float, moment: Any) -> None:
         """A value from the mark `moment` on, where it is recorded."""

@@ -5,13 +5,21 @@ from __future__ import annotations
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipu_pipe.report.analysis import bottleneck
-from ipu_pipe.report.analysis.facts import Facts, facts_of
-from ipu_pipe.report.analysis.links import Link, links_of
-from ipu_pipe.report.analysis.memory import Memory, memory_of
-from ipu_pipe.report.analysis.moving import Move, best_move
-from ipu_pipe.report.analysis.parts import Parts, parts_of, span_of
-from ipu_pipe.report.analysis.stages import StageTimes, Stragglers, busy_by_device, stage_times
-from ipu_pipe.report.analysis.staleness import Lag, Staleness, accumulate_of, staleness_of
+from ipu_pipe.report.analysis.boundaries import BoundaryMove, find_best_move
+from ipu_pipe.report.analysis.device_time import DeviceTime, find_span, measure_devices
+from ipu_pipe.report.analysis.facts import RunFacts, read_run_facts
+from ipu_pipe.report.analysis.links import LinkTraffic, measure_links
+from ipu_pipe.report.analysis.memory import DeviceMemory, measure_memory
+from ipu_pipe.report.analysis.stages import (
+    StageStaleness,
+    StageTimes,
+    StragglerGroup,
+    VersionLag,
+    infer_accumulate,
+    measure_stages,
+    measure_staleness,
+    sum_busy_by_device,
+)
 from ipu_pipe.trace.events import Trace
 
 Figures = Dict[str, Any]
@@ -19,23 +27,23 @@ Figures = Dict[str, Any]
 
 def analyze(trace: Trace, source: str) -> Figures:
     """The figures of a trace that has events; `source`: where it is from. Raises BadInput where its metadata cannot be."""
-    facts, events = facts_of(source, trace.metadata), trace.events
-    span = span_of(events)
-    parts = parts_of(events, facts.devices, span)
-    stages = stage_times(events)
+    facts, events = read_run_facts(source, trace.metadata), trace.events
+    span = find_span(events)
+    parts = measure_devices(events, facts.devices, span)
+    stages = measure_stages(events)
     placed = facts.device_of_stage or _placed(stages)
-    links = links_of(events, placed, facts.gradients_cross)
-    accumulate = facts.accumulate or accumulate_of(events)
-    stale = staleness_of(events, accumulate)
-    memory = memory_of(trace.counters, events)
+    links = measure_links(events, placed, facts.gradients_cross)
+    accumulate = facts.accumulate or infer_accumulate(events)
+    stale = measure_staleness(events, accumulate)
+    memory = measure_memory(trace.counters, events)
     own, busy = sum(part.own_ns for part in parts), sum(part.busy_ns for part in parts)
     used = busy / own if own else None
     bubble = None if used is None else 1 - used
     planned = facts.planned_bubble_fraction()
-    loads = busy_by_device(stages)
+    loads = sum_busy_by_device(stages)
     imbalance = 1 - sum(loads.values()) / len(loads) / max(loads.values()) if any(loads.values()) else None
-    move = best_move(facts, stages, links, accumulate)
-    seen = bottleneck.Seen(parts, stages, links, loads, move, facts, bubble, planned)
+    move = find_best_move(facts, stages, links, accumulate)
+    seen = bottleneck.BottleneckEvidence(parts, stages, links, loads, move, facts, bubble, planned)
     messages, hidden = sum(part.messages_ns for part in parts), sum(part.hidden_ns for part in parts)
     return {
         "source": source,
@@ -56,7 +64,7 @@ def analyze(trace: Trace, source: str) -> Figures:
             "hidden_ns": hidden,
             "share": hidden / messages if messages else None,
         },
-        "bottleneck": _bottleneck(bottleneck.find(seen), move),
+        "bottleneck": _bottleneck(bottleneck.find_bottleneck(seen), move),
         "links": [_link(link) for link in links],
         "staleness": [_staleness(each) for each in stale],
         "memory": [_memory(each, span[0]) for each in memory],
@@ -72,8 +80,8 @@ def _placed(stages: Sequence[StageTimes]) -> Tuple[int, ...]:
     return tuple(ones) if whole else ()
 
 
-def _device(part: Parts) -> Figures:
-    told = {name: getattr(part, name) for name in Parts._fields if name.endswith("_ns") or name == "idle_in"}
+def _device(part: DeviceTime) -> Figures:
+    told = {name: getattr(part, name) for name in DeviceTime._fields if name.endswith("_ns") or name == "idle_in"}
     for name in ("messages_ns", "hidden_ns"):
         del told[name]
     waits = {str(device) if device >= 0 else "unknown": ns for device, ns in part.waits_for.items()}
@@ -81,7 +89,7 @@ def _device(part: Parts) -> Figures:
     return {"index": part.device, "stages": list(part.stages), **told, "waits_for": waits, "utilization": used}
 
 
-def _stages(stages: Sequence[StageTimes], facts: Facts) -> List[Figures]:
+def _stages(stages: Sequence[StageTimes], facts: RunFacts) -> List[Figures]:
     busy = [stage.each_ns for stage in stages]
     longest = None if None in busy else max((ns for ns in busy if ns is not None), default=None)
     flops = facts.flops()
@@ -105,7 +113,7 @@ def _stage(stage: StageTimes, longest: Optional[float], flops: Optional[float]) 
     }
 
 
-def _bottleneck(found: Optional[bottleneck.Bottleneck], move: Move) -> Optional[Figures]:
+def _bottleneck(found: Optional[bottleneck.Bottleneck], move: BoundaryMove) -> Optional[Figures]:
     if found is None:
         return None
     told = ("begins_now", "begins_then", "busy_now_ns", "busy_then_ns")
@@ -118,7 +126,7 @@ def _bottleneck(found: Optional[bottleneck.Bottleneck], move: Move) -> Optional[
     }
 
 
-def _link(link: Link) -> Figures:
+def _link(link: LinkTraffic) -> Figures:
     took = link.latency
     return {
         "src": link.source,
@@ -133,8 +141,8 @@ def _link(link: Link) -> Figures:
     }
 
 
-def _staleness(each: Staleness) -> Figures:
-    def lag(found: Optional[Lag]) -> Optional[Figures]:
+def _staleness(each: StageStaleness) -> Figures:
+    def lag(found: Optional[VersionLag]) -> Optional[Figures]:
         return None if found is None else found._asdict()
 
     return {
@@ -145,7 +153,7 @@ def _staleness(each: Staleness) -> Figures:
     }
 
 
-def _memory(each: Memory, begin: int) -> Figures:
+def _memory(each: DeviceMemory, begin: int) -> Figures:
     return {
         "device": each.device,
         "peak_bytes": each.peak_bytes,
@@ -156,14 +164,14 @@ def _memory(each: Memory, begin: int) -> Figures:
     }
 
 
-def _stragglers(each: Stragglers, begin: int) -> Figures:
+def _stragglers(each: StragglerGroup, begin: int) -> Figures:
     longest = [
         {"microbatch": m if m >= 0 else None, "at_ns": at - begin, "duration_ns": took} for m, at, took in each.longest
     ]
     return {**vars(each), "longest": longest}
 
 
-def _notes(trace: Trace, facts: Facts, links: Sequence[Link], memory: Sequence[Memory]) -> List[str]:
+def _notes(trace: Trace, facts: RunFacts, links: Sequence[LinkTraffic], memory: Sequence[DeviceMemory]) -> List[str]:
     notes = list(trace.notes)
     if facts.why_no_method:
         notes.append(facts.why_no_method)

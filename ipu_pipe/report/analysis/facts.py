@@ -9,14 +9,14 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.schedule.timelines import compute_utilization, make_schedule
 from ipu_pipe.text import show
-from ipu_pipe.trace.metadata import UnitRow
+from ipu_pipe.trace.events import UnitRow
 
 MOST_STAGES = 1 << 12
 MOST_PLANNED = 1 << 20  # stages times microbatches: a schedule longer than that is not made again only to be counted
 MOST_DEVICES = 1 << 16
 
 
-class Facts(NamedTuple):
+class RunFacts(NamedTuple):
     """None and empty: not told. `why_no_method`: why its schedule cannot be made again."""
 
     name: Optional[str]
@@ -62,7 +62,7 @@ class Facts(NamedTuple):
             return None
 
 
-def facts_of(where: Any, metadata: Mapping[str, Any]) -> Facts:
+def read_run_facts(where: Any, metadata: Mapping[str, Any]) -> RunFacts:
     """Raises BadInput, a line a fault, for values that no run writes."""
     faults: List[str] = []
 
@@ -83,9 +83,9 @@ def facts_of(where: Any, metadata: Mapping[str, Any]) -> Facts:
     planned = told("planned_bubble_fraction", (int, float), "a share")
     args = told("method_args", dict, "a mapping") or {}
     units = told("units", list, "units") or []
-    faults += [f"units: {show(unit)}: must be {list(UnitRow.__annotations__)}" for unit in units if not _is_unit(unit)][
-        :1
-    ]
+    faults += [
+        f"units: {show(unit)}: must be {list(UnitRow.__annotations__)}" for unit in units if not _is_unit(unit)
+    ][:1]
     replicas = told("replicas", int, "a whole number", 1) or 1
     if not faults and replicas * len(set(placed)) > MOST_DEVICES:
         faults.append(
@@ -96,7 +96,7 @@ def facts_of(where: Any, metadata: Mapping[str, Any]) -> Facts:
     if faults:
         raise BadInput([f"{where}: metadata: {fault}" for fault in faults])
     method, why_not = _method(name, args)
-    return Facts(
+    return RunFacts(
         name, backend, bool(modelled), why, method, why_not, stages, accumulate, count, replicas, tuple(placed),
         crosses is not False, tuple(units), planned,
     )  # fmt: skip

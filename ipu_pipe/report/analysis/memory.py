@@ -7,7 +7,7 @@ from typing import Dict, List, NamedTuple, Tuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.report.analysis.parts import grouped
+from ipu_pipe.report.analysis.device_time import group_places
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.trace.events import MEMORY, Counters, Events
 
@@ -17,7 +17,7 @@ MOST_MICROBATCHES = 64
 _ENDS = (Kind.BACKWARD.word, Kind.WEIGHT_GRADIENT.word)
 
 
-class Memory(NamedTuple):
+class DeviceMemory(NamedTuple):
     """Of a device: the greatest bytes, when (by the trace's clock), of what, and the microbatches under way then; `over_time`:
     from each time on so many bytes, thinned to the greatest of each interval."""
 
@@ -29,19 +29,19 @@ class Memory(NamedTuple):
     over_time: Tuple[Tuple[int, int], ...]
 
 
-def memory_of(counters: Counters, events: Events) -> List[Memory]:
+def measure_memory(counters: Counters, events: Events) -> List[DeviceMemory]:
     """Of each device that has counters of memory."""
     codes = [code for code, name in enumerate(counters.names) if name in MEMORY.values()]
     told = np.flatnonzero(np.isin(counters.name, codes) & (np.abs(counters.value) < FAR_TOO_MUCH))  # nor what is none
-    passes = dict(grouped(events.device))
+    passes = dict(group_places(events.device))
     nothing = np.zeros(0, np.intp)
     return [
-        _of_device(device, counters, told[own], events.where(passes.get(device, nothing)))
-        for device, own in grouped(counters.device[told])
+        _of_device(device, counters, told[own], events.select(passes.get(device, nothing)))
+        for device, own in group_places(counters.device[told])
     ]
 
 
-def _of_device(device: int, counters: Counters, places: NDArray[np.intp], events: Events) -> Memory:
+def _of_device(device: int, counters: Counters, places: NDArray[np.intp], events: Events) -> DeviceMemory:
     order = places[np.argsort(counters.time[places], kind="stable")]
     time, name, value = counters.time[order], counters.name[order], counters.value[order]
     change = np.zeros(len(value))
@@ -58,14 +58,14 @@ def _of_device(device: int, counters: Counters, places: NDArray[np.intp], events
         own = value[(name == code) & (time <= at)]
         held[counters.names[code]] = int(own[-1]) if len(own) else 0
     held = {category: held[name] for category, name in MEMORY.items() if name in held}
-    return Memory(device, int(bytes_then[peak]), at, held, _under_way(events, at), _thinned(moments, bytes_then))
+    return DeviceMemory(device, int(bytes_then[peak]), at, held, _under_way(events, at), _thinned(moments, bytes_then))
 
 
 def _under_way(events: Events, at: int) -> Tuple[int, ...]:
     """Microbatches that a device has begun and not ended."""
     own = events.microbatch >= 0
-    begun = own & (events.start <= at) & events.of_kind(Kind.FORWARD.word)
-    ended = own & (events.end <= at) & events.of_kind(*_ENDS)
+    begun = own & (events.start <= at) & events.is_kind(Kind.FORWARD.word)
+    ended = own & (events.end <= at) & events.is_kind(*_ENDS)
     key = events.stage.astype(np.int64) << 32
     left = np.setdiff1d((key + events.microbatch)[begun], (key + events.microbatch)[ended])
     return tuple(np.unique(left & 0xFFFFFFFF)[:MOST_MICROBATCHES].tolist())

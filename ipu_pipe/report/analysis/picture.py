@@ -8,13 +8,12 @@ from typing import Any, Dict, Tuple
 import numpy as np
 
 from ipu_pipe.files import atomic_file
-from ipu_pipe.report.analysis.parts import by_device, span_of
-from ipu_pipe.report.analysis.shown_times import time_text
-from ipu_pipe.report.analysis.words import how, percent
+from ipu_pipe.report.analysis.device_time import find_span, group_by_device
+from ipu_pipe.report.analysis.text import describe_origin, format_percent, format_time
 from ipu_pipe.report.plots import check_plots
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.text import escape_lines
-from ipu_pipe.trace.events import COMMUNICATION, COMPUTE, OUTSIDE, UNTOLD, WAIT, Events, Trace
+from ipu_pipe.trace.events import COMMUNICATION, COMPUTE, OUTSIDE, UNSPECIFIED, WAIT, Events, Trace
 
 MOST, A_DEVICE = 3000, 150  # rectangles: of more, passes are not told apart
 MOST_DEVICES = 64
@@ -24,7 +23,7 @@ _BACKWARDS = (Kind.BACKWARD.word, Kind.INPUT_GRADIENT.word, Kind.WEIGHT_GRADIENT
 LAYERS: Tuple[Tuple[str, Tuple[str, ...], str, Tuple[float, float]], ...] = (
     ("evaluation, checkpoint, pause", OUTSIDE, "#c8c8c8", (-0.4, 0.8)),
     ("wait", (WAIT,), "#f7d4cf", (-0.4, 0.8)),
-    ("forward", (Kind.FORWARD.word, UNTOLD), "#4c8ed9", (-0.4, 0.8)),
+    ("forward", (Kind.FORWARD.word, UNSPECIFIED), "#4c8ed9", (-0.4, 0.8)),
     ("recompute", (Kind.RECOMPUTE.word,), "#9dc3ee", (-0.4, 0.8)),
     ("backward", _BACKWARDS, "#3f9b62", (-0.4, 0.8)),
     ("update", (Kind.UPDATE.word,), "#e0a030", (-0.4, 0.8)),
@@ -32,14 +31,14 @@ LAYERS: Tuple[Tuple[str, Tuple[str, ...], str, Tuple[float, float]], ...] = (
 )
 
 
-def draw(file: Path, trace: Trace, found: Dict[str, Any]) -> None:
+def draw_timeline(file: Path, trace: Trace, found: Dict[str, Any]) -> None:
     """Write a PNG. Raises BadInput where nothing can be drawn, RunFault where the disk refuses."""
     check_plots()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    begin, end = window(trace.events)
-    inside = trace.events.where((trace.events.start < end) & (trace.events.end > begin))
+    begin, end = choose_window(trace.events)
+    inside = trace.events.select((trace.events.start < end) & (trace.events.end > begin))
     devices = [device["index"] for device in found["devices"]][:MOST_DEVICES]
     height = 1.3 + min(0.42 * len(devices), 8.0)
     memory = found["memory"][:MOST_DEVICES]
@@ -55,11 +54,11 @@ def draw(file: Path, trace: Trace, found: Dict[str, Any]) -> None:
         drawn.savefig(temporary, dpi=100, format="png")
 
 
-def window(events: Events) -> Tuple[int, int]:
+def choose_window(events: Events) -> Tuple[int, int]:
     """The span, or of many events the time around the middle one that has so many that they can be told apart."""
     most = min(MOST, A_DEVICE * len(np.unique(events.device)))
     if len(events.start) <= most:
-        return span_of(events)
+        return find_span(events)
     starts = np.sort(events.start)
     middle, half = len(starts) // 2, most // 2
     return int(starts[middle - half]), int(starts[middle + half - 1]) + 1
@@ -68,13 +67,13 @@ def window(events: Events) -> Tuple[int, int]:
 def _title(found: Dict[str, Any], begin: int, end: int) -> str:
     stages = f" on {len(found['stages'])} stages" if found["stages"] else ""
     first, last = begin - found["begin_ns"], end - found["begin_ns"]
-    whole = "all of" if (first, last) == (0, found["span_ns"]) else f"{time_text(first)} to {time_text(last)} of"
+    whole = "all of" if (first, last) == (0, found["span_ns"]) else f"{format_time(first)} to {format_time(last)} of"
     bound = found["planned_bubble_fraction"]
-    planned = "" if bound is None else f", schedule's own {percent(bound)} (planned)"
+    planned = "" if bound is None else f", schedule's own {format_percent(bound)} (planned)"
     name = Path(found["source"]).name or found["source"]
     title = (
-        f"{name}: {found['method'] or 'a trace'}{stages}, {whole} {time_text(found['span_ns'])} ({how(found)})\n"
-        f"devices busy {percent(found['utilization'])}, bubble {percent(found['bubble_fraction'])}{planned}"
+        f"{name}: {found['method'] or 'a trace'}{stages}, {whole} {format_time(found['span_ns'])} ({describe_origin(found)})\n"
+        f"devices busy {format_percent(found['utilization'])}, bubble {format_percent(found['bubble_fraction'])}{planned}"
     )
     return escape_lines(title).replace("$", r"\$")
 
@@ -84,11 +83,11 @@ def _timeline(axes: Any, events: Events, devices: Any, found: Dict[str, Any], wh
     scale, unit = _unit(when[1] - when[0])
     start, width = (events.start - found["begin_ns"]) / scale, (events.end - events.start) / scale
     seen = set()
-    for device, places in by_device(events):
+    for device, places in group_by_device(events):
         if device not in row:
             continue
         for name, kinds, colour, (bottom, tall) in LAYERS:
-            own = places[events.where(places).of_kind(*kinds)]
+            own = places[events.select(places).is_kind(*kinds)]
             if len(own):
                 bars = list(zip(start[own].tolist(), width[own].tolist()))
                 edge = {"hatch": "////", "edgecolor": "#e0a59c"} if name == "wait" else {"edgecolor": "white"}
@@ -98,7 +97,7 @@ def _timeline(axes: Any, events: Events, devices: Any, found: Dict[str, Any], wh
                 )
                 seen.add(name)
     if len(events.start) <= NUMBERED:
-        _numbers(axes, events.where(events.of_kind(*_NUMBERED)), row, found["begin_ns"], scale, when)
+        _numbers(axes, events.select(events.is_kind(*_NUMBERED)), row, found["begin_ns"], scale, when)
     axes.set_xlim((when[0] - found["begin_ns"]) / scale, max((when[1] - found["begin_ns"]) / scale, 1e-9))
     axes.set_ylim(len(devices) - 0.45, -0.55)
     of = {device["index"]: ", ".join(map(str, device["stages"])) for device in found["devices"]}
@@ -111,7 +110,7 @@ def _timeline(axes: Any, events: Events, devices: Any, found: Dict[str, Any], wh
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(LAYERS), fontsize=8, frameon=False)
 
 
-_NUMBERED = tuple(kind for kind in COMPUTE if kind not in (UNTOLD, Kind.UPDATE.word))
+_NUMBERED = tuple(kind for kind in COMPUTE if kind not in (UNSPECIFIED, Kind.UPDATE.word))
 
 
 def _numbers(axes: Any, passes: Events, row: Dict[int, int], begin: int, scale: float, when: Tuple[int, int]) -> None:

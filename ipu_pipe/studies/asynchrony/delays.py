@@ -10,7 +10,7 @@ import numpy as np
 
 from ipu_pipe.errors import guard_writing
 from ipu_pipe.files import write
-from ipu_pipe.report.plots import figure
+from ipu_pipe.report.plots import open_figure
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.delays import compute_greatest_delay, compute_least_delay, compute_mean_delay
 from ipu_pipe.schedule.global_history import count_history_delays
@@ -106,7 +106,7 @@ def _draw_delays(found: Dict[str, Any], file: Path) -> None:
     values: Dict[str, List[float]] = {key: [row[key] for row in found["rows"]] for key in ("low", "mean", "greatest")}
     title = "Delays of PipeDream in the global history of block updates, in the steady part"
     note = "from the planned timeline, no training; band: from the tenth percentile to the greatest, over stages and blocks read"
-    with figure(file, (8, 5), title=title, note=note) as (axes,):
+    with open_figure(file, (8, 5), title=title, note=note) as (axes,):
         (line,) = axes.plot(stages, values["mean"], label="mean, from the timeline")
         axes.fill_between(stages, values["low"], values["greatest"], color=line.get_color(), alpha=0.2, linewidth=0)
         axes.plot(stages, [P * P / 2 for P in stages], "--", label="P^2 / 2")
@@ -125,7 +125,7 @@ def _draw_timelines(file: Path) -> None:
     longest = max(schedule.slot_count for schedule in shown.values())
     title = f"Timelines of {M} microbatches on {P} stages (planned)"
     note = "light: forward, dark: backward, white: idle; R replicas that are averaged every K local steps"
-    with figure(file, (5, 2.8), len(shown), title=title, note=note) as axes:
+    with open_figure(file, (5, 2.8), len(shown), title=title, note=note) as axes:
         for each, (name, schedule) in zip(axes, shown.items()):
             each.imshow(_cells(schedule, longest), aspect="auto", cmap="Blues", vmin=0, vmax=3, interpolation="nearest")
             busy = schedule.busy_share()

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Mapping, Sequence
 
 from ipu_pipe.errors import guard_writing
 from ipu_pipe.files import write
-from ipu_pipe.report.plots import figure, mean_with_range, over_seeds
+from ipu_pipe.report.plots import describe_seeds, open_figure, plot_mean_with_range
 from ipu_pipe.studies.asynchrony.experiments import STAGES, Study, Tried
 from ipu_pipe.studies.worker_pool import in_workers
 
@@ -98,12 +98,12 @@ def plot(study: Study, found: Mapping[int, List[Tried]], file: Path) -> Path:
     """The best runs against block updates and against slots, or, where rows tell stages apart, their ends against these."""
     best = best_runs(found)
     scales = study.name == "scaling_logistic"
-    note = f"{study.setting}; best step of each row; {over_seeds(list(found))}"
-    with figure(file, (8, 5), 1 if scales else 2, title=study.title, note=note) as panels:
+    note = f"{study.setting}; best step of each row; {describe_seeds(list(found))}"
+    with open_figure(file, (8, 5), 1 if scales else 2, title=study.title, note=note) as panels:
         if scales:
             for method in ("PipeDream", "RPD", "LocalSGD"):
                 groups = [[run.final for run in best[f"{method} P={P}"].values()] for P in STAGES]
-                mean_with_range(panels[0], STAGES, groups, label=method)
+                plot_mean_with_range(panels[0], STAGES, groups, label=method)
             panels[0].set_xscale("log", base=2)
             panels[0].set(xlabel="stages", ylabel=f"final {study.measures}")
         else:
@@ -123,7 +123,7 @@ def _curves(axes: Any, best: Mapping[str, Mapping[int, Tried]], place: int) -> N
         steps = sorted({f"2^{math.log2(run.step):.0f}" for run in own.values()})
         values = [[at[2] for at in point] for point in points]
         x = [point[0][place] for point in points]
-        mean_with_range(axes, x, values, markersize=2, label=f"{label}, step {' or '.join(steps)}")
+        plot_mean_with_range(axes, x, values, markersize=2, label=f"{label}, step {' or '.join(steps)}")
 
 
 def write_study(study: Study, found: Mapping[int, List[Tried]], command: str, folder: Path) -> Dict[str, Any]:

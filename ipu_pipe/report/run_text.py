@@ -11,7 +11,7 @@ from ipu_pipe.job.record import Begun, Job
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.stages import describe
 from ipu_pipe.plan.answer import format_own_cut
-from ipu_pipe.report.memory import memory_figures, memory_table
+from ipu_pipe.report.memory import build_memory_table, compute_memory_figures
 from ipu_pipe.schedule.drawing import format_text
 from ipu_pipe.text import list_some
 
@@ -20,7 +20,7 @@ SHOWN_STAGES = 12
 FLOPS_SHOWN = 1e9  # of GFLOPs
 
 
-def opening(job: Job, done: int = 0) -> str:
+def format_opening(job: Job, done: int = 0) -> str:
     """The plan in a few lines, for the start of a run."""
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
@@ -34,8 +34,8 @@ def opening(job: Job, done: int = 0) -> str:
         )
     lines += _mixed(job)
     lines += [
-        *left_out(job),
-        f"{model_name(config)}: {parameters:,} parameters on {len(job.part)} stages; method {job.method.name}, "
+        *describe_left_out(job),
+        f"{get_model_name(config)}: {parameters:,} parameters on {len(job.part)} stages; method {job.method.name}, "
         f"backend {config.backend.name} on {job.device_kind}",
         f"global batch size {job.batch} = micro_batch_size {config.micro_batch_size} x "
         f"gradient_accumulation {config.gradient_accumulation} x replicas {job.width}; "
@@ -77,7 +77,7 @@ def _begun(begun: Begun) -> str:
     )
 
 
-def left_out(job: Job) -> List[str]:
+def describe_left_out(job: Job) -> List[str]:
     """What of the training data no update has, in a line; nothing where all is used, or where that is not known."""
     if job.updates_per_epoch is None:
         return []
@@ -90,11 +90,11 @@ def left_out(job: Job) -> List[str]:
     ]
 
 
-def plan(job: Job) -> str:
+def format_plan(job: Job) -> str:
     """All that `--dry-run` prints: stages, schedule, delays, planned memory and traffic, FLOPs."""
-    table = memory_table(job)
+    table = build_memory_table(job)
     lines = [
-        opening(job),
+        format_opening(job),
         "",
         "stage  begins with                      parameters   lag  copies  in flight  memory (MiB)  sends on (KiB)",
     ]
@@ -110,7 +110,7 @@ def plan(job: Job) -> str:
             f"{index:5d}  {name or '(no weights)':30s} {size:12,d} {row['forward_delay']:5d} {row['weight_copies']:7d} "
             f"{row['in_flight']:10d} {total:13.2f} {sends:15.1f}"
         )
-    busy = job.planned_utilization()
+    utilization = job.planned_utilization()
     weights, state, activations = (
         sum(row[kind] for row in table) / MIB for kind in ("weight_bytes", "optimizer_bytes", "activation_bytes")
     )
@@ -122,7 +122,8 @@ def plan(job: Job) -> str:
         *_rated(job),
         *_work(job),
         *format_own_cut(job),
-        f"schedule: {job.schedule.slot_count:,} slots, stages busy in {busy:.1%} of them as planned (fill and drain included)",
+        f"schedule: {job.schedule.slot_count:,} slots, stages busy in {utilization:.1%} of them as planned "
+        "(fill and drain included)",
         "",
         *_schedule_beginning(job),
     ]
@@ -163,7 +164,7 @@ def _shown(stages: int) -> Set[int]:
 
 
 def _rated(job: Job) -> List[str]:
-    figures = memory_figures(job)
+    figures = compute_memory_figures(job)
     if figures is None:
         return []
     return [
@@ -178,13 +179,13 @@ def _schedule_beginning(job: Job) -> List[str]:
     return ["its beginning:", format_text(job.schedule, last_slot=max(24, 2 * len(job.part) + 6))]
 
 
-def model_name(config: Config) -> str:
+def get_model_name(config: Config) -> str:
     """The config's entry, or the class of the model that Python gave."""
     given = config.given.model if config.given is not None else None
     return config.model.entry if given is None else given.name
 
 
-def closing(report: Mapping[str, Any], folder: Path, predicted: Optional[Tuple[str, float]] = None) -> str:
+def format_closing(report: Mapping[str, Any], folder: Path, predicted: Optional[Tuple[str, float]] = None) -> str:
     """The readable summary at the end of a run; its last line is the contract's throughput line. `predicted`: for which hardware,
     and so many samples a second."""
     first, last = report["initial"], report["final"]
@@ -194,8 +195,8 @@ def closing(report: Mapping[str, Any], folder: Path, predicted: Optional[Tuple[s
         "",
         f"{report['method']} on {report['model']['stages']} stages: {report['steps']} updates of "
         f"{report['batch']['global_batch_size']} samples",
-        f"  {', '.join(_tested(first, last))}, training loss {number(last['train_loss'], 4)}",
-        f"  busy: {busy(report)}",
+        f"  {', '.join(_tested(first, last))}, training loss {format_number(last['train_loss'], 4)}",
+        f"  busy: {format_busy(report)}",
         f"  greatest lag {_range(lags)} updates; weight copies {_range(copies)} a stage",
         "  where to look:",
         f"    {folder / 'summary.json'}   all numbers",
@@ -210,7 +211,7 @@ def closing(report: Mapping[str, Any], folder: Path, predicted: Optional[Tuple[s
         name, rate = predicted
         error = f"the prediction is {abs(rate / measured - 1):.1%} too {'high' if rate > measured else 'low'}"
         lines.append(f"  predicted on {name}: {rate:.1f} samples/s, measured: {measured:.1f}; {error}")
-    return "\n".join([*lines, throughput(report)])
+    return "\n".join([*lines, format_throughput(report)])
 
 
 def _tested(first: Mapping[str, Any], last: Mapping[str, Any]) -> List[str]:
@@ -218,12 +219,12 @@ def _tested(first: Mapping[str, Any], last: Mapping[str, Any]) -> List[str]:
     names = [name for name in last if name.startswith("test_") and name != "test_loss"]
     known = [(name, 3) for name in names if first.get(name) is not None or last[name] is not None]
     return [
-        f"test {name[5:]} {number(first.get(name), digits)} -> {number(last[name], digits)}"
+        f"test {name[5:]} {format_number(first.get(name), digits)} -> {format_number(last[name], digits)}"
         for name, digits in [*known[:1], ("test_loss", 4), *known[1:]]
     ]
 
 
-def busy(report: Mapping[str, Any]) -> str:
+def format_busy(report: Mapping[str, Any]) -> str:
     """The share of the devices' time in passes and updates, from a summary, each figure with what it is."""
     said = {
         "utilization": "measured on the devices",
@@ -233,13 +234,13 @@ def busy(report: Mapping[str, Any]) -> str:
     return ", ".join(f"{report[key]:.1%} {what}" for key, what in said.items() if report[key] is not None)
 
 
-def throughput(report: Mapping[str, Any]) -> str:
+def format_throughput(report: Mapping[str, Any]) -> str:
     """The contract's line, from a summary."""
     rate = report["throughput_samples_per_second"]
     return f"throughput: {rate:.1f} samples/sec" if rate is not None else "throughput: not measured (one update only)"
 
 
-def number(value: Optional[float], digits: int) -> str:
+def format_number(value: Optional[float], digits: int) -> str:
     """So many digits behind the point, or that it is not known."""
     return "unknown" if value is None else f"{value:.{digits}f}"
 

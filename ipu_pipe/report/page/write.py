@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import json
+import math
 import zlib
+from pathlib import Path
 from typing import Any, Dict, List
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.trace.events import CARRIED, COMMUNICATION, KINDS, Counters, Events, Trace
-from ipu_pipe.trace.series import series
+from ipu_pipe.files import write
+from ipu_pipe.trace.events import COMMUNICATION, KINDS, PAYLOADS, Counters, Events, Trace, build_counter_series
 
 MOST_EVENTS = 1_000_000  # each with its own box; of more, those in the middle of the run
 BINS = 2048  # of the overview
@@ -19,23 +22,23 @@ MOST_CURVES = 256
 _TYPES = ("u1", "i2", "i4", "u4")  # little-endian, the first that holds a column; else f8
 
 
-def embedded(trace: Trace, analysis: Dict[str, Any]) -> Dict[str, Any]:
+def embed_trace(trace: Trace, analysis: Dict[str, Any]) -> Dict[str, Any]:
     """What the page's scripts read, as JSON: see data.js. Times count from the span's begin, in nanoseconds."""
-    events = trace.events.where(np.lexsort((trace.events.end, trace.events.start)))
+    events = trace.events.select(np.lexsort((trace.events.end, trace.events.start)))
     moments = [int(column.min()) for column in (events.start, trace.counters.time) if len(column)]
     begin = analysis.get("begin_ns")
     begin = min(moments, default=0) if begin is None else int(begin)
     events = events._replace(start=events.start - begin, end=events.end - begin)
     count, span = len(events.start), int(events.end.max(initial=0))
     found: Dict[str, Any] = {
-        "metadata": trace.metadata, "notes": trace.notes, "kinds": KINDS, "carried": CARRIED, "span_ns": span,
+        "metadata": trace.metadata, "notes": trace.notes, "kinds": KINDS, "carried": PAYLOADS, "span_ns": span,
         "communication": COMMUNICATION, "count": count,
         "devices": np.unique(events.device).tolist(), "curves": _curves(trace.counters, begin),
     }  # fmt: skip
     if count > MOST_EVENTS:
         found["overview"] = _overview(events, span)
         first = (count - MOST_EVENTS) // 2
-        events = events.where(slice(first, first + MOST_EVENTS))
+        events = events.select(slice(first, first + MOST_EVENTS))
         found["window_ns"] = [int(events.start[0]), int(events.start[-1])]
     columns = {**events._asdict(), "start": np.diff(events.start, prepend=0), "end": events.end - events.start}
     return {**found, "columns": {name: _packed(column) for name, column in columns.items()}}
@@ -76,7 +79,7 @@ def _until(edges: NDArray[np.float64], moments: NDArray[np.int64]) -> NDArray[np
 def _curves(counters: Counters, begin: int) -> List[Dict[str, Any]]:
     """Memory and other counters; of many moments the greatest of each part."""
     curves = []
-    for name, device, times, values in series(counters):
+    for name, device, times, values in build_counter_series(counters):
         whole = np.nansum(np.stack([*values.values()]), axis=0)
         chosen = np.arange(len(times))
         if len(times) > MOST_MOMENTS:
@@ -85,3 +88,31 @@ def _curves(counters: Counters, begin: int) -> List[Dict[str, Any]]:
         told = {key: [None if v != v else v for v in column[chosen].tolist()] for key, column in values.items()}
         curves.append({"name": name, "device": device, "times": (times[chosen] - begin).tolist(), "values": told})
     return curves[:MOST_CURVES]
+
+
+_PARTS = ("page.css", "data.js", "timeline.js", "figures.js", "page.js")  # the page's style and scripts, in this order
+
+
+def write_page(path: Path, trace: Trace, analysis: Dict[str, Any]) -> None:
+    """Write the page, whole or not at all. `analysis`: as `tools/analyze.py --json` prints it; what it lacks or has as null, the
+    page says is not known. Raises RunFault where the disk refuses."""
+    data = json.dumps(_plain({"analysis": analysis, "trace": embed_trace(trace, analysis)}), allow_nan=False)
+    # within a script's element nothing may begin a tag: what a run is called is not ours to trust
+    data = data.replace("<", "\\u003c")
+    here = Path(__file__).parent
+    text = (here / "page.html").read_text(encoding="utf-8")
+    for part in _PARTS:
+        text = text.replace(f"/* {part} */", (here / part).read_text(encoding="utf-8"), 1)
+    before, after = text.split("/* data */")
+    write(path, before + data + after)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can hold it: not a number is null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(held) for key, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(held) for held in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

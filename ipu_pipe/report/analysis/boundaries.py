@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.balance import StagePrices, find_best_cut
 from ipu_pipe.plan.batches import compute_batch_time
-from ipu_pipe.report.analysis.facts import MOST_PLANNED, Facts
-from ipu_pipe.report.analysis.links import Link
+from ipu_pipe.report.analysis.facts import MOST_PLANNED, RunFacts
+from ipu_pipe.report.analysis.links import LinkTraffic
 from ipu_pipe.report.analysis.stages import StageTimes
 from ipu_pipe.schedule.clock import Costs, Transfer
-from ipu_pipe.trace.metadata import UnitRow
+from ipu_pipe.trace.events import UnitRow
 
 MOST_STAGES = 128  # whose schedule is played: seconds
 FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Move:
+class BoundaryMove:
     """Where stages begin now and where they might, what each computes for a microbatch, and how much more throughput that gives
     (0.25: a quarter more), all by the clock with measured times; `if_balanced`: the same if all took equally long. `why_not`:
     what is missing to know."""
@@ -42,11 +42,13 @@ class Move:
         return [f"stage {s} at {then} instead of {now}" for s, (now, then) in pairs if now != then]
 
 
-def best_move(facts: Facts, stages: Sequence[StageTimes], links: Sequence[Link], accumulate: Optional[int]) -> Move:
+def find_best_move(
+    facts: RunFacts, stages: Sequence[StageTimes], links: Sequence[LinkTraffic], accumulate: Optional[int]
+) -> BoundaryMove:
     """The cut whose slowest stage is the fastest possible, against the one that was run."""
     why_not = _missing(facts, stages, accumulate)
     if why_not:
-        return Move(why_not=why_not)
+        return BoundaryMove(why_not=why_not)
     assert accumulate is not None and facts.method is not None
     forward = np.array([stage.forward_ns for stage in stages], np.float64)
     backward = np.array([stage.backward_ns for stage in stages], np.float64)
@@ -55,11 +57,11 @@ def best_move(facts: Facts, stages: Sequence[StageTimes], links: Sequence[Link],
         now = played.seconds(forward, backward)
         even = played.seconds(np.full(len(stages), forward.mean()), np.full(len(stages), backward.mean()))
     except BadInput as error:  # a method whose schedule does not fit what the trace says of it
-        return Move(why_not=f"the schedule cannot be made again: {error.faults[0]}")
+        return BoundaryMove(why_not=f"the schedule cannot be made again: {error.faults[0]}")
     if_balanced = now / even - 1
     why_not = _units_missing(facts.units, len(stages))
     if why_not:
-        return Move(if_balanced=if_balanced, why_not=why_not)
+        return BoundaryMove(if_balanced=if_balanced, why_not=why_not)
     # the time of each unit: its share of the FLOPs of its stage
     of_stage = np.array([unit["stage"] for unit in facts.units])
     forwards = _spread(forward, of_stage, [unit["forward_flops"] for unit in facts.units])
@@ -70,7 +72,7 @@ def best_move(facts: Facts, stages: Sequence[StageTimes], links: Sequence[Link],
     if then >= now:  # where the pipeline empties, an even cut need not be the fastest
         starts, then = present, now
     names = [unit["name"] for unit in facts.units]
-    return Move(
+    return BoundaryMove(
         tuple(names[i] for i in present),
         tuple(names[i] for i in starts),
         tuple((forward + backward).tolist()),
@@ -80,7 +82,7 @@ def best_move(facts: Facts, stages: Sequence[StageTimes], links: Sequence[Link],
     )
 
 
-def _missing(facts: Facts, stages: Sequence[StageTimes], accumulate: Optional[int]) -> str:
+def _missing(facts: RunFacts, stages: Sequence[StageTimes], accumulate: Optional[int]) -> str:
     count = len(stages)
     if facts.method is None:
         return facts.why_no_method
@@ -132,7 +134,9 @@ def _cut(work: FloatArray, count: int) -> List[int]:
 class _Played:
     """The run's schedule, played with other times of its passes."""
 
-    def __init__(self, facts: Facts, stages: Sequence[StageTimes], links: Sequence[Link], accumulate: int) -> None:
+    def __init__(
+        self, facts: RunFacts, stages: Sequence[StageTimes], links: Sequence[LinkTraffic], accumulate: int
+    ) -> None:
         assert facts.method is not None
         self._method, self._accumulate = facts.method, accumulate
         self._update = [stage.update_ns or 0.0 for stage in stages]

@@ -1,0 +1,192 @@
+"""What a run was made with, besides its config: the commit, versions, the machine, the command, the data.
+
+Read without asking anyone: a repository's commit from its files; only whether it was changed since is git's to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence
+
+import numpy as np
+import torch
+
+from ipu_pipe import __version__
+from ipu_pipe.data.hashes import file_hashes
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.record import Job
+from ipu_pipe.model.nests import tensors
+
+GIT_SECONDS = 5.0
+
+
+def describe_start(data: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
+    """Of a start that is now, with what is known of its `data`; what is not known is null."""
+    return {
+        "begun": get_timestamp(),
+        "ended": None,
+        "command": list(sys.argv),
+        "folder": os.getcwd(),
+        "commit": find_commit(Path.cwd()),
+        "versions": {
+            "ipu_pipe": __version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "numpy": str(np.__version__),
+        },
+        "machine": describe_machine(),
+        "data": data,
+    }
+
+
+def get_timestamp() -> str:
+    """UTC, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def find_commit(folder: Path) -> Optional[Dict[str, Any]]:
+    """The commit of the repository that `folder` is in, and whether files that it knows have changed since (null where git is
+    missing); None outside of one."""
+    for above in (folder, *folder.parents):
+        found = _repository(above / ".git")
+        if found is not None:
+            return {"repository": str(above), "commit": _head(found), "dirty": _is_dirty(above)}
+    return None
+
+
+def _repository(git: Path) -> Optional[Path]:
+    """The folder with HEAD: of a worktree, where its file points to."""
+    try:
+        if git.is_file():
+            told = git.read_text(encoding="utf-8").partition("gitdir:")[2].strip()
+            git = git.parent / told
+        return git if (git / "HEAD").is_file() else None
+    except (OSError, ValueError):
+        return None
+
+
+def _head(git: Path) -> Optional[str]:
+    """The commit that HEAD is: itself, a file of its branch's, or a line of the packed ones."""
+    try:
+        head = (git / "HEAD").read_text(encoding="utf-8").strip()
+        if not head.startswith("ref:"):
+            return head
+        name = head[4:].strip()
+        shared = git / "commondir"
+        common = git / shared.read_text(encoding="utf-8").strip() if shared.is_file() else git
+        for place in (git, common):
+            if (place / name).is_file():
+                return (place / name).read_text(encoding="utf-8").strip()
+        packed = (common / "packed-refs").read_text(encoding="utf-8").splitlines()
+        return next((line.split()[0] for line in packed if line.endswith(f" {name}")), None)
+    except (OSError, ValueError):
+        return None
+
+
+def _is_dirty(folder: Path) -> Optional[bool]:
+    ask = ["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"]
+    try:
+        said = subprocess.run(ask, capture_output=True, timeout=GIT_SECONDS, check=True, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return bool(said.stdout.strip())
+
+
+def describe_machine() -> Dict[str, Any]:
+    """This process's machine: its CPU and how many of its cores, memory in bytes, GPUs."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    try:
+        memory: Optional[int] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        memory = None
+    return {
+        "name": platform.node(), "system": platform.platform(), "cpu": _cpu(), "cores": os.cpu_count(),
+        "memory_bytes": memory, "gpus": gpus, "threads": torch.get_num_threads(),
+    }  # fmt: skip
+
+
+def _cpu() -> Optional[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name"))
+    return next(named, platform.processor() or None)
+
+
+MOST_FILES = 1000  # of which each has a hash; of more, their names have one
+SHOWN = 16  # digits of a hash that are told
+
+
+def fingerprint_data(job: Job, earlier: Mapping[str, Any]) -> Dict[str, Any]:
+    """Of a start that is now: shapes, types and hash of the first microbatch, as the data source gives it; the files that it says
+    it reads (`data_files`), by their names in the folder that holds them all. A file's hash is taken over from `earlier`, what
+    this gave at an earlier start, where its size and time are the same. Raises BadInput where a file cannot be read."""
+    paths = [os.fspath(file) for file in getattr(job.data, "data_files", ())]
+    folder = os.path.dirname(os.path.commonprefix(paths))
+    named = {path[len(os.path.join(folder, "")) if folder else 0 :]: Path(path) for path in paths}
+    known = _mapping(earlier.get("files"))
+    try:
+        files = file_hashes(named, known) if len(named) <= MOST_FILES else {}
+    except OSError as error:
+        raise BadInput(f"data: {error.filename}: {error.strerror or error}") from None
+    names = hashlib.sha256("\n".join(sorted(named)).encode()).hexdigest()
+    return {
+        **_first_microbatch(job), "folder": os.path.abspath(folder) if paths else None, "files": files,
+        "file_names": {"count": len(named), "sha256": names} if named else None,
+    }  # fmt: skip
+
+
+def compare_data(job: Job, before: Mapping[str, Any], now: Mapping[str, Any]) -> List[str]:
+    """Where the data is not what it was, `before` and `now` as `fingerprint_data` gives them: a line a difference, both values.
+    What was not recorded is not compared; nor is the first microbatch of a source that draws another one each time."""
+    faults, files = [], (_mapping(before.get("files")), _mapping(now.get("files")))
+    for name in sorted({*files[0], *files[1]}) if before.get("files") and now.get("files") else ():
+        then, found = (_mapping(each.get(name)) for each in files)
+        for key, what in (("sha256", "SHA-256"), ("bytes", "size")):
+            values = then.get(key), found.get(key)
+            if None not in values and values[0] != values[1]:
+                faults.append(_told(f"{name}: its {what}", values))
+                break
+        if not (then and found):
+            faults.append(f"data: {name}: was {'not ' if found else ''}read, is {'' if found else 'not '}now")
+    lists = [_mapping(each.get("file_names")).get("sha256") for each in (before, now)]
+    if not faults and None not in lists and lists[0] != lists[1]:
+        faults.append(_told("the SHA-256 of the names of its files", lists))
+    microbatches = before.get("sha256"), now.get("sha256")
+    if not faults and None not in microbatches and microbatches[0] != microbatches[1] and _repeats(job, now):
+        faults.append(_told("the SHA-256 of the first microbatch", microbatches))
+    return faults
+
+
+def _told(what: str, values: Sequence[Any]) -> str:
+    then, now = (str(value)[:SHOWN] for value in values)
+    return f"data: {what} was {then}, is {now}"
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _repeats(job: Job, now: Mapping[str, Any]) -> bool:
+    """Whether the source gives its first microbatch once more, after one of another epoch: what draws from a state that is not
+    its own does not."""
+    with contextlib.suppress(Exception):  # it may have no other epoch
+        job.data.train_batch(1, 0, job.config.micro_batch_size)
+    return bool(_first_microbatch(job)["sha256"] == now.get("sha256"))
+
+
+def _first_microbatch(job: Job) -> Dict[str, Any]:
+    held = tensors(job.data.train_batch(0, 0, job.config.micro_batch_size))
+    digest = hashlib.sha256()
+    for tensor in held:
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    shown = [f"{str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}" for tensor in held]
+    return {"first_microbatch": shown, "sha256": digest.hexdigest()}
