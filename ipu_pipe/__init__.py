@@ -21,9 +21,9 @@ _HOMES = {
     "make_schedule": "schedule.timelines", "from_rows": "schedule.rows", "format_text": "schedule.drawing",
     "VersionTable": "schedule.versions",
     "configure": "config.load", "load_config": "config.load",
-    "Callback": "run.callbacks", "EarlyStopping": "run.early_stopping", "predict": "run.predicting",
+    "Callback": "run.callbacks", "EarlyStopping": "run.callbacks", "predict": "run.predict",
     "Moment": "run.callbacks", "Stop": "run.callbacks",
-    "load_data": "data", "from_loader": "data", "train": "run.training",
+    "load_data": "data", "from_loader": "data", "train": "run.train",
 }  # fmt: skip
 
 if TYPE_CHECKING:
@@ -31,10 +31,9 @@ if TYPE_CHECKING:
     from ipu_pipe.data import from_loader, load_data
     from ipu_pipe.errors import BadInput, RunFault
     from ipu_pipe.model.stages import begin_stage, partition
-    from ipu_pipe.run.callbacks import Callback, Moment, Stop
-    from ipu_pipe.run.early_stopping import EarlyStopping
-    from ipu_pipe.run.predicting import predict
-    from ipu_pipe.run.training import train
+    from ipu_pipe.run.callbacks import Callback, EarlyStopping, Moment, Stop
+    from ipu_pipe.run.predict import predict
+    from ipu_pipe.run.train import train
     from ipu_pipe.schedule.drawing import format_text
     from ipu_pipe.schedule.methods import METHODS, resolve_method
     from ipu_pipe.schedule.rows import from_rows

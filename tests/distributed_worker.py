@@ -27,7 +27,7 @@ from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import parameter_groups, stage_groups, trained
+from ipu_pipe.update.groups import make_groups, replace_parameters, select_stage
 from tests.nccl_double import NcclDouble
 from tests.staged_models import MODELS, TIED, Skipping, batches, checkpointed, redrawing, twice, whole
 
@@ -112,7 +112,7 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     cut = pieces(model, names, data[0][0])
     across = crossings(cut)
     make = ADAMW if "adamw" in case[0] else SGD
-    optimizer = make(stage_groups(trained(parameter_groups(model, part), numbers.trained), rank))
+    optimizer = make(select_stage(replace_parameters(make_groups(model, part), numbers.trained), rank))
     rate = make.keywords["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch, numbers.masters)
     keyed = KeyedRandomness(model, random_modules(model, data[0][0]), 0, torch.device("cpu"))

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOADED = [
-    "torch", "torch._dynamo", "torch.distributed", "pytest", "sklearn.datasets", "ipu_pipe.cli.train", "ipu_pipe.run.training",
+    "torch", "torch._dynamo", "torch.distributed", "pytest", "sklearn.datasets", "ipu_pipe.cli.train", "ipu_pipe.run.train",
     "ipu_pipe.backends.processes.engine", "ipu_pipe.backends.emulator.engine", "ipu_pipe.data.sets",
 ]  # fmt: skip
 PATIENCE = 6.0  # seconds for the other ranks, after one has failed, before they are ended as torchrun does

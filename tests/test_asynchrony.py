@@ -21,7 +21,7 @@ from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import parameter_groups
+from ipu_pipe.update.groups import make_groups
 from tests.staged_models import MODELS, batches, whole
 
 LR, MOMENTUM, DECAY = 0.2, 0.9, 1e-3
@@ -158,7 +158,7 @@ def emulated(
     R = 1 if method.rounds is None else method.rounds.replicas or len(part)
     schedule = make_schedule(method, len(part), steps * R, R, drains)
     table = VersionTable(schedule, method)
-    optimizer = sgd(parameter_groups(model, part))
+    optimizer = sgd(make_groups(model, part))
     rules = UpdateRules({}, method, table.rule_lag(), 1, optimizer, lambda k: LR / (k + 1))
     source = None if method.history is None else RandomizedReplays(table, method.history, batch, 4)
     block_updates = len(part) if method.history is not None else 1

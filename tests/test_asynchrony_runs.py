@@ -12,7 +12,7 @@ from ipu_pipe.cli import schedule as schedule_command
 from ipu_pipe.config.load import configure
 from ipu_pipe.errors import BadInput
 from ipu_pipe.run.build import build
-from ipu_pipe.run.training import train
+from ipu_pipe.run.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
 

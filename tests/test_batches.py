@@ -22,7 +22,7 @@ import ipu_pipe
 from ipu_pipe import BadInput
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.config.schema import BackendConfig, Config
-from ipu_pipe.data.batches import divided
+from ipu_pipe.data.batches import split_batch
 from ipu_pipe.errors import RunFault, end_process
 from ipu_pipe.model.nests import copied, few, mapped, named, refuse_other_shapes, tensors
 from ipu_pipe.model.outputs import OwnLoss, Part, fields, told
@@ -349,9 +349,9 @@ def test_fields_of_outputs() -> None:
 def test_a_whole_batch_goes_to_a_model_with_a_loss_of_its_own() -> None:
     a, b, y = PARTS[0]
     held = {"a": a, "labels": y}
-    assert divided(held, whole=True) == (held, y) and divided(held)[0] == {"a": a}
-    assert divided((a, b, y), whole=True)[0] == (a, b, y) and divided((a, b, y))[0] == (a, b)
-    assert divided({"a": a}, whole=True)[1] is None
+    assert split_batch(held, whole=True) == (held, y) and split_batch(held)[0] == {"a": a}
+    assert split_batch((a, b, y), whole=True)[0] == (a, b, y) and split_batch((a, b, y))[0] == (a, b)
+    assert split_batch({"a": a}, whole=True)[1] is None
 
 
 # ---- loaders without a length

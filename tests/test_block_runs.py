@@ -31,7 +31,7 @@ from ipu_pipe.studies.objectives.functions import (
     tridiagonal_quadratic,
 )
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import parameter_groups
+from ipu_pipe.update.groups import make_groups
 
 P, D, M = 4, 24, 30
 RATES = np.array([0.01, 0.05])
@@ -109,7 +109,7 @@ def emulated(objective: Union[Quadratic, Logistic], method: Method, rate: float,
     assert len(part) == P
     schedule = make_schedule(method, P, M, R)
     table = VersionTable(schedule, method)
-    optimizer = torch.optim.SGD(parameter_groups(model, part), lr=rate)
+    optimizer = torch.optim.SGD(make_groups(model, part), lr=rate)
     rules = UpdateRules({}, method, table.rule_lag(), 1, optimizer, lambda k: rate)
     work = Work(loss, table, rules, replays=source, block_updates=1 if source is None else P)
     emulator = Emulator(work, model, part, (rows[:2], targets[:2]), 0, R)

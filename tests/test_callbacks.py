@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import ipu_pipe
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput, RunFault, find_user_fault
-from ipu_pipe.run.training import train
+from ipu_pipe.run.train import train
 from tests import forked
 from tests.callbacks_of_runs import Ends, Fails
 from tests.test_processes import DIGITS, assert_same, emulate, run

@@ -13,9 +13,9 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.model.stages import begin_stage, partition
-from ipu_pipe.run import checkpoint, manifest
-from ipu_pipe.update.groups import parameter_groups
-from ipu_pipe.update.state import export_state, import_state
+from ipu_pipe.run import checkpoint
+from ipu_pipe.update.groups import make_groups
+from ipu_pipe.update.optimizer import export_state, import_state
 
 
 def make(folder: Path, step: int) -> Path:
@@ -90,7 +90,7 @@ def test_another_schema_is_refused(tmp_path: Path) -> None:
     path = make(tmp_path, 3)
     body = json.loads((path / "manifest.json").read_text())
     del body["sha256"]
-    (path / "manifest.json").write_text(manifest.sealed({**body, "schema": 99}))
+    (path / "manifest.json").write_text(checkpoint.seal_manifest({**body, "schema": 99}))
     with pytest.raises(BadInput, match="schema: 99: this version reads schema 1 and 2"):
         checkpoint.load(path)
 
@@ -104,20 +104,20 @@ def test_an_interrupted_save_leaves_no_checkpoint(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(RunFault, match="No space left on device"):
         make(tmp_path, 2)
-    assert checkpoint.steps(tmp_path) == [1]
+    assert checkpoint.list_steps(tmp_path) == [1]
     (tmp_path / ".step-5.part").mkdir()  # what kill -9 leaves
-    assert checkpoint.steps(tmp_path) == [1]
+    assert checkpoint.list_steps(tmp_path) == [1]
 
 
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in (2, 10, 9, 30, 40):
         make(tmp_path, step)
     checkpoint.prune(tmp_path, keep=2, best=9)
-    assert checkpoint.steps(tmp_path) == [9, 30, 40]
+    assert checkpoint.list_steps(tmp_path) == [9, 30, 40]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-30", "step-40", "step-9"]
 
 
-@pytest.mark.skipif(checkpoint.torch_version() < checkpoint.SAFE_TORCH, reason="such a torch reads safetensors alone")
+@pytest.mark.skipif(checkpoint.read_torch_version() < checkpoint.SAFE_TORCH, reason="such a torch reads safetensors alone")
 def test_plain_state_dicts_load_and_other_files_do_not(tmp_path: Path) -> None:
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     torch.save(model.state_dict(), tmp_path / "plain.pt")
@@ -149,7 +149,7 @@ def test_optimizer_state_goes_to_another_number_of_stages(kind: Any) -> None:
     def made(choice: Any) -> Any:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 3), begin_stage(nn.Linear(3, 3)), nn.Linear(3, 2))
-        groups = parameter_groups(model, partition(model, torch.zeros(1, 3), choice))
+        groups = make_groups(model, partition(model, torch.zeros(1, 3), choice))
         return model, kind(groups, **settings)
 
     def step(model: nn.Module, optimizer: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from ipu_pipe.config.load import load_config
-from ipu_pipe.run.training import train
+from ipu_pipe.run.train import train
 from tests import forked
 
 SHORT: Dict[str, Any] = {

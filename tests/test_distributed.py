@@ -15,7 +15,7 @@ from ipu_pipe.schedule.methods import METHODS, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import parameter_groups, trained
+from ipu_pipe.update.groups import make_groups, replace_parameters
 from tests import forked
 from tests.distributed_worker import (
     ADAMW,
@@ -119,7 +119,7 @@ def emulated(case: Case, ranks: int) -> Dict[str, torch.Tensor]:
     schedule = make_schedule(method, ranks, len(data), accumulate, drains_of(case), switch * accumulate)
     table = VersionTable(schedule, method)
     make = ADAMW if "adamw" in name else SGD
-    optimizer = make(trained(parameter_groups(model, part), numbers.trained))
+    optimizer = make(replace_parameters(make_groups(model, part), numbers.trained))
     rate = make.keywords["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch, numbers.masters)
     work = Work(numbers.loss(torch.nn.functional.cross_entropy), table, rules, clip_of(case))

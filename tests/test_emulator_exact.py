@@ -18,7 +18,7 @@ from ipu_pipe.schedule.methods import METHODS, Method, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import parameter_groups
+from ipu_pipe.update.groups import make_groups
 from tests.literal_replay import LiteralRules, LiteralStage, replay
 from tests.staged_models import MODELS, batches, whole
 
@@ -53,7 +53,7 @@ def emulate(
     """Train `model` and append the loss of each update to `losses`."""
     part = partition(model, data[0][0], one_stage=method.one_stage)
     schedule = make_schedule(method, len(part), len(data), accumulate, drains, switch * accumulate)
-    optimizer = make_optimizer(parameter_groups(model, part))
+    optimizer = make_optimizer(make_groups(model, part))
     emulator = make_emulator(model, method, schedule, optimizer, data[0], args, switch)
     for start in range(0, len(data), accumulate):
         result = emulator.step(data[start : start + accumulate])
@@ -233,7 +233,7 @@ def test_memory_holds_only_versions_still_to_be_read(method: str, most: Optional
     part = partition(unsplit, data[0][0])
     schedule = make_schedule(chosen, len(part), len(data), 5)
     table = VersionTable(schedule, chosen)
-    optimizer = OPTIMIZERS["sgd"](parameter_groups(unsplit, part))
+    optimizer = OPTIMIZERS["sgd"](make_groups(unsplit, part))
     emulator = make_emulator(unsplit, chosen, schedule, optimizer, data[0])
     forward = table.forward(0, len(data))
     for k in range(10):

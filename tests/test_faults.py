@@ -29,8 +29,8 @@ from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, RunFault, UserFault, find_user_fault, run_command
 from ipu_pipe.model.stages import begin_stage
-from ipu_pipe.run.folder import RunDir, finished_summary
-from ipu_pipe.run.training import train
+from ipu_pipe.run.folder import RunFolder, read_summary
+from ipu_pipe.run.train import train
 from ipu_pipe.studies import experiments
 from ipu_pipe.studies.collection import write as write_collected
 from ipu_pipe.studies.worker_pool import _told
@@ -201,7 +201,7 @@ def test_a_resumed_run_no_longer_holds_the_traceback_of_its_fault(tmp_path: Path
     with pytest.raises(Burnt):
         run(tmp_path, data, staged(data, "forward"))
     assert (tmp_path / "traceback.txt").is_file()
-    RunDir(tmp_path, resume=True)
+    RunFolder(tmp_path, resume=True)
     assert (tmp_path / "config.yaml").is_file() and not (tmp_path / "traceback.txt").exists()
 
 
@@ -583,7 +583,7 @@ def test_results_that_cannot_be_written_are_told_with_their_file(
 def test_a_pipe_in_a_runs_folder_does_not_hang_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     os.mkfifo(tmp_path / "summary.json")
-    folder = RunDir(tmp_path, resume=True)
-    assert finished_summary(tmp_path) is None
+    folder = RunFolder(tmp_path, resume=True)
+    assert read_summary(tmp_path) is None
     with pytest.raises(RunFault, match="metrics.jsonl: is no file"):
         folder.open_metrics(3)

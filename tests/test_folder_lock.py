@@ -18,11 +18,10 @@ import pytest
 
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
+from ipu_pipe.run import folder
 from ipu_pipe.run import folder as rundir
-from ipu_pipe.run import folder_lock
-from ipu_pipe.run.folder import RunDir, check_folder
-from ipu_pipe.run.folder_lock import FolderLock, refuse_used
-from ipu_pipe.run.training import reserved, train
+from ipu_pipe.run.folder import FolderLock, RunFolder, check_folder, check_unlocked
+from ipu_pipe.run.train import reserve_folder, train
 from ipu_pipe.studies import collection
 from tests.test_train import command
 
@@ -49,7 +48,7 @@ def files(folder: Path) -> Dict[str, bytes]:
 @contextlib.contextmanager
 def holder(folder: Path, body: str = "print('held', flush=True); input()") -> Iterator["subprocess.Popen[str]"]:
     """Another process with the folder's lock."""
-    code = f"from pathlib import Path\nfrom ipu_pipe.run.folder_lock import FolderLock\nimport os\n" \
+    code = f"from pathlib import Path\nfrom ipu_pipe.run.folder import FolderLock\nimport os\n" \
            f"FolderLock(Path({str(folder)!r})).take()\n{body}"  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -120,7 +119,7 @@ def test_a_comparison_holds_both_folders(tmp_path: Path, monkeypatch: pytest.Mon
     def looking(self: Any, microbatches: Any) -> Any:
         seen.append([(out / name / ".lock").exists() for name in (".", "gpipe")])
         with pytest.raises(BadInput, match=f"process {os.getpid()} writes a run there"):
-            refuse_used(out / "gpipe")
+            check_unlocked(out / "gpipe")
         return step(self, microbatches)
 
     monkeypatch.setattr(Emulator, "step", looking)
@@ -179,7 +178,7 @@ def test_a_lock_is_of_one_process_at_a_time_though_the_file_is_removed_each_time
     first.release()
     second = FolderLock(tmp_path)
     second.take()
-    assert not folder_lock._is_at(stale, tmp_path / ".lock")
+    assert not folder._is_at(stale, tmp_path / ".lock")
     os.close(stale)
     with pytest.raises(BadInput, match=f"process {os.getpid()} writes"):
         FolderLock(tmp_path).take()
@@ -200,11 +199,11 @@ def test_a_file_system_without_locks_is_told_and_used(
     def none(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(folder_lock.fcntl, "flock", none)
+    monkeypatch.setattr(folder.fcntl, "flock", none)
     said: List[str] = []
-    with reserved(tmp_path / "run", say=said.append):
-        RunDir(tmp_path / "run").write_text("config.yaml", "")
-    refuse_used(tmp_path / "run")
+    with reserve_folder(tmp_path / "run", say=said.append):
+        RunFolder(tmp_path / "run").write_text("config.yaml", "")
+    check_unlocked(tmp_path / "run")
     assert said == [f"{tmp_path / 'run'}: no locks on this file system: nothing keeps a second run out of this folder"]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
@@ -223,7 +222,7 @@ def test_overwriting_deletes_what_the_run_wrote_and_nothing_else(tmp_path: Path)
     (tmp_path / "checkpoints" / "step-7").symlink_to(tmp_path / "elsewhere")
     left = {"notes.txt", "tensorboard/mine.txt", "checkpoints/mine.pt", "elsewhere/model.pt"}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(RunDir, "write_text", lambda *_: 1 / 0)  # the first thing that is done in the emptied folder
+        patched.setattr(RunFolder, "write_text", lambda *_: 1 / 0)  # the first thing that is done in the emptied folder
         with pytest.raises(ZeroDivisionError):
             train(config(), tmp_path, overwrite=True, quiet=True)
     assert set(files(tmp_path)) == left

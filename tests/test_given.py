@@ -17,7 +17,7 @@ from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.errors import BadInput
 from ipu_pipe.report.run_text import format_opening
 from ipu_pipe.run.build import build
-from ipu_pipe.run.training import train
+from ipu_pipe.run.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS = str(ROOT / "configs" / "mlp_digits.yaml")

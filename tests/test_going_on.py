@@ -20,7 +20,7 @@ from ipu_pipe.errors import BadInput, end_process
 from ipu_pipe.model.buffers import load_state
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import set_up
-from ipu_pipe.run.training import evaluate_checkpoint, train
+from ipu_pipe.run.train import evaluate_checkpoint, train
 from tests import forked
 from tests.test_train import DIGITS, config, run_tool, sets  # noqa: F401
 
@@ -308,7 +308,7 @@ def test_weights_that_do_not_fit_say_what_would(ended: Path, tmp_path: Path) -> 
         tmp_path / "wrapped.safetensors", f"init_from={{path: {tmp_path / 'wrapped.safetensors'}, strict: false}}"
     )
     assert again == fault
-    if checkpoint.torch_version() >= checkpoint.SAFE_TORCH:
+    if checkpoint.read_torch_version() >= checkpoint.SAFE_TORCH:
         torch.save({"epoch": 3, "state_dict": weights}, tmp_path / "nest.pt")
         assert told(tmp_path / "nest.pt")[0].endswith(
             "(names to tensors): there is one inside, at state_dict: save that alone"

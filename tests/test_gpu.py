@@ -18,7 +18,7 @@ from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.job.numerics import set_numerics
 from ipu_pipe.model.probe import random_modules
 from ipu_pipe.model.randomness import KeyedRandomness
-from ipu_pipe.run.training import train
+from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from tests.staged_models import MODELS, batches, whole
 from tests.test_emulator_exact import OPTIMIZERS, assert_equal, emulate, fresh, literal

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipu_pipe
 from ipu_pipe.errors import BadInput
 from ipu_pipe.run.build import build
-from ipu_pipe.run.planning import planned
+from ipu_pipe.run.planning import build_for_planning
 from tests.test_train import config
 
 X, Y = torch.randn(32, 8), torch.arange(32) % 4
@@ -128,7 +128,7 @@ def test_a_dry_run_tells_what_callbacks_cannot_be_made() -> None:
     """Story: only the run told it."""
     made = ["tests.callbacks_of_runs:Ends", "tests.callbacks_of_runs:Fails", "tests.nothing:X"]
     with pytest.raises(BadInput) as refused:
-        planned(config("callbacks=[{entry: '%s', args: {afte: 3}}, '%s', '%s']" % tuple(made)))
+        build_for_planning(config("callbacks=[{entry: '%s', args: {afte: 3}}, '%s', '%s']" % tuple(made)))
     assert [fault.partition(": ")[0] for fault in refused.value.faults] == [
         f"callbacks.{made[0]}.afte", f"callbacks.{made[0]}.after", "callbacks",
     ]  # fmt: skip

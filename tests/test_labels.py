@@ -10,7 +10,7 @@ from torch import nn
 
 from ipu_pipe.config.load import configure
 from ipu_pipe.data import TensorData
-from ipu_pipe.data.labels import LabelRange, label_range
+from ipu_pipe.data.batches import LabelRange, find_label_range
 from ipu_pipe.errors import BadInput
 from ipu_pipe.run.build import build, set_up
 
@@ -28,7 +28,7 @@ OUTPUT, LABELS = torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64)
     ],
 )
 def test_cross_entropy_allows_the_models_classes(loss: Any, output: Any, y: Any, expected: Any) -> None:
-    assert label_range(loss, output, y) == expected
+    assert find_label_range(loss, output, y) == expected
 
 
 def source(wrong: int, at: int) -> TensorData:

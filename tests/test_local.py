@@ -26,12 +26,12 @@ from ipu_pipe.local.heads import TokenHead, make_head
 from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.model.probe import footprint
 from ipu_pipe.model.stages import partition
-from ipu_pipe.run.training import train
+from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import Structure, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import parameter_groups
+from ipu_pipe.update.groups import make_groups
 from models.resnet import preact_resnet20, resnet18
 from models.transformer import transformer_lm, transformer_translation
 from models.vgg import vgg11
@@ -84,7 +84,7 @@ def emulate(
     method, data = resolve_method(method_name), batches(UPDATES * accumulate)
     table = VersionTable(make_schedule(method, len(part), len(data), accumulate), method)
     make = OPTIMIZERS[optimizer]
-    chosen = make(parameter_groups(made, part))
+    chosen = make(make_groups(made, part))
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, chosen, lambda k: make.keywords["lr"])
     emulator = Emulator(Work(SumOfLosses(cross_entropy), table, rules), made, part, data[0])
     for k in range(UPDATES):

@@ -17,7 +17,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.report.provenance import find_commit
 from ipu_pipe.report.summary import upgrade_summary
 from ipu_pipe.run.checkpoint import load_weights, read_weights
-from ipu_pipe.run.parts import make_data, make_model
+from ipu_pipe.run.factories import make_data, make_model
 from tests.test_callbacks import DIGITS, SHORT, go
 
 OFTEN = ["steps=24", "evaluate.every=0.125", "gradient_accumulation=1", "micro_batch_size=8", "checkpoint.keep=1"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
 from ipu_pipe.config.sections import LrSchedule
-from ipu_pipe.update.rates import rate
+from ipu_pipe.update.rates import compute_rate
 
 BASE = 0.4
 
@@ -30,7 +30,7 @@ def by_torch(make: Callable[[torch.optim.Optimizer], Any], updates: int) -> List
 
 def by_us(updates: int, updates_per_epoch: int = 10, **keys: Any) -> List[float]:
     settings = LrSchedule(**keys)
-    return [rate(settings, BASE, k, updates, updates_per_epoch) for k in range(updates)]
+    return [compute_rate(settings, BASE, k, updates, updates_per_epoch) for k in range(updates)]
 
 
 def test_constant_is_the_base_rate() -> None:
@@ -85,4 +85,4 @@ def test_warm_up_does_not_shift_the_milestones() -> None:
 def test_no_rate_is_negative_or_above_the_base(name: str, warmup: int, updates: int, k: int) -> None:
     milestones: List[float] = [1] if name == "step" else []
     settings = LrSchedule(name=name, warmup_steps=warmup, milestones=milestones)  # type: ignore[arg-type]
-    assert 0 <= rate(settings, BASE, k, updates, 4) <= BASE
+    assert 0 <= compute_rate(settings, BASE, k, updates, 4) <= BASE

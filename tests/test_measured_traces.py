@@ -58,14 +58,14 @@ def _train(rank: int, folder: str, port: int, keys: Dict[str, Any]) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     from ipu_pipe.config.load import configure
-    from ipu_pipe.run import saving, training
+    from ipu_pipe.run import loop, train
 
     resume = keys.pop("resume", False)
     config = configure(
         method="pipedream", stages=["two"], micro_batch_size=BATCH, evaluate={"every": 0},
         backend={"name": "distributed", "threads": 1}, optimizer={"lr": 0.01, "momentum": 0.9}, **keys,
     )  # fmt: skip
-    real = saving._write
+    real = loop._write
 
     def seen(*given: Any) -> Any:
         held = next(each for each in given if isinstance(each, Report))._asdict()
@@ -73,8 +73,8 @@ def _train(rank: int, folder: str, port: int, keys: Dict[str, Any]) -> None:
         (Path(folder) / "measured.json").write_text(json.dumps(told))
         return real(*given)
 
-    saving._write = seen
-    training.train(
+    loop._write = seen
+    train.train(
         config,
         Path(folder) / "run",
         model=sleeping_model.model(),

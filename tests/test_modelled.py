@@ -24,8 +24,8 @@ from ipu_pipe.job.position import Position
 from ipu_pipe.report.run_trace import choose_stage_costs, compute_modelled_rates, compute_played_seconds
 from ipu_pipe.report.summary import _utilization, upgrade_summary
 from ipu_pipe.run.build import build
-from ipu_pipe.run.folder import finished_summary
-from ipu_pipe.run.training import train
+from ipu_pipe.run.folder import read_summary
+from ipu_pipe.run.train import train
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule
@@ -275,7 +275,7 @@ def test_a_summary_of_schema_1_is_understood(tmp_path: Path) -> None:
         "phases": [{"method": "gpipe", "updates": 3, "utilization": 0.4}],
     }  # fmt: skip
     (tmp_path / "summary.json").write_text(json.dumps(old))
-    found = finished_summary(tmp_path)
+    found = read_summary(tmp_path)
     assert found is not None and found["schema"] == 2 and found["steps"] == 3
     assert (found["utilization"], found["bubble_fraction"], found["modelled_utilization"]) == (None, None, None)
     assert (found["planned_utilization"], found["planned_bubble_fraction"]) == (0.4, 0.6)

@@ -17,7 +17,7 @@ from ipu_pipe.config.identity import compare_deciding, select_deciding
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.run.build import build
-from ipu_pipe.update.playing import play
+from ipu_pipe.update.rates import play_scheduler
 
 HOW = {"micro_batch_size": 4, "log": {"tensorboard": False, "every": 1}, "evaluate": {"every": 0}, "stages": ["2"]}
 
@@ -169,7 +169,7 @@ def test_a_scheduler_that_cannot_be_played_is_told_in_a_line() -> None:
     }
     for told, make in wrong.items():
         with pytest.raises(BadInput, match=told) as refused:
-            play(make, optimizer, 0.1, 20)
+            play_scheduler(make, optimizer, 0.1, 20)
         assert len(refused.value.faults) == 1
     assert optimizer.param_groups[0]["lr"] == 0.1 and optimizer.param_groups[0]["momentum"] == 0.9
     with pytest.raises(BadInput, match="lr_schedule.name: cosin: must be one of"):

@@ -15,7 +15,7 @@ from ipu_pipe.model.shapes import by_shape, stand_in
 from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.report.run_text import format_plan
 from ipu_pipe.run.build import build
-from ipu_pipe.run.planning import planned
+from ipu_pipe.run.planning import build_for_planning
 from models.transformer import transformer_lm
 
 DATA = {"name": "synthetic", "shape": [3, 32, 32], "classes": 10, "subset": 32, "test_subset": 8}
@@ -40,7 +40,7 @@ def config(**keys: Any) -> Any:
     ],
 )
 def test_shapes_tell_what_the_numbers_do(keys: Any) -> None:
-    shapes, numbers = planned(config(**keys)), build(config(**keys))
+    shapes, numbers = build_for_planning(config(**keys)), build(config(**keys))
     assert shapes.example[0].is_meta and not numbers.example[0].is_meta
     assert shapes.footprint == numbers.footprint and build_memory_table(shapes) == build_memory_table(numbers)
     assert format_plan(shapes) == format_plan(numbers)
@@ -68,12 +68,12 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("entry", ["Looks", "Recurrent"])
 def test_what_shapes_do_not_tell_is_built_of_numbers(entry: str) -> None:
     own = config(model={"entry": f"tests.test_planning:{entry}"}, stages=1)
-    assert not planned(own).example[0].is_meta
+    assert not build_for_planning(own).example[0].is_meta
 
 
 def test_a_small_model_is_built_as_it_is() -> None:
     assert (
-        not planned(config(model={"entry": "models.resnet:preact_resnet20", "args": {"classes": 10}}))
+        not build_for_planning(config(model={"entry": "models.resnet:preact_resnet20", "args": {"classes": 10}}))
         .example[0]
         .is_meta
     )
@@ -83,7 +83,7 @@ def test_faults_are_those_of_a_run() -> None:
     """Also those of labels, which shapes do not have."""
     for keys in ({"stages": ["layer9"]}, {"model": {**LARGE, "args": {"classes": 5}}}):
         told = []
-        for make in (planned, build):
+        for make in (build_for_planning, build):
             with pytest.raises(BadInput) as caught:
                 make(config(**keys))
             told.append(caught.value.faults)

@@ -25,7 +25,7 @@ from ipu_pipe.errors import BadInput, RunFault, run_command
 from ipu_pipe.run import loop
 from ipu_pipe.run.build import build
 from ipu_pipe.run.callbacks import Callback
-from ipu_pipe.run.training import check, train
+from ipu_pipe.run.train import check, train
 from tests import forked
 from tests.staged_models import MODELS, TIED, Odd, Skipping, whole
 

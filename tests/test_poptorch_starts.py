@@ -29,7 +29,7 @@ from ipu_pipe.data.batches import TensorData
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.ipu.config import DataLoading
 from ipu_pipe.run.build import build
-from ipu_pipe.run.training import train
+from ipu_pipe.run.train import train
 from models.transformer import transformer_lm, transformer_translation
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`

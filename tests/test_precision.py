@@ -33,12 +33,12 @@ from ipu_pipe.plan.search import search
 from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.report.run_text import format_opening
 from ipu_pipe.run.build import build
-from ipu_pipe.run.training import evaluate_checkpoint, train
+from ipu_pipe.run.train import evaluate_checkpoint, train
 from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import parameter_groups, trained
+from ipu_pipe.update.groups import make_groups, replace_parameters
 from tests.literal_replay import LiteralRules, LiteralStage, replay
 from tests.staged_models import MODELS, batches, whole
 from tests.test_train import config
@@ -69,7 +69,7 @@ def emulated(model: nn.Module, method: Method, accumulate: int, data: List[Any],
     part = partition(model, given[0][0])
     schedule = make_schedule(method, len(part), len(data), accumulate)
     table = VersionTable(schedule, method)
-    optimizer = make(trained(parameter_groups(model, part), numbers.trained))
+    optimizer = make(replace_parameters(make_groups(model, part), numbers.trained))
     rate = make.keywords["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, masters=numbers.masters)
     emulator = Emulator(Work(numbers.loss(cross_entropy), table, rules), model, part, given[0])

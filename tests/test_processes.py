@@ -27,8 +27,8 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import end_process
 from ipu_pipe.model.cutting import Shape
 from ipu_pipe.run.checkpoint import FILES
-from ipu_pipe.run.folder_lock import FolderLock
-from ipu_pipe.run.training import train
+from ipu_pipe.run.folder import FolderLock
+from ipu_pipe.run.train import train
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,7 +20,7 @@ from ipu_pipe.data import hashes
 from ipu_pipe.data.sets import _digits_file
 from ipu_pipe.errors import BadInput
 from ipu_pipe.report import provenance
-from ipu_pipe.run.training import check
+from ipu_pipe.run.train import check
 from tests.test_callbacks import DIGITS, SHORT, go
 from tests.test_processes import emulate, run
 
@@ -121,9 +121,9 @@ def test_processes_do_not_go_on_with_other_data(folder: Path) -> None:
 
 def test_files_that_moved_or_are_unchanged_are_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: List[Path] = []
-    plain = hashes.file_hash
+    plain = hashes.hash_file
     own(folder / "run", 2)
-    monkeypatch.setattr(hashes, "file_hash", lambda file, kind: read.append(file) or plain(file, kind))
+    monkeypatch.setattr(hashes, "hash_file", lambda file, kind: read.append(file) or plain(file, kind))
     own(folder / "run", 4, resume=True)
     assert read == []  # their sizes and times say enough
     shutil.copytree(folder / "data", folder / "there" / "data")
@@ -191,5 +191,5 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_bytes(b"1")
-    found = hashes.file_hashes({name: tmp_path / name for name in ("pipe", "file")}, {})
+    found = hashes.hash_files({name: tmp_path / name for name in ("pipe", "file")}, {})
     assert found["pipe"]["sha256"] is None and found["file"]["sha256"] == hashlib.sha256(b"1").hexdigest()

@@ -18,7 +18,7 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import Tally
 from ipu_pipe.run.build import build
-from ipu_pipe.run.training import train
+from ipu_pipe.run.train import train
 
 DIGITS = Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml"
 SHORT = [

@@ -21,7 +21,7 @@ from ipu_pipe.schedule.table import IntArray
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.groups import parameter_groups
+from ipu_pipe.update.groups import make_groups
 from tests.literal_replay import LiteralStage
 from tests.staged_models import MODELS, batches, whole
 
@@ -100,7 +100,7 @@ def emulated(modules: List[nn.Module], source: Listed, data: list) -> Emulator: 
     part = partition(model, data[0][0])
     method = resolve_method("pipelined_backprop", {"stash": source.stashes})
     table = VersionTable(make_schedule(method, len(part), source.count, 1), method)
-    optimizer = SGD(parameter_groups(model, part))
+    optimizer = SGD(make_groups(model, part))
     rules = UpdateRules({}, method, table.rule_lag(), 1, optimizer, lambda k: 0.2)
     emulator = Emulator(Work(cross_entropy, table, rules, replays=source), model, part, data[0])
     for _ in range(sum(1 for replay in source.replays if replay.updates)):

@@ -20,11 +20,11 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import InitFrom
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.run import checkpoint, manifest
+from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build
-from ipu_pipe.run.folder import RunDir
-from ipu_pipe.run.resume import refuse_foreign_run
-from ipu_pipe.run.training import evaluate_checkpoint, train
+from ipu_pipe.run.folder import RunFolder
+from ipu_pipe.run.resume import check_run
+from ipu_pipe.run.train import evaluate_checkpoint, train
 from tests.test_train import DIGITS, config, run_tool, same, sets, weights  # noqa: F401
 
 BASE = [
@@ -81,7 +81,7 @@ def told_by(
     if layout:
         held = dataclasses.replace(held, manifest=None)
     try:
-        refuse_foreign_run(job, held, path)
+        check_run(job, held, path)
     except BadInput as error:
         return error.faults
     return []
@@ -94,7 +94,7 @@ def rewrite(
     held = checkpoint.load(path)
     assert held.manifest is not None
     change(held.optimizer, held.state)
-    own = manifest.Origin(held.manifest.keys, held.manifest.updates, held.manifest.stages)
+    own = checkpoint.Origin(held.manifest.keys, held.manifest.updates, held.manifest.stages)
     checkpoint.save(path.parent, to or held.manifest.step, held.model, held.optimizer, held.state, own)
 
 
@@ -102,7 +102,7 @@ def as_earlier(path: Path) -> None:
     """The layout before manifests: hashes of the two tensor files in state.json."""
     state = json.loads((path / "state.json").read_text())
     names = ("model.safetensors", "optimizer.safetensors")
-    hashes = {name: manifest.file_hash(path / name, "sha256") for name in names}
+    hashes = {name: checkpoint.hash_file(path / name, "sha256") for name in names}
     (path / "state.json").write_text(json.dumps({**state, "schema": 1, "sha256": hashes}, indent=1))
     (path / "manifest.json").unlink()
 
@@ -356,7 +356,7 @@ def test_weights_of_another_precision_are_refused(layout: str, cut: Path) -> Non
     path = cut / "checkpoints" / "step-8"
     held = checkpoint.load(path)
     assert held.manifest is not None
-    own = manifest.Origin(held.manifest.keys, held.manifest.updates, held.manifest.stages)
+    own = checkpoint.Origin(held.manifest.keys, held.manifest.updates, held.manifest.stages)
     wide = {name: value.double() for name, value in held.model.items()}
     checkpoint.save(path.parent, 8, wide, held.optimizer, held.state, own)
     if layout:
@@ -440,7 +440,7 @@ def test_a_run_goes_on_from_an_earlier_checkpoint(trained: Path, tmp_path: Path,
     arguments = [DIGITS, *sets(*keys()), "--out", str(out)]
     code, _, complaint = run_tool(*arguments, "--resume-from", "5")
     assert code == 2 and "--resume-from: 5: " in complaint and "there are 4, 8, 12" in complaint
-    assert checkpoint.steps(out / "checkpoints") == [4, 8, 12]
+    assert checkpoint.list_steps(out / "checkpoints") == [4, 8, 12]
     code, printed, complaint = run_tool(*arguments, "--resume-from", "4")
     assert code == 0 and "deleted, to be made again: step-8, step-12" in printed, complaint
     assert same(weights(out), weights(trained))
@@ -459,7 +459,7 @@ def test_a_run_goes_on_from_an_earlier_checkpoint(trained: Path, tmp_path: Path,
 def test_what_came_after_an_earlier_checkpoint_is_deleted_at_once(trained: Path, tmp_path: Path) -> None:
     out, said = tmp_path / "run", []  # type: ignore[var-annotated]
     shutil.copytree(trained, out)
-    RunDir(out, resume=True).forget_after(4, said.append)
+    RunFolder(out, resume=True).forget_after(4, said.append)
     assert said == ["deleted, to be made again: step-8, step-12"]
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-4"] and not (out / "summary.json").exists()
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ipu_pipe.backends.processes import clocks
 from ipu_pipe.config.load import configure
 from ipu_pipe.errors import end_process
-from ipu_pipe.run.training import train
+from ipu_pipe.run.train import train
 from ipu_pipe.trace.events import Trace
 from ipu_pipe.trace.reading import read_trace
 from tests import forked, sleeping_model

@@ -25,9 +25,8 @@ from ipu_pipe.schedule.recompute import find_segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.rates import anneal_default, scaled_for_update_size
-from ipu_pipe.update.rule import Setting
-from ipu_pipe.update.rules import RULES, faults, spectrain_horizon
+from ipu_pipe.update.rates import choose_anneal_updates, scale_for_update_size
+from ipu_pipe.update.rules import RULES, Setting, compute_spectrain_horizon, find_faults
 from tests.staged_models import MODELS, batches, whole
 from tests.test_emulator_exact import assert_equal, emulate, fresh, literal, plain_training
 
@@ -217,11 +216,11 @@ def test_three_updates_are_those_computed_by_hand(name: str) -> None:
         rules.step(k, lambda: None)
         assert weight.grad is None
     versions = np.array([3, 3, 3])
-    codes = [rules.forward_codes(versions)[1], rules.backward_codes(versions, versions - 2)[1]]
+    codes = [rules.encode_forwards(versions)[1], rules.encode_backwards(versions, versions - 2)[1]]
     weight = weight.detach()
     found = [float(weight)]
     for code in codes:
-        pairs = rules.corrections(1, int(code), 3) if code else []
+        pairs = rules.compute_corrections(1, int(code), 3) if code else []
         found.append(float(weight) + sum(c * float(x[0]) for x, c in pairs))
     for value, expected in zip(found, row.hand()):
         dyadic = expected.denominator & (expected.denominator - 1) == 0
@@ -274,9 +273,9 @@ def test_adam_under_two_buffered_weights_by_hand() -> None:
     schedule = make_schedule(method, len(part), 6, 2)
     from ipu_pipe.backends.emulator.replay import Emulator
     from ipu_pipe.backends.work import Work
-    from ipu_pipe.update.groups import parameter_groups
+    from ipu_pipe.update.groups import make_groups
 
-    optimizer = torch.optim.Adam(parameter_groups(model, part), lr=lr, betas=(b1, b2), eps=eps)
+    optimizer = torch.optim.Adam(make_groups(model, part), lr=lr, betas=(b1, b2), eps=eps)
     table = VersionTable(schedule, method)
     rules = UpdateRules({}, method, table.rule_lag(), 2, optimizer, lambda k: lr)
     work = Work(lambda out, y: (out**2).mean() / 2, table, rules)
@@ -358,7 +357,7 @@ def test_a_stage_without_lag_is_left_alone() -> None:
         bare.step()
     assert torch.equal(weights[2], alone)
     assert not torch.equal(weights[1], alone)
-    assert rules.forward_codes(np.array([4, 4, 4])).tolist() == [1, 1, 0]
+    assert rules.encode_forwards(np.array([4, 4, 4])).tolist() == [1, 1, 0]
 
 
 def test_before_the_switch_rules_do_nothing() -> None:
@@ -386,8 +385,8 @@ def test_horizons_of_spectrain() -> None:
         method = resolve_method("spectrain", {"schedule": schedule})
         table = VersionTable(make_schedule(method, S, 40, 1), method)
         settings = [Setting(None, s, lag, method, 1) for s, lag in enumerate(table.rule_lag().tolist())]
-        assert [spectrain_horizon(at, is_forward=True) for at in settings] == forward
-        assert [spectrain_horizon(at, is_forward=False) for at in settings] == backward
+        assert [compute_spectrain_horizon(at, is_forward=True) for at in settings] == forward
+        assert [compute_spectrain_horizon(at, is_forward=False) for at in settings] == backward
 
 
 @pytest.mark.parametrize("turn", [0, 1])
@@ -461,7 +460,7 @@ def test_hogwild_without_mean_takes_the_pipelines_lags() -> None:
     ],
 )  # fmt: skip
 def test_rules_are_refused_with_the_reason(method: str, args: Any, kind: str, options: Any, said: str) -> None:
-    found = faults(args, resolve_method(method, args), kind, options)
+    found = find_faults(args, resolve_method(method, args), kind, options)
     assert any(said in fault for fault in found), found
 
 
@@ -483,7 +482,7 @@ def test_axes_are_refused_with_the_reason(method: str, args: Any, said: str) -> 
 
 def test_rules_that_adam_allows_are_allowed() -> None:
     for args in ({"t1": {"anneal_updates": 2}, "t2": {"decay": 0.1}}, {"weight_prediction": WPW}):
-        assert faults(args, resolve_method(PB, args), "adamw", {}) == []
+        assert find_faults(args, resolve_method(PB, args), "adamw", {}) == []
 
 
 # ---- hyperparameters
@@ -491,17 +490,17 @@ def test_rules_that_adam_allows_are_allowed() -> None:
 
 def test_hyperparameters_for_another_update_size() -> None:
     """m = m_r^(N/N_r), lr = lr_r (1-m) N / ((1-m_r) N_r) (Kosson et al. 2021, equation 9)."""
-    lr, m = scaled_for_update_size(0.1, 0.9, 128, 1)
+    lr, m = scale_for_update_size(0.1, 0.9, 128, 1)
     assert m == pytest.approx(0.9 ** (1 / 128))
     assert lr == pytest.approx(0.1 * (1 - m) / (0.1 * 128))
-    assert scaled_for_update_size(0.1, 0.9, 128, 128) == pytest.approx((0.1, 0.9))
-    assert scaled_for_update_size(0.4, 0.0, 64, 16) == (0.1, 0.0)
+    assert scale_for_update_size(0.1, 0.9, 128, 128) == pytest.approx((0.1, 0.9))
+    assert scale_for_update_size(0.4, 0.0, 64, 16) == (0.1, 0.0)
 
 
 def test_anneal_updates_by_default() -> None:
-    assert anneal_default(400, 0, 9999) == 100
-    assert anneal_default(None, 30, 9999) == 150
-    assert anneal_default(None, 0, 1000) == 250
+    assert choose_anneal_updates(400, 0, 9999) == 100
+    assert choose_anneal_updates(None, 30, 9999) == 150
+    assert choose_anneal_updates(None, 0, 1000) == 250
 
 
 # ---- views that are kept

@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ipu_pipe.config.load import load_config  # noqa: E402
 from ipu_pipe.errors import RunFault  # noqa: E402
-from ipu_pipe.run.scalars import ScalarFile  # noqa: E402
-from ipu_pipe.run.training import train  # noqa: E402
+from ipu_pipe.run.progress import ScalarFile  # noqa: E402
+from ipu_pipe.run.train import train  # noqa: E402
 from tests.interrupted import interrupted_at  # noqa: E402
 
 DIGITS = str(Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml")

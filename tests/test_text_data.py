@@ -201,7 +201,7 @@ def verses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_tokens_are_words_in_small_letters_and_marks() -> None:
-    assert text.tokens_of("“Él,” dijo: ¿QUÉ?  God’s") == [
+    assert text.split_into_tokens("“Él,” dijo: ¿QUÉ?  God’s") == [
         "“",
         "él",
         ",",

@@ -16,8 +16,8 @@ from torch import nn
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.run.build import build
-from ipu_pipe.run.checkpoint import drop
-from ipu_pipe.run.training import train
+from ipu_pipe.run.checkpoint import delete_steps
+from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS
 from tests import forked
 from tests.tied_models import Gpt2, Normed, Renormed, lm, tokens
@@ -212,7 +212,7 @@ def test_a_checkpoint_of_processes_goes_on_on_the_emulator(tmp_path: Path) -> No
     emulated(tmp_path / "whole", "pipedream_2bw", model=gpt2)
     assert_same(out, tmp_path / "whole", 3)
     assert_same(out, tmp_path / "whole")
-    drop(out / "checkpoints", [6])
+    delete_steps(out / "checkpoints", [6])
     (out / "summary.json").unlink()
     train(load_config(str(described(out, "pipedream_2bw", model=gpt2)), []), out, quiet=True, resume=True)
     assert_same(out, tmp_path / "whole")

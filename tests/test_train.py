@@ -21,10 +21,10 @@ from ipu_pipe.cli import train as tool
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput, RunFault, run_command
 from ipu_pipe.job.evaluation import evaluate
-from ipu_pipe.run import checkpoint, scalars
+from ipu_pipe.run import checkpoint, progress
 from ipu_pipe.run.build import build, set_up
-from ipu_pipe.run.folder import RunDir, check_folder
-from ipu_pipe.run.training import evaluate_checkpoint, train
+from ipu_pipe.run.folder import RunFolder, check_folder
+from ipu_pipe.run.train import evaluate_checkpoint, train
 from tests import forked
 from tests.command_line import run_here
 from tests.interrupted import interrupted_at
@@ -352,7 +352,7 @@ def test_a_checkpoint_or_state_dict_is_evaluated_alone(tmp_path: Path, run_tool:
     path = tmp_path / "run" / "checkpoints" / "step-12"
     found = evaluate_checkpoint(config(), path)
     assert found["test_loss"] == report["final"]["test_loss"]
-    is_safe = checkpoint.torch_version() >= checkpoint.SAFE_TORCH  # an older torch reads safetensors alone
+    is_safe = checkpoint.read_torch_version() >= checkpoint.SAFE_TORCH  # an older torch reads safetensors alone
     plain, write = (tmp_path / "plain.pt", torch.save) if is_safe else (tmp_path / "plain.safetensors", save_file)
     write(load_file(path / "model.safetensors"), plain)
     code, printed, _ = run_tool(DIGITS, *sets(), "--evaluate", str(plain))
@@ -694,7 +694,7 @@ def test_a_model_that_works_in_place_leaves_the_data(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device on which nothing can be written")
 def test_metrics_that_cannot_be_written_are_a_fault(tmp_path: Path) -> None:
     """Story: a full disk gave a traceback."""
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.open_metrics(0)
     run.metric({"step": 1})
     run.close()
@@ -770,6 +770,6 @@ def test_scalars_that_cannot_be_written_are_a_fault(tmp_path: Path, monkeypatch:
     def full(*args: Any, **keys: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(scalars, "_new_file", full)
+    monkeypatch.setattr(progress, "_new_file", full)
     with pytest.raises(RunFault, match="tensorboard: cannot be written: No space left on device"):
         train(config("log.tensorboard=true"), tmp_path / "run", quiet=True)

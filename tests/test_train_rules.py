@@ -14,7 +14,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.report.run_text import format_plan
 from ipu_pipe.run.build import build
-from ipu_pipe.run.training import train
+from ipu_pipe.run.train import train
 from ipu_pipe.update.apply import FORWARD, PLAIN
 from tests.interrupted import interrupted_at
 from tests.test_rules import ROWS, Row
@@ -170,7 +170,7 @@ def test_rules_are_checked_against_an_optimizer_made_in_python(tmp_path: Path) -
     with pytest.raises(BadInput, match="velocity of SGD"):
         build(chosen, optimizer=functools.partial(torch.optim.RMSprop, lr=0.1))
     job = build(chosen, optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5))
-    assert job.rules.forward_codes(np.zeros(4, int)).tolist() == [FORWARD, FORWARD, FORWARD, PLAIN]
+    assert job.rules.encode_forwards(np.zeros(4, int)).tolist() == [FORWARD, FORWARD, FORWARD, PLAIN]
 
 
 def test_a_config_of_rules_survives_being_written_and_read(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Dict
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ from ipu_pipe.update import clipping
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.clipping import DelayedGlobalNorm
-from ipu_pipe.update.groups import parameter_groups
-from ipu_pipe.update.state import import_state, optimizer_bytes
+from ipu_pipe.update.groups import make_groups
+from ipu_pipe.update.optimizer import count_moments, count_state_bytes, get_kind, import_state
 
 
 def staged() -> Any:
@@ -31,22 +31,22 @@ def staged() -> Any:
 
 def test_a_group_a_stage_and_one_more_without_decay() -> None:
     model, part = staged()
-    groups = parameter_groups(model, part)
+    groups = make_groups(model, part)
     assert [(g["stage"], len(g["params"])) for g in groups] == [(0, 4), (1, 2)]
-    groups = parameter_groups(model, part, "norms_and_biases")
+    groups = make_groups(model, part, "norms_and_biases")
     assert [(g["stage"], len(g["params"]), g.get("weight_decay")) for g in groups] == [
         (0, 1, None), (0, 3, 0.0), (1, 1, None), (1, 1, 0.0)
     ]  # fmt: skip
-    groups = parameter_groups(model, part, ["2.*"])
+    groups = make_groups(model, part, ["2.*"])
     assert [(g["stage"], g.get("weight_decay")) for g in groups] == [(0, None), (1, 0.0)]
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
     model, part = staged()
     with pytest.raises(BadInput, match=r"optimizer.no_decay: 7\.\*: matches no parameter"):
-        parameter_groups(model, part, ["7.*"])
+        make_groups(model, part, ["7.*"])
     with pytest.raises(BadInput, match="nothing to train"):
-        parameter_groups(model.requires_grad_(False), part)
+        make_groups(model.requires_grad_(False), part)
 
 
 def clip(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:
@@ -60,7 +60,7 @@ def clip(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:
 @pytest.mark.parametrize("scope", ["global", "stage"])
 def test_clipping_bounds_the_norm_of_its_scope(scope: str) -> None:
     model, part = staged()
-    optimizer = torch.optim.SGD(parameter_groups(model, part), lr=0.1)
+    optimizer = torch.optim.SGD(make_groups(model, part), lr=0.1)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     model[0].weight.grad.mul_(10)
@@ -76,7 +76,7 @@ def test_clipping_bounds_the_norm_of_its_scope(scope: str) -> None:
 def test_clipping_takes_the_kernels_that_a_process_takes(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage's process knows the norms of its own gradients alone: torch's clipping takes all at once on a GPU."""
     model, part = staged()
-    optimizer = torch.optim.SGD(parameter_groups(model, part), lr=0.1)
+    optimizer = torch.optim.SGD(make_groups(model, part), lr=0.1)
     stages = {group["stage"]: group["params"] for group in optimizer.param_groups}
     model(torch.randn(2, 4)).square().sum().backward()
     given = {p: p.grad.clone() for p in model.parameters()}
@@ -85,10 +85,10 @@ def test_clipping_takes_the_kernels_that_a_process_takes(scope: str, monkeypatch
     clipped = {p: p.grad.clone() for p in model.parameters()}
     for p, gradient in given.items():
         p.grad = gradient
-    known = {s: clipping.gradient_norms(parameters) for s, parameters in stages.items()}
+    known = {s: clipping.compute_gradient_norms(parameters) for s, parameters in stages.items()}
     every = [norm for norms in known.values() for norm in norms]
     for s, parameters in stages.items():
-        clipping.scale_to(0.5, parameters, known[s] if scope == "stage" else every)
+        clipping.clip_to_norm(0.5, parameters, known[s] if scope == "stage" else every)
     assert all(torch.equal(p.grad, clipped[p]) for p in model.parameters())
 
 
@@ -106,15 +106,15 @@ def test_step_counts_resume_where_the_optimizer_keeps_them(how: Any, place: str)
 
 def test_optimizer_bytes_are_counted_by_stage() -> None:
     model, part = staged()
-    optimizer = torch.optim.SGD(parameter_groups(model, part), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(make_groups(model, part), lr=0.1, momentum=0.9)
     model(torch.randn(2, 4)).sum().backward()
     optimizer.step()
-    assert optimizer_bytes(optimizer, 3) == [4 * (16 + 4 + 4 + 4), 4 * 20, 0]
+    assert count_state_bytes(optimizer, 3) == [4 * (16 + 4 + 4 + 4), 4 * 20, 0]
 
 
 def test_unknown_optimizers_are_refused() -> None:
     with pytest.raises(BadInput, match="optimizer.name: lion: must be one of sgd, adam, adamw"):
-        update.optimizer_factory("lion")
+        update.make_factory_by_name("lion")
 
 
 def test_a_delayed_global_norm_is_the_newest_that_all_stages_have() -> None:
@@ -135,3 +135,21 @@ def test_a_delayed_global_norm_is_the_newest_that_all_stages_have() -> None:
     assert torch.allclose(p.grad, torch.tensor([0.3, 0.4]))
     delayed.clip(0, [p], 5.0)  # no norm known yet: by its own, here 5
     assert torch.allclose(p.grad, torch.tensor([0.06, 0.08]))
+
+
+@pytest.mark.parametrize(
+    "made_by, settings",
+    [
+        (torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {}), (torch.optim.AdamW, {}),
+        (torch.optim.Adam, {"amsgrad": True}), (torch.optim.RMSprop, {}), (torch.optim.RMSprop, {"momentum": 0.9}),
+        (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}), (torch.optim.Adagrad, {}), (torch.optim.NAdam, {}),
+        (torch.optim.RAdam, {}), (torch.optim.Adamax, {}), (torch.optim.Adadelta, {}),
+    ],
+)  # fmt: skip
+def test_moments_are_counted_as_the_optimizer_keeps_them(made_by: Any, settings: Dict[str, Any]) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = made_by([parameter], lr=0.1, **settings)
+    parameter.grad = torch.ones(3, 2)
+    optimizer.step()
+    held = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.shape == parameter.shape]
+    assert count_moments(get_kind(optimizer), optimizer.param_groups[0]) == len(held)

@@ -96,7 +96,7 @@ def measure(name: str, label: str, rounds: int, updates: int, device: str) -> Di
     from ipu_pipe.schedule.timelines import make_schedule
     from ipu_pipe.schedule.versions import VersionTable
     from ipu_pipe.update.apply import UpdateRules
-    from ipu_pipe.update.groups import parameter_groups
+    from ipu_pipe.update.groups import make_groups
 
     entry, model_args, size, accumulate = CASES[name]
     torch.manual_seed(0)
@@ -116,7 +116,7 @@ def measure(name: str, label: str, rounds: int, updates: int, device: str) -> Di
     total = (fill + rounds * updates) * accumulate
     schedule = make_schedule(method, len(part), total, accumulate)
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9) for m in made[1:]]
-    staged = torch.optim.SGD(parameter_groups(made[0], part), lr=1e-3, momentum=0.9)
+    staged = torch.optim.SGD(make_groups(made[0], part), lr=1e-3, momentum=0.9)
     table = VersionTable(schedule, method)
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, staged, lambda k: 1e-3)
     emulator = Emulator(Work(cross_entropy, table, rules), made[0], part, data[0])

@@ -178,13 +178,13 @@ def _engine(rank: int, name: str, data: List[Any], accumulate: int, count: int, 
     from ipu_pipe.schedule.timelines import make_schedule
     from ipu_pipe.schedule.versions import VersionTable
     from ipu_pipe.update.apply import UpdateRules
-    from ipu_pipe.update.groups import parameter_groups, stage_groups
+    from ipu_pipe.update.groups import make_groups, select_stage
 
     model, method = _model(), resolve_method(name)
     part = partition(model, data[0][0], CUT)
     table = VersionTable(make_schedule(method, 2, count, accumulate), method)
     cut = pieces(model, CUT, data[0][0])
-    optimizer = torch.optim.SGD(stage_groups(parameter_groups(model, part), rank), lr=RATE, momentum=0.9)
+    optimizer = torch.optim.SGD(select_stage(make_groups(model, part), rank), lr=RATE, momentum=0.9)
     rules = UpdateRules({}, method, table.rule_lag(), accumulate, optimizer, lambda k: RATE)
     layout, cpu = Layout(rank, 2), torch.device("cpu")
     across = crossings(cut)

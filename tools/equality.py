@@ -59,7 +59,7 @@ CASES: Dict[str, Dict[str, Any]] = {
     "last_layers": {"method": "last_layers"},
 }
 THIRD_PARTY = "third-party"  # all models of other libraries that the tests have, small and with random weights
-IMPORTED = ("torch._dynamo", "ipu_pipe.run.training", "ipu_pipe.backends.processes.engine", "ipu_pipe.data.sets")
+IMPORTED = ("torch._dynamo", "ipu_pipe.run.train", "ipu_pipe.backends.processes.engine", "ipu_pipe.data.sets")
 REFUSED = ".refused"
 LOCAL = ("local_greedy", "local_overlapping", "last_layers")  # their blocks are the stages, one a process
 
@@ -174,7 +174,7 @@ def _rank(rank: int, ranks: int, pairs: List[Tuple[str, str]], folder: str, port
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="localhost", MASTER_PORT=str(port)
     )
     from ipu_pipe.backends.processes import group
-    from ipu_pipe.run.training import train
+    from ipu_pipe.run.train import train
 
     for case, model in pairs:
         out = _folder(folder, case, model, ranks)
@@ -195,7 +195,7 @@ def _compare(case: str, model: str, ranks: int, folder: str, precision: str) -> 
     from safetensors.torch import load_file
 
     from ipu_pipe.config.load import load_config
-    from ipu_pipe.run.training import train
+    from ipu_pipe.run.train import train
 
     there = _folder(folder, case, model, ranks)
     row: Dict[str, Any] = {"case": case, "model": model, "ranks": ranks}

@@ -60,10 +60,10 @@ class Clipping:
             self._by_delayed_norm(self.delayed, k)
         elif scope == "global":
             parameters = [p for stage in self._stages.values() for p in stage]
-            clipping.scale_to(norm, parameters, self._elsewhere.all_norms(clipping.gradient_norms(parameters)))
+            clipping.clip_to_norm(norm, parameters, self._elsewhere.all_norms(clipping.compute_gradient_norms(parameters)))
         else:
             for stage in self._stages.values():
-                clipping.scale_to(norm, stage, clipping.gradient_norms(stage))
+                clipping.clip_to_norm(norm, stage, clipping.compute_gradient_norms(stage))
 
     def forget_rest(self) -> None:
         """Of a run that ends sooner than planned: the norms that later updates would have asked for."""
@@ -72,7 +72,7 @@ class Clipping:
         self._norms.clear()
 
     def _by_delayed_norm(self, delayed: clipping.DelayedGlobalNorm, k: int) -> None:
-        own = {s: clipping.own_norm(parameters) for s, parameters in self._stages.items()}
+        own = {s: clipping.compute_norm(parameters) for s, parameters in self._stages.items()}
         source = delayed.source(k)
         if source is not None:
             norms = {**self._norms.pop(source), **self._elsewhere.ask(source)}

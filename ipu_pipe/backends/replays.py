@@ -165,12 +165,12 @@ class ReplayPlan:
 
     def _corrected(self, found: ReplayWindow) -> Dict[str, Views]:
         """The versions by pass, with their codes."""
-        codes = self._rules.forward_codes(found.forward)
+        codes = self._rules.encode_forwards(found.forward)
         forward = Views(found.forward, codes if found.corrected is None else np.where(found.corrected, codes, PLAIN))
         reads = {"forward": forward, "backward": forward}
         for what, versions in (("backward", found.backward), ("recompute", found.recompute)):
             if versions is not None:
-                reads[what] = Views(versions, self._rules.backward_codes(versions, found.forward))
+                reads[what] = Views(versions, self._rules.encode_backwards(versions, found.forward))
         return reads
 
     def replay(self, number: int) -> Replay:

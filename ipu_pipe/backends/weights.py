@@ -246,7 +246,7 @@ def make_weight_store(work: Work, stages: Sequence[int], made: Optional[IntArray
     return kind(
         [[weights.get(p, p) for p in held[s].parameters] if s in held else [] for s in stages],
         work.update if made is None else made.tolist(),
-        lambda index, code, version: work.rules.corrections(stages[index], code, version),
+        lambda index, code, version: work.rules.compute_corrections(stages[index], code, version),
         dict(work.rules.rounded),
     )
 

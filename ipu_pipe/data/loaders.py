@@ -45,7 +45,7 @@ class RandomStates(NamedTuple):
 
 
 @contextlib.contextmanager
-def random_states_restored() -> Iterator[None]:
+def restore_random_states() -> Iterator[None]:
     """Put the global generators back at the end."""
     states = RandomStates.read()
     try:
@@ -151,7 +151,7 @@ class LoaderData:
         """Inside, the global generators and the loader's are in the states in which the loader left them; after it, in the
         caller's."""
         callers = [own.get_state() for own in self._generators]
-        with random_states_restored():
+        with restore_random_states():
             self._drawn.write()
             for own, state in zip(self._generators, self._own_states):
                 own.set_state(state)

@@ -28,8 +28,8 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tupl
 import numpy as np
 import torch
 
-from ipu_pipe.data.batches import DataSource, Pair, SyntheticData, TensorData, check_limit, limited, split
-from ipu_pipe.data.hashes import file_hash
+from ipu_pipe.data.batches import DataSource, Pair, SyntheticData, TensorData, check_limit, split_off_test, take_subset
+from ipu_pipe.data.hashes import hash_file
 from ipu_pipe.data.text import TextData, TranslationData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.randomness import derived_seed
@@ -78,7 +78,7 @@ FILES: Dict[str, Dict[str, Tuple[str, int]]] = {
 }
 
 
-def default_root() -> Path:
+def get_default_root() -> Path:
     """Where sets are kept that come with no root: the folder $IPU_PIPE_DATA, else ~/.cache/ipu_pipe."""
     return Path(os.environ.get("IPU_PIPE_DATA") or Path.home() / ".cache" / "ipu_pipe")
 
@@ -93,7 +93,7 @@ def check_files(name: str, folder: Path, root: Union[str, Path, None]) -> None:
     faults = []
     whole = [folder / file for file, (_, size) in FILES[name].items() if _size(folder / file) == size]
     with ThreadPoolExecutor() as pool:
-        sums = dict(zip(whole, pool.map(lambda path: file_hash(path, "md5"), whole)))
+        sums = dict(zip(whole, pool.map(lambda path: hash_file(path, "md5"), whole)))
     for file, (md5, size) in FILES[name].items():
         path = folder / file
         if not path.is_file():
@@ -112,7 +112,7 @@ def _size(path: Path) -> Optional[int]:
 
 def _folder(name: str, root: Optional[str]) -> Path:
     """The folder of a set whose files are those of its official layout. Raises BadInput."""
-    folder = Path(root or default_root()) / FOLDERS[name]
+    folder = Path(root or get_default_root()) / FOLDERS[name]
     check_files(name, folder, root)
     return folder
 
@@ -191,7 +191,7 @@ def _digits(root: Optional[str], seed: int, augment: bool = False, **limits: Any
     with gzip.open(_digits_file()) as table:
         rows = torch.from_numpy(np.loadtxt(table, delimiter=",", dtype=np.float32))
     images = rows[:, :64].reshape(-1, 1, 8, 8) / 16  # grey values from 0 to 16
-    train, test = split(images, rows[:, 64].long(), test=360)
+    train, test = split_off_test(images, rows[:, 64].long(), test=360)
     return _limited(train, test, seed, augment, (0.3053,), (0.3760,), **limits)
 
 
@@ -209,7 +209,7 @@ def _limited(
     """The first `subset` training and `test_subset` test samples, all if None."""
     if random_labels:  # drawn for the whole set, so that a subset's are the first of them
         train, test = _relabelled(train, seed, "train"), _relabelled(test, seed, "test")
-    return TensorData(*limited(train, test, subset, test_subset), seed, augment, mean, std)
+    return TensorData(*take_subset(train, test, subset, test_subset), seed, augment, mean, std)
 
 
 CLASSES = 10  # of each set whose labels can be random
@@ -299,7 +299,7 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
     assert inspect.isfunction(SETS[name])
     made = SETS[name](str(root) if root is not None else None, seed, **options)
     if name in FILES:
-        folder = Path(root or default_root()) / FOLDERS[name]
+        folder = Path(root or get_default_root()) / FOLDERS[name]
         vars(made)["data_files"] = [folder / file for file in FILES[name]]
     elif name == "digits":
         vars(made)["data_files"] = [_digits_file()]

@@ -9,7 +9,7 @@ from typing import Any, Iterator, List, Optional, Sequence
 import numpy as np
 import torch
 
-from ipu_pipe.data.batches import Pair, TensorData, check_limit, limited, split
+from ipu_pipe.data.batches import Pair, TensorData, check_limit, split_off_test, take_subset
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.text import show
@@ -94,7 +94,7 @@ NO_LABEL = -100  # what cross-entropy passes over
 LONGEST = 512  # no verse has as many
 
 
-def tokens_of(line: str) -> List[str]:
+def split_into_tokens(line: str) -> List[str]:
     """Words in small letters and single punctuation marks."""
     return re.findall(r"\w+|[^\w\s]", line.lower())
 
@@ -121,7 +121,7 @@ class TranslationData(TensorData):
         _check_least("length", length, 2)
         check_limit("length", length, LONGEST)
         _check_least("vocabulary", vocabulary, len(SPECIAL) + 1)
-        read = [(tokens_of(source), tokens_of(target)) for source, target in zip(sources, targets)]
+        read = [(split_into_tokens(source), split_into_tokens(target)) for source, target in zip(sources, targets)]
         pairs = [(source, target) for source, target in read if len(source) <= length and len(target) < length]
         self.left_out = len(read) - len(pairs)
         if len(pairs) <= TEST_PAIRS:
@@ -130,12 +130,12 @@ class TranslationData(TensorData):
                 f" {TEST_PAIRS}: take a greater length"
             )
         places = torch.arange(len(pairs))
-        (chosen, _), _ = split(places, places, TEST_PAIRS)
+        (chosen, _), _ = split_off_test(places, places, TEST_PAIRS)
         self.source_tokens = _most_frequent([pairs[i][0] for i in chosen.tolist()], vocabulary)
         self.target_tokens = _most_frequent([pairs[i][1] for i in chosen.tolist()], vocabulary)
         self.source_vocabulary, self.target_vocabulary = len(self.source_tokens), len(self.target_tokens)
-        train, test = split(*_numbers(pairs, length, self.source_tokens, self.target_tokens), TEST_PAIRS)
-        super().__init__(*limited(train, test, subset, test_subset), seed)
+        train, test = split_off_test(*_numbers(pairs, length, self.source_tokens, self.target_tokens), TEST_PAIRS)
+        super().__init__(*take_subset(train, test, subset, test_subset), seed)
 
 
 def _most_frequent(lines: Sequence[Sequence[str]], vocabulary: int) -> List[str]:

@@ -12,8 +12,7 @@ from torch import nn
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import GIVEN, Given
 from ipu_pipe.data import DataSource
-from ipu_pipe.data.batches import divided
-from ipu_pipe.data.labels import LabelRange
+from ipu_pipe.data.batches import LabelRange, split_batch
 from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.metrics import DEFAULT, Metric
 from ipu_pipe.local.blocks import get_blocks
@@ -75,7 +74,7 @@ class Setup:
     def parted(self, batch: Any) -> Tuple[Any, Any]:
         """A batch of the data as inputs and labels. The labels of a model that computes its own loss are among the inputs, too.
         Raises BadInput."""
-        return divided(batch, getattr(self.data, "labels", None), isinstance(self.loss, OwnLoss), self.asks)
+        return split_batch(batch, getattr(self.data, "labels", None), isinstance(self.loss, OwnLoss), self.asks)
 
     def ready(self, batch: Any) -> Tuple[Any, Any]:
         """A batch of the data as inputs and labels on the run's device. Raises BadInput."""
@@ -254,7 +253,7 @@ def compute_rate(config: Config, base: float, k: int, updates: int, per_epoch: O
     if config.lr_schedule.falls:
         updates = config.lr_schedule.total_steps or updates
         k = min(k, updates - 1)
-    return lr.rate(config.lr_schedule, base, k, updates, per_epoch)
+    return lr.compute_rate(config.lr_schedule, base, k, updates, per_epoch)
 
 
 def list_drains(config: Config, updates: int, per_epoch: Optional[int], done: int) -> List[int]:

@@ -10,9 +10,14 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.stability.advice import StageDynamics, compute_margins
 from ipu_pipe.stability.recurrences import DelayedRead, Recurrence
 from ipu_pipe.stability.roots import derive_loop_gain, find_largest_stable_step
-from ipu_pipe.update.optimizer import kind
-from ipu_pipe.update.rule import Setting
-from ipu_pipe.update.rules import acting, discrepancy_decay, spectrain_horizon, spike_coefficients
+from ipu_pipe.update.optimizer import get_kind
+from ipu_pipe.update.rules import (
+    Setting,
+    compute_discrepancy_decay,
+    compute_spectrain_horizon,
+    compute_spike_coefficients,
+    select_rules,
+)
 
 MOST_REMEDIES = 2  # named for a stage
 
@@ -20,8 +25,8 @@ MOST_REMEDIES = 2  # named for a stage
 def list_inapplicable(job: Job) -> List[str]:
     """Return why the theory does not apply to a job, one line for each reason."""
     faults = []
-    if kind(job.optimizer) != "sgd":
-        faults.append(f"optimizer.name: {kind(job.optimizer)}: the theory covers SGD alone: must be sgd")
+    if get_kind(job.optimizer) != "sgd":
+        faults.append(f"optimizer.name: {get_kind(job.optimizer)}: the theory covers SGD alone: must be sgd")
     elif any(group.get("maximize") for group in job.optimizer.param_groups):
         faults.append("optimizer.maximize: true: the theory covers descent alone")
     if job.method.structure is not None:
@@ -41,20 +46,20 @@ def derive_recurrence(job: Job, stage: int, forward: int, backward: int, discrep
     scale = 1 - options["dampening"] if momentum else 1.0
     a, b = (momentum * scale, 1.0) if options["nesterov"] else (scale, 0.0)
     shrink, ahead, back, correction, decay, by_velocity = 1.0, 0.0, 0.0, 0.0, 0.0, False
-    for rule, values in acting(job.config.method_settings(), job.method):
+    for rule, values in select_rules(job.config.method_settings(), job.method):
         setting = Setting(values, stage, float(forward), job.method, job.config.gradient_accumulation)
         if not rule.acts_on(setting):
             continue
         if rule.key == "gradient_shrinking":
             shrink = float(values["factor"]) ** forward
         elif rule.key == "spike_compensation":
-            a, b = spike_coefficients(setting, momentum)
+            a, b = compute_spike_coefficients(setting, momentum)
         elif rule.key == "t2":
-            correction, decay = float(forward - backward), discrepancy_decay(setting)
+            correction, decay = float(forward - backward), compute_discrepancy_decay(setting)
         elif rule.key == "weight_prediction":
             ahead, by_velocity = values["scale"] * forward, values["form"] == "velocity"
         elif rule.key == "spectrain":
-            ahead, back, by_velocity = spectrain_horizon(setting, True), spectrain_horizon(setting, False), True
+            ahead, back, by_velocity = compute_spectrain_horizon(setting, True), compute_spectrain_horizon(setting, False), True
     first = DelayedRead(shrink * (1 + discrepancy), forward, ahead, by_velocity)
     if backward == forward or not discrepancy:
         return Recurrence((first._replace(sensitivity=shrink),), momentum, a, b)

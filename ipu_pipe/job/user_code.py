@@ -1,6 +1,6 @@
 """Where code of the user's own failed: its file and line, and what the run was doing with it.
 
-ipu_pipe/run/training.py    go
+ipu_pipe/run/loop.py        go
 ipu_pipe/backends/...       step          <- caught here: the frames from here on are looked at
 torch/nn/modules/...    _call_impl
 my_model.py:42          forward           <- told: the innermost that is neither torch's nor ours

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ipu_pipe import __version__
-from ipu_pipe.data.hashes import file_hashes
+from ipu_pipe.data.hashes import hash_files
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.nests import tensors
@@ -134,7 +134,7 @@ def fingerprint_data(job: Job, earlier: Mapping[str, Any]) -> Dict[str, Any]:
     named = {path[len(os.path.join(folder, "")) if folder else 0 :]: Path(path) for path in paths}
     known = _mapping(earlier.get("files"))
     try:
-        files = file_hashes(named, known) if len(named) <= MOST_FILES else {}
+        files = hash_files(named, known) if len(named) <= MOST_FILES else {}
     except OSError as error:
         raise BadInput(f"data: {error.filename}: {error.strerror or error}") from None
     names = hashlib.sha256("\n".join(sorted(named)).encode()).hexdigest()

@@ -41,18 +41,18 @@ from ipu_pipe.model.shapes import made_by_shape
 from ipu_pipe.model.uncompiled import without_compiler
 from ipu_pipe.plan.of_config import choose_stages, is_chosen
 from ipu_pipe.run import checks
-from ipu_pipe.run.checkpoint import load_weights, newest, read_weights
-from ipu_pipe.run.parts import (
+from ipu_pipe.run.checkpoint import find_newest, load_weights, read_weights
+from ipu_pipe.run.checks import check_metrics, check_model
+from ipu_pipe.run.factories import (
     Output,
+    check_loss,
+    check_wrappers,
     make_data,
     make_factory,
     make_loss,
     make_model,
     make_scheduler,
-    refuse_trained,
-    refuse_wrapped,
 )
-from ipu_pipe.run.trying import try_metrics, try_model
 from ipu_pipe.schedule.methods import Method, check_sizes, resolve_method
 from ipu_pipe.schedule.recompute import find_segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
@@ -60,10 +60,9 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.text import describe_kind, list_some
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.given_optimizer import factory_of
-from ipu_pipe.update.groups import only, parameter_groups, stage_groups, trained
-from ipu_pipe.update.playing import SchedulerFactory, play
-from ipu_pipe.update.rates import anneal_default
+from ipu_pipe.update.groups import make_groups, replace_parameters, select_parameters, select_stage
+from ipu_pipe.update.optimizer import make_factory_of
+from ipu_pipe.update.rates import SchedulerFactory, choose_anneal_updates, play_scheduler
 
 
 def set_up(
@@ -89,7 +88,7 @@ def set_up(
     if model is None:
         with made_by_shape() if by_shape else contextlib.nullcontext():
             model = make_model(config)
-    refuse_wrapped(model)
+    check_wrappers(model)
     _refuse_tensors(model)
     _refuse_unkeyed(model, device)
     begun = _begin(model, config.init_from) if config.init_from else None
@@ -97,7 +96,7 @@ def set_up(
     chosen_loss = make_loss(config, loss, output)
     weighted = plain(chosen_loss)
     if isinstance(weighted, nn.Module):  # class weights and the like
-        refuse_trained(weighted, model)
+        check_loss(weighted, model)
         weighted.to(device)
     measured = make_metrics(config.metrics if metrics is None else metrics)
     row = resolve_precision(config.precision, resolve_method(config.method, config.method_settings()))
@@ -113,7 +112,7 @@ def set_up(
 def _begin(model: nn.Module, begin: InitFrom, heads_too: bool = True) -> Optional[Begun]:
     """Give the model the weights that the run begins with; what of them, where they need not all fit. Raises BadInput."""
     try:
-        path = newest(Path(begin.path))
+        path = find_newest(Path(begin.path))
         tensors, place = read_weights(path), f"init_from: {path}"
     except BadInput as error:
         raise BadInput([f"init_from: {fault}" for fault in error.faults]) from None
@@ -176,7 +175,7 @@ def build(
     with attribute_faults(lambda: "before training"):
         given: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
         refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, **given)
-        factory = None if optimizer is None else factory_of(optimizer)
+        factory = None if optimizer is None else make_factory_of(optimizer)
         described = describe_overrides(config, model, data, loss, optimizer, output, **given)
         setup = set_up(described, model, data, loss, by_shape, metrics, output)
     thawed = [p for p in setup.model.parameters() if p.requires_grad]
@@ -202,8 +201,8 @@ def _assemble(
     per_epoch, updates = _length(config, data, width)
     taken = setup.parted(data.train_batch(0, 0, config.micro_batch_size))
     example = copied(setup.to_device(*taken))  # a model that works in place must not change the data
-    setup.label_range = try_model(model, chosen_loss, example, taken[1])
-    try_metrics(setup)
+    setup.label_range = check_model(model, chosen_loss, example, taken[1])
+    check_metrics(setup)
     if is_chosen(config.stages):
         config = _with_chosen_stages(config, method, model, chosen_loss, example)
     placed = get_backend(config).place(config, method, model, example[0])
@@ -233,12 +232,12 @@ def _assemble(
     table = VersionTable(schedule, method, config.seed)
     if method.segments is not None:
         find_segment_ends(len(part), method.segments)  # refuses more than there are stages
-    groups = trained(parameter_groups(model, part, config.optimizer.no_decay), setup.numbers.trained)
-    held = groups if own is None else stage_groups(groups, own)
+    groups = replace_parameters(make_groups(model, part, config.optimizer.no_decay), setup.numbers.trained)
+    held = groups if own is None else select_stage(groups, own)
     blocks = get_blocks(model)
     if own and blocks is not None and blocks.overlap:  # this process's duplicate of the stage before
         shared = {id(p) for p in blocks.pieces[own - 1].parameters()}
-        held = [*held, *only(stage_groups(groups, own - 1), shared)]
+        held = [*held, *select_parameters(select_stage(groups, own - 1), shared)]
     factory = optimizer or make_factory(config)
     with without_compiler():
         made = factory(held)
@@ -257,7 +256,7 @@ def _assemble(
     job.begun, job.pieces = setup.begun, placed.pieces
     job.label_range, job.device_kind, job.pins_memory = setup.label_range, setup.device_kind, setup.pins_memory
     job.metrics, job.played, job.asks = setup.metrics, played, setup.asks
-    reasons = checks.faults(job, config.optimizer_faults() if optimizer is None else ())
+    reasons = checks.find_faults(job, config.optimizer_faults() if optimizer is None else ())
     if reasons:
         raise BadInput(reasons)
     job.note = job.note or get_backend(config).note(job)
@@ -355,7 +354,7 @@ def _rules(
         schedule = config.lr_schedule
         first = round(min(schedule.milestones) * per_epoch) if schedule.milestones and per_epoch else None
         lasting = schedule.total_steps or updates
-        args = {**args, "t1": {"anneal_updates": anneal_default(first, schedule.warmup_steps, lasting)}}
+        args = {**args, "t1": {"anneal_updates": choose_anneal_updates(first, schedule.warmup_steps, lasting)}}
     return UpdateRules(
         args, table.method, table.rule_lag(), config.gradient_accumulation, optimizer,
         lambda k: compute_rate(config, base, k, updates, per_epoch) if played is None else played[min(k, updates - 1)],
@@ -377,7 +376,7 @@ def _played(
     if config.lr_schedule.interval == "epoch" and per_epoch is None:
         raise BadInput("lr_schedule.interval: epoch: the data have no epochs: must be update")
     every = per_epoch if config.lr_schedule.interval == "epoch" and per_epoch else 1
-    return play(scheduler or make_scheduler(config), optimizer, base, updates, every)
+    return play_scheduler(scheduler or make_scheduler(config), optimizer, base, updates, every)
 
 
 def _check_groups(optimizer: Any) -> None:

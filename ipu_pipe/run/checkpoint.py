@@ -1,36 +1,154 @@
-"""Checkpoints: folders `checkpoints/step-K/` written whole or not at all, without pickle.
+"""The manifest of a checkpoint: what each of its files must hold, whose run it is, and a seal over itself.
 
-    step-120/model.safetensors       weights and buffers under the unsplit model's names
-             optimizer.safetensors   optimizer state, `parameter/entry`
-             state.json              position, plain optimizer values, best result so far
-             manifest.json           SHA-256 of these three and of itself, the keys that decide the run's numbers
-
-They are taken where the schedule drains, so no weight version but the newest exists then. A folder is written under
-another name and renamed when all of it is on disk; a checkpoint that exists is complete. The earlier layout has no manifest:
-its state.json holds the SHA-256 of the two other files (schema 1).
+`manifest.json` begins with the SHA-256 of its own bytes, taken with zeros in the hash's place: no byte of it can differ unseen.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Collection, Dict, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Collection, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+from pydantic import BeforeValidator, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from typing_extensions import Annotated
 
+from ipu_pipe.config.values import Section, Whole
+from ipu_pipe.data.hashes import hash_file
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.model.buffers import load_state
-from ipu_pipe.run import manifest
-from ipu_pipe.run.manifest import NOBODY, Manifest, Origin
 from ipu_pipe.text import show
+
+MANIFEST = "manifest.json"
+SCHEMA = 2
+_HEAD = '{\n "sha256": "'
+_BLANK = "0" * 64
+
+
+def _hexadecimal(value: Any) -> str:
+    if isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef"):
+        return value
+    raise ValueError("must be a SHA-256 in hexadecimal")
+
+
+Digest = Annotated[str, BeforeValidator(_hexadecimal)]
+
+
+class FileRecord(Section):
+    """A file beside the manifest."""
+
+    bytes: Whole
+    sha256: Digest
+
+
+class Manifest(Section):
+    """`step`: updates done; `updates`: those of the whole run; `stages`: how many parameters each stage had; `keys`: those
+    that decide the numbers, see ipu_pipe.config.identity, and `keys_sha256` the hash of them."""
+
+    sha256: Digest
+    layout: Annotated[int, Field(alias="schema")]
+    step: Whole
+    updates: Whole
+    stages: List[Whole]
+    files: Dict[str, FileRecord]
+    keys_sha256: Digest
+    keys: Dict[str, Any]
+
+
+class Origin(NamedTuple):
+    """Whose a checkpoint is, for `write`: as in Manifest."""
+
+    keys: Mapping[str, Any]
+    updates: int
+    stages: Sequence[int]
+
+
+NOBODY = Origin({}, 0, ())  # weights that no run will go on from
+
+
+def write_manifest(folder: Path, step: int, files: Sequence[str], origin: Origin) -> Path:
+    """Write the manifest of `files` in `folder`. Raises OSError."""
+    records = {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": hash_file(folder / name, "sha256")} for name in files
+    }
+    body = {
+        "schema": SCHEMA, "step": step, "updates": origin.updates, "stages": list(origin.stages), "files": records,
+        "keys_sha256": _keys_hash(origin.keys), "keys": dict(origin.keys),
+    }  # fmt: skip
+    path = folder / MANIFEST
+    path.write_text(seal_manifest(body))
+    return path
+
+
+def seal_manifest(body: Mapping[str, Any]) -> str:
+    """The manifest's text for everything in it but its own hash."""
+    text = json.dumps({"sha256": _BLANK, **body}, indent=1) + "\n"
+    return text.replace(_BLANK, hashlib.sha256(text.encode()).hexdigest(), 1)
+
+
+def _keys_hash(keys: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in the file `path`, as it was written. Raises BadInput."""
+    corrupt = f"{path}: corrupt checkpoint"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from None
+    begin, end = len(_HEAD), len(_HEAD) + len(_BLANK)
+    blank = data[:begin] + _BLANK.encode() + data[end:]
+    if hashlib.sha256(blank).hexdigest().encode() != data[begin:end]:
+        raise BadInput(f"{corrupt}: its SHA-256 is not the one it says{_way_out(path.parent)}")
+    try:
+        body = json.loads(data)
+        if body.get("schema") != SCHEMA:
+            raise BadInput(f"{path}: schema: {body.get('schema')}: this version reads schema 1 and {SCHEMA}")
+        found = Manifest.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise BadInput(f"{corrupt}: {key}: {first['msg'].replace('Value error, ', '')}") from None
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise error if isinstance(error, BadInput) else BadInput(f"{corrupt}: {error}") from None
+    if found.keys_sha256 != _keys_hash(found.keys):
+        raise BadInput(f"{corrupt}: keys_sha256: is not the hash of keys")
+    return found
+
+
+def check_files(folder: Path, files: Mapping[str, Tuple[int, str]]) -> None:
+    """Whether the files are those of the manifest, (bytes, SHA-256) by name; bytes -1: not known. Raises BadInput."""
+    for name, (size, digest) in files.items():
+        file = folder / name
+        if not os.path.isfile(file):
+            raise BadInput(f"{file}: corrupt checkpoint: the file is missing")
+        try:
+            differs = (size >= 0 and file.stat().st_size != size) or hash_file(file, "sha256") != digest
+        except OSError as error:
+            raise BadInput(f"{file}: cannot be read: {error.strerror or error}") from None
+        if differs:
+            told = f"{file}: corrupt checkpoint: its SHA-256 is not the one that was saved"
+            raise BadInput(told + _way_out(folder))
+
+
+def _way_out(folder: Path) -> str:
+    """What to do instead: the earlier checkpoints beside this one."""
+    name = folder.name
+    own = int(name[5:]) if name.startswith("step-") and name[5:].isdigit() else 0
+    others = [int(p.name[5:]) for p in folder.parent.glob("step-*") if p.name[5:].isdigit()]
+    earlier = [step for step in others if step < own]
+    return f"; use an earlier one: --resume-from {max(earlier)}" if earlier else "; there is no earlier one"
+
 
 TENSORS = ("model", "optimizer")
 STATE = "state.json"
@@ -73,9 +191,9 @@ def save(
                 {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()},
                 temporary / f"{name}.safetensors",
             )
-        text = json.dumps({**state, "schema": manifest.SCHEMA, "step": step}, indent=1)
+        text = json.dumps({**state, "schema": SCHEMA, "step": step}, indent=1)
         (temporary / STATE).write_text(text)
-        manifest.write(temporary, step, FILES, origin)
+        write_manifest(temporary, step, FILES, origin)
         for file in (*temporary.iterdir(), temporary):
             _flush(file)
         if final.exists():  # the same position reached again; killed between the two renames, `tidy` finds both
@@ -106,24 +224,24 @@ def _delete(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def steps(folder: Path) -> List[int]:
+def list_steps(folder: Path) -> List[int]:
     """Steps of the complete checkpoints in `folder`, ascending."""
     found = (_NAME.match(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
     return sorted(int(match.group(1)) for match in found if match)
 
 
-def available(folder: Path) -> List[int]:
+def list_resumable(folder: Path) -> List[int]:
     """Steps of the checkpoints that a run can go on from, ascending: the complete ones, or, where there are none, the one that
     `tidy` would bring back."""
-    whole = _whole_leftover(folder) if not steps(folder) else None
-    return [whole[0]] if whole else steps(folder)
+    whole = _whole_leftover(folder) if not list_steps(folder) else None
+    return [whole[0]] if whole else list_steps(folder)
 
 
 def tidy(folder: Path) -> None:
     """Clear away what a killed run left: half-written and half-deleted checkpoints. Where no other checkpoint is there, one of
     them that is whole is brought back: a kill between the two renames of `save` loses nothing. Raises RunFault."""
     try:
-        whole = _whole_leftover(folder) if not steps(folder) else None
+        whole = _whole_leftover(folder) if not list_steps(folder) else None
         if whole:
             os.replace(whole[1], folder / f"step-{whole[0]}")
         for _, path in _leftovers(folder):
@@ -150,10 +268,10 @@ def _whole_leftover(folder: Path) -> Optional[Tuple[int, Path]]:
 
 def prune(folder: Path, keep: int, best: Optional[int], others: Collection[int] = ()) -> None:
     """Delete all but the newest `keep` checkpoints, the one of step `best` and those of `others`."""
-    drop(folder, [step for step in steps(folder)[:-keep] if step != best and step not in others])
+    delete_steps(folder, [step for step in list_steps(folder)[:-keep] if step != best and step not in others])
 
 
-def drop(folder: Path, doomed: List[int]) -> None:
+def delete_steps(folder: Path, doomed: List[int]) -> None:
     """Delete the checkpoints of these steps. Raises RunFault."""
     try:
         for step in doomed:
@@ -172,10 +290,10 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(model, optimizer, state, found)
 
 
-def newest(path: Path) -> Path:
+def find_newest(path: Path) -> Path:
     """The newest checkpoint of the run whose folder `path` is; `path` itself where it is no such folder. Raises BadInput where
     the run has none."""
-    done = steps(path / "checkpoints")
+    done = list_steps(path / "checkpoints")
     if not done and os.path.isdir(path / "checkpoints"):
         raise BadInput(f"{path}: holds no checkpoint")
     return path / "checkpoints" / f"step-{done[-1]}" if done else path
@@ -184,23 +302,23 @@ def newest(path: Path) -> Path:
 def read_weights(path: Path) -> Dict[str, torch.Tensor]:
     """The weights of a checkpoint folder, of a run's newest checkpoint, or of a file, as `read_tensors`. Files of a checkpoint
     must be what was saved."""
-    path = newest(path)
+    path = find_newest(path)
     if os.path.isdir(path):
         _verified(path)
         path = path / f"{TENSORS[0]}.safetensors"
-    elif path.name in FILES and os.path.isfile(path.parent / manifest.NAME):
+    elif path.name in FILES and os.path.isfile(path.parent / MANIFEST):
         _verified(path.parent)
     return read_tensors(path)
 
 
 def _verified(path: Path) -> Tuple[Optional[Manifest], Dict[str, Any]]:
     """The manifest and state of the checkpoint folder `path`, all of whose files are what was saved. Raises BadInput."""
-    if not os.path.isfile(path / manifest.NAME):
+    if not os.path.isfile(path / MANIFEST):
         return None, _earlier(path)
-    found = manifest.read(path / manifest.NAME)
+    found = read_manifest(path / MANIFEST)
     if set(found.files) != set(FILES):
-        raise BadInput(f"{path / manifest.NAME}: files: {', '.join(found.files)}: must be {', '.join(FILES)}")
-    manifest.check_files(path, {name: (record.bytes, record.sha256) for name, record in found.files.items()})
+        raise BadInput(f"{path / MANIFEST}: files: {', '.join(found.files)}: must be {', '.join(FILES)}")
+    check_files(path, {name: (record.bytes, record.sha256) for name, record in found.files.items()})
     state = _read_state(path)
     if state.get("step") != found.step:
         raise BadInput(f"{path / STATE}: step: {state.get('step')}: manifest.json says {found.step}")
@@ -211,17 +329,17 @@ def _earlier(path: Path) -> Dict[str, Any]:
     """The state of a checkpoint of the earlier layout, whose state.json nothing protects."""
     file = path / STATE
     if not os.path.isfile(file):
-        raise BadInput(f"{path}: not a checkpoint: it has no {manifest.NAME} and no {STATE}")
+        raise BadInput(f"{path}: not a checkpoint: it has no {MANIFEST} and no {STATE}")
     state = _read_state(path)
     schema, hashes = state.get("schema"), state.get("sha256")
-    if schema == manifest.SCHEMA:
-        raise BadInput(f"{path / manifest.NAME}: corrupt checkpoint: the file is missing")
+    if schema == SCHEMA:
+        raise BadInput(f"{path / MANIFEST}: corrupt checkpoint: the file is missing")
     if schema != 1:
-        raise BadInput(f"{file}: schema: {schema}: this version reads schema 1 and {manifest.SCHEMA}")
+        raise BadInput(f"{file}: schema: {schema}: this version reads schema 1 and {SCHEMA}")
     names = {f"{name}.safetensors" for name in TENSORS}
     if set(state) != EARLIER_KEYS or not isinstance(hashes, dict) or set(hashes) != names:
         raise BadInput(f"{file}: corrupt checkpoint: its keys must be {', '.join(sorted(EARLIER_KEYS))}")
-    manifest.check_files(path, {name: (-1, str(digest)) for name, digest in hashes.items()})
+    check_files(path, {name: (-1, str(digest)) for name, digest in hashes.items()})
     return state
 
 
@@ -240,7 +358,7 @@ def read_tensors(path: Path) -> Dict[str, torch.Tensor]:
     so by a torch alone that is safe against it)."""
     if not os.path.isfile(path):  # pathlib raises where the folder cannot be read
         raise BadInput(f"{path}: no such file")
-    if path.suffix != ".safetensors" and torch_version() < SAFE_TORCH:
+    if path.suffix != ".safetensors" and read_torch_version() < SAFE_TORCH:
         raise BadInput(
             f"{path}: this torch ({torch.__version__}) could run code in such a file, torch 2.6 and later do not: give a "
             ".safetensors file, made there by safetensors.torch.save_file({name: tensor.clone() for name, tensor in "
@@ -264,7 +382,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, dict) and bool(value) and all(isinstance(each, torch.Tensor) for each in value.values())
 
 
-def torch_version() -> Tuple[int, ...]:
+def read_torch_version() -> Tuple[int, ...]:
     """(major, minor) of the torch that is running."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -306,7 +424,7 @@ def load_weights(
             raise BadInput(
                 f"{place}: all names begin with {prefix}, a wrapper's: save the state dict of the model inside it"
             )
-        refuse(place, missing + [f"{name}: {why}" for name, why in odd.items()])
+        raise_faults(place, missing + [f"{name}: {why}" for name, why in odd.items()])
     load_state(model, {**own, **fits})
     return Loaded(odd, [name for name in own if name not in fits])
 
@@ -319,7 +437,7 @@ def _tied(model: torch.nn.Module) -> List[List[str]]:
     return [names for names in found.values() if len(names) > 1]
 
 
-def refuse(place: object, faults: List[str]) -> None:
+def raise_faults(place: object, faults: List[str]) -> None:
     """Raise BadInput where there are faults: the first few, `place` before each, and how many more there are."""
     more = [f"{len(faults) - SHOWN} more such faults"] if len(faults) > SHOWN else []
     if faults:

@@ -1,22 +1,181 @@
-"""A run's folder: who may use it, what is in it, and how its files are written without ever being half-written."""
+"""One run a folder: the process that writes there holds the folder's lock, and its end, however it comes, frees it.
+
+The lock is the operating system's (flock) on a file `.lock` in the folder, not the file itself: one that a killed run left behind
+locks nothing. It names its holder, for the one who is refused.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
 import re
 import shutil
+import socket
+import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, TextIO, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, TextIO, Union
 
 from ipu_pipe.config.yaml_files import read_yaml
 from ipu_pipe.errors import BadInput, RunFault, guard_writing
 from ipu_pipe.files import write
 from ipu_pipe.job.record import Begun
 from ipu_pipe.report.summary import upgrade_summary
-from ipu_pipe.run import checkpoint, folder_lock
+from ipu_pipe.run import checkpoint
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = ".lock"
+PATIENCE = 0.3  # seconds in which one who only looks whether a folder is in use lets go of it again
+TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
+
+_open_here: Set[int] = set()  # descriptors that hold a lock: a forked process must not hold it longer than this one
+
+
+class FolderLock:
+    """The lock of `folder`, to be taken with `take` and let go with `release` (or `with`). `say` is told where the file system
+    has no locks."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None] = print) -> None:
+        self._folder, self._file, self._say = folder, folder / LOCK, say
+        self._descriptor: Optional[int] = None
+        self._made: List[Path] = []  # folders, the innermost last
+
+    def take(self) -> None:
+        """Lock the folder, which is made where it is not there. Raises BadInput where another run is on in it."""
+        try:
+            self._make()
+            self._descriptor = _locked(self._file)
+        except OSError as error:
+            self._remove_made()
+            if error.errno in NO_LOCKS:
+                self._say(
+                    f"{self._folder}: no locks on this file system: nothing keeps a second run out of this folder"
+                )
+                return
+            raise BadInput(f"--out: {self._folder}: {error.strerror or error}") from None
+        if self._descriptor is None:
+            raise _in_use(self._folder)
+
+    def _make(self) -> None:
+        self._made = []
+        missing = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
+        for folder in reversed(missing):
+            folder.mkdir(exist_ok=True)
+            self._made.append(folder)
+
+    def release(self) -> None:
+        """Let the folder go. A folder that was made for the lock and got nothing else is gone again."""
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):  # the file goes first, while no one else can hold it
+                self._file.unlink()
+            _close(self._descriptor)
+            self._descriptor = None
+        self._remove_made()
+
+    def _remove_made(self) -> None:
+        with contextlib.suppress(OSError):  # not empty
+            while self._made:
+                self._made[-1].rmdir()
+                self._made.pop()
+        self._made = []
+
+    def __enter__(self) -> "FolderLock":
+        self.take()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+
+def check_unlocked(folder: Path) -> None:
+    """Raise BadInput where a run is on in `folder`. Changes nothing."""
+    file = folder / LOCK
+    if fcntl is None:
+        return
+    with contextlib.suppress(OSError):
+        descriptor = os.open(str(file), os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in TAKEN:
+                raise _in_use(folder) from None
+        finally:
+            os.close(descriptor)
+
+
+def _locked(file: Path) -> Optional[int]:
+    """A descriptor of `file` that holds its lock, None where another has it. Raises OSError."""
+    if fcntl is None:
+        raise OSError(errno.ENOSYS, "no locks")
+    until = time.monotonic() + PATIENCE
+    while True:
+        descriptor = os.open(str(file), os.O_RDWR | os.O_CREAT, 0o666)
+        kept = False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(descriptor, file):
+                _open_here.add(descriptor)
+                _name_holder(descriptor)
+                kept = True
+                return descriptor
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                file.unlink()
+            if error.errno not in TAKEN:
+                raise
+            if time.monotonic() > until:
+                return None
+            time.sleep(0.02)
+        finally:
+            if not kept:
+                _close(descriptor)
+
+
+def _is_at(descriptor: int, file: Path) -> bool:
+    """Whether the file is still the one that was opened: its last holder may have removed it meanwhile."""
+    try:
+        there = os.stat(str(file))
+    except FileNotFoundError:
+        return False
+    here = os.fstat(descriptor)
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _name_holder(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # the lock holds on a full disk too
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
+
+
+def _in_use(folder: Path) -> BadInput:
+    holder = "another process"
+    with contextlib.suppress(OSError, ValueError):
+        pid, host = (folder / LOCK).read_text().split()
+        holder = f"process {pid}" + (f" on {host}" if host != socket.gethostname() else "")
+    return BadInput(f"--out: {folder}: {holder} writes a run there: wait for it, or give another folder")
+
+
+def _close(descriptor: int) -> None:
+    _open_here.discard(descriptor)
+    os.close(descriptor)
+
+
+def _close_in_child() -> None:
+    for descriptor in list(_open_here):
+        with contextlib.suppress(OSError):
+            _close(descriptor)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
 
 # what a run writes, and so what `--overwrite` may delete: nothing else in the folder is touched
 FOLDERS = {  # and what of these is a run's own
@@ -43,7 +202,7 @@ SPELT_OUT = {
 }
 
 
-def as_folder(out: Union[str, Path]) -> Path:
+def parse_folder(out: Union[str, Path]) -> Path:
     """The folder that `out` names. Raises BadInput where it names none: an empty text would be the current folder."""
     if not isinstance(out, (str, os.PathLike)) or not str(out).strip():
         raise BadInput(f"--out: {out!r}: must name a folder")
@@ -77,7 +236,7 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
     return held
 
 
-def finished_summary(path: Path) -> Optional[Dict[str, Any]]:
+def read_summary(path: Path) -> Optional[Dict[str, Any]]:
     """The summary of the run in the folder `path` if it has ended, or None."""
     try:
         file = path / "summary.json"
@@ -89,7 +248,7 @@ def finished_summary(path: Path) -> Optional[Dict[str, Any]]:
     return upgrade_summary(found, str(file))
 
 
-def earlier_starts(path: Path) -> List[Any]:
+def read_starts(path: Path) -> List[Any]:
     """What a run's folder says of its starts so far; nothing where it was not written, or cannot be read."""
     try:
         file = path / "record.json"
@@ -110,7 +269,7 @@ def _foreign(path: Path, held: Sequence[str]) -> Optional[str]:
 
 def _entries(path: Path) -> List[Path]:
     """What is in the folder, but for the lock."""
-    return sorted(entry for entry in path.iterdir() if entry.name != folder_lock.NAME) if path.is_dir() else []
+    return sorted(entry for entry in path.iterdir() if entry.name != LOCK) if path.is_dir() else []
 
 
 def _is_run(path: Path) -> bool:
@@ -122,7 +281,7 @@ def _is_run(path: Path) -> bool:
         return False
 
 
-class RunDir:
+class RunFolder:
     """The folder of one run, made or emptied as `check_folder` allows."""
 
     def __init__(self, path: Path, resume: bool = False, overwrite: bool = False) -> None:
@@ -153,8 +312,8 @@ class RunDir:
         for name in ("summary.json", "trace/modelled.trace"):
             with contextlib.suppress(FileNotFoundError):
                 (self.path / name).unlink()
-        later = [step for step in checkpoint.steps(self.checkpoints) if step > update]
-        checkpoint.drop(self.checkpoints, later[::-1])  # a run killed here goes on from what is left
+        later = [step for step in checkpoint.list_steps(self.checkpoints) if step > update]
+        checkpoint.delete_steps(self.checkpoints, later[::-1])  # a run killed here goes on from what is left
         if later:
             say(f"deleted, to be made again: step-{', step-'.join(map(str, later))}")
 
@@ -187,7 +346,7 @@ class RunDir:
         """Append one record to metrics.jsonl."""
         assert self._metrics is not None
         with guard_writing(self.path / "metrics.jsonl"):
-            self._metrics.write(json.dumps(finite(record)) + "\n")
+            self._metrics.write(json.dumps(replace_nonfinite(record)) + "\n")
             self._metrics.flush()
 
     def close(self) -> None:
@@ -198,7 +357,7 @@ class RunDir:
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file whole or not at all; what is not a number becomes null."""
-        self.write_text(name, json.dumps(finite(value), indent=1) + "\n")
+        self.write_text(name, json.dumps(replace_nonfinite(value), indent=1) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
         """Write a text file whole or not at all."""
@@ -218,12 +377,12 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def finite(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """The value with every float that is not finite replaced by None: JSON has no such numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
+        return [replace_nonfinite(item) for item in value]
     return value

@@ -1,4 +1,4 @@
-"""One run in progress: its steps, evaluations, checkpoints and callbacks, and all that it leaves."""
+"""What a run leaves and goes on from: its checkpoints, and the files of its end."""
 
 from __future__ import annotations
 
@@ -6,35 +6,158 @@ import contextlib
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
-from ipu_pipe.backends.interface import Engine
-from ipu_pipe.backends.ranks import is_main, run_on_main
-from ipu_pipe.backends.table import make_engine
+from ipu_pipe.backends.interface import Engine, Report
+from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
+from ipu_pipe.backends.table import get_backend, make_engine
+from ipu_pipe.config.comparing import dump_config
+from ipu_pipe.data.loaders import restore_random_states
 from ipu_pipe.errors import RunFault
+from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.metrics import ACCURACY
 from ipu_pipe.job.position import Measured, Position, collect_by_block
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import exit_words, keep_traceback_of
-from ipu_pipe.report.run_text import format_opening
+from ipu_pipe.local.blocks import get_blocks
+from ipu_pipe.plan.of_config import predict_rate
+from ipu_pipe.report.memory import build_memory_record
+from ipu_pipe.report.provenance import describe_start, get_timestamp
+from ipu_pipe.report.run_text import format_closing, format_opening
+from ipu_pipe.report.run_trace import choose_stage_costs, write_measured_trace, write_modelled_trace
+from ipu_pipe.report.summary import summarize
+from ipu_pipe.run import checkpoint
 from ipu_pipe.run.callbacks import Callback, Callbacks, Moment
-from ipu_pipe.run.folder import RunDir
-from ipu_pipe.run.log import Log, log_of, nothing
-from ipu_pipe.run.progress import Progress
-from ipu_pipe.run.saving import Ended, begin, finish, restore, restore_best, save
+from ipu_pipe.run.folder import RunFolder, read_starts
+from ipu_pipe.run.progress import Log, Progress, log_nothing, open_log
+from ipu_pipe.run.resume import check_data, check_run, describe_origin, make_state, read_position
+from ipu_pipe.update.optimizer import import_state
 
 
-class Run:
+def write_start(job: Job, run: RunFolder, resumes: bool, position: Position, say: Callable[[str], None]) -> Dict[str, Any]:
+    """Write what is known of a run before it trains; returns the record of this start, the last in `record.json`."""
+    if resumes:
+        run.forget_after(position.update, say)
+    run.describe(dump_config(job.config), job.begun)
+    record = {**describe_start(job.read), "first_update": position.update}
+    run.write_json("record.json", [*(read_starts(run.path) if resumes else []), record])
+    run.open_metrics(position.update)
+    return record
+
+
+def save_checkpoint(
+    job: Job, engine: Engine, run: Optional[RunFolder], position: Position, callbacks: Callbacks
+) -> Optional[Path]:
+    """Take a checkpoint, for which every process gives its part; its folder, on the main one. Raises RunFault."""
+    held = engine.state()
+    if run is None or held is None:
+        return None
+    states = {"callbacks": callbacks.states()} if callbacks.own else {}
+    state = {**make_state(position, held.plain), **states}
+    folder = checkpoint.save(run.checkpoints, position.update, held.model, held.optimizer, state, describe_origin(job))
+    checkpoint.prune(run.checkpoints, job.config.checkpoint.keep, position.best_step, callbacks.best_steps())
+    return folder
+
+
+def restore_checkpoint(job: Job, out: Path, say: Callable[[str], None], callbacks: Callbacks) -> Position:
+    """Put the checkpoint that `job` goes on from into its model and optimizer, and into the callbacks; how far it had come.
+    Raises BadInput where it is not this run's, or not whole."""
+    path = out / "checkpoints" / f"step-{job.done}"
+    if not job.done:
+        say("the run ended before its first checkpoint: it starts from the beginning")
+        return Position()
+    held = checkpoint.load(path)
+    run_on_main(lambda: check_run(job, held, path))
+    with restore_random_states():
+        run_on_main(lambda: check_data(job, out))
+    if held.manifest is None:
+        say(f"{path}: of the earlier layout, which does not say whose run it is: that is not checked")
+    with job.numbers.whole(loads=True):
+        checkpoint.load_weights(job.model, held.model, str(path))
+    names = {parameter: name for name, parameter in job.trained().items()}
+    import_state(job.optimizer, names, held.optimizer, held.state["optimizer"])
+    callbacks.load(held.state.get("callbacks"))
+    position = read_position(held)
+    say(f"resuming after update {position.update} from {path}")
+    return position
+
+
+class RunEnd(NamedTuple):
+    """How a run ended. `tested`: by block, at the last evaluation; `profile`: of the stages' passes; `stopped`: why sooner than
+    planned; `record`: of how it began; `restored`: the step whose weights the model has afterwards, None: the newest."""
+
+    position: Position
+    final: Measured
+    tested: Sequence[Measured]
+    profile: Optional[StageSeconds]
+    stopped: Optional[str]
+    record: Dict[str, Any]
+    restored: Optional[int]
+
+
+def write_end(job: Job, engine: Engine, run: Optional[RunFolder], ended: RunEnd, say: Callable[[str], None]) -> Dict[str, Any]:
+    """Write what a run that has ended leaves, and say it; its summary, on every process."""
+    measured = engine.report()
+
+    def written() -> Dict[str, Any]:
+        assert run is not None and measured is not None
+        report = _write(job, run, ended, measured)
+        on_devices = not get_backend(job.config).emulates  # which in one process does the work of all
+        say(format_closing(report, run.path, predict_rate(job) if on_devices else None))
+        return report
+
+    return run_on_main(written)
+
+
+def _write(job: Job, run: RunFolder, ended: RunEnd, measured: Report) -> Dict[str, Any]:
+    has_clocks = measured.events is not None
+    costs = None if has_clocks else choose_stage_costs(job, ended.profile, ended.position)
+    report = summarize(job, ended.position, ended.final, measured, ended.tested, costs, ended.stopped)
+    if ended.restored is not None:
+        report["restored_step"] = ended.restored
+    if measured.times is None:
+        run.forget_trace()
+    if costs is not None and job.traced:
+        write_modelled_trace(job, run.path, costs)
+    elif job.traced:
+        write_measured_trace(job, run.path / "trace.json.gz", measured)
+    for name, value in (measured.files or {}).items():
+        run.write_json(name, value)
+    run.write_json("memory.json", build_memory_record(job, measured))
+    run.write_json("record.json", [*read_starts(run.path)[:-1], {**ended.record, "ended": get_timestamp()}])
+    run.write_json("summary.json", report)  # last: a run with a summary is finished
+    return report
+
+
+def restore_best_weights(job: Job, out: Path, step: int, newest: int, say: Callable[[str], None]) -> None:
+    """Put the weights of the checkpoint of `step` into the model, on every process that holds a whole one, and say it.
+    `newest`: the step whose weights it has. Raises BadInput where the checkpoint is not whole any more."""
+    path = out / "checkpoints" / f"step-{step}"
+    if step == newest:
+        say(f"the newest weights are the best: step {step}")
+        return
+    if are_joined() and not job.numbers.is_given:  # each process has its stage's, and no one the model
+        say(f"the best weights are those of step {step}: {path}")
+        return
+    weights, blocks = run_on_main(lambda: checkpoint.read_weights(path)), get_blocks(job.model)
+    with job.numbers.whole(loads=True):
+        checkpoint.load_weights(
+            job.model if blocks is None else blocks.model, weights, str(path)
+        )  # heads have done their work
+    say(f"the model has the best weights again, those of step {step}: {path}")
+
+
+class TrainingLoop:
     """One run in progress, on this process. Only the main one has a folder to write into."""
 
     def __init__(
         self, job: Job, out: Path, resume: bool, overwrite: bool, quiet: bool, callbacks: Sequence[Callback] = ()
     ) -> None:
         self.job = job
-        self.run: Optional[RunDir] = None
+        self.run: Optional[RunFolder] = None
 
         def open_folder() -> None:
-            self.run = RunDir(out, resume=resume, overwrite=overwrite)
+            self.run = RunFolder(out, resume=resume, overwrite=overwrite)
 
         run_on_main(open_folder)
         job.folder = out
@@ -55,20 +178,20 @@ class Run:
     def go(self) -> Dict[str, Any]:
         job = self.job
         if self.resume:
-            self.position = restore(job, self.out, self.progress.say, self.callbacks)
+            self.position = restore_checkpoint(job, self.out, self.progress.say, self.callbacks)
         position = self.position
-        record = begin(job, self.run, self.resume, position, self.progress.say) if self.run else {}
+        record = write_start(job, self.run, self.resume, position, self.progress.say) if self.run else {}
         self.progress.say(format_opening(job, position.update))
         engine = make_engine(job, position.update)
         try:
-            with keep_traceback_of(self.out), log_of(
+            with keep_traceback_of(self.out), open_log(
                 self.run, job.config.log.tensorboard, position.update, self.progress.say
             ) as log:
                 if position.update == 0:
                     position.initial = self._evaluate(engine, log)
                 final = self._train(engine, log)
                 if final is None:  # resumed after the last update, from a run killed before its summary was written
-                    final = self._evaluate(engine, nothing)
+                    final = self._evaluate(engine, log_nothing)
         except BaseException as error:
             with contextlib.suppress(Exception):  # the error that ended the run is the one to report
                 engine.abort()
@@ -83,10 +206,10 @@ class Run:
             if self.run:
                 self.run.close()
         restored = run_on_main(self.callbacks.restored_step)
-        ended = Ended(position, final, self.tested, profile, self.now.stopped, record, restored)
-        report = finish(job, engine, self.run, ended, self.progress.say)
+        ended = RunEnd(position, final, self.tested, profile, self.now.stopped, record, restored)
+        report = write_end(job, engine, self.run, ended, self.progress.say)
         if restored is not None:
-            restore_best(job, self.out, restored, position.update, self.progress.say)
+            restore_best_weights(job, self.out, restored, position.update, self.progress.say)
         with keep_traceback_of(self.out):
             self._call_back("on_end", engine)
         return report
@@ -182,7 +305,7 @@ class Run:
         return found
 
     def _save(self, engine: Engine) -> None:
-        folder = save(self.job, engine, self.run, self.position, self.callbacks)
+        folder = save_checkpoint(self.job, engine, self.run, self.position, self.callbacks)
         if folder is not None:
             self.now = replace(self.now, checkpoint=folder)
             self._call_back("on_checkpoint", engine)

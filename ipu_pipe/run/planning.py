@@ -6,20 +6,30 @@ left to the run: whether pieces of the model compute what the whole does, and wh
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple, Optional, Tuple
+
+import torch
 from torch import nn
 
 from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import OWN
+from ipu_pipe.data.batches import split_batch
+from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_units
+from ipu_pipe.job.import_strings import resolve_entry
+from ipu_pipe.job.outputs import make_take_of_heads
 from ipu_pipe.job.record import Job
-from ipu_pipe.model.nests import numbers
-from ipu_pipe.model.shapes import SMALL, shapes_only
-from ipu_pipe.run.build import build
-from ipu_pipe.run.callbacks import refuse_callbacks
+from ipu_pipe.model.nests import mapped, numbers, sample_count, size
+from ipu_pipe.model.shapes import SMALL, made_by_shape, shapes_only
+from ipu_pipe.plan.blocks import BlockUnits, count_blocks
+from ipu_pipe.run.build import build, set_up
+from ipu_pipe.run.callbacks import check_callbacks
+from ipu_pipe.run.factories import make_data, make_loss, make_model
 
 
-def planned(config: Config) -> Job:
+def build_for_planning(config: Config) -> Job:
     """The job that `config` describes, for its figures alone. Raises BadInput as `run.build.build` does."""
-    refuse_callbacks(config)
+    check_callbacks(config)
     if _may_be_shapes(config):
         try:
             with shapes_only():
@@ -40,3 +50,57 @@ def _tells(job: Job) -> bool:
     """Of few numbers all is computed as it is, and so it is where the CPU's own kernels keep other things (recurrent layers)."""
     held = numbers(job.example[0]) + sum(p.numel() for p in job.model.parameters())
     return held > SMALL and not any(isinstance(module, nn.RNNBase) for module in job.model.modules())
+
+
+class ConfigUnits(NamedTuple):
+    """The units, the bytes of a sample that enter the first, and what blocks of them cost beside them, where asked for."""
+
+    costed: CountedUnits
+    entering: float
+    blocks: Optional[BlockUnits] = None
+
+
+def count_config_units(config: Config, measured: bool = False, blocks: bool = False) -> ConfigUnits:
+    """Those of the model and its loss. Counted by shape, without memory for the weights where the model can be made so;
+    `measured`: timed here, with microbatches of the config's size and of twice that. `blocks`: for methods whose blocks have
+    losses of their own. Raises BadInput."""
+    if measured:
+        model, costed, x = _measured(config)
+    else:
+        model, costed, x = _counted(config)
+    entering = size(x) / sample_count(x)
+    if not blocks:
+        return ConfigUnits(costed, entering)
+    entry = config.method_args.head
+    head = resolve_entry(entry, "method_args.head") if entry else None
+    return ConfigUnits(costed, entering, count_blocks(model, x, costed.units, head, make_take_of_heads(config)))
+
+
+def _counted(config: Config) -> Tuple[nn.Module, CountedUnits, Any]:
+    loss = make_loss(config)
+    data = make_data(config)
+    x, y = split_batch(
+        data.train_batch(0, 0, 2), getattr(data, "labels", None), config.loss == OWN, getattr(loss, "asks", ())
+    )
+    try:
+        with made_by_shape():
+            model = make_model(config)
+        return model, count_units(model, mapped(_shape, x), (), loss, mapped(_shape, y)), x
+    except Exception:  # a model that is made from numbers, or looks at them: told below, if it is not that
+        model = make_model(config)
+        return model, count_units(model, x, (), loss, y), x
+
+
+def _shape(t: torch.Tensor) -> torch.Tensor:
+    return t.to("meta")
+
+
+def _measured(config: Config) -> Tuple[nn.Module, CountedUnits, Any]:
+    setup = set_up(config)
+    costed = None
+    for many in (config.micro_batch_size, 2 * config.micro_batch_size):
+        x, y = setup.ready(setup.data.train_batch(0, 0, many))
+        costed = costed or count_units(setup.model, x, (), setup.loss, y)
+        costed = measure_units(costed, setup.model, setup.loss, x, y)
+    assert costed is not None
+    return setup.model, costed, x

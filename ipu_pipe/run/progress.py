@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import itertools
+import os
+import socket
 import sys
 import time
-from typing import Callable, Iterator, Optional
+from pathlib import Path
+from typing import Any, BinaryIO, Callable, Iterator, Optional
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
+from ipu_pipe.errors import guard_writing
 from ipu_pipe.job.position import Measured
+from ipu_pipe.run.folder import RunFolder
 from ipu_pipe.text import escape_lines
 
 LINE_SECONDS = 30.0  # between lines where there is no terminal
@@ -113,3 +120,88 @@ class Progress:
 
 def _on_standard_error(text: str) -> None:
     print(escape_lines(text), file=sys.stderr, flush=True)
+
+
+Log = Callable[..., None]  # takes a record as keywords
+
+
+def log_nothing(**record: Any) -> None:
+    """Log nothing."""
+
+
+@contextlib.contextmanager
+def open_log(run: Optional[RunFolder], tensorboard: bool, done: int, say: Callable[[str], None]) -> Iterator[Log]:
+    """What logs a run's records into its folder; nothing where there is none (another process writes). `done`: updates that are
+    done already, whose scalars stay."""
+    if run is None:
+        yield log_nothing
+        return
+    if not tensorboard or not has_tensorboard():
+        if tensorboard:
+            say("TensorBoard is not installed (extra `board`): no scalars are written")
+        yield lambda **record: run.metric(record)
+        return
+
+    def log(**record: Any) -> None:
+        run.metric(record)
+        for name, value in record.items():
+            values = {f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
+            for key, number in values.items():
+                if name not in ("step", "epoch") and number is not None:
+                    scalars.add(key, number, record["step"])
+
+    with contextlib.closing(ScalarFile(run.path / "tensorboard", done + 1 if done else None)) as scalars:
+        yield log
+
+
+def has_tensorboard() -> bool:
+    """Whether TensorBoard's writer is installed."""
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+VERSION = "brain.Event:2"  # of the format, the first record of a file
+
+
+class ScalarFile:
+    """A new events file in `folder`. `purge_from`: TensorBoard is to forget what earlier files of the folder hold from that step
+    on (a resumed run makes it again). Raises RunFault where the disk refuses. Needs the package tensorboard."""
+
+    def __init__(self, folder: Path, purge_from: Optional[int] = None) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary, self._folder = event_pb2, summary_pb2, folder
+        with guard_writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = _new_file(folder)
+        self._records = RecordWriter(self._file)
+        self._write(event_pb2.Event(wall_time=time.time(), file_version=VERSION))
+        if purge_from is not None:
+            began = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(event_pb2.Event(wall_time=time.time(), step=purge_from, session_log=began))
+
+    def add(self, name: str, value: float, step: int) -> None:
+        """The value of `name` after update `step`, on disk when this returns. Raises RunFault."""
+        point = self._summary.Summary.Value(tag=name, simple_value=float(value))
+        summary = self._summary.Summary(value=[point])
+        self._write(self._event.Event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        """Close the file; nothing is waiting to be written."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _write(self, event: Any) -> None:
+        with guard_writing(self._folder):
+            self._records.write(event.SerializeToString())
+            self._records.flush()
+
+
+def _new_file(folder: Path) -> BinaryIO:
+    """By TensorBoard's own naming; the last number tells files of one process and second apart. TensorBoard reads a folder's
+    files in the order of their names."""
+    for number in itertools.count():
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
+        with contextlib.suppress(FileExistsError):
+            return open(folder / name, "xb")
+    raise AssertionError

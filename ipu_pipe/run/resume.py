@@ -22,22 +22,21 @@ from ipu_pipe.model.nests import copied
 from ipu_pipe.model.probe import undisturbed
 from ipu_pipe.report.provenance import compare_data
 from ipu_pipe.run import checkpoint
-from ipu_pipe.run.checkpoint import Checkpoint
-from ipu_pipe.run.folder import earlier_starts
-from ipu_pipe.run.manifest import Origin
+from ipu_pipe.run.checkpoint import Checkpoint, Origin
+from ipu_pipe.run.folder import read_starts
 
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # the user's, which a trial must not run
 
 
-def origin(job: Job) -> Origin:
+def describe_origin(job: Job) -> Origin:
     """Whose the checkpoints of `job` are."""
     return Origin(select_deciding(job.config.to_dict()), job.updates, [len(stage.parameters) for stage in job.part.stages])
 
 
-def choose(folder: Path, step: Optional[int]) -> int:
+def choose_step(folder: Path, step: Optional[int]) -> int:
     """The step of the checkpoint to go on from: the newest or the one of `step`; 0 if there is none. Raises BadInput."""
     try:
-        found = checkpoint.available(folder)
+        found = checkpoint.list_resumable(folder)
     except OSError as error:
         raise BadInput(f"--resume: {folder}: {error.strerror or error}") from None
     if step is None:
@@ -48,25 +47,25 @@ def choose(folder: Path, step: Optional[int]) -> int:
     return step
 
 
-def refuse_foreign_run(job: Job, held: Checkpoint, path: Path) -> None:
+def check_run(job: Job, held: Checkpoint, path: Path) -> None:
     """Refuse (BadInput) a checkpoint that is not this run's, or whose position or optimizer state cannot be."""
-    own = origin(job)
+    own = describe_origin(job)
     faults = _key_faults(job.config, held, own) or _position_faults(job, held, int(path.name.partition("-")[2]))
     if not faults:
         faults = _model_faults(job, held) + _optimizer_faults(job, held, own)
-    checkpoint.refuse(path, faults)
+    checkpoint.raise_faults(path, faults)
 
 
-def data_before(out: Path) -> Dict[str, Any]:
+def read_data_record(out: Path) -> Dict[str, Any]:
     """What the run in the folder `out` read of its data when it was last started, as far as its record says it."""
-    starts = earlier_starts(out)
+    starts = read_starts(out)
     found = starts[-1].get("data") if starts and isinstance(starts[-1], dict) else None
     return found if isinstance(found, dict) else {}
 
 
-def refuse_other_data(job: Job, out: Path) -> None:
+def check_data(job: Job, out: Path) -> None:
     """Refuse (BadInput) to go on with other data than the run in the folder `out` has read so far."""
-    faults = compare_data(job, data_before(out), job.read or {})
+    faults = compare_data(job, read_data_record(out), job.read or {})
     if faults:
         more = f", and {len(faults) - 1} more such" if len(faults) > 1 else ""
         raise BadInput(
@@ -75,7 +74,7 @@ def refuse_other_data(job: Job, out: Path) -> None:
         )
 
 
-def position_of(held: Checkpoint) -> Position:
+def read_position(held: Checkpoint) -> Position:
     """How far the run had come."""
     saved = held.state["position"]
     return Position(**{**saved, "initial": Measured.read(saved["initial"])})
@@ -196,7 +195,7 @@ def _optimizer_faults(job: Job, held: Checkpoint, own: Origin) -> List[str]:
         entries = saved.get(name, {})
         same_stages = held.manifest is not None and list(held.manifest.stages) == list(own.stages)
         needed = {**kept, **(ruled if same_stages else {})}  # a rule's entries follow its stage's lag
-        known = {**needed, **dict.fromkeys(job.rules.known_entries(), parameters[name])}
+        known = {**needed, **dict.fromkeys(job.rules.list_known_entries(), parameters[name])}
         found = _entry_faults(name, entries, needed, known)
         if not entries and found:
             silent.append((name, found))
@@ -278,6 +277,6 @@ def _moved(job: Job) -> List[str]:
     return moved
 
 
-def saved_state(at: Position, plain: Dict[str, Any]) -> Dict[str, Any]:
+def make_state(at: Position, plain: Dict[str, Any]) -> Dict[str, Any]:
     """What state.json says."""
     return {"position": asdict(at), "optimizer": plain}

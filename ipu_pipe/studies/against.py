@@ -21,10 +21,9 @@ from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import RunFault
 from ipu_pipe.files import write_json
-from ipu_pipe.run.folder import check_folder, finite
-from ipu_pipe.run.folder_lock import refuse_used
+from ipu_pipe.run.folder import check_folder, check_unlocked, replace_nonfinite
 from ipu_pipe.run.progress import Progress
-from ipu_pipe.run.training import check, reserved, train
+from ipu_pipe.run.train import check, reserve_folder, train
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import compute_utilization
 from ipu_pipe.studies.stories import Run, Summary, diverged, draw, planned_slots, record, run_of, stories
@@ -50,7 +49,7 @@ def train_against(
     counts = choices(other, accumulations)
     check(other, second, resume=again, overwrite=overwrite)
     run_on_main(lambda: _check_folders([folder_of(out, other.method, count) for count in counts], resume, overwrite))
-    with reserved(second, resume=again, overwrite=overwrite):
+    with reserve_folder(second, resume=again, overwrite=overwrite):
         first_summary = train(config, out, resume=resume, overwrite=overwrite, quiet=quiet)
     say(f"\nas many samples by {other.method}:")
     other = keep_recorded_stages(load_recorded(out / "config.yaml"), other)  # the same stages
@@ -68,7 +67,7 @@ def train_against(
     told = record(config, first_summary["model"]["stages"], both, timed)
 
     def leave() -> None:
-        write_json(out / "against.json", finite(told))
+        write_json(out / "against.json", replace_nonfinite(told))
         if importlib.util.find_spec("matplotlib") is not None:
             draw(told, out / "against.png")
 
@@ -79,7 +78,7 @@ def train_against(
 def _check_folders(folders: Sequence[Path], resume: bool, overwrite: bool) -> None:
     for folder in folders:
         check_folder(folder, resume and (folder / "config.yaml").exists(), overwrite)
-        refuse_used(folder)
+        check_unlocked(folder)
 
 
 def _timed(config: Config, folder: Path, resume: bool, overwrite: bool, quiet: bool, slots: float) -> Run:

@@ -20,9 +20,8 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.report.summary import plan_links, plan_shared_links
-from ipu_pipe.run.folder import check_folder
-from ipu_pipe.run.folder_lock import refuse_used
-from ipu_pipe.run.planning import planned
+from ipu_pipe.run.folder import check_folder, check_unlocked
+from ipu_pipe.run.planning import build_for_planning
 from ipu_pipe.schedule import timelines
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.methods import METHODS, resolve_method
@@ -52,7 +51,7 @@ def collect(
         launch(config, {"out": out, "methods": methods, "steps": steps, "rounds": rounds, "overwrite": overwrite})
     made: Dict[str, Job] = {}
     if list(methods) != [config.method]:  # one cut for all, the config's own, whatever their order
-        job = planned(emulated(of_method(config, config.method, steps)))
+        job = build_for_planning(emulated(of_method(config, config.method, steps)))
         part = job.part
         if not part.spread:
             made[config.method] = job
@@ -61,7 +60,7 @@ def collect(
     wished = {name: of_method(config, name, steps, boundaries) for name in methods}
     folders = {name: [out / name, *(out / name / f"round-{r}" for r in range(2, rounds + 1))] for name in wished}
     run_on_main(lambda: _check([folder for own in folders.values() for folder in own], overwrite))
-    jobs = {name: made.get(name) or planned(emulated(chosen)) for name, chosen in wished.items()}
+    jobs = {name: made.get(name) or build_for_planning(emulated(chosen)) for name, chosen in wished.items()}
     summaries: Dict[str, List[Dict[str, Any]]] = {name: [] for name in wished}
     for r in range(rounds if steps != 0 else 0):
         for name, chosen in wished.items():
@@ -93,7 +92,7 @@ def emulated(config: Config) -> Config:
 def _check(folders: Sequence[Path], overwrite: bool) -> None:
     for folder in folders:
         check_folder(folder, False, overwrite)
-        refuse_used(folder)
+        check_unlocked(folder)
 
 
 def _read_on_main(file: Path) -> Dict[str, Any]:

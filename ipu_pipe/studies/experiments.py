@@ -171,7 +171,7 @@ def _folder(label: str) -> str:
 
 def _work(config: Dict[str, Any], folder: str) -> Dict[str, Any]:
     """One run, in a process of its own: resumed if it was interrupted, read if it is finished."""
-    from ipu_pipe.run import training
+    from ipu_pipe.run import train
     from ipu_pipe.run.build import build
 
     out, start = Path(folder), time.monotonic()
@@ -182,7 +182,7 @@ def _work(config: Dict[str, Any], folder: str) -> Dict[str, Any]:
         return dict(json.loads(marker.read_text()))
     try:
         resume = (out / "config.yaml").exists() and not again
-        summary = training.train(settings, out, resume=resume, overwrite=again, quiet=True)
+        summary = train.train(settings, out, resume=resume, overwrite=again, quiet=True)
     except RunFault as error:
         if "loss is" not in str(error):
             raise

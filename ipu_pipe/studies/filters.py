@@ -23,7 +23,7 @@ WHITE = 255
 def read_weights(path: Path) -> Tuple[Path, Dict[str, torch.Tensor]]:
     """The file or checkpoint folder read, and its weights: `path` is a state dict's file, a checkpoint folder, or the folder of a
     run, of which the newest checkpoint counts. Raises BadInput."""
-    path = checkpoint.newest(path)
+    path = checkpoint.find_newest(path)
     return path, checkpoint.read_weights(path)
 
 

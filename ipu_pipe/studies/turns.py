@@ -14,8 +14,8 @@ from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.comparing import dump_config
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import RunFault
-from ipu_pipe.run.folder import finished_summary
-from ipu_pipe.run.training import train
+from ipu_pipe.run.folder import read_summary
+from ipu_pipe.run.train import train
 
 MARK = "error: "
 
@@ -44,7 +44,7 @@ def turn(config: Config, out: Path, processes: int, overwrite: bool = False) -> 
         done = subprocess.run(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, errors="replace"
         )
-    summary = finished_summary(out)
+    summary = read_summary(out)
     if done.returncode or summary is None:
         lines = done.stderr.splitlines()
         told = [line[len(MARK) :] for line in lines if line.startswith(MARK)] or lines[-1:]

@@ -13,8 +13,7 @@ from ipu_pipe.model import masters as low
 from ipu_pipe.model.masters import Masters
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.table import IntArray
-from ipu_pipe.update.rule import Follow, Reading, Rule, Setting, Step, Tensors
-from ipu_pipe.update.rules import acting
+from ipu_pipe.update.rules import Follow, Reading, Rule, Setting, Step, Tensors, select_rules
 
 Floats = NDArray[np.float64]
 
@@ -86,7 +85,7 @@ class UpdateRules:
         self.rounded = masters.pairs(own) if masters is not None else []  # (weight, master)
         self._rules: List[_Acting] = [
             (rule, [Setting(values, s, own, method, accumulate) for s, own in enumerate(lag.tolist())])
-            for rule, values in acting(args, method)
+            for rule, values in select_rules(args, method)
         ]
         self._every: List[int] = args.get("block_accumulation") or [1] * len(lag)
         self._count = len(lag)
@@ -103,7 +102,7 @@ class UpdateRules:
         """Names of what is kept of each parameter of the stage beside the optimizer's own state."""
         return [name for rule, setting in self._on(stage) if rule.state is not None for name in rule.state(setting)]
 
-    def known_entries(self) -> List[str]:
+    def list_known_entries(self) -> List[str]:
         """Names of what is kept on any stage, were its lag another."""
         found = [rule.state(settings[0]) for rule, settings in self._rules if rule.state is not None]
         return [name for names in found for name in names]
@@ -129,11 +128,11 @@ class UpdateRules:
             for pair in rule.read(setting, reading)
         ]
 
-    def forward_codes(self, versions: IntArray) -> IntArray:
+    def encode_forwards(self, versions: IntArray) -> IntArray:
         """How the forwards that read `versions` (P,) or (P, n) correct them."""
         return np.where(versions >= self.switch, self._wide(FORWARD, versions), PLAIN)
 
-    def backward_codes(self, versions: IntArray, forward: IntArray) -> IntArray:
+    def encode_backwards(self, versions: IntArray, forward: IntArray) -> IntArray:
         """How backwards (or recomputations) that read `versions` correct them, `forward` read by the forwards; same shapes."""
         if self._reads_lag:
             return np.where(versions >= self.switch, forward - versions, PLAIN)
@@ -143,7 +142,7 @@ class UpdateRules:
         codes = self._codes[code]
         return codes if like.ndim == 1 else codes[:, None]
 
-    def corrections(self, stage: int, code: int, version: int) -> List[Tuple[Tensors, float]]:
+    def compute_corrections(self, stage: int, code: int, version: int) -> List[Tuple[Tensors, float]]:
         """(x, c) pairs: the weights w of the *newest* version of a stage are corrected to w + c x by each; none where there is
         nothing to correct yet."""
         rate = self._stage_rate(stage, version, float(self._rate(version)))

@@ -12,13 +12,13 @@ from ipu_pipe.schedule.table import Kind, Schedule
 MARGIN = 1e-6  # added to a norm, as torch's own clipping does
 
 
-def gradient_norms(parameters: Iterable[torch.Tensor]) -> List[torch.Tensor]:
+def compute_gradient_norms(parameters: Iterable[torch.Tensor]) -> List[torch.Tensor]:
     """Euclidean norms of the gradients that there are, one tensor a kernel: where a stage has a process of its own and where it
     has none, the same kernels must give them (torch's own clipping takes all tensors of a GPU at once)."""
     return [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
 
 
-def scale_to(norm: float, parameters: Iterable[torch.Tensor], norms: Sequence[torch.Tensor]) -> None:
+def clip_to_norm(norm: float, parameters: Iterable[torch.Tensor], norms: Sequence[torch.Tensor]) -> None:
     """Scale gradients so that the norm of all of which `norms` are known, these and maybe others, is at most `norm`."""
     if not norms:
         return
@@ -32,9 +32,9 @@ def _multiply(parameters: Iterable[torch.Tensor], scale: Union[float, torch.Tens
             p.grad.mul_(scale.to(p.grad.device) if isinstance(scale, torch.Tensor) else scale)
 
 
-def own_norm(parameters: Iterable[torch.Tensor]) -> Optional[float]:
+def compute_norm(parameters: Iterable[torch.Tensor]) -> Optional[float]:
     """Euclidean norm of the gradients of these parameters; None where there is none."""
-    norms = gradient_norms(parameters)
+    norms = compute_gradient_norms(parameters)
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else None
 
 

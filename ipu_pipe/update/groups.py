@@ -22,7 +22,7 @@ _NORMS = (
 )
 
 
-def parameter_groups(model: nn.Module, part: Partition, no_decay: Union[str, Sequence[str]] = ()) -> Groups:
+def make_groups(model: nn.Module, part: Partition, no_decay: Union[str, Sequence[str]] = ()) -> Groups:
     """Parameter groups in stage order. Parameters whose names match `no_decay` (patterns as of a shell, or the word
     `norms_and_biases`) form a second group of their stage with `weight_decay` 0.
 
@@ -42,19 +42,19 @@ def parameter_groups(model: nn.Module, part: Partition, no_decay: Union[str, Seq
     return groups
 
 
-def trained(groups: Groups, changed: Callable[[nn.Parameter], nn.Parameter]) -> Groups:
+def replace_parameters(groups: Groups, changed: Callable[[nn.Parameter], nn.Parameter]) -> Groups:
     """The groups of what an optimizer changes in the place of the weights: of their masters, say."""
     return [{**group, "params": [changed(p) for p in group["params"]]} for group in groups]
 
 
-def stage_groups(groups: Groups, stage: int) -> Groups:
+def select_stage(groups: Groups, stage: int) -> Groups:
     """The groups of one stage alone, for a process that holds no other. A stage without weights gets an empty parameter,
     since optimizers want one."""
     own = [group for group in groups if group["stage"] == stage]
     return own or [{"params": [nn.Parameter(torch.zeros(0))], "stage": stage}]
 
 
-def only(groups: Groups, wanted: Set[int]) -> Groups:
+def select_parameters(groups: Groups, wanted: Set[int]) -> Groups:
     """The groups with those parameters alone whose id is in `wanted`."""
     kept = [{**group, "params": [p for p in group["params"] if id(p) in wanted]} for group in groups]
     return [group for group in kept if group["params"]]

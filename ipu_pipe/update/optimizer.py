@@ -5,17 +5,20 @@ and so by stage.
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable
+import inspect
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, cast
 
 import torch
+from torch import nn
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.text import describe_kind
 from ipu_pipe.update.groups import Groups
 
 OptimizerFactory = Callable[[Groups], torch.optim.Optimizer]
 
 
-def optimizer_factory(name: str, **settings: Any) -> OptimizerFactory:
+def make_factory_by_name(name: str, **settings: Any) -> OptimizerFactory:
     """`sgd`, `adam` or `adamw` of torch.optim with these settings, as a function of the parameter groups."""
     kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     if name not in kinds:
@@ -23,7 +26,159 @@ def optimizer_factory(name: str, **settings: Any) -> OptimizerFactory:
     return functools.partial(kinds[name], **settings)
 
 
-def kind(optimizer: torch.optim.Optimizer) -> str:
-    """sgd, adam or adamw for PyTorch's own classes, else the class's name: a subclass may step otherwise."""
-    kinds = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw"}
-    return kinds.get(type(optimizer), type(optimizer).__name__)
+KINDS = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw"}
+MOST_MOMENTS = 2  # assumed of optimizers that are not listed in `count_moments`
+
+
+def get_kind(optimizer: torch.optim.Optimizer) -> str:
+    """Return sgd, adam or adamw for PyTorch's own classes, else the name of the class: a subclass may step otherwise."""
+    return KINDS.get(type(optimizer), type(optimizer).__name__)
+
+
+def count_moments(kind: str, settings: Mapping[str, Any]) -> int:
+    """Return how many tensors of a parameter's shape an optimizer keeps for it.
+
+    `kind` is as `get_kind` returns it or as a config names it, `settings` are those of the parameter's group. This is the one
+    place that knows it: memory, planning and the papers' figures ask here.
+    """
+    name = kind.rpartition(".")[2].lower()
+    if name == "sgd":
+        return int(bool(settings.get("momentum")))
+    if name == "rmsprop":
+        return 1 + int(bool(settings.get("momentum"))) + int(bool(settings.get("centered")))
+    if name == "adagrad":
+        return 1
+    return MOST_MOMENTS + int(bool(settings.get("amsgrad")))
+
+
+ALLOWED = (
+    "a torch.optim class (with optimizer_args, or as (class, {...})), an optimizer, or a function of parameter groups"
+)
+
+
+def make_factory_of(given: Any, args: Optional[Mapping[str, Any]] = None) -> OptimizerFactory:
+    """What makes the optimizer that Python gave. Raises BadInput."""
+    if isinstance(given, tuple) and len(given) == 2 and inspect.isclass(given[0]) and isinstance(given[1], Mapping):
+        given, args = given[0], {**given[1], **(args or {})}
+    if isinstance(given, torch.optim.Optimizer):
+        if args:
+            raise BadInput("optimizer_args: not together with an optimizer that is made: its own settings are taken")
+        return _Like(given)
+    if (inspect.isclass(given) and not issubclass(given, torch.optim.Optimizer)) or not callable(given):
+        raise BadInput(f"optimizer: {describe_kind(given)}: must be {ALLOWED}")
+    return _Calling(given, dict(args or {}))
+
+
+class _Calling:
+    """A class or a function with its arguments; what it does not take is told in a line."""
+
+    def __init__(self, made_by: Any, args: Dict[str, Any]) -> None:
+        self._made_by, self._args = made_by, args
+
+    def __call__(self, groups: Groups) -> torch.optim.Optimizer:
+        named = self._made_by.func if isinstance(self._made_by, functools.partial) else self._made_by
+        if not self._args and not inspect.isclass(named):
+            return self._made_by(groups)  # type: ignore[no-any-return]
+        name = getattr(named, "__name__", type(named).__name__)
+        try:
+            if named is self._made_by:
+                inspect.signature(named).bind(groups, **self._args)
+            return self._made_by(groups, **self._args)  # type: ignore[no-any-return]
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"optimizer: {name}: {error}") from error
+
+
+class _Like:
+    """Makes an optimizer of the same class and settings as one that exists, of the same parameters."""
+
+    def __init__(self, own: torch.optim.Optimizer) -> None:
+        if own.state:
+            raise BadInput(
+                f"optimizer: {type(own).__name__}: has stepped already, and its state is not taken over: give a new one, or its"
+                " class and arguments"
+            )
+        self._kind, self._defaults = type(own), own.defaults
+        self._settings = {
+            id(p): (number, {key: value for key, value in group.items() if key not in ("params", "initial_lr")})
+            for number, group in enumerate(own.param_groups)
+            for p in group["params"]
+        }
+
+    def __call__(self, groups: Groups) -> torch.optim.Optimizer:
+        taken = inspect.signature(self._kind.__init__).parameters
+        usual = {key: value for key, value in self._defaults.items() if key in taken}
+        return self._kind([own for group in groups for own in self._divided(group)], **usual)
+
+    def _divided(self, group: Mapping[str, Any]) -> List[Dict[str, Any]]:
+        """A stage's group in those of the optimizer that is copied, in its order."""
+        others = {key: value for key, value in group.items() if key != "params"}
+        if not any(p.numel() for p in group["params"]):  # of a stage without weights
+            return [dict(group)]
+        missing = sum(id(p) not in self._settings for p in group["params"])
+        if missing:
+            raise BadInput(
+                f"optimizer: {self._kind.__name__}: does not hold {missing} of the {len(group['params'])} parameters of stage"
+                f" {group['stage']}: it must be made of those of the model that is given; what is not to be trained needs"
+                " requires_grad_(False)"
+            )
+        found: Dict[int, Dict[str, Any]] = {}
+        for p in group["params"]:
+            number, settings = self._settings[id(p)]
+            found.setdefault(number, {**settings, **others, "params": []})["params"].append(p)
+        return [found[number] for number in sorted(found)]
+
+
+def count_state_bytes(optimizer: torch.optim.Optimizer, stages: int) -> List[int]:
+    """Bytes of optimizer state (momentum, moments, step counts) held for each stage."""
+    held = [0] * stages
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, torch.Tensor):
+                    held[group["stage"]] += value.numel() * value.element_size()
+    return held
+
+
+def export_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
+) -> Tuple[Dict[str, torch.Tensor], Dict[str, Any]]:
+    """(tensors, plain values) of the optimizer's state, keyed `parameter/entry` by unsplit parameter names; of the parameters
+    that have one in `names`."""
+    tensors: Dict[str, torch.Tensor] = {}
+    plain: Dict[str, Any] = {}
+    for parameter, state in optimizer.state.items():
+        name = names.get(cast(nn.Parameter, parameter))
+        for entry, value in state.items() if name is not None else ():
+            key = f"{name}/{entry}"
+            if isinstance(value, torch.Tensor):
+                tensors[key] = value.detach()
+            else:
+                plain[key] = value
+    return tensors, plain
+
+
+def import_state(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[nn.Parameter, str],
+    tensors: Mapping[str, torch.Tensor],
+    plain: Mapping[str, Any],
+) -> None:
+    """Put back what `export_state` gave, whatever the number of stages was; of parameters that the optimizer holds."""
+    own = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    by_name = {name: parameter for parameter, name in names.items()}
+    entries: Dict[str, Dict[str, Any]] = {}
+    for key, value in [*tensors.items(), *plain.items()]:
+        name, _, entry = key.rpartition("/")
+        if name not in by_name:
+            raise BadInput(f"checkpoint: optimizer state of {name}: the model has no parameter of that name")
+        entries.setdefault(name, {})[entry] = value
+    for name, state in entries.items():
+        parameter = by_name[name]
+        if id(parameter) not in own:
+            continue
+        group = own[id(parameter)]
+        counts_there = bool(group.get("fused") or group.get("capturable"))  # others keep step counts on the CPU
+        for entry, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[entry] = value.to(parameter.device if entry != "step" or counts_there else "cpu")
+        optimizer.state[parameter] = state

@@ -4,10 +4,16 @@ from a rate or a schedule that is given."""
 from __future__ import annotations
 
 import math
-from typing import Any, Optional, Tuple
+import warnings
+from typing import Any, Callable, List, Optional, Tuple
+
+import torch
+
+from ipu_pipe.errors import BadInput, summarize
+from ipu_pipe.text import describe_kind
 
 
-def rate(settings: Any, base: float, k: int, updates: int, updates_per_epoch: Optional[int]) -> float:
+def compute_rate(settings: Any, base: float, k: int, updates: int, updates_per_epoch: Optional[int]) -> float:
     """Learning rate of update k of `updates` in all, both counted from 0.
 
     `settings` has `name`, `warmup_steps` w, `milestones` (in epochs) and `gamma`. With t = (k - w) / (updates - w), the
@@ -31,14 +37,89 @@ def rate(settings: Any, base: float, k: int, updates: int, updates_per_epoch: Op
     return base * factor
 
 
-def scaled_for_update_size(lr: float, momentum: float, reference: int, size: int) -> Tuple[float, float]:
+def scale_for_update_size(lr: float, momentum: float, reference: int, size: int) -> Tuple[float, float]:
     """(lr, momentum) for updates of `size` samples from those for `reference` samples: m = m_r^(N/N_r),
     lr = lr_r (1 - m) N / ((1 - m_r) N_r) (Chiley et al. 2019; Kosson et al. 2021, equation 9)."""
     scaled = momentum ** (size / reference) if momentum else 0.0
     return lr * (1 - scaled) * size / ((1 - momentum) * reference), scaled
 
 
-def anneal_default(first_milestone: Optional[int], warmup: int, updates: int) -> int:
+def choose_anneal_updates(first_milestone: Optional[int], warmup: int, updates: int) -> int:
     """K where none is given, in updates: a quarter of the first constant phase of a step schedule, or 5 x the linear warm-up,
     or a quarter of the run (PipeMare, section 3.1)."""
     return max(first_milestone // 4 if first_milestone else 5 * warmup if warmup else math.ceil(updates / 4), 1)
+
+
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]  # gives a torch.optim.lr_scheduler
+KEY = "lr_schedule"
+
+
+def play_scheduler(
+    make: SchedulerFactory, optimizer: torch.optim.Optimizer, base: float, updates: int, every: int = 1
+) -> List[float]:
+    """The rate of each of so many updates. `optimizer`: the run's, with the rate `base`, left as it is; `every`: updates after
+    which the scheduler is stepped. Raises BadInput."""
+    like = _stand_in(optimizer, base)
+    (group,) = like.param_groups
+    kept = _others(group)
+    rates: List[float] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            scheduler = make(like)
+            _refuse_odd(scheduler, like)
+            for k in range(updates):
+                if k and k % every == 0:
+                    like.step()
+                    scheduler.step()
+                rates.append(float(group["lr"]))
+                if _others(group, kept) != kept:
+                    break
+        except BadInput:
+            raise
+        except Exception as error:  # whatever the scheduler raises, such as one that was planned shorter
+            raise BadInput(f"{KEY}: {_name(make)}: at update {len(rates)} of {updates}: {summarize(error)}") from error
+    moved = [key for key in kept if group[key] != kept[key]]
+    if moved:
+        raise BadInput(
+            f"{KEY}: {type(scheduler).__name__}: changes {' and '.join(moved)}: a schedule here sets the learning rate alone"
+            " (cycle_momentum=False)"
+        )
+    if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
+        raise BadInput(f"{KEY}: {type(scheduler).__name__}: gives rates that are no numbers >= 0")
+    return rates
+
+
+def _stand_in(optimizer: torch.optim.Optimizer, base: float) -> torch.optim.Optimizer:
+    """An optimizer of one parameter with the run's settings, those of its first group, and the rate `base`."""
+    like = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base)
+    like.defaults = dict(optimizer.defaults)
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "stage")}
+    like.param_groups[0].update({"momentum": 0.0, **settings, "lr": base})
+    return like
+
+
+def _others(group: Any, known: Any = None) -> Any:
+    """All settings but the rate; of those that `known` has."""
+    left = ("params", "lr", "initial_lr")
+    return {key: value for key, value in group.items() if key not in left and (known is None or key in known)}
+
+
+def _refuse_odd(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    kind = type(scheduler).__name__
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise BadInput(
+            f"{KEY}: {kind}: follows what evaluations measure; here a rate is a function of the update alone, as rules that"
+            " change it and resumed runs need: use another scheduler, or early_stopping"
+        )
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        raise BadInput(
+            f"{KEY}: gave {describe_kind(scheduler)}, must give a torch.optim.lr_scheduler of the optimizer that it is given"
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise BadInput(f"{KEY}: {kind}: is of another optimizer: must be made of the one that it is given")
+
+
+def _name(make: Any) -> str:
+    made_by = getattr(make, "func", make)
+    return str(getattr(made_by, "__name__", type(made_by).__name__))

@@ -1,24 +1,99 @@
-"""The table of update rules that tame staleness: what they do to a gradient, a rate, a step, and to the weights that passes read.
+"""What an update rule is: a row with its key, source and equation, and a pure function for each thing that it changes.
 
-What each function of a row is given and gives is in ipu_pipe.update.rule. Three rules correct the weights w of a version when a
-pass reads it, each to w + c x with x kept beside the optimizer's state: the velocity, the difference or the accumulator:
+A rule acts on each stage by that stage's lag D, in updates, over any torch.optim optimizer that it is defined on. An update
+applies the rules in the order of their table, and each of these in turn:
 
-    weight_prediction    forward     w - lr T v, or w + T (w_t - w_{t-1})
-    spectrain            both        w - lr T v, T by pass
-    t2                   backward    w - (lag of this pass) delta, recomputation likewise
+    gradient    g <- gradient(g)                                                     (then clipping)
+    rate        lr <- rate(lr, k)
+    step        the optimizer's own step, then w <- w + c x for each (x, c) of step(velocity, g)
+    state       each entry kept beside the optimizer's <- its own function of what it was and of w_{t+1} - w_t
+
+and a pass that reads a version of the weights w gets w + c x for each (entry, c) of `read`, x the optimizer's state of that
+name *at that version*. The functions know nothing of stages other than theirs, nor of one another.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
 from ipu_pipe.schedule.methods import Method, Pipeline, Reads
 from ipu_pipe.stability import recurrences
-from ipu_pipe.update.rule import Follow, Reading, Rule, Setting, Tensors
+
+Tensors = List[torch.Tensor]  # one for each parameter of a stage that it is about
+
+
+class Setting(NamedTuple):
+    """A rule as it is set for one stage of a run. `values`: of its key in method_args; `lag`: D of the stage, in updates
+    (`VersionTable.rule_lag`); `accumulate`: N."""
+
+    values: Any
+    stage: int
+    lag: float
+    method: Method
+    accumulate: int
+
+
+class Reading(NamedTuple):
+    """A pass about to read a version. `is_forward`: or else a backward or a recomputation; `lag`: of this backward, in updates,
+    where the rule asks for it (`reads_lag`), else 0; `rate`: the learning rate of the update that is next at that version."""
+
+    is_forward: bool
+    lag: int = 0
+    rate: float = 0.0
+
+
+# (what an entry was, w_{t+1} - w_t) -> what it is; the old value is given away, the step is not but may be kept
+Follow = Callable[[Tensors, Tensors], Tensors]
+# (setting, options of the optimizer's group, velocity, gradients) -> (x, c) pairs
+Step = Callable[[Setting, Mapping[str, Any], Tensors, Tensors], List[Tuple[Tensors, float]]]
+
+
+def _own_key(rule: Rule, args: Mapping[str, Any], method: Method) -> Any:
+    return args.get(rule.key)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule. All functions are optional; those on tensors may write into tensors that are said to be given away.
+
+    `set_by(rule, args, method)`: the rule's settings in a run with these method_args (resolved), None where it does not act.
+    `method_faults(settings, method, keys of the rules that act)` and `optimizer_faults(settings, kind, options)`, kind being
+    sgd, adam or adamw: why it cannot.
+
+    `gradient(setting, gradients)` -> gradients; the given ones are given away.
+    `rate(setting, rate, k)` -> rate of update k, counted from the switch to asynchronous training.
+    `step(setting, options, velocity, gradients)` -> (x, c) pairs; `options`: the optimizer's, of the parameters' group;
+    `gradients`: before the step, with the optimizer's weight decay, as the velocity has it.
+    `state(setting)` -> the entries kept on the stage beside the optimizer's state, tensors in the parameters' shapes that
+    begin at 0, and how each follows the steps. Memory is counted and checkpoints are checked by these names.
+    `read(setting, reading)` -> (entry, c) pairs; coefficients of 0 correct nothing.
+    """
+
+    key: str  # in method_args, if it has one there
+    source: str
+    equation: str
+    set_by: Callable[[Rule, Mapping[str, Any], Method], Any] = _own_key
+    method_faults: Optional[Callable[[Any, Method, Sequence[str]], List[str]]] = None
+    optimizer_faults: Optional[Callable[[Any, str, Mapping[str, Any]], List[str]]] = None
+
+    gradient: Optional[Callable[[Setting, Tensors], Tensors]] = None
+    rate: Optional[Callable[[Setting, float, int], float]] = None
+    step: Optional[Step] = None
+    state: Optional[Callable[[Setting], Mapping[str, Follow]]] = None
+    read: Optional[Callable[[Setting, Reading], List[Tuple[str, float]]]] = None
+
+    needs_lag: bool = True  # a stage without lag is left alone, to the last bit
+    reads_lag: bool = False  # its `read` of a backward goes by the lag of that pass
+
+    def acts_on(self, setting: Setting) -> bool:
+        """Whether it does anything on the stage."""
+        return bool(setting.lag) or not self.needs_lag
+
 
 OPTIMAL = "optimal"
 VELOCITY = "momentum_buffer"  # in the state of torch.optim.SGD
@@ -27,20 +102,20 @@ VELOCITY = "momentum_buffer"  # in the state of torch.optim.SGD
 # ---- gradients and rates
 
 
-def shrunk(setting: Setting, gradients: Tensors) -> Tensors:
+def shrink_gradients(setting: Setting, gradients: Tensors) -> Tensors:
     """Gradients times c^D."""
     torch._foreach_mul_(gradients, float(setting.values["factor"]) ** setting.lag)
     return gradients
 
 
-def rescheduled(setting: Setting, rate: float, k: int) -> float:
+def reschedule_rate(setting: Setting, rate: float, k: int) -> float:
     """lr / max(D, 1)^p, p = 1 - min(k / K, 1)."""
     power = 1 - min(k / setting.values["anneal_updates"], 1.0)
     # Python's own power: NumPy's may differ in the last bit from machine to machine
     return rate / max(setting.lag, 1.0) ** power
 
 
-def block_rate(setting: Setting, rate: float, k: int) -> float:
+def scale_block_rate(setting: Setting, rate: float, k: int) -> float:
     """The block's factor times lr."""
     return rate * float(setting.values[setting.stage])
 
@@ -60,18 +135,18 @@ def _momentum_sgd_faults(key: str, settings: Any, kind: str, options: Mapping[st
     ]
 
 
-def spike_coefficients(setting: Setting, momentum: float) -> Tuple[float, float]:
+def compute_spike_coefficients(setting: Setting, momentum: float) -> Tuple[float, float]:
     """(a, b) of a stage: SC_kD with a = m^(kD), b = (1 - m^(kD)) / (1 - m), or any a and b."""
     if setting.values.get("a") is not None:
         return float(setting.values["a"]), float(setting.values["b"])
     return recurrences.compute_spike_coefficients(momentum, setting.values["scale"] * setting.lag)
 
 
-def compensated(
+def compensate_spike(
     setting: Setting, options: Mapping[str, Any], velocity: Tensors, gradients: Tensors
 ) -> List[Tuple[Tensors, float]]:
     """What makes w - lr v_{t+1}, the optimizer's own step, into w - lr (a v_{t+1} + b g_t)."""
-    a, b = spike_coefficients(setting, options["momentum"])
+    a, b = compute_spike_coefficients(setting, options["momentum"])
     return [(velocity, options["lr"] * (1 - a)), (gradients, -options["lr"] * b)]
 
 
@@ -80,15 +155,15 @@ def compensated(
 DELTA = "t2_delta"
 
 
-def discrepancy_decay(setting: Setting) -> float:
+def compute_discrepancy_decay(setting: Setting) -> float:
     """gamma: decay^(1/D), or, with decay `optimal`, 1 - 2/(D + 1), the optimum on a quadratic."""
     decay = setting.values["decay"]
     return recurrences.compute_discrepancy_decay(None if decay == OPTIMAL else decay, max(setting.lag, 1.0))
 
 
-def discrepancy_state(setting: Setting) -> Mapping[str, Follow]:
+def track_discrepancy(setting: Setting) -> Mapping[str, Follow]:
     """delta <- gamma delta + (1 - gamma) (w_{t+1} - w_t)."""
-    gamma = discrepancy_decay(setting)
+    gamma = compute_discrepancy_decay(setting)
 
     def follow(delta: Tensors, step: Tensors) -> Tensors:
         torch._foreach_mul_(delta, gamma)
@@ -98,12 +173,12 @@ def discrepancy_state(setting: Setting) -> Mapping[str, Follow]:
     return {DELTA: follow}
 
 
-def discrepancy_read(setting: Setting, reading: Reading) -> List[Tuple[str, float]]:
+def read_discrepancy(setting: Setting, reading: Reading) -> List[Tuple[str, float]]:
     """w - n delta in a backward."""
     return [] if reading.is_forward else [(DELTA, -float(reading.lag))]
 
 
-def discrepancy_faults(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
+def check_discrepancy(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
     """Both passes must read other weights, and nothing else make up for it."""
     if method.backward_reads is not Reads.NEWEST:
         return [
@@ -119,12 +194,12 @@ def discrepancy_faults(settings: Any, method: Method, given: Sequence[str]) -> L
 LAST_STEP = "last_step"
 
 
-def prediction_state(setting: Setting) -> Mapping[str, Follow]:
+def track_last_step(setting: Setting) -> Mapping[str, Follow]:
     """Of the form `difference`: w_t - w_{t-1}."""
     return {LAST_STEP: lambda _, step: step} if setting.values["form"] == "difference" else {}
 
 
-def prediction_read(setting: Setting, reading: Reading) -> List[Tuple[str, float]]:
+def read_prediction(setting: Setting, reading: Reading) -> List[Tuple[str, float]]:
     """w - lr T v (`velocity`) or w + T (w_t - w_{t-1}) (`difference`) in a forward, T = scale D."""
     horizon = setting.values["scale"] * setting.lag if reading.is_forward else 0.0
     if setting.values["form"] == "difference":
@@ -132,7 +207,7 @@ def prediction_read(setting: Setting, reading: Reading) -> List[Tuple[str, float
     return [(VELOCITY, -reading.rate * horizon)]
 
 
-def prediction_faults(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
+def check_prediction(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
     """It predicts once, and no paper defines it for recomputation."""
     if method.predicts:
         return [f"method_args.weight_prediction: {method.name} is a weight prediction by itself"]
@@ -141,7 +216,7 @@ def prediction_faults(settings: Any, method: Method, given: Sequence[str]) -> Li
     return []
 
 
-def prediction_optimizer_faults(settings: Any, kind: str, options: Mapping[str, Any]) -> List[str]:
+def check_prediction_optimizer(settings: Any, kind: str, options: Mapping[str, Any]) -> List[str]:
     """The form `velocity` needs one."""
     if settings["form"] == "difference":
         return []
@@ -156,12 +231,12 @@ def prediction_optimizer_faults(settings: Any, kind: str, options: Mapping[str, 
 # ---- SpecTrain: stage s predicts the weights of the time at which the first stage's backward of that microbatch ends
 
 
-def spectrain_settings(rule: Rule, args: Mapping[str, Any], method: Method) -> Optional[Dict[str, Any]]:
+def get_spectrain_settings(rule: Rule, args: Mapping[str, Any], method: Method) -> Optional[Dict[str, Any]]:
     """It is a method's own prediction, not one that is added."""
     return {"form": "velocity", "scale": 1.0} if method.predicts else None
 
 
-def spectrain_horizon(setting: Setting, is_forward: bool) -> float:
+def compute_spectrain_horizon(setting: Setting, is_forward: bool) -> float:
     """T: from the backward that time is s steps away (dataflow), s/2 updates (1F1B); the forward is the stage's lag D earlier
     still."""
     steps = setting.stage / (1 if setting.method.pipeline is Pipeline.DATAFLOW else 2)
@@ -169,28 +244,28 @@ def spectrain_horizon(setting: Setting, is_forward: bool) -> float:
     return setting.lag + ahead if is_forward else ahead
 
 
-def spectrain_read(setting: Setting, reading: Reading) -> List[Tuple[str, float]]:
+def read_spectrain(setting: Setting, reading: Reading) -> List[Tuple[str, float]]:
     """w - lr T v in both passes."""
-    return [(VELOCITY, -reading.rate * spectrain_horizon(setting, reading.is_forward))]
+    return [(VELOCITY, -reading.rate * compute_spectrain_horizon(setting, reading.is_forward))]
 
 
-def spectrain_optimizer_faults(settings: Any, kind: str, options: Mapping[str, Any]) -> List[str]:
+def check_spectrain_optimizer(settings: Any, kind: str, options: Mapping[str, Any]) -> List[str]:
     """As for a prediction by velocity, which here the method asks for."""
     return [
         fault.replace("method_args.weight_prediction", "method").replace(": use form: difference", "")
-        for fault in prediction_optimizer_faults(settings, kind, options)
+        for fault in check_prediction_optimizer(settings, kind, options)
     ]
 
 
 # ---- NAG-RPD: x_hat = x + beta (x - x of the iterate before), where that one changed the block
 
 
-def nag_settings(rule: Rule, args: Mapping[str, Any], method: Method) -> Any:
+def get_nag_settings(rule: Rule, args: Mapping[str, Any], method: Method) -> Any:
     """beta."""
     return None if method.history is None else method.history.nag
 
 
-def nag_read(setting: Setting, reading: Reading) -> List[Tuple[str, float]]:
+def read_nag(setting: Setting, reading: Reading) -> List[Tuple[str, float]]:
     """w_t + beta (w_t - w_{t-1}) in both passes."""
     return [(LAST_STEP, setting.values)]
 
@@ -203,51 +278,51 @@ def _table(*rules: Rule) -> Dict[str, Rule]:
 
 
 RULES: Dict[str, Rule] = _table(
-    Rule("gradient_shrinking", "Zhuang et al. 2019, as cited by Kosson et al. 2021", "g <- c^D g", gradient=shrunk),
+    Rule("gradient_shrinking", "Zhuang et al. 2019, as cited by Kosson et al. 2021", "g <- c^D g", gradient=shrink_gradients),
     Rule(
         "t1", "PipeMare (Yang et al. 2021), section 3.1, T1", "lr_i = lr / tau_i^p, p = 1 - min(k/K, 1)",
-        rate=rescheduled,
+        rate=reschedule_rate,
     ),
     Rule(
         "spike_compensation", "Kosson et al. 2021, section 3.2", "v <- m v + g; w <- w - lr (a v + b g)",
-        step=compensated,
+        step=compensate_spike,
         optimizer_faults=functools.partial(_momentum_sgd_faults, "spike_compensation"),
     ),
     Rule(
         "t2", "PipeMare (Yang et al. 2021), section 3.2, T2",
         "u = w - (tau_fwd - tau_bkwd) delta; delta <- gamma delta + (1 - gamma) (w_{t+1} - w_t)",
-        state=discrepancy_state, read=discrepancy_read, reads_lag=True, method_faults=discrepancy_faults,
+        state=track_discrepancy, read=read_discrepancy, reads_lag=True, method_faults=check_discrepancy,
     ),
     Rule(
         "weight_prediction", "Kosson et al. 2021, section 3.3", "forward reads w - lr T v, or w + T (w_t - w_{t-1})",
-        state=prediction_state, read=prediction_read,
-        method_faults=prediction_faults, optimizer_faults=prediction_optimizer_faults,
+        state=track_last_step, read=read_prediction,
+        method_faults=check_prediction, optimizer_faults=check_prediction_optimizer,
     ),
     Rule(
         "block_rates", "each block its own (Laskin et al. 2020, section 3)", "lr_i = f_i lr",
-        rate=block_rate, needs_lag=False,
+        rate=scale_block_rate, needs_lag=False,
     ),
     Rule(
         "spectrain", "Chen et al. 2018 (SpecTrain), in the form of Kosson et al. 2021",
         "both passes read w - lr T v; T = s (backward), D + s (forward)",
-        set_by=spectrain_settings, read=spectrain_read, needs_lag=False, optimizer_faults=spectrain_optimizer_faults,
+        set_by=get_spectrain_settings, read=read_spectrain, needs_lag=False, optimizer_faults=check_spectrain_optimizer,
     ),
     Rule(
         "nag", "the randomized PipeDream paper, appendix I", "both passes read x_(k-d) + beta (x_(k-d) - x_(k-d-1))",
-        set_by=nag_settings, state=lambda setting: {LAST_STEP: lambda _, step: step}, read=nag_read, needs_lag=False,
+        set_by=get_nag_settings, state=lambda setting: {LAST_STEP: lambda _, step: step}, read=read_nag, needs_lag=False,
     ),
 )  # fmt: skip
 
 
-def acting(args: Mapping[str, Any], method: Method) -> List[Tuple[Rule, Any]]:
+def select_rules(args: Mapping[str, Any], method: Method) -> List[Tuple[Rule, Any]]:
     """The rules that act in a run with these method_args (resolved), with their settings, in order."""
     found = [(rule, rule.set_by(rule, args, method)) for rule in RULES.values()]
     return [(rule, settings) for rule, settings in found if settings is not None]
 
 
-def faults(args: Mapping[str, Any], method: Method, kind: str, options: Mapping[str, Any]) -> List[str]:
+def find_faults(args: Mapping[str, Any], method: Method, kind: str, options: Mapping[str, Any]) -> List[str]:
     """Why the rules in `args` (method_args, resolved) cannot act together with this method and optimizer; empty if they can."""
-    chosen = acting(args, method)
+    chosen = select_rules(args, method)
     given = [rule.key for rule, _ in chosen]
     if not method.is_stale:
         idle = [rule.key for rule, _ in chosen if rule.needs_lag]

@@ -20,7 +20,7 @@ from ipu_pipe.job.placing import place_whole
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
-from ipu_pipe.update.state import export_state, optimizer_bytes
+from ipu_pipe.update.optimizer import count_state_bytes, export_state
 
 
 class EmulatorEngine(Engine):
@@ -67,7 +67,7 @@ class EmulatorEngine(Engine):
         return CheckpointState(model, *export_state(self.job.optimizer, self.names))
 
     def report(self) -> Optional[Report]:
-        state = optimizer_bytes(self.job.optimizer, len(self.job.part))
+        state = count_state_bytes(self.job.optimizer, len(self.job.part))
         held = [own + masters for own, masters in zip(state, self.job.master_bytes())]
         model, versions = self.job.model, self._emulator.peak_bytes
         trained = [p for p in self.job.trained().values() if p.requires_grad]

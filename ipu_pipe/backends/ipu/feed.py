@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from ipu_pipe.backends.ipu.options import named
 from ipu_pipe.config.schema import Config
 from ipu_pipe.data import DataSource
-from ipu_pipe.data.batches import divided
+from ipu_pipe.data.batches import split_batch
 from ipu_pipe.errors import BadInput, RunFault, summarize
 from ipu_pipe.job.ipu.config import DataLoading
 
@@ -69,7 +69,7 @@ class Calls(Dataset):  # type: ignore[type-arg]
         config = self._config
         assert self._per_epoch is not None  # the backend's check
         epoch, within = divmod(m, self._per_epoch * config.gradient_accumulation)
-        return divided(self._data.train_batch(epoch, within * config.replicas + replica, config.micro_batch_size))
+        return split_batch(self._data.train_batch(epoch, within * config.replicas + replica, config.micro_batch_size))
 
 
 class Reporting(Dataset):  # type: ignore[type-arg]

@@ -14,7 +14,7 @@ from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.mail import THROUGH_CHANNELS
 from ipu_pipe.backends.processes.place import Place
 from ipu_pipe.backends.processes.ties import Ties, ties_of
-from ipu_pipe.data.batches import checksum
+from ipu_pipe.data.batches import compute_checksum
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.cutting import Piece, crossings
@@ -63,7 +63,7 @@ def cut_out(job: Job, layout: Layout) -> Tuple[Place, List[Piece]]:
 
     def source(m: int) -> Tuple[Any, Any]:
         batch = job.read_microbatch(m, layout.replica) if own is None else job.read_microbatch(m // own, m % own)
-        checksums[m] = checksum(batch)
+        checksums[m] = compute_checksum(batch)
         x, y = job.ready(batch)
         refuse_other_shapes(x, job.example[0], m)
         return x, y

@@ -41,7 +41,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.uncompiled import import_compiler
 from ipu_pipe.text import list_some
-from ipu_pipe.update.rules import acting
+from ipu_pipe.update.rules import select_rules
 
 
 class ProcessEngine(Engine):
@@ -183,7 +183,7 @@ def _corrected(job: Job) -> List[str]:
     """A rule corrects the weights that a forward reads by what the stage keeps that holds them."""
     if not job.part.shared:
         return []
-    keys = [rule.key for rule, _ in acting(job.config.method_settings(), job.method) if rule.read is not None]
+    keys = [rule.key for rule, _ in select_rules(job.config.method_settings(), job.method) if rule.read is not None]
     return [
         f"method_args.{key}: corrects {list_some(list(job.part.shared))}, which several stages use, by what one of them keeps:"
         " use backend.name: emulator, or untie them"

@@ -15,7 +15,7 @@ from ipu_pipe.backends.processes.layout import Layout
 from ipu_pipe.backends.processes.losses import DRAW_ALIKE
 from ipu_pipe.backends.processes.player import RowPlayer
 from ipu_pipe.backends.processes.stopping import Stopping
-from ipu_pipe.data.batches import checksum
+from ipu_pipe.data.batches import compute_checksum
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import Tally, test_batches
 from ipu_pipe.job.position import Measured
@@ -63,7 +63,7 @@ class Evaluation:
         tally, place, s, read = Tally.of(self._job), self._place, self._place.layout.stage, 0
         for x, y in test_batches(self._job):
             value: Any = x
-            read = checksum((x, labels_of(y)), read)
+            read = compute_checksum((x, labels_of(y)), read)
             cut = place.piece.cut
             with contextlib.nullcontext() if cut.is_prepared(x, training=False) else zeros_instead(self._forgotten):
                 crossings = cut.prepare(x, training=False)

@@ -17,7 +17,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.model.cutting import Piece
 from ipu_pipe.trace.events import Trace, concatenate_counters, concatenate_events
-from ipu_pipe.update import state
+from ipu_pipe.update import optimizer
 
 Value = TypeVar("Value")
 Traffic = Dict[int, Tuple[int, int]]  # target stage -> bytes, messages
@@ -35,7 +35,7 @@ def stage_state(job: Job, place: Place, names: Dict[nn.Parameter, str]) -> Check
     """A stage's own, on the host. `names`: of all that an optimizer of the model trains."""
     here = [*place.piece.tensors(), *(place.head.parameters() if place.head is not None else ())]
     own = {id(job.numbers.trained(p)) for p in here if isinstance(p, nn.Parameter)}
-    tensors, plain = state.export_state(job.optimizer, {p: name for p, name in names.items() if id(p) in own})
+    tensors, plain = optimizer.export_state(job.optimizer, {p: name for p, name in names.items() if id(p) in own})
     with job.numbers.whole():
         model = {key: value.detach().cpu() for key, value in place.piece.state().items()}
     if place.head is not None:
@@ -89,7 +89,7 @@ class StageReport(NamedTuple):
 def stage_report(job: Job, player: RowPlayer, trace: Optional[Trace]) -> StageReport:
     """This rank's; `trace`: what it recorded, by rank 0's clock."""
     # of the layer behind, too, where it is shared
-    held = sum(state.optimizer_bytes(job.optimizer, player.place.layout.depth)) + player.memory.masters
+    held = sum(optimizer.count_state_bytes(job.optimizer, player.place.layout.depth)) + player.memory.masters
     timeline = player.mail.timeline
     return StageReport(
         held, player.version_bytes, timeline.sent, timeline.shared, timeline.times, player.memory.peaks, trace

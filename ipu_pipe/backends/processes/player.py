@@ -196,7 +196,7 @@ def _rehearse(work: Work, place: Place, passes: Passes, parameters: Sequence[tor
         with counters_kept(parameters):
             rules.step(
                 max(passes.update, rules.switch),
-                lambda: clipping.scale_to(bound, parameters, clipping.gradient_norms(parameters)),
+                lambda: clipping.clip_to_norm(bound, parameters, clipping.compute_gradient_norms(parameters)),
             )
         if place.device.type == "cuda":
             torch.cuda.synchronize()

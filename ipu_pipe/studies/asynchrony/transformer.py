@@ -33,7 +33,7 @@ def transformer_runs(seed: int, slots: int = SLOTS) -> List[Run]:
 
 def _run(label: str, method: str, args: Dict[str, Any], steps: int, width: int, slots: int, seed: int) -> Run:
     """One training run; its loss is the mean over the microbatches of the last `WINDOW` or so before each point."""
-    from ipu_pipe.run.training import train  # torch and all the rest
+    from ipu_pipe.run.train import train  # torch and all the rest
 
     config = configure(
         model={"entry": "models.transformer:transformer_lm", "args": MODEL},

@@ -21,9 +21,8 @@ from ipu_pipe.model.outputs import OfOutput, OwnLoss
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.text import list_some
 from ipu_pipe.update import optimizer as update
-from ipu_pipe.update.given_optimizer import factory_of
-from ipu_pipe.update.playing import SchedulerFactory
-from ipu_pipe.update.rates import scaled_for_update_size
+from ipu_pipe.update.optimizer import make_factory_of
+from ipu_pipe.update.rates import SchedulerFactory, scale_for_update_size
 
 
 def make_model(config: Config) -> nn.Module:
@@ -42,7 +41,7 @@ WRAPPERS = {
 }  # fmt: skip
 
 
-def refuse_wrapped(model: nn.Module) -> None:
+def check_wrappers(model: nn.Module) -> None:
     """Raise `BadInput` if a module of the model is inside a wrapper, or is lazy and has no weights yet; name the module."""
     for name, module in model.named_modules():
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
@@ -98,7 +97,7 @@ def make_plain_loss(config: Config) -> Loss:
     return called
 
 
-def refuse_trained(loss: nn.Module, model: nn.Module) -> None:
+def check_loss(loss: nn.Module, model: nn.Module) -> None:
     """Refuse a loss with parameters that no optimizer would train."""
     own = {id(p) for p in model.parameters()}
     names = [name for name, p in loss.named_parameters() if p.requires_grad and id(p) not in own]
@@ -125,11 +124,11 @@ def _entry(name: str) -> str:
 def make_factory(config: Config) -> update.OptimizerFactory:
     """The config's optimizer, as a function of the parameter groups."""
     if config.optimizer.is_other:
-        return factory_of(resolve_entry(_entry(config.optimizer.name), "optimizer.name"), config.optimizer.settings())
+        return make_factory_of(resolve_entry(_entry(config.optimizer.name), "optimizer.name"), config.optimizer.settings())
     settings: Dict[str, Any] = config.optimizer.settings()
     reference = config.optimizer.reference_batch_size
     if reference:
         size = config.micro_batch_size * config.gradient_accumulation * config.replicas
         momentum = settings.get("momentum") or 0.0
-        settings["lr"], settings["momentum"] = scaled_for_update_size(settings["lr"], momentum, reference, size)
-    return update.optimizer_factory(config.optimizer.name, **settings)
+        settings["lr"], settings["momentum"] = scale_for_update_size(settings["lr"], momentum, reference, size)
+    return update.make_factory_by_name(config.optimizer.name, **settings)

@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.data import DataSource
-from ipu_pipe.data.batches import LABELS, divided
+from ipu_pipe.data.batches import LABELS, split_batch
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import mapped, refuse_others, tensors
 from ipu_pipe.run import checkpoint
-from ipu_pipe.run.parts import make_model
+from ipu_pipe.run.factories import make_model
 from ipu_pipe.text import describe_kind
 
 
@@ -69,7 +69,7 @@ def _with_weights(path: Path, into: Optional[nn.Module]) -> nn.Module:
         raise BadInput(f"predict: {path}: no such folder or file")
     above = list(path.absolute().parents)[:2]
     run = next((folder for folder in (path, *above) if (folder / "config.yaml").is_file()), None)
-    weights = checkpoint.newest(path)
+    weights = checkpoint.find_newest(path)
     if into is None:
         if run is None:
             raise BadInput(
@@ -101,9 +101,9 @@ def _input(batch: Any, labels: Optional[str]) -> Any:
     """A batch without its labels, where it has any."""
     if isinstance(batch, Mapping):
         known = [name for name in (labels, *LABELS) if name in batch]
-        return divided(batch, labels)[0] if known else batch
+        return split_batch(batch, labels)[0] if known else batch
     if isinstance(batch, (tuple, list)):
-        return batch[0] if len(batch) == 1 else divided(batch)[0]
+        return batch[0] if len(batch) == 1 else split_batch(batch)[0]
     return batch
 
 

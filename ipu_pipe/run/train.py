@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
@@ -16,7 +16,7 @@ from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.data import DataSource
-from ipu_pipe.data.loaders import random_states_restored
+from ipu_pipe.data.loaders import restore_random_states
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.overrides import describe_overrides, refuse_missing
@@ -26,18 +26,16 @@ from ipu_pipe.model.probe import Loss
 from ipu_pipe.report.provenance import fingerprint_data
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build, set_up
-from ipu_pipe.run.callbacks import Callback, make_callbacks
-from ipu_pipe.run.early_stopping import EarlyStopping
-from ipu_pipe.run.folder import as_folder, check_folder, finished_summary
-from ipu_pipe.run.folder_lock import FolderLock, refuse_used
-from ipu_pipe.run.kinds import refuse_kinds
-from ipu_pipe.run.loop import Run
-from ipu_pipe.run.parts import Output
+from ipu_pipe.run.callbacks import Callback, EarlyStopping, make_callbacks
+from ipu_pipe.run.factories import Output
+from ipu_pipe.run.folder import FolderLock, check_folder, check_unlocked, parse_folder, read_summary
+from ipu_pipe.run.loop import TrainingLoop
 from ipu_pipe.run.progress import Progress
-from ipu_pipe.run.resume import choose, data_before, refuse_other_data
+from ipu_pipe.run.resume import check_data, choose_step, read_data_record
 from ipu_pipe.schedule.methods import METHODS
-from ipu_pipe.update.given_optimizer import factory_of
-from ipu_pipe.update.playing import SchedulerFactory
+from ipu_pipe.text import describe_kind
+from ipu_pipe.update.optimizer import make_factory_of
+from ipu_pipe.update.rates import SchedulerFactory
 
 Metrics = Union[Sequence[Any], Mapping[str, Any]]
 
@@ -89,12 +87,12 @@ def train(
     asked: Dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
     objects: Dict[str, Any] = {"model": model, "data": data, "loss": loss, "output": output, "callbacks": callbacks}
     others: Dict[str, Any] = {"optimizer_args": optimizer_args, "quiet": quiet, "keep_dtype": keep_dtype}
-    refuse_kinds(config, **objects, **given, **others, **asked)
-    out = as_folder(out)
+    check_arguments(config, **objects, **given, **others, **asked)
+    out = parse_folder(out)
     launch(config, {"out": out, **asked})
     refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, **given)
     if optimizer is not None:
-        optimizer = factory_of(optimizer, optimizer_args)
+        optimizer = make_factory_of(optimizer, optimizer_args)
     elif optimizer_args is not None:
         raise BadInput("optimizer_args: need optimizer=..., the class that they are of")
     with attribute_faults(lambda: "before training"):
@@ -104,7 +102,7 @@ def train(
     config = describe_overrides(config, model, data, loss, optimizer, output, callbacks=callbacks, **given)
     say = Progress(quiet or not is_main()).say
     resume = resume or resume_from is not None
-    with reserved(out, resume=resume, overwrite=overwrite, say=say), modes_restored(
+    with reserve_folder(out, resume=resume, overwrite=overwrite, say=say), modes_restored(
         *([] if model is None else [model])
     ):
         start = run_on_main(lambda: _checked(config, out, resume, resume_from, overwrite, say))
@@ -124,15 +122,15 @@ def train(
                     stopping.refuse_unmeasured(job.metrics)
             if start.resumes:
                 run_on_main(lambda: _same_optimizer(job.config, out))
-            with random_states_restored():  # the main process reads alone: what it draws must not set its states apart
-                job.read = run_on_main(lambda: fingerprint_data(job, data_before(out) if start.resumes else {}))
-            return Run(job, out, start.resumes, overwrite, quiet, called).go()
+            with restore_random_states():  # the main process reads alone: what it draws must not set its states apart
+                job.read = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
+            return TrainingLoop(job, out, start.resumes, overwrite, quiet, called).go()
         finally:
             job.numbers.give_back(keep_dtype)
 
 
 @contextlib.contextmanager
-def reserved(
+def reserve_folder(
     out: Path, *, resume: bool = False, overwrite: bool = False, say: Callable[[str], None] = print
 ) -> Iterator[None]:
     """Keep other runs out of the folder `out`. Raises BadInput, on all processes of this one, where one is on there, or where
@@ -152,11 +150,11 @@ def reserved(
 
 def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwrite: bool = False) -> None:
     """Raise BadInput where `train` would, without training or writing anything."""
-    out = as_folder(out)
+    out = parse_folder(out)
     launch(config, {"out": out, "resume": resume, "overwrite": overwrite})
 
     def checked() -> _Start:
-        refuse_used(out)
+        check_unlocked(out)
         return _checked(config, out, resume, None, overwrite, lambda text: None)
 
     start = run_on_main(checked)
@@ -166,9 +164,9 @@ def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwr
         job = build(
             start.config.model_copy(update={"init_from": None}) if start.done else start.config, done=start.done
         )
-        job.read = run_on_main(lambda: fingerprint_data(job, data_before(out) if start.resumes else {}))
+        job.read = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
         if start.done:
-            run_on_main(lambda: refuse_other_data(job, out))
+            run_on_main(lambda: check_data(job, out))
 
 
 def _checked(
@@ -201,8 +199,8 @@ def _checked(
     found = classify_changes(recorded, config)
     if found.refused:
         raise BadInput([f"--resume: {saved}: {change}" for change in found.refused])
-    done = choose(out / "checkpoints", step)
-    ended = finished_summary(out) if step is None and not found.longer else None
+    done = choose_step(out / "checkpoints", step)
+    ended = read_summary(out) if step is None and not found.longer else None
     for change in found.free if ended is None else ():
         say(f"the run goes on with another {change}")
     return _Start(config, done, ended, True)
@@ -235,3 +233,69 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     with attribute_faults(lambda: "evaluation"):
         found = evaluate(setup)[-1]
     return {"weights": str(path), **found.record()}
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_FLAG = (lambda value: isinstance(value, bool), "True or False")
+_KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
+    "config": (lambda value: isinstance(value, Config), "what ipu_pipe.configure or ipu_pipe.load_config gives"),
+    "model": (lambda value: isinstance(value, nn.Module), "a torch.nn.Module"),
+    "data": (
+        lambda value: isinstance(value, DataSource) and not isinstance(value, type),
+        "a DataSource, such as ipu_pipe.from_loader(train, test) gives",
+    ),
+    "loss": (
+        lambda value: isinstance(value, str) or _is_function(value),
+        "a function of outputs and labels, such as torch.nn.CrossEntropyLoss(), or the name of one",
+    ),
+    "output": (
+        lambda value: isinstance(value, str) or _is_whole(value) or callable(value),
+        "a field's name, an index, or a function of the model's output",
+    ),
+    "optimizer_args": (lambda value: isinstance(value, Mapping), "a mapping of arguments"),
+    "lr_scheduler": (
+        callable,
+        "a function of an optimizer that makes a scheduler, such as functools.partial(torch.optim.lr_scheduler.StepLR, "
+        "step_size=30)",
+    ),
+    "metrics": (
+        lambda value: isinstance(value, (list, tuple, Mapping)),
+        "a list of names, functions (output, y) and objects with update and compute, or a mapping that names them",
+    ),
+    "callbacks": (
+        lambda value: isinstance(value, (list, tuple)),
+        "a list of objects of classes derived from ipu_pipe.Callback",
+    ),
+    "resume": _FLAG,
+    "resume_from": (lambda value: _is_whole(value) and value >= 1, "a whole number >= 1, the step of a checkpoint"),
+    "overwrite": _FLAG,
+    "quiet": _FLAG,
+    "keep_dtype": _FLAG,
+}
+
+
+def check_arguments(config: Config, **given: Any) -> None:
+    """Refuse (BadInput, every fault) arguments of `ipu_pipe.train` that are no such thing, or that are missing."""
+    faults: List[str] = []
+    for name, value in {"config": config, **given}.items():
+        fits, allowed = _KINDS[name]
+        if (value is not None or name == "config") and not fits(value):
+            faults.append(f"{name}: {describe_kind(value)}: must be {allowed}")
+    if given.get("overwrite") and (given.get("resume") or given.get("resume_from")):
+        faults.append("overwrite: True: not together with resume, which keeps the run that is there")
+    if isinstance(config, Config):
+        said = {"model": config.model.entry, "data": config.data.name}
+        faults += [
+            f"{key}: missing: must be given, to ipu_pipe.train or ipu_pipe.configure"
+            for key, name in said.items()
+            if name == GIVEN and given.get(key) is None and getattr(config.given, key, None) is None
+        ]
+    if faults:
+        raise BadInput(faults)
