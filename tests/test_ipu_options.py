@@ -18,7 +18,7 @@ from ipu_pipe.backends.ipu.facts import ModelFacts
 from ipu_pipe.backends.ipu.facts import facts as facts_of
 from ipu_pipe.backends.ipu.options import RECOMPUTATION
 from ipu_pipe.backends.table import make_engine
-from ipu_pipe.config.comparing import dump_config
+from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.config.yaml_files import read_yaml
 from ipu_pipe.errors import BadInput

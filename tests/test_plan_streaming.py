@@ -10,7 +10,7 @@ from typing import Any, Dict
 import pytest
 
 from ipu_pipe.cli import plan as command
-from ipu_pipe.config.comparing import dump_config
+from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.unit_costs import Unit

@@ -14,8 +14,7 @@ import pytest
 import torch
 import yaml
 
-from ipu_pipe.config.comparing import dump_config
-from ipu_pipe.config.identity import ROLES, Role
+from ipu_pipe.config.compare import ROLES, Role, dump_config
 from ipu_pipe.config.load import load_config
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import InitFrom

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from ipu_pipe.cli import train
-from ipu_pipe.config.comparing import dump_config
+from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware

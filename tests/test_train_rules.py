@@ -174,7 +174,7 @@ def test_rules_are_checked_against_an_optimizer_made_in_python(tmp_path: Path) -
 
 
 def test_a_config_of_rules_survives_being_written_and_read(tmp_path: Path) -> None:
-    from ipu_pipe.config.comparing import describe_changes, dump_config
+    from ipu_pipe.config.compare import describe_changes, dump_config
 
     for row in ROWS.values():
         chosen = config(*keys(row), *SGD)

@@ -1,4 +1,4 @@
-"""What is wrong with a config, in one line a fault: where it stands, the key, the value and what is allowed."""
+"""The one formatter of a config's faults: where the key came from, the key, the value and what is allowed, in one line each."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 from ipu_pipe.text import find_alias, find_nearest, show
 
-MOST_TOLD = 50
-WRITTEN = ("given",)  # keys that a run alone writes
+MOST_FAULTS = 50
+WRITTEN = ("given",)  # keys that only a run writes
 # What others call a key of a run's config.
 KEYS_ALSO_CALLED = {
     **dict.fromkeys(("batch_size", "train_batch_size", "per_device_train_batch_size", "microbatch_size"), "micro_batch_size"),
@@ -33,81 +33,75 @@ KEYS_ALSO_CALLED = {
 }  # fmt: skip
 # The key of a section for which a value alone is most likely meant, by the value's type.
 MEANT = {str: ("entry", "name"), int: ("norm", "every"), float: ("norm", "every")}
+WORDS = {  # pydantic's kinds of faults
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "must be a mapping of keys to values"),
+    **dict.fromkeys(("string_type", "invalid_key"), "must be text"),
+    **dict.fromkeys(("list_type", "tuple_type"), "must be a list"),
+    "bool_type": "must be true or false",
+}
 Schema = Type[BaseModel]
 
 
 def format_faults(
     details: Sequence[Any], origins: Mapping[str, str], place: str, schema: Schema, forms: Mapping[str, Schema]
 ) -> List[str]:
-    """pydantic's complaints of a config in our words: `place` (or where `origins` has the key from), key, value, what `schema`
-    allows. `forms`: sections of it whose type does not say what they are. Of very many faults the first are enough."""
-    faults = [_told(detail, origins, place, schema, forms) for detail in details[:MOST_TOLD]]
+    """Return a line for each of pydantic's faults, the first `MOST_FAULTS` of them.
+
+    details: of a `ValidationError` of `schema`.
+    origins: key with dots -> the file or option that it came from; `place` where it is not known.
+    forms: the sections of keys whose types do not say which section they hold.
+    """
+    faults = [_format_fault(detail, origins, place, schema, forms) for detail in details[:MOST_FAULTS]]
     more = len(details) - len(faults)
     return faults + ([f"{place}: {more} more such faults"] if more else [])
 
 
-def _told(detail: Any, origins: Mapping[str, str], place: str, schema: Schema, forms: Mapping[str, Schema]) -> str:
+def _format_fault(
+    detail: Any, origins: Mapping[str, str], place: str, schema: Schema, forms: Mapping[str, Schema]
+) -> str:
     parts = [str(part) for part in detail["loc"] if part != "[key]"]
     kind, value, message = detail["type"], detail.get("input"), detail["msg"]
-    if kind == "setting":
+    if kind == "setting":  # of `key_fault`
         parts, value = [*parts, detail["ctx"]["key"]], detail["ctx"]["value"]
     elif kind == "value_error":
         message = message[len("Value error, ") :]
     elif kind == "extra_forbidden":
-        message = f"unknown key{_nearest(parts, schema, forms)}"
-    elif kind in ("model_type", "model_attributes_type"):
-        message = _allowed(kind, {}, message) + _such_as(parts, value, schema)
+        message = f"unknown key{_suggest_key(parts, schema, forms)}"
+    elif kind == "literal_error":
+        allowed = str(detail["ctx"]["expected"])
+        near = find_alias(value, [word for word in allowed.split("'") if word.strip() not in ("", ",", "or")])
+        message = "must be " + allowed.replace("'", "") + (f"; did you mean {near}?" if near else "")
     elif kind != "missing":
-        message = _allowed(kind, detail.get("ctx", {}), message)
-        near = find_alias(value, list_literals(detail)) if kind == "literal_error" else ""
-        message += f"; did you mean {near}?" if near else ""
+        message = WORDS.get(kind, message[0].lower() + message[1:])
+        message += _suggest_section(parts, value, schema) if kind.startswith("model_") else ""
     key = ".".join(parts)
-    said = "missing: must be given" if kind == "missing" else f"{show_value(value)}: {message}"
-    return f"{find_origin(key, origins, place)}: {show(key)}: {said}"
-
-
-def _such_as(parts: List[str], value: Any, schema: Schema) -> str:
-    """The section as it would be with the value that was given in its place."""
-    field = schema.model_fields.get(parts[0]) if len(parts) == 1 else None
-    meant = [key for key in MEANT.get(type(value), ()) if field is not None and key in _keys(field)]
-    return f", such as {{{meant[0]}: {show(value)}}}" if meant else ""
-
-
-def list_literals(detail: Any) -> List[str]:
-    """What a literal may be."""
-    return [word for word in str(detail["ctx"]["expected"]).split("'") if word.strip() not in ("", ",", "or")]
+    rest = "missing: must be given" if kind == "missing" else f"{show_value(value)}: {message}"
+    return f"{find_origin(key, origins, place)}: {show(key)}: {rest}"
 
 
 def show_value(value: Any) -> str:
-    """A value as the file says it."""
+    """Return a value as a config file has it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return show(value)
 
 
 def find_origin(key: str, origins: Mapping[str, str], place: str) -> str:
-    """Where the value of `key` came from, or what holds it did; `place` if nothing says."""
+    """Return where the value of `key`, or the section that holds it, came from; `place` if it is not known."""
     while key and key not in origins:
         key = key.rpartition(".")[0]
     return origins.get(key, place) or place
 
 
-def _allowed(kind: str, context: Mapping[str, Any], message: str) -> str:
-    if kind == "literal_error":
-        return "must be " + str(context["expected"]).replace("'", "")
-    words = {
-        "bool_type": "must be true or false",
-        "string_type": "must be text",
-        "invalid_key": "must be text",
-        "dict_type": "must be a mapping of keys to values",
-        "model_type": "must be a mapping of keys to values",
-        "list_type": "must be a list",
-        "tuple_type": "must be a list",
-    }
-    return words.get(kind, message[0].lower() + message[1:])
+def _suggest_section(parts: List[str], value: Any, schema: Schema) -> str:
+    """Return the section as it would be with the value that was given in its place."""
+    field = schema.model_fields.get(parts[0]) if len(parts) == 1 else None
+    meant = [key for key in MEANT.get(type(value), ()) if field is not None and key in _list_keys(field)]
+    return f", such as {{{meant[0]}: {show(value)}}}" if meant else ""
 
 
-def _nearest(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) -> str:
+def _suggest_key(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) -> str:
+    """Return the known key that is nearest to an unknown one, or all that are known in its section."""
     section: Any = schema
     inside = False  # a list or mapping of sections: an index or a key follows
     for name in parts[:-1]:
@@ -115,7 +109,7 @@ def _nearest(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) -> s
             inside = False
             continue
         field = section.model_fields.get(name)
-        section = forms.get(name) or (_section_of(field.annotation) if field else None)
+        section = forms.get(name) or (_find_section(field.annotation) if field else None)
         inside = field is not None and get_origin(field.annotation) in (list, tuple, dict)
         if section is None:
             return ""
@@ -125,19 +119,19 @@ def _nearest(parts: List[str], schema: Schema, forms: Mapping[str, Schema]) -> s
     called = KEYS_ALSO_CALLED.get(parts[-1].lower().replace("-", "_"), "")
     if called and len(parts) == 1 and (called.startswith("--") or called.partition(".")[0] in known):
         return f", nearest is {called}"
-    further = [f"{name}.{key}" for name in known if name not in WRITTEN for key in _keys(section.model_fields[name])]
-    further = [name for name in further if name.rpartition(".")[2] == parts[-1]]
-    near = " or ".join(further) or find_nearest(parts[-1], known, alike=0.5)
+    inner = [(name, key) for name in known if name not in WRITTEN for key in _list_keys(section.model_fields[name])]
+    near = " or ".join(f"{name}.{key}" for name, key in inner if key == parts[-1])
+    near = near or find_nearest(parts[-1], known, alike=0.5)
     return f", nearest is {near}" if near else f", allowed are {', '.join(known)}"
 
 
-def _keys(field: Any) -> List[str]:
-    """The keys of a field that is a section."""
-    section = _section_of(field.annotation)
+def _list_keys(field: Any) -> List[str]:
+    """Return the keys of a field that is a section; none of any other."""
+    section = _find_section(field.annotation)
     return list(section.model_fields) if section is not None else []
 
 
-def _section_of(annotation: Any) -> Any:
+def _find_section(annotation: Any) -> Any:
     for candidate in (annotation, *getattr(annotation, "__args__", ())):
         if inspect.isclass(candidate) and issubclass(candidate, BaseModel):
             return candidate

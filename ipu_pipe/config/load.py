@@ -1,27 +1,26 @@
-"""YAML file and command-line overrides, or keys from Python -> a frozen, checked `Config`.
-
-Every fault is told at once, a line each: where the value came from, the key, the value and what is allowed.
-"""
+"""YAML file and command-line overrides, or keys from Python -> a frozen, validated `Config`; all faults are reported at once."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence, Set, Tuple, Union
+from typing import Any, Dict, List, Sequence, Set, Tuple, Union
 
 from pydantic import ValidationError
 
 from ipu_pipe.config.faults import find_origin, format_faults
-from ipu_pipe.config.outer import READ_HARDWARE, check_backend, find_outer, find_sections
+from ipu_pipe.config.outer import check_backend, find_sections, read_hardware
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import GIVEN, OLD_TRACE, StageCount
 from ipu_pipe.config.yaml_files import Origins, apply_override, read_with_origins
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import Method, resolve_method
 
+NULL_MEANS = ("stages", "steps", "clip", "hardware", "init_from")  # at other keys a null is one that was left out
+
 
 def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config:
-    """The config in the YAML file `path`, changed by KEY=VALUE `overrides`. Raises BadInput with every fault found."""
+    """Return the config in the YAML file `path`, changed by KEY=VALUE `overrides`. Raise `BadInput` with every fault found."""
     origins: Origins = {}
     raw = read_with_origins(Path(path), origins)
     faults: List[str] = []
@@ -34,8 +33,10 @@ def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config
 
 
 def load_recorded(path: Path) -> Config:
-    """The config that a run wrote, also one of an earlier version: of keys that have gone, what they said changes no number of a
-    run. Raises BadInput."""
+    """Return the config that a run wrote, also one of an earlier version: keys that are gone changed no number of a run.
+
+    Raise `BadInput` with every fault found.
+    """
     raw = read_with_origins(path, {})
     if isinstance(raw.get("log"), dict):
         raw["log"].pop(OLD_TRACE, None)
@@ -43,70 +44,64 @@ def load_recorded(path: Path) -> Config:
 
 
 def configure(**keys: Any) -> Config:
-    """A config from Python: the keys of a config file as arguments. `model` and `data` may be left to `train`."""
+    """Return a config with the keys of a config file as arguments. `model` and `data` may be left to `train`.
+
+    Raise `BadInput` with every fault found.
+    """
     raw = {"model": {"entry": GIVEN}, "data": {"name": GIVEN}, **keys}
     return _validate(raw, {}, "configure", [])
 
 
 def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[str]) -> Config:
-    raw = {
-        key: value
-        for key, value in raw.items()
-        if value is not None or key in ("stages", "steps", "clip", "hardware", "init_from")
-    }
-    config = None
-    wrong: Set[str] = set()
+    """Return the config of `raw`. Raise `BadInput` with `faults` and all others, each with the place that its key came from."""
+
+    def put_place(found: Sequence[str]) -> List[str]:
+        return [f"{find_origin(fault.partition(':')[0], origins, place)}: {fault}" for fault in found]
+
+    raw = {key: value for key, value in raw.items() if value is not None or key in NULL_MEANS}
+    config, faults = None, list(faults)
+    wrong: Set[Tuple[str, ...]] = set()  # keys with faults, and the sections that hold them
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
-        found = error.errors()
-        # the forms of `stages` are checked one after another, so that its type says none of them
-        faults = faults + format_faults(found, origins, place, Config, {"stages": StageCount, **find_sections()})
-        wrong = {str((*detail["loc"], detail.get("ctx", {}).get("key", ""))[0]) for detail in found}
+        details = error.errors()
+        # the types of these keys do not say which section they hold
+        faults += format_faults(details, origins, place, Config, {"stages": StageCount, **find_sections()})
+        for detail in details:
+            key = tuple(map(str, (*detail["loc"], *filter(None, [detail.get("ctx", {}).get("key")]))))
+            wrong |= {key[:1], key[:2]}
     if isinstance(raw.get("hardware"), str):
-        faults = faults + _hardware_faults(raw["hardware"], find_origin("hardware", origins, place))
-    if "method" not in wrong:  # also where other keys are wrong: all faults are told at once
-        args = raw.get("method_args", {}) if "method_args" not in wrong else {}
-        faults = faults + _method_faults(raw.get("method", "gpipe"), args, origins, place)
+        faults += _collect(read_hardware, raw["hardware"], f"{find_origin('hardware', origins, place)}: hardware")
+    if ("method",) not in wrong:  # also where other keys are wrong
+        args = raw.get("method_args", {})
+        args = args if isinstance(args, dict) else {}
+        args = {key: value for key, value in args.items() if ("method_args", key) not in wrong}
+        against = _collect(resolve_method, raw.get("method", "gpipe"), args)
+        faults += put_place([re.sub(r"^method_args: ", "method_args.", fault) for fault in against])
     if config is not None and not faults:
         method = resolve_method(config.method, config.method_settings())
-        faults, own = _rule_faults(config, method, origins, place)
-        config._optimizer_faults = tuple(own)
-        against = check_backend(config, method)
-        faults += _placed(against, origins, place)
+        always, own = _check_rules(config, method)
+        config._optimizer_faults = tuple(put_place(own))
+        faults += put_place([*always, *check_backend(config, method)])
     if faults or config is None:
         raise BadInput(faults)
     return config
 
 
-def _hardware_faults(asked: str, origin: str) -> List[str]:
-    """What is wrong with the name, or in the file."""
+def _collect(check: Any, *args: Any) -> List[str]:
+    """Return the faults that a function raises."""
     try:
-        find_outer(READ_HARDWARE)(asked, f"{origin}: hardware")
+        check(*args)
     except BadInput as error:
         return error.faults
     return []
 
 
-def _method_faults(name: str, args: Mapping[str, Any], origins: Origins, place: str) -> List[str]:
-    """What ipu_pipe.schedule.methods has against the method's name or axes, with the place that each key came from."""
-    try:
-        resolve_method(name, args)
-    except BadInput as error:
-        return _placed([re.sub(r"^method_args: ", "method_args.", fault) for fault in error.faults], origins, place)
-    return []
-
-
-def _rule_faults(config: Config, method: Method, origins: Origins, place: str) -> Tuple[List[str], List[str]]:
-    """What the update rules have against the method, and against the config's optimizer, in whose place another may be given."""
-    from ipu_pipe.update import rules  # holds torch, which reading a config otherwise does not need
+def _check_rules(config: Config, method: Method) -> Tuple[List[str], List[str]]:
+    """Return why the update rules cannot act with the method, and with the config's optimizer, for which another may be given."""
+    from ipu_pipe.update import rules  # imports torch, which reading a config otherwise does not need
 
     optimizer, args = config.optimizer, config.method_settings()
-    always = rules.find_faults(args, method, "sgd", {"momentum": 0.9})  # an optimizer that none of them minds
+    always = rules.find_faults(args, method, "sgd", {"momentum": 0.9})  # an optimizer to which no rule objects
     own = [f for f in rules.find_faults(args, method, optimizer.name, optimizer.settings()) if f not in always]
-    return _placed(always, origins, place), _placed(own, origins, place)
-
-
-def _placed(faults: Sequence[str], origins: Origins, place: str) -> List[str]:
-    """The faults, `key: value: what is allowed`, each after the place that its key came from."""
-    return [f"{find_origin(fault.partition(':')[0], origins, place)}: {fault}" for fault in faults]
+    return always, own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, List, Optional
 
-from pydantic import StrictBool, field_validator, model_validator
+from pydantic import field_validator, model_validator
 from typing_extensions import Annotated, Literal
 
 from ipu_pipe.config.values import (
@@ -23,13 +23,13 @@ from ipu_pipe.config.values import (
 
 
 class T1(Section):
-    """Learning-rate rescheduling by lag. `anneal_updates`: K, from the lr_schedule if null (see ipu_pipe.update.rules)."""
+    """Learning rates lowered by delay at first (PipeMare, equation 5). `anneal_updates`: K, from the lr_schedule if null."""
 
     anneal_updates: Optional[Count] = None
 
 
 class T2(Section):
-    """Discrepancy correction. `decay`: D, or `optimal` for the optimum on a quadratic; null is exp(-2)."""
+    """Discrepancy correction (PipeMare). `decay`: D, or `optimal` for the optimum on a quadratic; the default is exp(-2)."""
 
     decay: Any = math.exp(-2)
 
@@ -49,14 +49,14 @@ class Warmup(Section):
 
 
 class Recompute(Section):
-    """Activations recomputed in so many `segments` of stages; the square root of the stages if null."""
+    """Activations recomputed in `segments` segments of stages; the square root of the stages if null."""
 
     segments: Optional[Count] = None
 
 
 class Hogwild(Section):
     """Delays drawn from an exponential distribution. `max`: the greatest, in updates. `mean`: of all stages or one each; null:
-    the stage's lag in the method's pipeline."""
+    the stage's delay in the method's pipeline."""
 
     mean: Any = None
     max: Annotated[int, integer(1, 1_000_000)]
@@ -64,21 +64,21 @@ class Hogwild(Section):
     @field_validator("mean")
     @classmethod
     def _mean(cls, value: Any) -> Any:
-        given = value if isinstance(value, (list, tuple)) else [value]
-        numbers = [to_number(item) for item in given]
-        if value is None or (numbers and all(number is not None and number >= 0 for number in numbers)):
-            return value if value is None else numbers if isinstance(value, (list, tuple)) else numbers[0]
+        several = isinstance(value, (list, tuple))
+        means = [to_number(item) for item in (value if several else [value])]
+        if value is None or (means and all(mean is not None and mean >= 0 for mean in means)):
+            return value if value is None else means if several else means[0]
         raise ValueError("must be null, a number >= 0, or a list of such, one a stage")
 
 
 class ConstantDelay(Section):
-    """Every forward reads weights `updates` older than those to which its gradient is applied."""
+    """Every forward reads weights `updates` updates older than those to which its gradient is applied."""
 
     updates: Delayed
 
 
 class SpikeCompensation(Section):
-    """SC_kD with k = `scale`, or any `a` and `b`."""
+    """SC_kD with k = `scale`, or any `a` and `b` (pipelined backpropagation)."""
 
     scale: Positive = 1.0
     a: Optional[NotNegative] = None
@@ -87,16 +87,15 @@ class SpikeCompensation(Section):
     @model_validator(mode="after")
     def _fits(self) -> "SpikeCompensation":
         if (self.a is None) != (self.b is None):
-            raise key_fault(
-                "a" if self.a is not None else "b", self.a if self.a is not None else self.b, "a and b go together"
-            )
+            key, value = ("a", self.a) if self.a is not None else ("b", self.b)
+            raise key_fault(key, value, "a and b go together")
         if self.a is not None and self.scale != 1.0:
             raise key_fault("scale", self.scale, "either scale, or a and b")
         return self
 
 
 class WeightPrediction(Section):
-    """Linear weight prediction over `scale` times the lag, by the optimizer's velocity or the last update's difference
+    """Linear weight prediction over `scale` times the delay, by the optimizer's velocity or the last update's difference
     (`form`)."""
 
     form: Literal["velocity", "difference"] = "velocity"
@@ -104,7 +103,7 @@ class WeightPrediction(Section):
 
 
 class GradientShrinking(Section):
-    """Gradients times `factor` to the power of the lag."""
+    """Gradients times `factor` to the power of the delay."""
 
     factor: Fraction
 
@@ -112,8 +111,9 @@ class GradientShrinking(Section):
 class MethodArgs(Section):
     """Changes of the method's axes, and its update rules; null: the method's own, or none. docs/rules.md has their equations.
 
-    `schedule`: one pass a slot, or forward and backward in each step. `turn`: steps from the last stage's forward to its
-    backward, dataflow only. `stash`: backwards read their forward's weights. `hogwild`: drawn delays. `constant_delay`: the
+    `schedule`: 1f1b, one pass a slot, or dataflow, forward and backward in each step. `turn`: 0 or 1: steps from the last stage's
+    forward to its backward, dataflow only. `stash`: true or false: whether backwards read their forward's weights. `hogwild`:
+    drawn delays. `constant_delay`: the
     same delay everywhere. `recompute`: activations recomputed by the method's own rule. `warmup`: synchronous at first. `t1`:
     PipeMare's rescheduled rates. `t2`: PipeMare's corrected backward. `spike_compensation`, `weight_prediction`,
     `gradient_shrinking`: see there. `blocks`: of local_chunked: how many, or the names at which they begin. `overlap`: of
@@ -125,9 +125,10 @@ class MethodArgs(Section):
     `replicas`: of local_sgd: null: as many as stages. `local_steps`: of local_sgd: steps of a replica between two averages.
     """
 
-    schedule: Optional[Literal["1f1b", "dataflow"]] = None
-    turn: Optional[Annotated[int, integer(0, 1)]] = None
-    stash: Optional[StrictBool] = None
+    # keys of type Any are validated with their method, by ipu_pipe.schedule.methods
+    schedule: Any = None
+    turn: Any = None
+    stash: Any = None
     hogwild: Optional[Hogwild] = None
     constant_delay: Optional[ConstantDelay] = None
     recompute: Optional[Recompute] = None

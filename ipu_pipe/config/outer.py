@@ -21,15 +21,9 @@ CHECK_BACKEND = "ipu_pipe.job.ipu.refusals:config_faults"
 READ_HARDWARE = "ipu_pipe.hardware.description:read_hardware"
 
 
-def find_outer(name: str) -> Any:
-    """Import and return `module:name`."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
 def find_section(key: str) -> Type[Section]:
     """Return the class of the section that `key` holds."""
-    section: Type[Section] = find_outer(SECTIONS[key])
+    section: Type[Section] = _find(SECTIONS[key])
     return section
 
 
@@ -40,5 +34,16 @@ def find_sections() -> Dict[str, Type[Section]]:
 
 def check_backend(config: Any, method: Any) -> List[str]:
     """Return why the config's backend cannot run it, one line per fault."""
-    check: Callable[[Any, Any], List[str]] = find_outer(CHECK_BACKEND)
+    check: Callable[[Any, Any], List[str]] = _find(CHECK_BACKEND)
     return check(config, method)
+
+
+def read_hardware(name: str, place: str) -> None:
+    """Raise `BadInput` if there is no valid description of hardware of that name or file."""
+    _find(READ_HARDWARE)(name, place)
+
+
+def _find(name: str) -> Any:
+    """Import and return `module:name`."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -317,7 +317,7 @@ def _is_entry(value: Any) -> bool:
 
 class StageCount(Section):
     """So many stages, balanced. Times differ from one measurement to the next: the folder of a run holds the names of the modules
-    at which its stages begin instead, and a resumed run has those (see ipu_pipe.config.comparing.as_recorded). `count`: how many.
+    at which its stages begin instead, and a resumed run has those (see ipu_pipe.config.compare). `count`: how many.
     `by`: the cost that is balanced; hardware is what the config's hardware would take."""
 
     count: Stages

@@ -1,4 +1,4 @@
-"""The checked values of which sections of a config are made. No torch here: reading a config does not wait for it."""
+"""Types of the values in a config, each with its limits and one message. No torch here: reading a config does not wait for it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
 from typing_extensions import Annotated
 
-# Bounds on numbers that have none of their own. What exceeds them is a slip of the hand, and would not end: a run is planned
-# before it starts, in time and memory that grow with its stages and with the updates after which it stops to save.
+# Limits of numbers that have none of their own. A larger one is a slip, and would not end: a run is planned before it starts, in
+# time and memory that grow with its stages and with the updates after which it stops to save.
 MOST_UPDATES = 10_000_000  # of a run: at 10 updates a second eleven days
 MOST_STOPS = 1_000_000  # evaluations, or checkpoints, of a run
 MOST_STAGES = 4_096  # of a pipeline: the deepest that the papers emulate has 1,000
@@ -23,12 +23,12 @@ MOST_SECONDS = 1e7  # of waiting: four months
 def integer(
     low: int, high: Optional[int] = None, most: int = MOST_COUNT, why: str = "no run has so many"
 ) -> BeforeValidator:
-    """A whole number from `low` to `high`; a true is no 1, a 2.0 no 2. Without a `high`, up to `most`, for the reason `why`."""
+    """Validate an integer in [low, high]; reject bools and floats. Without `high` the limit is `most`, for the reason `why`."""
     allowed = f">= {low}" if high is None else f"from {low} to {high}"
 
     def check(value: Any) -> int:
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or value < low or (high is not None and value > high):
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if not is_integer or value < low or (high is not None and value > high):
             raise ValueError(f"must be a whole number {allowed}")
         if high is None and value > most:
             raise ValueError(f"must be a whole number {allowed}, at most {most}: {why}")
@@ -37,21 +37,13 @@ def integer(
     return BeforeValidator(check)
 
 
-def interval(value: Any) -> float:
-    """So many epochs, or a share of one; 0 for never. A whole number stays one."""
-    found = to_number(value)
-    if found is None or found < 0 or found > MOST_UPDATES:
-        raise ValueError(f"must be a number of epochs >= 0, at most {MOST_UPDATES}: no run has so many")
-    return int(value) if isinstance(value, int) else found
-
-
 def to_number(value: Any) -> Optional[float]:
-    """A finite number, also one written as text, such as "1e-3"; a true is no 1."""
+    """Return a finite number, which may be written as text such as "1e-3"; None for anything else, bools included."""
     try:
-        found = math.nan if isinstance(value, bool) else float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return found if math.isfinite(found) else None
+    return number if math.isfinite(number) else None
 
 
 def real_number(
@@ -60,26 +52,34 @@ def real_number(
     most: float = MOST_REAL,
     why: str = "what it is multiplied with overflows",
 ) -> BeforeValidator:
-    """A number that `fits`, up to `most`, for the reason `why`."""
+    """Validate a finite number that `fits`, in words `allowed`, up to `most` for the reason `why`."""
 
     def check(value: Any) -> float:
-        found = to_number(value)
-        if found is None or not fits(found):
+        number = to_number(value)
+        if number is None or not fits(number):
             raise ValueError(f"must be a number {allowed}")
-        if found > most:
+        if number > most:
             raise ValueError(f"must be a number {allowed}, at most {most:g}: {why}")
-        return found
+        return number
 
     return BeforeValidator(check)
 
 
+def interval(value: Any) -> float:
+    """Validate a number of epochs between two evaluations, or a share of one; 0 for never. An integer stays one."""
+    number = to_number(value)
+    if number is None or number < 0 or number > MOST_UPDATES:
+        raise ValueError(f"must be a number of epochs >= 0, at most {MOST_UPDATES}: no run has so many")
+    return int(value) if isinstance(value, int) else number
+
+
 def key_fault(key: str, value: Any, why: str) -> PydanticCustomError:
-    """The fault of one key in a section whose keys do not fit together."""
+    """Return the fault of one key in a section whose keys do not fit together."""
     return PydanticCustomError("setting", "{why}", {"key": key, "value": value, "why": why})
 
 
 def check_path(value: Any) -> Any:
-    """Text that can be a path: no file's name holds a NUL or half a character."""
+    """Validate text that can be a path: no file's name holds a NUL or half a character."""
     if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
         raise ValueError("holds a character that no file name can")
     return value
@@ -103,6 +103,6 @@ Share = Annotated[float, real_number(">= 0 and < 1", lambda value: 0 <= value < 
 
 
 class Section(BaseModel):
-    """Keys that belong together: unknown ones are refused, nothing changes once it is made."""
+    """Keys that belong together: unknown ones are refused, and nothing changes once it is made."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

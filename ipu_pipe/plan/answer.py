@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Dict, List
 
-from ipu_pipe.config.comparing import dump_config
+from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure
 from ipu_pipe.config.method_args import MethodArgs
 from ipu_pipe.config.schema import Config

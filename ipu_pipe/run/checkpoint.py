@@ -52,7 +52,7 @@ class FileRecord(Section):
 
 class Manifest(Section):
     """`step`: updates done; `updates`: those of the whole run; `stages`: how many parameters each stage had; `keys`: those
-    that decide the numbers, see ipu_pipe.config.identity, and `keys_sha256` the hash of them."""
+    that decide the numbers, see ipu_pipe.config.compare, and `keys_sha256` the hash of them."""
 
     sha256: Digest
     layout: Annotated[int, Field(alias="schema")]

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 from ipu_pipe.backends.interface import Engine, Report
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.backends.table import get_backend, make_engine
-from ipu_pipe.config.comparing import dump_config
+from ipu_pipe.config.compare import dump_config
 from ipu_pipe.data.loaders import restore_random_states
 from ipu_pipe.errors import RunFault
 from ipu_pipe.hardware.profiling import StageSeconds

@@ -11,8 +11,8 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 import torch
 
 from ipu_pipe.backends.interface import MARK
+from ipu_pipe.config.compare import compare_deciding, list_length_dependent, select_deciding
 from ipu_pipe.config.faults import show_value
-from ipu_pipe.config.identity import compare_deciding, list_length_dependent, select_deciding
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.position import Measured, Position

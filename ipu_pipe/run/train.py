@@ -10,8 +10,7 @@ from torch import nn
 
 from ipu_pipe.backends.ranks import is_main, run_on_main
 from ipu_pipe.backends.table import launch
-from ipu_pipe.config.comparing import describe_changes, keep_recorded_stages
-from ipu_pipe.config.identity import MADE_LATER, classify_changes
+from ipu_pipe.config.compare import MADE_LATER, classify_changes, describe_changes, keep_recorded_stages
 from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import GIVEN

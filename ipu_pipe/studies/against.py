@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import List, Optional, Sequence
 
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
-from ipu_pipe.config.comparing import keep_recorded_stages
+from ipu_pipe.config.compare import keep_recorded_stages
 from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import RunFault

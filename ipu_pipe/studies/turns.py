@@ -11,7 +11,7 @@ from typing import Any, Dict
 
 from ipu_pipe.backends.ranks import is_distributed
 from ipu_pipe.backends.table import get_backend
-from ipu_pipe.config.comparing import dump_config
+from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import RunFault
 from ipu_pipe.run.folder import read_summary

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ipu_pipe import __version__
-from ipu_pipe.config.comparing import flatten
+from ipu_pipe.config.compare import flatten
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.launched import Launched

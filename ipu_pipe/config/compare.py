@@ -1,0 +1,137 @@
+"""Two configs compared: what differs, and which keys decide a run's numbers (for resuming a run and for its checkpoints)."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from typing import Any, Dict, List, Mapping, NamedTuple, Tuple
+
+from ipu_pipe.config.faults import show_value
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.yaml_files import dump_yaml
+from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.text import show
+
+MADE_LATER = "given.optimizer"  # described when it is made: compared then
+
+
+class Role(Enum):
+    """What a key of the config is to a run that is resumed."""
+
+    DECIDES = "the numbers depend on it: it is in every checkpoint's manifest and may not change"
+    KEPT = "no number depends on it, but it may not change either"
+    GROWS = "how long the run is: may grow"
+    FREE = "where it runs and what it writes: may change"
+
+
+ROLES: Dict[str, Role] = {
+    **dict.fromkeys(("model", "data", "loss", "given", "init_from", "seed", "precision"), Role.DECIDES),
+    **dict.fromkeys(("method", "method_args", "optimizer", "lr_schedule", "clip"), Role.DECIDES),
+    **dict.fromkeys(("micro_batch_size", "gradient_accumulation", "replicas"), Role.DECIDES),
+    **dict.fromkeys(("recompute", "allow_nonfinite"), Role.KEPT),
+    **dict.fromkeys(("steps", "epochs"), Role.GROWS),
+    **dict.fromkeys(("backend", "stages", "hardware", "evaluate", "checkpoint", "log"), Role.FREE),
+    **dict.fromkeys(("metrics", "callbacks", "early_stopping"), Role.FREE),
+}
+
+
+def dump_config(config: Config) -> str:
+    """Return the resolved config as YAML that loads to the same config."""
+    return dump_yaml(config.to_dict())
+
+
+def flatten(value: Any, key: str = "") -> Dict[str, Any]:
+    """Return nested mappings as one, with keys `outer.inner`."""
+    if not isinstance(value, dict) or not value:
+        return {key: value}
+    flat: Dict[str, Any] = {}
+    for name, item in value.items():
+        flat.update(flatten(item, f"{key}.{name}" if key else str(name)))
+    return flat
+
+
+def list_changes(old: Config, new: Config) -> List[Tuple[str, Any, Any]]:
+    """Return (key, old value, new value) for every value in which two configs differ; a key that one lacks counts as null."""
+    a, b = flatten(old.to_dict()), flatten(new.to_dict())
+    return [(key, a.get(key), b.get(key)) for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
+
+
+def describe_changes(old: Config, new: Config) -> List[str]:
+    """Return `key: old -> new` for every value in which two configs differ."""
+    return [f"{show(key)}: {show(before)} -> {show(after)}" for key, before, after in list_changes(old, new)]
+
+
+def keep_recorded_stages(old: Config, new: Config) -> Config:
+    """Return `new` with the stages of a run's own config `old`, if `new` would measure or plan the same number of stages again.
+
+    Times differ from one measurement to the next. On processes the planner is asked again: there may be others.
+    """
+    by = new.stages.get("by") if isinstance(new.stages, dict) else None
+    count = len(old.stages) + 1 if isinstance(old.stages, list) else old.stages
+    chosen = new.stages == "auto" or (by in ("time", "hardware") and count == new.stages["count"])
+    again = by != "time" and (new.hardware != old.hardware or new.backend.name == "distributed")
+    if chosen and not again and (isinstance(old.stages, list) or old.stages == 1):
+        return new.model_copy(update={"stages": old.stages})
+    return new
+
+
+def find_role(key: str, method: str) -> Role:
+    """Return the role of `key`, its sections separated by dots, for a run of `method`.
+
+    Where blocks have losses of their own, they are what is trained: there the stages decide.
+    """
+    top, _, inner = key.partition(".")
+    top = inner.partition(".")[0] if top == "given" and ROLES.get(inner.partition(".")[0]) is Role.FREE else top
+    if top == "stages" and method in METHODS and METHODS[method].structure is not None:
+        return Role.DECIDES
+    return ROLES.get(top, Role.KEPT)
+
+
+def select_deciding(resolved: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return the keys of a resolved config (plain data) that decide the numbers, flat, with the values that JSON gives back."""
+    method = str(resolved.get("method"))
+    values = {key: value for key, value in flatten(dict(resolved)).items() if find_role(key, method) is Role.DECIDES}
+    return dict(json.loads(json.dumps(values)))
+
+
+def compare_deciding(saved: Mapping[str, Any], current: Mapping[str, Any]) -> List[Tuple[str, Any, Any]]:
+    """Return (key, saved value, current value) where two results of `select_deciding` differ; a missing key counts as null."""
+    pairs = [(key, saved.get(key), current.get(key)) for key in sorted({*saved, *current})]
+    return [(key, a, b) for key, a, b in pairs if json.dumps(a, sort_keys=True) != json.dumps(b, sort_keys=True)]
+
+
+def list_length_dependent(config: Config) -> List[str]:
+    """Return the keys that are left open and for which the learning rates therefore depend on how long the run is."""
+    schedule, t1 = config.lr_schedule, config.method_args.t1
+    keys = ["lr_schedule.total_steps"] if schedule.falls and schedule.total_steps is None else []
+    has_length = schedule.milestones or schedule.warmup_steps or schedule.total_steps
+    if t1 is not None and t1.anneal_updates is None and not has_length:
+        keys.append("method_args.t1.anneal_updates")
+    return keys
+
+
+class Changes(NamedTuple):
+    """`key: old -> new` of the changes that a resumed run refuses, each with the reason, and of those that are free."""
+
+    refused: List[str]
+    free: List[str]
+    longer: bool  # the run is asked for more updates
+
+
+def classify_changes(old: Config, new: Config) -> Changes:
+    """Return what differs in `new` for a run of `old` that is resumed."""
+    refused, free, longer = [], [], False
+    for key, before, after in list_changes(old, new):
+        if key.startswith(MADE_LATER):
+            continue
+        change, role = f"{key}: {show_value(before)} -> {show_value(after)}", find_role(key, old.method)
+        shrinks = isinstance(before, int) and isinstance(after, int) and after < before
+        if role is Role.GROWS and not shrinks:
+            free.append(change)
+            longer = longer or key == "steps" or new.steps is None
+        elif role is Role.FREE:
+            free.append(change)
+        else:
+            why = "may only grow" if role is Role.GROWS else "the config of a run cannot change"
+            refused.append(f"{change}: {why}")
+    return Changes(refused, free, longer)
