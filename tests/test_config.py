@@ -12,7 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from ipu_pipe.hardware.files import read_hardware
+from ipu_pipe.hardware.description import read_hardware
 
 from ipu_pipe.config.compare import describe_changes, dump_config, keep_recorded_stages
 from ipu_pipe.config.load import configure, load_config
