@@ -12,12 +12,12 @@ import yaml
 from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from ipu_pipe.hardware.description import read_hardware
 
 from ipu_pipe.config.compare import describe_changes, dump_config, keep_recorded_stages
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
+from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.job.import_strings import call_entry, check_arguments, resolve_entry
 
 SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"
