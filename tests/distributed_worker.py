@@ -20,7 +20,7 @@ from ipu_pipe.hardware.precision import MIXED, resolve_precision
 from ipu_pipe.job.record import DTYPES
 from ipu_pipe.model.cutting import crossings, pieces
 from ipu_pipe.model.precision import Numbers
-from ipu_pipe.model.probe import random_modules
+from ipu_pipe.model.probe import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import resolve_method
@@ -115,7 +115,7 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     optimizer = make(select_stage(replace_parameters(make_groups(model, part), numbers.trained), rank))
     rate = make.keywords["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch, numbers.masters)
-    keyed = KeyedRandomness(model, random_modules(model, data[0][0]), 0, torch.device("cpu"))
+    keyed = KeyedRandomness(model, observe_effects(model, data[0][0]).draws, 0, torch.device("cpu"))
     ties = ties_of(model, cut, rank)
     channels = channels_of(case, ranks, ties.links)
     double = NcclDouble(list((channels or {}).values()))

@@ -189,6 +189,50 @@ class FlatSkipping(nn.Module):
         return self.b(first) * self.scale + first
 
 
+class Force(nn.Module):
+    """Asks for a gradient inside of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(64, 8), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.flatten(1).detach().requires_grad_()
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=self.training)[0]
+
+
+class Forces(nn.Sequential):
+    """On the digits: classes from the gradient of an energy."""
+
+    def __init__(self) -> None:
+        super().__init__(Force(), begin_stage(nn.Linear(64, 10)))
+
+
+class Shrinking(nn.Sequential):
+    """On the digits: the forward writes a weight."""
+
+    def __init__(self) -> None:
+        inner = nn.Linear(64, 8)
+        inner.register_forward_pre_hook(shrink)
+        super().__init__(nn.Flatten(), inner, begin_stage(nn.Linear(8, 10)))
+
+
+def shrink(module: nn.Module, inputs: Any) -> None:
+    module.weight.data.mul_(0.9)  # type: ignore[operator,union-attr]
+
+
+class CutCheckpoint(nn.Module):
+    """On the digits: a checkpoint inside of which a stage begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flatten, self.a, self.b = nn.Flatten(), nn.Linear(64, 8), begin_stage(nn.Linear(8, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: self.b(self.a(x).tanh()), self.flatten(x), use_reentrant=False)  # type: ignore[no-any-return]
+
+
 class Turned(nn.Module):
     """A layer that shares a table with others."""
 

@@ -22,7 +22,8 @@ from ipu_pipe.hardware.unit_costs import join_units
 from ipu_pipe.model import flops
 from ipu_pipe.model.cutting import crossings, pieces
 from ipu_pipe.model.observation import Observed, count, kept_bytes
-from ipu_pipe.model.probe import footprint, undisturbed
+from ipu_pipe.model.probe import footprint
+from ipu_pipe.model.restoring import undisturbed
 from ipu_pipe.model.shape_rules import RULES
 from ipu_pipe.model.shapes import by_shape, fits, shapes_only, stand_in
 from ipu_pipe.model.stages import begin_stage, partition, stage_flops

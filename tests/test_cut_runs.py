@@ -11,9 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ipu_pipe.config.load import load_config
+from ipu_pipe.config.load import configure, load_config
+from ipu_pipe.errors import BadInput
+from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from tests import forked
+from tests.staged_models import Shrinking
 
 SHORT: Dict[str, Any] = {
     "steps": 3, "micro_batch_size": 4, "gradient_accumulation": 2, "evaluate": {"subset": 6}, "log": {"tensorboard": False},
@@ -26,7 +29,7 @@ def run_both(
     tmp_path: Path, entry: str, data: Dict[str, Any], stages: List[str], **more: Any
 ) -> List[Dict[str, Any]]:
     """Weights, and the summary's figures, of the run on the emulator and on two processes."""
-    keys = {**SHORT, "model": {"entry": entry}, "data": data, "stages": stages, **more}
+    keys = {**SHORT, "model": {"entry": entry}, "data": data, **({"stages": stages} if stages else {}), **more}
     for name, backend in (("emulator", "emulator"), ("processes", "distributed")):
         config = {**keys, "backend": {"name": backend, "threads": 1}}
         (tmp_path / f"{name}.yaml").write_text(json.dumps(config))  # which is YAML
@@ -58,3 +61,37 @@ def test_models_of_other_libraries_train_as_on_the_emulator(tmp_path: Path, name
 
     case = CASES[name]
     check_equal(*run_both(tmp_path, f"tests.third_party_models:{case.entry}", case.data, case.stages(2), method="gpipe"))
+
+
+DIGITS = {"name": "digits", "subset": 64, "test_subset": 32}
+
+
+@pytest.mark.parametrize("entry, method", [("Forces", "pipedream"), ("Shrinking", "gpipe"), ("CutCheckpoint", "gpipe")])
+def test_forwards_that_do_more_than_compute_train_as_on_the_emulator(tmp_path: Path, entry: str, method: str) -> None:
+    """A gradient inside of a forward failed in looks at the model that had none; those looks wrote weights, too, on each process
+    as often as it looked."""
+    check_equal(*run_both(tmp_path, f"tests.staged_models:{entry}", DIGITS, [], method=method))
+
+
+def test_a_forward_that_writes_a_weight_writes_it_as_often_as_it_runs() -> None:
+    """Two more times, before: looks at the model in its two modes wrote the weight itself."""
+    config = configure(
+        method="gpipe", micro_batch_size=4, steps=1, data=DIGITS, backend={"threads": 1}, optimizer={"name": "sgd", "lr": 1e-30}
+    )
+    model = Shrinking()
+    weight = model[1].weight.detach().clone()
+    build(config, model)
+    assert torch.equal(model[1].weight, weight)
+
+
+def test_weights_that_a_forward_writes_have_no_versions() -> None:
+    config = configure(method="pipedream", micro_batch_size=4, steps=1, data=DIGITS)
+    with pytest.raises(BadInput, match="model: 1.weight"):
+        build(config, Shrinking())
+
+
+def test_a_checkpoint_that_is_cut_is_refused_where_its_backward_reads_newer_weights(tmp_path: Path) -> None:
+    keys = {**SHORT, "model": {"entry": "tests.staged_models:CutCheckpoint"}, "data": DIGITS, "method": "pipemare"}
+    (tmp_path / "config.yaml").write_text(json.dumps({**keys, "backend": {"name": "distributed", "threads": 1}}))
+    ended = forked.run_ranks(2, "train", [str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run")])
+    assert ended.code == 2 and "model: a, b:" in ended.error

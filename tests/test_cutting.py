@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.cutting import crossings, pieces
-from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import refuse_other_shapes
-from ipu_pipe.model.probe import random_modules
+from ipu_pipe.model.probe import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
-from ipu_pipe.model.rehearsal import refuse_other_pieces
+from ipu_pipe.model.rehearsal import rehearse
+from ipu_pipe.model.restoring import buffers_restored, modes_restored
 from ipu_pipe.model.stages import partition
 
 
@@ -106,13 +105,13 @@ def check(model: nn.Module, begins: List[str], x: torch.Tensor) -> None:
     """Outputs, gradients and buffers of pieces one after another, and of the whole; for another batch size in evaluation, too."""
     attributes = [set(vars(module)) for module in model.modules()]
     cut = pieces(model, begins, x)
-    refuse_other_pieces(model, cut, x)
+    rehearse(model, cut, x)
     assert [set(vars(module)) for module in model.modules()] == attributes
     assert [sorted(piece.weights()) for piece in cut] == [
         sorted(stage.parameters) for stage in partition(model, x, begins).stages
     ]
     assert sorted(name for piece in cut for name in piece.state()) == sorted(model.state_dict())
-    keyed = KeyedRandomness(model, random_modules(model, x), 0, x.device)
+    keyed = KeyedRandomness(model, observe_effects(model, x).draws, 0, x.device)
     found = []
     for chained in (False, True):
         model.zero_grad()

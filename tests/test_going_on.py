@@ -17,7 +17,7 @@ from torch import nn
 from ipu_pipe.config.load import load_config
 from ipu_pipe.config.sections import InitFrom
 from ipu_pipe.errors import BadInput, end_process
-from ipu_pipe.model.buffers import load_state
+from ipu_pipe.model.restoring import load_state
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import set_up
 from ipu_pipe.run.train import evaluate_checkpoint, train

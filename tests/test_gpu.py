@@ -16,7 +16,7 @@ from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.config.load import load_config
 from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.job.numerics import set_numerics
-from ipu_pipe.model.probe import random_modules
+from ipu_pipe.model.probe import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS, resolve_method
@@ -112,7 +112,7 @@ def test_draws_of_the_cpu_and_of_the_gpu_are_keyed() -> None:
             return x * float(torch.rand(()))
 
     model, x = torch.nn.Sequential(Depth(), torch.nn.Dropout(0.5)).cuda(), torch.ones(64, device="cuda")
-    calls = random_modules(model, x)
+    calls = observe_effects(model, x).draws
     assert calls == {"0": 1, "1": 1}
     keyed, outputs = KeyedRandomness(model, calls, seed=4, device=x.device), []
     for _ in range(2):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.probe import derived_weights, random_modules
+from ipu_pipe.model.probe import derived_weights, observe_effects
 from ipu_pipe.model.stages import partition
 from models import mlp as mlps
 from models import resnet as resnets
@@ -100,7 +100,7 @@ def test_vgg11_computes_convolutions_pools_and_a_classifier() -> None:
         want = want if at == "fc8" else want.relu()
     torch.testing.assert_close(model(x), want)
     assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == [0.4, 0.4]
-    assert list(random_modules(model, x)) == ["dropout6", "dropout7"]
+    assert list(observe_effects(model, x).draws) == ["dropout6", "dropout7"]
 
 
 def test_vggs_start_with_he_initialization_by_fan_out_and_without_bias() -> None:
@@ -425,7 +425,7 @@ def test_randomness_lies_in_dropout_modules_that_run_once() -> None:
         dropouts = {n: m for n, m in model.named_modules() if isinstance(m, nn.Dropout)}
         for n, m in dropouts.items():
             m.register_forward_pre_hook(lambda m, i, n=n: runs.append(n))
-        assert list(random_modules(model, example(name)[0])) == sorted(dropouts) == sorted(runs)
+        assert list(observe_effects(model, example(name)[0]).draws) == sorted(dropouts) == sorted(runs)
 
 
 def test_mlp_of_8_layers_of_4096_on_cifar_has_its_size_and_stages() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ipu_pipe.model.probe import derived_weights, drawn_unkeyed, footprint, random_modules
+from ipu_pipe.model.probe import derived_weights, drawn_unkeyed, footprint, observe_effects
 from ipu_pipe.model.stages import begin_stage, partition
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -113,8 +113,8 @@ def test_ordinary_layers_are_not_accused_and_are_left_as_found() -> None:
 
 
 def test_random_modules_are_those_that_draw() -> None:
-    assert random_modules(_plain(), IMAGES) == {"3": 1}
-    assert list(random_modules(Text(), torch.randint(0, 9, (2, 5)))) == ["attend"]
+    assert observe_effects(_plain(), IMAGES).draws == {"3": 1}
+    assert list(observe_effects(Text(), torch.randint(0, 9, (2, 5))).draws) == ["attend"]
 
 
 def test_recurrent_layers_with_dropout_of_their_own_draw_unkeyed_on_a_gpu() -> None:
@@ -175,6 +175,6 @@ def test_buffers_that_a_forward_binds_anew_are_put_back() -> None:
     held = model.count
     part = partition(model, x)
     footprint(model, part, F.cross_entropy, x, LABELS)
-    random_modules(model, x)
+    observe_effects(model, x)
     assert derived_weights(model, F.cross_entropy, x, LABELS) == []
     assert model.count is held and float(held) == 0 and model.cache is None

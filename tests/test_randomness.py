@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model import probe
 from ipu_pipe.model.cutting import pieces
-from ipu_pipe.model.probe import random_modules
+from ipu_pipe.model.probe import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness, derived_seed, generators
 from ipu_pipe.schedule.methods import resolve_method
 from tests.staged_models import batches, whole
@@ -79,7 +79,7 @@ def test_on_a_gpu_the_draws_of_both_generators_are_keyed(monkeypatch: pytest.Mon
     monkeypatch.setattr(probe, "generators", lambda device: generators(torch.device("cuda", 0)))
     layers = [Depth(torch.default_generator), Depth(gpu), Depth(torch.default_generator, gpu), nn.Identity()]
     model = nn.Sequential(*layers)
-    calls = random_modules(model, x)
+    calls = observe_effects(model, x).draws
     assert calls == {"0": 1, "1": 1, "2": 1}
     keyed = KeyedRandomness(model, calls, seed=4, device=torch.device("cuda", 0))
     before = [torch.get_rng_state(), gpu.get_state()]
@@ -128,7 +128,7 @@ class Shared(nn.Module):
 def test_a_module_that_runs_again_in_a_forward_draws_again() -> None:
     """SimCSE's two passes: the same masks in both made its two embeddings one."""
     model, x = Shared(), torch.ones(64, 8)
-    calls = random_modules(model, x)
+    calls = observe_effects(model, x).draws
     assert calls == {"block.1": 2, "drop": 7}
     keyed = KeyedRandomness(model, calls, seed=4, device=CPU)
     torch.manual_seed(9)
@@ -152,7 +152,7 @@ def test_a_checkpoint_in_which_modules_run_again_draws_what_its_forward_drew(way
     gradients = []
     for model in (Shared(), Shared(way)):
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        keyed = KeyedRandomness(model, random_modules(model, x), 0, CPU)
+        keyed = KeyedRandomness(model, observe_effects(model, x).draws, 0, CPU)
         outputs = [run(keyed, model, x, m) for m in range(3)]
         before = torch.get_rng_state()
         for m, output in enumerate(outputs):
@@ -185,7 +185,7 @@ def test_a_module_around_others_may_draw_itself() -> None:
             return self.drop(self.drop(x) + torch.rand(x.shape)) + torch.rand(x.shape)
 
     around, x = Around(), torch.ones(8, 4)
-    calls = random_modules(around, x)
+    calls = observe_effects(around, x).draws
     assert calls == {"": 1, "drop": 2}
     keyed = KeyedRandomness(around, calls, 0, CPU)
     assert torch.equal(run(keyed, around, x), run(keyed, around, x))
@@ -195,7 +195,7 @@ def test_a_module_around_others_may_draw_itself() -> None:
 
 def test_stages_of_one_model_draw_what_the_whole_draws() -> None:
     model, x = Shared(), torch.randn(6, 8)
-    keyed = KeyedRandomness(model, random_modules(model, x), 3, CPU)
+    keyed = KeyedRandomness(model, observe_effects(model, x).draws, 3, CPU)
     whole = run(keyed, model, x, 2)
     value: Any = x
     for piece in pieces(model, ["c"], x):  # each as on a device of its own

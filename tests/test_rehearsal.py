@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.model import rehearsal
 from ipu_pipe.model.autocast import cast
 from ipu_pipe.model.cutting import Crossing, Shape, pieces
-from ipu_pipe.model.rehearsal import refuse_other_pieces
 from ipu_pipe.run.build import build
 from tests.staged_models import Odd, Skipping, residual, whole
 from tests.test_train import config
@@ -99,9 +99,8 @@ class Three(nn.Module):
         return self.c(h)  # type: ignore[no-any-return]
 
 
-def rehearse(model: nn.Module, begins: Any, x: torch.Tensor) -> None:
-    cut = pieces(model, begins, x)
-    refuse_other_pieces(model, cut, x)
+def rehearse(model: nn.Module, begins: Any, x: torch.Tensor) -> rehearsal.Rehearsed:
+    return rehearsal.rehearse(model, pieces(model, begins, x), x)
 
 
 @pytest.mark.parametrize("how, told", [
@@ -180,10 +179,10 @@ class Again(nn.Module):
 def test_what_a_backward_changes_is_told() -> None:
     """On processes forwards of other microbatches come before it."""
     model, x = nn.Sequential(nn.Linear(4, 4), Again(), nn.Linear(4, 2)), torch.randn(6, 4)
-    moved = refuse_other_pieces(model, pieces(model, ["2"], x), x)
+    moved = rehearse(model, ["2"], x).moved
     assert moved == ["1.norm.running_mean", "1.norm.running_var", "1.norm.num_batches_tracked"]
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    assert refuse_other_pieces(plain, pieces(plain, ["2"], x), x) == []
+    assert rehearse(plain, ["2"], x).moved == []
 
 
 class Counting(nn.Linear):
@@ -206,7 +205,7 @@ def test_looks_at_a_model_before_training_leave_no_count_behind(stages: Any) -> 
     job = build(config("method=gpipe", "gradient_accumulation=4", "evaluate.subset=96", "steps=8"), model=model)
     x = job.example[0]
     if stages != 1:
-        refuse_other_pieces(model, pieces(model, stages, x), x)
+        rehearse(model, stages, x)
     assert model[1].count == model[1].seen[0] == 0
 
 

@@ -23,7 +23,8 @@ from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.nests import copied, described, few, lead, sample_count
 from ipu_pipe.model.observation import Observed, count
 from ipu_pipe.model.precision import plain_loss
-from ipu_pipe.model.probe import Loss, undisturbed
+from ipu_pipe.model.probe import Loss
+from ipu_pipe.model.restoring import undisturbed
 from ipu_pipe.model.shapes import by_shape, fits, stand_in
 
 FEW = 2  # samples of a real forward; a batch norm refuses one

@@ -12,11 +12,11 @@ from ipu_pipe.job.record import Setup
 from ipu_pipe.local.blocks import SumOfLosses, get_blocks
 from ipu_pipe.model.asking import labels_of
 from ipu_pipe.model.calling import call
-from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import few, sample_count
 from ipu_pipe.model.outputs import plain, scores
 from ipu_pipe.model.precision import plain_loss
 from ipu_pipe.model.probe import Loss
+from ipu_pipe.model.restoring import modes_restored
 
 TEST_BATCH = 128  # samples of one evaluation forward; BatchNorm does not see it, it evaluates by running statistics
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
@@ -21,7 +22,7 @@ from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.nests import mapped, refuse_others, refuse_uneven
 from ipu_pipe.model.outputs import OwnLoss
 from ipu_pipe.model.precision import Numbers
-from ipu_pipe.model.probe import Footprint, Loss
+from ipu_pipe.model.probe import Effects, Footprint, Loss, observe_effects
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import METHODS, Method
@@ -131,6 +132,11 @@ class Job(Setup):
     folder: Optional[Path] = None  # of the run, where every process may write what it did
     read: Optional[Dict[str, Any]] = None  # of the data, for the run's record
     pieces: Sequence[Piece] = ()  # the model cut into its stages, on processes
+
+    @cached_property
+    def effects(self) -> Effects:
+        """Return what a training forward of a microbatch draws and writes, seen in one."""
+        return observe_effects(self.model, self.example[0])
 
     @property
     def batch(self) -> int:

@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.local.heads import MakeHead, make_head
 from ipu_pipe.model.autocast import cast, is_cast
-from ipu_pipe.model.buffers import all_restored, buffers_restored
 from ipu_pipe.model.calling import called_with
 from ipu_pipe.model.cutting import Piece, pieces
 from ipu_pipe.model.nests import lead
 from ipu_pipe.model.outputs import Take, scores, told
 from ipu_pipe.model.probe import Footprint, Loss, footprint
 from ipu_pipe.model.randomness import derived_seed, drawing_from
-from ipu_pipe.model.rehearsal import refuse_other_pieces
+from ipu_pipe.model.rehearsal import rehearse
+from ipu_pipe.model.restoring import buffers_restored, undisturbed
 from ipu_pipe.model.stages import Partition
 
 HEADS = "local_heads"  # the name of auxiliary heads in a model (ipu_pipe.local.blocks)
@@ -79,7 +79,7 @@ class Blocks:
         self.model = model
         self.pieces = pieces(model, begins, x)
         self.crossings = self.pieces[0].cut.crossings
-        refuse_other_pieces(model, self.pieces, x)
+        rehearse(model, self.pieces, x)
         with torch.no_grad():
             self.pieces[0].cut.prepare(x, training=False)  # for copies of the model, too
         self.overlap = 0  # so many blocks before its own are in each
@@ -127,7 +127,7 @@ class Blocks:
         """The model's output, and what is handed on at each boundary."""
         found: List[Any] = [x]
         model = self.model
-        with torch.no_grad(), all_restored(model):
+        with torch.no_grad(), undisturbed(model):
             model.eval()
             for piece in self.pieces:
                 found.append(piece(found[-1]))

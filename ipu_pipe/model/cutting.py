@@ -23,12 +23,11 @@ from torch.utils._pytree import tree_map
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.autocast import casting
-from ipu_pipe.model.buffers import attributes_restored, buffers_restored
 from ipu_pipe.model.execution import answering
-from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import in_order, named
 from ipu_pipe.model.programs import Program
 from ipu_pipe.model.recording import ReadsValues, record
+from ipu_pipe.model.restoring import attributes_restored, buffers_restored, modes_restored, weights_restored
 from ipu_pipe.model.staging import Crossing, Shape, Staged, staged
 from ipu_pipe.model.templates import Weight, keys_in, tensors_of
 
@@ -98,7 +97,7 @@ class Recordings:
         model = self.model
         given = tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, in_order(x))
         devices = [t.device for t in tensors_of(x)[:1] if t.is_cuda]
-        with torch.random.fork_rng(devices=devices), buffers_restored(model), modes_restored(model):
+        with torch.random.fork_rng(devices=devices), buffers_restored(model), modes_restored(model), weights_restored(model):
             model.train(training)
             with torch.set_grad_enabled(training or torch.is_grad_enabled()):
                 found, liveness = record(model, self.begins, given, traced)

@@ -9,10 +9,10 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.autocast import is_cast, uncast_meanwhile
-from ipu_pipe.model.buffers import all_restored
 from ipu_pipe.model.calling import call
-from ipu_pipe.model.nests import copied, lead
+from ipu_pipe.model.nests import copied
 from ipu_pipe.model.observation import Call, Observed, count, watch
+from ipu_pipe.model.restoring import undisturbed
 from ipu_pipe.model.shapes import by_shape, pays, stand_in
 
 
@@ -60,9 +60,7 @@ def _run_quietly(model: nn.Module, example: Any, training: bool) -> Any:
 
     BatchNorm stays in evaluation mode: in training it refuses an example of one value a channel.
     """
-    device = lead(example).device
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), all_restored(model):
+    with undisturbed(model):
         model.train(training)
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._NormBase):

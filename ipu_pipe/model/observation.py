@@ -77,8 +77,8 @@ def kept_bytes(calls: Sequence[Call]) -> int:
 
 
 def watch(model: nn.Module, x: Any, forward: Callable[[], Any]) -> Observed:
-    """Only the order of `forward`, a pass of the model's input `x`. Nothing is counted."""
-    with _calls(model, lambda: None) as seen, torch.no_grad():
+    """Only the order of `forward`, a pass of the model's input `x`. Nothing is counted. Its gradients may be asked for inside."""
+    with _calls(model, lambda: None) as seen, torch.enable_grad():
         forward()
     return seen
 

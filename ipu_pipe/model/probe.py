@@ -6,22 +6,20 @@ Everything here runs the model on one microbatch and leaves weights, buffers, gr
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipu_pipe.model.boundaries import Partition, stage_at_call
-from ipu_pipe.model.buffers import all_restored, buffers_restored
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.counts import top_places
-from ipu_pipe.model.modes import modes_restored
-from ipu_pipe.model.nests import lead, mapped, tensors
+from ipu_pipe.model.nests import copied, lead, mapped, tensors
 from ipu_pipe.model.observation import Observed, count, kept_bytes, storage
 from ipu_pipe.model.randomness import generators
+from ipu_pipe.model.restoring import buffers_restored, modes_restored, undisturbed
 from ipu_pipe.model.shape_rules import tensors_in
 from ipu_pipe.model.shapes import by_shape, pays, stand_in
 from ipu_pipe.trace.events import UnitRow
@@ -40,24 +38,6 @@ class Footprint:
     forward_flops: Tuple[float, ...]
     backward_flops: Optional[Tuple[float, ...]]
     units: Tuple[UnitRow, ...] = ()
-
-
-@contextlib.contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put back weights, buffers, gradients, attributes, modes and random states at the end."""
-    parameters = list(model.parameters())
-    values = [p.detach().clone() for p in parameters]
-    gradients = [p.grad for p in parameters]
-    cuda = [t.device for t in parameters[:1] if t.is_cuda]
-    with torch.random.fork_rng(devices=cuda), all_restored(model):
-        try:
-            for p in parameters:
-                p.grad = None
-            yield
-        finally:
-            for p, value, gradient in zip(parameters, values, gradients):
-                p.data.copy_(value)
-                p.grad = gradient
 
 
 class StageClock:
@@ -135,10 +115,23 @@ def _units(model: nn.Module, part: Partition, seen: Observed, stage_of: Mapping[
 # ---- randomness
 
 
-def random_modules(model: nn.Module, x: Any) -> Dict[str, int]:
-    """Return the modules whose own forward draws random numbers (dropout and the like) in training mode, by name, and how often
-    each runs in one forward."""
+class Effects(NamedTuple):
+    """What a training forward does besides giving its output.
+
+    draws: the modules whose own forward draws random numbers (dropout and the like), and how often each runs
+    buffers: names of those that it changes, without BatchNorm's, which it does not read
+    weights: names of those that it writes (max_norm of an embedding)
+    """
+
+    draws: Dict[str, int]
+    buffers: List[str]
+    weights: List[str]
+
+
+def observe_effects(model: nn.Module, x: Any) -> Effects:
+    """Run one training forward of `x` and return what it did; the model is left as it was."""
     names = {id(module): name for name, module in model.named_modules()}
+    norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)}
     drawn: Set[str] = set()
     runs: Dict[str, int] = {}
     drawing = generators(lead(x).device)
@@ -158,16 +151,25 @@ def random_modules(model: nn.Module, x: Any) -> Dict[str, int]:
             for generator, state in zip(drawing, start):  # the module around is seen to draw only if it does itself
                 generator.set_state(state)
 
-    with undisturbed(model), torch.no_grad():
+    with undisturbed(model):
         model.train()
+        buffers = {name: t.clone() for name, t in model.named_buffers() if name.rpartition(".")[0] not in norms}
+        weights = [(name, p, p.detach().clone()) for name, p in model.named_parameters() if not p.is_meta]
         handles = [m.register_forward_pre_hook(before) for m in model.modules()]
         handles += [m.register_forward_hook(after) for m in model.modules()]
         try:
-            call(model, x)
+            call(model, copied(x))
         finally:
             for handle in handles:
                 handle.remove()
-    return {name: runs[name] for name in sorted(drawn)}
+        now = dict(model.named_buffers())
+        changed = [name for name, value in buffers.items() if name in now and not _is_equal(now[name], value)]
+        written = [name for name, p, value in weights if not _is_equal(p, value)]
+    return Effects({name: runs[name] for name in sorted(drawn)}, changed, written)
+
+
+def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.is_meta or a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def drawn_unkeyed(model: nn.Module, device: torch.device) -> List[str]:
@@ -177,18 +179,6 @@ def drawn_unkeyed(model: nn.Module, device: torch.device) -> List[str]:
         return []
     modules = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.RNNBase)]
     return [name for name, m in modules if m.dropout > 0 and m.num_layers > 1]
-
-
-def changing_buffers(model: nn.Module, x: Any) -> List[str]:
-    """Names of the buffers that a forward in training changes, those of BatchNorm apart, which it does not read there."""
-    norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)}
-    before = {name: t.clone() for name, t in model.named_buffers() if name.rpartition(".")[0] not in norms}
-    if not before:
-        return []
-    with undisturbed(model), torch.no_grad():
-        model.train()
-        call(model, x)
-        return [name for name, t in model.named_buffers() if name in before and not torch.equal(t, before[name])]
 
 
 # ---- weights that a backward would not see

@@ -7,7 +7,7 @@ the way, tensors kept aside). What comes out otherwise is refused instead of tra
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -17,23 +17,36 @@ from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.model.autocast import is_cast
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.cutting import Piece, pieces, recorded_twice
-from ipu_pipe.model.modes import modes_restored
-from ipu_pipe.model.probe import random_modules, undisturbed
+from ipu_pipe.model.probe import Effects, observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness, derived_seed
+from ipu_pipe.model.restoring import modes_restored, undisturbed
 from ipu_pipe.model.staging import differing, inverse, memory_order
 from ipu_pipe.model.templates import tensors_of
 
 Found = Dict[str, Optional[torch.Tensor]]
+
+
+class Rehearsed(NamedTuple):
+    """What a rehearsal saw of the whole model: its `effects`, buffers that its backward moves (a checkpoint in it runs modules
+    again), and modules that its backward runs again while the pieces' backward does not (the checkpoint itself is cut)."""
+
+    effects: Effects
+    moved: List[str]
+    again: List[str]
+
+
 FEW = 2  # samples; a batch norm refuses one
 
 
-def refuse_other_pieces(model: nn.Module, parts: Sequence[Piece], x: Any) -> List[str]:
-    """Refuse (BadInput) pieces that do not compute what the model does: modules' outputs, gradients, buffers in training, the
-    output in evaluation. A few samples tell as much as all, in less time, where the model takes so few and its forward does the
-    same with them. What was recorded of some is compared on others, so that what depends on values shows. The model is left as it
-    was. Returns the names of buffers that a backward changes (a checkpoint in it runs modules again)."""
+def rehearse(model: nn.Module, parts: Sequence[Piece], x: Any) -> Rehearsed:
+    """Raise BadInput if pieces do not compute what the model does: modules' outputs, gradients and buffers in training, the
+    output in evaluation.
+
+    A few samples tell as much as all, in less time, where the model takes so few and its forward does the same with them. What
+    was recorded of some is compared on others, so that what depends on values shows. The model is left as it was.
+    """
     if any(t.is_meta for t in tensors_of(x)):  # no values, nothing to compare
-        return []
+        return Rehearsed(Effects({}, [], []), [], [])
     cut, few = parts[0].cut, _few(x)
     begins = cut.recordings.begins
     if few is not None:
@@ -41,9 +54,9 @@ def refuse_other_pieces(model: nn.Module, parts: Sequence[Piece], x: Any) -> Lis
             less = pieces(model, begins, few[0])
             same = differing(cut.first, less[0].cut.first) is None
             if same and differing(*recorded_twice(model, begins, *few), numbers=True) is None:
-                moved = _compare(model, less, *few)
+                seen = _compare(model, less, *few)
                 parts[0].cut.remember_gradients(less[0].cut.gradient_orders)
-                return moved
+                return seen
     others = tree_map(lambda t: t.flip(0) if isinstance(t, torch.Tensor) and t.dim() else t, x)
     other = differing(*recorded_twice(model, begins, x, others), numbers=True)
     if other is not None:
@@ -61,17 +74,19 @@ def _few(x: Any) -> Optional[Tuple[Any, Any]]:
     return last, first
 
 
-def _compare(model: nn.Module, parts: Sequence[Piece], recorded: Any, x: Any) -> List[str]:
-    """Raises BadInput where pieces and whole differ on `x`; the pieces are of what was `recorded`. Returns the names of buffers
-    that a backward changes."""
+def _compare(model: nn.Module, parts: Sequence[Piece], recorded: Any, x: Any) -> Rehearsed:
+    """Raise BadInput if pieces and whole differ on `x`; the pieces are of what was `recorded`."""
     moved: List[str] = []
+    again_in_whole: List[str] = []
+    again_in_pieces: List[str] = []
     with torch.no_grad():
         parts[0].cut.prepare(recorded, training=False)
-    keyed = random_modules(model, x)
+    effects = observe_effects(model, x)
+    keyed = effects.draws
     for training in (True, False):
-        whole = _run(model, parts, x, keyed, training, chained=False, moved=moved)
+        whole = _run(model, parts, x, keyed, training, chained=False, moved=moved, again=again_in_whole)
         try:
-            chained = _run(model, parts, x, keyed, training, chained=True)
+            chained = _run(model, parts, x, keyed, training, chained=True, again=again_in_pieces)
         except Exception as error:  # whatever the user's model raises
             raise _refusal(model, f"its pieces fail: {summarize(error)}") from error
         wrong = [what for what in [*whole, *chained] if not _same(whole.get(what), chained.get(what))]
@@ -88,7 +103,7 @@ def _compare(model: nn.Module, parts: Sequence[Piece], recorded: Any, x: Any) ->
             if wrong[0].startswith("gradient") and both and is_cast(model):
                 way = "autocast sums that of a weight which several stages use in bfloat16: take precision: float32 or bfloat16"
             raise _refusal(model, _told(wrong[0], whole.get(wrong[0]), chained.get(wrong[0]), parts), way)
-    return moved
+    return Rehearsed(effects, moved, [name for name in again_in_whole if name not in again_in_pieces])
 
 
 OUTSIDE = "move what its forward does outside modules into modules"
@@ -123,10 +138,10 @@ def _same(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
 
 def _run(
     model: nn.Module, parts: Sequence[Piece], x: Any, keyed: Mapping[str, int], training: bool, chained: bool,
-    moved: Optional[List[str]] = None,
+    moved: Optional[List[str]] = None, again: Optional[List[str]] = None,
 ) -> Found:  # fmt: skip
-    """All that a forward gives, in order; in training what modules give out, gradients and buffers, too. Into `moved` go the
-    names of buffers that the backward changes."""
+    """Return all that a forward gives, in order; in training what modules give out, gradients and buffers, too. Into `moved` go
+    the names of buffers that the backward changes, into `again` those of modules that it runs."""
     found: Found = {}
     handles: List[Any] = []
 
@@ -155,6 +170,8 @@ def _run(
             generator = torch.Generator().manual_seed(derived_seed("rehearsal"))
             before = {name: b.clone() for name, b in model.named_buffers()}
             directions = [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in results]
+            if again is not None:
+                handles += [m.register_forward_pre_hook(_append_to(again, name)) for name, m in model.named_modules()]
             with randomness.backward(0):
                 if results:
                     torch.autograd.backward(results, directions)
@@ -170,6 +187,10 @@ def _run(
         found.update({f"gradient {name}": None if p.grad is None else p.grad.clone() for name, p in named})
         found.update({f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()})
     return found
+
+
+def _append_to(names: List[str], name: str) -> Callable[..., None]:
+    return lambda module, inputs: names.append(name)
 
 
 def _chain(parts: Sequence[Piece], x: Any) -> Any:

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ipu_pipe.model.buffers import attributes_restored
 from ipu_pipe.model.nests import lead, numbers, tensors
+from ipu_pipe.model.restoring import attributes_restored
 from ipu_pipe.model.shape_rules import ATEN, MADE, POINTWISE, RULES, alike, like, tensors_in
 from ipu_pipe.model.uncompiled import without_compiler
 

@@ -25,7 +25,7 @@ from ipu_pipe.config.values import Section, Whole
 from ipu_pipe.data.hashes import hash_file
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.local.blocks import HEADS
-from ipu_pipe.model.buffers import load_state
+from ipu_pipe.model.restoring import load_state
 from ipu_pipe.text import show
 
 MANIFEST = "manifest.json"

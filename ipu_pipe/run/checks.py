@@ -17,12 +17,12 @@ from ipu_pipe.job.evaluation import test_batches
 from ipu_pipe.job.metrics import DEFAULT
 from ipu_pipe.job.record import Job, Setup, list_drains
 from ipu_pipe.model.asking import labels_of
-from ipu_pipe.model.buffers import all_restored
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.nests import described, lead, sample_count
 from ipu_pipe.model.outputs import SCORES, OfOutput, OwnLoss, Part, fields, plain, scores, takes_all, told
 from ipu_pipe.model.precision import plain_loss
-from ipu_pipe.model.probe import Loss, changing_buffers
+from ipu_pipe.model.probe import Loss
+from ipu_pipe.model.restoring import undisturbed
 from ipu_pipe.model.shapes import by_shape, looks_at_values, pays, stand_in
 from ipu_pipe.text import list_some, show
 from ipu_pipe.update import optimizer as update
@@ -61,7 +61,7 @@ def own_buffers(job: Job) -> List[str]:
     training."""
     if job.config.replicas == 1 and not (job.method.structure is not None and job.method.structure.overlap):
         return []
-    names = changing_buffers(job.model, job.example[0])
+    names = job.effects.buffers
     if not names:
         return []
     return [
@@ -87,7 +87,7 @@ def asynchrony(job: Job) -> List[str]:
     ]
     if config.clip is not None and config.clip.scope != "stage":
         found.append(f"clip.scope: {config.clip.scope}: {method.name} {why}: must be stage")
-    names = changing_buffers(job.model, job.example[0]) if method.rounds is not None else []
+    names = job.effects.buffers if method.rounds is not None else []
     if names:
         found.append(
             f"model: {list_some(names)}: buffers that training changes and reads: each replica of {method.name} would have its"
@@ -164,7 +164,7 @@ def check_model(model: nn.Module, loss: Loss, example: Tuple[Any, Any], labels: 
     try:
         with contextlib.ExitStack() as inside:
             inside.enter_context(torch.random.fork_rng(devices=devices))
-            inside.enter_context(by_shape(model) if is_meta else all_restored(model))
+            inside.enter_context(by_shape(model) if is_meta else undisturbed(model))
             output = None if is_meta else _few(model, x)
             if output is None:
                 output = call(model, x)
@@ -208,7 +208,7 @@ def check_metrics(setup: Setup) -> None:
     if not metrics or setup.device.type == "meta":
         return
     devices = [setup.device] if setup.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), all_restored(setup.model):
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), undisturbed(setup.model):
         setup.model.eval()
         for x, given in itertools.islice(test_batches(setup), 1):
             taken, y = scores(setup.loss, call(setup.model, x)), labels_of(given)

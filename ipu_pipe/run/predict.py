@@ -16,8 +16,8 @@ from ipu_pipe.data import DataSource
 from ipu_pipe.data.batches import LABELS, split_batch
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.calling import call
-from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import mapped, refuse_others, tensors
+from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.factories import make_model
 from ipu_pipe.text import describe_kind

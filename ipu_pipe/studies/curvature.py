@@ -12,7 +12,8 @@ from torch import nn
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.nests import copied
-from ipu_pipe.model.probe import Loss, random_modules, undisturbed
+from ipu_pipe.model.probe import Loss, observe_effects
+from ipu_pipe.model.restoring import undisturbed
 
 Vector = List[torch.Tensor]
 
@@ -72,7 +73,7 @@ def sharpest(
 
 
 def _deterministic(model: nn.Module, x: Any) -> None:
-    names = random_modules(model, x)
+    names = observe_effects(model, x).draws
     model.train()
     for name in names:
         model.get_submodule(name).training = False

@@ -10,12 +10,11 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local.blocks import compute_losses, get_blocks
-from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.calling import call
-from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import copied, lead
-from ipu_pipe.model.probe import Loss, random_modules, undisturbed
+from ipu_pipe.model.probe import Loss, observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
+from ipu_pipe.model.restoring import buffers_restored, modes_restored, undisturbed
 
 
 class Angle(NamedTuple):
@@ -41,7 +40,7 @@ class GradientProbe:
         if blocks is None:
             raise BadInput(f"model: {type(model).__name__}: has no blocks that are trained by losses of their own")
         self._model, self._loss, self._x, self._y, self._seed, self._blocks = model, loss, x, y, seed, blocks
-        self._random = random_modules(model, copied(x))
+        self._random = observe_effects(model, copied(x)).draws
         # a block's layers without its head; none where they are frozen
         self._own = [
             [t for t in piece.tensors() if isinstance(t, nn.Parameter) and t.requires_grad] for piece in blocks.pieces

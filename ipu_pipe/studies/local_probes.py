@@ -34,8 +34,8 @@ from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.calling import call
-from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import few, sample_count
+from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.studies.gradient_angles import GradientProbe

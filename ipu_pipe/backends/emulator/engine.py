@@ -30,7 +30,7 @@ class EmulatorEngine(Engine):
         super().__init__(job)
         config, work = job.config, Work.of(job, first_update)
         self._block_updates, self._end = work.block_updates, job.updates
-        self._emulator = Emulator(work, job.model, job.part, job.example, config.seed, job.width)
+        self._emulator = Emulator(work, job.model, job.part, job.example, config.seed, job.width, job.effects.draws)
 
     def step(self, k: int) -> StepResult:
         with attribute_faults(lambda: self._emulator.whereabouts):

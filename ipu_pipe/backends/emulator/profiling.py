@@ -16,7 +16,7 @@ from ipu_pipe.local.blocks import compute_losses
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.nests import copied, lead, sample_count
-from ipu_pipe.model.probe import undisturbed
+from ipu_pipe.model.restoring import undisturbed
 
 REPEATS = 3  # the process has trained: nothing is left to warm up
 ENOUGH = 0.5  # seconds, after which there is no repeat

@@ -16,7 +16,7 @@ of the microbatches and never versioned: a stage of the pipeline does its forwar
 
 from __future__ import annotations
 
-from typing import Any, Iterable, List, Optional, Tuple
+from typing import Any, Iterable, List, Mapping, Optional, Tuple
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from ipu_pipe.job.user_code import StageWatch
 from ipu_pipe.local.blocks import BlockOutputs, compute_losses, extract_scores, get_blocks
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.nests import lead, sample_count
-from ipu_pipe.model.probe import random_modules
+from ipu_pipe.model.probe import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.schedule.recompute import find_segment_ends
@@ -47,12 +47,20 @@ Forward = Tuple[Any, List[torch.Tensor]]  # output, losses
 class Emulator:
     """Trains `model` in place as `work` says, one `step` an update.
 
+    `draws`: the modules that draw random numbers, where they are known (`ipu_pipe.model.probe.Effects`).
     `replicas`: copies of the pipeline that train on microbatches of their own, gradients averaged. Ask `list_exactness_faults`
     first: what it names would run, but not exactly.
     """
 
     def __init__(
-        self, work: Work, model: nn.Module, part: Partition, example: Microbatch, seed: int = 0, replicas: int = 1
+        self,
+        work: Work,
+        model: nn.Module,
+        part: Partition,
+        example: Microbatch,
+        seed: int = 0,
+        replicas: int = 1,
+        draws: Optional[Mapping[str, int]] = None,
     ) -> None:
         self.work, self.model, self._blocks = work, model, get_blocks(model)
         self.update, self._number = work.update * work.block_updates, work.first_replay(replicas)
@@ -62,7 +70,8 @@ class Emulator:
         self.weights = make_weight_store(work, range(len(part)), self._plan.made(self._number))
         self._clipping = Clipping(work, Elsewhere())
         self._measured = Measurements(work)
-        self._random = KeyedRandomness(model, random_modules(model, example[0]), seed, lead(example[0]).device)
+        draws = observe_effects(model, example[0]).draws if draws is None else draws
+        self._random = KeyedRandomness(model, draws, seed, lead(example[0]).device)
         self._width = replicas
         self._own = IndependentReplicas.of(work, model)
         trained = [p for stage in work.rules.stages.values() for p in stage.parameters]

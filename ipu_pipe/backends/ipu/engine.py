@@ -34,7 +34,7 @@ from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import Placement, placement, reserved
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
-from ipu_pipe.model.buffers import load_state
+from ipu_pipe.model.restoring import load_state
 from ipu_pipe.trace.events import Counters, Events
 
 Result = TypeVar("Result")

@@ -14,7 +14,7 @@ from ipu_pipe.backends.ipu.optimizer import read_state, set_rates, translate
 from ipu_pipe.backends.ipu.profile import Timeline
 from ipu_pipe.backends.ipu.wrapping import Wrapped, unsplit
 from ipu_pipe.job.record import Job
-from ipu_pipe.model.modes import modes_restored
+from ipu_pipe.model.restoring import modes_restored
 
 
 class Snapshot(NamedTuple):

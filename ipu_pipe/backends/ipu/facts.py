@@ -9,7 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-from ipu_pipe.model.buffers import buffers_restored
+from ipu_pipe.model.restoring import buffers_restored
 from ipu_pipe.model.stages import Partition
 
 

@@ -19,7 +19,6 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.cutting import Piece, crossings
 from ipu_pipe.model.nests import refuse_other_shapes
-from ipu_pipe.model.probe import random_modules
 from ipu_pipe.model.randomness import KeyedRandomness
 
 
@@ -54,7 +53,7 @@ def cut_out(job: Job, layout: Layout) -> Tuple[Place, List[Piece]]:
     else:
         cut = list(job.pieces)
         across = crossings(cut)
-    keyed = KeyedRandomness(job.model, random_modules(job.model, job.example[0]), job.config.seed, job.device)
+    keyed = KeyedRandomness(job.model, job.effects.draws, job.config.seed, job.device)
     head = blocks.head(s) if blocks is not None else None
     behind = cut[s - 1] if blocks is not None and blocks.overlap and s else None
     own = job.width if job.method.rounds is not None else None  # replicas that take turns in one row

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ipu_pipe.model.probe import undisturbed
+from ipu_pipe.model.restoring import undisturbed
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.update.apply import UpdateRules
 

@@ -22,8 +22,8 @@ from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_activation
 from ipu_pipe.model.asking import labels_of
-from ipu_pipe.model.modes import modes_restored
 from ipu_pipe.model.nests import sample_count
+from ipu_pipe.model.restoring import modes_restored
 
 EVALUATION_TAG = (1 << 30) + 2  # beyond all messages of the schedule
 COUNTED = "ipu_pipe/evaluated"  # batches that any stage has done, in the store

@@ -25,9 +25,9 @@ from ipu_pipe.backends.weights import make_weight_store
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.metrics import count_right
 from ipu_pipe.local.blocks import compute_losses, extract_scores, get_activation
-from ipu_pipe.model.buffers import buffers_restored
 from ipu_pipe.model.cutting import Crossing
 from ipu_pipe.model.nests import tensors
+from ipu_pipe.model.restoring import buffers_restored
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Reads
 

@@ -18,8 +18,7 @@ from ipu_pipe.job.placing import Placed, place_blocks
 from ipu_pipe.model.boundaries import refuse_shared, used_on
 from ipu_pipe.model.cutting import Piece, pieces
 from ipu_pipe.model.merging import merge_stages
-from ipu_pipe.model.probe import changing_buffers
-from ipu_pipe.model.rehearsal import refuse_other_pieces
+from ipu_pipe.model.rehearsal import Rehearsed, rehearse
 from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import Method, Reads
 from ipu_pipe.text import list_some
@@ -51,9 +50,9 @@ def _place_stages(config: Config, method: Method, model: nn.Module, x: torch.Ten
         shown = list_some(begins, 8) or "the model"
         note = f"{len(wished)} stages on {depth} processes: taken together, stages begin at {shown}"
     cut = pieces(model, begins, x)
-    again = refuse_other_pieces(model, cut, x)  # on every rank alike, before any waits for another
-    _refuse_model(method, cut)
-    _refuse_moving(model, cut, x, again)
+    seen = rehearse(model, cut, x)  # on every rank alike, before any waits for another
+    _refuse_model(method, cut, seen.again)
+    _refuse_moving(model, cut, seen)
     _refuse_shared_memory(cut)
     part = partition(model, x, begins if begins else 1, one_stage=method.one_stage)
     part = used_on(part, users(cut), model)
@@ -62,24 +61,23 @@ def _place_stages(config: Config, method: Method, model: nn.Module, x: torch.Ten
     return Placed(model, part, own, note, cut)
 
 
-def _refuse_moving(model: nn.Module, cut: Sequence[Piece], x: torch.Tensor, again: Sequence[str]) -> None:
-    """Buffers that training changes move with every forward of one process; `again`: those that backwards move, too. Weights of
-    several stages change by updates alone."""
-    if again:
+def _refuse_moving(model: nn.Module, cut: Sequence[Piece], seen: Rehearsed) -> None:
+    """Refuse what moves in each process alone: buffers that training changes move with every forward there, weights of several
+    stages change by updates alone."""
+    if seen.moved:
         raise BadInput(
-            f"model: {list_some(list(again))}: a backward changes it (a checkpoint runs its module again), and other"
-            " microbatches' forwards come between: keep it out of checkpoints, or use backend: {name: emulator}"
+            f"model: {list_some(seen.moved)}: a backward changes it (a checkpoint runs its module again), and other microbatches'"
+            " forwards come between: keep it out of checkpoints, or use backend: {name: emulator}"
         )
-    for name in sorted(users(cut).keys() & cut[0].cut.first.written):
+    for name in sorted(users(cut).keys() & {*cut[0].cut.first.written, *seen.effects.weights}):
         raise BadInput(
             f"model: {name}: the forward changes this weight (max_norm of an embedding?), which several stages use: untie it, or"
             " use backend: {name: emulator}"
         )
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
-    moving = set(changing_buffers(model, x))
     for name, buffer in model.named_buffers():
         stages = [s for s, piece in enumerate(cut) if any(buffer is own for own in piece.buffers())]
-        if len(stages) > 1 and (name in moving or name.rpartition(".")[0] in norms):
+        if len(stages) > 1 and (name in seen.effects.buffers or name.rpartition(".")[0] in norms):
             raise BadInput(
                 f"model: {name}: training changes it, and stages {' and '.join(map(str, stages))} use it, each in a process of"
                 " its own: cut elsewhere, or use backend: {name: emulator}"
@@ -101,7 +99,7 @@ def _refuse_shared_memory(cut: Sequence[Piece]) -> None:
                 )
 
 
-def _refuse_model(method: Method, cut: Sequence[Piece]) -> None:
+def _refuse_model(method: Method, cut: Sequence[Piece], again: Sequence[str]) -> None:
     """Delays come from the pipeline itself. A weight that is handed on with the activations is what the forward read; its
     backward cannot read it anew."""
     if method.delay is not None:
@@ -112,4 +110,10 @@ def _refuse_model(method: Method, cut: Sequence[Piece]) -> None:
         raise BadInput(
             f"model: {', '.join(names)}: weights of a cut module, which a later stage uses: with {method.name} its backward"
             " must read newer ones than the forward: put them into modules of that stage, or method_args: {stash: true}"
+        )
+    if again and method.reads_old(len(cut)) and method.backward_reads is Reads.NEWEST:
+        raise BadInput(
+            f"model: {list_some(again)}: a checkpoint (torch.utils.checkpoint) in a module that is cut runs it again in the"
+            f" backward, with {method.name} by newer weights, and a part of the checkpoint cannot: begin stages around it, or"
+            " use method_args: {stash: true} or backend: {name: emulator}"
         )

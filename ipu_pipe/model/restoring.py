@@ -1,0 +1,105 @@
+"""What a forward leaves on a model, put back: modes, buffers, attributes, weights, gradients and random states."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Dict, Iterator, List, Mapping, Tuple
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def modes_restored(*models: nn.Module) -> Iterator[None]:
+    """Put back whether each module of `models` was training."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextlib.contextmanager
+def buffers_restored(model: nn.Module) -> Iterator[None]:
+    """Put back every buffer: its values, and the tensor itself where a forward bound another one to its name
+    (`self.count = self.count + 1`)."""
+    buffers = [
+        (module, name, tensor, None if tensor is None else tensor.detach().clone())
+        for module in model.modules()
+        for name, tensor in module._buffers.items()
+    ]
+    try:
+        yield
+    finally:
+        for module, name, tensor, value in buffers:
+            module._buffers[name] = tensor
+            if tensor is not None and value is not None and 0 not in tensor.stride():  # expanded: nothing can write it
+                tensor.data.copy_(value)
+
+
+@contextlib.contextmanager
+def all_restored(model: nn.Module) -> Iterator[None]:
+    """Put back buffers and attributes, training modes with them."""
+    with attributes_restored(model), buffers_restored(model):
+        yield
+
+
+@contextlib.contextmanager
+def attributes_restored(model: nn.Module) -> Iterator[None]:
+    """Put back the attributes of modules, and the contents of their containers (tables of parameters and buffers, a cache of
+    masks): a forward may keep tensors or counters there."""
+    contents_by_module = [(module, _copy_attributes(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, (attributes, contents) in contents_by_module:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for container, content in contents:
+                container.clear()
+                container.update(content) if isinstance(container, (dict, set)) else container.extend(content)
+
+
+def _copy_attributes(module: nn.Module) -> Tuple[Dict[str, Any], List[Tuple[Any, Any]]]:
+    attributes = dict(vars(module))
+    containers = [
+        value for value in attributes.values() if type(value).__name__ in ("dict", "list", "set", "OrderedDict")
+    ]
+    return attributes, [(container, container.copy()) for container in containers]
+
+
+def load_state(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy `tensors`, one for each name of the model's state dict, into `model`."""
+    # this state dict carries the modules' versions, without which torchvision's MNASNet refuses to load any
+    state = model.state_dict()
+    state.update(tensors)
+    model.load_state_dict(state)
+
+
+@contextlib.contextmanager
+def weights_restored(model: nn.Module) -> Iterator[None]:
+    """Put back the values of weights: a forward may write them."""
+    # expanded ones nothing can write
+    values = [(p, p.detach().clone()) for p in model.parameters() if 0 not in p.stride()]
+    try:
+        yield
+    finally:
+        for p, value in values:
+            p.data.copy_(value)
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Put back weights, buffers, gradients, attributes, modes and random states: all that a forward and backward can change."""
+    parameters = list(model.parameters())
+    gradients = [p.grad for p in parameters]
+    cuda = [t.device for t in parameters[:1] if t.is_cuda]
+    with torch.random.fork_rng(devices=cuda), all_restored(model), weights_restored(model):
+        try:
+            for p in parameters:
+                p.grad = None
+            yield
+        finally:
+            for p, gradient in zip(parameters, gradients):
+                p.grad = gradient
