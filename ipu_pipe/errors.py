@@ -1,4 +1,4 @@
-"""The two ways a run can fail, and how a command line reports them: one line a fault, no traceback."""
+"""The ways a run can fail, and the one border of the command lines that prints a line per fault and sets the exit code."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import traceback
 import warnings
 from typing import Any, Callable, Iterator, NoReturn, Optional, Sequence, Set, TextIO, Tuple, Type, Union
 
-from ipu_pipe import interrupts, launched
+from ipu_pipe import interrupts
+from ipu_pipe.launcher import read_launch
 from ipu_pipe.shipped import name_commands
 from ipu_pipe.text import fold_lines
 
+_printed_warnings: Set[str] = set()
+
 
 class BadInput(ValueError):
-    """What the user gave cannot be used. `faults`: one line each (file, key, value, what is allowed). Exit code 2."""
+    """Input of the user that cannot be used. `faults`: one line each (file, key, value, what is allowed). Exit code 2."""
 
-    is_told: Optional[bool] = None
+    is_reported: Optional[bool] = None
 
     def __init__(self, faults: Union[str, Sequence[str]]) -> None:
         self.faults = [fold_lines(fault) for fault in ([faults] if isinstance(faults, str) else faults)]
@@ -28,40 +31,34 @@ class BadInput(ValueError):
 
 
 class RunFault(RuntimeError):
-    """A fault while running, told in one line (a loss that is not finite, a disk that is full). Exit code 1.
+    """A fault while running, in one line (a loss that is not finite, a full disk). Exit code 1.
 
-    Of several processes the first one that finds a fault tells it; `is_told` says whether another has. Where that is not
-    known (None), every process tells its own, and bad input, which all find alike, rank 0.
+    `is_reported`: whether another process has reported it. If that is not known (None), every process reports its own faults, and
+    rank 0 alone the bad input, which all ranks find alike.
     """
 
-    is_told: Optional[bool] = None
+    is_reported: Optional[bool] = None
 
 
 class UserFault(RunFault):
-    """What code of the user's own (a model, loss, data source, optimizer) raised, and where: `traceback` is the whole of it,
-    `kept` the file that holds it. Code that calls `train` gets the user's own exception, with this one at the end of its
-    chain of causes."""
+    """A fault in the user's own code (a model, loss, data source, optimizer), with its file and line.
+
+    `traceback`: all of it; `traceback_file`: where it was saved. Code that calls `train` gets the user's own exception, with this
+    one at the end of its chain of causes.
+    """
 
     def __init__(self, line: str, whole: str) -> None:
         super().__init__(line)
         self.traceback = whole
-        self.kept: Optional[str] = None
+        self.traceback_file: Optional[str] = None
 
-    def __reduce__(self) -> Tuple[Any, ...]:
-        """For the way out of a process of its own."""
-        return type(self), (str(self), self.traceback), {"kept": self.kept, "is_told": self.is_told}
-
-
-def find_user_fault(error: Optional[BaseException]) -> Optional[UserFault]:
-    """The UserFault in an exception's chain, or None."""
-    for link in walk_causes(error):
-        if isinstance(link, UserFault):
-            return link
-    return None
+    def __reduce__(self) -> Tuple[Any, ...]:  # for the way out of a child process
+        state = {"traceback_file": self.traceback_file, "is_reported": self.is_reported}
+        return type(self), (str(self), self.traceback), state
 
 
 def walk_causes(error: Optional[BaseException]) -> Iterator[BaseException]:
-    """An exception, what caused it, what caused that, and so on."""
+    """Yield an exception, its cause, the cause of that, and so on."""
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -69,9 +66,20 @@ def walk_causes(error: Optional[BaseException]) -> Iterator[BaseException]:
         error = error.__cause__ if error.__cause__ is not None or error.__suppress_context__ else error.__context__
 
 
+def find_user_fault(error: Optional[BaseException]) -> Optional[UserFault]:
+    """Return the `UserFault` in an exception's chain of causes, or None."""
+    return next((link for link in walk_causes(error) if isinstance(link, UserFault)), None)
+
+
+def summarize(error: BaseException) -> str:
+    """Return an exception's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 @contextlib.contextmanager
 def guard_writing(place: Any, what: str = "") -> Iterator[None]:
-    """A disk that refuses `place`, a file or stream, is a fault in one line, which may say `what` that is."""
+    """Raise `RunFault` if the system refuses to write `place`, a file or stream, which the line may call `what`."""
     try:
         yield
     except OSError as error:
@@ -80,31 +88,24 @@ def guard_writing(place: Any, what: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def show_traceback(wanted: bool) -> Iterator[None]:
-    """Where it is wanted, the traceback of what ends a command goes to standard error, before its line."""
+    """Write the traceback of an exception to standard error if it is `wanted` and no other process has reported it."""
     try:
         yield
     except Exception as error:
         fault = find_user_fault(error)
-        if wanted and not getattr(fault or error, "is_told", None):
+        if wanted and not getattr(fault or error, "is_reported", None):
             sys.stderr.write(fault.traceback if fault is not None else traceback.format_exc())
         raise
 
 
-def summarize(error: BaseException) -> str:
-    """An exception of the user's own code in one line: its kind and the first line of what it says."""
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
-
-
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are bad input like any other (one `error: ...` line, exit code 2) and whose
-    help keeps the line breaks it is given."""
+    """An argument parser whose complaints are bad input like any other, and whose help keeps its line breaks."""
 
     def __init__(self, **keys: Any) -> None:
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **keys})
 
     def format_help(self) -> str:
-        """The help, with commands named as the user calls them."""
+        """Return the help, with commands named as the user calls them."""
         return name_commands(super().format_help())
 
     def error(self, message: str) -> NoReturn:
@@ -113,11 +114,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_command(main: Callable[[], None]) -> NoReturn:
-    """Run a command line's `main` and leave with its exit code: 0 done, 2 bad input, 1 fault, 130 Ctrl-C."""
+    """Run a command line's `main` and exit: 0 done, 2 bad input, 1 fault, 130 Ctrl-C."""
     ended_by_ctrl_c = False
     if not sys.warnoptions:  # -W and PYTHONWARNINGS ask for Python's own
         warnings.showwarning = _show_warning
-    if isinstance(sys.stdout, io.TextIOWrapper):  # file names need not be text; standard error is so by default
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names need not be text; standard error escapes them by default
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
@@ -127,7 +128,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
             with guard_writing("standard output"):
                 sys.stdout.flush()
         except BaseException as error:
-            ended_by_ctrl_c = interrupts.came()
+            ended_by_ctrl_c = interrupts.has_come()
             if ended_by_ctrl_c:  # it may have become another exception on its way here
                 raise KeyboardInterrupt from error
             raise
@@ -135,48 +136,51 @@ def run_command(main: Callable[[], None]) -> NoReturn:
             interrupts.leave()
         code = 0
     except BadInput as error:
-        told = launched.read().rank != 0 if error.is_told is None else error.is_told
-        for fault in () if told else error.faults:
-            _tell(fault)
+        reported = read_launch().rank != 0 if error.is_reported is None else error.is_reported
+        for fault in () if reported else error.faults:
+            _print_fault(fault)
         code = 2
-    except BrokenPipeError:  # the reader of our output (head, less) has left: not our fault, nothing to say
-        _drop_output()
-        code = 0
     except KeyboardInterrupt:
-        if launched.read().rank == 0:
+        if read_launch().rank == 0:
             print("interrupted", file=sys.stderr)
         code = interrupts.INTERRUPTED
     except Exception as error:
-        if isinstance(error.__cause__, BrokenPipeError):
+        if isinstance(error, BrokenPipeError) or isinstance(error.__cause__, BrokenPipeError):
+            code = 0  # the reader of our output (head, less) has left: nothing to say
             _drop_output()
-            code = 0
         else:
-            line = _line(error)
+            line = _format_fault(error)
             if line is None:
                 raise
             if line:
-                _tell(line)
+                _print_fault(line)
             if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
                 _drop_output()
             code = 1
     # taking down the interpreter restores the system's own handling of Ctrl-C: a second one would end it without an exit code
-    if ended_by_ctrl_c or launched.read().world > 1:
+    if ended_by_ctrl_c or read_launch().world > 1:
         end_process(code)
     sys.exit(code)
 
 
-def _line(error: Exception) -> Optional[str]:
-    """A fault in one line; empty where another process has told it. None of what is no fault of a run, but of this library."""
+def _format_fault(error: Exception) -> Optional[str]:
+    """Format an exception as one line. Return '' if another process has reported it, None if it is a bug in ipu_pipe."""
     fault = find_user_fault(error)
     if fault is not None:
-        rest = f"the traceback is in {fault.kept}" if fault.kept else "tools/train.py --traceback shows all of it"
-        return "" if fault.is_told else f"{fault}; {rest}"
+        saved = f"the traceback is in {fault.traceback_file}"
+        more = saved if fault.traceback_file else "tools/train.py --traceback shows all of it"
+        return "" if fault.is_reported else f"{fault}; {more}"
     if isinstance(error, RunFault):
-        return "" if error.is_told else str(error)
-    if isinstance(error, OSError):  # without a file it is a stream: whoever writes files names them
-        named = "standard output" if error.filename is None else error.filename
-        return f"{named}: {error.strerror or error}"
+        return "" if error.is_reported else str(error)
+    if isinstance(error, OSError):  # without a file it is a stream: code that writes files names them
+        place = "standard output" if error.filename is None else error.filename
+        return f"{place}: {error.strerror or error}"
     return None
+
+
+def _print_fault(line: str) -> None:
+    with contextlib.suppress(OSError):  # there is nowhere else to print it
+        print(f"error: {name_commands(fold_lines(line))}", file=sys.stderr, flush=True)
 
 
 def _show_warning(
@@ -185,28 +189,20 @@ def _show_warning(
 ) -> None:  # fmt: skip
     """Print a warning of a library or of the user's code as one line, once and on rank 0 alone.
 
-    Leave out a RuntimeWarning, which numpy gives for an overflow (the result then says so), and those that only a developer of
-    the code can heed.
+    Leave out a RuntimeWarning, which numpy gives for an overflow (the result then shows it), and those that only a developer of
+    the code can act on.
     """
     text = fold_lines(str(message))
     quiet = (RuntimeWarning, DeprecationWarning, PendingDeprecationWarning, FutureWarning)
-    if text in _WARNED or issubclass(category, quiet) or launched.read().rank != 0:
+    if text in _printed_warnings or issubclass(category, quiet) or read_launch().rank != 0:
         return
-    _WARNED.add(text)
+    _printed_warnings.add(text)
     with contextlib.suppress(OSError):
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-_WARNED: Set[str] = set()  # warnings that have been printed
-
-
-def _tell(line: str) -> None:
-    with contextlib.suppress(OSError):  # there is nowhere else to tell it
-        print(f"error: {name_commands(fold_lines(line))}", file=sys.stderr, flush=True)
-
-
 def _check_streams() -> None:
-    """Standard streams that are closed: the number of one would go to the next file opened, which would get what is printed."""
+    """Open standard streams that are closed: else the next file opened would get their number, and what is printed."""
     if sys.stdin is None or sys.stderr is None:
         handle = os.open(os.devnull, os.O_RDWR)
         while handle < 3 and handle != 1:
@@ -216,19 +212,22 @@ def _check_streams() -> None:
         sys.stderr = sys.stderr or open(2, "w", closefd=False)
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")
-        raise RunFault("standard output: is closed: nothing can be printed (give /dev/null where nothing is wanted)")
+        raise RunFault("standard output: is closed: nothing can be printed (use > /dev/null if nothing is wanted)")
 
 
 def _drop_output() -> None:
-    """What is still to be printed goes nowhere, so that nothing fails on it when the interpreter ends."""
-    with contextlib.suppress(OSError, ValueError):  # a stream that is no file
+    """Send what is still to be printed nowhere, so that nothing fails on it when the interpreter ends."""
+    with contextlib.suppress(OSError, ValueError):  # a stream that is not a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def end_process(code: int) -> NoReturn:
-    """End a process of several at once: taking down the interpreter around the process group's threads aborted about one run
-    in five ("terminate called without an active exception")."""
+    """End this process, one of several, at once.
+
+    Taking down the interpreter around the process group's threads aborted about one run in five ("terminate called without an
+    active exception").
+    """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # it has been told, where that is possible
+        with contextlib.suppress(OSError):  # it has been reported, if that is possible
             stream.flush()
     os._exit(code)

@@ -1,11 +1,11 @@
 """Ctrl-C on a command line: one line and exit code 130, whenever it comes.
 
-    first moments, imports     nothing to tidy up yet: the process ends at once
-    while the command works    KeyboardInterrupt, so that what is open is closed; a second Ctrl-C ends the process at once
+    first moments, imports     nothing to clean up yet: the process ends at once
+    while the command works    KeyboardInterrupt, so that open files are closed; a second Ctrl-C ends the process at once
     on the way out             the process ends at once
 
-What is on the disk is whole at every moment, so that ending at once loses nothing. Nothing but the standard library is imported
-here, and little of it: a command line calls `end_at_once` before all else.
+The files on the disk are whole at every moment, so that ending at once loses nothing. Only the standard library is imported here,
+and little of it: a command line calls `end_at_once` before anything else.
 """
 
 from __future__ import annotations
@@ -20,52 +20,49 @@ INTERRUPTED = 130  # exit code: 128 and the signal's number
 
 
 def end_at_once() -> None:
-    """From now on Ctrl-C ends the process."""
-    if _is_ours_to_set():
+    """From now on, end the process at Ctrl-C."""
+    if _may_set_handler():
         signal.signal(signal.SIGINT, _end)
 
 
 def raise_first() -> None:
-    """From now on the first Ctrl-C raises KeyboardInterrupt and the next ends the process. Only where `end_at_once` was called
-    before: a library, or a test, keeps the handler that it has."""
-    if signal.getsignal(signal.SIGINT) is _end and _is_ours_to_set():
+    """From now on, raise KeyboardInterrupt at the first Ctrl-C and end the process at the next.
+
+    Do nothing if `end_at_once` was not called before: a library, or a test, keeps the handler that it has.
+    """
+    if signal.getsignal(signal.SIGINT) is _end and _may_set_handler():
         signal.signal(signal.SIGINT, _raise)
-        sys.unraisablehook = _unraisable
+        sys.unraisablehook = _handle_unraisable
 
 
-def came() -> bool:
-    """Whether Ctrl-C has come since `raise_first`."""
-    return sys.unraisablehook is _unraisable and signal.getsignal(signal.SIGINT) is _end
+def has_come() -> bool:
+    """Return whether Ctrl-C has come since `raise_first`."""
+    return sys.unraisablehook is _handle_unraisable and signal.getsignal(signal.SIGINT) is _end
 
 
 def leave() -> None:
-    """The command is done: what `raise_first` began is over, and Ctrl-C ends the process."""
+    """End what `raise_first` began: from now on Ctrl-C ends the process."""
     if signal.getsignal(signal.SIGINT) is _raise:
         signal.signal(signal.SIGINT, _end)
 
 
-def _is_ours_to_set() -> bool:
-    """Only the main thread may set handlers; a process that was told to ignore Ctrl-C (nohup) goes on ignoring it."""
+def _may_set_handler() -> bool:
+    """Return whether this is the main thread, and not of a process that was started to ignore Ctrl-C (nohup)."""
     return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
 
 
 def _raise(number: int, frame: Any) -> None:
     signal.signal(signal.SIGINT, _end)
-    if _imports(frame):  # an import broken off comes out as any exception, or is taken for a module that is not there
-        _end()
+    while frame is not None:
+        # an import that breaks off ends in any exception, or counts as a module that is missing
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            _end()
+        frame = frame.f_back
     raise KeyboardInterrupt
 
 
-def _imports(frame: Any) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _unraisable(unraisable: Any) -> None:
-    """KeyboardInterrupt that came where Python cannot raise it (a finalizer): it must not be lost, nor be a traceback."""
+def _handle_unraisable(unraisable: Any) -> None:
+    """End the process for a KeyboardInterrupt where Python cannot raise it (a finalizer): it must not be lost."""
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
         _end()
     sys.__unraisablehook__(unraisable)

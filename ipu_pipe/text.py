@@ -1,4 +1,4 @@
-"""How a value or a line of unknown length and content is shown in a fault: on one line, cut, control characters escaped."""
+"""Text for the user: values and lines of unknown length and content on one line, cut, with control characters escaped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_OF_A_LINE = 2000
 
 
 def show(value: Any) -> str:
-    """A value as Python says it, cut after `MOST_OF_A_VALUE` characters with how many there are."""
+    """Return a value as text on one line, cut after `MOST_OF_A_VALUE` characters."""
     try:
         text = str(value)
     except Exception as error:  # numbers of too many digits, objects of the user's own
@@ -19,7 +19,7 @@ def show(value: Any) -> str:
 
 
 def describe_kind(value: Any) -> str:
-    """A number or None as it is; of anything else what it is."""
+    """Return a number or None as it is; of any other value say what it is."""
     if value is None or isinstance(value, (bool, int, float)):
         return show(value)
     if isinstance(value, type):
@@ -29,23 +29,23 @@ def describe_kind(value: Any) -> str:
 
 
 def fold_lines(text: str) -> str:
-    """A fault as one line: white space folded, the rest as in `shown`, cut after `MOST_OF_A_LINE` characters."""
+    """Return text as one printable line, cut after `MOST_OF_A_LINE` characters."""
     return _cut(escape(" ".join(text.split())), MOST_OF_A_LINE)
 
 
 def escape(text: str) -> str:
-    """`text` with what a terminal obeys, breaks the line at or cannot print written as Python writes it, such as \\x1b."""
+    """Return text with all that a terminal obeys, breaks the line at or cannot print as Python writes it, such as \\x1b."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def escape_lines(text: str) -> str:
-    """Return text of several lines for a terminal, each line as `escaped` makes it."""
+    """Return text of several lines for a terminal, with each line escaped."""
     return "\n".join(map(escape, text.split("\n")))
 
 
-# What others call what has another name here; of what is not here (interleaved, zero-bubble) the nearest.
+# Words of other libraries for names of ours; for what is missing here (interleaved, zero-bubble) the nearest.
 ALSO_CALLED = {
     "1f1b": "pipedream_flush", "dapple": "pipedream_flush", "2bw": "pipedream_2bw", "pb": "pipelined_backprop",
     "localsgd": "local_sgd", "rpd": "randomized_pipedream", "bf16": "bfloat16",
@@ -62,19 +62,19 @@ ALSO_CALLED = {
 
 
 def find_alias(name: Any, known: Iterable[str]) -> str:
-    """Which of `known` others call so; "" if none."""
-    here = ALSO_CALLED.get(show(name).lower().replace("-", "_"), "")
-    return here if here in known else ""
+    """Return which of the `known` names another library calls `name`; "" if none."""
+    alias = ALSO_CALLED.get(show(name).lower().replace("-", "_"), "")
+    return alias if alias in known else ""
 
 
 def find_nearest(name: Any, known: Iterable[Any], most: int = 1, alike: float = 0.6) -> str:
-    """Which of `known` names may have been meant, the likeliest first, with commas; "" if none is `alike` (0 to 1) enough."""
-    names = [str(each) for each in known]
+    """Return the known names that may have been meant, the likeliest first, separated by commas; "" if none is `alike` enough."""
+    names = [str(one) for one in known]
     return find_alias(name, names) or ", ".join(difflib.get_close_matches(show(name), names, most, alike))
 
 
 def list_some(names: Sequence[Any], most: int = 4) -> str:
-    """The first `most` of `names`, with commas, and how many more there are."""
+    """Return the first `most` names separated by commas, and how many more there are."""
     return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -83,7 +83,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """A number of bytes in words, in the decimal units of datasheets: 14.7 GB."""
+    """Return a number of bytes in the decimal units of datasheets, such as 14.7 GB."""
     for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
         if size >= 10**power:
             return f"{size / 10**power:.3g} {unit}"

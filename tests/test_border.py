@@ -139,7 +139,7 @@ def test_a_warning_is_one_line_or_none(
             print("done")
 
     monkeypatch.setattr(sys, "warnoptions", [])
-    monkeypatch.setattr("ipu_pipe.errors._WARNED", set())
+    monkeypatch.setattr("ipu_pipe.errors._printed_warnings", set())
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         command: Any = Command

@@ -20,7 +20,6 @@ import pytest
 import torch
 from torch import nn
 
-from ipu_pipe import launched
 from ipu_pipe.backends.processes import group, joining
 from ipu_pipe.backends.processes.evaluation import wait_for_first_replica
 from ipu_pipe.backends.processes.joining import differing, meet, what_is_asked
@@ -28,6 +27,7 @@ from ipu_pipe.cli import train as tool
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, RunFault, UserFault, find_user_fault, run_command
+from ipu_pipe.launcher import Launch, read_launch
 from ipu_pipe.model.stages import begin_stage
 from ipu_pipe.run.folder import RunFolder, read_summary
 from ipu_pipe.run.train import train
@@ -178,8 +178,8 @@ def test_what_the_users_code_raises_is_itself_with_its_place_in_a_line(name: str
     if name == "forward":  # what the user chained stays where it was
         assert isinstance(raised.value.__cause__, KeyError) and "deeper" in fault.traceback
     if name != "planning":  # before which no folder is made
-        assert fault.kept == str(tmp_path / "run" / "traceback.txt")
-        assert fault.traceback in Path(fault.kept).read_text()
+        assert fault.traceback_file == str(tmp_path / "run" / "traceback.txt")
+        assert fault.traceback in Path(fault.traceback_file).read_text()
     modules = list(given["model"].modules())
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in modules)
 
@@ -275,7 +275,7 @@ def test_a_fault_leaves_its_process_whole() -> None:
     ],
 )
 def test_what_a_launcher_says_is_checked(variables: Dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = launched.read(variables)
+    found = read_launch(variables)
     assert len(found.faults) == 1 and found.faults[0].startswith(told) and len(found.faults[0]) < 200
     for key, value in variables.items():
         monkeypatch.setenv(key, value)
@@ -287,7 +287,7 @@ def test_what_a_launcher_says_is_checked(variables: Dict[str, str], told: str, m
 def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         monkeypatch.setenv(key, " ")
-    assert launched.read() == launched.Launched()
+    assert read_launch() == Launch()
     assert command(tool.main, [DIGITS, "--dry-run"], monkeypatch, capsys) == (0, "")
 
 
@@ -314,7 +314,7 @@ def join(asked: Dict[int, Dict[str, Any]], world: int, limit: float) -> Dict[int
 
     def one(rank: int) -> None:
         try:
-            stores.append(meet(launched.Launched(rank, world, address="127.0.0.1", port=port), limit, asked[rank]))
+            stores.append(meet(Launch(rank, world, address="127.0.0.1", port=port), limit, asked[rank]))
         except (BadInput, RunFault) as error:
             faults[rank] = error
 
@@ -338,7 +338,7 @@ def test_a_missing_rank_is_named_once_within_the_limit() -> None:
     faults = join({0: {}, 2: {}}, 4, 1.5)
     assert set(faults) == {0, 2} and all(isinstance(error, RunFault) for error in faults.values())
     assert all("ranks 1, 3 of 4 did not come to 127.0.0.1:" in str(error) for error in faults.values())
-    assert [error.is_told for error in faults.values()].count(False) == 1  # type: ignore[attr-defined]
+    assert [error.is_reported for error in faults.values()].count(False) == 1  # type: ignore[attr-defined]
     assert time.monotonic() - start < 10
 
 
@@ -347,7 +347,7 @@ def test_ranks_that_are_asked_for_something_else_are_refused_with_both_values() 
     one, other = (load_config(DIGITS, [f"seed={seed}", f"data.root=/node{seed}"]) for seed in (1, 2))
     asked = {0: what_is_asked(one, {"--out": Path("a")}), 1: what_is_asked(other, {"--out": Path("b")})}
     faults = join(asked, 3, 20)
-    assert set(faults) == {0, 1} and [error.is_told for error in faults.values()].count(False) == 1  # type: ignore
+    assert set(faults) == {0, 1} and [error.is_reported for error in faults.values()].count(False) == 1  # type: ignore
     assert isinstance(faults[0], BadInput) and sorted(faults[0].faults) == [
         '--out: rank 0 has "a", rank 1 has "b": all must be asked for the same',
         "seed: rank 0 has 1, rank 1 has 2: all must be asked for the same",
@@ -367,18 +367,18 @@ def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_told(monkeypatc
         with pytest.raises(
             RunFault, match=f"MASTER_PORT: {port}: cannot be used on this machine: Address already in use"
         ):
-            meet(launched.Launched(0, 2, address="127.0.0.1", port=port), 2, {})
+            meet(Launch(0, 2, address="127.0.0.1", port=port), 2, {})
     with pytest.raises(RunFault, match="rank 1: rank 0 did not come to 127.0.0.1.* within 0.5 s .*refused"):
-        meet(launched.Launched(1, 2, address="127.0.0.1", port=free_port()), 0.5, {})
+        meet(Launch(1, 2, address="127.0.0.1", port=free_port()), 0.5, {})
     with pytest.raises(RunFault, match="rank 0 did not come to no.such.host.invalid"):
-        meet(launched.Launched(1, 2, address="no.such.host.invalid", port=29500), 0.1, {})
+        meet(Launch(1, 2, address="no.such.host.invalid", port=29500), 0.1, {})
     monkeypatch.setattr(joining, "LINGER", 0.1)
     port, second = free_port(), []
 
     def again() -> None:
         for _ in range(2):
             try:
-                meet(launched.Launched(1, 3, address="127.0.0.1", port=port), 3, {})
+                meet(Launch(1, 3, address="127.0.0.1", port=port), 3, {})
             except (BadInput, RunFault) as error:
                 second.append(str(error))
 
@@ -387,7 +387,7 @@ def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_told(monkeypatc
     for thread in threads:
         thread.start()
     with pytest.raises((BadInput, RunFault)):
-        meet(launched.Launched(0, 3, address="127.0.0.1", port=port), 6, {})
+        meet(Launch(0, 3, address="127.0.0.1", port=port), 6, {})
     for thread in threads:
         thread.join(20)
     assert any("RANK: 1: two processes have it: each of 3 must have its own" in text for text in second)
@@ -401,7 +401,7 @@ def test_a_first_rank_that_is_stopped_is_told_within_the_limit(monkeypatch: pyte
         stopped.bind(("localhost", 0))
         stopped.listen(8)
         port = stopped.getsockname()[1]
-        where = launched.Launched(1, 2, address="127.0.0.1", port=port)
+        where = Launch(1, 2, address="127.0.0.1", port=port)
         with pytest.raises(RunFault, match=f"127.0.0.1:{port}"):
             meet(where, 0.5, {})
     assert not joining.keeper_is_there(where)

@@ -21,7 +21,7 @@ from tests.house import (
 )
 
 # Modules at the top of the package, which every folder may import.
-BASE = ("errors", "files", "interrupts", "launched", "orphans", "shipped", "text")
+BASE = ("errors", "files", "interrupts", "launcher", "shipped", "text")
 # A folder imports only from those before it.
 FOLDERS = (
     "schedule", "stability", "trace", "model", "local", "update", "config", "hardware", "data", "job", "plan", "backends",

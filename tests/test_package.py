@@ -29,12 +29,12 @@ def test_the_wheel_has_all_folders() -> None:
 def test_examples_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     digits = ROOT / "configs" / "mlp_digits.yaml"
-    assert shipped.config_path("configs/mlp_digits.yaml") == shipped.config_path("mlp_digits") == digits
-    assert shipped.config_path("configs/local/resnet20_greedy.yaml").is_file()
-    assert shipped.config_path("configs/none.yaml") == Path("configs/none.yaml")
+    assert shipped.find_config("configs/mlp_digits.yaml") == shipped.find_config("mlp_digits") == digits
+    assert shipped.find_config("configs/local/resnet20_greedy.yaml").is_file()
+    assert shipped.find_config("configs/none.yaml") == Path("configs/none.yaml")
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "mlp_digits.yaml").write_text("mine: 1")
-    assert shipped.config_path("configs/mlp_digits.yaml") == Path("configs/mlp_digits.yaml")
+    assert shipped.find_config("configs/mlp_digits.yaml") == Path("configs/mlp_digits.yaml")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_examples_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_commands_are_named_as_they_are_called(called: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [called])
-    assert shipped.as_called("run: python tools/fetch_data.py x; tools/train.py") == said
+    assert shipped.name_commands("run: python tools/fetch_data.py x; tools/train.py") == said
 
 
 def _without_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,21 +7,21 @@ from typing import Any, Callable, Iterator, List, Optional, TypeVar
 
 import torch.distributed as dist
 
-from ipu_pipe import launched
 from ipu_pipe.backends.processes.joining import ANSWER, answer_within, keeper_is_there
 from ipu_pipe.errors import BadInput, RunFault, find_user_fault
+from ipu_pipe.launcher import read_launch
 
 Result = TypeVar("Result")
 
 
 def is_distributed() -> bool:
     """Return whether a launcher such as torchrun started this process as one of several."""
-    return launched.read().is_one_of_several
+    return read_launch().is_one_of_several
 
 
 def is_main() -> bool:
     """Return whether this process prints and writes."""
-    return launched.read().rank == 0
+    return read_launch().rank == 0
 
 
 def are_joined() -> bool:
@@ -68,13 +68,13 @@ def report_once() -> Iterator[None]:
     except Exception as error:
         fault = error if isinstance(error, (BadInput, RunFault)) else find_user_fault(error)
         if fault is not None and are_joined():
-            fault.is_told = not _claim_report()
+            fault.is_reported = not _claim_report()
         raise
 
 
 def _claim_report() -> bool:
     """Return whether no other process has reported a fault yet; True if the store that counts them is gone or does not answer."""
-    where = launched.read()
+    where = read_launch()
     # asking a store that is gone makes torch print its own stack
     if where.address is not None and not keeper_is_there(where):
         return True

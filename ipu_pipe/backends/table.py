@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Dict, Mapping, Optional
 
-from ipu_pipe import launched
 from ipu_pipe.backends.emulator import engine as emulator
 from ipu_pipe.backends.interface import Backend, Engine
 from ipu_pipe.backends.ipu import backend as ipu
@@ -14,7 +13,7 @@ from ipu_pipe.backends.ranks import is_distributed
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
-from ipu_pipe.orphans import end_with_launcher
+from ipu_pipe.launcher import end_with_launcher, read_launch
 
 BACKENDS: Dict[str, Backend] = {
     "emulator": emulator.BACKEND,
@@ -31,7 +30,7 @@ def get_backend(config: Config) -> Backend:
 def launch(config: Config, asked: Optional[Mapping[str, object]] = None) -> None:
     """Join the other processes of the run, where there are any. Raises BadInput, on each of them, where another one was `asked`
     (option -> value) for something else or has another config, and where the way that this one was started does not fit."""
-    where, backend = launched.read(), get_backend(config)
+    where, backend = read_launch(), get_backend(config)
     if where.faults:
         raise BadInput(where.faults)
     backend.check_launch(config.backend)

@@ -29,8 +29,8 @@ from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 import torch
 import torch.distributed as dist
 
-from ipu_pipe import orphans
 from ipu_pipe.errors import RunFault
+from ipu_pipe.launcher import end_with
 
 SHORT, LONG = 4, 2**22  # bytes of the messages
 LIMIT = 120.0  # seconds that a process waits for the other
@@ -100,7 +100,7 @@ def _described(found: Dict[str, Any], devices: int, threads: int, device: str) -
 
 
 def _process(rank: int, folder: str, parent: int, threads: int, device: str, together: bool, seconds: float) -> None:
-    orphans.end_with(parent)
+    end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a Ctrl-C: the parent ends, and this one with it
     torch.set_num_threads(threads)
     store = dist.FileStore(str(Path(folder) / "store"), 2)

@@ -79,7 +79,7 @@ def keep_traceback(error: BaseException, folder: Path) -> None:
     with contextlib.suppress(OSError):  # a full disk: what ended the run is what must be told
         file = folder / "traceback.txt"
         file.write_text(f"{fault}\n\n{fault.traceback}", encoding="utf-8", errors="replace")
-        fault.kept = str(file)
+        fault.traceback_file = str(file)
 
 
 @contextlib.contextmanager

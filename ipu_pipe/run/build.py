@@ -9,7 +9,6 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 import torch
 from torch import nn
 
-from ipu_pipe import launched
 from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.schema import Config
@@ -30,6 +29,7 @@ from ipu_pipe.job.overrides import (
 )
 from ipu_pipe.job.record import DTYPES, Begun, Job, Setup, compute_rate, list_drains
 from ipu_pipe.job.user_code import attribute_faults
+from ipu_pipe.launcher import read_launch
 from ipu_pipe.local.blocks import SumOfLosses, get_blocks, measure_footprint
 from ipu_pipe.model.masters import Masters
 from ipu_pipe.model.nests import copied
@@ -272,7 +272,7 @@ def _with_chosen_stages(
 ) -> Config:
     """The config with the names of the modules at which the planner has stages begin, the same on all processes: each may have
     measured its own machine."""
-    processes = launched.read().world // config.replicas if config.backend.name == "distributed" else None
+    processes = read_launch().world // config.replicas if config.backend.name == "distributed" else None
     begins = run_on_main(lambda: choose_stages(config, method, model, loss, example, processes))
     return config.model_copy(update={"stages": begins or 1})
 

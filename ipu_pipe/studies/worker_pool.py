@@ -9,8 +9,8 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any, Callable, Dict, Generator, Mapping, Sequence, Tuple, TypeVar
 
-from ipu_pipe import orphans
 from ipu_pipe.errors import RunFault, find_user_fault
+from ipu_pipe.launcher import end_with
 
 Key = TypeVar("Key")
 
@@ -42,7 +42,7 @@ def in_workers(
 
 
 def _begin(parent: int) -> None:
-    orphans.end_with(parent)
+    end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a Ctrl-C: the parent ends its workers
 
 

@@ -6,7 +6,6 @@ from typing import Any, Iterable, Iterator, List, Optional, Tuple
 
 import torch
 
-from ipu_pipe import launched
 from ipu_pipe.backends.emulator.measuring import combine_block_updates
 from ipu_pipe.backends.emulator.profiling import profile
 from ipu_pipe.backends.emulator.replay import Emulator
@@ -20,6 +19,7 @@ from ipu_pipe.job.placing import place_whole
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
+from ipu_pipe.launcher import read_launch
 from ipu_pipe.update.optimizer import count_state_bytes, export_state
 
 
@@ -98,7 +98,7 @@ def reading_waits(device: torch.device) -> bool:
 
 def check_launch(backend: BackendConfig) -> None:
     """Refuse (BadInput) to be one of several processes."""
-    if launched.read().world > 1:
+    if read_launch().world > 1:
         raise BadInput(
             "backend.name: emulator: runs in one process: start it without torchrun, or set backend.name=distributed"
         )

@@ -6,7 +6,6 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 import torch
 
-from ipu_pipe import launched
 from ipu_pipe.backends.ipu.evaluation import in_calls, judged
 from ipu_pipe.backends.ipu.executors import Executors
 from ipu_pipe.backends.ipu.faults import told
@@ -20,6 +19,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.job.evaluation import Tally, test_batches
 from ipu_pipe.job.ipu.placement import Placement
 from ipu_pipe.job.record import Job
+from ipu_pipe.launcher import read_launch
 from ipu_pipe.local.blocks import HEADS, get_blocks
 from ipu_pipe.model.randomness import derived_seed
 
@@ -49,7 +49,7 @@ class Block:
 
     def _options(self, training: bool) -> Any:
         ids = self._ipu.ipu_ids
-        local = launched.read().local_rank
+        local = read_launch().local_rank
         ipu_id = ids[self.rank] if ids else self.rank if local is None else local
         seed = derived_seed(self._config.seed, "ipu", self._first, self.rank) % 2**32
         accumulation = self._config.gradient_accumulation * self.every

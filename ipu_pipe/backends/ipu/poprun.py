@@ -7,10 +7,10 @@ from typing import Any, Callable, NamedTuple, Optional
 
 import torch.distributed as dist
 
-from ipu_pipe import launched
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.ipu.placement import under_poprun
+from ipu_pipe.launcher import announce_rank, read_launch
 
 
 class Instance(NamedTuple):
@@ -44,9 +44,9 @@ def join_poprun(deadline: float) -> None:
 
     popdist.init()
     rank, world = popdist.getInstanceIndex(), popdist.getNumInstances()
-    launched.announce(rank, world)
+    announce_rank(rank, world)
     if world > 1 and not dist.is_initialized():
-        told = launched.read()
+        told = read_launch()
         where = f"tcp://{told.address or '127.0.0.1'}:{told.port or 29500}"
         patience = datetime.timedelta(seconds=max(deadline, 3600.0))  # one compiles while the others wait
         dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world, timeout=patience)

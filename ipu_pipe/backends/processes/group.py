@@ -8,13 +8,13 @@ from typing import Any, List, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from ipu_pipe import launched
 from ipu_pipe.backends.processes.joining import ANSWER, Asked, answer_within, differing, meet, wait_limit, what_is_asked
 from ipu_pipe.backends.processes.stopping import Stopping
 from ipu_pipe.backends.ranks import is_distributed, report_lost_rank
 from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.numerics import set_numerics
+from ipu_pipe.launcher import read_launch
 
 
 def check_launch(backend: BackendConfig) -> None:
@@ -30,7 +30,7 @@ def start(config: Config, options: Mapping[str, object]) -> None:
     """Join the group of processes that the launcher started, by gloo; where GPUs talk to each other, each channel is a group of
     nccl (`_channels`). Raises BadInput where another process has another config or other `options`, RunFault where one does not
     come."""
-    backend, where = config.backend, launched.read()
+    backend, where = config.backend, read_launch()
     if not dist.is_available():
         raise BadInput("backend.name: distributed: this PyTorch was built without torch.distributed")
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 4):
@@ -105,7 +105,7 @@ def _group_can_go() -> bool:
 
 def gpus_talk() -> bool:
     """Whether every process has a GPU of its own and nccl is there; else a GPU's tensors go through the host's memory."""
-    own = dist.is_nccl_available() and launched.read().local_world <= torch.cuda.device_count()
+    own = dist.is_nccl_available() and read_launch().local_world <= torch.cuda.device_count()
     found = [own] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return all(found)

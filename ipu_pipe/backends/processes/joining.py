@@ -23,7 +23,7 @@ from ipu_pipe import __version__
 from ipu_pipe.config.compare import flatten
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.launched import Launched
+from ipu_pipe.launcher import Launch
 from ipu_pipe.text import list_some
 
 POLL = 0.05  # seconds between looks at the store
@@ -86,7 +86,7 @@ def answer_within(seconds: float, ask: Callable[[], Result]) -> Result:
     return found[0]
 
 
-def meet(where: Launched, limit: float, asked: Asked) -> Any:
+def meet(where: Launch, limit: float, asked: Asked) -> Any:
     """The store of a run whose ranks are all there, asked for the same. Raises BadInput where they were not, RunFault where one
     is missing after `limit` seconds."""
     try:
@@ -97,7 +97,7 @@ def meet(where: Launched, limit: float, asked: Asked) -> Any:
         ) from error
 
 
-def keeper_is_there(where: Launched) -> bool:
+def keeper_is_there(where: Launch) -> bool:
     """Whether somebody listens where the store is. Asking a store that is gone makes torch print its own stack."""
     try:
         with socket.create_connection((str(where.address), int(where.port or 0)), timeout=ANSWER):
@@ -106,7 +106,7 @@ def keeper_is_there(where: Launched) -> bool:
         return False
 
 
-def _meet(where: Launched, limit: float, asked: Asked) -> Any:
+def _meet(where: Launch, limit: float, asked: Asked) -> Any:
     end = time.monotonic() + limit
     store = _store(where, limit)
     try:
@@ -122,7 +122,7 @@ def _meet(where: Launched, limit: float, asked: Asked) -> Any:
     return store
 
 
-def _wait_for_all(store: Any, where: Launched, end: float, limit: float, asked: Asked) -> None:
+def _wait_for_all(store: Any, where: Launch, end: float, limit: float, asked: Asked) -> None:
     store.set(f"asked/{where.rank}", json.dumps(asked))
     missing = [rank for rank in range(where.world) if rank != where.rank]
     while missing:
@@ -144,12 +144,12 @@ def _wait_for_all(store: Any, where: Launched, end: float, limit: float, asked: 
             time.sleep(POLL)
 
 
-def _end_for_all(store: Any, where: Launched, error: Union[BadInput, RunFault]) -> NoReturn:
+def _end_for_all(store: Any, where: Launch, error: Union[BadInput, RunFault]) -> NoReturn:
     """Raise `error` on this rank and, through the store, on those that still wait; the first one tells it."""
     faults = error.faults if isinstance(error, BadInput) else [str(error)]
     with contextlib.suppress(RuntimeError):  # the store may be gone
         store.set("over", json.dumps({"faults": faults, "is_input": isinstance(error, BadInput)}))
-        error.is_told = store.add("told", 1) > 1
+        error.is_reported = store.add("told", 1) > 1
         store.add("read", 1)
         if where.rank == 0 and not where.has_agent:  # the store ends with this process
             until = time.monotonic() + LINGER
@@ -163,11 +163,11 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {list_some(ranks, 8)}"
 
 
-def _place(where: Launched) -> str:
+def _place(where: Launch) -> str:
     return f"{where.address}:{where.port} (MASTER_ADDR:MASTER_PORT)"
 
 
-def _store(where: Launched, limit: float) -> Any:
+def _store(where: Launch, limit: float) -> Any:
     assert where.address is not None and where.port is not None
     keeps = where.rank == 0 and not where.has_agent
     if keeps:
@@ -183,7 +183,7 @@ def _store(where: Launched, limit: float) -> Any:
     return dist.PrefixStore(f"ipu_pipe/{where.attempt}", store)
 
 
-def _refuse_used_port(where: Launched) -> None:
+def _refuse_used_port(where: Launch) -> None:
     """Before torch tries, which says it in many lines."""
     with socket.socket() as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -197,7 +197,7 @@ def _refuse_used_port(where: Launched) -> None:
             ) from error
 
 
-def _wait_for_keeper(where: Launched, limit: float) -> None:
+def _wait_for_keeper(where: Launch, limit: float) -> None:
     """Until somebody listens where the store will be."""
     end = time.monotonic() + limit
     while True:

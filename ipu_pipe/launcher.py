@@ -1,0 +1,105 @@
+"""The launcher of this process (torchrun, poprun): what it says by environment variables, and how a process ends with it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import List, Mapping, Optional, Tuple
+
+GREATEST = 10**6  # ranks
+ORPHANED = 1  # exit code: a fault
+WATCHDOG = "ipu_pipe orphans"  # name of a thread
+LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher says to one of `world` processes.
+
+    local_rank: the rank on its machine; None where the launcher does not say it.
+    address, port: where rank 0 (or the launcher, `has_agent`) keeps the store for the rendezvous.
+    is_one_of_several: a launcher started this process, even if it is the only one.
+    faults: a line for each variable that makes no sense; it counts as not set.
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: Optional[int] = None
+    local_world: int = 1
+    address: Optional[str] = None
+    port: Optional[int] = None
+    has_agent: bool = False
+    attempt: int = 0
+    is_one_of_several: bool = False
+    faults: Tuple[str, ...] = ()
+
+
+def read_launch(environment: Optional[Mapping[str, str]] = None) -> Launch:
+    """Return what the environment (default: this process's) says. An empty variable counts as not set."""
+    source = os.environ if environment is None else environment
+    variables = {key: value for key, value in source.items() if value.strip()}
+    faults: List[str] = []
+
+    def read_integer(key: str, default: int, first: int, last: int, what: str) -> int:
+        text = variables.get(key, str(default)).strip()
+        if text.isascii() and text.isdecimal() and len(text) < 10 and first <= int(text) <= last:
+            return int(text)
+        faults.append(f"{key}: {text[:40]}: must be {what}, as a launcher such as torchrun sets it")
+        return default
+
+    processes = "a whole number of processes, at least 1"
+    world = read_integer("WORLD_SIZE", 1, 1, GREATEST, processes)
+    if faults:
+        rank = read_integer("RANK", 0, 0, GREATEST, "a whole number from 0")
+    else:
+        last = world - 1 if "WORLD_SIZE" in variables else GREATEST
+        rank = read_integer("RANK", 0, 0, last, f"a whole number from 0 to {last}, below WORLD_SIZE")
+    for key, other, matters in (("RANK", "WORLD_SIZE", rank > 0), ("WORLD_SIZE", "RANK", world > 1)):
+        if matters and other not in variables:
+            faults.append(f"{key}: {variables[key]}: set without {other}: a launcher sets both: unset it, or set both")
+    has_local, has_port = "LOCAL_RANK" in variables, "MASTER_PORT" in variables
+    return Launch(
+        rank,
+        world,
+        local_world=read_integer("LOCAL_WORLD_SIZE", 1, 1, GREATEST, processes),
+        local_rank=read_integer("LOCAL_RANK", 0, 0, GREATEST, "a whole number from 0") if has_local else None,
+        address=variables.get("MASTER_ADDR"),
+        port=read_integer("MASTER_PORT", 0, 1, 65535, "a port from 1 to 65535") or None if has_port else None,
+        has_agent=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=read_integer("TORCHELASTIC_RESTART_COUNT", 0, 0, GREATEST, "a whole number"),
+        is_one_of_several="RANK" in variables and "WORLD_SIZE" in variables,
+        faults=tuple(faults),
+    )
+
+
+def announce_rank(rank: int, world: int) -> None:
+    """Set the variables for `read_launch` and for child processes, where a launcher says by other means which process this is."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+
+
+def end_with(parent: int, line: str = "") -> None:
+    """End this process when its parent, the process `parent`, is gone, however that ended; print `line` then.
+
+    Nothing else would end it, and it would go on writing. Linux's signal at a parent's death comes at the death of the thread
+    that started the child, too early; so a thread looks at the parent, since the process may be busy. Safe to call twice.
+    """
+    if all(thread.name != WATCHDOG for thread in threading.enumerate()):
+        threading.Thread(target=_watch, args=(parent, line), name=WATCHDOG, daemon=True).start()
+
+
+def end_with_launcher() -> None:
+    """End this process when the launcher that started it is gone."""
+    end_with(os.getppid(), "error: the launcher of this process is gone: it ends")
+
+
+def _watch(parent: int, line: str) -> None:
+    while os.getppid() == parent:  # an orphan gets another parent
+        time.sleep(LOOK_SECONDS)
+    try:
+        if line:
+            print(line, file=sys.stderr, flush=True)
+    finally:
+        os._exit(ORPHANED)
