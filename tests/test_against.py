@@ -13,8 +13,14 @@ from ipu_pipe.errors import RunFault
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.studies import against
-from ipu_pipe.studies.against import at_equal_time, choices, train_against
-from ipu_pipe.studies.stories import Run, planned_slots, stories
+from ipu_pipe.studies.against import (
+    ComparedRun,
+    choose_accumulations,
+    count_slots,
+    describe,
+    fit_into_time,
+    train_against,
+)
 
 DIGITS = str(Path(__file__).resolve().parents[1] / "configs" / "mlp_digits.yaml")
 SHORT = [
@@ -40,15 +46,15 @@ def summary(method: str, steps: int, accumulate: int, **more: Any) -> Dict[str, 
 @pytest.mark.parametrize("method", ["gpipe", "pipedream", "pipedream_flush"])
 def test_slots_of_a_run_are_its_schedules(method: str) -> None:
     told = summary(method, 9, 4)
-    assert planned_slots(told) == pytest.approx(make_schedule(METHODS[method], 4, 36, 4).slot_count)
+    assert count_slots(told) == pytest.approx(make_schedule(METHODS[method], 4, 36, 4).slot_count)
 
 
 @pytest.mark.parametrize("accumulate, steps", [(2, 150), (4, 107), (8, 68), (16, 39), (500, None)])
 def test_as_much_time_is_the_most_updates_that_fit(accumulate: int, steps: Any) -> None:
     """GPipe on 4 stages: 2 (K + 3) slots an update; 375 updates of 2 microbatches by 1F1B: 1,506 slots."""
     first = summary("pipedream", 375, 2)
-    assert planned_slots(first) == pytest.approx(1506)
-    chosen = at_equal_time(config("method=gpipe", "steps=375"), accumulate, first)
+    assert count_slots(first) == pytest.approx(1506)
+    chosen = fit_into_time(config("method=gpipe", "steps=375"), accumulate, first)
     if steps is None:
         assert chosen is None
         return
@@ -59,7 +65,7 @@ def test_as_much_time_is_the_most_updates_that_fit(accumulate: int, steps: Any) 
 
 
 def test_milestones_come_at_the_same_share_of_the_run() -> None:
-    chosen = at_equal_time(
+    chosen = fit_into_time(
         config("method=gpipe", "lr_schedule={name: step, milestones: [2, 3]}"), 4, summary("pipedream", 24, 2)
     )
     assert chosen is not None and chosen.steps is not None
@@ -68,8 +74,10 @@ def test_milestones_come_at_the_same_share_of_the_run() -> None:
 
 
 def test_a_method_that_does_not_drain_keeps_its_batch() -> None:
-    assert choices(config("method=gpipe")) == [2, 4, 8, 16] and choices(config("method=gpipe"), [4, 4]) == [4]
-    assert choices(config("method=pipemare")) == [2]
+    assert choose_accumulations(config("method=gpipe")) == [2, 4, 8, 16] and choose_accumulations(
+        config("method=gpipe"), [4, 4]
+    ) == [4]
+    assert choose_accumulations(config("method=pipemare")) == [2]
 
 
 def test_both_stories_are_told_and_drawn(tmp_path: Path) -> None:
@@ -109,16 +117,16 @@ def test_a_rate_that_is_too_high_is_told_and_the_others_count(tmp_path: Path, mo
 
     monkeypatch.setattr(against, "train", train)
     said = train_against(config("method=pipedream"), config("method=gpipe"), tmp_path / "run", [4, 8])
-    assert "8 microbatches an update" in said and "update 3 of method gpipe: the training loss is nan" in said
+    assert "8 microbatches per update" in said and "update 3 of method gpipe: the training loss is nan" in said
     assert "by gpipe at its best" in said
 
 
 def test_the_better_loss_counts_where_accuracy_has_no_meaning() -> None:
-    def run(method: str, loss: float, slots: float, accumulate: int = 2) -> Run:
-        return Run(method, accumulate, 0.1, 10, 320, slots, {"test_loss": loss, "test_accuracy": None}, [])
+    def run(method: str, loss: float, slots: float, accumulate: int = 2) -> ComparedRun:
+        return ComparedRun(method, accumulate, 0.1, 10, 320, slots, {"test_loss": loss, "test_accuracy": None}, [])
 
     both = run("pipedream", 1.5, 100.0), run("gpipe", 1.25, 250.0)
     first, second = summary("pipedream", 10, 2), summary("gpipe", 10, 2)
-    said = stories(first, second, both, [run("gpipe", 2.0, 99.0, 4), run("gpipe", 1.75, 98.0, 8)])
+    said = describe(first, second, both, [run("gpipe", 2.0, 99.0, 4), run("gpipe", 1.75, 98.0, 8)])
     assert "test loss 1.500 by pipedream, 1.250 by gpipe: +0.250" in said
     assert "test loss 1.500 by pipedream, 1.750 by gpipe at its best: -0.250" in said

@@ -19,26 +19,27 @@ from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.studies.asynchrony import block_runs, delays, experiments, results
-from ipu_pipe.studies.asynchrony.plain import PLAIN
-from ipu_pipe.studies.asynchrony.sources import randomized_source
-from ipu_pipe.studies.objectives import modules
-from ipu_pipe.studies.objectives.functions import (
+from ipu_pipe.studies import step_grids, vector_runs
+from ipu_pipe.studies.experiment import Claim
+from ipu_pipe.studies.history_delays import HistoryDelays, fit_exponent
+from ipu_pipe.studies.objectives import (
     Logistic,
     Quadratic,
-    logistic_regression,
-    random_quadratic,
-    tridiagonal_quadratic,
+    make_logistic_regression,
+    make_random_quadratic,
+    make_tridiagonal_quadratic,
 )
+from ipu_pipe.studies.vector_runs import make_randomized_source, run_local_sgd, run_pipedream, run_randomized
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import make_groups
+from tests.support import vectors
 
 P, D, M = 4, 24, 30
 RATES = np.array([0.01, 0.05])
 OBJECTIVES: Dict[str, Callable[[], Union[Quadratic, Logistic]]] = {
-    "quadratic": lambda: random_quadratic(40, D, 5, 1),
-    "tridiagonal": lambda: tridiagonal_quadratic(40, D, 5, 1),
-    "logistic": lambda: logistic_regression(20, D, 2, 1e-2, 0.0, 1),
+    "quadratic": lambda: make_random_quadratic(40, D, 5, 1),
+    "tridiagonal": lambda: make_tridiagonal_quadratic(40, D, 5, 1),
+    "logistic": lambda: make_logistic_regression(20, D, 2, 1e-2, 0.0, 1),
 }
 
 
@@ -49,8 +50,8 @@ def samples(objective: Union[Quadratic, Logistic]) -> Any:
 
 def module_of(objective: Union[Quadratic, Logistic]) -> Any:
     l2 = objective.l2 if isinstance(objective, Logistic) else 0.0
-    loss = modules.logistic if isinstance(objective, Logistic) else modules.half_square
-    return modules.Vector(D, P, l2).double(), loss
+    loss = vectors.logistic if isinstance(objective, Logistic) else vectors.half_square
+    return vectors.Vector(D, P, l2).double(), loss
 
 
 def vector(model: Any) -> Any:
@@ -65,38 +66,40 @@ def test_gradients_and_values_are_those_of_the_module(name: str) -> None:
     for g in range(2):
         for block, values in zip(model.parameters(), np.split(x[:, g], P)):
             block.data = torch.from_numpy(values.copy())
-        assert float(loss(model(rows), targets).detach()) == pytest.approx(objective.value(x)[g], rel=1e-13)
+        assert float(loss(model(rows), targets).detach()) == pytest.approx(objective.compute_value(x)[g], rel=1e-13)
         for b in (0, objective.batches - 1):
             part = slice(b * objective.size, (b + 1) * objective.size)
             model.zero_grad()
             loss(model(rows[part]), targets[part]).backward()
             expected = np.concatenate([p.grad.numpy() for p in model.parameters()])
-            np.testing.assert_allclose(objective.gradient(x, b)[:, g], expected, rtol=1e-11, atol=1e-12)
+            np.testing.assert_allclose(objective.compute_gradient(x, b)[:, g], expected, rtol=1e-11, atol=1e-12)
             some = slice(6, 12)
-            np.testing.assert_allclose(objective.gradient(x, b, some), objective.gradient(x, b)[some], rtol=1e-11)
+            np.testing.assert_allclose(
+                objective.compute_gradient(x, b, some), objective.compute_gradient(x, b)[some], rtol=1e-11
+            )
 
 
 def test_data_are_drawn_as_the_paper_draws_them() -> None:
     rng = np.random.default_rng(3)
     A = rng.normal(size=(30, 8))
-    found = random_quadratic(30, 8, 5, 3)
+    found = make_random_quadratic(30, 8, 5, 3)
     assert (found.A == A).all() and (found.b == A @ rng.normal(size=8)).all()
     assert found.optimum == pytest.approx(0, abs=1e-25)
-    X = tridiagonal_quadratic(30, 8, 5, 3).A
+    X = make_tridiagonal_quadratic(30, 8, 5, 3).A
     matrix = 2.01 * np.eye(8) - np.eye(8, k=1) - np.eye(8, k=-1)
     np.testing.assert_allclose(X.T @ X / 30, matrix, atol=1e-13)
     rng = np.random.default_rng(3)
     X, w = rng.normal(size=(30, 8)), rng.normal(size=8)
-    logistic = logistic_regression(30, 8, 1, 1e-2, 0.5, 3)
+    logistic = make_logistic_regression(30, 8, 1, 1e-2, 0.5, 3)
     assert (logistic.X == X).all() and (logistic.y == rng.binomial(1, 1 / (1 + np.exp(-(X @ w))))).all()
 
 
 def test_the_logistic_optimum_is_where_the_gradient_ends() -> None:
-    objective = logistic_regression(30, 8, 30, 1e-2, 0.0, 3)
+    objective = make_logistic_regression(30, 8, 30, 1e-2, 0.0, 3)
     x = np.zeros((8, 1))
     for _ in range(20000):
-        x -= 0.5 * objective.gradient(x, 0)
-    assert objective.optimum == pytest.approx(objective.value(x)[0], rel=1e-13)
+        x -= 0.5 * objective.compute_gradient(x, 0)
+    assert objective.optimum == pytest.approx(objective.compute_value(x)[0], rel=1e-13)
 
 
 # ---- against the emulator
@@ -129,18 +132,18 @@ def emulated(objective: Union[Quadratic, Logistic], method: Method, rate: float,
     return vector(model)
 
 
-def assert_close(found: block_runs.Curve, expected: Callable[[float], Any], objective: Any) -> None:
+def assert_close(found: vector_runs.Curve, expected: Callable[[float], Any], objective: Any) -> None:
     for g, rate in enumerate(RATES):
         np.testing.assert_allclose(found.x[:, g], expected(float(rate)), rtol=0, atol=1e-12 * np.abs(found.x).max())
-    assert found.values[-1] == pytest.approx(objective.value(found.x), rel=1e-12)
-    start = objective.value(np.zeros((D, 2)))
+    assert found.values[-1] == pytest.approx(objective.compute_value(found.x), rel=1e-12)
+    start = objective.compute_value(np.zeros((D, 2)))
     assert found.values[0] == pytest.approx(start, rel=1e-12) and (found.values[-1] < start).all()
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_pipedream_is_the_emulators(name: str) -> None:
     objective = OBJECTIVES[name]()
-    found = block_runs.pipedream(objective, P, M, RATES, 0)
+    found = run_pipedream(objective, P, M, RATES, 0)
     assert_close(found, lambda rate: emulated(objective, resolve_method("pipedream"), rate), objective)
     assert found.slots[-1] == 2 * M + 2 * (P - 1) and found.updates[-1] == M * P
 
@@ -150,8 +153,8 @@ def test_pipedream_is_the_emulators(name: str) -> None:
 def test_randomized_pipedream_is_the_emulators(name: str, args: Dict[str, Any]) -> None:
     objective = OBJECTIVES[name]()
     other = {**args, "delay_bound": 1}
-    sources = [randomized_source(P, M, objective.batches, each, 2) for each in (other, args)]
-    found = block_runs.randomized(objective, sources, RATES, 0, args.get("nag"))
+    sources = [make_randomized_source(P, M, objective.batches, each, 2) for each in (other, args)]
+    found = run_randomized(objective, sources, RATES, 0, args.get("nag"))
     method = resolve_method("randomized_pipedream", args)
     assert_close(found[1], lambda rate: emulated(objective, method, rate, sources[1]), objective)
     assert (found[0].x != found[1].x).any()
@@ -160,7 +163,7 @@ def test_randomized_pipedream_is_the_emulators(name: str, args: Dict[str, Any]) 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_local_sgd_is_the_emulators(name: str) -> None:
     objective, R = OBJECTIVES[name](), 3
-    found = block_runs.local_sgd(objective, P, R, 4, M, RATES, 0)
+    found = run_local_sgd(objective, P, R, 4, M, RATES, 0)
     method = resolve_method("local_sgd", {"replicas": R, "local_steps": 4})
     assert_close(found, lambda rate: emulated(objective, method, rate, R=R), objective)
     assert found.updates[-1] == 30 * P
@@ -177,28 +180,30 @@ def test_curves_have_the_iterates_that_the_stages_hold_after_each_slot(name: str
     x, read = np.zeros((width, D)), np.zeros((M, D))
     values, updates, blocks = [], [0], np.split(np.arange(D), P)
     for slot in range(schedule.slot_count + 1):
-        values.append(objective.value(x.mean(axis=0)[:, None])[0])
+        values.append(objective.compute_value(x.mean(axis=0)[:, None])[0])
         for s, block in enumerate(blocks):
             for m in np.flatnonzero(place[Kind.FORWARD][s] == slot):
                 read[m, block] = x[m % width, block]
         for s, block in enumerate(blocks):
             for m in np.flatnonzero(place[Kind.BACKWARD][s] == slot):
-                x[m % width, block] -= rate * objective.gradient(read[m][:, None], m % objective.batches, block)[:, 0]
+                x[m % width, block] -= (
+                    rate * objective.compute_gradient(read[m][:, None], m % objective.batches, block)[:, 0]
+                )
         done = int((place[Kind.BACKWARD] <= slot).sum())
         if R and done > updates[-1] and done % (12 * P) == 0:
             x[:] = x.mean(axis=0)
         updates.append(done)
     rates = np.array([rate])
     found = (
-        block_runs.local_sgd(objective, P, R, 4, M, rates, 0, points=10**6)
+        run_local_sgd(objective, P, R, 4, M, rates, 0, points=10**6)
         if R
-        else block_runs.pipedream(objective, P, M, rates, 0, points=10**6)
+        else run_pipedream(objective, P, M, rates, 0, points=10**6)
     )
     assert found.slots.tolist() == list(range(schedule.slot_count + 1))
     assert found.updates.tolist() == updates[: schedule.slot_count + 1]
     np.testing.assert_allclose(found.values[:, 0], values, rtol=1e-12)
     if R:
-        cut = block_runs.local_sgd(objective, P, R, 4, M, rates, 0, 29, points=10**6)
+        cut = run_local_sgd(objective, P, R, 4, M, rates, 0, 29, points=10**6)
         assert (cut.values == found.values[:30]).all() and cut.slots[-1] == 29
 
 
@@ -208,37 +213,37 @@ def test_curves_have_the_iterates_that_the_stages_hold_after_each_slot(name: str
 def test_values_of_the_authors_published_code() -> None:
     """What their methods, called as their notebooks call them, gave with seed 0: their objective after so many slots (PipeDream,
     LocalSGD: the mean of the replicas) or block updates (randomized PipeDream, with their generator's draws)."""
-    quadratic, tridiagonal = random_quadratic(2000, 512, 100), tridiagonal_quadratic(600, 512, 5)
-    found = block_runs.pipedream(quadratic, 8, 400, np.array([2.0**-5, 2.0**-4]), 0, points=407)
+    quadratic, tridiagonal = make_random_quadratic(2000, 512, 100), make_tridiagonal_quadratic(600, 512, 5)
+    found = run_pipedream(quadratic, 8, 400, np.array([2.0**-5, 2.0**-4]), 0, points=407)
     assert found.values[[0, 25, 200, 407], 0] == pytest.approx(
         [260.410252989068, 51.65256495358787, 0.1649435659795526, 0.0021442438122028402], rel=1e-11
     )
     assert found.values[[25, 407], 1] == pytest.approx([22.47061724078415, 2.3816447882299122e-07], rel=1e-9)
-    found = block_runs.pipedream(tridiagonal, 16, 600, np.array([2.0**-8]), 0, points=1230)
+    found = run_pipedream(tridiagonal, 16, 600, np.array([2.0**-8]), 0, points=1230)
     # the last but one is the final value that their notebook prints, 2.731247
     assert found.values[[100, 600, 1229, 1230], 0] == pytest.approx(
         [273.9050266456838, 9.582606549150354, 2.7312466865983396, 2.7315207102129646], rel=1e-11
     )
     rates = np.array([2.0**-7, 2.0**-5])
-    found = block_runs.local_sgd(tridiagonal, 16, 16, 5, 600, rates, 0, 1230, points=1230)
+    found = run_local_sgd(tridiagonal, 16, 16, 5, 600, rates, 0, 1230, points=1230)
     # a round's end, and within the seventh round; 22.50372 printed
     assert found.values[[190, 1140, 1229, 1230], 1] == pytest.approx(
         [244.8599703015795, 27.553067611191715, 22.503717536385402, 22.661175306408982], rel=1e-11
     )
     assert found.values[-1, 0] == pytest.approx(122.87405925731679, rel=1e-11)
-    source = _as_the_authors_draw(randomized_source(8, 400, 20, {"delay_bound": 60}, 0), 60)
-    (found,) = block_runs.randomized(quadratic, [source], np.array([2.0**-4, 2.0**-3]), 0, points=400)
+    source = _as_the_authors_draw(make_randomized_source(8, 400, 20, {"delay_bound": 60}, 0), 60)
+    (found,) = run_randomized(quadratic, [source], np.array([2.0**-4, 2.0**-3]), 0, points=400)
     assert found.values[[1, 100], 1] == pytest.approx([216.73481170367154, 0.5259148269859678], rel=1e-11)
     assert found.values[-1] == pytest.approx([2.3027479369931104e-06, 7.466453426083742e-08], rel=1e-9)
 
 
 def test_noisy_values_of_the_authors_published_code() -> None:
     """Logistic regression, f itself, with noise drawn from the beginning for each run."""
-    objective = logistic_regression(50, 512, 1, 1e-4, 0.5)
+    objective = make_logistic_regression(50, 512, 1, 1e-4, 0.5)
     assert objective.optimum == pytest.approx(0.0005370302581, rel=1e-9)
-    found = block_runs.pipedream(objective, 8, 1583, np.array([2.0**-12, 2.0**-6]), 0)
+    found = run_pipedream(objective, 8, 1583, np.array([2.0**-12, 2.0**-6]), 0)
     assert found.values[-1] == pytest.approx([0.24542295976386225, 0.010176086714725155], rel=1e-11)
-    found = block_runs.local_sgd(objective, 8, 8, 5, 1352, np.array([2.0**-4]), 0)
+    found = run_local_sgd(objective, 8, 8, 5, 1352, np.array([2.0**-4]), 0)
     assert found.values[-1, 0] == pytest.approx(0.008308065849363638, rel=1e-11)
 
 
@@ -256,10 +261,10 @@ def _as_the_authors_draw(source: RandomizedReplays, bound: int) -> RandomizedRep
 
 
 def test_plain_replays_that_copy_their_history_agree() -> None:
-    objective = random_quadratic(40, D, 5, 1)
-    source = randomized_source(P, M, objective.batches, {"delay_bound": 11}, 2)
-    (found,) = block_runs.randomized(objective, [source], RATES, 0)
-    for replay in PLAIN.values():
+    objective = make_random_quadratic(40, D, 5, 1)
+    source = make_randomized_source(P, M, objective.batches, {"delay_bound": 11}, 2)
+    (found,) = run_randomized(objective, [source], RATES, 0)
+    for replay in vectors.PLAIN.values():
         for g, rate in enumerate(RATES):
             x = replay(objective, source, 11, float(rate), source.count)
             assert np.abs(x - found.x[:, g]).max() <= 1e-12 * np.abs(x).max()
@@ -267,26 +272,26 @@ def test_plain_replays_that_copy_their_history_agree() -> None:
 
 def test_noise_is_drawn_block_update_by_block_update() -> None:
     """With PipeDream's own order and delays randomized PipeDream is PipeDream, noise included."""
-    objective = logistic_regression(20, D, 2, 1e-2, 0.5, 1)
-    exact = randomized_source(P, M, objective.batches, {"order": "schedule", "delays": "schedule"}, 0)
-    pipedream = block_runs.pipedream(objective, P, M, RATES, 7)
-    (found,) = block_runs.randomized(objective, [exact], RATES, 7)
+    objective = make_logistic_regression(20, D, 2, 1e-2, 0.5, 1)
+    exact = make_randomized_source(P, M, objective.batches, {"order": "schedule", "delays": "schedule"}, 0)
+    pipedream = run_pipedream(objective, P, M, RATES, 7)
+    (found,) = run_randomized(objective, [exact], RATES, 7)
     np.testing.assert_allclose(found.x, pipedream.x, rtol=0, atol=1e-13)
-    assert np.abs(block_runs.pipedream(objective, P, M, RATES, 8).x - pipedream.x).max() > 1e-3
+    assert np.abs(run_pipedream(objective, P, M, RATES, 8).x - pipedream.x).max() > 1e-3
     schedule = make_schedule(resolve_method("pipedream"), P, M, 1)
     drawn, size = np.random.default_rng(7).normal(size=(P * M, D // P)), D // P
     stage, microbatch = order_of_updates(schedule)
-    placed = block_runs._noise_by_pass(objective, schedule, size, 7)
+    placed = vector_runs.draw_noise_by_pass(objective, schedule, size, 7)
     assert placed is not None
     for k in (0, 5, 60, P * M - 1):
         assert (placed[stage[k], microbatch[k], :, 0] == 0.5 * drawn[k]).all()
 
 
 def test_budgets_in_slots() -> None:
-    assert [block_runs.microbatches_for(slots, 16) for slots in (830, 1230, 2078, 2077)] == [400, 600, 1024, 1024]
-    assert block_runs.jobs_for(2078, 16, 16, 5) == 874
+    assert [vector_runs.count_microbatches(slots, 16) for slots in (830, 1230, 2078, 2077)] == [400, 600, 1024, 1024]
+    assert vector_runs.count_jobs(2078, 16, 16, 5) == 874
     for K in (1, 4, 30):
-        jobs = block_runs.jobs_for(830, 16, 16, K)
+        jobs = vector_runs.count_jobs(830, 16, 16, K)
         method = resolve_method("local_sgd", {"local_steps": K})
         lengths = [make_schedule(method, 16, m, 16).slot_count for m in (jobs - 1, jobs)]
         assert lengths[0] < 830 <= lengths[1]
@@ -295,47 +300,58 @@ def test_budgets_in_slots() -> None:
 # ---- results
 
 
-def tried(label: str, step: float, *values: float) -> experiments.Tried:
-    return experiments.Tried(label, "pipedream", {}, step, [(k, 2 * k, v) for k, v in enumerate(values)])
+def make_run(label: str, step: float, *values: float) -> step_grids.StepRun:
+    return step_grids.StepRun(label, "pipedream", {}, step, [(k, 2 * k, v) for k, v in enumerate(values)])
 
 
 def test_the_best_step_of_each_row_is_told_with_what_the_paper_says(tmp_path: Path) -> None:
-    study = experiments.Study(
+    grid = step_grids.StepGrid(
         "tiny", "Tiny", "nobody", "f - f*", lambda seed: [],
         [
-            experiments.Statement("A is better than B", lambda finals: finals["A"] < finals["B"]),
-            experiments.Statement("B is better than A", lambda finals: finals["B"] < finals["A"]),
+            Claim("A is better than B", lambda finals: finals["A"] < finals["B"]),
+            Claim("B is better than A", lambda finals: finals["B"] < finals["A"]),
         ],
     )  # fmt: skip
-    found = {
-        0: [tried("A", 0.5, 9, 1.0), tried("A", 0.25, 9, 2.0), tried("B", 0.5, 9, np.inf), tried("B", 0.25, 9, 4.0)],
-        1: [tried("A", 0.5, 9, 3.0), tried("A", 0.25, 9, 2.0), tried("B", 0.5, 9, np.inf), tried("B", 0.25, 9, 5.0)],
+    runs = {
+        0: [
+            make_run("A", 0.5, 9, 1.0),
+            make_run("A", 0.25, 9, 2.0),
+            make_run("B", 0.5, 9, np.inf),
+            make_run("B", 0.25, 9, 4.0),
+        ],
+        1: [
+            make_run("A", 0.5, 9, 3.0),
+            make_run("A", 0.25, 9, 2.0),
+            make_run("B", 0.5, 9, np.inf),
+            make_run("B", 0.25, 9, 5.0),
+        ],
     }
-    made = results.write_study(study, found, "a command", tmp_path)
-    a, b = made["rows"]
+    outcome = grid.compare(runs, tmp_path)
+    outcome.write(tmp_path)
+    results = outcome.results
+    a, b = results["rows"]
     assert (a["final"], a["step_by_seed"], a["final_by_seed"]) == (1.5, {"0": 0.5, "1": 0.25}, {"0": 1.0, "1": 2.0})
     assert (b["final"], b["stable_steps"], b["slots"]) == (4.5, [0.25], 2)
-    assert made["agrees"] is False and made["differences"] == ["not reproduced: B is better than A"]
+    assert results["agrees"] is False and results["differences"] == ["not reproduced: B is better than A"]
+    held = {each["statement"]: each["reproduced"] for each in results["statements"]}
+    assert held == {"A is better than B": True, "B is better than A": False}
     assert json.loads((tmp_path / "results.json").read_text())["rows"][0]["step"] == 0.5
-    text = (tmp_path / "table.md").read_text()
-    assert (
-        "| A | 2^-1, 2^-2 | 1.5 +- 0.71 | 1, 2 | 1 | 2 |" in text and "| B is better than A | not reproduced |" in text
-    )
+    assert "| A | 2^-1, 2^-2 | 1.5 +- 0.71 | 1, 2 | 1 | 2 |" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_the_studies_are_listed_and_the_quadratic_runs(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:  # type: ignore[type-arg]
+def test_the_step_grids_are_listed_and_the_quadratic_runs(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:  # type: ignore[type-arg]
     reproduce.main(["--json"])
     listed = [each["experiment"] for each in json.loads(capsys.readouterr().out)]
-    assert list(experiments.STUDIES) == listed[-5:] and "pb_resnet20" in listed
-    found = experiments.local_sgd_logistic(0)
+    assert list(step_grids.STEP_GRIDS) == listed[-5:] and "pb_resnet20" in listed
+    found = step_grids.run_local_sgd_logistic(0)
     labels: List[str] = list(dict.fromkeys(run.label for run in found))
     assert labels == ["PipeDream", "LocalSGD K=2", "LocalSGD K=5", "LocalSGD K=30"]
     assert {run.curve[-1][1] for run in found} == {830}
 
 
 def test_delay_statistics_and_their_fit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
-    reproduce.main([delays.NAME, "--json", "--out", str(tmp_path)])
+    reproduce.main([HistoryDelays.name, "--json", "--out", str(tmp_path)])
     found = json.loads(capsys.readouterr().out)
     by_stages = {row["args"]["stages"]: row for row in found["rows"]}
     assert sorted(by_stages) == list(range(2, 41)) and found["agrees"] and not found["differences"]
@@ -344,11 +360,13 @@ def test_delay_statistics_and_their_fit(tmp_path: Path, capsys: pytest.CaptureFi
         "mean": 31.5,
         "greatest": 60,
     }
-    assert all((tmp_path / delays.NAME / name).stat().st_size > 10_000 for name in ("delays.png", "timelines.png"))
-    assert delays.exponent([2, 4, 8], [12, 48, 192]) == pytest.approx(2)
+    assert all(
+        (tmp_path / HistoryDelays.name / name).stat().st_size > 10_000 for name in ("delays.png", "timelines.png")
+    )
+    assert fit_exponent([2, 4, 8], [12, 48, 192]) == pytest.approx(2)
 
 
 def test_other_sources_draw_the_same_stages_whatever_their_bound() -> None:
-    sources: List[RandomizedReplays] = [randomized_source(8, 50, 20, {"delay_bound": b}, 3) for b in (0, 420)]
+    sources: List[RandomizedReplays] = [make_randomized_source(8, 50, 20, {"delay_bound": b}, 3) for b in (0, 420)]
     assert (sources[0].stages_of(0, 400) == sources[1].stages_of(0, 400)).all()
     assert (sources[0].microbatches_of(0, 400) == sources[1].microbatches_of(0, 400)).all()

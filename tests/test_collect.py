@@ -14,10 +14,8 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import RunFault
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.timelines import compute_gpipe_utilization
-from ipu_pipe.studies import turns
-from ipu_pipe.studies.collected import table
-from ipu_pipe.studies.collection import collect as run_methods
-from ipu_pipe.studies.collection import of_method
+from ipu_pipe.studies import collect as library
+from ipu_pipe.studies.collect import compare_methods, make_comparison_table, run_turn, switch_method
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,7 +90,7 @@ def test_methods_do_the_same_work_and_leave_their_traces(tmp_path: Path) -> None
 def test_each_method_has_a_turn_in_each_round(tmp_path: Path) -> None:
     config = load_config(str(ROOT / DIGITS), ["backend.threads=1", "log.tensorboard=false", "evaluate.every=0"])
     said: List[str] = []
-    found = run_methods(config, ["gpipe", "pipedream"], tmp_path, steps=2, say=said.append, rounds=3)
+    found = compare_methods(config, ["gpipe", "pipedream"], tmp_path, steps=2, say=said.append, rounds=3)
     assert [line.partition(":")[0] for line in said] == ["gpipe", "pipedream"] * 3
     for name, speed in found["throughput"].items():
         rates = speed["samples_per_second_by_round"]
@@ -102,7 +100,7 @@ def test_each_method_has_a_turn_in_each_round(tmp_path: Path) -> None:
         assert speed["utilization"] is speed["measured_speedup"] is None and 0 < speed["modelled_utilization"] < 1
         assert speed["planned_utilization"] == build(load_config(tmp_path / name / "config.yaml")).planned_utilization()
         assert all(device["measured_bytes"] is None for device in found["memory"][name]["devices"])
-    printed = table(found).splitlines()
+    printed = make_comparison_table(found).splitlines()
     assert len({len(line) for line in printed[1:4]}) == 1 and "modelled" in printed[1] and "planned" in printed[1]
 
 
@@ -141,10 +139,10 @@ def test_a_fault_of_started_processes_is_one_line(
         asked.append(command)
         return subprocess.CompletedProcess(command, 1, "", stderr)
 
-    monkeypatch.setattr(turns.subprocess, "run", run)
+    monkeypatch.setattr(library.subprocess, "run", run)
     config = load_config(str(ROOT / DIGITS), ["backend.name=distributed"])
     with pytest.raises(RunFault, match=f"^pipedream on 3 processes: .*{told}$"):
-        turns.turn(config, tmp_path / "run", 3)
+        run_turn(config, tmp_path / "run", 3)
     assert asked[0][asked[0].index("--nproc_per_node") + 1] == "3" and asked[0][-1] == str(tmp_path / "run")
 
 
@@ -157,7 +155,7 @@ def test_the_order_of_the_methods_does_not_change_their_work(own: str, tmp_path:
     names = ["gpipe", "local_chunked", "pipedream"]
     found = []
     for order in (names, names[::-1], ["local_chunked", "gpipe", "pipedream"]):
-        found.append(run_methods(config, order, tmp_path, steps=0, say=lambda text: None))
+        found.append(compare_methods(config, order, tmp_path, steps=0, say=lambda text: None))
     for name in names:
         for kind in ("memory", "communication"):
             assert found[0][kind][name] == found[1][kind][name] == found[2][kind][name]
@@ -169,7 +167,7 @@ def test_the_order_of_the_methods_does_not_change_their_work(own: str, tmp_path:
     [
         ([], "CONFIG: missing"),
         ([DIGITS], "--out: missing"),
-        ([DIGITS, "--out", "x", "--methods", "gpip"], "--methods: gpip: must be of"),
+        ([DIGITS, "--out", "x", "--methods", "gpip"], "--methods: gpip: "),
         ([DIGITS, "--out", "x", "--methods", "gpipe,gpipe"], "named twice"),
         ([DIGITS, "--out", "x", "--steps", "-1"], "--steps: -1"),
         ([DIGITS, "--out", "x", "--rounds", "0"], "--rounds: 0"),
@@ -189,8 +187,8 @@ def test_bad_input_is_one_line(args: Any, told: str) -> None:
 
 def test_methods_with_losses_of_their_own_update_after_each_microbatch() -> None:
     config = load_config(str(ROOT / "configs" / "resnet34_ipu4.yaml"))
-    local = of_method(config, "local_chunked", 3, ["layer2"])
+    local = switch_method(config, "local_chunked", 3, ["layer2"])
     assert local.steps == 24 and local.gradient_accumulation == 1 and local.method_args.blocks == ["layer2"]
-    assert of_method(config, config.method, 3) == config.model_copy(update={"steps": 3})
+    assert switch_method(config, config.method, 3) == config.model_copy(update={"steps": 3})
     assert balanced_speedup(4, 8) == pytest.approx(1.375)  # the bounds beside the paper's Table 1: 37.5, 44, 22 %
     assert balanced_speedup(8, 16) == pytest.approx(1.4375) and balanced_speedup(8, 32) == pytest.approx(1.21875)

@@ -31,9 +31,9 @@ from ipu_pipe.launcher import Launch, read_launch
 from ipu_pipe.model.stages import begin_stage
 from ipu_pipe.run.folder import RunFolder, read_summary
 from ipu_pipe.run.train import train
-from ipu_pipe.studies import experiments
-from ipu_pipe.studies.collection import write as write_collected
-from ipu_pipe.studies.worker_pool import _told
+from ipu_pipe.studies.collect import write_comparison
+from ipu_pipe.studies.experiment import Outcome
+from ipu_pipe.studies.worker_pool import call_with_picklable_faults
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -250,7 +250,7 @@ def test_a_fault_leaves_its_process_whole() -> None:
         raise error from UserFault("update 1: it failed", "all of it")
 
     with pytest.raises(UserFault) as raised:
-        _told(work, ())
+        call_with_picklable_faults(work, ())
     raised.value.kept = "a/file"
     again = pickle.loads(pickle.dumps(raised.value))
     assert (str(again), again.traceback, again.kept) == ("update 1: it failed", "all of it", "a/file")
@@ -520,14 +520,14 @@ def test_a_fault_of_the_users_on_one_rank_is_told_by_it_alone(tmp_path: Path) ->
 def test_workers_end_with_the_process_that_started_them() -> None:
     script = """
 import multiprocessing, os, threading, time
-from ipu_pipe.studies.worker_pool import in_workers
+from ipu_pipe.studies.worker_pool import run_in_workers
 if __name__ == "__main__":
     def tell():
         while not multiprocessing.active_children():
             time.sleep(0.02)
         print(*[child.pid for child in multiprocessing.active_children()], flush=True)
     threading.Thread(target=tell, daemon=True).start()
-    list(in_workers(time.sleep, {"a": (60,)}, 1))
+    list(run_in_workers(time.sleep, {"a": (60,)}, 1))
 """
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -568,16 +568,13 @@ def test_closed_and_full_outputs_are_told_in_a_line() -> None:
         assert done.returncode == code and done.stderr.startswith(told) and len(done.stderr.splitlines()) == bool(told)
 
 
-def test_results_that_cannot_be_written_are_told_with_their_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_that_cannot_be_written_are_told_with_their_file(tmp_path: Path) -> None:
     (tmp_path / "throughput.json").mkdir()
     with pytest.raises(RunFault, match="throughput.json: cannot be written: Is a directory"):
-        write_collected({"throughput": {}}, tmp_path)
+        write_comparison({"throughput": {}}, tmp_path)
     (tmp_path / "results.json").mkdir()
-    monkeypatch.setattr(experiments, "table", lambda found, command: "")
     with pytest.raises(RunFault, match="results.json: cannot be written: Is a directory"):
-        experiments.write_results({}, [], [], "command", tmp_path)
+        Outcome({}, "", tmp_path).write(tmp_path)
 
 
 def test_a_pipe_in_a_runs_folder_does_not_hang_it(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from ipu_pipe.run import folder
 from ipu_pipe.run import folder as rundir
 from ipu_pipe.run.folder import FolderLock, RunFolder, check_folder, check_unlocked
 from ipu_pipe.run.train import reserve_folder, train
-from ipu_pipe.studies import collection
+from ipu_pipe.studies.collect import compare_methods
 from tests.test_train import command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,7 +133,7 @@ def test_a_comparison_holds_both_folders(tmp_path: Path, monkeypatch: pytest.Mon
         assert code == 2 and "gpipe: process" in complaint and complaint.count("\n") == 1
         assert files(out) == before
         with pytest.raises(BadInput, match="gpipe: process .* writes a run there"):
-            collection.collect(config(), ["gpipe"], out, 2, overwrite=True, say=lambda text: None)
+            compare_methods(config(), ["gpipe"], out, 2, overwrite=True, say=lambda text: None)
         assert files(out) == before
 
 

@@ -25,8 +25,8 @@ from ipu_pipe.plan.prediction import Costing, Problem, Sums, predict_cut
 from ipu_pipe.plan.search import search
 from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
-from ipu_pipe.studies import predicted_2bw, predicted_local
-from ipu_pipe.studies.predictions import Predicted, as_json
+from ipu_pipe.studies import catalogue, predicted_2bw, predicted_local
+from ipu_pipe.studies.experiment import PredictedRows, PredictionTable
 
 ROOT = Path(__file__).resolve().parents[1]
 counts = pytest.mark.skipif(FlopCounterMode is None, reason="this PyTorch counts no FLOPs")
@@ -37,11 +37,11 @@ def written(name: str) -> Dict[str, Any]:
     return dict(json.loads((ROOT / "docs" / "results" / name / "results.json").read_text(encoding="utf-8")))
 
 
-def same_as_docs(found: Predicted) -> None:
+def same_as_docs(name: str, found: PredictedRows) -> None:
     """What is computed is what docs/ shows, in whole percents."""
-    given = written(found.experiment)
+    given = written(name)
     assert len(given["rows"]) == len(found.rows)
-    for row, own in zip(given["rows"], as_json(found)["rows"]):
+    for row, own in zip(given["rows"], found.rows):
         numbers = {key: value for key, value in row.items() if isinstance(value, float)}
         assert {key: own[key] for key in numbers} == pytest.approx(numbers, rel=0.01, abs=0.11)
         assert {k: v for k, v in own.items() if isinstance(v, str)} == {
@@ -55,8 +55,8 @@ def same_as_docs(found: Predicted) -> None:
 @counts
 def test_the_local_papers_speedups_are_predicted_within_eight_points() -> None:
     """Nothing is fitted: model, hardware's file and schedule alone. Better than the balanced bound by far."""
-    found = predicted_local.table_1()
-    same_as_docs(found)
+    found = predicted_local.predict_speedups()
+    same_as_docs("plan_local_table1", found)
     errors = [abs(row["error"]) for row in found.rows]
     assert sum(errors) / 7 <= 8 and not found.differences
     bounds = [abs(row["bound"] - row["printed"]) for row in found.rows]
@@ -68,8 +68,8 @@ def test_the_local_papers_speedups_are_predicted_within_eight_points() -> None:
 @counts
 def test_the_local_papers_memory_is_in_order() -> None:
     """Of one network on one machine: without recomputation most by far, local least; of all rows nine pairs in ten."""
-    found = predicted_local.table_3()
-    same_as_docs(found)
+    found = predicted_local.predict_memory()
+    same_as_docs("plan_local_table3", found)
     by: Dict[Any, Dict[str, float]] = {}
     for row in found.rows:
         by.setdefault((row["network"], row["samples"], row["devices"]), {})[row["method"]] = row["predicted"]
@@ -84,7 +84,7 @@ def test_two_buffered_pipelines_beat_the_others_as_printed() -> None:
     """Figure 6: the order of the four systems at both batches, and the printed ratios within a third."""
     printed = {row[:3]: row[3] for row in predicted_2bw.RATIOS}
     rates = {
-        (width, batch): predicted_2bw.throughputs(width, depth, batch)
+        (width, batch): predicted_2bw.predict_throughputs(width, depth, batch)
         for _, width, depth in predicted_2bw.MODELS
         for batch in predicted_2bw.BATCHES
     }
@@ -99,10 +99,11 @@ def test_two_buffered_pipelines_beat_the_others_as_printed() -> None:
 @counts
 def test_gpipe_does_not_fit_where_the_paper_found_so_and_depth_makes_room() -> None:
     """Figures 7 and 9."""
-    rows: Dict[str, float] = {}
-    wrong = predicted_2bw._memory(lambda figure, what, printed, size: rows.update({what: size}))
-    assert not wrong and len(rows) == 4
-    sizes = [predicted_2bw.largest(depth) / 1e9 for depth in (4, 8, 16)]
+    memory = predicted_2bw.predict_memory()
+    limit = predicted_2bw.make_problem(predicted_2bw.count_gpt(1920), 8).memory_bytes
+    assert sorted(memory, key=lambda method: memory[method])[-2:] == ["pipedream_2bw", "gpipe"]
+    assert memory["pipedream_2bw"] <= limit < memory["gpipe"] and len(memory) == 4
+    sizes = [predicted_2bw.find_largest_model(depth) / 1e9 for depth in (4, 8, 16)]
     assert sizes == sorted(sizes) and sizes[0] < 2.2 < sizes[1]  # 2.2 billion need eight stages
     given = {row["what"]: row["small"] for row in written("plan_2bw")["rows"] if row["figure"] == "9"}
     assert list(given.values())[:3] == pytest.approx(sizes, abs=0.06)
@@ -110,13 +111,13 @@ def test_gpipe_does_not_fit_where_the_paper_found_so_and_depth_makes_room() -> N
 
 @counts
 def test_one_worker_reaches_what_its_paper_states() -> None:
-    assert predicted_2bw.single_worker_flops() == pytest.approx(45e12, rel=0.01)
+    assert predicted_2bw.predict_single_worker() == pytest.approx(45e12, rel=0.01)
 
 
 @counts
 def test_the_planner_chooses_depths_as_printed() -> None:
     """Three of four, of which the dearest to find is left to the command; the fourth is told."""
-    assert predicted_2bw.chosen(1920, 2048) == 8 and predicted_2bw.chosen(2560, 512) == 16
+    assert predicted_2bw.choose_depth(1920, 2048) == 8 and predicted_2bw.choose_depth(2560, 512) == 16
     assert sum("the planner's choice" in text for text in written("plan_2bw")["differences"]) == 1
 
 
@@ -129,16 +130,15 @@ def test_the_command_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: Any
         return int(left.value.code or 0)
 
     row = {"what": "a", "printed": 1, "predicted": 2.0}
-    made = Predicted(
-        "plan_2bw", "Title", "Paper", (("what", "what"), ("predicted", "predicted")), [row], ["note"], ["less"]
-    )
-    monkeypatch.setattr(predicted_2bw, "table_2bw", lambda: made)
+    columns = (("what", "what"), ("predicted", "predicted"))
+    made = PredictionTable("plan_2bw", "Title", "Paper", columns, lambda: PredictedRows([row], ["note"], ["less"]))
+    monkeypatch.setattr(catalogue, "TABLE_2BW", made)
     assert tool("plan_2bw", "--json", "--out", str(tmp_path)) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["rows"] == [row] and found["agrees"] is False and found["differences"] == ["less"] and found["source"]
     assert "| a | 2 |" in (tmp_path / "plan_2bw" / "table.md").read_text(encoding="utf-8")
     assert tool("plan_2bw", "--seeds", "1") == 2
-    assert "--seeds: plan_2bw is predicted, not run" in capsys.readouterr().err
+    assert "error: --seeds: plan_2bw: " in capsys.readouterr().err
 
 
 # ---- what other operations than products move

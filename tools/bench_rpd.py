@@ -24,10 +24,9 @@ if __name__ == "__main__":
 import numpy as np  # noqa: E402
 
 from ipu_pipe.errors import run_command  # noqa: E402
-from ipu_pipe.studies.asynchrony.block_runs import randomized  # noqa: E402
-from ipu_pipe.studies.asynchrony.plain import PLAIN  # noqa: E402
-from ipu_pipe.studies.asynchrony.sources import randomized_source  # noqa: E402
-from ipu_pipe.studies.objectives.functions import random_quadratic  # noqa: E402
+from ipu_pipe.studies.objectives import make_random_quadratic  # noqa: E402
+from ipu_pipe.studies.vector_runs import make_randomized_source, run_randomized  # noqa: E402
+from tests.support.vectors import PLAIN  # noqa: E402
 
 STAGES, MICROBATCHES, BOUND = 8, 400, 420
 OTHER_BOUNDS = (8, 30, 60, 180)
@@ -37,10 +36,10 @@ COMPARED = 3  # steps, the least ones, which do not diverge
 
 def main() -> None:
     """Time all, and compare."""
-    objective = random_quadratic(2000, 512, 100)
-    objective.gradient(np.zeros((512, 1)), 0)  # the products are made once
+    objective = make_random_quadratic(2000, 512, 100)
+    objective.compute_gradient(np.zeros((512, 1)), 0)  # the products are made once
     sources = [
-        randomized_source(STAGES, MICROBATCHES, objective.batches, {"delay_bound": bound}, 0)
+        make_randomized_source(STAGES, MICROBATCHES, objective.batches, {"delay_bound": bound}, 0)
         for bound in (BOUND, *OTHER_BOUNDS)
     ]
     source, count = sources[0], sources[0].count
@@ -48,7 +47,7 @@ def main() -> None:
         seconds, found = [], []
         for _ in range(5):
             start = time.process_time()
-            found = randomized(objective, chosen, RATES, 0, points=1)
+            found = run_randomized(objective, chosen, RATES, 0, points=1)
             seconds.append(time.process_time() - start)
         updates = count * len(RATES) * len(chosen)
         print(f"fast, {name}: {updates / min(seconds):,.0f} block updates/s ({updates:,} of them)")

@@ -74,12 +74,12 @@ def main() -> None:
         raise BadInput(
             f"--examples: {args.examples}: must be at least two of the greatest --batches, {max(args.batches)}"
         )
-    from ipu_pipe.studies.experiments import run_experiment
+    from ipu_pipe.studies.training_grid import run_grid
 
     experiment = _experiment(args)
     say(f"{len(experiment.rows)} runs of {args.examples} examples, {args.jobs} at a time, into {args.runs}")
     try:
-        run_experiment(experiment, args.runs, [0], args.jobs, say=say)
+        run_grid(experiment, args.runs, [0], args.jobs, say=say)
     except BadInput as error:
         raise BadInput(
             [fault.replace("--resume:", f"--runs: {args.runs}: holds other runs:") for fault in error.faults]
@@ -100,7 +100,7 @@ def _label(kind: str, batch: int, rate: float) -> str:
 
 
 def _experiment(args: Any) -> Any:
-    from ipu_pipe.studies.experiments import Experiment
+    from ipu_pipe.studies.training_grid import TrainingGrid
 
     base = {
         "model": {"entry": "models.mlp:mlp", "args": {"inputs": 3 * args.size**2, "width": args.width, "layers": LAYERS}},
@@ -118,7 +118,7 @@ def _experiment(args: Any) -> Any:
                     "method": method, "method_args": settings, "micro_batch_size": batch, "optimizer": {"lr": rate},
                     "steps": steps, "log": {"every": max(1, steps // 200)},
                 }  # fmt: skip
-    return Experiment("pareto", "Pareto fronts", "Laskin et al. 2020, Figure 3", base, {}, [0], rows, [])
+    return TrainingGrid("pareto", "Pareto fronts", "Laskin et al. 2020, Figure 3", base, {}, [0], rows, [])
 
 
 def _costs(args: Any) -> Any:

@@ -63,8 +63,7 @@ def _run(args: argparse.Namespace) -> None:
     from ipu_pipe.backends.ranks import is_main, report_once
     from ipu_pipe.backends.table import leave
     from ipu_pipe.config.load import load_config
-    from ipu_pipe.studies import collection
-    from ipu_pipe.studies.collected import table
+    from ipu_pipe.studies.collect import compare_methods, make_comparison_table, write_comparison
 
     config = load_config(args.config, args.set)
     methods = list(dict.fromkeys([config.method, "local_chunked"]))
@@ -73,11 +72,11 @@ def _run(args: argparse.Namespace) -> None:
     if not methods:
         raise BadInput(f"--methods: {args.methods}: must be names of methods, by commas")
     with report_once():
-        found = collection.collect(
+        comparison = compare_methods(
             config, methods, args.out, args.steps, args.overwrite, saying(args.quiet or not is_main()), args.rounds
         )
         leave()
     if is_main():
-        files, tell = collection.write(found, args.out), printing(args.quiet)
-        tell(table(found))
+        files, tell = write_comparison(comparison, args.out), printing(args.quiet)
+        tell(make_comparison_table(comparison))
         tell("where to look:\n  " + "\n  ".join(map(str, files)))

@@ -1,19 +1,20 @@
 """A run against another method, such as an asynchronous one against GPipe: with as many samples, and with as much time.
 
-Samples alone hide what a pipeline that never empties is for: it trains on more of them in the same time. Time is planned: slots
-of the schedule, in each of which every stage does one pass, so that a run of M microbatches takes 2 M / (busy share) of them.
+Comparing at equal samples hides the gain of a pipeline that never drains: it trains on more samples in the same time. Time is
+planned: slots of the schedule, in each of which every stage does one pass, so a run of M microbatches takes 2 M / utilization.
 
-At equal time a method that empties the pipeline may choose how many microbatches K make an update: more leave fewer slots idle,
-but make fewer updates. It is run with some, and the best one counts. Against the config's own N the learning rate is K / N times
-as high (linear scaling, Goyal et al. 2017); warm-up and milestones come at the same share of the samples, and of the run.
+At equal time a method that drains the pipeline may choose how many microbatches K make an update: more leave fewer slots idle but
+make fewer updates. Several K are run, and the best one counts. Against the config's own N the learning rate is K / N times
+as high (linear scaling, Goyal et al. 2017); warm-up and milestones come at the same share of the samples and of the run.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from pathlib import Path
-from typing import List, Optional, Sequence
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.config.compare import keep_recorded_stages
@@ -21,14 +22,31 @@ from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import RunFault
 from ipu_pipe.files import write_json
-from ipu_pipe.run.folder import check_folder, check_unlocked, replace_nonfinite
+from ipu_pipe.report.plots import open_figure
+from ipu_pipe.report.run_text import format_busy, format_number, format_throughput
+from ipu_pipe.run.folder import replace_nonfinite
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.train import check, reserve_folder, train
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import compute_utilization
-from ipu_pipe.studies.stories import Run, Summary, diverged, draw, planned_slots, record, run_of, stories
+from ipu_pipe.studies.collect import check_folders
 
-TIMES = (1, 2, 4, 8)  # the config's own microbatches an update, where none are given
+TIMES = (1, 2, 4, 8)  # multiples of the config's own microbatches per update, where none are given
+Summary = Mapping[str, Any]
+
+
+class ComparedRun(NamedTuple):
+    """A run that has ended; `curve` has (slots, test loss, test accuracy) of each evaluation, `diverged` why it ended early."""
+
+    method: str
+    accumulate: int
+    rate: Optional[float]
+    steps: int
+    samples: int
+    slots: float
+    final: Mapping[str, Optional[float]]
+    curve: List[Tuple[float, Optional[float], Optional[float]]]
+    diverged: Optional[str] = None
 
 
 def train_against(
@@ -40,89 +58,235 @@ def train_against(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> str:
-    """Train by `config` into `out`, then by `other` with as many samples and, where that takes longer by the schedule, with as
-    much time, in folders in `out`. Leaves `against.json` and, where matplotlib is there, `against.png`; returns what is to be
-    said. Raises BadInput before the first run has taken its time."""
+    """Train by `config` into `out`, then by `other` with as many samples and, if its schedule takes longer, with as much time.
+
+    The other runs are in folders in `out`. Write `against.json` and, if matplotlib is installed, `against.png`; return the
+    comparison in words. Raise `BadInput` before the first run starts.
+    """
     say = Progress(quiet or not is_main()).say
-    second = folder_of(out, other.method)
-    again = resume and (second / "config.yaml").exists()
-    counts = choices(other, accumulations)
-    check(other, second, resume=again, overwrite=overwrite)
-    run_on_main(lambda: _check_folders([folder_of(out, other.method, count) for count in counts], resume, overwrite))
-    with reserve_folder(second, resume=again, overwrite=overwrite):
-        first_summary = train(config, out, resume=resume, overwrite=overwrite, quiet=quiet)
+    second = name_folder(out, other.method)
+    resume_second = resume and (second / "config.yaml").exists()
+    counts = choose_accumulations(other, accumulations)
+    check(other, second, resume=resume_second, overwrite=overwrite)
+    run_on_main(lambda: check_folders([name_folder(out, other.method, count) for count in counts], resume, overwrite))
+    with reserve_folder(second, resume=resume_second, overwrite=overwrite):
+        summary = train(config, out, resume=resume, overwrite=overwrite, quiet=quiet)
     say(f"\nas many samples by {other.method}:")
-    other = keep_recorded_stages(load_recorded(out / "config.yaml"), other)  # the same stages
-    other_summary = train(other, second, resume=again, overwrite=overwrite, quiet=quiet)
-    both = run_of(config, first_summary, out), run_of(other, other_summary, second)
-    timed: List[Run] = []
-    if both[1].slots > both[0].slots * (1 + 1 / both[0].steps):
+    other = keep_recorded_stages(load_recorded(out / "config.yaml"), other)
+    other_summary = train(other, second, resume=resume_second, overwrite=overwrite, quiet=quiet)
+    pair = read_run(config, summary, out), read_run(other, other_summary, second)
+    timed: List[ComparedRun] = []
+    if takes_longer(pair):
         for count in counts:
-            chosen = at_equal_time(other, count, first_summary)
+            chosen = fit_into_time(other, count, summary)
             if chosen is not None:
-                say(f"\nas much time by {other.method}, {count} microbatches an update:")
-                timed.append(
-                    _timed(chosen, folder_of(out, other.method, count), resume, overwrite, quiet, both[0].slots)
-                )
-    told = record(config, first_summary["model"]["stages"], both, timed)
+                say(f"\nas much time by {other.method}, {count} microbatches per update:")
+                folder = name_folder(out, other.method, count)
+                timed.append(_train_timed(chosen, folder, resume, overwrite, quiet, pair[0].slots))
+    record = make_record(config, summary["model"]["stages"], pair, timed)
 
-    def leave() -> None:
-        write_json(out / "against.json", replace_nonfinite(told))
+    def write() -> None:
+        write_json(out / "against.json", replace_nonfinite(record))
         if importlib.util.find_spec("matplotlib") is not None:
-            draw(told, out / "against.png")
+            draw(record, out / "against.png")
 
-    run_on_main(leave)
-    return stories(first_summary, other_summary, both, timed)
-
-
-def _check_folders(folders: Sequence[Path], resume: bool, overwrite: bool) -> None:
-    for folder in folders:
-        check_folder(folder, resume and (folder / "config.yaml").exists(), overwrite)
-        check_unlocked(folder)
+    run_on_main(write)
+    return describe(summary, other_summary, pair, timed)
 
 
-def _timed(config: Config, folder: Path, resume: bool, overwrite: bool, quiet: bool, slots: float) -> Run:
-    """A run at equal time; what its rate is too high for is told, not raised."""
-    again = resume and (folder / "config.yaml").exists()
+def _train_timed(config: Config, folder: Path, resume: bool, overwrite: bool, quiet: bool, slots: float) -> ComparedRun:
+    """Train a run at equal time; a loss that is not finite is a result, since the rate may be too high for it."""
+    resume = resume and (folder / "config.yaml").exists()
     try:
-        return run_of(config, train(config, folder, resume=again, overwrite=overwrite, quiet=quiet), folder)
+        return read_run(config, train(config, folder, resume=resume, overwrite=overwrite, quiet=quiet), folder)
     except RunFault as error:
         if "loss is" not in str(error) or are_joined():
             raise
-        return diverged(config, str(error).split(";")[0], slots)
+        steps, reason = config.steps or 0, str(error).split(";")[0]
+        samples = steps * config.micro_batch_size * config.gradient_accumulation * config.replicas
+        return ComparedRun(
+            config.method, config.gradient_accumulation, config.optimizer.lr, steps, samples, slots, {}, [], reason
+        )
 
 
-def folder_of(out: Path, method: str, accumulate: Optional[int] = None) -> Path:
-    """Where a run of the other method is: at equal samples, or at equal time with so many microbatches an update."""
+def name_folder(out: Path, method: str, accumulate: Optional[int] = None) -> Path:
+    """Return the folder of a run of the other method: at equal samples, or at equal time with `accumulate` microbatches."""
     return out / (method if accumulate is None else f"{method}-accumulate-{accumulate}")
 
 
-def choices(config: Config, asked: Sequence[int] = ()) -> List[int]:
-    """Microbatches an update that the other method is run with at equal time: those asked for, else some; its own alone where
-    they leave no slot less idle."""
-    own = config.gradient_accumulation
-    if asked:
-        return list(dict.fromkeys(asked))
-    return [own * times for times in (TIMES if resolve_method(config.method).flushes else TIMES[:1])]
+def choose_accumulations(config: Config, wanted: Sequence[int] = ()) -> List[int]:
+    """Return the microbatches per update to try at equal time.
+
+    They are those wanted, or multiples of the config's own; its own alone if the method does not drain the pipeline.
+    """
+    if wanted:
+        return list(dict.fromkeys(wanted))
+    times = TIMES if resolve_method(config.method).flushes else TIMES[:1]
+    return [config.gradient_accumulation * factor for factor in times]
 
 
-def at_equal_time(config: Config, accumulate: int, first: Summary) -> Optional[Config]:
-    """The config of the other method with `accumulate` microbatches an update and as many updates as take no longer than the run
-    of the summary `first`; None where that is less than two, or an epoch holds no such update."""
-    own, slots = config.gradient_accumulation, planned_slots(first)
-    share = compute_utilization(resolve_method(config.method, config.method_settings()), first["model"]["stages"], accumulate)
+def fit_into_time(config: Config, accumulate: int, first: Summary) -> Optional[Config]:
+    """Return the other method's config with `accumulate` microbatches per update and the updates that fit into the first
+    run's time.
+
+    None if less than two fit, or an epoch holds no such update.
+    """
+    before, slots = config.gradient_accumulation, count_slots(first)
+    share = compute_utilization(
+        resolve_method(config.method, config.method_settings()), first["model"]["stages"], accumulate
+    )
     steps = math.floor(slots * share / (2 * accumulate) * (1 + 1e-12))
-    if steps < 2 or accumulate > first["updates_per_epoch"] * own:
+    if steps < 2 or accumulate > first["updates_per_epoch"] * before:
         return None
     optimizer, rates = config.optimizer, config.lr_schedule
     if optimizer.lr is not None and not optimizer.reference_batch_size:  # which scales by itself
-        optimizer = optimizer.model_copy(update={"lr": optimizer.lr * accumulate / own})
-    part = steps * accumulate / (first["steps"] * own)  # of the samples
+        optimizer = optimizer.model_copy(update={"lr": optimizer.lr * accumulate / before})
+    part = steps * accumulate / (first["steps"] * before)  # of the samples
     rates = rates.model_copy(
         update={
-            "warmup_steps": math.ceil(rates.warmup_steps * own / accumulate),
+            "warmup_steps": math.ceil(rates.warmup_steps * before / accumulate),
             "milestones": [epoch * part for epoch in rates.milestones],
         }
     )
     changes = {"gradient_accumulation": accumulate, "steps": steps, "optimizer": optimizer, "lr_schedule": rates}
     return config.model_copy(update=changes)
+
+
+def count_slots(summary: Summary) -> float:
+    """Return the length of a run by its schedule, in slots of one pass."""
+    batch = summary["batch"]
+    return 2.0 * summary["steps"] * batch["gradient_accumulation"] / summary["planned_utilization"]
+
+
+def takes_longer(pair: Tuple[ComparedRun, ComparedRun]) -> bool:
+    """Return whether the second run takes longer than the first, by at least one of its updates."""
+    return pair[1].slots > pair[0].slots * (1 + 1 / max(pair[0].steps, 1))
+
+
+def read_run(config: Config, summary: Summary, folder: Path) -> ComparedRun:
+    """Return a run from its summary and its metrics.jsonl."""
+    slots, steps = count_slots(summary), summary["steps"]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    curve = [
+        (slots * line["step"] / steps, line["test_loss"], line["test_accuracy"])
+        for line in lines
+        if "test_loss" in line
+    ]
+    return ComparedRun(
+        summary["method"], config.gradient_accumulation, config.optimizer.lr, steps, summary["samples"], slots,
+        summary["final"], curve,
+    )  # fmt: skip
+
+
+# ---- in words, as JSON, as a picture
+
+
+def describe(
+    first: Summary, second: Summary, pair: Tuple[ComparedRun, ComparedRun], timed: Sequence[ComparedRun]
+) -> str:
+    """Return how far apart the runs ended at equal samples and at equal time; the last line is the first run's throughput.
+
+    `timed` are the other method's runs that took as long as the first one.
+    """
+    ours, theirs = pair
+    # accuracy where it has a meaning
+    key = "test_loss" if any(run.final.get("test_accuracy") is None for run in pair) else "test_accuracy"
+    name = key.replace("_", " ")
+
+    def show(run: ComparedRun) -> str:
+        return format_number(run.final.get(key), 3)
+
+    lines = [
+        "",
+        f"the same samples, {ours.samples:,}: {name} {show(ours)} by {ours.method}, {show(theirs)} by {theirs.method}: "
+        f"{_show_difference(ours, theirs, key)}",
+        f"  by the schedule (planned) {ours.method} takes {ours.slots:,.0f} slots, {theirs.method} {theirs.slots:,.0f}",
+    ]
+    best = find_best(timed, key)
+    if not timed and not takes_longer(pair):
+        lines.append(f"the same time: {theirs.method} takes no longer")
+    elif best is None:
+        lines.append(f"the same time: no run of {theirs.method} ended within it")
+    else:
+        lines.append(
+            f"the same time, {ours.slots:,.0f} slots (planned): {name} {show(ours)} by {ours.method}, {show(best)} by "
+            f"{best.method} at its best: {_show_difference(ours, best, key)}"
+        )
+    for run in timed:
+        rate = "" if run.rate is None else f", rate {run.rate:g}"
+        lines.append(
+            f"  {run.method} with {run.accumulate} microbatches per update: {run.steps} updates, {run.samples:,} samples{rate}: "
+            f"{run.diverged or show(run)}"
+        )
+    lines += [f"busy by {run.method}: {format_busy(summary)}" for run, summary in zip(pair, (first, second))]
+    lines.append(format_throughput(first))
+    return "\n".join(lines)
+
+
+def find_best(runs: Sequence[ComparedRun], key: str) -> Optional[ComparedRun]:
+    """Return the run with the best final "test_accuracy" or "test_loss"; the first of equals."""
+    sign = 1 if key == "test_accuracy" else -1
+    known = [(sign * value, -i) for i, run in enumerate(runs) for value in [run.final.get(key)] if value is not None]
+    return runs[-max(known)[1]] if known else None
+
+
+def _show_difference(ours: ComparedRun, theirs: ComparedRun, key: str) -> str:
+    a, b = ours.final.get(key), theirs.final.get(key)
+    if a is None or b is None:
+        return "unknown"
+    return f"{(a - b) * 100:+.1f} points" if key == "test_accuracy" else f"{a - b:+.3f}"
+
+
+def make_record(
+    config: Config, stages: int, pair: Tuple[ComparedRun, ComparedRun], timed: Sequence[ComparedRun]
+) -> Dict[str, Any]:
+    """Return the comparison as JSON: `against.json`."""
+
+    def convert(run: ComparedRun) -> Dict[str, Any]:
+        curve = [{"slots": slots, "test_loss": loss, "test_accuracy": accuracy} for slots, loss, accuracy in run.curve]
+        return {**run._asdict(), "final": dict(run.final), "curve": curve}
+
+    return {
+        "schema": 1,
+        "model": config.model.entry,
+        "data": config.data.name,
+        "seed": config.seed,
+        "stages": stages,
+        "micro_batch_size": config.micro_batch_size,
+        "evaluated": config.evaluate.subset,
+        "time": "slots of the schedule (planned), one pass of a stage each",
+        "run": convert(pair[0]),
+        "same_samples": convert(pair[1]),
+        "same_time": [convert(run) for run in timed],
+    }
+
+
+def draw(record: Mapping[str, Any], file: Path) -> None:
+    """Draw test accuracy (or loss) against time by the schedule from the content of against.json."""
+    runs = [record["run"], record["same_samples"], *record["same_time"]]
+    has_accuracy = all(p["test_accuracy"] is not None for run in runs for p in run["curve"])
+    key = "test_accuracy" if has_accuracy else "test_loss"
+    first = record["run"]
+    subset = f" on {record['evaluated']:,} samples" if record["evaluated"] else ""
+    title = (
+        f"{record['model'].rpartition(':')[2]} on {record['stages']} stages, {record['data']}: {first['steps']} updates by "
+        f"{first['method']}, {first['samples']:,} samples"
+    )
+    note = f"microbatches of {record['micro_batch_size']}; one run a line, seed {record['seed']}; time is planned, not measured"
+    with open_figure(file, (9, 5), title=title, note=note) as (axes,):
+        for run in runs:
+            if not run["curve"]:
+                continue
+            end = format_number(run["curve"][-1][key], 3)
+            label = f"{run['method']}, {run['accumulate']} microbatches per update: {run['samples']:,} samples, {end}"
+            axes.plot(
+                [p["slots"] for p in run["curve"]], [p[key] for p in run["curve"]],
+                marker="o", markersize=4, linewidth=2.5 if run is first else 1.3, label=label,
+            )  # fmt: skip
+        axes.axvline(first["slots"], color="gray", linestyle=":", linewidth=1)
+        axes.set(
+            xlabel="time by the schedule: slots (planned), in each of which a stage does one pass",
+            ylabel=key.replace("_", " ") + subset,
+        )
+        axes.text(first["slots"], axes.get_ylim()[1], " equal time", color="gray", va="top")
+        axes.legend(fontsize="small", loc="lower right")

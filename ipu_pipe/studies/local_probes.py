@@ -39,7 +39,7 @@ from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.studies.gradient_angles import GradientProbe
-from ipu_pipe.studies.worker_pool import in_workers
+from ipu_pipe.studies.worker_pool import run_in_workers
 
 Say = Callable[[str], None]
 LOCAL = tuple(name for name, method in METHODS.items() if method.structure is not None)
@@ -201,7 +201,7 @@ def in_processes(
     in the order of `runs`. A fault of one ends all."""
     done: Dict[str, Dict[str, Any]] = {}
     here = ((label, work(*arguments)) for label, arguments in runs.items())
-    with contextlib.closing(here if jobs == 1 else in_workers(work, runs, jobs)) as results:
+    with contextlib.closing(here if jobs == 1 else run_in_workers(work, runs, jobs)) as results:
         for label, result in results:
             done[label] = result
             say(f"[{len(done)}/{len(runs)}] {label} ({result['seconds']:.0f} s)")

@@ -1,8 +1,9 @@
-"""What the PipeDream-2BW paper measured with GPT models on V100 servers (Narayanan et al. 2021, Figures 6, 7 and 9), predicted.
+"""GPT models on V100 servers as the PipeDream-2BW paper measured them (Narayanan et al. 2021, Figures 6, 7 and 9), predicted.
 
-The paper prints no shapes: 48 blocks of width 1920 are its 2.2 billion parameters, of width 2560 its 3.8 (3.9 in places), with a
-vocabulary of 50,304 whose embedding is also the head's weight; on a pipeline's first and last stage each has a copy. Sequences of
-512, Megatron's heads and dropout of 0.1, float16 with Adam and float32 masters, recomputation of stages. All devices are used.
+The paper prints no shapes: 48 blocks of width 1920 have its 2.2 billion parameters, of width 2560 its 3.8 (3.9 in places), with a
+vocabulary of 50,304 whose embedding is also the head's weight; the first and the last stage of a pipeline each have a copy.
+Assumed: sequences of 512, Megatron's heads and dropout of 0.1, float16 with Adam and float32 masters, recomputation of
+stages. All devices are used.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ipu_pipe.plan.candidates import Candidate, list_candidates
 from ipu_pipe.plan.layouts import list_layouts
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
 from ipu_pipe.plan.search import search
-from ipu_pipe.studies.predictions import Predicted
+from ipu_pipe.studies.experiment import PredictedRows, PredictionTable
 
 SOURCE = "Narayanan et al. 2021 (PipeDream-2BW)"
 VOCABULARY, SEQUENCE, BLOCKS = 50304, 512, 48
@@ -37,227 +38,212 @@ GIGA = 1e9
 
 
 class _Loss(nn.Module):
-    """Cross-entropy of every place, in float32."""
+    """Cross-entropy of every token, in float32."""
 
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
-        """logits: (B, vocabulary, T)."""
+        """Return the loss of logits (B, vocabulary, T)."""
         labels = torch.zeros(logits.shape[0], logits.shape[2], dtype=torch.long, device=logits.device)
         return nn.functional.cross_entropy(logits.float(), labels)
 
 
 @lru_cache(maxsize=None)
-def gpt_units(width: int, blocks: int = BLOCKS) -> Tuple[Unit, ...]:
-    """Embedding, blocks, norm, head and loss; the first block is counted, the others are like it. The loss is in float32 whatever
-    the precision."""
+def count_gpt(width: int, blocks: int = BLOCKS) -> Tuple[Unit, ...]:
+    """Return the units embedding, blocks, norm, head and loss; the first block is counted, the others are equal to it."""
     with torch.device("meta"):
         model = resolve_entry("models.transformer:transformer_lm", "model")(
             VOCABULARY, width, HEADS.get(width, width // 128), 1, SEQUENCE, 0.1
         )
         whole = nn.Sequential(OrderedDict([*model.named_children(), ("loss", _Loss())]))
     first, block, *rest, loss = count_units(whole, torch.zeros(2, SEQUENCE, dtype=torch.long, device="meta")).units
-    halved = 4 / PRECISIONS["float16"].activation  # float16 makes of all sizes
+    # the loss stays in float32: undo the scaling by which the precision float16 shrinks all sizes
+    scale = 4 / PRECISIONS["float16"].activation
     loss = replace(
         loss,
-        activation_bytes=halved * loss.activation_bytes,
-        forward_moved=halved * loss.forward_moved,
-        backward_moved=halved * loss.backward_moved,
+        activation_bytes=scale * loss.activation_bytes,
+        forward_moved=scale * loss.forward_moved,
+        backward_moved=scale * loss.backward_moved,
     )
     return (first, *(replace(block, name=f"block{i + 1}") for i in range(blocks)), *rest, loss)
 
 
-def problem(units: Tuple[Unit, ...], devices: int = DEVICES) -> Problem:
-    """On so many of the paper's devices."""
+def make_problem(units: Tuple[Unit, ...], devices: int = DEVICES) -> Problem:
+    """Return the planning problem of a model on some of the paper's devices."""
     hardware = read_hardware(SERVER).with_devices(devices)
     return Problem(units, 8.0 * SEQUENCE, hardware, hardware.device.usable_bytes, "float16", "adam")
 
 
-def equal_cut(units: Tuple[Unit, ...], depth: int) -> List[int]:
-    """First units of stages with as many blocks each (the paper's section 3.3)."""
+def cut_equally(units: Tuple[Unit, ...], depth: int) -> List[int]:
+    """Return the first units of stages that have the same number of blocks (the paper's section 3.3)."""
     blocks = sum(unit.name.startswith("block") for unit in units)
     return [0, *(1 + blocks * s // depth for s in range(1, depth))]
 
 
-def single_worker_flops() -> float:
-    """FLOPs a second of the 355M-parameter GPT (24 blocks of 1024) on one device; the paper states about 45e12, from which the
-    share of the peak in its hardware's file comes."""
-    given = problem(gpt_units(1024, 24), 1)
-    sums = Sums(given, 8)
-    asked = Candidate(FLUSH, 1, 1, 8, 1, False)
-    costs = Costing(given, asked, list_layouts(1, 1)[0], sums).costs([0])
-    flops = sum(unit.forward_flops + unit.backward_flops for unit in given.units)
+def predict_single_worker() -> float:
+    """Return the FLOPs per second of the 355M-parameter GPT (24 blocks of 1024) on one device.
+
+    The paper states about 45e12; the hardware file's share of the peak is fitted to it.
+    """
+    problem = make_problem(count_gpt(1024, 24), 1)
+    candidate = Candidate(FLUSH, 1, 1, 8, 1, False)
+    costs = Costing(problem, candidate, list_layouts(1, 1)[0], Sums(problem, 8)).costs([0])
+    flops = sum(unit.forward_flops + unit.backward_flops for unit in problem.units)
     return 8 * flops / (costs.forward[0] + costs.backward[0])
 
 
-# ---- memory
+def predict(problem: Problem, candidate: Candidate, starts: List[int]) -> Prediction:
+    """Return the prediction for the fastest layout of a candidate."""
+    sums = Sums(problem, candidate.micro_batch_size)
+    predictions = [
+        predict_cut(Costing(problem, candidate, layout, sums), starts)
+        for layout in list_layouts(candidate.depth, candidate.width)
+    ]
+    return max(predictions, key=lambda prediction: prediction.samples_per_second)
 
 
-def kept_logits(units: Tuple[Unit, ...], samples: int) -> float:
-    """Bytes of a microbatch behind the blocks, which Megatron does not recompute: logits and their loss."""
-    behind = units[-2:]
-    sizes = PRECISIONS["float16"]
-    return samples * sum(unit.activation_bytes for unit in behind) * sizes.activation / 4
+def find_fullest(problem: Problem, prediction: Prediction) -> float:
+    """Return the bytes of the fullest stage.
 
-
-def fullest(given: Problem, found: Prediction) -> float:
-    """Bytes of the fullest stage, with the logits of all microbatches that its last stage has in flight."""
-    sizes = [float(memory.total) for memory in found.memory]
-    flying = _flying(found.asked)
-    sizes[-1] += (flying - 1) * kept_logits(given.units, found.asked.micro_batch_size)
+    Megatron does not recompute the logits and their loss: the last stage keeps those of all its microbatches in flight.
+    """
+    sizes = [float(memory.total) for memory in prediction.memory]
+    asked = prediction.asked
+    in_flight = asked.gradient_accumulation if asked.method == GPIPE else 1
+    logits = sum(unit.activation_bytes for unit in problem.units[-2:]) * PRECISIONS["float16"].activation / 4
+    sizes[-1] += (in_flight - 1) * asked.micro_batch_size * logits
     return max(sizes)
 
 
-def _flying(asked: Candidate) -> int:
-    """Microbatches that the last stage holds at once."""
-    return asked.gradient_accumulation if asked.method == GPIPE else 1
+# ---- Figures 6, 7 and 9
 
 
-def predict(given: Problem, asked: Candidate, starts: List[int]) -> Prediction:
-    """On the better of its layouts."""
-    sums = Sums(given, asked.micro_batch_size)
-    found = [predict_cut(Costing(given, asked, layout, sums), starts) for layout in list_layouts(asked.depth, asked.width)]
-    return max(found, key=lambda each: each.samples_per_second)
+def predict_throughputs(width: int, depth: int, batch: int) -> Dict[str, float]:
+    """Return samples per second of the four systems with updates of `batch` samples on 64 devices (Figure 6).
 
-
-# ---- Figure 6
-
-
-def throughputs(width: int, depth: int, batch: int) -> Dict[str, float]:
-    """Samples a second of the four systems with updates of `batch` samples on 64 devices, on stages with as many blocks each. The
-    paper's updates have d g microbatches on d stages; that the smaller batch has g = 1 makes microbatches of 8. GPipe flushes as
-    often as its memory asks for: after `flushed` microbatches."""
-    given, replicas = problem(gpt_units(width)), DEVICES // depth
-    starts, size = equal_cut(given.units, depth), min(BATCHES) // DEVICES
+    All stages have the same number of blocks. The paper's updates have d g microbatches on d stages; g = 1 for the smaller batch
+    makes microbatches of 8. GPipe flushes as often as its memory requires.
+    """
+    problem, replicas = make_problem(count_gpt(width)), DEVICES // depth
+    starts, size = cut_equally(problem.units, depth), min(BATCHES) // DEVICES
     count = batch // replicas // size
 
-    def made(method: str, number: int) -> Prediction:
-        return predict(given, Candidate(method, depth, replicas, size, number, True), starts)
+    def predict_method(method: str, microbatches: int) -> Prediction:
+        return predict(problem, Candidate(method, depth, replicas, size, microbatches, True), starts)
 
-    rates = {method: made(method, count).samples_per_second for method in (NAIVE, FLUSH, TWO_BW)}
-    flushed = next(
-        (n for n in range(count, 1, -1) if count % n == 0 and fullest(given, made(GPIPE, n)) <= given.memory_bytes), 1
-    )
-    return {**rates, GPIPE: made(GPIPE, flushed).samples_per_second, "flushed": float(flushed)}
+    def fits(microbatches: int) -> bool:
+        return find_fullest(problem, predict_method(GPIPE, microbatches)) <= problem.memory_bytes
 
-
-# ---- Figure 9
+    rates = {method: predict_method(method, count).samples_per_second for method in (NAIVE, FLUSH, TWO_BW)}
+    flush_after = next((n for n in range(count, 1, -1) if count % n == 0 and fits(n)), 1)
+    return {**rates, GPIPE: predict_method(GPIPE, flush_after).samples_per_second}
 
 
-def largest(depth: int) -> float:
-    """Parameters of the largest GPT that 2BW trains on 64 devices in pipelines of `depth`, with microbatches of 1: 64 blocks, as
-    many on each stage, and the greatest width, a multiple of 256, that fits."""
-    found = 0.0
+def predict_memory() -> Dict[str, float]:
+    """Return the bytes of the fullest of 8 devices by method: 2.2 billion parameters, batches of 64 (Figure 7)."""
+    problem = make_problem(count_gpt(1920), 8)
+    starts = cut_equally(problem.units, 8)
+    return {
+        method: find_fullest(problem, predict(problem, Candidate(method, 8, 1, 8, 8, True), starts)) for method in NAMES
+    }
+
+
+def find_largest_model(depth: int) -> float:
+    """Return the parameters of the largest GPT that 2BW trains on 64 devices in pipelines of `depth` (Figure 9).
+
+    It has 64 blocks, as many on each stage, microbatches of 1, and the greatest width, a multiple of 256, that fits.
+    """
+    parameters = 0.0
     for width in range(512, 16384, 256):
-        given = problem(gpt_units(width, 64))
-        asked = Candidate(TWO_BW, depth, DEVICES // depth, 1, depth, True)
-        costing = Costing(given, asked, list_layouts(depth, asked.width)[0], Sums(given, 1))
-        if max(memory.total for memory in costing.memories(equal_cut(given.units, depth))) > given.memory_bytes:
+        problem = make_problem(count_gpt(width, 64))
+        candidate = Candidate(TWO_BW, depth, DEVICES // depth, 1, depth, True)
+        costing = Costing(problem, candidate, list_layouts(depth, candidate.width)[0], Sums(problem, 1))
+        if max(memory.total for memory in costing.memories(cut_equally(problem.units, depth))) > problem.memory_bytes:
             break
-        found = sum(unit.parameters for unit in given.units[:-2])  # the head's weight is the embedding's
-    return found
+        parameters = sum(unit.parameters for unit in problem.units[:-2])  # the head's weight is the embedding's
+    return parameters
+
+
+def choose_depth(width: int, batch: int) -> int:
+    """Return the depth of the planner's best pipeline for 2BW."""
+    problem = make_problem(count_gpt(width))
+    options = [one for one in list_candidates([TWO_BW], DEVICES, len(problem.units), batch, (True,)) if one.depth > 1]
+    return search(problem, options, 1).best[0].asked.depth
 
 
 # ---- the table
 
-
-def chosen(width: int, batch: int) -> int:
-    """The depth of the planner's best pipeline for 2BW."""
-    given = problem(gpt_units(width))
-    asked = [each for each in list_candidates([TWO_BW], DEVICES, len(given.units), batch, (True,)) if each.depth > 1]
-    return search(given, asked, 1).best[0].asked.depth
-
-
-MODELS = (
-    ("2.2 billion", 1920, 8),
-    ("3.8 billion", 2560, 16),
-)  # parameters, width, and the depth that the paper's planner chose
-RATIOS = (  # of Figure 6: a system over another, batch, printed (up to, for the models tried)
+# parameters, width, and the depth that the paper's planner chose
+MODELS = (("2.2 billion", 1920, 8), ("3.8 billion", 2560, 16))
+# of Figure 6: a system over another, batch, printed ratio (up to, for the models tried)
+RATIOS = (
     (FLUSH, NAIVE, 512, 4.1), (FLUSH, NAIVE, 2048, 5.3), (TWO_BW, NAIVE, 2048, 6.1), (TWO_BW, GPIPE, 512, 3.2),
     (FLUSH, GPIPE, 512, 2.1), (FLUSH, GPIPE, 2048, 3.0), (TWO_BW, FLUSH, 512, 1.6), (TWO_BW, FLUSH, 2048, 1.15),
 )  # fmt: skip
 NAMES = {NAIVE: "inter-layer", GPIPE: "GPipe", FLUSH: "Flush", TWO_BW: "2BW"}
 
 
-def table_2bw() -> Predicted:
-    """Ratios of throughput, orderings of memory and of model sizes, and the planner's choices."""
+def predict_2bw() -> PredictedRows:
+    """Predict ratios of throughput, orders of memory and of model sizes, and the planner's choices."""
     rows: List[Dict[str, Any]] = []
     differences: List[str] = []
 
     def add(figure: str, what: str, printed: Any, *predicted: Any) -> None:
         rows.append({"figure": figure, "what": what, "printed": printed, **dict(zip(("small", "large"), predicted))})
 
-    rates = {(width, batch): throughputs(width, depth, batch) for _, width, depth in MODELS for batch in BATCHES}
-    for (
-        one,
-        other,
-        batch,
-        printed,
-    ) in RATIOS:  # against inter-layer parallelism the paper states the smaller model's alone
-        models = MODELS[:1] if other == NAIVE else MODELS
-        found = [rates[width, batch][one] / rates[width, batch][other] for _, width, _ in models]
-        add("6", f"{NAMES[one]} over {NAMES[other]}, batch {batch}", printed, *(round(each, 2) for each in found))
+    rates = {
+        (width, batch): predict_throughputs(width, depth, batch) for _, width, depth in MODELS for batch in BATCHES
+    }
+    for faster, slower, batch, printed in RATIOS:
+        models = MODELS[:1] if slower == NAIVE else MODELS  # against inter-layer the paper has the smaller model alone
+        ratios = [rates[width, batch][faster] / rates[width, batch][slower] for _, width, _ in models]
+        add(
+            "6", f"{NAMES[faster]} over {NAMES[slower]}, batch {batch}", printed, *(round(ratio, 2) for ratio in ratios)
+        )
     for (width, batch), rate in rates.items():
         order = sorted(NAMES, key=lambda name: -rate[name])
         if order != [TWO_BW, FLUSH, GPIPE, NAIVE]:
-            differences.append(
-                f"Figure 6, width {width}, batch {batch}: in the order {', '.join(NAMES[n] for n in order)}"
-            )
-    differences += _memory(add)
-    sizes = {depth: largest(depth) / GIGA for depth in (4, 8, 16, 32, 64)}
+            names = ", ".join(NAMES[n] for n in order)
+            differences.append(f"Figure 6, width {width}, batch {batch}: the order is {names}")
+    memory = predict_memory()
+    for method, size in sorted(memory.items(), key=lambda item: item[1]):
+        printed_memory = "does not fit" if method == GPIPE else None
+        add("7", f"fullest of 8 devices, batch 64, GB: {NAMES[method]}", printed_memory, round(size / GIGA, 1))
+    if not memory[NAIVE] <= memory[FLUSH] < memory[TWO_BW] < memory[GPIPE]:
+        differences.append("Figure 7: the order is not inter-layer, Flush, 2BW, GPipe")
+    limit = make_problem(count_gpt(1920), 8).memory_bytes
+    if [method for method, size in memory.items() if size > limit] != [GPIPE]:
+        differences.append("Figure 7: GPipe is not the only one that does not fit")
+    sizes = {depth: find_largest_model(depth) / GIGA for depth in (4, 8, 16, 32, 64)}
     for depth, size in sizes.items():
-        add(
-            "9",
-            f"largest model, depth {depth}, billions of parameters",
-            "almost 30" if depth == 64 else None,
-            round(size, 1),
-        )
+        printed_size = "almost 30" if depth == 64 else None
+        add("9", f"largest model, depth {depth}, billions of parameters", printed_size, round(size, 1))
     if list(sizes.values()) != sorted(sizes.values()):
-        differences.append("Figure 9: a deeper pipeline holds no larger model")
+        differences.append("Figure 9: a deeper pipeline does not always hold a larger model")
     for batch in BATCHES:
-        depths = [chosen(width, batch) for _, width, _ in MODELS]
-        add(
-            "choice",
-            f"depth of the best pipeline, batch {batch}",
-            " and ".join(str(depth) for *_, depth in MODELS),
-            *depths,
-        )
+        depths = [choose_depth(width, batch) for _, width, _ in MODELS]
+        printed_depths = " and ".join(str(depth) for *_, depth in MODELS)
+        add("choice", f"depth of the best pipeline, batch {batch}", printed_depths, *depths)
         differences += [
-            f"the planner's choice for {name} with batches of {batch}: {found} deep, the paper's {depth}"
-            for (name, _, depth), found in zip(MODELS, depths)
-            if found != depth
+            f"the planner's choice for {name} with batches of {batch}: {chosen} deep, the paper's {depth}"
+            for (name, _, depth), chosen in zip(MODELS, depths)
+            if chosen != depth
         ]
-    return Predicted(
-        "plan_2bw",
-        "PipeDream-2BW on 64 V100s",
-        f"{SOURCE}, Figures 6, 7 and 9",
-        (("figure", "figure"), ("what", "what"), ("printed", "printed in the paper"),
-         ("small", "predicted, 2.2 billion, 8 deep"), ("large", "predicted, 3.8 billion, 16 deep")),
-        rows,
-        ["assumed: 48 blocks of width 1920 and 2560, vocabulary 50,304, sequences of 512, float16 with Adam, recomputation by"
-         " stage, as many blocks on each stage but for the planner's own choice, microbatches of 8 (batches of 512 with as many"
-         " microbatches as stages); GPipe flushes after as many as fit, the logits of all of which its last stage keeps",
-         f"FLOPs {HOW}",
-         "the paper's ratios of Figure 6 are the greatest (\"up to\") of the models and batches that it tried"],
-        differences,
-    )  # fmt: skip
+    notes = [
+        "assumed: 48 blocks of width 1920 and 2560, vocabulary 50,304, sequences of 512, float16 with Adam, recomputation by"
+        " stage, as many blocks on each stage except for the planner's own choice, microbatches of 8 (batches of 512 with as many"
+        " microbatches as stages); GPipe flushes after as many as fit, and its last stage keeps the logits of all of them",
+        f"FLOPs {HOW}",
+        'the paper\'s ratios of Figure 6 are the greatest ("up to") of the models and batches that it tried',
+    ]
+    return PredictedRows(rows, notes, differences)
 
 
-def _memory(add: Any) -> List[str]:
-    """Figure 7: the fullest device of eight, 2.2 billion parameters, batches of 64; GPipe is out of memory there."""
-    given = problem(gpt_units(1920), 8)
-    starts = equal_cut(given.units, 8)
-    found = {
-        method: fullest(given, predict(given, Candidate(method, 8, 1, 8, 8, True), starts)) / GIGA for method in NAMES
-    }
-    for method, size in sorted(found.items(), key=lambda each: each[1]):
-        add(
-            "7",
-            f"fullest of 8 devices, batch 64, GB: {NAMES[method]}",
-            "does not fit" if method == GPIPE else None,
-            round(size, 1),
-        )
-    wrong = []
-    if not found[NAIVE] <= found[FLUSH] < found[TWO_BW] < found[GPIPE]:
-        wrong.append("Figure 7: not in the order inter-layer, Flush, 2BW, GPipe")
-    if (found[GPIPE] * GIGA > given.memory_bytes) != (found[TWO_BW] * GIGA <= given.memory_bytes):
-        wrong.append("Figure 7: GPipe alone should not fit")
-    return wrong
+TABLE_2BW = PredictionTable(
+    "plan_2bw",
+    "PipeDream-2BW on 64 V100s",
+    f"{SOURCE}, Figures 6, 7 and 9",
+    (
+        ("figure", "figure"), ("what", "what"), ("printed", "printed in the paper"),
+        ("small", "predicted, 2.2 billion, 8 deep"), ("large", "predicted, 3.8 billion, 16 deep"),
+    ),
+    predict_2bw,
+)  # fmt: skip

@@ -22,7 +22,7 @@ from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.layouts import list_layouts
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
-from ipu_pipe.studies.predictions import Predicted, mean_error
+from ipu_pipe.studies.experiment import PredictedRows, PredictionTable, compute_mean_error
 
 SOURCE = "Laskin et al. 2020 (local updates)"
 IMAGE = (3, 224, 224)
@@ -41,7 +41,7 @@ class Speedup(NamedTuple):
     printed: float
 
 
-class Memory(NamedTuple):
+class PrintedMemory(NamedTuple):
     """A row of Table 3, MiB a device. N is twice the devices."""
 
     network: str
@@ -59,15 +59,21 @@ TABLE_1 = (
     Speedup("resnet101", 8, 8, 16, 41),
 )  # fmt: skip
 TABLE_3 = (
-    Memory("resnet34", 32, 4, BACKPROPAGATION, True, 581.2, 786.0),
-    Memory("resnet34", 32, 4, BACKPROPAGATION, False, 1221.0, 2523.0),
-    Memory("resnet34", 32, 4, LOCAL, False, 565.0, 788.0), Memory("resnet34", 32, 8, BACKPROPAGATION, True, 480.1, 748.0),
-    Memory("resnet34", 32, 8, LOCAL, False, 443.5, 676.0), Memory("resnet50", 16, 4, BACKPROPAGATION, True, 640.2, 787.0),
-    Memory("resnet50", 16, 4, BACKPROPAGATION, False, 1419.2, 2859.0), Memory("resnet50", 16, 4, LOCAL, False, 593.0, 785.0),
-    Memory("resnet50", 16, 8, BACKPROPAGATION, True, 514.1, 819.0), Memory("resnet50", 16, 8, LOCAL, False, 447.4, 579.0),
-    Memory("resnet101", 4, 8, BACKPROPAGATION, True, 260.8, 442.0), Memory("resnet101", 4, 8, LOCAL, False, 341.2, 365.0),
-    Memory("resnet101", 8, 8, BACKPROPAGATION, True, 360.5, 501.0), Memory("resnet101", 8, 8, LOCAL, False, 390.6, 491.0),
-)  # fmt: skip
+    PrintedMemory("resnet34", 32, 4, BACKPROPAGATION, True, 581.2, 786.0),
+    PrintedMemory("resnet34", 32, 4, BACKPROPAGATION, False, 1221.0, 2523.0),
+    PrintedMemory("resnet34", 32, 4, LOCAL, False, 565.0, 788.0),
+    PrintedMemory("resnet34", 32, 8, BACKPROPAGATION, True, 480.1, 748.0),
+    PrintedMemory("resnet34", 32, 8, LOCAL, False, 443.5, 676.0),
+    PrintedMemory("resnet50", 16, 4, BACKPROPAGATION, True, 640.2, 787.0),
+    PrintedMemory("resnet50", 16, 4, BACKPROPAGATION, False, 1419.2, 2859.0),
+    PrintedMemory("resnet50", 16, 4, LOCAL, False, 593.0, 785.0),
+    PrintedMemory("resnet50", 16, 8, BACKPROPAGATION, True, 514.1, 819.0),
+    PrintedMemory("resnet50", 16, 8, LOCAL, False, 447.4, 579.0),
+    PrintedMemory("resnet101", 4, 8, BACKPROPAGATION, True, 260.8, 442.0),
+    PrintedMemory("resnet101", 4, 8, LOCAL, False, 341.2, 365.0),
+    PrintedMemory("resnet101", 8, 8, BACKPROPAGATION, True, 360.5, 501.0),
+    PrintedMemory("resnet101", 8, 8, LOCAL, False, 390.6, 491.0),
+)
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,7 @@ def best_factor(predicted: Sequence[float], printed: Sequence[float]) -> float:
     tried = [
         (100 + b) / (100 + a) for a, b in zip(predicted, printed)
     ]  # one of them makes the sum of absolute values least
-    return min(tried, key=lambda factor: mean_error([scaled(a, factor) for a in predicted], list(printed)))
+    return min(tried, key=lambda factor: compute_mean_error([scaled(a, factor) for a in predicted], list(printed)))
 
 
 def scaled(percent: float, factor: float) -> float:
@@ -161,7 +167,7 @@ def scaled(percent: float, factor: float) -> float:
     return (100 + percent) * factor - 100
 
 
-def table_1() -> Predicted:
+def predict_speedups() -> PredictedRows:
     """Its seven speedups, with no constant fitted to them, and with one fitted on the other six."""
     printed = [row.printed for row in TABLE_1]
     predicted = [speedup(row) for row in TABLE_1]
@@ -171,15 +177,19 @@ def table_1() -> Predicted:
         for i in range(len(TABLE_1))
     ]
     errors = {
-        "no constant fitted": mean_error(predicted, printed),
-        "one factor of the ratio, fitted on the other six": mean_error(left, printed),
-        "balanced bound (N+P-1)/N": mean_error(bounds, printed),
+        "no constant fitted": compute_mean_error(predicted, printed),
+        "one factor of the ratio, fitted on the other six": compute_mean_error(left, printed),
+        "balanced bound (N+P-1)/N": compute_mean_error(bounds, printed),
         "the bound times the best constant": min(
-            mean_error([b * c / 1000 for b in bounds], printed) for c in range(1, 1500)
+            compute_mean_error([b * c / 1000 for b in bounds], printed) for c in range(1, 1500)
         ),
-        "the bound minus the best constant": min(mean_error([b - c / 10 for b in bounds], printed) for c in range(400)),
+        "the bound minus the best constant": min(
+            compute_mean_error([b - c / 10 for b in bounds], printed) for c in range(400)
+        ),
     }
-    less = {name: mean_error([speedup(row, effects) for row in TABLE_1], printed) for name, effects in LESS.items()}
+    less = {
+        name: compute_mean_error([speedup(row, effects) for row in TABLE_1], printed) for name, effects in LESS.items()
+    }
     rows: List[Dict[str, Any]] = [
         {
             "network": row.network, "devices": row.devices, "batch": f"{row.samples} x {row.accumulate}",
@@ -189,22 +199,14 @@ def table_1() -> Predicted:
         }
         for row, a, b, c in zip(TABLE_1, predicted, left, bounds)
     ]  # fmt: skip
-    return Predicted(
-        "plan_local_table1",
-        "Speedup of chunked local training over pipelined backpropagation on IPUs, percent",
-        f"{SOURCE}, Table 1",
-        (("network", "network"), ("devices", "IPUs"), ("batch", "microbatch x number"), ("cut", "cut"),
-         ("printed", "printed in the paper"), ("predicted", "predicted, nothing fitted"), ("error", "error, points"),
-         ("left_out", "predicted, one factor fitted on the other six rows"), ("bound", "balanced bound")),
-        rows,
-        [f"mean absolute error, points: {name}: {error:.1f}" for name, error in errors.items()]
-        + [f"without {name}: {error:.1f}" for name, error in less.items()]
-        + [f"FLOPs {HOW}"],
-        [] if errors["no constant fitted"] <= 8 else [f"mean error {errors['no constant fitted']:.1f} points, aim at most 8"],
-    )  # fmt: skip
+    notes = [f"mean absolute error, points: {name}: {error:.1f}" for name, error in errors.items()]
+    notes += [f"without {name}: {error:.1f}" for name, error in less.items()]
+    notes += [f"FLOPs {HOW}"]
+    error = errors["no constant fitted"]
+    return PredictedRows(rows, notes, [] if error <= 8 else [f"mean error {error:.1f} points, aim at most 8"])
 
 
-def table_3() -> Predicted:
+def predict_memory() -> PredictedRows:
     """Its memory per IPU: each error, and pairs of rows in another order than printed."""
     rows: List[Dict[str, Any]] = []
     for row in TABLE_3:
@@ -220,19 +222,12 @@ def table_3() -> Predicted:
     differences = [*_disordered(rows, "predicted", "printed"), *_disordered(rows, "predicted_max", "printed_max")]
     pairs = len(rows) * (len(rows) - 1) // 2
     wrong = [len(_disordered(rows, f"predicted{end}", f"printed{end}")) for end in ("", "_max")]
-    return Predicted(
-        "plan_local_table3",
-        "Memory per IPU, MiB",
-        f"{SOURCE}, Table 3",
-        (("network", "network"), ("samples", "microbatch"), ("devices", "IPUs"), ("method", "method"),
-         ("printed", "average, printed"), ("predicted", "average, predicted"), ("error", "error"),
-         ("printed_max", "greatest, printed"), ("predicted_max", "greatest, predicted"), ("error_max", "error")),
-        rows,
-        [f"{pairs - wrong[0]} of {pairs} pairs of averages and {pairs - wrong[1]} of greatest values are in the printed order",
-         "predictions count weights, gradients, momentum, stashed activations and a stated share of code and exchange (20 %); not"
-         " what operations need besides while they run"],
-        differences,
-    )  # fmt: skip
+    notes = [
+        f"{pairs - wrong[0]} of {pairs} pairs of averages and {pairs - wrong[1]} of greatest values are in the printed order",
+        "predictions count weights, gradients, momentum, stashed activations and a stated share of code and exchange (20 %), not"
+        " the temporary memory of operations while they run",
+    ]
+    return PredictedRows(rows, notes, differences)
 
 
 def _disordered(rows: Sequence[Dict[str, Any]], predicted: str, printed: str) -> List[str]:
@@ -249,3 +244,27 @@ def _disordered(rows: Sequence[Dict[str, Any]], predicted: str, printed: str) ->
         for b in rows[i + 1 :]
         if (a[predicted] - b[predicted]) * (a[printed] - b[printed]) < 0
     ]
+
+
+SPEEDUP_TABLE = PredictionTable(
+    "plan_local_table1",
+    "Speedup of chunked local training over pipelined backpropagation on IPUs, percent",
+    f"{SOURCE}, Table 1",
+    (
+        ("network", "network"), ("devices", "IPUs"), ("batch", "microbatch x number"), ("cut", "cut"),
+        ("printed", "printed in the paper"), ("predicted", "predicted, nothing fitted"), ("error", "error, points"),
+        ("left_out", "predicted, one factor fitted on the other six rows"), ("bound", "balanced bound"),
+    ),
+    predict_speedups,
+)  # fmt: skip
+MEMORY_TABLE = PredictionTable(
+    "plan_local_table3",
+    "Memory per IPU, MiB",
+    f"{SOURCE}, Table 3",
+    (
+        ("network", "network"), ("samples", "microbatch"), ("devices", "IPUs"), ("method", "method"),
+        ("printed", "average, printed"), ("predicted", "average, predicted"), ("error", "error"),
+        ("printed_max", "greatest, printed"), ("predicted_max", "greatest, predicted"), ("error_max", "error"),
+    ),
+    predict_memory,
+)  # fmt: skip

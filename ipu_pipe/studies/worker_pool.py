@@ -1,4 +1,4 @@
-"""Runs in processes of their own, several at a time, which end with the one that started them."""
+"""Runs in worker processes, several at a time, which end with the process that started them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from ipu_pipe.launcher import end_with
 Key = TypeVar("Key")
 
 
-def in_workers(
-    work: Callable[..., Dict[str, Any]], runs: Mapping[Key, Sequence[Any]], jobs: int
+def run_in_workers(
+    work: Callable[..., Dict[str, Any]], arguments: Mapping[Key, Sequence[Any]], jobs: int
 ) -> Generator[Tuple[Key, Dict[str, Any]], None, None]:
-    """`work(*arguments)` of each of `runs`, key -> arguments, `jobs` at a time: (key, result) as they finish. A fault of one ends
-    all, and so does closing the iterator (contextlib.closing): what is left over would hold up the end of this process. A fault
-    of the user's code comes as its UserFault, since not every exception can leave its process."""
+    """Yield (key, `work(*arguments[key])`) as the runs finish, `jobs` at a time.
+
+    A fault of one run ends all, and so does closing the iterator (contextlib.closing): workers that go on would hold up the
+    end of this process. A fault of the user's code is raised as its `UserFault`, since not every exception can be pickled.
+    """
     with ProcessPoolExecutor(
-        min(jobs, len(runs)), mp_context=get_context("spawn"), initializer=_begin, initargs=(os.getpid(),)
+        min(jobs, len(arguments)), mp_context=get_context("spawn"), initializer=_start, initargs=(os.getpid(),)
     ) as pool:
         waiting: Dict["Future[Dict[str, Any]]", Key] = {
-            pool.submit(_told, work, arguments): key for key, arguments in runs.items()
+            pool.submit(call_with_picklable_faults, work, values): key for key, values in arguments.items()
         }
         try:
             while waiting:
@@ -41,12 +43,13 @@ def in_workers(
             raise
 
 
-def _begin(parent: int) -> None:
+def _start(parent: int) -> None:
     end_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a Ctrl-C: the parent ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C the parent ends its workers
 
 
-def _told(work: Callable[..., Dict[str, Any]], arguments: Sequence[Any]) -> Dict[str, Any]:
+def call_with_picklable_faults(work: Callable[..., Dict[str, Any]], arguments: Sequence[Any]) -> Dict[str, Any]:
+    """Return `work(*arguments)`; raise a fault of the user's code as `UserFault`, which can be pickled."""
     try:
         return work(*arguments)
     except Exception as error:

@@ -1,0 +1,356 @@
+"""Methods compared on the same work: throughput, memory and communication of each, measured beside planned.
+
+Every method trains on as many samples as the config's own. Methods whose blocks have losses of their own update after each
+microbatch: they need no batch to fill a pipeline (Laskin et al. 2020, section 6).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+
+from ipu_pipe.backends.ranks import is_distributed, run_on_main
+from ipu_pipe.backends.table import BACKENDS, get_backend, launch
+from ipu_pipe.config.comparing import dump_config
+from ipu_pipe.config.schema import BackendConfig, Config
+from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.files import write_json
+from ipu_pipe.job.record import Job
+from ipu_pipe.model.flops import BACKWARD, HOW
+from ipu_pipe.report.memory import build_memory_table
+from ipu_pipe.report.summary import plan_links, plan_shared_links
+from ipu_pipe.run.folder import check_folder, check_unlocked, read_summary
+from ipu_pipe.run.planning import build_for_planning
+from ipu_pipe.run.train import train
+from ipu_pipe.schedule import timelines
+from ipu_pipe.schedule.clock import Costs, clock
+from ipu_pipe.schedule.methods import METHODS, resolve_method
+
+ERROR = "error: "
+MIB = 2**20
+Comparison = Dict[str, Dict[str, Any]]  # "throughput", "memory", "communication" -> method -> its figures
+
+
+def compare_methods(
+    config: Config,
+    methods: Sequence[str],
+    out: Path,
+    steps: Optional[int] = None,
+    overwrite: bool = False,
+    say: Callable[[str], None] = print,
+    rounds: int = 1,
+) -> Comparison:
+    """Train by each of `methods` into `out/METHOD` and return the content of the three files.
+
+    Each makes `steps` updates of the config's own batch (None: the config's number, 0: plan only). The methods take turns in each
+    of `rounds`, so that a change on the machine meets all of them; further rounds go into `out/METHOD/round-R`. Raise `BadInput`.
+    """
+    _check_methods(config, methods)
+    if is_distributed():
+        launch(config, {"out": out, "methods": methods, "steps": steps, "rounds": rounds, "overwrite": overwrite})
+    jobs: Dict[str, Job] = {}
+    if list(methods) != [config.method]:  # all methods get the cut of the config's own, whatever their order
+        job = build_for_planning(move_to_emulator(switch_method(config, config.method, steps)))
+        if not job.part.spread:
+            jobs[config.method] = job
+            config = config.model_copy(update={"stages": job.part.begin_names() or 1})
+    boundaries = config.stages if isinstance(config.stages, list) else []
+    configs = {name: switch_method(config, name, steps, boundaries) for name in methods}
+    folders = {name: [out / name, *(out / name / f"round-{r}" for r in range(2, rounds + 1))] for name in configs}
+    run_on_main(lambda: check_folders([folder for each in folders.values() for folder in each], False, overwrite))
+    jobs = {name: jobs.get(name) or build_for_planning(move_to_emulator(chosen)) for name, chosen in configs.items()}
+    summaries: Dict[str, List[Dict[str, Any]]] = {name: [] for name in configs}
+    for r in range(rounds if steps != 0 else 0):
+        for name, chosen in configs.items():
+            size = chosen.micro_batch_size * chosen.gradient_accumulation * chosen.replicas
+            part = f", round {r + 1} of {rounds}" if rounds > 1 else ""
+            say(f"{name}: {chosen.steps} updates of {size} samples{part}")
+            processes = len(jobs[name].part) * chosen.replicas
+            summaries[name].append(run_turn(chosen, folders[name][r], processes, overwrite))
+    comparison: Comparison = {"throughput": {}, "memory": {}, "communication": {}}
+    for name, job in jobs.items():
+        runs = summaries[name]
+        comparison["throughput"][name] = _describe_throughput(job, runs, jobs[methods[0]], summaries[methods[0]])
+        memory = {"stages": [{"index": s, **row} for s, row in enumerate(build_memory_table(job))]}
+        if runs:
+            file = folders[name][0] / "memory.json"
+            memory = run_on_main(lambda: dict(json.loads(file.read_text())))
+        comparison["memory"][name] = {**memory, "devices": _describe_device_memory(memory)}
+        comparison["communication"][name] = _describe_communication(job, runs[0] if runs else None)
+    return comparison
+
+
+def write_comparison(comparison: Comparison, out: Path) -> List[Path]:
+    """Write throughput.json, memory.json and communication.json into `out` and return their paths."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--out: {out}: cannot be made: {error.strerror or error}") from error
+    return [write_json(out / f"{name}.json", {"methods": methods}) for name, methods in comparison.items()]
+
+
+# ---- the configs
+
+
+def _check_methods(config: Config, methods: Sequence[str]) -> None:
+    for name in methods:
+        if name not in METHODS:
+            raise BadInput(f"--methods: {name}: must be one of {', '.join(METHODS)}")
+    if len(set(methods)) != len(methods):
+        raise BadInput(f"--methods: {','.join(methods)}: a method is named twice")
+    if get_backend(config).trains_on is not None:
+        raise BadInput(f"backend.name: {config.backend.name}: methods are compared on emulator or distributed")
+
+
+def move_to_emulator(config: Config) -> Config:
+    """Return the config on the emulator, which holds all stages; its plan is the same."""
+    if get_backend(config).emulates:
+        return config
+    return config.model_copy(update={"backend": BackendConfig(threads=config.backend.threads)})
+
+
+def switch_method(config: Config, name: str, steps: Optional[int], boundaries: Sequence[str] = ()) -> Config:
+    """Return the config with another method that does the same work.
+
+    It trains on as many samples as `steps` updates of the config's own; chunks begin at `boundaries`.
+    """
+    steps = config.steps if steps is None else steps
+    if steps is None:
+        raise BadInput("steps: null: must be given, in the config or by --steps: how many updates each method makes")
+    changes: Dict[str, Any] = {"steps": max(steps, 2)}  # the first update is not timed
+    if name != config.method:
+        method_args = {key: value for key, value in config.method_settings().items() if key == "head"}
+        structure = resolve_method(name).structure
+        if structure is not None:
+            changes["steps"] *= config.gradient_accumulation
+            changes["gradient_accumulation"] = 1
+            warmup = config.lr_schedule.warmup_steps * config.gradient_accumulation
+            changes["lr_schedule"] = config.lr_schedule.model_copy(update={"warmup_steps": warmup})
+            if structure.blocks is not None and boundaries:
+                method_args["blocks"] = list(boundaries)
+        changes["method"] = name
+        changes["method_args"] = type(config.method_args)().model_copy(update=method_args)
+    return config.model_copy(update=changes)
+
+
+# ---- the runs
+
+
+def check_folders(folders: Sequence[Path], resume: bool, overwrite: bool) -> None:
+    """Raise `BadInput` for folders that hold other runs or are in use."""
+    for folder in folders:
+        check_folder(folder, resume and (folder / "config.yaml").exists(), overwrite)
+        check_unlocked(folder)
+
+
+def needs_processes(config: Config) -> bool:
+    """Return whether a run needs processes that no launcher has started."""
+    return not get_backend(config).emulates and not is_distributed()
+
+
+def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False) -> Dict[str, Any]:
+    """Train by `config` into `out` and return the summary; start `processes` processes if the run needs them.
+
+    Raise `RunFault` if one of them fails, with its message.
+    """
+    if not needs_processes(config):
+        return train(config, out, overwrite=overwrite, quiet=True)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(dump_config(config), encoding="utf-8")
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc_per_node", str(processes),
+            "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0",
+            "-m", "ipu_pipe", "train", str(file), "--out", str(out), *(["--overwrite"] if overwrite else []),
+        ]  # fmt: skip
+        # the processes can import what this one can, and have one core each
+        path = os.pathsep.join(os.path.abspath(place) for place in sys.path)
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
+        done = subprocess.run(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, errors="replace"
+        )
+    summary = read_summary(out)
+    if done.returncode or summary is None:
+        lines = done.stderr.splitlines()
+        errors = [line[len(ERROR) :] for line in lines if line.startswith(ERROR)] or lines[-1:]
+        reason = "; ".join(errors) or f"exit code {done.returncode}"
+        raise RunFault(f"{config.method} on {processes} processes: {reason}")
+    return summary
+
+
+# ---- the figures
+
+
+def _describe_throughput(
+    job: Job, runs: Sequence[Mapping[str, Any]], first_job: Job, first_runs: Sequence[Mapping[str, Any]]
+) -> Dict[str, Any]:
+    """Return the throughput of a method beside that of the first one.
+
+    On the emulator one machine does the work of all devices, so that there is no measured speedup.
+    """
+    rates = _list_values(runs, "throughput_samples_per_second")
+    first_rates = _list_values(first_runs, "throughput_samples_per_second")
+    stages, accumulate = len(job.part), job.config.gradient_accumulation
+    modelled, first_modelled = model_rate(job), model_rate(first_job)
+    has_devices = bool(rates) and not BACKENDS[runs[0]["backend"]].emulates
+    return {
+        "samples_per_second": statistics.median(rates) if rates else None,
+        "samples_per_second_by_round": rates,
+        "modelled_samples_per_second": _compute_median(runs, "modelled_samples_per_second"),
+        "gradient_accumulation": accumulate,
+        "utilization": _compute_median(runs, "utilization"),
+        "modelled_utilization": _compute_median(runs, "modelled_utilization"),
+        "planned_utilization": job.planned_utilization(),
+        "planned_utilization_steady": timelines.compute_utilization(job.method, stages, accumulate),
+        "measured_speedup": statistics.median(rates) / statistics.median(first_rates) if has_devices else None,
+        "modelled_speedup": None if modelled is None or first_modelled is None else modelled / first_modelled,
+    }
+
+
+def _list_values(runs: Sequence[Mapping[str, Any]], key: str) -> List[float]:
+    return [run[key] for run in runs if run[key] is not None]
+
+
+def _compute_median(runs: Sequence[Mapping[str, Any]], key: str) -> Optional[float]:
+    values = _list_values(runs, key)
+    return statistics.median(values) if values else None
+
+
+def model_rate(job: Job) -> Optional[float]:
+    """Return the microbatches in a unit of time in the steady state, from the schedule and the FLOPs of each stage.
+
+    Auxiliary heads are included; a backward costs twice its forward, messages and updates nothing. None where layers are
+    shared or frozen, since the FLOPs of a stage do not give its time then.
+    """
+    structure = job.method.structure
+    if structure is not None and (structure.overlap or structure.layers is not None):
+        return None
+    stages, accumulate = len(job.part), job.schedule.accumulate
+    length = accumulate * -(-4 * stages // accumulate)
+    flops = job.footprint.forward_flops
+    costs = Costs(flops, [BACKWARD * f for f in flops], [0.0] * stages)
+    times = []
+    for count in (length, 2 * length):
+        schedule = timelines.make_schedule(job.method, stages, count, accumulate)
+        times.append(clock(schedule, costs).finish)
+    return length / (times[1] - times[0])
+
+
+def _describe_device_memory(memory: Mapping[str, Any]) -> List[Dict[str, Any]]:
+    """Return the planned bytes of each device, and the greatest number it held at once, where that was measured."""
+    kinds = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
+    peaks = memory.get("peak_memory") or []
+    if len(peaks) != len(
+        memory["stages"]
+    ):  # the emulator has one device; with replicas there are more devices than stages
+        peaks = [None] * len(memory["stages"])
+    return [
+        {
+            "index": row["index"],
+            "bytes": sum(row[kind] for kind in kinds),
+            "measured_bytes": peak.get("total") if peak else None,
+        }
+        for row, peak in zip(memory["stages"], peaks)
+    ]
+
+
+def _describe_communication(job: Job, run: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
+    """Return the links that a run measured (without one, and on the emulator, as planned) beside the planned ones."""
+    measured: Dict[str, List[Dict[str, Any]]] = {}
+    for kind, plan in {"links": plan_links(job), "shared_layer_links": plan_shared_links(job)}.items():
+        expected = {(link["src"], link["dst"]): link["bytes_per_microbatch"] for link in plan}
+        measured[kind] = [
+            {
+                **{key: link[key] for key in ("src", "dst", "bytes_per_microbatch")},
+                "planned_bytes_per_microbatch": expected.get((link["src"], link["dst"]), 0),
+            }
+            for link in (plan if run is None else run.get(kind) or ())
+        ]
+
+    def add_up(end: str, device: int) -> int:
+        both = [*measured["links"], *measured["shared_layer_links"]]
+        return sum(link["bytes_per_microbatch"] for link in both if link[end] == device)
+
+    devices = [
+        {"index": d, "received_bytes": add_up("dst", d), "transmitted_bytes": add_up("src", d)}
+        for d in range(len(job.part))
+    ]
+    shared = measured.pop("shared_layer_links")
+    return {**measured, **({"shared_layer_links": shared} if shared else {}), "devices": devices}
+
+
+# ---- as text
+
+
+def make_comparison_table(comparison: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the comparison as text: measured beside modelled and planned figures."""
+    rows = [
+        ["", "samples/s", "by round", "busy", "busy", "busy", "speedup", "speedup", "fullest device", "fullest device", "crosses",
+         "crosses"],
+        ["", "measured", "measured", "measured", "modelled", "planned", "measured", "modelled", "measured, MiB", "planned, MiB",
+         "measured, MiB", "planned, MiB"],
+        *(_make_row(comparison, name) for name in comparison["throughput"]),
+    ]  # fmt: skip
+    return "\n".join([
+        *_align(rows),
+        "",
+        *_describe_traffic(comparison["communication"]),
+        "",
+        "samples/s: the median over the rounds; on the emulator of this machine, which does the work of all devices in turn.",
+        "busy: the share of time in passes and updates: measured where devices have clocks; modelled by the clock with the",
+        "measured passes of each stage; planned: of the schedule's unit slots. crosses: per microbatch, over all links.",
+        f"speedup, against the first method: modelled is the schedule with the FLOPs of each stage as times ({HOW}).",
+    ])  # fmt: skip
+
+
+def _make_row(comparison: Mapping[str, Mapping[str, Any]], name: str) -> List[str]:
+    speed, devices = comparison["throughput"][name], comparison["memory"][name]["devices"]
+    rates = speed["samples_per_second_by_round"]
+    peaks = [device["measured_bytes"] for device in devices if device["measured_bytes"] is not None]
+    traffic = comparison["communication"][name]
+    all_links = [link for kind in ("links", "shared_layer_links") for link in traffic.get(kind, ())]
+    measured, planned_bytes = (
+        sum(link[key] for link in all_links) / MIB for key in ("bytes_per_microbatch", "planned_bytes_per_microbatch")
+    )
+    return [
+        name,
+        _show(speed["samples_per_second"], ".1f"),
+        f"{min(rates):.1f} to {max(rates):.1f}" if len(rates) > 1 else "-",
+        *(_show(speed[key], ".1%") for key in ("utilization", "modelled_utilization", "planned_utilization")),
+        *(_show(speed[key], ".2f") for key in ("measured_speedup", "modelled_speedup")),
+        _show(max(peaks) / MIB if peaks else None, ".1f"),
+        f"{max(device['bytes'] for device in devices) / MIB:.1f}",
+        _show(measured if speed["measured_speedup"] is not None else None, ".3f"),
+        f"{planned_bytes:.3f}",
+    ]
+
+
+def _describe_traffic(methods: Mapping[str, Any]) -> List[str]:
+    """Return the lines of a table of what each device receives and transmits for a microbatch."""
+    count = max(len(traffic["devices"]) for traffic in methods.values())
+    rows = [["a microbatch, MiB", "", *(f"device {d}" for d in range(count))]]
+    for name, traffic in methods.items():
+        for key in ("received", "transmitted"):
+            rows.append([name, key, *(f"{device[f'{key}_bytes'] / MIB:.4f}" for device in traffic["devices"])])
+    return _align(rows)
+
+
+def _align(rows: Sequence[Sequence[str]]) -> List[str]:
+    """Return rows as lines with aligned columns, the first to the left."""
+    count = max(map(len, rows))
+    full = [[*row, *[""] * (count - len(row))] for row in rows]
+    widths = [max(len(row[i]) for row in full) for i in range(count)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]).rstrip()
+        for row in full
+    ]
+
+
+def _show(value: Optional[float], form: str) -> str:
+    return "-" if value is None else format(value, form)

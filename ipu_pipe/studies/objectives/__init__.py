@@ -1,1 +1,0 @@
-"""Objectives whose full loss and optimum are known: quadratics and logistic regression, as functions and as modules."""

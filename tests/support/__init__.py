@@ -1,0 +1,1 @@
+"""What several test files share: models, runs, forked processes and data."""
