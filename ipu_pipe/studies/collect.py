@@ -17,7 +17,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 from ipu_pipe.backends.ranks import is_distributed, run_on_main
 from ipu_pipe.backends.table import BACKENDS, get_backend, launch
-from ipu_pipe.config.comparing import dump_config
+from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.files import write_json

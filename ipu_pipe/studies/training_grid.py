@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ipu_pipe.config.comparing import describe_changes
+from ipu_pipe.config.compare import describe_changes
 from ipu_pipe.config.load import configure, load_recorded
 from ipu_pipe.config.yaml_files import merge_keys, read_yaml
 from ipu_pipe.errors import BadInput, RunFault
