@@ -181,13 +181,13 @@ def test_a_trace_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, monkeypatc
     )  # a run reads its own file, however large
 
 
-@pytest.mark.parametrize("key", ["traceEvents", "otherData"])
-def test_a_value_of_json_without_end_is_refused(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ipu_pipe.trace.json_records.PIECE", 1 << 10)
-    monkeypatch.setattr("ipu_pipe.trace.json_records.MOST", 1 << 16)
+def test_json_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ipu_pipe.trace.reading.MOST_TEXT", 1 << 16)
     with gzip.open(tmp_path / "x.json.gz", "wb") as file:
-        file.write(f'{{"{key}": ["'.encode() + b" " * (1 << 20) + b'"]}')
-    assert not outcome(tmp_path / "x.json.gz")
+        file.write(b'{"traceEvents": ["' + b" " * (1 << 20) + b'"]}')
+    with pytest.raises(BadInput) as caught:
+        read_trace(tmp_path / "x.json.gz")
+    assert "log.trace" in caught.value.faults[0]
 
 
 # ---- many devices

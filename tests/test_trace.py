@@ -20,8 +20,7 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace import chrome as trace
 from ipu_pipe.trace.events import COLLECTIVE, KINDS, UNSPECIFIED, Counter, Counters, Event, Events, Trace
 from ipu_pipe.trace.modelled import build_modelled_events
-from ipu_pipe.trace.reading import merged, read_json, read_trace
-from ipu_pipe.trace.store import Allowance
+from ipu_pipe.trace.reading import merge_traces, read_trace
 
 # GPipe, 3 stages, 2 microbatches an update, 2 updates:
 #     slot      0  1  2  3  4  5  6  7 |  8  9
@@ -57,7 +56,7 @@ def of_work(events: Events, counters: Counters) -> Tuple[List[Event], List[Count
 
 def read_chrome(path: Path) -> Tuple[List[Event], List[Counter], Dict[str, Any]]:
     """What the library reads, as records."""
-    found = read_json([path], Allowance(1 << 40))
+    found = read_trace(path)
     return list(found.events.rows()), list(found.counters.rows()), found.metadata
 
 
@@ -218,7 +217,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 
 def test_a_counter_that_is_not_a_number_is_null(tmp_path: Path) -> None:
-    trace.write_chrome(tmp_path / "t", [], [Counter(0, "loss", 1, float("nan"))], {})
+    trace.write_chrome(tmp_path / "t", modelled()[0], [Counter(0, "loss", 1, float("nan"))], {})
     assert records(tmp_path / "t", "C")[0]["args"]["value"] is None
     _, (counter,), _ = read_chrome(tmp_path / "t")
     assert counter.value != counter.value
@@ -327,15 +326,15 @@ def part_of(device: int, **metadata: Any) -> Trace:
 
 
 def test_merged_traces_hold_what_their_parts_do() -> None:
-    found = merged([part_of(d, rank=d, **{f"of {d}": 1}) for d in (0, 1)])
+    found = merge_traces([part_of(d, rank=d, **{f"of {d}": 1}) for d in (0, 1)])
     assert sorted(found.events.rows()) == sorted(MIXED)
     assert sorted(found.counters.rows()) == sorted([*part_of(0).counters.rows(), *part_of(1).counters.rows()])
     assert found.metadata == {"rank": 0, "of 0": 1, "of 1": 1} and found.notes == ("note 0", "note 1")
 
 
 def test_a_merged_trace_is_modelled_if_a_part_is() -> None:
-    assert merged([part_of(0, modelled=False), part_of(1, modelled=True)]).metadata == {"modelled": True}
-    assert merged([part_of(0, modelled=False), part_of(1)]).metadata == {"modelled": False}
+    assert merge_traces([part_of(0, modelled=False), part_of(1, modelled=True)]).metadata == {"modelled": True}
+    assert merge_traces([part_of(0, modelled=False), part_of(1)]).metadata == {"modelled": False}
 
 
 # ---- files that are no traces

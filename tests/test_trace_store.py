@@ -77,7 +77,7 @@ def test_damage_is_told(tmp_path: Path) -> None:
     whole = path.read_bytes()
     broken = bytearray(whole)
     broken[-20] ^= 1
-    for content, said in ((bytes(broken), "checksum"), (b"", "is no trace"), (b"{}", "is no trace")):
+    for content, said in ((bytes(broken), "checksum"), (b"", "is not a trace"), (b"{}", "is not a trace")):
         path.write_bytes(content)
         with pytest.raises(BadInput, match=said):
             read_store(path)

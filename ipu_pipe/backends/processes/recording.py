@@ -77,6 +77,6 @@ def _forget_others(folder: Path, layout: Layout) -> None:
     """Delete what ranks wrote that are no more."""
     if layout.rank == 0:
         own = {path_of(folder, rank) for rank in range(dist.get_world_size())}
-        for path in find_store_files(folder) or []:
+        for path in find_store_files(folder):
             if path not in own:
                 path.unlink()

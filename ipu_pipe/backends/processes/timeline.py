@@ -62,10 +62,10 @@ class _Kept:
 
     def columns(self) -> Events:
         """The events."""
-        table = np.array(self._rows, np.int64).reshape(len(self._rows), len(EVENT_TYPES) - 2).T
-        stage, device = (np.full(len(self._rows), number) for number in (self._layout.stage, self._layout.rank))
-        kind, index, start, end, version, size, peer, carries = table
-        return Events(stage, device, kind, index, start, end, version, size, peer, carries)
+        names = [name for name in EVENT_TYPES if name not in ("stage", "device")]
+        table = np.array(self._rows, np.int64).reshape(len(self._rows), len(names)).T
+        place = {"stage": self._layout.stage, "device": self._layout.rank}
+        return Events.from_columns(len(self._rows), **place, **dict(zip(names, table)))
 
     def write(self) -> None:
         """All, if there is a file."""
