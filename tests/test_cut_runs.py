@@ -10,9 +10,11 @@ from typing import Any, Dict, List
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput
+from ipu_pipe.model.stages import begin_stage
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from tests import forked
@@ -95,3 +97,24 @@ def test_a_checkpoint_that_is_cut_is_refused_where_its_backward_reads_newer_weig
     (tmp_path / "config.yaml").write_text(json.dumps({**keys, "backend": {"name": "distributed", "threads": 1}}))
     ended = forked.run_ranks(2, "train", [str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run")])
     assert ended.code == 2 and "model: a, b:" in ended.error
+
+
+def test_modules_of_stages_are_compiled_and_agree_within_rounding(tmp_path: Path) -> None:
+    """Compiled kernels round otherwise: 1e-5 of weights of size 1 after three updates."""
+    keys = {**SHORT, "model": {"entry": "tests.test_cut_runs:dropping"}, "data": DIGITS, "method": "gpipe"}
+    train(configure(**{**keys, "backend": {"threads": 1}}), tmp_path / "emulator")
+    keys["model"] = {**keys["model"], "compile": True}
+    (tmp_path / "config.yaml").write_text(json.dumps({**keys, "backend": {"name": "distributed", "threads": 1}}))
+    ended = forked.run_ranks(2, "train", [str(tmp_path / "config.yaml"), "--out", str(tmp_path / "processes")])
+    assert ended.code == 0, ended.error
+    ends = [load_file(tmp_path / name / "checkpoints/step-3/model.safetensors") for name in ("emulator", "processes")]
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.allclose(value, ends[1][name], rtol=0, atol=1e-5) for name, value in ends[0].items())
+    with pytest.raises(BadInput, match="model.compile: true"):
+        build(configure(**{**keys, "backend": {"name": "emulator"}}))
+
+
+def dropping() -> nn.Module:
+    """Draws, also in compiled modules."""
+    block = nn.Sequential(nn.Linear(64, 32), nn.Dropout(0.2), nn.Tanh())
+    return nn.Sequential(nn.Flatten(), block, begin_stage(nn.Linear(32, 10)))

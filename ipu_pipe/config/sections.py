@@ -47,10 +47,12 @@ def is_entry(value: Any, within: str) -> bool:
 
 class ModelConfig(Section):
     """`entry`: "module:callable" that makes the model. `args`: its keyword arguments. `output`: what of its output the loss is
-    of, a field's name, an index, or "module:callable" that takes it; null is all of it."""
+    of, a field's name, an index, or "module:callable" that takes it; null is all of it. `compile`: by torch.compile, each module
+    that a process calls as a whole (backend distributed)."""
 
     entry: str
     args: Dict[str, Any] = {}
+    compile: bool = False
     output: Union[None, StrictInt, StrictStr] = None
 
     @field_validator("output", mode="before")

@@ -144,6 +144,7 @@ class Cut:
     def __init__(self, model: nn.Module, recordings: Recordings, first: Staged) -> None:
         self.model, self.recordings, self.first = model, recordings, first
         self._programs: Dict[Tuple[int, int], Program] = {}
+        self.compiles = False  # whether pieces call compiled modules from their next new program on
         self.crossings = list(first.crossings)
         self.gradient_orders: List[List[Tuple[int, ...]]] = []  # by cut and tensor, where the pieces were rehearsed
         self.names = first.modules  # by stage, of the modules that are called
@@ -171,6 +172,10 @@ class Cut:
         for i, (crossing, own) in enumerate(zip(self.crossings, orders)):
             self.crossings[i] = Crossing(tuple(t.with_gradient_in(order) for t, order in zip(crossing.tensors, own)))
 
+    def compile(self) -> None:
+        """Have pieces call modules that torch.compile has compiled, from now on."""
+        self.compiles, self._programs = True, {}
+
     def is_prepared(self, x: Any, training: bool) -> bool:
         """Tell whether a forward like that of `x` has been recorded."""
         return self.recordings.key(x, training) in self.recordings._found
@@ -189,7 +194,7 @@ class Cut:
             found = self.recordings.entering(stage, value, training)
         key = (id(found), stage)
         if key not in self._programs:
-            self._programs[key] = Program(self.model, found.parts[stage], found.base)
+            self._programs[key] = Program(self.model, found.parts[stage], found.base, self.compiles)
         return self._programs[key]
 
 

@@ -24,9 +24,9 @@ class _Step(NamedTuple):
 
 
 class Program:
-    """The steps of one stage of one recording, on a model's modules."""
+    """The steps of one stage of one recording, on a model's modules; `compiles`: by torch.compile, a module each."""
 
-    def __init__(self, model: nn.Module, part: Part, base: State) -> None:
+    def __init__(self, model: nn.Module, part: Part, base: State, compiles: bool = False) -> None:
         self._model, self._part, self._base = model, part, base
         self._places: Dict[Key, int] = {}  # of values, in the order in which they come
         self._enters = [self._place(key) for key in part.enters]
@@ -48,6 +48,9 @@ class Program:
             if not self._runs or self._runs[-1][0] != node.state:
                 self._runs.append((node.state, []))
             function = model.get_submodule(node.target) if isinstance(node.target, str) else node.target
+            if compiles and isinstance(node.target, str):
+                # dropout draws the numbers that it draws uncompiled
+                function = torch.compile(function, options={"fallback_random": True})  # type: ignore[arg-type]
             args, keywords = maker(node.args, self._getter), maker(node.keywords, self._getter)
             self._runs[-1][1].append(_Step(function, args, keywords, gives, done.get(node.index, [])))
         self._leaves = maker(part.leaves, self._apart)

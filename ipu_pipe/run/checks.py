@@ -46,6 +46,13 @@ def backend(job: Job) -> List[str]:
     return get_backend(job.config).faults(job)
 
 
+def compiled(job: Job) -> List[str]:
+    """Refuse compiled modules where the whole model runs in one process, or is compiled anyway."""
+    if not job.config.model.compile or job.config.backend.name == "distributed":
+        return []
+    return ["model.compile: true: only backend: {name: distributed} compiles the modules of its stages: must be false"]
+
+
 def clipped_warmup(job: Job) -> List[str]:
     """Norms of the synchronous warm-up are not delayed."""
     clip = job.config.clip
@@ -145,7 +152,7 @@ def _rules(job: Job) -> List[str]:
     return list(dict.fromkeys(found))
 
 
-CHECKS = (backend, asynchrony, clipped_warmup, own_buffers, blocks, group_rates)
+CHECKS = (backend, compiled, asynchrony, clipped_warmup, own_buffers, blocks, group_rates)
 
 
 FEW = 2  # samples; a batch norm refuses one

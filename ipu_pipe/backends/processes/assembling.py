@@ -53,6 +53,8 @@ def cut_out(job: Job, layout: Layout) -> Tuple[Place, List[Piece]]:
     else:
         cut = list(job.pieces)
         across = crossings(cut)
+    if job.config.model.compile:
+        cut[0].cut.compile()
     keyed = KeyedRandomness(job.model, job.effects.draws, job.config.seed, job.device)
     head = blocks.head(s) if blocks is not None else None
     behind = cut[s - 1] if blocks is not None and blocks.overlap and s else None
