@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from ipu_pipe.backends.ipu import options, refusals, session, wrapping
-from ipu_pipe.backends.ipu.facts import ModelFacts
-from ipu_pipe.backends.ipu.facts import facts as facts_of
+from ipu_pipe.backends.ipu.facts import ModelFacts, observe_model
 from ipu_pipe.backends.ipu.options import RECOMPUTATION
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.config.compare import dump_config
@@ -105,6 +104,8 @@ REFUSED: List[Tuple[Case, str]] = [
     (({"offline_target": 2}, {}), "offline_target: 2: nothing can run on it: needs compile_only: true"),
     (({"offline_target": 3}, {}), "offline_target: 3: must be 1, 2 or 21"),
     (({"offline_target": 2, "compile_only": True, "use_ipu_model": True}, {}), "not together with offline_target"),
+    (({"offline_target": 2, "compile_only": True, "ipu_ids": [0]}, {}), r"ipu_ids: \[0\]: not with offline_target"),
+    (({"offline_target": 2, "compile_only": True, "log_cycle_count": True}, {}), "log_cycle_count: true: not with offline"),
     (({"log_cycle_count": True, "use_ipu_model": True}, {}), "log_cycle_count: true: cycles are counted by hardware alone"),
     (({"popart_options": {"x": None}}, {}), "popart_options: .*x: must be a number, text"),
     (({"recomputaton": "none"}, {}), "recomputaton: none: unknown key, nearest is recomputation"),
@@ -211,10 +212,18 @@ OF_MODELS: List[Tuple[Dict[str, Any], Dict[str, Any], Dict[str, Any], str]] = [
     ({}, {}, {"order": [1, 3, 2]}, "stages: a forward begins them in the order 1, 3, 2"),
     ({}, {}, {"order": [1, 2, 3, 1]}, "each must begin once"),
     ({}, {}, {"empty": [2]}, "stages: 2: nothing begins there"),
-    ({}, {"replicas": 2}, {"moving": ["n.running_mean"]}, "broadcast_buffers: true: training writes n.running_mean .*GroupNorm"),
+    ({}, {"replicas": 2}, {"written": ["n.running_mean"]}, "broadcast_buffers: true: training writes n.running_mean .*GroupNorm"),
     ({}, {}, {"optimizer": ("Adagrad", [])}, "optimizer: Adagrad: PopTorch has none such"),
     ({}, {}, {"optimizer": ("Adam", [{"amsgrad": True}])}, "optimizer.amsgrad: true"),
-    ({}, {}, {"optimizer": ("SGD", [{"nesterov": True}])}, "optimizer.nesterov: true: PopTorch does not have it"),
+    ({}, {}, {"optimizer": ("SGD", [{"dampening": 0.1}])}, "optimizer.dampening: .*must be 0"),
+    ({}, {}, {"optimizer": ("SGD", [{"nesterov": True}])}, "optimizer.nesterov: true: .*mean_reduction_strategy=running"),
+    ({"use_combined_accum": True, "mean_reduction_strategy": "running"}, {}, {"optimizer": ("SGD", [{"nesterov": True}])},
+     "optimizer.nesterov: true: not with backend.ipu.use_combined_accum"),
+    ({}, {}, {"functions": ["Own"]}, "model: Own: .*torch.autograd.Function"),
+    ({}, {}, {"ungraded": ["relu in 1"]}, r"model: relu in 1: torch.no_grad\(\)"),
+    ({}, {}, {"counters": ["seen"]}, "model: seen: training writes an integer buffer"),
+    ({}, {"precision": "16.32"}, {"biased_convolutions": ["1.c"]}, "precision: 16.32: 1.c: .*bias=False"),
+    ({}, {"precision": "16.32"}, {"input_type": torch.uint8}, "precision: 16.32: inputs are uint8"),
     ({"use_combined_accum": True}, {}, {"optimizer": ("Adam", [])}, "use_combined_accum: true: Adam has none: it is of SGD"),
     ({"velocity_accum_type": "float16"}, {}, {"optimizer": ("AdamW", [])}, "float16: AdamW has none: it is of SGD"),
     ({"device_iterations": 3}, {}, {}, "must divide the run's 100"),
@@ -393,10 +402,8 @@ def test_a_pods_config_passes_all_checks_that_need_no_hardware(
         return
     assert len(job.part) * stated.replicas == pod
     if stated.replicas > 2:  # the same graph as the smaller pod's
-        part, x = job.part, job.example[0]
-        facts = facts_of(job.model, part, x, job.optimizer, job.updates, job.updates_per_epoch)
-        assert refuses(job.config, facts) == []
-        make_options(job.config, placement(stated.backend.ipu, len(part)), True, 0)
+        assert refuses(job.config, observe_model(job)) == []
+        make_options(job.config, placement(stated.backend.ipu, len(job.part)), True, 0)
         return
     engine = make_engine(job, 0)
     engine._session.executors.training.compile(*engine._session.calls[0])  # type: ignore[attr-defined]

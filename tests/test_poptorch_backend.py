@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ipu_pipe.backends.ipu import backend as row
+from ipu_pipe.backends.ipu import engine as ipu_engine
 from ipu_pipe.backends.ipu.feed import as_input, as_label
+from ipu_pipe.backends.ipu.optimizer import IpuState, import_state
 from ipu_pipe.cli import train as tool
 from ipu_pipe.config.load import configure
 from ipu_pipe.data.batches import TensorData
@@ -251,7 +254,7 @@ def test_stages_blocks_and_the_loss_are_laid_out_as_the_model_says(poptorch: Any
     assert made.parameters["body.model.2.0.weight"] == 2 and made.losses[-1].stage == 3
     assert made.losses[-1].function == "identity_loss" and made.losses[-1].final
     constants = {name for group in made.optimizer["groups"] for name, (_, constant) in group.items() if constant}
-    assert constants == {"momentum", "dampening", "weight_decay"}  # the rate alone may change
+    assert constants == {"momentum", "dampening", "weight_decay", "nesterov"}  # the rate alone may change
     evaluated = compilation(poptorch, training=False)
     assert evaluated.options["device_iterations"] == 4 and evaluated.strategy == "PipelinedExecution"
 
@@ -368,6 +371,75 @@ def test_a_resumed_run_ends_with_the_same_weights(poptorch: Any, tmp_path: Path,
     other = config(on="poptorch", optimizer=optimizer, stages=2)  # on other IPUs
     run(other, tmp_path / "resumed", "mlp", resume=True)
     assert_same(weights(tmp_path / "straight"), weights(tmp_path / "resumed"))
+
+
+def both_halves(tmp_path: Path, first: Any, second: Any, optimizer: Any = SGD) -> None:
+    """A run of which the last two updates are made with other keys of `backend.ipu`."""
+    interrupted(tmp_path, config(on="poptorch", optimizer=optimizer, ipu=first), 4)
+    run(config(on="poptorch", optimizer=optimizer, ipu=second), tmp_path, "mlp", resume=True)
+
+
+def test_velocities_follow_the_loss_scaling_when_a_run_is_resumed(poptorch: Any, tmp_path: Path) -> None:
+    """PopTorch keeps them times the loss scaling: taken as they were, the momentum was off by the ratio."""
+    run(config(on="poptorch"), tmp_path / "straight", "mlp")
+    both_halves(tmp_path / "scaled", {"loss_scaling": 128.0}, {"loss_scaling": 4.0})
+    assert_same(weights(tmp_path / "straight"), weights(tmp_path / "scaled"))
+    both_halves(
+        tmp_path / "half", {}, {"velocity_accum_type": "float16"}
+    )  # PopTorch would misread the other type's memory
+    for name, value in weights(tmp_path / "straight").items():
+        assert torch.allclose(value, weights(tmp_path / "half")[name], atol=1e-4)
+
+
+@pytest.mark.parametrize("combined", [True, False])
+def test_velocities_of_the_other_variant_are_refused(poptorch: Any, tmp_path: Path, combined: bool) -> None:
+    """Their names differ: PopTorch warned, and went on without momentum."""
+    with pytest.raises(BadInput, match="use_combined_accum: .*the other variant.*init_from"):
+        both_halves(tmp_path, {"use_combined_accum": combined}, {"use_combined_accum": not combined})
+    assert not poptorch.recorded.warnings
+
+
+def test_a_combined_velocity_is_resumed(poptorch: Any, tmp_path: Path) -> None:
+    combined = {"use_combined_accum": True, "loss_scaling": 8.0}
+    run(config(on="poptorch", ipu=combined), tmp_path / "straight", "mlp")
+    both_halves(tmp_path / "resumed", combined, {**combined, "loss_scaling": 64.0})
+    assert_same(weights(tmp_path / "straight"), weights(tmp_path / "resumed"))
+    run(config(), tmp_path / "emulator", "mlp")
+    for name, value in weights(tmp_path / "emulator").items():
+        assert torch.allclose(value, weights(tmp_path / "straight")[name], atol=1e-6)
+
+
+def test_no_state_is_loaded_of_which_a_name_is_missing(poptorch: Any, tmp_path: Path) -> None:
+    interrupted(tmp_path, config(on="poptorch", optimizer=ADAM), 4)
+
+    def import_less(optimizer: Any) -> Any:
+        state = import_state(optimizer)
+        return state._replace(tensors={k: v for k, v in state.tensors.items() if k != "Accl2___body.model.3.bias"})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ipu_engine, "import_state", import_less)
+        with pytest.raises(BadInput, match="--resume: .* has no Accl2___body.model.3.bias, which this run keeps"):
+            run(config(on="poptorch", optimizer=ADAM), tmp_path, "mlp", resume=True)
+    with pytest.MonkeyPatch.context() as patch:  # an earlier version's checkpoint, which does not say its scale
+        patch.setattr(
+            ipu_engine, "import_state", lambda _: IpuState({"Accl1___body.model.3.bias": torch.zeros(4)}, None)
+        )
+        with pytest.raises(BadInput, match="backend.ipu.loss_scaling: 2.0: the checkpoint, of an earlier version"):
+            run(config(on="poptorch", ipu={"loss_scaling": 2.0}), tmp_path / "other", "mlp")
+
+
+@pytest.mark.parametrize("scaling", [1.0, 64.0])
+def test_nesterov_momentum_is_pytorchs(poptorch: Any, tmp_path: Path, scaling: float) -> None:
+    """It was refused, though PopTorch has it: right where the mean is kept running (PopART takes the accumulator as it is)."""
+    nesterov = {"optimizer": {**SGD, "nesterov": True}}
+    run(
+        config(on="poptorch", ipu={"mean_reduction_strategy": "running", "loss_scaling": scaling}, **nesterov),
+        tmp_path / "ipu",
+        "mlp",
+    )
+    run(config(**nesterov), tmp_path / "emulator", "mlp")
+    for name, value in weights(tmp_path / "emulator").items():
+        assert torch.allclose(value, weights(tmp_path / "ipu")[name], atol=1e-6)
 
 
 def interrupted(tmp_path: Path, settings: Any, at: int) -> None:
@@ -493,7 +565,7 @@ def test_a_loss_that_is_no_number_ends_the_run(poptorch: Any, tmp_path: Path) ->
 
 def faults(settings: Any, name: str = "mlp", **keys: Any) -> List[str]:
     with pytest.raises(BadInput) as caught:
-        build(settings, model=keys.pop("model", None) or model(name), data=data(), **keys)
+        build(settings, model=keys.pop("model", None) or model(name), data=keys.pop("data", None) or data(), **keys)
     return caught.value.faults
 
 
@@ -522,6 +594,82 @@ def test_models_that_no_pipeline_of_ipus_has_are_refused(poptorch: Any) -> None:
     assert "nothing begins there" in said
     (said,) = faults(config(on="poptorch", ipu={"device_iterations": 3}, steps=None, checkpoint={}))
     assert "must divide the run's 20" in said
+
+
+class Own(torch.autograd.Function):
+    """A gradient of the user's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 2
+
+
+class Unfaithful(nn.Module):
+    """Computes what PopTorch would accept and compute otherwise."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.inner, self.what = nn.Linear(12, 12), what
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        if self.what == "function":
+            return Own.apply(x)
+        if self.what == "counter":
+            self.seen += 1
+        if self.what == "detach":
+            with torch.no_grad():
+                return x - x.detach().mean()
+        if self.what == "no_grad":
+            with torch.no_grad():
+                x = x - x.mean()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("function", "model: Own: .*never calls its backward"),
+        ("counter", "model: 0.seen: training writes an integer buffer"),
+        ("no_grad", r"model: mean in 0.*: torch.no_grad\(\) has no effect inside a forward"),
+    ],
+)
+def test_what_poptorch_would_compute_otherwise_is_refused_by_name(poptorch: Any, what: str, said: str) -> None:
+    def unfaithful(what: str) -> nn.Module:
+        return nn.Sequential(Unfaithful(what), nn.Linear(12, 4))
+
+    found = faults(config(on="poptorch", stages=["1"]), model=unfaithful(what))
+    assert len(found) == 1 and re.match(said, found[0]), found
+    build(config(on="poptorch", stages=["1"]), model=unfaithful("nothing"), data=data())
+
+
+def test_a_loss_with_a_gradient_of_its_own_is_refused(poptorch: Any) -> None:
+    (said,) = faults(config(on="poptorch"), loss=lambda output, y: nn.functional.cross_entropy(Own.apply(output), y))
+    assert said.startswith("model: Own: ")
+
+
+def test_half_inputs_that_stay_float32_or_meet_a_bias_are_refused(poptorch: Any) -> None:
+    keys = {"on": "poptorch", "precision": "16.32", "stages": 1}
+    biased = nn.Sequential(nn.Unflatten(1, (1, 12)), nn.Conv1d(1, 1, 1), nn.Flatten(), nn.Linear(12, 4))
+    (said,) = faults(config(**keys), model=biased)
+    assert said.startswith("precision: 16.32: ") and "bias=False" in said
+    x, y = torch.zeros(64, 12, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64)
+
+    class Normalized(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.float())
+
+    class Bytes(TensorData):
+        def _normalized(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    (said,) = faults(config(**keys), model=Normalized(12, 4), data=Bytes((x, y), (x, y), 5))
+    assert said.startswith("precision: 16.32: inputs are uint8")
 
 
 def test_groups_with_rates_of_their_own_are_refused_and_with_other_settings_are_taken(poptorch: Any) -> None:

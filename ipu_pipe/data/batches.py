@@ -36,7 +36,8 @@ class DataSource(Protocol):
     not given. With `loss: model` the model gets the whole batch, labels too, in the same way.
 
     A source may have attributes: `labels`, the name of the labels in its mappings; `train_samples`, how many samples an epoch
-    would have if no microbatch were dropped; `data_files`, the files that it reads, whose hashes the run's record keeps.
+    would have if no microbatch were dropped; `data_files`, the files that it reads, whose hashes the run's record keeps;
+    `train_batches(epoch, indices, batch_size)`, several microbatches as one batch, where reading them together is faster.
     """
 
     def train_batches_per_epoch(self, batch_size: int) -> Optional[int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -57,15 +58,21 @@ class ImageFolder:
 
         self._train = some("subset", subset, _listed(Path(root) / "train", classes))
         self._test = some("test_subset", test_subset, _listed(Path(root) / "val", classes))
-        self._threads, self._pool = threads, ThreadPoolExecutor(threads)
+        self._threads, self._pool, self._pool_process = threads, ThreadPoolExecutor(threads), os.getpid()
         self._epoch, self._order = -1, torch.empty(0)
 
     def __getstate__(self) -> Dict[str, Any]:
         """What can be pickled: threads and the module that decodes are found anew where it goes."""
-        return {key: value for key, value in self.__dict__.items() if key not in ("_pool", "_image")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_pool", "_pool_process", "_image")}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
-        self.__dict__.update(state, _image=_pillow(), _pool=ThreadPoolExecutor(state["_threads"]))
+        self.__dict__.update(state, _image=_pillow(), _pool_process=-1)
+
+    def _workers(self) -> ThreadPoolExecutor:
+        """Return this process's threads: a fork has none of those that were there before it."""
+        if self._pool_process != os.getpid():
+            self._pool, self._pool_process = ThreadPoolExecutor(self._threads), os.getpid()
+        return self._pool
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
         """Full microbatches in an epoch."""
@@ -83,17 +90,21 @@ class ImageFolder:
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
         """Microbatch `index` of `epoch`."""
+        return self.train_batches(epoch, [index], batch_size)
+
+    def train_batches(self, epoch: int, indices: Sequence[int], batch_size: int) -> Pair:
+        """Return the microbatches `indices` of `epoch` as one batch, whose images all threads decode together."""
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(derived_seed(self._seed, "order", epoch))
             self._order, self._epoch = torch.randperm(len(self._train), generator=generator), epoch
-        places = range(index * batch_size, (index + 1) * batch_size)
+        places = [place for index in indices for place in range(index * batch_size, (index + 1) * batch_size)]
         chosen = [(self._train[int(self._order[place])], derived_seed(self._seed, epoch, place)) for place in places]
-        return self._stack(list(self._pool.map(lambda item: self._random(*item), chosen)))
+        return self._stack(list(self._workers().map(lambda item: self._random(*item), chosen)))
 
     def test_batches(self, batch_size: int) -> Iterator[Pair]:
         """The test set in order."""
         for start in range(0, len(self._test), batch_size):
-            yield self._stack(list(self._pool.map(self._middle, self._test[start : start + batch_size])))
+            yield self._stack(list(self._workers().map(self._middle, self._test[start : start + batch_size])))
 
     def _stack(self, samples: List[Tuple[np.ndarray, int]]) -> Pair:
         x = torch.from_numpy(np.stack([image for image, _ in samples])).permute(0, 3, 1, 2)

@@ -66,10 +66,10 @@ def install(monkeypatch: Optional[Any] = None) -> Any:
 
 
 def _forget() -> None:
-    """Nothing was asked yet, no device is held, no hook is registered."""
+    """Nothing was asked yet, no device is held."""
     poptorch, device = _loaded["poptorch"], _loaded["poptorch._device"]
     poptorch.recorded.__init__()
-    for kept in (device.held, device.held_ids, *_loaded["poptorch._executor"].HOOKS):
+    for kept in (device.held, device.held_ids):
         kept.clear()
     device.largest[:] = [0]
     _loaded["popdist"]._initialised = False

@@ -14,7 +14,7 @@ import torch
 from ipu_pipe.backends.interface import Backend, Engine
 from ipu_pipe.backends.ipu import blocks as ipu_blocks
 from ipu_pipe.backends.ipu.engine import PoptorchEngine
-from ipu_pipe.backends.ipu.facts import facts
+from ipu_pipe.backends.ipu.facts import observe_model
 from ipu_pipe.backends.ipu.poprun import instance, join_poprun
 from ipu_pipe.backends.ipu.refusals import refuses
 from ipu_pipe.backends.ranks import is_distributed
@@ -103,9 +103,8 @@ def faults(job: Job) -> List[str]:
         unfit.append(f"{OWN_RATES}: not with backend.name poptorch: must have one")
     if unfit or job.updates_per_epoch is None:
         return unfit
-    found = facts(job.model, job.part, job.example[0], job.optimizer, job.updates, job.updates_per_epoch)
     local = instance(config).replicas if importlib.util.find_spec("poptorch") is not None else None
-    return refuses(config, job.method, found, local if local != config.replicas else None)
+    return refuses(config, job.method, observe_model(job), local if local != config.replicas else None)
 
 
 def _batch_faults(job: Job) -> List[str]:

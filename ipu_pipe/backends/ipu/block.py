@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, List, Tuple
 
 import torch
 
@@ -11,7 +11,7 @@ from ipu_pipe.backends.ipu.executors import Executors
 from ipu_pipe.backends.ipu.faults import told
 from ipu_pipe.backends.ipu.feed import as_input, as_label
 from ipu_pipe.backends.ipu.messages import Messages
-from ipu_pipe.backends.ipu.optimizer import export_state, import_state
+from ipu_pipe.backends.ipu.optimizer import check_state, export_state, import_state
 from ipu_pipe.backends.ipu.options import make_options
 from ipu_pipe.backends.ipu.profile import Timeline
 from ipu_pipe.backends.ipu.wrapping import unsplit, wrap_block
@@ -20,7 +20,7 @@ from ipu_pipe.job.evaluation import Tally, test_batches
 from ipu_pipe.job.ipu.placement import Placement
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import read_launch
-from ipu_pipe.local.blocks import HEADS, get_blocks
+from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.randomness import derived_seed
 
 OUTSTANDING = 4  # messages on their way to the next block
@@ -41,10 +41,8 @@ class Block:
         self.messages = Messages(rank, OUTSTANDING * (1 + every), job.config.precision.startswith("16"))
         wrapped = wrap_block(job.model, job.loss, rank, job.config.precision, self._ipu)
         held = import_state(job.optimizer)
+        check_state(held, job.optimizer, self._ipu)
         job.optimizer.state.clear()  # PopTorch's entries mean nothing to it
-        if held is not None:
-            own = [name for name in (unsplit(n) for n, _ in wrapped.named_parameters()) if name is not None]
-            held = {section: _of(own, values) for section, values in held.items()}
         self.executors = Executors(job, wrapped, self._options, held, first_update, timeline, "IPU")
 
     def _options(self, training: bool) -> Any:
@@ -122,7 +120,7 @@ class Block:
         held = self.executors.snapshot(0)
         names = [unsplit(name) for name, _ in self.executors.wrapped.named_parameters()]
         own = [name for name in names if name is not None]
-        return (held.model, *export_state(held.optimizer or {}, own))
+        return (held.model, *export_state(held.optimizer, own))
 
 
 def own_config(config: Config, rank: int) -> Config:
@@ -133,14 +131,3 @@ def own_config(config: Config, rank: int) -> Config:
         return config
     ipu = ipu.model_copy(update={"available_memory_proportion": shares[rank]})
     return config.model_copy(update={"backend": backend.model_copy(update={"ipu": ipu})})
-
-
-def _of(own: Sequence[str], values: Mapping[str, Any]) -> Dict[str, Any]:
-    """The entries of a block's parameters, which end in their names there."""
-    ends = tuple(
-        f"{prefix}{name[len(cut) :]}"
-        for name in own
-        for cut, prefix in ((f"{HEADS}.", "body.heads."), ("", "body.model."))
-        if name.startswith(cut)
-    )
-    return {key: value for key, value in values.items() if key.endswith(ends)}

@@ -16,7 +16,7 @@ import gc
 import sys
 import time
 from collections import deque
-from typing import Any, Callable, Deque, List, Mapping, Optional, TypeVar
+from typing import Any, Callable, Deque, List, Optional, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -25,7 +25,7 @@ from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepRes
 from ipu_pipe.backends.ipu import profile as ipu_profile
 from ipu_pipe.backends.ipu.executors import Snapshot
 from ipu_pipe.backends.ipu.faults import check_hardware, forget_frames, said_by
-from ipu_pipe.backends.ipu.optimizer import export_state, import_state, state_bytes
+from ipu_pipe.backends.ipu.optimizer import IpuState, check_state, export_state, import_state, state_bytes
 from ipu_pipe.backends.ipu.poprun import instance
 from ipu_pipe.backends.ipu.session import Session
 from ipu_pipe.backends.ranks import are_joined
@@ -51,6 +51,7 @@ class PoptorchEngine(Engine):
         self.is_main = self._share.first == 0
         self._place = placement(self.ipu, len(job.part))
         optimizer = import_state(job.optimizer)
+        check_state(optimizer, job.optimizer, self.ipu)
         job.optimizer.state.clear()  # PopTorch's entries mean nothing to it
         start = {name: value.detach().clone() for name, value in job.model.state_dict().items()}
         self._last = Snapshot(first_update, start, optimizer)
@@ -162,7 +163,7 @@ class PoptorchEngine(Engine):
         self._timeline.add("checkpoint", self._done, start, time.perf_counter_ns())
         if not self.is_main:
             return None
-        return CheckpointState(self._last.model, *export_state(self._last.optimizer or {}, list(self.names.values())))
+        return CheckpointState(self._last.model, *export_state(self._last.optimizer, list(self.names.values())))
 
     def _fetch(self, snapshot: Snapshot) -> None:
         """Copy a snapshot's weights into the user's model."""
@@ -173,7 +174,7 @@ class PoptorchEngine(Engine):
         return super().current_model() if self._fetched == self._done and not self._results else None
 
     def report(self) -> Optional[Report]:
-        return _report(self.job, self._place, self._last.optimizer or {}, self._timeline) if self.is_main else None
+        return _report(self.job, self._place, self._last.optimizer, self._timeline) if self.is_main else None
 
     def close(self) -> None:
         """Newest weights in the user's model, nothing left on the IPUs."""
@@ -192,7 +193,7 @@ class PoptorchEngine(Engine):
         self.release_blocks()
 
 
-def _report(job: Job, place: Placement, optimizer: Mapping[str, Any], timeline: ipu_profile.Timeline) -> Report:
+def _report(job: Job, place: Placement, optimizer: Optional[IpuState], timeline: ipu_profile.Timeline) -> Report:
     """What the IPUs' pipeline is by its placement, and what the calls told. `optimizer`: PopTorch's state."""
     config = job.config
     names = [name for name, _ in job.model.named_parameters()]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence
 
 import torch
 
 from ipu_pipe.backends.ipu.faults import told
 from ipu_pipe.backends.ipu.feed import as_input
-from ipu_pipe.backends.ipu.optimizer import read_state, set_rates, translate
+from ipu_pipe.backends.ipu.optimizer import IpuState, read_state, set_rates, translate, write_state
 from ipu_pipe.backends.ipu.profile import Timeline
 from ipu_pipe.backends.ipu.wrapping import Wrapped, unsplit
 from ipu_pipe.job.record import Job
@@ -22,7 +22,7 @@ class Snapshot(NamedTuple):
 
     update: int
     model: Dict[str, torch.Tensor]
-    optimizer: Optional[Dict[str, Any]]
+    optimizer: Optional[IpuState]
 
 
 class Executors:
@@ -30,7 +30,7 @@ class Executors:
     room for both. `where`: "IPU" or "IPUs", for what is told of them."""
 
     def __init__(
-        self, job: Job, wrapped: Wrapped, options: Callable[[bool], Any], optimizer: Optional[Mapping[str, Any]],
+        self, job: Job, wrapped: Wrapped, options: Callable[[bool], Any], optimizer: Optional[IpuState],
         first_update: int, timeline: Timeline, where: str,
     ) -> None:  # fmt: skip
         """`options`: of the training (True) or inference model. `optimizer`: PopTorch's state to start from."""
@@ -42,8 +42,7 @@ class Executors:
         clip = job.config.clip.norm if job.config.clip else None
         with told("making the optimizer"):
             self.optimizer: Any = translate(job.optimizer, names, own, job.config.ipu, clip)
-            if optimizer is not None:
-                self.optimizer.load_state_dict({**self.optimizer.get_state_dict(), **optimizer, "ipu_param": {}})
+        self._saved, self._starts_anew = optimizer, first_update == 0
         self._set_rates(first_update)
         with told("making the training model"):
             self.training_options = options(True)
@@ -61,10 +60,16 @@ class Executors:
     # --- training
 
     def compile(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Compile the training model, where that is not done, for the input of a call."""
-        if not self.training.isCompiled():
-            with told("compiling the training model"):
-                self.training.compile(x, y)
+        """Compile the training model for the input of a call, where that is not done, and put the saved optimizer state into it:
+        only the compiled model says which names it keeps."""
+        if self.training.isCompiled():
+            return
+        with told("compiling the training model"):
+            self.training.compile(x, y)
+        if not self._starts_anew:
+            with told("restoring the optimizer's state"):
+                write_state(self.training, self.optimizer, self._saved)
+        self._saved = None
 
     def call(self, updates: range, rates_of: int, x: torch.Tensor, y: torch.Tensor) -> Sequence[torch.Tensor]:
         """What the model gives for these updates, made in one call at the rates of one update."""
@@ -74,7 +79,7 @@ class Executors:
                 self.training.attachToDevice()
         if self._set_rates(
             rates_of
-        ):  # when attached: attaching writes back the rate that was read at the last detachment
+        ):  # when attached: PopTorch asserts that detached states are not changed on both sides
             with told("setting the learning rate"):
                 self.training.setOptimizer(self.optimizer)
         start_ns = time.perf_counter_ns()

@@ -1,85 +1,146 @@
-"""What one forward of the built model shows of it: what the refusals need to know."""
+"""The facts of a job's model that decide whether PopTorch can train it: one observed training forward with its loss.
+
+Sources: PopTorch, branch sdk-release-3.4 (dispatchers/JitDispatch.cpp: integer buffers; RequiresGrad.cpp: no_grad), and torch
+2.0.1's type checks of convolutions. Not run on hardware.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Mapping, NamedTuple, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Set, Tuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
+from ipu_pipe.job.record import Job
 from ipu_pipe.model.restoring import buffers_restored
-from ipu_pipe.model.stages import Partition
+
+# These read a tensor's shape alone: a gradient could not flow through them anyway.
+_SHAPE_ONLY = frozenset(
+    "detach zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty new_tensor "
+    "__get__".split()
+)
+_CONVOLUTIONS = tuple(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))
 
 
 class ModelFacts(NamedTuple):
-    """What the rules need of a model: `shared`, names of weights and buffers -> stages that use them, where there are several;
-    `order`, stages in the order in which a forward begins them; `empty`, stages at which nothing begins; `moving`, buffers that
-    training writes; `optimizer`, class name and the settings of its groups."""
+    """`shared`: names of weights and buffers -> the stages that use them, where there are several. `order`: stages in the order
+    that a forward begins them. `empty`: stages at which nothing begins. `written`: floating-point buffers that training writes;
+    `counters`: integer ones. `optimizer`: class name and parameter groups. `functions`: classes of torch.autograd.Function in the
+    gradient's path. `ungraded`: operations inside torch.no_grad() through which a gradient would flow without it.
+    `biased_convolutions`: modules that call a convolution with a bias. `input_type`: of the model's input."""
 
     stages: int
     shared: Mapping[str, Sequence[int]]
     order: Sequence[int]
     empty: Sequence[int]
-    moving: Sequence[str]
+    written: Sequence[str]
     optimizer: Tuple[str, Sequence[Mapping[str, Any]]]
     updates: int
     updates_per_epoch: int
+    counters: Sequence[str] = ()
+    functions: Sequence[str] = ()
+    ungraded: Sequence[str] = ()
+    biased_convolutions: Sequence[str] = ()
+    input_type: torch.dtype = torch.float32
 
 
-class _Uses(TorchFunctionMode):
-    """Sees at which stage each weight and buffer is used."""
+class _Observer(TorchFunctionMode):
+    """Notes, operation by operation, the stage that uses each weight and what PopTorch would compute otherwise."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.stage = 0
         self.stages: Dict[str, Set[int]] = {}
+        self.ungraded: List[str] = []
+        self.biased: List[str] = []
+        self.modules: List[str] = []  # those that are running, the innermost last
         self._names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in tree_flatten((args, kwargs or {}))[0]:
-            if isinstance(tensor, torch.Tensor) and id(tensor) in self._names:
+        kwargs = kwargs or {}
+        name, where = getattr(func, "__name__", str(func)), self.modules[-1] if self.modules else "the loss"
+        inputs = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+        for tensor in inputs:
+            if id(tensor) in self._names:
                 self.stages.setdefault(self._names[id(tensor)], set()).add(self.stage)
-        return func(*args, **(kwargs or {}))
+        if name in _CONVOLUTIONS and (kwargs.get("bias") is not None or (len(args) > 2 and args[2] is not None)):
+            self.biased.append(where)
+        loses_gradient = (
+            not torch.is_grad_enabled() and name not in _SHAPE_ONLY and any(t.requires_grad for t in inputs)
+        )
+        result = func(*args, **kwargs)
+        if loses_gradient:
+            outputs = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
+            if any(t.is_floating_point() for t in outputs):
+                self.ungraded.append(f"{name} in {where}")
+        return result
 
 
-def facts(
-    model: nn.Module,
-    part: Partition,
-    x: torch.Tensor,
-    optimizer: torch.optim.Optimizer,
-    updates: int,
-    updates_per_epoch: int,
-) -> ModelFacts:
-    """What one training forward of a microbatch `x` on the CPU shows."""
-    uses, order, handles = _Uses(model), [], []
+def observe_model(job: Job) -> ModelFacts:
+    """Return the facts that one training forward of the job's example and its loss, on the CPU, show of its model."""
+    model, part, (x, y) = job.model, job.part, job.example
+    observer, order, handles = _Observer(model), [], []
     for name, stage in part.begins.items():
 
-        def enter(module: nn.Module, inputs: Any, stage: int = stage) -> None:
-            uses.stage = stage
+        def enter_stage(module: nn.Module, inputs: Any, stage: int = stage) -> None:
+            observer.stage = stage
             order.append(stage)
 
-        handles.append(model.get_submodule(name).register_forward_pre_hook(enter))
+        handles.append(model.get_submodule(name).register_forward_pre_hook(enter_stage))
+    for name, module in model.named_modules():
+        handles.append(
+            module.register_forward_pre_hook(lambda _, __, name=name: observer.modules.append(name or "model"))
+        )
+        handles.append(module.register_forward_hook(lambda *_: observer.modules.pop() and None))
     before = {name: (t, t.clone()) for name, t in model.named_buffers()}
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), buffers_restored(model):
-            with uses:
-                model(x.clone())
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), buffers_restored(model):
+            with observer:
+                loss = job.loss(model(x.clone()), y)
             now = dict(model.named_buffers())
             moving = [name for name, (t, old) in before.items() if now[name] is not t or not torch.equal(t, old)]
     finally:
         for handle in handles:
             handle.remove()
-    kind = type(optimizer)
-    plain = kind.__name__ if kind.__module__.startswith("torch.optim") else f"{kind.__module__}.{kind.__name__}"
+    functions = sorted(set(_own_functions(loss)))
+    kind = type(job.optimizer)
+    is_torchs = kind.__module__.startswith("torch.optim")
+    assert job.updates_per_epoch is not None, "data without a length is refused before"
     return ModelFacts(
         stages=len(part),
-        shared={name: sorted(stages) for name, stages in uses.stages.items() if len(stages) > 1},
+        shared={name: sorted(stages) for name, stages in observer.stages.items() if len(stages) > 1},
         order=order,
         empty=sorted(set(range(1, len(part))) - set(part.begins.values())),
-        moving=moving,
-        optimizer=(plain, optimizer.param_groups),
-        updates=updates,
-        updates_per_epoch=updates_per_epoch,
+        written=[name for name in moving if before[name][0].is_floating_point()],
+        optimizer=(kind.__name__ if is_torchs else f"{kind.__module__}.{kind.__name__}", job.optimizer.param_groups),
+        updates=job.updates,
+        updates_per_epoch=job.updates_per_epoch,
+        counters=[name for name in moving if not before[name][0].is_floating_point() and not _is_counted(model, name)],
+        functions=functions,
+        ungraded=[] if functions else sorted(set(observer.ungraded)),  # autograd runs their forwards without a gradient
+        biased_convolutions=sorted(set(observer.biased)),
+        input_type=x.dtype,
     )
+
+
+def _is_counted(model: nn.Module, name: str) -> bool:
+    """Tell whether a buffer is a BatchNorm's number of batches, which nothing reads and the IPU counts in float32."""
+    owner, _, last = name.rpartition(".")
+    module = model.get_submodule(owner)
+    return last == "num_batches_tracked" and isinstance(module, _NormBase) and module.momentum is not None
+
+
+def _own_functions(loss: torch.Tensor) -> Iterator[str]:
+    """Yield the names of the torch.autograd.Function classes through which the loss's gradient flows."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            yield type(node).__name__.replace("Backward", "")
+        waiting += [following for following, _ in node.next_functions]

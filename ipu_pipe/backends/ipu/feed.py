@@ -11,7 +11,7 @@ import json
 import os
 import pickle
 import tempfile
-from typing import Any, Iterator, NoReturn, Optional, Tuple
+from typing import Any, Iterator, List, NoReturn, Optional, Tuple
 
 import torch
 from torch.utils.data import Dataset
@@ -55,21 +55,22 @@ class Calls(Dataset):  # type: ignore[type-arg]
     def __getitem__(self, index: int) -> Tuple[torch.Tensor, torch.Tensor]:
         if not 0 <= index < self._count:
             raise IndexError(index)
-        config = self._config
-        accumulate = config.gradient_accumulation
-        begin = (self._first + index * self._iterations) * accumulate
-        found = [
-            self._microbatch(m, replica)
-            for m in range(begin, begin + self._iterations * accumulate)
-            for replica in self._replicas
-        ]
-        return torch.cat([as_input(x, config.precision) for x, _ in found]), torch.cat([as_label(y) for _, y in found])
+        first = self._first + index * self._iterations
+        pairs = [pair for k in range(first, first + self._iterations) for pair in self._read_update(k)]
+        precision = self._config.precision
+        return torch.cat([as_input(x, precision) for x, _ in pairs]), torch.cat([as_label(y) for _, y in pairs])
 
-    def _microbatch(self, m: int, replica: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    def _read_update(self, k: int) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+        """Return inputs and labels of update k, in one piece where the source can read microbatches together."""
         config = self._config
-        assert self._per_epoch is not None  # the backend's check
-        epoch, within = divmod(m, self._per_epoch * config.gradient_accumulation)
-        return split_batch(self._data.train_batch(epoch, within * config.replicas + replica, config.micro_batch_size))
+        assert self._per_epoch is not None, "data without a length is refused before"
+        epoch, within = divmod(k, self._per_epoch)
+        microbatches = range(within * config.gradient_accumulation, (within + 1) * config.gradient_accumulation)
+        indices = [m * config.replicas + replica for m in microbatches for replica in self._replicas]
+        read_together = getattr(self._data, "train_batches", None)
+        if read_together is not None:
+            return [split_batch(read_together(epoch, indices, config.micro_batch_size))]
+        return [split_batch(self._data.train_batch(epoch, i, config.micro_batch_size)) for i in indices]
 
 
 class Reporting(Dataset):  # type: ignore[type-arg]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from ipu_pipe.backends.interface import MARK
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.ipu.config import IpuConfig
 from ipu_pipe.model.stages import Partition
+from ipu_pipe.text import list_some
 
 # PopTorch's optimizers, and which of their tensors may be float16
 ACCUMULATORS = {
@@ -19,7 +20,7 @@ ACCUMULATORS = {
 }
 ACCUMULATORS["AdamW"] = ACCUMULATORS["RMSprop"] = ACCUMULATORS["Adam"]
 _SETTINGS = {
-    "SGD": ("lr", "momentum", "dampening", "weight_decay"),
+    "SGD": ("lr", "momentum", "weight_decay", "nesterov"),
     "Adam": ("lr", "betas", "eps", "weight_decay"),
     "AdamW": ("lr", "betas", "eps", "weight_decay"),
     "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum"),
@@ -80,65 +81,118 @@ def _settings(kind: str, group: Mapping[str, Any]) -> Dict[str, Any]:
     found: Dict[str, Any] = {}
     for key in _SETTINGS[kind]:
         value = group[key]
-        found[key] = tuple(float(one) for one in value) if key == "betas" else float(value)
+        if key == "nesterov":
+            found[key] = bool(value)
+        else:
+            found[key] = tuple(float(one) for one in value) if key == "betas" else float(value)
     return found
 
 
 # ---- its state in checkpoints
 
-SECTIONS = ("ipu_state", "ipu_param")
+STATE, SCALE = "ipu_state", "velocity_scaling"  # entries of a checkpoint, each under MARK
+_VELOCITY = {
+    False: "Accl1___",
+    True: "Accl___",
+}  # PopART's prefixes of SGD's velocity: separate, combined with the accumulator
 
 
-def read_state(optimizer: Any) -> Optional[Dict[str, Dict[str, Any]]]:
-    """Copies of what a PopTorch optimizer holds, by PopTorch's names; None where it keeps nothing from update to update."""
-    held = optimizer.state_dict()
-    found = {
-        section: {key: _copied(value) for key, value in (held.get(section) or {}).items() if value is not None}
-        for section in SECTIONS
-    }
-    return found if found["ipu_state"] else None
+class IpuState(NamedTuple):
+    """PopTorch's optimizer state by PopART's names, and the factor that SGD's velocities are kept times (PopART's velocity
+    scaling, which PopTorch sets to the loss scaling; compoundscalarhelper.hpp). None where a checkpoint does not say it."""
+
+    tensors: Dict[str, torch.Tensor]
+    scale: Optional[float]
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+def read_state(optimizer: Any) -> Optional[IpuState]:
+    """Return a copy of the state of a PopTorch optimizer; None where it keeps nothing from update to update."""
+    tensors = optimizer.state_dict().get(STATE) or {}
+    scale = optimizer.loss_scaling if isinstance(optimizer, torch.optim.SGD) else 1.0  # type: ignore[attr-defined]
+    return IpuState({key: value.detach().cpu().clone() for key, value in tensors.items()}, scale) if tensors else None
 
 
-def export_state(held: Mapping[str, Any], names: Sequence[str]) -> Tuple[Dict[str, torch.Tensor], Dict[str, Any]]:
-    """(tensors, plain values) of a PopTorch optimizer's state dict for a checkpoint, `parameter/poptorch:section:key`. PopTorch's
-    keys stay as they are; an entry lies with the parameter whose name its key ends in, else with the first."""
-    tensors: Dict[str, torch.Tensor] = {}
-    plain: Dict[str, Any] = {}
+def write_state(executor: Any, optimizer: Any, saved: Optional[IpuState]) -> None:
+    """Put a checkpoint's state into a compiled and attached executor whose optimizer has none yet: all that the executor keeps,
+    velocities in its own scale. Raises BadInput where a name is missing or a shape differs: PopTorch would only warn."""
+    wanted = read_state(optimizer)
+    if wanted is None:
+        return
+    tensors = saved.tensors if saved is not None else {}
+    needed = {name: value for name, value in wanted.tensors.items() if "___" in name}  # else a loss scale's own state
+    missing = [name for name in needed if name not in tensors]
+    wrong = [name for name in needed if name in tensors and tensors[name].shape != needed[name].shape]
+    if missing or wrong:
+        raise BadInput(
+            f"--resume: the checkpoint's optimizer state has {'no' if missing else 'another shape of'} "
+            f"{list_some(missing or wrong, 2)}, which this run keeps: {_GO_ON}"
+        )
+    state = {}
+    for name, value in wanted.tensors.items():
+        own = tensors.get(name, value)
+        if saved is not None and saved.scale is not None and name.startswith(tuple(_VELOCITY.values())):
+            own = own.float() * ((wanted.scale or 1.0) / saved.scale)
+        state[name] = own.to(value.dtype)
+    held = optimizer.get_state_dict()
+    optimizer.load_state_dict({**held, STATE: state})
+    executor.setOptimizer(optimizer)
+
+
+_ANEW = "start anew from its weights (init_from: .../model.safetensors)"
+_GO_ON = f"resume with the backend.ipu keys that it was written with, or {_ANEW}"
+
+
+def check_state(saved: Optional[IpuState], optimizer: torch.optim.Optimizer, ipu: IpuConfig) -> None:
+    """Refuse (BadInput) a checkpoint's state that this run's SGD would misread, before anything compiles."""
+    if saved is None or type(optimizer) is not torch.optim.SGD:
+        return
+    other = _VELOCITY[not ipu.use_combined_accum]
+    if any(name.startswith(other) for name in saved.tensors):
+        raise BadInput(
+            f"backend.ipu.use_combined_accum: {str(ipu.use_combined_accum).lower()}: the checkpoint's velocities are of the "
+            f"other variant, which PopTorch would drop: {_GO_ON}"
+        )
+    if saved.scale is None and ipu.loss_scaling != 1.0:
+        raise BadInput(
+            f"backend.ipu.loss_scaling: {ipu.loss_scaling}: the checkpoint, of an earlier version, does not say the loss scaling "
+            f"of its velocities: {_ANEW}"
+        )
+
+
+def export_state(held: Optional[IpuState], names: Sequence[str]) -> Tuple[Dict[str, torch.Tensor], Dict[str, Any]]:
+    """Return (tensors, plain values) of PopTorch's state for a checkpoint, keyed `parameter/poptorch:section:name`. PopART's
+    names stay as they are; an entry lies with the parameter whose name it ends in, else with the first."""
+    if held is None:
+        return {}, {}
     longest = sorted(names, key=len, reverse=True)
-    for section in SECTIONS:
-        for key, value in (held.get(section) or {}).items():
-            owner = next((name for name in longest if key.endswith(name)), names[0])
-            place = f"{owner}/{MARK}:{section}:{key.replace('/', '|')}"
-            if isinstance(value, torch.Tensor):
-                tensors[place] = value
-            else:
-                plain[place] = list(value) if isinstance(value, tuple) else value
-    return tensors, plain
+
+    def place(section: str, key: str) -> str:
+        owner = next((name for name in longest if key.endswith(name)), names[0])
+        return f"{owner}/{MARK}:{section}:{key.replace('/', '|')}"
+
+    return {place(STATE, key): value for key, value in held.tensors.items()}, {place(SCALE, ""): held.scale}
 
 
-def import_state(optimizer: torch.optim.Optimizer) -> Optional[Dict[str, Dict[str, Any]]]:
-    """What a checkpoint put into the job's optimizer, as PopTorch's own; None where there is none. Raises BadInput for the state
+def import_state(optimizer: torch.optim.Optimizer) -> Optional[IpuState]:
+    """Return the state that a checkpoint put into the job's optimizer; None where there is none. Raises BadInput for the state
     of torch's own optimizers, which PopTorch does not read."""
-    found: Dict[str, Dict[str, Any]] = {section: {} for section in SECTIONS}
-    foreign = False
+    tensors, scale, foreign = {}, None, False
     for state in optimizer.state.values():
         for entry, value in state.items():
             mark, _, rest = str(entry).partition(":")
-            if mark == MARK:
-                section, _, key = rest.partition(":")
-                found[section][key.replace("|", "/")] = tuple(value) if isinstance(value, list) else value
-            else:
+            section, _, key = rest.partition(":")
+            if mark != MARK:
                 foreign = foreign or value is not None
+            elif section == STATE:
+                tensors[key.replace("|", "/")] = value
+            elif section == SCALE:
+                scale = float(value)
     if foreign:
         raise BadInput(
             "--resume: the checkpoint's optimizer state is torch.optim's, of which PopTorch can load none: go on "
             "with the backend that wrote it, or start anew from its weights (init_from: .../model.safetensors)"
         )
-    return found if found["ipu_state"] else None
+    return IpuState(tensors, scale) if tensors else None
 
 
 def state_bytes(tensors: Mapping[str, torch.Tensor], part: Partition) -> List[int]:
@@ -146,6 +200,6 @@ def state_bytes(tensors: Mapping[str, torch.Tensor], part: Partition) -> List[in
     held, stage_of = [0] * len(part), part.stage_of()
     for place, value in tensors.items():
         name = place.rpartition("/")[0]
-        if name in stage_of and f"{MARK}:ipu_state:" in place:
+        if name in stage_of:
             held[stage_of[name]] += value.numel() * value.element_size()
     return held

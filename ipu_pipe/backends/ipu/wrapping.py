@@ -17,6 +17,7 @@ from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
 from ipu_pipe.backends.ipu.options import stage_name
@@ -170,12 +171,21 @@ def wrap(model: nn.Module, loss: Loss, part: Partition, precision: str, ipu: Ipu
         body: nn.Module = Whole(model)
     else:
         body = LocalBlocks(copy.deepcopy(blocks.model), copy.deepcopy(blocks.heads), blocks.pieces)
-    if precision == "16.16":
-        body.half()
+    _set_types(body, precision)
     for name, stage in part.begins.items():
         poptorch.BeginBlock(body.model.get_submodule(name), stage_name(stage))  # type: ignore[operator,union-attr]
     narrow, overlap = precision.startswith("16"), OVERLAP.get(ipu.overlapped_io)
     return Wrapped(body, loss, narrow, overlap).train()
+
+
+def _set_types(body: nn.Module, precision: str) -> None:
+    """Put the model's copy into the types that it has on the IPU. PopART keeps integer tensors as constants (JitDispatch.cpp), so
+    a BatchNorm's number of batches counts in float32."""
+    if precision == "16.16":
+        body.half()
+    for module in body.modules():
+        if isinstance(module, _NormBase) and module.num_batches_tracked is not None:
+            module.num_batches_tracked = module.num_batches_tracked.float()
 
 
 def wrap_block(model: nn.Module, loss: Loss, index: int, precision: str, ipu: IpuConfig) -> Wrapped:
@@ -185,7 +195,6 @@ def wrap_block(model: nn.Module, loss: Loss, index: int, precision: str, ipu: Ip
     piece, head = blocks.pieces[index], blocks.head(index)
     heads = nn.ModuleDict({} if head is None else {str(index): copy.deepcopy(head)})
     body = LocalBlocks(skeleton(piece), heads, [piece], index)
-    if precision == "16.16":
-        body.half()
+    _set_types(body, precision)
     hands_on = index < len(blocks.pieces) - 1
     return Wrapped(body, loss, precision.startswith("16"), OVERLAP.get(ipu.overlapped_io), hands_on).train()

@@ -178,6 +178,9 @@ def _target_faults(ipu: IpuConfig) -> List[str]:
         )
     if ipu.offline_target is not None and ipu.use_ipu_model:
         faults.append(f"{key_said('use_ipu_model', True)}: not together with offline_target: set one of them")
+    for key in ("ipu_ids", "log_cycle_count"):
+        if ipu.offline_target is not None and getattr(ipu, key):
+            faults.append(f"{key_said(key, getattr(ipu, key))}: not with offline_target, which has no device: leave it out")
     if ipu.log_cycle_count and ipu.use_ipu_model:
         faults.append(f"{key_said('log_cycle_count', True)}: cycles are counted by hardware alone: must be false")
     return faults

@@ -5,7 +5,7 @@ from __future__ import annotations
 RECOVERY_ACTIONS = ("IPU_RESET", "LINK_RESET", "PARTITION_RESET", "FULL_RESET")
 
 
-class Error(RuntimeError):
+class Error(Exception):
     """`type` is the layer it comes from (poptorch_py_error, poptorch_cpp_error, popart_exception, poplar_...)."""
 
     def __init__(self, message: str, type: str = "poptorch_py_error", location: str = "") -> None:
@@ -21,10 +21,6 @@ class RecoverableError(Error):
 
 class UnrecoverableError(Error):
     """A device error: the system is to be taken out of service."""
-
-
-class ConfigFileError(Exception):
-    """A line of a file given to Options.loadFromFile that sets no option."""
 
 
 class DoubleRefuses(AssertionError):

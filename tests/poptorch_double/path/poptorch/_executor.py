@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 import copy
-import datetime
 import inspect
 import json
 import os
-import pickle
 import time
 import weakref
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 
@@ -20,16 +17,13 @@ from poptorch import _device, _optimizers, _trace, _wrapping, enums, optim
 from poptorch._errors import DoubleRefuses, Error, cpp_error, not_modelled, py_error
 from poptorch._program import Program
 from poptorch._record import Compilation, Run, outermost, recorded
-from poptorch._signatures import DATA, typed
+from poptorch._signatures import typed
 from poptorch.options import Options
 from poptorch.strategies import PipelinedExecution, ShardedExecution
 
 NO_EXECUTABLE = "Model has not been compiled or has been destroyed."
 DEFAULT_SEED = 42  # [U] of an executable whose options give none
 EVENTS = ("input", "input_complete", "output", "output_complete")
-before_compile: Dict[int, Callable[[], None]] = collections.OrderedDict()
-after_compile: Dict[int, Callable[[], None]] = collections.OrderedDict()
-HOOKS = (before_compile, after_compile)
 
 
 class PoplarExecutor:
@@ -52,10 +46,8 @@ class PoplarExecutor:
         self._lost: Optional[Error] = None
         self._dirty_host_weights = False
         self._host_weights_version = 0
-        self._random: Optional[List[int]] = None
         self._stamps: Dict[str, List[List[float]]] = {event: [[]] for event in EVENTS}
         self._cycles: Optional[int] = None
-        self._seconds: Optional[float] = None
         self._profile: Optional[Tuple[Path, Path]] = None
         self._signature = inspect.signature(model.forward)
         self._optimizer: Any = None
@@ -93,10 +85,6 @@ class PoplarExecutor:
                     "pipelined execution instead."
                 )
             raise py_error(text)
-        assert options.replication_factor % options.input_group_size == 0, (
-            f"replicationFactor ({options.replication_factor}) must be a multiple of the input group size "
-            f"({options.input_group_size})"
-        )
         return options
 
     def _check_all_in_groups(self) -> None:
@@ -115,7 +103,7 @@ class PoplarExecutor:
         return getattr(self._user_model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and name != "rng_state":
+        if not name.startswith("_"):
             raise DoubleRefuses(f"{name} set on a PoplarExecutor: PopTorch would take it and do nothing with it")
         object.__setattr__(self, name, value)
 
@@ -126,16 +114,6 @@ class PoplarExecutor:
     @property
     def options(self) -> Options:
         return self._options
-
-    @typed("PoplarExecutor.getTensorNames")
-    def getTensorNames(self) -> List[str]:
-        assert self._program is not None, "Model must be compiled before calling getTensorNames"
-        return list(self._program.parameters())
-
-    @typed("PoplarExecutor.getAnchoredTensor")
-    def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
-        assert short_name in self._options.anchored_tensors, f"No tensor with name {short_name} found."
-        raise not_modelled("anchored tensors")
 
     # ---- weights
 
@@ -181,23 +159,6 @@ class PoplarExecutor:
         self._read_optimizer_state()
         recorded.event("copyWeightsToDevice", self._index)
         program.upload(self._host())
-
-    @typed("PoplarExecutor.copyNamedBuffersToDevice")
-    def copyNamedBuffersToDevice(self) -> None:
-        program = self._executable()
-        assert self._options.exists("updatable_named_buffers"), "no buffers named in Options.updatableNamedBuffers"
-        host = dict(self._model.named_buffers())
-        for name in self._options.updatable_named_buffers:
-            for buffers in program.buffers:
-                buffers[name] = host[name].detach().clone()
-        program._load_buffers(0)
-
-    @typed("PoplarExecutor.load_state_dict")
-    def load_state_dict(self, state_dict: Dict[str, "torch.Tensor"], strict: bool = True):
-        out = self._user_model.load_state_dict(state_dict, strict)
-        if self._attached():
-            self.copyWeightsToDevice()
-        return out
 
     # ---- the optimizer
 
@@ -258,7 +219,6 @@ class PoplarExecutor:
             assert not optimizer.host_state_is_dirty, "Both host and ipu states cannot be dirty at the same time."
             if optimizer.has_state():
                 self._program.twin.write(optimizer._state_dict["ipu_state"])
-                self._program.twin.write_parameters(optimizer._state_dict["ipu_param"])
             optimizer.ipu_state_is_dirty = False
 
     # ---- compiling
@@ -285,20 +245,13 @@ class PoplarExecutor:
         return bound.args, bound.kwargs
 
     def _compile(self, arguments: Any) -> None:
-        started = time.perf_counter()
         options = self._options
         recorded.event("compile", self._index)
         self._check_options()
         seed = options.random_seed if options.exists("random_seed") else DEFAULT_SEED
         program = Program(self._model, options, self._training, seed)
         program.check_inputs(_trace.tensors(arguments))
-        for hook in list(before_compile.values()):
-            hook()
-        try:
-            trace, layout, losses = program.trace(arguments, options._execution_strategy)
-        finally:
-            for hook in list(after_compile.values()):
-                hook()
+        trace, layout, losses = program.trace(arguments, options._execution_strategy)
         self._check_layout(trace, layout)
         self._reserved = self._count_ipus(layout.ipus_per_replica)
         if self._training:
@@ -311,11 +264,9 @@ class PoplarExecutor:
             self._index, self._training, options.toDict(), type(options._execution_strategy).__name__, trace.blocks,
             dict(sorted(layout.stages.items())), layout.ipus_per_replica, self._reserved, layout.forward_stages,
             layout.parameters, losses, [tuple(t.shape) for t in _trace.tensors(program.piece(arguments, 0))],
-            self._description.as_dict() if self._description else None, recomputation, trace.checkpoints,
-            trace.available_memory,
+            self._description.as_dict() if self._description else None, recomputation,
         )  # fmt: skip
         recorded.compilations.append(self._compilation)
-        self._seconds = time.perf_counter() - started
         self._begin_profile()
         if options.connection_type != enums.ConnectionType.Never:
             self._attach()
@@ -329,6 +280,11 @@ class PoplarExecutor:
         options = self._options
         if options.connection_type == enums.ConnectionType.Never and self._on_model() and options.exists("ipu_version"):
             raise cpp_error("The offline IPU target cannot be used if the IPU model is enabled")
+        if options.connection_type == enums.ConnectionType.Never:
+            if options.exists("ipu_id"):
+                raise cpp_error("Offline compilation targeting a specific id not supported")
+            if options._Popart.options["instrumentWithHardwareCycleCounter"]:
+                raise cpp_error("Cycle count logging is only supported on actual IPU hardware.")
         steps = options.device_iterations * options.Training.gradient_accumulation
         if options.output_mode == enums.OutputMode.EveryN and steps % options.output_return_period:  # [U]
             raise cpp_error(
@@ -401,36 +357,6 @@ class PoplarExecutor:
 
     # ---- files
 
-    @typed("PoplarExecutor.save")
-    def save(self, filename: str, export_model: bool = True, save_rng_state: bool = True):
-        self._executable()
-        path = _destination(filename)
-        content: Dict[str, Any] = {
-            "version": DATA["version"], "inputs": self._compiled_inputs, "options": self._options, "training": None,
-            "model": None, "optimizer": None, "optimizer_state": None, "rng_state": None,
-            "layout": self._made().stages,
-        }  # fmt: skip
-        if export_model:
-            if isinstance(self._optimizer, optim.Optimizer):
-                content["optimizer_state"] = self._optimizer.state_dict()
-            content.update(training=self._training, model=self._user_model, optimizer=self._optimizer)
-        if save_rng_state:
-            content["rng_state"] = self._rng_state()
-        with open(path, "wb") as file:
-            pickle.dump(content, file, protocol=4)
-
-    @typed("PoplarExecutor.compileAndExport")
-    def compileAndExport(self, filename: str, *args, export_model: bool = True, **kwargs):
-        self.compile(*args, **kwargs)
-        self.save(filename, export_model)
-
-    @typed("PoplarExecutor.loadExecutable")
-    def loadExecutable(self, filename: str) -> None:
-        content = _parsed(filename)
-        self._compile(content["inputs"])
-        if self._made().stages != content["layout"]:  # [U]
-            raise cpp_error(f"{filename} holds the executable of another model: its stages are {content['layout']}")
-
     # ---- running
 
     @typed("PoplarExecutor.__call__")
@@ -466,7 +392,6 @@ class PoplarExecutor:
             self._index, [tuple(t.shape) for t in _trace.tensors(arguments)],
             program.iterations if self._training else 0,
         ))  # fmt: skip
-        self._random = None
         if self._training:
             self._dirty_host_weights = True
             if isinstance(self._optimizer, optim.Optimizer):
@@ -498,9 +423,11 @@ class PoplarExecutor:
         _compare("named arguments", compiled[1], given[1])
 
     def _stamp(self, arguments: Any, output: Any, begun: float) -> None:
-        """Timestamps of host stream callbacks, spread evenly over the call's device iterations."""
+        """Time stamps of host stream callbacks, one for every microbatch and replica (CompilerImpl.cpp, StepIO), spread evenly
+        over the call."""
         assert self._program is not None
-        count, took = self._program.iterations, time.perf_counter() - begun
+        program, took = self._program, time.perf_counter() - begun
+        count = program.iterations * program.accumulation * program.replicas
         shares = {"input": 0.0, "input_complete": 0.1, "output": 0.9, "output_complete": 1.0}
         streams = {"input": len(_trace.tensors(arguments)), "output": len(_trace.tensors(output))}
         for event, share in shares.items():
@@ -508,13 +435,9 @@ class PoplarExecutor:
             self._stamps[event] = [list(times) for _ in range(streams[event.split("_")[0]])] or [[]]
         stages = self._made().forward_stages
         depth = self._program.accumulation + (2 * stages - 2 if self._training else stages - 1)
-        self._cycles = 1000 * count * depth  # a thousand cycles a pipeline cycle
+        self._cycles = 1000 * program.iterations * depth  # a thousand cycles a pipeline cycle
 
     # ---- timing
-
-    @typed("PoplarExecutor.getPerfCounters")
-    def getPerfCounters(self):
-        return {event: [list(one) for one in times] for event, times in self._stamps.items()}
 
     def _latency(self, begin: str, begin_of: Any, end: str, end_of: Any) -> Tuple[float, float, float]:
         starts = [begin_of(times) for times in zip(*self._stamps[begin])]
@@ -550,33 +473,7 @@ class PoplarExecutor:
             raise cpp_error("Cycle counts need IPU hardware")
         return self._cycles
 
-    @typed("PoplarExecutor.compilationTime")
-    def compilationTime(self) -> datetime.timedelta:
-        self._executable()
-        if not self._options._show_compilation_progress_bar:
-            raise py_error("compilationTime() needs the progress bar: Options.showCompilationProgressBar(True)")
-        return datetime.timedelta(seconds=self._seconds or 0.0)
-
     # ---- random state
-
-    def _rng_state(self) -> List[int]:
-        program = self._executable()
-        if self._random is None:
-            self._random = [program.seed, *program._random.tolist()]
-        return self._random
-
-    @property
-    def rng_state(self) -> List[int]:
-        return self._rng_state()
-
-    @rng_state.setter
-    def rng_state(self, state: List[int]) -> None:
-        program = self._executable()
-        assert isinstance(state, list) and state, "rng_state is a list: the seed, then the state"
-        program.seed = state[0]
-        fresh = torch.Generator().manual_seed(state[0]).get_state()
-        program._random = torch.tensor(state[1:], dtype=torch.uint8) if len(state) > 1 else fresh
-        self._random = list(state)
 
     # ---- the device
 
@@ -740,25 +637,6 @@ def _compare(name: str, compiled: Any, given: Any) -> None:
         raise py_error(f"Value mismatch for {name}: expected {compiled} but got {given}.{_MISMATCH}")
 
 
-def _destination(filename: str) -> str:
-    folder = os.path.dirname(filename)
-    if folder:
-        assert not os.path.exists(folder) or os.path.isdir(folder), f"Destination folder {folder} is not a directory"
-        os.makedirs(folder, exist_ok=True)
-    if os.path.isdir(filename):
-        recorded.warn(f"save(): {filename} is a directory, saving model to {filename}/model.poptorch")
-        return os.path.join(filename, "model.poptorch")
-    return filename
-
-
-def _parsed(filename: str) -> Dict[str, Any]:
-    with open(filename, "rb") as file:
-        content = pickle.load(file)
-    if content.get("version") != DATA["version"]:
-        raise AssertionError(f"Invalid file {filename}: PopTorch version mismatch: {content.get('version')}")
-    return dict(content)
-
-
 # ---- the functions of the module
 
 
@@ -792,67 +670,6 @@ def inferenceModel(
     return PoplarExecutor(other, options, False, None, other)
 
 
-@typed("load")
-def load(filename: str, edit_opts_fn: Optional[Callable[["Options"], None]] = None) -> PoplarExecutor:
-    content = _parsed(filename)
-    assert content["model"] is not None and content["training"] is not None, (
-        f"{filename} is a valid PopTorch file but was created with 'export_model=False' which means you need to re-create "
-        "the PopTorch model using poptorch.inferenceModel or poptorch.trainingModel then call "
-        f'poptorch_model.loadExecutable("{filename}").'
-    )
-    options = content["options"].clone()
-    if edit_opts_fn is not None:
-        edit_opts_fn(options)
-    if content["optimizer_state"] is not None and content["optimizer_state"]["ipu_state"] is not None:
-        content["optimizer"].load_state_dict(content["optimizer_state"])
-    if content["training"]:
-        executor = trainingModel(content["model"], options, content["optimizer"])
-    else:
-        executor = inferenceModel(content["model"], options)
-    executor.loadExecutable(filename)
-    if content["rng_state"] is not None:
-        executor.rng_state = content["rng_state"]
-    return executor
-
-
-@typed("isRunningOnIpu")
-def isRunningOnIpu() -> bool:
-    return _trace.running
-
-
 @typed("ipuHardwareIsAvailable")
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
     return 0 < num_ipus <= _device.total()
-
-
-@typed("ipuHardwareVersion")
-def ipuHardwareVersion() -> int:
-    assert _device.version() != 0, "No IPU hardware available on this system"
-    return _device.version()
-
-
-@typed("setLogLevel")
-def setLogLevel(level: Union[str, int]):
-    names = DATA["environment_variables"]["POPTORCH_LOG_LEVEL"].split()
-    assert isinstance(level, int) or level in names, f"Unknown log level {level}. Valid values are {names}"
-
-
-def _register(hooks: Dict[int, Callable[[], None]], hook: Callable[[], None]) -> Any:
-    handle = torch.utils.hooks.RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
-
-
-@typed("registerPreCompileHook")
-def registerPreCompileHook(hook: Callable) -> "torch.utils.hooks.RemovableHandle":
-    return _register(before_compile, hook)
-
-
-@typed("registerPostCompileHook")
-def registerPostCompileHook(hook: Callable) -> "torch.utils.hooks.RemovableHandle":
-    return _register(after_compile, hook)
-
-
-@typed("registerCustomArgParser", unchecked=["arg_parser"])
-def registerCustomArgParser(arg_data_type: type, arg_parser: Optional[Any]):
-    raise not_modelled("poptorch.registerCustomArgParser")

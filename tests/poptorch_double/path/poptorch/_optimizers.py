@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Tuple
 
 import torch
 
 from poptorch import enums, optim
 from poptorch._errors import DoubleRefuses, not_modelled, popart_error
+from poptorch._record import recorded
 from poptorch._signatures import API
 
-# What PyTorch's own optimizers bake in as constants: these values, always, or never (None).
-CONSTANT_AT: Dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "eps": 1e-8, "loss_scaling": 1.0,
-                               "velocity_scaling": 1.0, "lr": None}  # fmt: skip
-ALWAYS_CONSTANT = ("betas", "alpha", "max_weight_norm")
 # [U] PopTorch passes over these without a word; an optimizer that asks for one would train otherwise than it says.
 IGNORED = ("maximize", "differentiable", "capturable")
 
@@ -37,20 +34,19 @@ class Description:
 
 def _kind(optimizer: Any) -> Tuple[str, str]:
     """(PopTorch's type, its class)."""
-    corrects = getattr(optimizer, "bias_correction", True)
+    if not isinstance(optimizer, optim.Optimizer) or not getattr(optimizer, "bias_correction", True):
+        raise not_modelled("torch's own optimizers, and those without bias correction")
     if isinstance(optimizer, torch.optim.SGD):
         return ("SGD1" if getattr(optimizer, "use_combined_accum", False) else "SGD2"), "SGD"
     if isinstance(optimizer, torch.optim.AdamW):  # later versions of PyTorch make it an Adam
-        return ("ADAMW" if corrects else "ADAMW_NO_BIAS"), "AdamW"
+        return "ADAMW", "AdamW"
     if isinstance(optimizer, torch.optim.Adam):
         return "ADAM", "Adam"
     if isinstance(optimizer, torch.optim.RMSprop):
         centered = {group["centered"] for group in optimizer.param_groups}
         assert len(centered) == 1, "All parameter groups must have the same value for the 'centered' attribute"
         return ("RMSPROP_CENTERED" if centered.pop() else "RMSPROP"), "RMSprop"
-    if isinstance(optimizer, optim.LAMB):
-        return ("LAMB" if corrects else "LAMB_NO_BIAS"), "LAMB"
-    raise AssertionError(f"Unsupported optimizer type. Types supported SGD, Adam, AdamW, RMSprop, LAMB: {optimizer!r}")
+    raise not_modelled(f"optimizer {type(optimizer).__name__}")
 
 
 def _formatted(optimizer: Any, name: str, value: Any, family: str) -> Tuple[Any, bool]:
@@ -62,14 +58,8 @@ def _formatted(optimizer: Any, name: str, value: Any, family: str) -> Tuple[Any,
     for one in values:
         is_number = isinstance(one, numbers.Number) and type(one).__module__ != "numpy"
         assert is_number, f"Expected a number for {name} but got {one} instead"
-    variable = getattr(optimizer, "variable_attrs", None)
-    if variable is not None:
-        # the documentation calls lr always variable; the code asks whether it was given, which is the stricter
-        return value, variable.isConstant(name)
-    if name in ALWAYS_CONSTANT:
-        return value, True
-    at = 1e-2 if (family, name) == ("AdamW", "weight_decay") else CONSTANT_AT[name]
-    return value, value == at
+    # the documentation calls lr always variable; the code asks whether it was given, which is the stricter
+    return value, optimizer.variable_attrs.isConstant(name)
 
 
 def describe(optimizer: Any, names: Mapping[int, str], options: Any) -> Description:
@@ -79,7 +69,7 @@ def describe(optimizer: Any, names: Mapping[int, str], options: Any) -> Descript
     groups = []
     for group in optimizer.param_groups:
         _refuse_unsupported(group, family)
-        numbers_ = [name for name in entry["group_vars"] if name not in ("nesterov", "amsgrad", "centered")]
+        numbers_ = [name for name in entry["group_vars"] if name not in ("amsgrad", "centered")]
         present = [name for name in numbers_ if name in group or name != "velocity_scaling"]
         groups.append({name: _formatted(optimizer, name, group[name], family) for name in present})
     scaling = getattr(optimizer, "loss_scaling", 1.0)
@@ -97,8 +87,8 @@ def describe(optimizer: Any, names: Mapping[int, str], options: Any) -> Descript
 
 
 def _refuse_unsupported(group: Mapping[str, Any], family: str) -> None:
-    if group.get("nesterov"):
-        raise ValueError("Nesterov momentum is currently not supported.")
+    if group.get("dampening"):
+        raise DoubleRefuses("dampening: PopART's velocity starts at zero, PyTorch's at the first gradient")
     if group.get("amsgrad"):
         raise ValueError("Only non-amsgrad Adam/AdamW optimizers are supported.")
     for name in IGNORED:
@@ -130,81 +120,126 @@ def mean_strategy(description: Description, options: Any) -> Any:
     return options.Training.meanAccumulationAndReplicationReductionStrategy
 
 
-class Twin:
-    """The optimizer of the executable: torch's own over the device's weights, fed by descriptions only.
+# PopART's names of what it keeps of each parameter (patterns/adamdecompose.cpp, adaptivedecompose.cpp), and torch's
+STATES = {
+    "ADAM": {"exp_avg": "Accl1___", "exp_avg_sq": "Accl2___", "step": "Step___"},
+    "RMSPROP": {"square_avg": "Accl1___", "grad_avg": "Accl2___", "momentum_buffer": "Accl3___"},
+}
+STATES["ADAMW"], STATES["RMSPROP_CENTERED"] = STATES["ADAM"], STATES["RMSPROP"]
 
-    Its update is torch's: [U] PopART starts velocities at zero, so that with dampening its first step differs.
-    """
+
+class Twin:
+    """The optimizer of the executable, over the device's weights, fed by descriptions only. SGD is PopART's own (sgd.hpp): its
+    velocity starts at zero and is kept times the velocity scaling. Of the others the mathematics is torch's."""
 
     def __init__(self, description: Description, weights: Mapping[str, torch.Tensor]) -> None:
         self._description = self.compiled = description
-        groups = [{"params": [weights[name] for name in names]} for names in description.parameters]
         self._names = {id(weights[name]): name for names in description.parameters for name in names}
-        self._optimizer = _TWINS[description.kind](groups, description)
+        self._groups = [[weights[name] for name in names] for names in description.parameters]
+        self.states: Dict[str, torch.Tensor] = {}
+        self._optimizer: Any = None
+        if description.kind.startswith("SGD"):
+            self._begin_sgd()
+        else:
+            self._begin_other()
         self.update(description)
 
     def update(self, description: Description) -> None:
         self._description = description
-        for group, values in zip(self._optimizer.param_groups, description.groups):
-            group.update({name: value for name, (value, _) in values.items() if name in group})
+        if self._optimizer is not None:
+            for group, values in zip(self._optimizer.param_groups, description.groups):
+                group.update({name: value for name, (value, _) in values.items() if name in group})
 
-    def step(self) -> None:
+    def step(self, unreduced: float) -> None:
+        """`unreduced`: how often larger the accumulators are than the gradients' mean."""
         limit = self._description.attributes.get("max_grad_norm")
         if limit is not None and limit != math.inf:
-            held = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-            torch.nn.utils.clip_grad_norm_(held, limit)
-        self._optimizer.step()
+            parameters = [p for group in self._groups for p in group if p.grad is not None]
+            torch.nn.utils.clip_grad_norm_(parameters, limit)
+        if self._optimizer is not None:
+            self._optimizer.step()
+            return
+        with torch.no_grad():
+            for group, values in zip(self._groups, self._description.groups):
+                for p in group:
+                    if p.grad is not None:
+                        self._step_sgd(p, {name: value for name, (value, _) in values.items()}, unreduced)
+
+    # -- SGD
+
+    def _scale(self, group: Mapping[str, Any]) -> float:
+        """The velocity scaling: glued to the loss scaling for the separate variant (CompilerImpl.cpp)."""
+        separate = self._description.kind == "SGD2"
+        return float(self._description.variables["loss_scaling"][0] if separate else group["velocity_scaling"])
+
+    def _begin_sgd(self) -> None:
+        for group, values in zip(self._groups, self._description.groups):
+            numbers_ = {name: value for name, (value, _) in values.items()}
+            for p in group if numbers_["momentum"] else []:
+                name = self._names[id(p)]
+                if self._description.kind == "SGD2":
+                    self.states[f"Accl1___{name}"] = torch.zeros_like(p)
+                else:  # it begins with the weight decay's part of the first velocity (sgd1decompose.cpp)
+                    self.states[f"Accl___{name}"] = p.detach() * (numbers_["weight_decay"] * self._scale(numbers_))
+
+    def _step_sgd(self, p: torch.Tensor, group: Dict[str, Any], unreduced: float) -> None:
+        name, momentum, decay, scale = self._names[id(p)], group["momentum"], group["weight_decay"], self._scale(group)
+        direction = p.grad.add(p, alpha=decay) if decay else p.grad
+        if not momentum:
+            p.add_(direction, alpha=-group["lr"])
+            return
+        if self._description.kind == "SGD2":
+            velocity = self.states[f"Accl1___{name}"].mul_(momentum).add_(direction * scale)
+            if group["nesterov"]:  # takes the accumulator as it is: the sum, where the mean is taken after it
+                velocity = (p.grad * unreduced).add(p, alpha=decay) * scale + velocity * momentum
+            p.add_(velocity, alpha=-group["lr"] / scale)
+            return
+        if group["nesterov"]:
+            raise not_modelled("Nesterov momentum with combined accumulators")
+        combined = self.states[f"Accl___{name}"].add_(p.grad * scale)
+        p.add_(combined, alpha=-group["lr"] / scale)
+        combined.mul_(momentum).add_(p, alpha=decay * scale)
+
+    # -- the others
+
+    def _begin_other(self) -> None:
+        kind = self._description.kind
+        groups: Any = [{"params": group} for group in self._groups]
+        if kind.startswith("RMSPROP"):
+            self._optimizer = torch.optim.RMSprop(groups, centered=kind == "RMSPROP_CENTERED")
+        else:
+            self._optimizer = {"ADAM": torch.optim.Adam, "ADAMW": torch.optim.AdamW}[kind](groups)
+        for group, values in zip(self._optimizer.param_groups, self._description.groups):
+            keeps = dict(STATES[kind])
+            if kind.startswith("RMSPROP"):
+                keeps = {"square_avg": keeps["square_avg"]}
+                keeps.update({"grad_avg": "Accl2___"} if kind == "RMSPROP_CENTERED" else {})
+                keeps.update({"momentum_buffer": "Accl3___"} if values["momentum"][0] else {})
+            for p in group["params"]:
+                state = {key: torch.zeros(()) if key == "step" else torch.zeros_like(p) for key in keeps}
+                self._optimizer.state[p] = state
+                if kind.startswith("RMSPROP"):  # torch counts where PopART does not
+                    state["step"] = torch.zeros(())
+                for key, prefix in keeps.items():
+                    self.states[prefix + self._names[id(p)]] = state[key]
+
+    # -- state, as a PopTorch optimizer's state dict holds it
 
     def read(self) -> Dict[str, Any]:
-        """As a PopTorch optimizer's state dict holds it. [U] the real names of the tensors."""
-        state = {}
-        for p, values in self._optimizer.state.items():
-            for kind, value in values.items():
-                state[f"{kind}___{self._names[id(p)]}"] = value.clone() if isinstance(value, torch.Tensor) else value
-        groups = [{name: value for name, (value, _) in group.items()} for group in self._description.groups]
-        return {"ipu_state": state, "ipu_param": {f"{i}.{k}": v for i, g in enumerate(groups) for k, v in g.items()}}
+        groups = [{name: torch.tensor(float(value)) for name, (value, constant) in group.items() if not constant}
+                  for group in self._description.groups]  # fmt: skip
+        rates = {f"{name}___{i}": value for i, group in enumerate(groups) for name, value in group.items()}
+        return {"ipu_state": {name: value.clone() for name, value in self.states.items()}, "ipu_param": rates}
 
-    def write_parameters(self, values: Mapping[str, Any]) -> None:
-        """Rates and the like, which PopTorch writes back with the state when it attaches (`writeOptimizerState`)."""
-        for index, group in enumerate(self._optimizer.param_groups):
-            group.update({name: values[f"{index}.{name}"] for name in list(group) if f"{index}.{name}" in values})
-
-    def write(self, state: Optional[Mapping[str, Any]]) -> None:
-        for p in [p for group in self._optimizer.param_groups for p in group["params"]]:
-            self._optimizer.state.pop(p, None)
-            mine = f"___{self._names[id(p)]}"
-            values = {key[: -len(mine)]: value for key, value in (state or {}).items() if key.endswith(mine)}
-            if values:
-                self._optimizer.state[p] = {
-                    kind: value.clone() if isinstance(value, torch.Tensor) else value for kind, value in values.items()
-                }
-
-
-def _sgd(groups: List[Dict[str, Any]], description: Description) -> Any:
-    return torch.optim.SGD(groups, lr=0.1)
-
-
-def _adam(groups: List[Dict[str, Any]], description: Description) -> Any:
-    return torch.optim.Adam(groups)
-
-
-def _adamw(groups: List[Dict[str, Any]], description: Description) -> Any:
-    return torch.optim.AdamW(groups)
-
-
-def _rmsprop(groups: List[Dict[str, Any]], description: Description) -> Any:
-    if description.attributes.get("use_tf_variant"):
-        raise not_modelled("RMSprop(use_tf_variant=True)")
-    return torch.optim.RMSprop(groups, centered=description.kind == "RMSPROP_CENTERED")
-
-
-def _lamb(groups: List[Dict[str, Any]], description: Description) -> Any:
-    return optim.LAMB(groups, bias_correction=description.kind == "LAMB")
-
-
-def _not_modelled(groups: List[Dict[str, Any]], description: Description) -> Any:
-    raise not_modelled(f"optimizer {description.kind}")
-
-
-_TWINS = {"SGD1": _sgd, "SGD2": _sgd, "ADAM": _adam, "ADAMW": _adamw, "ADAMW_NO_BIAS": _not_modelled,
-          "RMSPROP": _rmsprop, "RMSPROP_CENTERED": _rmsprop, "LAMB": _lamb, "LAMB_NO_BIAS": _lamb}  # fmt: skip
+    def write(self, state: Mapping[str, Any]) -> None:
+        """States that are not given stay as they are, with a warning. Rates are not written: the last one set counts
+        (devicex.cpp, updateOptimizerTensors)."""
+        for name, own in self.states.items():
+            if name not in state:
+                recorded.warn(f"writeOptimizerState: ignoring missing state {name}")
+                continue
+            if state[name].shape != own.shape or state[name].dtype != own.dtype:
+                raise DoubleRefuses(
+                    f"{name}: PopTorch would read the tensor's memory as {own.dtype} {tuple(own.shape)}"
+                )
+            own.copy_(state[name])

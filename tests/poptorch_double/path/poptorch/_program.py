@@ -1,7 +1,7 @@
 """The executable: a private copy of the model with the device's weights, run micro-batch by micro-batch on the CPU.
 
     one call      D device iterations, each one weight update (training)
-    one iteration R replicas x GA micro-batches of b samples; sample order of the input: (D, GA, R / group, b)  [U]
+    one iteration R replicas x GA micro-batches of b samples; sample order of the input: (D, GA, R, b)  [U]
     one update    gradients summed over GA in each replica, then over replicas, then divided (Mean, Post) ...
 
 The copy is made when the model is compiled, so that modes, Python attributes and control flow are frozen there.
@@ -52,7 +52,6 @@ class Program:
         self.replicas: int = options.replication_factor
         self.accumulation: int = options.Training.gradient_accumulation
         self.iterations: int = options.device_iterations
-        self.input_groups = self.replicas // options.input_group_size
         self.buffers: List[Dict[str, torch.Tensor]] = []
         self.twin: Optional[_optimizers.Twin] = None
         self.loss_at: Optional[int] = None
@@ -76,16 +75,24 @@ class Program:
 
     def _load_buffers(self, replica: int) -> None:
         for name, buffer in self.model.named_buffers():
-            buffer.copy_(self.buffers[replica][name])
+            buffer.data.copy_(self.buffers[replica][name])
+
+    def _reset_constants(self, replica: int) -> None:
+        """Integer buffers are what they were when the model was compiled, in every microbatch."""
+        for name, buffer in self.model.named_buffers():
+            if not buffer.is_floating_point():
+                buffer.data.copy_(self.buffers[replica][name])
 
     def _store_buffers(self, replica: int) -> None:
         for name, buffer in self.model.named_buffers():
-            self.buffers[replica][name] = buffer.detach().clone()
+            if buffer.is_floating_point():  # others are constants of the graph (JitDispatch.cpp)
+                self.buffers[replica][name] = buffer.detach().clone()
 
     @torch.no_grad()
     def upload(self, host: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in self._tensors():
-            tensor.copy_(host[name])
+            if tensor.is_floating_point():
+                tensor.copy_(host[name])
         self._take_buffers()
 
     @torch.no_grad()
@@ -93,7 +100,8 @@ class Program:
         """Parameters, and the first replica's buffers."""
         self._load_buffers(0)
         for name, tensor in self._tensors():
-            host[name].copy_(tensor)
+            if tensor.is_floating_point():
+                host[name].copy_(tensor)
 
     def _round(self) -> None:
         """What is stored as float16 has its precision."""
@@ -108,7 +116,7 @@ class Program:
     @property
     def parts(self) -> int:
         """Micro-batches in one call's input."""
-        return self.iterations * self.accumulation * self.input_groups
+        return self.iterations * self.accumulation * self.replicas
 
     def check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
         for place, tensor in enumerate(inputs):
@@ -116,8 +124,7 @@ class Program:
             assert size % self.parts == 0, (
                 f"Invalid batch dimension: In the input {tensor.shape}, the batch dimension ({size}) must be a multiple of "
                 f"Options.deviceIterations({self.iterations}) * "
-                f"(Options.replicationFactor({self.replicas}) / "
-                f"Options.inputReplicaGrouping({self.options.input_group_size})) * "
+                f"Options.replicationFactor({self.replicas}) * "
                 f"Options.Training.gradientAccumulation({self.accumulation}) = {self.parts} because it is used to calculate "
                 "the batch size which will be executed on the device in any given iteration. For a full explanation see the "
                 "batching semantics page of the documentation."
@@ -157,7 +164,9 @@ class Program:
     def trace(self, arguments: Any, strategy: Any) -> Tuple[Trace, Layout, List[Any]]:
         """One forward of the first micro-batch, noted and checked; leaves weights and random state as they were."""
         args, kwargs = self.piece(arguments, 0)
-        trace = Trace(strategy, self.model, _trace.tensors((args, kwargs)))
+        halves = any(t.dtype == torch.float16 for t in _trace.tensors(arguments))
+        trace = Trace(strategy, self.model, _trace.tensors((args, kwargs)), halves and not self.half)
+        trace.is_training = self.training
         buffers = dict(self.model.named_buffers())
         versions = {name: b._version for name, b in buffers.items()}
         attributes = _attributes(self.model)
@@ -227,20 +236,15 @@ class Program:
                 self._load_buffers(replica)
         self.model.zero_grad(set_to_none=True)
         for index in range(self.accumulation):
-            part = (iteration * self.accumulation + index) * self.input_groups + self._group(replica)
+            part = (iteration * self.accumulation + index) * self.replicas + replica
             args, kwargs = self.piece(arguments, part)
+            self._reset_constants(replica)
             result = self.model(*args, **kwargs)
             if self.training:
                 self._backward(_trace.flat(result)[self.loss_at], index)
             outputs[iteration, index, replica] = self._out(result)
         self._store_buffers(replica)
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-
-    def _group(self, replica: int) -> int:
-        kind = enums.CommGroupType(self.options.input_cgt)
-        if kind == enums.CommGroupType.Orthogonal:
-            return replica % self.input_groups
-        return replica // self.options.input_group_size
 
     def _reduction(self) -> Tuple[bool, Any]:
         mean = self.options.Training.accumulation_and_replication_reduction_type == enums.ReductionType.Mean
@@ -276,7 +280,8 @@ class Program:
                     total = total + other
                 p.grad = total / divisor if mean else total
         assert self.twin is not None
-        self.twin.step()
+        post = mean and strategy == enums.MeanReductionStrategy.Post
+        self.twin.step(self.replicas * self.accumulation if post else 1.0)
         self._round()
         self.model.zero_grad(set_to_none=True)
 

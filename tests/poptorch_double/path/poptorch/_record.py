@@ -6,7 +6,7 @@ import atexit
 import json
 import os
 import threading
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
@@ -28,7 +28,6 @@ class Placed:
 
     block: str
     stage: int
-    phase: int
     ipu: int
 
 
@@ -61,8 +60,6 @@ class Compilation:
     micro_batch: List[Tuple[int, ...]]  # shapes of the tensors one forward sees
     optimizer: Optional[Dict[str, Any]]
     recomputation: int  # autoRecomputation as PopTorch sets it: 3 in a pipeline unless told otherwise
-    checkpoints: int  # tensors given to recomputationCheckpoint
-    available_memory: List[float] = field(default_factory=list)  # of set_available_memory
 
 
 @dataclass

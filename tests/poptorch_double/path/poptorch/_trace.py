@@ -13,10 +13,9 @@ from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Mapping, Opti
 import torch
 from torch.overrides import TorchFunctionMode
 
-from poptorch._errors import DoubleRefuses, cpp_error, popart_error
-from poptorch._record import Loss, Placed, recorded
-from poptorch._signatures import DATA
-from poptorch.strategies import ParallelPhasedExecution, PipelinedExecution, ShardedExecution, _IPhasedExecution
+from poptorch._errors import DoubleRefuses, cpp_error, not_modelled, popart_error
+from poptorch._record import Loss, Placed
+from poptorch.strategies import PipelinedExecution, ShardedExecution
 
 current: Optional["Trace"] = None  # the trace in progress
 running = False  # a model is being traced or executed: poptorch.isRunningOnIpu()
@@ -29,11 +28,15 @@ LOSSES = frozenset(
 )
 ON_THE_HOST = frozenset("item tolist numpy __bool__ __int__ __float__ __index__ __array__".split())
 AUTOGRAD = frozenset("backward grad register_hook register_post_accumulate_grad_hook".split())
-WITHOUT_HANDLER = frozenset(DATA["ops_without_handler"])  # neither PopTorch's own nor made of others that it has
-SHAPES_FROM_VALUES = frozenset("nonzero unique unique_consecutive masked_select argwhere".split())
-FACTORIES = frozenset(
-    "arange empty full full_like linspace logspace ones rand randint randn randperm range tensor zeros zeros_like".split()
+# Operations that PopTorch has handlers of: those of the models and losses that are tried here. Others are refused.
+OPERATIONS = frozenset(
+    "_set_grad_enabled __eq__ __get__ __getitem__ adaptive_avg_pool2d add add_ arange argmax batch_norm bmm cat chunk clone "
+    "contiguous conv1d conv2d cross_entropy detach dim div dropout embedding expand flatten float gelu group_norm "
+    "is_floating_point l1_loss layer_norm linear log_softmax masked_fill matmul max_pool2d mean mse_loss mul mul_ ne nll_loss "
+    "ones permute pow relu reshape scaled_dot_product_attention sigmoid size softmax square squeeze stack sub sum tanh to "
+    "transpose unbind unflatten unsqueeze view view_as zeros".split()
 )
+SHAPES_FROM_VALUES = frozenset("nonzero unique unique_consecutive masked_select argwhere".split())
 
 
 # ---- nested structures of tensors
@@ -80,36 +83,30 @@ class Op:
 class Trace(TorchFunctionMode):
     """Within it every torch function that makes a tensor is noted, and refused where the IPU could not do it."""
 
-    def __init__(self, strategy: Any, model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, strategy: Any, model: torch.nn.Module, inputs: Sequence[torch.Tensor], mixes_halves: bool = False
+    ) -> None:
         super().__init__()
+        self.is_training = False
+        self.mixes_halves = mixes_halves  # half inputs, float32 weights
         self.strategy = strategy
         self.manager = strategy._manager()
-        self.next_auto_id = 0
-        self.active: Optional[Placed] = Placed("", 0, 0, 0)  # before any block: IPU 0, stage 0
+        self.active = Placed("", 0, 0)  # before any block: IPU 0, stage 0
         self.blocks: List[Placed] = []
         self.ops: List[Op] = []
-        self.checkpoints = 0
-        self.available_memory: List[float] = []
-        self.overlapped: Set[str] = set()
+        self.overlapped = False
         self._names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
         self._kept: List[Any] = list(inputs)  # so that no identity is used twice
-        self._reported_factories: Set[str] = set()
+        self._known = {*self._names, *map(id, inputs)}  # tensors that are on the IPU
 
     # -- blocks
 
-    def begin(self, block: Optional[str], ipu: Optional[int]) -> str:
-        """A block begins; returns its id. A stage's own IPU comes before the block's; without either it is the stage's id."""
-        if block is None:
-            block, self.next_auto_id = str(self.next_auto_id), self.next_auto_id + 1
+    def begin(self, block: Optional[str], ipu: Optional[int]) -> None:
+        """A block begins. A stage's own IPU comes before the block's; without either it is the stage's id."""
         stage = self.manager.stage(block, ipu)
         place = stage._ipu if stage._ipu is not None else ipu
-        index = stage._phase_id if isinstance(self.strategy, _IPhasedExecution) else stage._stage_id
-        self.active = Placed(block, stage._stage_id, stage._phase_id, index if place is None else place)
+        self.active = Placed(str(block), stage._stage_id, stage._stage_id if place is None else place)
         self.blocks.append(self.active)
-        return block
-
-    def end(self) -> None:
-        self.active = None
 
     def mark_loss(self, function: str, loss: torch.Tensor) -> None:
         """The operation that made `loss` is a loss."""
@@ -136,37 +133,54 @@ class Trace(TorchFunctionMode):
             kwargs.get("weight") is not None or args[2:3] not in ((), (None,))
         ):
             raise cpp_error(f'Parameter "weight" is unsupported for aten::{name}')
+        if name in ("cross_entropy", "scaled_dot_product_attention") and (
+            kwargs.get("label_smoothing") or kwargs.get("is_causal")
+        ):
+            op = {"cross_entropy": "masked_select", "scaled_dot_product_attention": "tril"}[name]
+            raise cpp_error(f"Unsupported ops found in compiled model: [aten::{op}].")
+        given = tensors([args, kwargs])
+        for tensor in given:
+            self._check_place(name, tensor)
+        if (
+            name.startswith("conv")
+            and self.mixes_halves
+            and (kwargs.get("bias") is not None or args[2:3] not in ((), (None,)))
+        ):
+            raise RuntimeError("Input type (c10::Half) and bias type (float) should be the same")  # torch 2.0.1's own
         result = func(*args, **kwargs)
         made = tensors(result)
         if name == "__setitem__":
             made = [args[0]]
         if made:
-            self._note(name, tensors([args, kwargs]), made)
+            self._note(name, given, made)
+        if not torch.is_grad_enabled() and self.is_training and name != "detach":
+            if any(t.requires_grad for t in given) and any(t.is_floating_point() for t in made):
+                raise DoubleRefuses(f"{name}: torch.no_grad() has no effect on an IPU (RequiresGrad.cpp)")
         return result
 
+    def _check_place(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor is an input, a parameter, a buffer, or was made in the trace; all else is the host's."""
+        if isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction):
+            raise DoubleRefuses(
+                f"{name} takes a tensor made by {type(tensor.grad_fn).__name__}: Python code of autograd "
+                "(torch.autograd.Function) does not run on an IPU"
+            )
+        if id(tensor) not in self._known:
+            raise cpp_error(f"{name}: expected an IPU tensor, got a CPU tensor of shape {list(tensor.shape)}")
+
     def _refuse(self, name: str) -> None:
-        if name in WITHOUT_HANDLER:
-            raise cpp_error(f"Unsupported ops found in compiled model: [aten::{name}].")
         if name in AUTOGRAD:
             raise cpp_error(f"{name}: gradients and hooks do not exist inside the forward of an IPU model")
         if name in ON_THE_HOST:
             raise cpp_error(f"{name}: the value of an IPU tensor is not known while the graph is built (static graph)")
         if name in SHAPES_FROM_VALUES:
             raise cpp_error(f"{name}: the shape of its result depends on values (static shapes)")
-        if name in FACTORIES and name not in self._reported_factories:
-            self._reported_factories.add(name)
-            recorded.warn(f"No device set in torch.{name}(): forcing to IPU")
+        if name not in OPERATIONS:
+            raise not_modelled(f"torch's {name} (does PopTorch have a handler of it?)")
 
     def _note(self, name: str, given: List[torch.Tensor], made: List[torch.Tensor]) -> None:
-        if self.active is None:
-            raise cpp_error("No active Block, all the ops must belong to a Block")
-        for tensor in given:
-            if isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction):
-                raise DoubleRefuses(
-                    f"{name} takes a tensor made by {type(tensor.grad_fn).__name__}: Python code of autograd "
-                    "(torch.autograd.Function) does not run on an IPU"
-                )
         self._kept += [*given, *made]
+        self._known.update(map(id, made))
         loss = name if name in LOSSES else None
         self.ops.append(Op(name, self.active, tuple(map(id, given)), tuple(map(id, made)), loss))
 
@@ -273,12 +287,6 @@ def lay_out(trace: Trace, ops: Sequence[Op], losses: Sequence[Loss], parameters:
     if pipelined:
         _check_order(ops, losses)
         _check_gaps(trace, stages)
-    if isinstance(trace.strategy, ParallelPhasedExecution):
-        for op in ops:
-            if op.at.phase % 2 != op.at.ipu % 2:
-                raise cpp_error(
-                    f"Phase {op.at.phase} runs on IPU {op.at.ipu}: even phases run on even IPUs, odd on odd"
-                )
     return Layout(stages, used, changes + 1, {n: i for n, i in where.items() if n in parameters}, pipelined)
 
 
@@ -302,9 +310,7 @@ def _check_order(ops: Sequence[Op], losses: Sequence[Loss]) -> None:
 
 
 def _check_gaps(trace: Trace, stages: Mapping[int, int]) -> None:
-    """Stage 0 alone may be missing where AutoIncrement, which counts from 1, made the stages: PopART shifts them down."""
-    first = 0 if trace.strategy._block_map else min(stages)
-    for stage in range(first, max(stages) + 1):
+    for stage in range(max(stages) + 1):
         if stage not in stages:
             raise popart_error(
                 f"The set of pipeline stages for all Ops contains {len(stages)} stages, but stage {stage} is missing"

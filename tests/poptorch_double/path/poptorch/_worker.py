@@ -11,7 +11,7 @@ import os
 import pickle
 import tempfile
 from multiprocessing import connection
-from typing import Any, Iterator, List, Optional
+from typing import Any, List
 
 import torch
 from torch import multiprocessing
@@ -21,23 +21,6 @@ from poptorch.enums import SharingStrategy
 
 STARTS = {SharingStrategy.Fork: "fork", SharingStrategy.ForkServer: "forkserver"}
 PRELOADED = ["torch", "ipu_pipe.backends.ipu.feed", "pytest"]  # by the server, for the time that every fork of it saves
-
-
-def _rebatched(source: Iterator[Any], size: int, drop: bool) -> Iterator[Any]:
-    held: List[List[torch.Tensor]] = []
-    for batch in source:
-        tensors = [batch] if isinstance(batch, torch.Tensor) else list(batch)
-        held += [[t[i : i + 1] for t in tensors] for i in range(len(tensors[0]))]
-        while len(held) >= size:
-            yield [torch.cat(parts) for parts in zip(*held[:size])]
-            held = held[size:]
-    if held and not drop:
-        yield [torch.cat(parts) for parts in zip(*held)]
-
-
-def _source(dataset: Any, size: Optional[int]) -> Iterator[Any]:
-    source = iter(dataset)
-    return source if size is None else _rebatched(source, size, getattr(dataset, "_rebatched_drop_last", True))
 
 
 def _flat(batch: Any) -> List[torch.Tensor]:
@@ -50,13 +33,13 @@ def _flat(batch: Any) -> List[torch.Tensor]:
     return tensors
 
 
-def work(end: Any, dataset: Any, size: Optional[int], slots: int) -> None:
+def work(end: Any, dataset: Any, slots: int) -> None:
     """The worker. The first batch gives the ring its shapes, so it is loaded before anything is asked for."""
     with contextlib.suppress(KeyboardInterrupt, EOFError):
         if isinstance(dataset, str):
             with open(dataset, "rb") as file:
                 dataset = pickle.load(file)
-        source = _source(dataset, size)
+        source = (dataset[index] for index in range(len(dataset)))
         first: Any = next(source, None)
         if first is None:
             raise py_error("The Dataset is empty")
@@ -70,8 +53,6 @@ def work(end: Any, dataset: Any, size: Optional[int], slots: int) -> None:
                 return
             if order == "begin":
                 turn = number
-                if turn > 1:
-                    source, first = _source(dataset, size), None
                 continue
             batch, first = (next(source, None) if first is None else first), None
             if batch is None:
@@ -87,7 +68,7 @@ def work(end: Any, dataset: Any, size: Optional[int], slots: int) -> None:
 class Worker:
     """The process, its ring of `slots` batches, and the batch that is being read."""
 
-    def __init__(self, dataset: Any, size: Optional[int], slots: int, strategy: Any) -> None:
+    def __init__(self, dataset: Any, slots: int, strategy: Any) -> None:
         context = multiprocessing.get_context(STARTS.get(strategy, "spawn"))
         if strategy == SharingStrategy.ForkServer:
             context.set_forkserver_preload(PRELOADED)
@@ -98,7 +79,7 @@ class Worker:
                 with open(path, "wb") as file:
                     pickle.dump(dataset, file, protocol=4)
                 dataset = path
-            self._process = context.Process(target=work, args=(there, dataset, size, slots), daemon=True)
+            self._process = context.Process(target=work, args=(there, dataset, slots), daemon=True)
             self._process.start()
             there.close()
             try:

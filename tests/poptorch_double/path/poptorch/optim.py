@@ -6,7 +6,7 @@ Arguments that were given are variable, all others are baked into the executable
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 import torch
 
@@ -225,54 +225,3 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         Optimizer.__init__(self)
         torch.optim.RMSprop.__init__(self, **torchs)
         self._set_up(own, given)
-
-
-class LAMB(Optimizer, torch.optim.Optimizer):
-    """Adam's direction, scaled by min(weight norm, max_weight_norm) / norm of the update, tensor by tensor."""
-
-    @typed("optim.LAMB")
-    def __init__(
-        self,
-        params: Iterable,
-        lr: Optional[float] = None,
-        betas: Tuple[float, float] = None,
-        eps: Optional[float] = None,
-        weight_decay: Optional[float] = None,
-        bias_correction: Optional[bool] = None,
-        loss_scaling: Optional[float] = None,
-        max_weight_norm: Optional[float] = None,
-        accum_type: Optional[torch.dtype] = None,
-        first_order_momentum_accum_type: Optional[torch.dtype] = None,
-        second_order_momentum_accum_type: Optional[torch.dtype] = None,
-    ) -> None:
-        torchs, own, given = _split(locals(), "LAMB")
-        defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "max_weight_norm": 65500.0}
-        defaults.update({key: value for key, value in torchs.items() if key != "params"})
-        Optimizer.__init__(self)
-        torch.optim.Optimizer.__init__(self, params, defaults)
-        self._set_up(own, given)
-
-    @torch.no_grad()
-    def step(self, closure: Optional[Callable[[], float]] = None) -> Optional[float]:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, group)
-        return None
-
-    def _update(self, p: torch.Tensor, group: Dict[str, Any]) -> None:
-        state = self.state[p]
-        if not state:
-            state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-        state["step"] += 1
-        beta1, beta2 = group["betas"]
-        state["exp_avg"].mul_(beta1).add_(p.grad, alpha=1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-        corrects = self.bias_correction
-        first = 1 - beta1 ** state["step"] if corrects else 1
-        second = 1 - beta2 ** state["step"] if corrects else 1
-        direction = state["exp_avg"] / first / ((state["exp_avg_sq"] / second).sqrt() + group["eps"])
-        update = direction + group["weight_decay"] * p
-        weight, size = p.norm().clamp(max=group["max_weight_norm"]), update.norm()
-        trust = float(weight / size) if weight > 0 and size > 0 else 1.0
-        p.add_(update, alpha=-group["lr"] * trust)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import types
 from typing import Any, Dict, List, Mapping, Optional, Set, Union
@@ -11,15 +10,9 @@ from typing import Any, Dict, List, Mapping, Optional, Set, Union
 import torch
 
 from poptorch import enums
-from poptorch._errors import ConfigFileError, cpp_error
-from poptorch._record import recorded
+from poptorch._errors import cpp_error
 from poptorch._signatures import DATA, typed
-from poptorch.strategies import (
-    ParallelPhasedExecution,
-    PipelinedExecution,
-    SerialPhasedExecution,
-    _IExecutionStrategy,
-)
+from poptorch.strategies import PipelinedExecution
 
 __all__ = ["Options", "TensorLocationSettings"]
 
@@ -87,19 +80,6 @@ class OptionsDict:
         return other
 
 
-class _JitOptions(OptionsDict):
-    """Deprecated."""
-
-    def __init__(self) -> None:
-        super().__init__(trace_model=False)
-
-    @typed("Jit.traceModel")
-    def traceModel(self, trace_model: bool) -> "_JitOptions":
-        # [U] what 3.4 does with True; its tracing is gone, so True is refused
-        assert trace_model is False, "PopTorch 3 builds its graphs with the dispatcher only"
-        return self
-
-
 class _PopartOptions:
     """popart.SessionOptions by name."""
 
@@ -140,12 +120,6 @@ class _PopartOptions:
     def setEngineOptions(self, engine_options: Dict[str, str]) -> "_PopartOptions":
         return self.set("engineOptions", dict(engine_options))
 
-    @typed("_Popart.setPatterns")
-    def setPatterns(self, patterns: Dict[str, bool], level: int = 2) -> "_PopartOptions":
-        self.checkIsFrozen()
-        self._options.update(patterns=dict(patterns), patterns_level=level)
-        return self
-
 
 def _popart_kind(value: Any) -> str:
     """The C++ type a Python value becomes; enums have to be given as ints, NumPy's integers are refused."""
@@ -164,27 +138,6 @@ class _PrecisionOptions(OptionsDict):
     def __init__(self, popart: _PopartOptions) -> None:
         super().__init__()
         self.__dict__["_popart"] = popart
-
-    @typed(
-        "Precision.halfFloatCasting",
-        error=ValueError,
-        says="halfFloatCasting must be set to poptorch.HalfFloatCastingBehavior.FloatDowncastToHalf or "
-        "poptorch.HalfFloatCastingBehavior.HalfUpcastToFloat or poptorch.Default",
-    )
-    def halfFloatCasting(self, half_float_casting: "enums.HalfFloatCastingBehavior") -> "_PrecisionOptions":
-        self.checkIsFrozen()
-        recorded.warn("halfFloatCasting is deprecated and does nothing")
-        return self
-
-    @typed(
-        "Precision.runningStatisticsAlwaysFloat",
-        error=ValueError,
-        says="runningStatisticsAlwaysFloat needs to be set to a bool",
-    )
-    def runningStatisticsAlwaysFloat(self, value: bool) -> "_PrecisionOptions":
-        self.checkIsFrozen()
-        recorded.warn("runningStatisticsAlwaysFloat is deprecated and does nothing")
-        return self
 
     @typed("Precision.enableFloatingPointExceptions", says="enableFloatingPointExceptions needs to be set to a bool")
     def enableFloatingPointExceptions(self, enabled: bool) -> "_PrecisionOptions":
@@ -256,11 +209,6 @@ class _TrainingOptions(OptionsDict):
         self._popart.set("automaticLossScalingSettings.enabled", enabled)
         return self
 
-    @typed("Training.setConvolutionDithering")
-    def setConvolutionDithering(self, enabled: bool) -> "_TrainingOptions":
-        self._popart.set("convolutionOptions", {"enableConvDithering": enabled})
-        return self
-
 
 class _DistributedOptions(OptionsDict):
     def __init__(self) -> None:
@@ -276,18 +224,6 @@ class _DistributedOptions(OptionsDict):
     @typed("Distributed.disable")
     def disable(self) -> "_DistributedOptions":
         self.set(num_distributed_processes=1, distributed_process_id=0)
-        return self
-
-    @typed("Distributed.setEnvVarNames")
-    def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> "_DistributedOptions":
-        self._from_environment(var_num_processes, var_process_id)
-        return self
-
-    @typed("Distributed.configureProcessId")
-    def configureProcessId(self, process_id: int, num_processes: int) -> "_DistributedOptions":
-        self.checkIsFrozen()
-        assert 0 <= process_id < num_processes, f"no process {process_id} among {num_processes}"
-        self.set(distributed_process_id=process_id, num_distributed_processes=num_processes)
         return self
 
     @property
@@ -380,7 +316,6 @@ class Options(OptionsDict):
         super().__init__(**values)
         popart = _PopartOptions()
         self.__dict__.update(
-            _jit=_JitOptions(),
             _popart=popart,
             _precision=_PrecisionOptions(popart),
             _training=_TrainingOptions(popart),
@@ -388,19 +323,13 @@ class Options(OptionsDict):
             _tensor_locations=_TensorLocationOptions(),
             _execution_strategy=PipelinedExecution(),
             _show_compilation_progress_bar=True,
-            _relax_optimizer_checks=False,
-            _module_namescope_enabled=True,
-            _source_location_excludes=["install/poptorch", "site-packages/torch", "site-packages/poptorch"],
-            _strategy_was_set=False,
             _ipus_per_replica=None,  # popdist's
         )
         if os.environ.get("POPTORCH_CACHE_DIR"):
             self.enableExecutableCaching(os.environ["POPTORCH_CACHE_DIR"])
-        if os.environ.get("POPTORCH_DEFAULT_OPTIONS"):
-            self.from_json(os.environ["POPTORCH_DEFAULT_OPTIONS"])
 
     def _freeze(self) -> None:
-        for part in ("_jit", "_popart", "_precision", "_training", "_distributed", "_tensor_locations"):
+        for part in ("_popart", "_precision", "_training", "_distributed", "_tensor_locations"):
             self.__dict__[part]._freeze()
         super()._freeze()
 
@@ -410,45 +339,9 @@ class Options(OptionsDict):
             assert other.__dict__[part].__dict__["_popart"] is other.__dict__["_popart"]
         return other
 
-    @typed("Options.from_json")
-    def from_json(self, string: str) -> None:
-        for accessor, value in json.loads(string).items():
-            target: Any = self
-            for name in accessor.split("."):
-                target = getattr(target, name)
-            target(*value) if isinstance(value, list) else target(value)
-
-    @typed("Options.loadFromFile")
-    def loadFromFile(self, filepath: str) -> "Options":
-        import poptorch
-
-        with open(filepath) as file:
-            lines = [line.strip() for line in file]
-        for line in filter(None, lines):
-            try:
-                eval(f"options.{line}", {"options": self, "poptorch": poptorch, "torch": torch})
-            except Exception as error:
-                raise ConfigFileError(f"{filepath}: {line}: {error}") from error
-        return self
-
-    @typed("Options.sourceLocationExcludes")
-    def sourceLocationExcludes(self, excludes: List[str]) -> "Options":
-        self._source_location_excludes = excludes
-        return self
-
-    @typed("Options.appendToLocationExcludes")
-    def appendToLocationExcludes(self, *excludes: str) -> "Options":
-        self._source_location_excludes = [*self._source_location_excludes, *excludes]
-        return self
-
     @typed("Options.showCompilationProgressBar")
     def showCompilationProgressBar(self, show: bool = True) -> "Options":
         self._show_compilation_progress_bar = show
-        return self
-
-    @typed("Options.relaxOptimizerAttributesChecks")
-    def relaxOptimizerAttributesChecks(self, relax: bool = True) -> "Options":
-        self._relax_optimizer_checks = relax
         return self
 
     @property
@@ -458,10 +351,6 @@ class Options(OptionsDict):
     @property
     def Distributed(self) -> _DistributedOptions:
         return self._distributed
-
-    @property
-    def Jit(self) -> _JitOptions:
-        return self._jit
 
     @property
     def Precision(self) -> _PrecisionOptions:
@@ -488,10 +377,9 @@ class Options(OptionsDict):
         return self
 
     @typed("Options.setExecutionStrategy", unchecked=["strategy"])
-    def setExecutionStrategy(self, strategy: Union[ParallelPhasedExecution, SerialPhasedExecution]) -> "Options":
-        assert isinstance(strategy, _IExecutionStrategy), f"{type(strategy)} is no execution strategy"
+    def setExecutionStrategy(self, strategy: PipelinedExecution) -> "Options":
+        assert isinstance(strategy, PipelinedExecution), f"{type(strategy)} is no execution strategy"
         self._execution_strategy = strategy
-        self._strategy_was_set = True
         return self
 
     @typed("Options.setAvailableMemoryProportion")
@@ -514,34 +402,9 @@ class Options(OptionsDict):
         self.set(replication_factor=replication_factor)
         return self
 
-    @typed("Options.inputReplicaGrouping")
-    def inputReplicaGrouping(self, input_group_size: int, input_group_type: "enums.CommGroupType") -> "Options":
-        self.checkIsFrozen()
-        if input_group_type == enums.CommGroupType.NoGrouping:
-            input_group_size, input_group_type = 1, enums.CommGroupType.Consecutive
-        if input_group_type == enums.CommGroupType.All:
-            raise ValueError("input_group_type cannot be All")
-        if self.replication_factor < input_group_size:
-            raise ValueError("input_group_size cannot be larger than replication_factor")
-        assert input_group_size >= 1, f"inputReplicaGrouping: a group has at least one replica, not {input_group_size}"
-        if self.replication_factor % input_group_size:
-            raise ValueError("input_group_size must be a factor of replication_factor")
-        self.set(input_group_size=input_group_size, input_cgt=int(input_group_type))
-        return self
-
     @typed("Options.broadcastBuffers")
     def broadcastBuffers(self, broadcast_buffers: bool = True):
         self.set(broadcast_buffers=broadcast_buffers)
-        return self
-
-    @typed("Options.logDir")
-    def logDir(self, log_dir: str) -> "Options":
-        self.set(log_dir=log_dir)
-        return self
-
-    @typed("Options.maxRepeatLogs")
-    def maxRepeatLogs(self, max_lines: Optional[int]) -> "Options":
-        self.set(max_repeat_logs=2**63 - 1 if max_lines is None else max_lines)
         return self
 
     @typed("Options.modelName")
@@ -585,22 +448,6 @@ class Options(OptionsDict):
         self.createOrSet(ipu_version=ipu_version)
         return self
 
-    @typed("Options.anchorTensor")
-    def anchorTensor(
-        self,
-        short_name: str,
-        long_name: str,
-        output_mode: Optional["enums.OutputMode"] = None,
-        output_return_period: Optional[int] = 1,
-    ) -> None:
-        self.checkIsFrozen()
-        self._values["anchored_tensors"][short_name] = [
-            long_name,
-            output_mode is None,
-            output_mode,
-            output_return_period,
-        ]
-
     @typed("Options.outputMode")
     def outputMode(self, output_mode: "enums.OutputMode", output_return_period: Optional[int] = None) -> "Options":
         if output_mode == enums.OutputMode.EveryN:
@@ -637,30 +484,6 @@ class Options(OptionsDict):
         self._popart.set("instrumentWithHardwareCycleCounter", log_cycle_count)
         return self
 
-    @typed("Options.enableProfiling")
-    def enableProfiling(self, profile_dir: Optional[str] = None) -> "Options":
-        if any(key in os.environ.get("POPLAR_ENGINE_OPTIONS", "") for key in ("debug.allowOutOfMemory", "autoReport.")):
-            recorded.warn(
-                "Profiling setting overriden by environment variable. Check content of POPLAR_ENGINE_OPTIONS."
-            )
-        self._popart.setEngineOptions({
-            **self._popart.options.get("engineOptions", {}),
-            "debug.allowOutOfMemory": "true",
-            "autoReport.directory": profile_dir or ".",
-            "autoReport.all": "true",
-        })  # fmt: skip
-        return self
-
-    @typed("Options.disableModuleNamescope")
-    def disableModuleNamescope(self) -> "Options":
-        self._module_namescope_enabled = False
-        return self
-
-    @typed("Options.updatableNamedBuffers")
-    def updatableNamedBuffers(self, buffers: List[str]) -> "Options":
-        self.createOrSet(updatable_named_buffers=list(buffers))
-        return self
-
     @typed("Options.toDict")
     def toDict(self) -> Dict[str, Any]:
         assert not self.defaultOutputMode(), "An output mode must be picked before serialisation"
@@ -670,7 +493,3 @@ class Options(OptionsDict):
             assert not set(out) & set(part), "Can't merge dictionaries, they have some keys in common"
             out.update(part)
         return out
-
-    @typed("Options.clone")
-    def clone(self) -> "Options":
-        return copy.deepcopy(self)
