@@ -22,8 +22,9 @@ from ipu_pipe.local.blocks import BlockedModel, BlockOutputs, SumOfLosses, get_b
 from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import Structure
-from ipu_pipe.studies import filters, gradient_angles
 from ipu_pipe.studies import local_probes as probes
+from ipu_pipe.studies import probe_pictures
+from ipu_pipe.studies.local_probes import GradientProbe, compute_angle
 from tests.staged_models import whole
 from tools import local_probes as tool
 
@@ -77,14 +78,14 @@ def blocked(structure: Structure, stages: Sequence[nn.Module] = ()) -> BlockedMo
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_the_last_blocks_local_gradient_is_the_true_one_and_others_are_not(name: str) -> None:
-    found = gradient_angles.GradientProbe(blocked(STRUCTURES[name]), LOSS, *batch()).angles()
+    found = GradientProbe(blocked(STRUCTURES[name]), LOSS, *batch()).measure()
     assert found[-1] is not None and found[-1].degrees == 0.0 and found[-1].cosine == pytest.approx(1)
     for each in found[:-1]:
         assert each is not None and each.degrees > 1
 
 
 def test_one_block_has_no_angle_to_the_whole_model() -> None:
-    (found,) = gradient_angles.GradientProbe(blocked(Structure(blocks=1)), LOSS, *batch()).angles()
+    (found,) = GradientProbe(blocked(Structure(blocks=1)), LOSS, *batch()).measure()
     assert found is not None and found.degrees == 0.0
 
 
@@ -113,7 +114,7 @@ def test_angles_are_those_of_gradients_written_out(overlap: int) -> None:
             grads = torch.autograd.grad(loss, list(stages[i].parameters()), retain_graph=True)
             local[i].append(torch.cat([g.flatten() for g in grads]))
     loss = cross_entropy(nn.Sequential(*stages)(x), y)
-    for i, found in enumerate(gradient_angles.GradientProbe(model, LOSS, x, y).angles()):
+    for i, found in enumerate(GradientProbe(model, LOSS, x, y).measure()):
         true = torch.cat(
             [g.flatten() for g in torch.autograd.grad(loss, list(stages[i].parameters()), retain_graph=True)]
         )
@@ -137,8 +138,8 @@ def test_a_probe_leaves_everything_as_it_was(name: str) -> None:
     state, gradients = copy.deepcopy(model.state_dict()), [p.grad for p in model.parameters()]
     values = [None if g is None else g.clone() for g in gradients]
     random = torch.get_rng_state()
-    probe, given = gradient_angles.GradientProbe(model, LOSS, x, y), x.clone()
-    first = probe.angles()
+    probe, given = GradientProbe(model, LOSS, x, y), x.clone()
+    first = probe.measure()
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in state.items())
     for p, gradient, value in zip(model.parameters(), gradients, values):
         assert p.grad is gradient and (gradient is None or (value is not None and torch.equal(gradient, value)))
@@ -146,19 +147,19 @@ def test_a_probe_leaves_everything_as_it_was(name: str) -> None:
     assert torch.equal(random, torch.get_rng_state()) and torch.equal(x, given)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     torch.rand(3)
-    assert probe.angles() == first, "the draws are the probe's own"
+    assert probe.measure() == first, "the draws are the probe's own"
 
 
 def test_frozen_blocks_and_other_models_have_no_angle() -> None:
-    found = gradient_angles.GradientProbe(blocked(Structure(layers=1)), LOSS, *batch()).angles()
+    found = GradientProbe(blocked(Structure(layers=1)), LOSS, *batch()).measure()
     assert found[0] is None and found[1] is not None and found[1].degrees == 0.0
     with pytest.raises(BadInput, match="no blocks that are trained by losses of their own"):
-        gradient_angles.GradientProbe(nn.Linear(2, 2), LOSS, *batch())
+        GradientProbe(nn.Linear(2, 2), LOSS, *batch())
 
 
 def test_angles_of_vectors() -> None:
     def degrees(a: List[float], b: List[float]) -> Any:
-        found = gradient_angles.angle(torch.tensor(a).double(), torch.tensor(b).double())
+        found = compute_angle(torch.tensor(a).double(), torch.tensor(b).double())
         return None if found is None else found.degrees
 
     assert degrees([3.0, 0.0], [0.0, 2.0]) == pytest.approx(90)
@@ -182,7 +183,7 @@ def digits(*changes: str) -> Config:
 
 @pytest.mark.parametrize("method", ["local_greedy", "local_overlapping"])
 def test_training_is_the_same_with_and_without_the_probe(method: str) -> None:
-    often, seldom = (probes.angle_run(digits(), method, every, samples=32)["points"] for every in (1, 4))
+    often, seldom = (probes.run_angles(digits(), method, every, samples=32)["points"] for every in (1, 4))
     assert [point["update"] for point in often] == [0, 1, 2, 3, 4, 5, 6]
     assert [point["update"] for point in seldom] == [0, 4, 6]
     for point in seldom:
@@ -195,16 +196,16 @@ def test_training_is_the_same_with_and_without_the_probe(method: str) -> None:
 
 def test_chunks_of_stages() -> None:
     begins = ["b", "c", "d", "e", "f"]  # of six stages
-    blocks = {size: probes.chunked(begins, size)["method_args"]["blocks"] for size in (1, 2, 3, 4, 6)}
+    blocks = {size: probes.make_chunk_keys(begins, size)["method_args"]["blocks"] for size in (1, 2, 3, 4, 6)}
     assert blocks == {1: begins, 2: ["c", "e"], 3: ["d"], 4: ["e"], 6: 1}
-    begins = probes.stage_begins(digits())
-    sizes = {size: probes.chunk_run(digits("steps=2"), begins, size, 0, 50)["blocks"] for size in (1, 2, 3, 4)}
+    begins = probes.find_stage_begins(digits())
+    sizes = {size: probes.run_chunks(digits("steps=2"), begins, size, 0, 50)["blocks"] for size in (1, 2, 3, 4)}
     assert sizes == {1: 4, 2: 2, 3: 2, 4: 1}
 
 
 def test_training_samples_are_evaluated_without_augmentation_and_as_many_as_test_samples() -> None:
     job = build(digits("data.augment=true", "method=local_greedy"))
-    x, y = (torch.cat(parts) for parts in zip(*probes.training_batches(job, 150)))
+    x, y = (torch.cat(parts) for parts in zip(*probes.read_training_batches(job, 150)))
     plain = load_data("digits", augment=False, subset=150)
     assert isinstance(plain, TensorData) and isinstance(job.data, TensorData) and job.data.augment
     own = dict(zip([bytes(image.numpy()) for image in x], y.tolist()))
@@ -212,16 +213,16 @@ def test_training_samples_are_evaluated_without_augmentation_and_as_many_as_test
         for image, label in zip(*plain.train_batch(0, k, 50)):
             assert own.pop(bytes(image.numpy())) == int(label)
     assert not own
-    assert probes.chunk_run(digits("steps=1"), [], 1, 0, 5000)["samples"] == 100
+    assert probes.run_chunks(digits("steps=1"), [], 1, 0, 5000)["samples"] == 100
     synthetic = build(digits("data={name: synthetic, shape: [1, 8, 8], subset: 60}"))
-    assert [len(part) for part, _ in probes.training_batches(synthetic, 20)] == [8, 8, 4]
+    assert [len(part) for part, _ in probes.read_training_batches(synthetic, 20)] == [8, 8, 4]
 
 
 def test_evaluation_is_by_final_output_and_leaves_modes() -> None:
     job = build(digits("method=local_greedy"))
-    data = list(probes.training_batches(job, 64))
+    data = list(probes.read_training_batches(job, 64))
     modes = [module.training for module in job.model.modules()]
-    loss, found = probes.measured(job, data)
+    loss, found = probes.evaluate(job, data)
     assert modes == [module.training for module in job.model.modules()]
     job.model.eval()
     with torch.no_grad():
@@ -232,7 +233,7 @@ def test_evaluation_is_by_final_output_and_leaves_modes() -> None:
 
 def test_labels_are_fitted_and_points_are_means() -> None:
     fine, coarse = (
-        probes.label_run(digits("data.subset=32", "steps=40", "optimizer.lr=0.1"), "b", {"method": "gpipe"}, every)
+        probes.run_labels(digits("data.subset=32", "steps=40", "optimizer.lr=0.1"), "b", {"method": "gpipe"}, every)
         for every in (1, 20)
     )
     losses = [point["train_loss"] for point in fine["points"]]
@@ -289,7 +290,7 @@ def test_filters_lie_in_a_grid_each_between_its_own_extremes(tmp_path: Path) -> 
         * torch.tensor([1, 1e3, 1, 1e-3, 1])[:, None, None, None]
     )
     weights[2] = 7.0
-    image = filters.filters_image(weights, enlarge=3, columns=2)
+    image = probe_pictures.make_filters_image(weights, enlarge=3, columns=2)
     assert image.shape == (3 * (6 + 2) + 2, 2 * (12 + 2) + 2, 3) and image.dtype == np.uint8
     expected = np.full_like(image, 255)
     for i, f in enumerate(weights.numpy()):
@@ -299,18 +300,18 @@ def test_filters_lie_in_a_grid_each_between_its_own_extremes(tmp_path: Path) -> 
                     share = 0.5 if i == 2 else (f[c, row // 3, column // 3] - f.min()) / (f.max() - f.min())
                     expected[i // 2 * 8 + 2 + row, i % 2 * 14 + 2 + column, c] = np.rint(share * 255)
     assert np.abs(expected.astype(int) - image.astype(int)).max() <= 1  # rounding of halves
-    grey = filters.filters_image(torch.randn(3, 1, 5, 5))
+    grey = probe_pictures.make_filters_image(torch.randn(3, 1, 5, 5))
     assert grey.shape == (2 * (40 + 2) + 2, 2 * (40 + 2) + 2, 3)  # 8 pixels a weight
     assert (grey[..., 0] == grey[..., 1]).all() and (grey[44:, 44:] == 255).all()
 
     from matplotlib.image import imread
 
-    filters.draw_filters([("a", image), ("a longer title", grey), ("c", image)], tmp_path / "f.png")
+    probe_pictures.draw_filters([("a", image), ("a longer title", grey), ("c", image)], tmp_path / "f.png")
     drawn = np.rint(imread(tmp_path / "f.png")[..., :3] * 255).astype(np.uint8)
     assert drawn.shape[:2] == (24 + 86, 30 + 16 + 98 + 16 + 30)
     for left, shown in ((0, image), (30 + 16, grey), (30 + 16 + 98 + 16, image)):
         assert (drawn[24 : 24 + shown.shape[0], left : left + shown.shape[1]] == shown).all()
-    filters.draw_filters([("a", image), ("b", image)], tmp_path / "g.png", "Filters", "what they are of")
+    probe_pictures.draw_filters([("a", image), ("b", image)], tmp_path / "g.png", "Filters", "what they are of")
     told = np.rint(imread(tmp_path / "g.png")[..., :3] * 255).astype(np.uint8)
     assert told.shape[0] == 2 * 24 + image.shape[0] + 2 * 24  # of a title, titles, a note of two lines
     assert (told[48 : 48 + image.shape[0], : image.shape[1]] == image).all()
@@ -322,8 +323,8 @@ def test_the_first_layer_is_found_or_named() -> None:
         "stem.weight": torch.randn(4, 3, 3, 3), "next.weight": torch.randn(4, 4, 3, 3),
         "local_heads.0.weight": torch.randn(2, 3, 1, 1), "fc.weight": torch.randn(5, 12),
     }  # fmt: skip
-    assert filters.first_layer(state, "p")[0] == "stem.weight"
-    name, rows = filters.first_layer(state, "p", shape=(3, 2, 2))
+    assert probe_pictures.find_first_layer(state, "p")[0] == "stem.weight"
+    name, rows = probe_pictures.find_first_layer(state, "p", shape=(3, 2, 2))
     assert name == "fc.weight" and rows.shape == (5, 3, 2, 2) and torch.equal(rows[1].flatten(), state["fc.weight"][1])
     cases: List[Tuple[Dict[str, Any], str]] = [
         ({"name": "next.weight"}, "p: next.weight: its shape is (4, 4, 3, 3), must be (n, 1 or 3, H, W)"),
@@ -333,12 +334,12 @@ def test_the_first_layer_is_found_or_named() -> None:
     ]
     for how, told in cases:
         with pytest.raises(BadInput) as refused:
-            filters.first_layer(state, "p", **how)
+            probe_pictures.find_first_layer(state, "p", **how)
         assert told in str(refused.value)
     with pytest.raises(BadInput, match="2 tensors: stem.weight, other"):
-        filters.first_layer({**state, "other": torch.randn(2, 1, 3, 3)}, "p")
+        probe_pictures.find_first_layer({**state, "other": torch.randn(2, 1, 3, 3)}, "p")
     with pytest.raises(BadInput, match="stem.weight: holds values that are not finite"):
-        filters.first_layer({"stem.weight": torch.full((1, 3, 2, 2), float("nan"))}, "p")
+        probe_pictures.find_first_layer({"stem.weight": torch.full((1, 3, 2, 2), float("nan"))}, "p")
 
 
 # ---- command line

@@ -23,8 +23,8 @@ from ipu_pipe.run.build import build
 from ipu_pipe.stability.advice import StageDynamics, compute_margins, describe_margins
 from ipu_pipe.stability.recurrences import make_delayed_sgd, make_pipemare
 from ipu_pipe.studies.curvature import sharpest
-from ipu_pipe.studies.delayed_regression import largest_curvature, losses, regression_set
 from ipu_pipe.studies.run_stability import findings
+from ipu_pipe.studies.theory_figures import compute_largest_curvature, load_regression, train_delayed
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -301,8 +301,8 @@ def test_figures_are_data_and_pictures(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_delayed_regression_diverges_along_lemma_1() -> None:
-    data = regression_set()
-    limit = 2 / largest_curvature(data) * math.sin(math.pi / 42)
+    data = load_regression()
+    limit = 2 / compute_largest_curvature(data) * math.sin(math.pi / 42)
     whole = data._replace(batch=256)  # less noise
-    found = losses(whole, np.array([0.7, 1.4]) * limit, np.array([10, 20]), 2500)
+    found = train_delayed(whole, np.array([0.7, 1.4]) * limit, np.array([10, 20]), 2500)
     assert np.isfinite(found).tolist() == [[True, False], [False, False]] and found[0, 0] < 0.3

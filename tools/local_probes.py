@@ -167,7 +167,7 @@ def _runs(
     from ipu_pipe.studies import local_probes as lib
 
     say(f"{args.probe}: {len(runs)} runs, {min(args.jobs, len(runs))} at a time")
-    return lib.in_processes(work, runs, args.jobs, say)
+    return lib.run_in_processes(work, runs, args.jobs, say)
 
 
 def angles(args: argparse.Namespace) -> Result:
@@ -182,10 +182,10 @@ def angles(args: argparse.Namespace) -> Result:
     if unknown:
         raise BadInput(f"--method: {unknown[0]}: must be one of {', '.join(lib.LOCAL)}")
     config = _config(args)
-    runs = _runs(args, lib.angle_run, {name: (config, name, args.every, args.samples) for name in args.method})
+    runs = _runs(args, lib.run_angles, {name: (config, name, args.every, args.samples) for name in args.method})
     found = {
         "source": f"{lib.SOURCE}, Figure 6(a)", "config": config.to_dict(), "samples": args.samples,
-        "every": args.every, "runs": runs, "table": probe_pictures.angles_table(runs),
+        "every": args.every, "runs": runs, "table": probe_pictures.make_angles_table(runs),
     }  # fmt: skip
     return found, lambda file: probe_pictures.plot_angles(runs, config, file)
 
@@ -196,7 +196,7 @@ def chunks(args: argparse.Namespace) -> Result:
     from ipu_pipe.studies import probe_pictures
 
     config = _config(args)
-    begins = lib.stage_begins(config)
+    begins = lib.find_stage_begins(config)
     stages = len(begins) + 1
     sizes = args.chunks or sorted({1, *(k for k in (2, 5) if k < stages), stages})
     seeds = args.seeds or [config.seed]
@@ -207,10 +207,10 @@ def chunks(args: argparse.Namespace) -> Result:
     wanted = {
         f"{k} of {stages} stages a block, seed {s}": (config, begins, k, s, args.samples) for s in seeds for k in sizes
     }
-    runs = _runs(args, lib.chunk_run, wanted)
+    runs = _runs(args, lib.run_chunks, wanted)
     found = {
         "source": f"{lib.SOURCE}, Figure 6(b)", "config": config.to_dict(), "stages": stages, "begins": begins,
-        "runs": runs, "table": probe_pictures.chunks_table(runs),
+        "runs": runs, "table": probe_pictures.make_chunks_table(runs),
     }  # fmt: skip
     return found, lambda file: probe_pictures.plot_chunks(runs, config, file)
 
@@ -228,17 +228,17 @@ def labels(args: argparse.Namespace) -> Result:
     }
     if args.blocks == 1:
         raise BadInput("--blocks: 1: is backpropagation, which is measured anyhow: must be at least 2")
-    runs = _runs(args, lib.label_run, {name: (config, name, keys, args.every) for name, keys in methods.items()})
+    runs = _runs(args, lib.run_labels, {name: (config, name, keys, args.every) for name, keys in methods.items()})
     found = {
         "source": f"{lib.SOURCE}, Figure 6(c)", "config": config.to_dict(), "every": args.every,
-        "runs": runs, "table": probe_pictures.labels_table(runs),
+        "runs": runs, "table": probe_pictures.make_labels_table(runs),
     }  # fmt: skip
     return found, lambda file: probe_pictures.plot_labels(runs, config, file)
 
 
 def filters(args: argparse.Namespace) -> Result:
     """What is shown of each checkpoint, drawn side by side."""
-    from ipu_pipe.studies import filters as lib
+    from ipu_pipe.studies import probe_pictures as lib
     from ipu_pipe.studies.local_probes import SOURCE
 
     shown, panels, paths = [], [], []
@@ -246,14 +246,14 @@ def filters(args: argparse.Namespace) -> Result:
         title, equals, rest = text.partition("=")
         if not equals or Path(text).exists():
             title, rest = "", text
-        path, tensors = lib.read_weights(Path(rest))
-        name, weights = lib.first_layer(tensors, str(path), args.name, args.shape)
+        path, tensors = lib.read_newest_weights(Path(rest))
+        name, weights = lib.find_first_layer(tensors, str(path), args.name, args.shape)
         title = title or Path(rest).stem
-        panels.append((title, lib.filters_image(weights[: args.count], args.enlarge, args.columns)))
+        panels.append((title, lib.make_filters_image(weights[: args.count], args.enlarge, args.columns)))
         paths.append(path)
         shown.append({"title": title, "weights": str(path), "tensor": name, "shape": list(weights.shape)})
     layers = ", ".join(dict.fromkeys(f"{each['tensor']} {each['shape']}" for each in shown))
-    title, note = f"Filters of the first layer, {layers}", lib.note_of(paths)
+    title, note = f"Filters of the first layer, {layers}", lib.describe_runs(paths)
     return {"source": f"{SOURCE}, Figure 7", "shown": shown}, lambda file: lib.draw_filters(panels, file, title, note)
 
 

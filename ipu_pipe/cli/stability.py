@@ -83,7 +83,7 @@ def _config(args: argparse.Namespace) -> None:
 
 
 def _figures(args: argparse.Namespace) -> None:
-    from ipu_pipe.studies.delay_figures import FIGURES
+    from ipu_pipe.studies.theory_figures import FIGURES
 
     known = [*FIGURES, *EXPERIMENTS]
     unknown = [name for name in args.what if name not in known and name != "all"]
@@ -113,8 +113,8 @@ def _figures(args: argparse.Namespace) -> None:
 
 def _one(name: str, args: argparse.Namespace) -> Any:
     from ipu_pipe.files import write
-    from ipu_pipe.studies.delay_figures import FIGURES, as_json
-    from ipu_pipe.studies.delay_pictures import draw
+    from ipu_pipe.studies.theory_figures import FIGURES
+    from ipu_pipe.studies.theory_panels import convert_to_json, draw
 
     out: Path = args.out or Path("runs/stability")
     if name in EXPERIMENTS:
@@ -125,7 +125,7 @@ def _one(name: str, args: argparse.Namespace) -> Any:
         raise BadInput(f"--out: {out}: cannot be written: {error.strerror or error}") from None
     saying(args.quiet)(f"{name} ...")
     figure = FIGURES[name]()
-    data: Dict[str, Any] = {"figure": name, **as_json(figure), "command": f"python tools/stability.py {name}"}
+    data: Dict[str, Any] = {"figure": name, **convert_to_json(figure), "command": f"python tools/stability.py {name}"}
     draw(figure, out / f"{name}.png")
     write(out / f"{name}.json", json.dumps(data) + "\n")
     title = figure.title.replace("\n", " ")
