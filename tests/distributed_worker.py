@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ipu_pipe.backends.losses import average
-from ipu_pipe.backends.processes.channels import links
-from ipu_pipe.backends.processes.mail import THROUGH_CHANNELS
-from ipu_pipe.backends.processes.ties import ties_of
+from ipu_pipe.backends.processes.cuda import list_links
+from ipu_pipe.backends.processes.ties import find_ties
 from ipu_pipe.errors import end_process
 from ipu_pipe.hardware.precision import MIXED, resolve_precision
 from ipu_pipe.job.record import DTYPES
@@ -87,16 +86,16 @@ def channels_of(case: Case, ranks: int, tied: Any) -> Any:
     """Groups in the place of tags, which behave as those of nccl, where the case's name asks for it."""
     if not case[0].startswith("channels"):
         return None
-    order = links(ranks, resolve_method(case[1], case[2]), THROUGH_CHANNELS, tied)
+    order = list_links(ranks, resolve_method(case[1], case[2]), tied)
     return {link: dist.new_group(sorted(link[:2])) for link in order}
 
 
 def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
-    from ipu_pipe.backends.processes.layout import Layout
-    from ipu_pipe.backends.processes.mail import Mail
-    from ipu_pipe.backends.processes.place import Place
-    from ipu_pipe.backends.processes.player import RowPlayer
-    from ipu_pipe.backends.processes.timeline import Timeline
+    from ipu_pipe.backends.processes.interpreter import Interpreter
+    from ipu_pipe.backends.processes.layout import RankLayout
+    from ipu_pipe.backends.processes.mail import TorchMail
+    from ipu_pipe.backends.processes.stage import Stage, StageModel
+    from ipu_pipe.backends.processes.trace import TraceRecorder
     from ipu_pipe.backends.work import Work
 
     _, name, args, accumulate, model_name, switch = case
@@ -108,7 +107,7 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     part = partition(model, data[0][0], names, one_stage=method.one_stage)
     schedule = make_schedule(method, ranks, len(data), accumulate, drains_of(case), switch * accumulate)
     table = VersionTable(schedule, method)
-    layout = Layout(rank, ranks)
+    layout = RankLayout(rank, ranks)
     cut = pieces(model, names, data[0][0])
     across = crossings(cut)
     make = ADAMW if "adamw" in case[0] else SGD
@@ -116,16 +115,18 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     rate = make.keywords["lr"]
     rules = UpdateRules(args, method, table.rule_lag(), accumulate, optimizer, lambda k: rate, switch, numbers.masters)
     keyed = KeyedRandomness(model, observe_effects(model, data[0][0]).draws, 0, torch.device("cpu"))
-    ties = ties_of(model, cut, rank)
+    ties = find_ties(model, cut, rank)
     channels = channels_of(case, ranks, ties.links)
     double = NcclDouble(list((channels or {}).values()))
     double.watch(cut[rank], optimizer)
     cpu = torch.device("cpu")
-    engine = RowPlayer(
-        Work(numbers.loss(nn.functional.cross_entropy), table, rules, clip_of(case)),
-        Place(layout, cut[rank], across, lambda m: data[m], cpu, keyed, ties=ties),
-        Mail(layout, cpu, Timeline(layout, range(512)), 300.0, channels=channels),
+    work = Work(numbers.loss(nn.functional.cross_entropy), table, rules, clip_of(case))
+    recorder = TraceRecorder(rank, rank, range(512))
+    mail = TorchMail(rank, cpu, recorder, 300.0, channels=channels)
+    stage = Stage(
+        work, StageModel(layout, cut[rank], across, lambda m: data[m], cpu, keyed, ties=ties), mail, recorder
     )
+    engine = Interpreter(work, {rank: stage}, mail, recorder, channels=channels)
     with double:
         losses = []
         for k in range(updates_of(case)):
@@ -138,16 +139,16 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
         held = [model.get_parameter(name) for name in (*part.stages[rank].parameters, *part.replicas(rank))]
         own = sum(p.numel() * p.element_size() for p in held)
     if own:  # weight versions besides the newest, at most
-        state[f"versions {rank}"] = torch.tensor(engine.version_bytes / own)
-    if engine.place.is_last:
+        state[f"versions {rank}"] = torch.tensor(stage.peak_version_bytes / own)
+    if stage.model.is_last:
         state["losses"] = torch.tensor([average(table)[0] for table in losses])  # type: ignore[arg-type]
     return {key: value.clone() for key, value in state.items()}
 
 
 def main(rank: int, ranks: int, folder: str, cases: List[Case]) -> None:
-    from ipu_pipe.backends.processes import row
+    from ipu_pipe.backends.processes import interpreter
 
-    row.CHUNK = 8  # so that rows of several chunks are seen
+    interpreter.CHUNK = 8  # so that rows of several chunks are seen
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     try:

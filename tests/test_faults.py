@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Dict, List
@@ -20,9 +21,11 @@ import pytest
 import torch
 from torch import nn
 
-from ipu_pipe.backends.processes import group, joining
-from ipu_pipe.backends.processes.evaluation import wait_for_first_replica
-from ipu_pipe.backends.processes.joining import differing, meet, what_is_asked
+from ipu_pipe.backends.processes import deadlines, launch
+from ipu_pipe.backends.processes.collect import wait_for_first_replica
+from ipu_pipe.backends.processes.deadlines import LostRank
+from ipu_pipe.backends.processes.launch import compare, make_request, meet
+from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.cli import train as tool
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.data import DataSource
@@ -345,17 +348,17 @@ def test_a_missing_rank_is_named_once_within_the_limit() -> None:
 @on_processes
 def test_ranks_that_are_asked_for_something_else_are_refused_with_both_values() -> None:
     one, other = (load_config(DIGITS, [f"seed={seed}", f"data.root=/node{seed}"]) for seed in (1, 2))
-    asked = {0: what_is_asked(one, {"--out": Path("a")}), 1: what_is_asked(other, {"--out": Path("b")})}
+    asked = {0: make_request(one, {"--out": Path("a")}), 1: make_request(other, {"--out": Path("b")})}
     faults = join(asked, 3, 20)
     assert set(faults) == {0, 1} and [error.is_reported for error in faults.values()].count(False) == 1  # type: ignore
     assert isinstance(faults[0], BadInput) and sorted(faults[0].faults) == [
         '--out: rank 0 has "a", rank 1 has "b": all must be asked for the same',
         "seed: rank 0 has 1, rank 1 has 2: all must be asked for the same",
     ]
-    assert differing({"version of torch": "2"}, {}, 0, 1) == [
+    assert compare({"version of torch": "2"}, {}, 0, 1) == [
         'version of torch: rank 0 has "2", rank 1 has nothing: all must be asked for the same'
     ]
-    assert differing(asked[0], asked[1], 0, 1) == differing(asked[1], asked[0], 1, 0)
+    assert compare(asked[0], asked[1], 0, 1) == compare(asked[1], asked[0], 1, 0)
 
 
 @on_processes
@@ -372,7 +375,7 @@ def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_told(monkeypatc
         meet(Launch(1, 2, address="127.0.0.1", port=free_port()), 0.5, {})
     with pytest.raises(RunFault, match="rank 0 did not come to no.such.host.invalid"):
         meet(Launch(1, 2, address="no.such.host.invalid", port=29500), 0.1, {})
-    monkeypatch.setattr(joining, "LINGER", 0.1)
+    monkeypatch.setattr(launch, "LINGER", 0.1)
     port, second = free_port(), []
 
     def again() -> None:
@@ -396,7 +399,7 @@ def test_a_port_in_use_a_missing_first_rank_and_a_rank_twice_are_told(monkeypatc
 @on_processes
 def test_a_first_rank_that_is_stopped_is_told_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """It listens, but does not answer: torch would wait without end."""
-    monkeypatch.setattr(joining, "ANSWER", 0.5)
+    monkeypatch.setattr(launch, "ANSWER", 0.5)
     with socket.socket() as stopped:
         stopped.bind(("localhost", 0))
         stopped.listen(8)
@@ -404,7 +407,6 @@ def test_a_first_rank_that_is_stopped_is_told_within_the_limit(monkeypatch: pyte
         where = Launch(1, 2, address="127.0.0.1", port=port)
         with pytest.raises(RunFault, match=f"127.0.0.1:{port}"):
             meet(where, 0.5, {})
-    assert not joining.keeper_is_there(where)
 
 
 def join_with_a_stopped_rank(rank: int, port: int, victim: int, at: str, faults: Any) -> None:
@@ -419,10 +421,10 @@ def join_with_a_stopped_rank(rank: int, port: int, victim: int, at: str, faults:
 
     torch.distributed.init_process_group = connect_or_stop  # in this fork alone
     try:
-        group.start(load_config(DIGITS, ["backend.name=distributed", "backend.deadline=0.5"]), {})
+        launch.join(load_config(DIGITS, ["backend.name=distributed", "backend.deadline=0.5"]), {})
         if rank == victim:
             os.kill(os.getpid(), signal.SIGSTOP)
-        group.make_group([0, 1], 0.5)
+        launch.make_group([0, 1], 0.5)
     except RunFault as error:
         faults.put(str(error))
     os._exit(0)
@@ -435,9 +437,8 @@ def test_a_rank_that_is_stopped_while_joining_ends_the_others(
     at: str, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch asks the store of a stopped rank 0 without a limit, and gave other groups half an hour: the others hung."""
-    monkeypatch.setattr(joining, "ANSWER", 0.5)
-    monkeypatch.setattr(joining, "WARM_UP", 0.5)
-    monkeypatch.setattr(group, "ANSWER", 0.5)
+    monkeypatch.setattr(launch, "ANSWER", 0.5)
+    monkeypatch.setattr(deadlines, "WARM_UP", 0.5)
     fork = multiprocessing.get_context("fork")
     faults, port = fork.SimpleQueue(), free_port()
     ranks = [fork.Process(target=join_with_a_stopped_rank, args=(r, port, victim, at, faults)) for r in range(2)]
@@ -456,14 +457,12 @@ def test_a_rank_that_is_stopped_while_joining_ends_the_others(
 def test_replicas_wait_for_an_evaluation_as_long_as_it_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.HashStore()
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    limit = SimpleNamespace(total_seconds=lambda: 0.3)
-    player: Any = SimpleNamespace(mail=SimpleNamespace(limit=limit), doing="evaluation")
+    mail: Any = SimpleNamespace(limit=timedelta(seconds=0.3))
 
     def wait(replica: int) -> None:
-        layout: Any = SimpleNamespace(rank=replica, stage=0, replica=replica, depth=1)
-        wait_for_first_replica(layout, player, 1)
+        wait_for_first_replica(RankLayout(rank=replica, stages=1, replicas=2), mail, 1)
 
-    with pytest.raises(RunFault, match="the first replica is lost, or made no progress within 0.3 s"):
+    with pytest.raises(LostRank):
         wait(1)
     waiting = threading.Thread(target=wait, args=(1,), daemon=True)
     waiting.start()
@@ -479,9 +478,9 @@ def test_replicas_wait_for_an_evaluation_as_long_as_it_gets_on(monkeypatch: pyte
 def test_sigterm_ends_a_process_that_waits_where_python_does_not_run() -> None:
     script = """
 import ctypes
-from ipu_pipe.backends.processes.stopping import Stopping
-Stopping.PATIENCE = 0.5
-Stopping.watch()
+from ipu_pipe.backends.processes.deadlines import Termination
+Termination.PATIENCE = 0.5
+Termination.watch()
 mutex, libc = ctypes.create_string_buffer(128), ctypes.CDLL(None)  # all zeros: PTHREAD_MUTEX_INITIALIZER
 libc.pthread_mutex_lock(mutex)
 print("waits", flush=True)

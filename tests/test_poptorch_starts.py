@@ -21,7 +21,7 @@ from ipu_pipe.backends.ipu import backend as row
 from ipu_pipe.backends.ipu import blocks as ipu_blocks
 from ipu_pipe.backends.ipu import profile as ipu_profile
 from ipu_pipe.backends.ipu.feed import Calls, Feed, Reporting, as_input
-from ipu_pipe.backends.processes import group as processes
+from ipu_pipe.backends.processes import launch as processes
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.config.yaml_files import read_yaml
@@ -341,7 +341,7 @@ def test_a_group_that_could_hang_when_taken_down_stays(version: str, taken_down:
     )
     monkeypatch.setattr(processes, "dist", group)
     monkeypatch.setattr(torch, "__version__", version)
-    processes.stop()
+    processes.leave()
     assert len(called) == taken_down
 
 

@@ -18,11 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ipu_pipe.backends.processes.assembling import forget, zeros_instead
-from ipu_pipe.backends.processes.layout import Layout
-from ipu_pipe.backends.processes.mail import Mail, Message
-from ipu_pipe.backends.processes.timeline import Timeline
-from ipu_pipe.backends.processes.updating import average_over_replicas
+from ipu_pipe.backends.processes.collect import free, zero_freed
+from ipu_pipe.backends.processes.mail import Message, TorchMail
+from ipu_pipe.backends.processes.trace import TraceRecorder
+from ipu_pipe.backends.processes.update import average_over_replicas
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import end_process
 from ipu_pipe.model.cutting import Shape
@@ -356,13 +355,13 @@ def test_sends_that_are_through_are_let_go(tmp_path: Path) -> None:
 
 
 def _send_many(rank: int, folder: str) -> None:
-    layout, count = Layout(rank, 2), 200
+    count = 200
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    mail = Mail(layout, torch.device("cpu"), Timeline(layout, range(0)), 60.0)
+    mail = make_mail(rank)
     if rank == 0:
         for m in range(count):
             mail.send(1, Message("F", m), [torch.full((3,), float(m))])
-        assert mail.out.count(1) < 50
+        assert mail.buffer_bytes([]) < 50 * 3 * 4  # of 200 messages
         mail.flush()
     else:
         shapes = (Shape((3,), torch.float32, True),)
@@ -370,6 +369,10 @@ def _send_many(rank: int, folder: str) -> None:
         assert all(float(mail.receive(0, Message("F", m))[0][0]) == m for m in range(count))
     torch.distributed.barrier()
     end_process(0)
+
+
+def make_mail(rank: int) -> TorchMail:
+    return TorchMail(rank, torch.device("cpu"), TraceRecorder(rank, rank, range(0)), 60.0)
 
 
 def test_the_mean_over_replicas_is_the_emulators_whatever_their_number(tmp_path: Path) -> None:
@@ -396,19 +399,18 @@ def _average(rank: int, folder: str) -> None:
     given[1][2].zero_()
     real = torch.distributed.all_gather
     torch.distributed.all_gather = lambda every, own, **how: sent.append(own) or real(every, own, **how)  # type: ignore[func-returns-value]
-    layout = Layout(rank, 1, 3)
-    average_over_replicas(parameters, None, 3, Mail(layout, torch.device("cpu"), Timeline(layout, range(0)), 60.0))
+    average_over_replicas(parameters, make_mail(rank))
     for i, p in enumerate(parameters[:3]):
         expected = (given[0][i] + given[1][i] + given[2][i]) / 3
         assert p.grad is not None and p.grad.shape == p.shape and torch.equal(p.grad, expected)
-    assert parameters[3].grad is None and [own.dtype for own in sent] == [torch.float32, torch.bfloat16]
+    assert parameters[3].grad is None and [own.dtype for own in sent] == [torch.int32, torch.float32, torch.bfloat16]
     torch.distributed.barrier()
     end_process(0)
 
 
 def test_what_other_processes_hold_is_freed() -> None:
     layer = torch.nn.Linear(1000, 1000)
-    forget(layer.parameters())
+    free(layer.parameters())
     assert layer.weight.shape == (1000, 1000) and layer.weight.untyped_storage().nbytes() == 4
 
 
@@ -416,8 +418,8 @@ def test_what_is_forgotten_is_zero_while_shapes_are_looked_at() -> None:
     """A module that asserts that what it is given is finite failed in the first evaluation, and a grouped product of matrices
     (Mixtral's experts) which wants dense ones."""
     layer = torch.nn.Linear(3, 3)
-    forgotten = forget(layer.parameters())
-    with zeros_instead(forgotten):
+    freed = free(layer.parameters())
+    with zero_freed(freed):
         assert bool(torch.isfinite(layer(torch.ones(2, 3))).all()) and layer.weight.stride() == (3, 1)
     assert bool(layer.weight.isnan().all()) and bool(layer.bias.isnan().all())
 

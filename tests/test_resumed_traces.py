@@ -9,7 +9,7 @@ from typing import Any, Tuple
 import pytest
 import torch.distributed as dist
 
-from ipu_pipe.backends.processes import clocks
+from ipu_pipe.backends.processes import trace as process_trace
 from ipu_pipe.config.load import configure
 from ipu_pipe.errors import end_process
 from ipu_pipe.run.train import train
@@ -41,9 +41,9 @@ def check(resumed: Trace, whole: Trace, ended: int = 0) -> None:
 
 def _offsets(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    assert clocks.offset_to_first() == 0
-    clocks.clock_identity = lambda: str(rank)  # as of another host
-    offset = clocks.offset_to_first()
+    assert process_trace.compare_clocks() == 0
+    process_trace.identify_clock = lambda: str(rank)  # as of another host
+    offset = process_trace.compare_clocks()
     assert (offset == 0) == (rank == 0) and abs(offset) < 10**9
     end_process(0)
 

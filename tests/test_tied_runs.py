@@ -220,14 +220,14 @@ def test_a_checkpoint_of_processes_goes_on_on_the_emulator(tmp_path: Path) -> No
 
 
 def test_what_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    from ipu_pipe.backends.processes import engine, placing
+    from ipu_pipe.backends.processes import engine, layout
 
-    monkeypatch.setattr(placing, "run_on_main", lambda work: work())
+    monkeypatch.setattr(layout, "run_on_main", lambda work: work())
 
     def refused(method: str, trained: nn.Module, x: torch.Tensor) -> str:
         chosen = config(method, gradient_accumulation=1 if METHODS[method].is_stale else 4)
         with pytest.raises(BadInput) as caught:
-            placing._place_stages(chosen, METHODS[method], trained, x, 2, 0)
+            layout._place_stages(chosen, METHODS[method], trained, x, 2, 0)
         (fault,) = caught.value.faults
         return str(fault)
 
@@ -248,7 +248,7 @@ def test_what_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: Any
     assert said.startswith("model: 0.weight on stage 0 and 2.weight on stage 1 are two parameters in one memory")
     how = config("pipedream_2bw", optimizer=SGD, method_args={"weight_prediction": {"scale": 1}})
     job = build(how, model=model("lm"), data=tokens())  # the emulator can
-    assert engine.faults(job) == [
+    assert engine.list_faults(job) == [
         "method_args.weight_prediction: corrects embedding.tokens.weight, which several stages use, by what one of them keeps: "
         "use backend.name: emulator, or untie them"
     ]

@@ -137,7 +137,7 @@ def _process(rank: int, folder: str, accumulate: int, methods: List[str], rounds
             turn()
             if number >= 2:  # the first turns fill pipelines and caches
                 times[name].append(time.perf_counter() - begun)
-    events = engines["pipedream_flush"].mail.timeline.events()
+    events = engines["pipedream_flush"].recorder.events()
     events = events.where(events.microbatch >= accumulate)
     costs = {kind: _pass_seconds(events, kind) for kind in ("forward", "backward", "update")}
     (Path(folder) / f"{rank}.json").write_text(json.dumps({"times": times, "costs": costs}))
@@ -166,11 +166,11 @@ CUT = ["layer2.0"]
 def _engine(rank: int, name: str, data: List[Any], accumulate: int, count: int, group: Any) -> Any:
     import torch
 
-    from ipu_pipe.backends.processes.layout import Layout
-    from ipu_pipe.backends.processes.mail import Mail
-    from ipu_pipe.backends.processes.place import Place
-    from ipu_pipe.backends.processes.player import RowPlayer
-    from ipu_pipe.backends.processes.timeline import Timeline
+    from ipu_pipe.backends.processes.interpreter import Interpreter
+    from ipu_pipe.backends.processes.layout import RankLayout
+    from ipu_pipe.backends.processes.mail import TorchMail
+    from ipu_pipe.backends.processes.stage import Stage, StageModel
+    from ipu_pipe.backends.processes.trace import TraceRecorder
     from ipu_pipe.backends.work import Work
     from ipu_pipe.model.cutting import crossings, pieces
     from ipu_pipe.model.stages import partition
@@ -186,13 +186,11 @@ def _engine(rank: int, name: str, data: List[Any], accumulate: int, count: int, 
     cut = pieces(model, CUT, data[0][0])
     optimizer = torch.optim.SGD(select_stage(make_groups(model, part), rank), lr=RATE, momentum=0.9)
     rules = UpdateRules({}, method, table.rule_lag(), accumulate, optimizer, lambda k: RATE)
-    layout, cpu = Layout(rank, 2), torch.device("cpu")
-    across = crossings(cut)
-    return RowPlayer(
-        Work(torch.nn.functional.cross_entropy, table, rules),
-        Place(layout, cut[rank], across, lambda m: data[m % len(data)], cpu),
-        Mail(layout, cpu, Timeline(layout, range(count)), 300.0, group),
-    )
+    work, cpu = Work(torch.nn.functional.cross_entropy, table, rules), torch.device("cpu")
+    held = StageModel(RankLayout(rank, 2), cut[rank], crossings(cut), lambda m: data[m % len(data)], cpu)
+    recorder = TraceRecorder(rank, rank, range(count))
+    mail = TorchMail(rank, cpu, recorder, 300.0, group)
+    return Interpreter(work, {rank: Stage(work, held, mail, recorder)}, mail, recorder)
 
 
 def _our_turn(engine: Any, updates: int) -> None:

@@ -173,7 +173,7 @@ def _rank(rank: int, ranks: int, pairs: List[Tuple[str, str]], folder: str, port
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="localhost", MASTER_PORT=str(port)
     )
-    from ipu_pipe.backends.processes import group
+    from ipu_pipe.backends.processes.launch import leave
     from ipu_pipe.run.train import train
 
     for case, model in pairs:
@@ -182,7 +182,7 @@ def _rank(rank: int, ranks: int, pairs: List[Tuple[str, str]], folder: str, port
             train(_settings(case, model, ranks, precision), out, quiet=True)
         except BadInput as error:  # on every rank alike
             out.with_suffix(REFUSED).write_text(str(error))
-    group.stop()
+    leave()
     end_process(0)
 
 

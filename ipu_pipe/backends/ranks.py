@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from typing import Any, Callable, Iterator, List, Optional, TypeVar
 
 import torch.distributed as dist
 
-from ipu_pipe.backends.processes.joining import ANSWER, answer_within, keeper_is_there
+from ipu_pipe.backends.processes.deadlines import answer_within
 from ipu_pipe.errors import BadInput, RunFault, find_user_fault
-from ipu_pipe.launcher import read_launch
+from ipu_pipe.launcher import Launch, read_launch
+
+ANSWER = 3.0  # seconds in which a store that is there answers
 
 Result = TypeVar("Result")
 
@@ -75,11 +78,19 @@ def report_once() -> Iterator[None]:
 def _claim_report() -> bool:
     """Return whether no other process has reported a fault yet; True if the store that counts them is gone or does not answer."""
     where = read_launch()
-    # asking a store that is gone makes torch print its own stack
-    if where.address is not None and not keeper_is_there(where):
+    if where.address is not None and not _is_store_there(where):
         return True
     try:
         store = dist.distributed_c10d._get_default_store()
         return bool(answer_within(ANSWER, lambda: store.add("ipu_pipe/faults", 1)) == 1)
     except Exception:
         return True
+
+
+def _is_store_there(where: Launch) -> bool:
+    """Return whether somebody listens where the store is: to ask one that is gone makes torch print its own stack."""
+    try:
+        with socket.create_connection((str(where.address), int(where.port or 0)), timeout=ANSWER):
+            return True
+    except OSError:
+        return False

@@ -8,7 +8,7 @@ from ipu_pipe.backends.emulator import engine as emulator
 from ipu_pipe.backends.interface import Backend, Engine
 from ipu_pipe.backends.ipu import backend as ipu
 from ipu_pipe.backends.processes import engine as processes
-from ipu_pipe.backends.processes.group import stop
+from ipu_pipe.backends.processes.launch import leave as leave_group
 from ipu_pipe.backends.ranks import is_distributed
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
@@ -44,7 +44,7 @@ def launch(config: Config, asked: Optional[Mapping[str, object]] = None) -> None
 def leave() -> None:
     """When all is done: part from the other processes."""
     if is_distributed():
-        stop()
+        leave_group()
 
 
 def make_engine(job: Job, first_update: int) -> Engine:

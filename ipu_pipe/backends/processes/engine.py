@@ -1,113 +1,110 @@
-"""One job on several processes: each rank holds one stage and plays its row of the schedule (`player`).
+"""One job on several processes: each rank holds one stage and interprets its row of the schedule (`interpreter`).
 
-rank   0    1    2    3    4    5          depth 3, width 2
-stage  0    1    2    0    1    2          rank 0 prints and writes; gradients are averaged between ranks of one stage
+Rank 0 prints and writes. Gradients are averaged between the ranks of one stage in all replicas (`layout.RankLayout`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch.distributed as dist
 
 from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult, refuse_poptorch_state
-from ipu_pipe.backends.processes.assembling import cut_out, forget_others, make_channels, replica_groups
-from ipu_pipe.backends.processes.clocks import offset_to_first
-from ipu_pipe.backends.processes.ending import Ending
-from ipu_pipe.backends.processes.evaluation import Evaluation
-from ipu_pipe.backends.processes.gathering import (
-    gather,
-    hand_round,
-    stage_report,
-    stage_state,
-    stages_of,
-    whole_report,
-    whole_state,
-)
-from ipu_pipe.backends.processes.group import check_launch, start
-from ipu_pipe.backends.processes.layout import Layout
-from ipu_pipe.backends.processes.losses import Telling
-from ipu_pipe.backends.processes.mail import Mail
-from ipu_pipe.backends.processes.placing import place
-from ipu_pipe.backends.processes.player import RowPlayer
-from ipu_pipe.backends.processes.recording import finished, record
-from ipu_pipe.backends.processes.streams import StreamClock
-from ipu_pipe.backends.processes.timeline import Timeline
-from ipu_pipe.backends.processes.told import named_faults
+from ipu_pipe.backends.processes import collect, trace
+from ipu_pipe.backends.processes.cuda import make_channels
+from ipu_pipe.backends.processes.deadlines import detect_lost_rank, name_faults
+from ipu_pipe.backends.processes.interpreter import EarlyStopping, Interpreter
+from ipu_pipe.backends.processes.launch import check_launch, join, make_group
+from ipu_pipe.backends.processes.layout import RankLayout, place
+from ipu_pipe.backends.processes.local import LocalBlock
+from ipu_pipe.backends.processes.mail import TorchMail
+from ipu_pipe.backends.processes.stage import Stage, StageModel
+from ipu_pipe.backends.processes.ties import Ties, find_ties
+from ipu_pipe.backends.processes.update import ResultCollection
 from ipu_pipe.backends.work import Work, list_exactness_faults
+from ipu_pipe.data.batches import compute_checksum
 from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
+from ipu_pipe.model.cutting import Piece, crossings
+from ipu_pipe.model.nests import refuse_other_shapes
+from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.uncompiled import import_compiler
 from ipu_pipe.text import list_some
 from ipu_pipe.update.rules import select_rules
 
 
 class ProcessEngine(Engine):
-    """This process's stage, and what all processes do together."""
+    """This rank's stage, and what all ranks do together."""
 
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
         config, work = job.config, Work.of(job, first_update)
-        self.layout = Layout(dist.get_rank(), len(job.part), config.replicas)
-        self.is_main = self.layout.rank == 0
-        self._first_update, self._blocks = first_update, get_blocks(job.model)
-        groups = replica_groups(self.layout, config.backend.deadline)
-        own, cut = cut_out(job, self.layout)
-        timeline = Timeline(self.layout, job.traced, StreamClock() if job.device.type == "cuda" else None)
-        channels = make_channels(job, self.layout, own.ties.links)
-        mail = Mail(self.layout, job.device, timeline, config.backend.deadline, channels=channels)
-        self._ending: Optional[Ending] = None
+        self._layout = layout = RankLayout(dist.get_rank(), len(job.part), config.replicas)
+        self.is_main = layout.rank == 0
+        self._first_update, self._aligned, self._steps = first_update, first_update, 0
+        groups: List[Any] = [None] * layout.stages  # of each stage, its ranks in all replicas
+        if layout.replicas > 1:
+            groups = [make_group(layout.ranks_with(s), config.backend.deadline) for s in range(layout.stages)]
+        model, cut = cut_stage(job, layout)
+        stream = trace.StreamClock() if job.device.type == "cuda" else None
+        self._recorder = trace.TraceRecorder(layout.rank, layout.stage, job.traced, stream)
+        channels = make_channels(job, layout, model.ties.links)
+        self._mail = TorchMail(
+            layout.rank, job.device, self._recorder, config.backend.deadline, None, channels, 8 * (layout.stages + 1)
+        )
+        self._early: Optional[EarlyStopping] = None
         if job.may_stop:
-            self._ending = Ending(mail, self.layout.rank, job.schedule.accumulate, job.updates, first_update)
-        replicas = groups[self.layout.stage] if groups else None
-        self._player = RowPlayer(work, own, mail, replicas, self._ending, job.may_stop_empty)
-        # of a model that the caller holds
-        self._stages = stages_of(job.model, cut) if job.numbers.is_given else {}
-        forgotten = forget_others(job, own, cut)
-        self._telling = Telling(
-            mail, self.layout, self._with_loss(), job.schedule.accumulate, job.batch, groups[0] if groups else None,
-            job.data_name,
+            batch, updates = job.schedule.accumulate, job.updates
+            self._early = EarlyStopping(self._mail, layout.rank, batch, updates, first_update, channels is None)
+        stage = Stage(work, model, self._mail, self._recorder)
+        self._interpreter = Interpreter(
+            work, {layout.stage: stage}, self._mail, self._recorder, groups[layout.stage], self._early,
+            job.may_stop_empty, channels,
         )  # fmt: skip
-        self._evaluation = Evaluation(job, self._player, self._telling.with_loss, forgotten)
+        # of a model that the caller holds
+        self._holders = collect.find_holders(job.model, cut) if job.numbers.is_given else {}
+        freed = collect.free_other_stages(job, model, cut)
+        self._results = ResultCollection(
+            self._mail, self._recorder, layout, _list_stages_with_loss(job), job.schedule.accumulate, job.batch,
+            job.data_name, groups[0],
+        )  # fmt: skip
+        self._evaluation = collect.Evaluation(job, self._interpreter, self._results.with_loss, freed)
         import_compiler()
-        with named_faults(self._player):
-            offset = offset_to_first()
-            record(job, self.layout, timeline, first_update, offset)
-        self._timeline, self._steps, self._aligned = timeline, 0, first_update
+        with self._name_faults(), detect_lost_rank(None, self._mail.limit):
+            trace.open_file(job, layout.rank, self._recorder, first_update, trace.compare_clocks())
 
-    def _with_loss(self) -> List[int]:
-        """The stages that have a loss."""
-        last = self.layout.depth - 1
-        if self._blocks is None:
-            return [last]
-        return [s for s in range(self.layout.depth) if s == last or self._blocks.head(s) is not None]
+    def _name_faults(self) -> Any:
+        interpreter, layout = self._interpreter, self._layout
+        return name_faults(layout.rank, layout.stage, lambda: interpreter.doing, lambda: interpreter.place)
 
     def step(self, k: int) -> StepResult:
-        player, is_first = self._player, self.layout.stage == 0
-        with named_faults(player):
-            until = self.job.done_with(k) if is_first else k + 1
-            self._timeline.begin_step(self._steps > 0)  # the first step of a process warms up
+        interpreter, early, is_first = self._interpreter, self._early, self._layout.stage == 0
+        with self._name_faults():
+            # the first stage goes on until nothing that it can send is missing for update k
+            last = self.job.done_with(k) if is_first else k + 1
+            self._recorder.begin_step(self._steps > 0)  # the first step of a process warms up
             self._steps += 1
-            if is_first and self._ending is None:
-                self._telling.expect(k, until)
-            while player.update < until and (self._ending is None or self._ending.has(player.update)):
-                if is_first and self._ending is not None:
-                    self._telling.expect(player.update, player.update + 1)
-                self._telling.tell(player.update, player.step(player.update), player.place.checksums)
-            result = self._telling.result(k)
-            self._timeline.end_step()
+            if is_first and early is None:
+                self._results.expect(k, last)
+            while interpreter.update < last and (early is None or early.starts(interpreter.update)):
+                update = interpreter.update
+                if is_first and early is not None:
+                    self._results.expect(update, update + 1)
+                self._results.send(update, interpreter.step(update), interpreter.stage.model.checksums)
+            result = self._results.collect(k)
+            self._recorder.end_step()
             return result
 
     def end(self, done: int, asked: bool) -> int:
-        if self._ending is None:
+        if self._early is None:
             return super().end(done, asked)
-        with named_faults(self._player):
+        with self._name_faults():
             if asked and self.is_main:
-                self._ending.ask()
-            self._ending.has(done)
-        return self._ending.end
+                self._early.ask()
+            self._early.starts(done)
+        return self._early.end
 
     def evaluate(self) -> List[Measured]:
         with self._drained("evaluate", "evaluation"):
@@ -115,80 +112,110 @@ class ProcessEngine(Engine):
 
     def state(self) -> Optional[CheckpointState]:
         with self._drained("checkpoint", "checkpoint"):
-            self._player.rest()
-            gathered = gather(self._player.mail, stage_state(self.job, self._player.place, self.names))
-        return None if gathered is None else whole_state(self.job, gathered[: self.layout.depth])
+            self._interpreter.load_newest()
+            stage = collect.export_stage(self.job, self._interpreter.stage.model, self.names)
+            stages = collect.gather(self._mail, stage)
+        return None if stages is None else collect.merge_stages(self.job, stages[: self._layout.stages])
 
     @contextlib.contextmanager
     def _drained(self, kind: str, doing: str) -> Iterator[None]:
-        """What is done while the pipeline is empty, an event of its own; the clocks are compared, too."""
-        self._player.doing = doing
-        start = self._timeline.mark()
-        with named_faults(self._player):
+        """Record what runs inside, while the pipeline is empty, as one event, and compare the clocks after it."""
+        self._interpreter.doing = doing
+        start = self._recorder.mark()
+        with self._name_faults():
             yield
-            self._timeline.flush()  # a checkpoint is written after this: a run that is killed then has lost no event before it
-            self._align()
-        self._timeline.add(kind, -1, start, version=self._player.update)
+            self._recorder.flush()  # a checkpoint is written after this: a run that is killed then has lost no event before it
+            self._align_clocks()
+        self._recorder.add(kind, -1, start, version=self._interpreter.update)
 
-    def _align(self) -> None:
+    def _align_clocks(self) -> None:
         """Compare the clocks, if something was recorded since the last time."""
-        traced, done = self.job.traced, self._player.update + 1
+        traced, done = self.job.traced, self._interpreter.update + 1
         if max(traced.start, self._aligned) < min(traced.stop, done):
-            self._timeline.synchronize(offset_to_first())
+            with detect_lost_rank(None, self._mail.limit):
+                self._recorder.synchronize(trace.compare_clocks())
         self._aligned = done
 
     def report(self) -> Optional[Report]:
-        self._player.doing = "report"
-        with named_faults(self._player):
+        self._interpreter.doing = "report"
+        with self._name_faults():
             self._aligned = 0
-            self._align()
-            own = stage_report(self.job, self._player, finished(self.job, self.layout, self._timeline))
-            gathered = gather(self._player.mail, own)
-        done = (self._player.update - self._first_update) * self.job.schedule.accumulate
-        return None if gathered is None else whole_report(gathered, self.layout.depth, done)
+            self._align_clocks()
+            recorded = trace.read_back(self.job, self._layout.rank, self._recorder)
+            ranks = collect.gather(self._mail, collect.report_stage(self.job, self._interpreter, recorded))
+        microbatches = (self._interpreter.update - self._first_update) * self.job.schedule.accumulate
+        return None if ranks is None else collect.merge_reports(ranks, self._layout.stages, microbatches)
 
     def close(self) -> None:
-        self._player.doing = "end"
-        with named_faults(self._player):
-            if self._ending is not None:
-                self._ending.flush()
-            self._player.close()
-            if self._stages:
+        self._interpreter.doing = "end"
+        with self._name_faults():
+            self._interpreter.close()
+            if self._holders:
                 with self.job.numbers.whole(loads=True):
-                    hand_round(self._player.mail, self.job.model, self._stages)
+                    collect.broadcast_weights(self._mail, self.job.model, self._holders)
         self.abort()
 
     def abort(self) -> None:
-        self._player.release()
-        self._timeline.flush()
+        self._interpreter.remove_hooks()
+        self._recorder.flush()
         self.release_blocks()
 
 
+def cut_stage(job: Job, layout: RankLayout) -> Tuple[StageModel, List[Piece]]:
+    """Return this rank's stage of a job's model, and the pieces of all stages."""
+    s, blocks = layout.stage, get_blocks(job.model)
+    local: Optional[LocalBlock] = None
+    if blocks is not None:
+        cut, across, ties = blocks.pieces, blocks.crossings, Ties()
+        local = LocalBlock.of(cut, s, blocks.overlap > 0, blocks.head(s))
+    else:
+        cut = list(job.pieces)
+        across, ties = crossings(cut), find_ties(job.model, cut, s)
+    if job.config.model.compile:
+        cut[0].cut.compile()
+    keyed = KeyedRandomness(job.model, job.effects.draws, job.config.seed, job.device)
+    # replicas with weights of their own take turns in one row
+    turns = job.width if job.method.rounds is not None else None
+    checksums: Dict[int, int] = {}
+
+    def read(m: int) -> Tuple[Any, Any]:
+        batch = job.read_microbatch(m, layout.replica) if turns is None else job.read_microbatch(m // turns, m % turns)
+        checksums[m] = compute_checksum(batch)
+        x, y = job.ready(batch)
+        refuse_other_shapes(x, job.example[0], m)
+        return x, y
+
+    return StageModel(layout, cut[s], across, read, job.device, keyed, local, ties, checksums), cut
+
+
+def _list_stages_with_loss(job: Job) -> List[int]:
+    blocks, last = get_blocks(job.model), len(job.part) - 1
+    if blocks is None:
+        return [last]
+    return [s for s in range(last + 1) if s == last or blocks.head(s) is not None]
+
+
 def make(job: Job, first_update: int) -> ProcessEngine:
-    """This process's engine, to go on with update `first_update`."""
+    """Return this rank's engine, which goes on with update `first_update`."""
     refuse_poptorch_state(job.optimizer)
     return ProcessEngine(job, first_update)
 
 
-def faults(job: Job) -> List[str]:
-    """What processes cannot train: what is no pipeline's schedule, or not exactly."""
+def list_faults(job: Job) -> List[str]:
+    """Return why processes cannot train a job: it is not a pipeline's schedule, or they would not be exact."""
     method = job.method
     if method.history is not None:
         why = "draws what it reads, whatever a pipeline does"
         return [f"method: {method.name}: {why}, which processes do not carry out: use backend.name: emulator"]
-    return [*list_exactness_faults(job), *_corrected(job)]
+    faults = list_exactness_faults(job)
+    if job.part.shared:  # a rule corrects weights by what the stage that holds them keeps
+        rules = [rule.key for rule, _ in select_rules(job.config.method_settings(), method) if rule.read is not None]
+        faults += [
+            f"method_args.{key}: corrects {list_some(list(job.part.shared))}, which several stages use, by what one of them"
+            " keeps: use backend.name: emulator, or untie them"
+            for key in rules
+        ]
+    return faults
 
 
-def _corrected(job: Job) -> List[str]:
-    """A rule corrects the weights that a forward reads by what the stage keeps that holds them."""
-    if not job.part.shared:
-        return []
-    keys = [rule.key for rule, _ in select_rules(job.config.method_settings(), job.method) if rule.read is not None]
-    return [
-        f"method_args.{key}: corrects {list_some(list(job.part.shared))}, which several stages use, by what one of them keeps:"
-        " use backend.name: emulator, or untie them"
-        for key in keys
-    ]
-
-
-BACKEND = Backend(check_launch, start, place, faults, lambda job: "", make)
+BACKEND = Backend(check_launch, join, place, list_faults, lambda job: "", make)

@@ -1,0 +1,141 @@
+"""GPUs that talk to each other by nccl: a process group for each link, in the place of tags, which nccl lacks.
+
+A group's first message holds both its ranks up until the other one is there too. Ranks whose first messages are on different
+groups would wait for each other without end, so all groups are used once, in the same order everywhere, before anything else.
+
+A receive of nccl occupies the GPU until its message comes, and what waits for an idle GPU waits as long: loading a kernel that
+was not used before, above all. So a rank runs everything once before it posts its first receive (`rehearse`), and posts none
+that only comes after the pipeline has been empty: an evaluation lies between.
+
+(Tested over gloo, with a double whose groups do the same. No machine with two GPUs has run it.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ipu_pipe.backends.processes.deadlines import detect_lost_rank, wait_for_channel
+from ipu_pipe.backends.processes.launch import make_group
+from ipu_pipe.backends.processes.layout import RankLayout
+from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, SHARED, Link
+from ipu_pipe.backends.processes.stage import Stage
+from ipu_pipe.backends.processes.ties import StageLink
+from ipu_pipe.backends.processes.update import keep_version_counters
+from ipu_pipe.backends.work import Work
+from ipu_pipe.job.record import Job
+from ipu_pipe.launcher import read_launch
+from ipu_pipe.model.restoring import undisturbed
+from ipu_pipe.schedule.methods import Method
+from ipu_pipe.update import clipping
+from ipu_pipe.update.apply import UpdateRules
+
+
+def list_links(stages: int, method: Method, tied: Sequence[StageLink] = ()) -> List[StageLink]:
+    """Return who sends what to whom, from stage 0 on: the order in which every rank uses its channels first.
+
+    `tied`: links between stages that use one weight, which come last.
+    """
+    links: List[StageLink] = []
+    for s in range(stages - 1):
+        links.append((s, s + 1, FORWARD))
+        if method.structure is not None:
+            if method.structure.overlap:
+                links += [(s, s + 1, SHARED), (s + 1, s, SHARED)]
+            continue
+        if method.segments is not None:
+            links.append((s, s + 1, RECOMPUTE))
+        links.append((s + 1, s, BACKWARD))
+    return [*links, *tied]
+
+
+def make_channels(job: Job, layout: RankLayout, tied: Sequence[StageLink]) -> Optional[Dict[Link, Any]]:
+    """Return a group for each link if every rank has a GPU of its own and nccl is there, else None: a GPU's tensors then go
+    through the host's memory.
+
+    The deadline of mail ends a wait, and not the groups' timeout: a receive may be posted long before its message.
+    """
+    if job.device.type != "cuda" or not _has_each_a_gpu():
+        return None
+    channels: Dict[Link, Any] = {}
+    for replica in range(layout.replicas):
+        first = replica * layout.stages
+        for source, target, kind in list_links(layout.stages, job.method, tied):
+            pair = sorted((first + source, first + target))
+            group = make_group(
+                pair, job.config.backend.deadline, timeout=datetime.timedelta(days=1), backend="nccl"
+            )
+            channels[first + source, first + target, kind] = group
+    return channels
+
+
+def _has_each_a_gpu() -> bool:
+    here = dist.is_nccl_available() and read_launch().local_world <= torch.cuda.device_count()
+    everywhere = [here] * dist.get_world_size()
+    dist.all_gather_object(everywhere, here)
+    return all(everywhere)
+
+
+def touch_channels(
+    channels: Mapping[Link, Any], links: Sequence[StageLink], layout: RankLayout, device: torch.device,
+    limit: datetime.timedelta,
+) -> None:  # fmt: skip
+    """Use each of this rank's channels once, in the order of `links`, which all ranks share."""
+    for source_stage, target_stage, kind in links:
+        if layout.stage in (source_stage, target_stage):
+            source, target = layout.rank_of(source_stage), layout.rank_of(target_stage)
+            exchange, other = (dist.isend, target) if layout.rank == source else (dist.irecv, source)
+            with detect_lost_rank(other, limit):
+                work = exchange(torch.zeros(1, device=device), other, channels[source, target, kind])
+                wait_for_channel(work, limit)
+
+
+def rehearse(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -> None:
+    """Run forward, backward and update of the first microbatch (of zeros if it comes from another stage), and undo them."""
+    model, rules, m = stage.model, work.rules, stage.forwarded + 1
+    with _undo_step(model.modules, rules):
+        x, labels = model.load_data(m)
+        inputs = [x] if x is not None else []
+        for shape in model.enters.tensors if model.enters is not None else ():
+            zeros = torch.zeros(shape.sent, dtype=shape.dtype, device=model.device)
+            inputs.append(zeros.requires_grad_(shape.differentiable and model.local is None))
+        outputs, result = stage.run(m, inputs, labels)
+        ends = [t for t in (outputs if result is None else [result.loss / work.accumulate]) if t.requires_grad]
+        if ends:
+            torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+        rules.collect()
+        bound = work.clip[0] if work.clip else float("inf")
+        with keep_version_counters(parameters):
+            rules.step(
+                max(stage.update, rules.switch),
+                lambda: clipping.clip_to_norm(bound, parameters, clipping.compute_gradient_norms(parameters)),
+            )
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def _undo_step(modules: Sequence[nn.Module], rules: UpdateRules) -> Iterator[None]:
+    """Put back weights, gradients, buffers, modes, random states and the optimizer's state."""
+    parameters = [p for stage in rules.stages.values() for p in stage.parameters]
+    state: Any = next(iter(rules.stages.values())).state
+    saved_state = {
+        p: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in entries.items()} for p, entries in state.items()
+    }
+    saved = [(p, p.detach().clone(), p.grad) for p in parameters]
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(undisturbed(module))
+        try:
+            yield
+        finally:
+            for p, value, gradient in saved:
+                p.data.copy_(value)
+                p.grad = gradient
+            state.clear()
+            state.update(saved_state)

@@ -1,0 +1,296 @@
+"""The interpreter of a rank's row of the schedule: one loop over its actions, one function for each kind.
+
+    F  Stage.forward     R  Stage.recompute     B  Stage.backward     U  Interpreter._update
+
+Before a chunk of the row begins, the mail is told the messages that it needs. F(m) of stage s sends to s + 1 when done, B(m) to
+s - 1. Every wait is for an action of an earlier slot, which the schedule was proved to have, so ranks cannot wait in a circle.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ipu_pipe.backends.losses import average, tabulate
+from ipu_pipe.backends.processes import cuda
+from ipu_pipe.backends.processes.deadlines import Termination
+from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, UPDATE, WORD, Link, Mail, Message, Shapes
+from ipu_pipe.backends.processes.memory import MemoryCounters
+from ipu_pipe.backends.processes.stage import Stage
+from ipu_pipe.backends.processes.trace import TraceRecorder
+from ipu_pipe.backends.processes.update import StageUpdate
+from ipu_pipe.backends.replicas import IndependentReplicas
+from ipu_pipe.backends.work import Work
+from ipu_pipe.model.cutting import Shape
+from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.recompute import recompute_slots
+from ipu_pipe.schedule.runs import IntArray
+
+CHUNK = 512  # microbatches of which the row is spelled out at a time
+ORDER = (FORWARD, RECOMPUTE, BACKWARD, UPDATE)  # within a slot
+
+
+class Action(NamedTuple):
+    """One action of a row: its kind, the number of its microbatch or update, its stage."""
+
+    kind: str
+    number: int
+    stage: int
+
+
+def spell_row(work: Work, stage: int) -> Iterator[List[Action]]:
+    """Yield the actions of a stage from the work's first microbatch on, in order, in chunks that end with an update.
+
+    A chunk has the backwards of some batches, their updates, and the forwards and recomputations up to the last of these slots.
+    """
+    schedule, method, source = work.schedule, work.method, work.source([0])
+    here = slice(stage, stage + 1)
+    ahead: Dict[str, Callable[[int, int], IntArray]] = {
+        FORWARD: lambda first, last: schedule.slots(Kind.FORWARD, first, last, here)[0]
+    }
+    if method.segments is not None and method.reads_old(schedule.stages):
+        ahead[RECOMPUTE] = lambda first, last: recompute_slots(schedule, method, first, last, here)[0]
+    next_of = dict.fromkeys(ahead, work.microbatch)
+    length = max(CHUNK // work.accumulate, 1) * work.accumulate
+    for begin in range(work.microbatch, schedule.microbatches, length):
+        end = min(begin + length, schedule.microbatches)
+        backward = schedule.slots(Kind.BACKWARD, begin, end, here)[0]
+        # the replays that update this stage
+        ends = np.flatnonzero(source.window(begin, end).updates[stage])
+        updates = source.made(begin)[stage] + np.arange(len(ends))
+        rows = [(BACKWARD, backward, np.arange(begin, end)), (UPDATE, backward[ends], updates)]
+        for kind, slots_of in ahead.items():
+            first, last = next_of[kind], min(end + source.reach, schedule.microbatches)
+            slots = slots_of(first, last)
+            count = int(np.searchsorted(slots, backward[-1], side="right"))
+            assert count < len(slots) or last == schedule.microbatches, "the reach is too short"
+            rows.append((kind, slots[:count], np.arange(first, first + count)))
+            next_of[kind] += count
+        table = np.concatenate([
+            np.stack([slots, np.full_like(slots, ORDER.index(kind)), index], axis=1) for kind, slots, index in rows
+        ])  # (actions, 3): slot, order within the slot, index
+        table = table[np.lexsort((table[:, 1], table[:, 0]))]
+        yield [Action(ORDER[order], index, stage) for _, order, index in table.tolist()]
+
+
+class EarlyStopping:
+    """Whether another batch starts, in a run that may be asked to end: rank 0 says so to every rank, batch by batch.
+
+    rank 0   U2 | asked to end | F8: the first of batch 4 ...     batches 3 and what has started of it are in flight: they end
+                  says "no" to all before batch 4
+    rank 1   ... F7  (word on batch 4: no)  B6 U3 ...             its row without what belongs to batch 4
+
+    Rank 0 sends the word on a batch before its first forward, and another rank waits for it before its own, which could not start
+    sooner: no one waits longer for the word than for the microbatch. Every rank ends at the same update, with nothing on its way.
+    `batch`: microbatches of one; `updates`: of the run as planned; `first`: the first to come; `may_post`: the mail may post
+    receives.
+    """
+
+    SHAPES = (Shape((1,), torch.int64, False),)
+
+    def __init__(self, mail: Mail, rank: int, batch: int, updates: int, first: int, may_post: bool = True) -> None:
+        self._mail, self._rank, self._batch, self.end = mail, rank, batch, updates
+        self.started, self._expected = first, first
+        self._is_asked = False
+        self.may_post = may_post
+        mail.post(first * batch, first)
+
+    def ask(self) -> None:
+        """Let no more batches start, on rank 0."""
+        self._is_asked = True
+
+    def starts(self, b: int) -> bool:
+        """Return whether the run has batch b; decide, or wait for the word, if it is the first that has not started."""
+        if b >= self.started and b < self.end:
+            if self._send_word(b) if self._rank == 0 else self._receive_word(b):
+                self.started = b + 1
+                if self.may_post:
+                    self._mail.post(self.started * self._batch, self.started)
+            else:
+                self.end = b
+        return b < self.started
+
+    def filter(self, actions: Iterable[Action]) -> Iterator[Action]:
+        """Yield a row's actions without those of batches that do not start."""
+        for action in actions:
+            if action.kind == UPDATE or self.starts(action.number // self._batch):
+                yield action
+
+    def _send_word(self, b: int) -> bool:
+        word = torch.tensor([0 if self._is_asked else 1])
+        for rank in range(1, dist.get_world_size()):
+            self._mail.send(rank, Message(WORD, b), [word])
+        return not self._is_asked
+
+    def _receive_word(self, b: int) -> bool:
+        self._expect(b)
+        goes = bool(self._mail.receive(0, Message(WORD, b))[0].item())
+        if goes and b + 1 < self.end:  # after a "no" there is no word any more
+            self._expect(b + 1)
+        return goes
+
+    def _expect(self, b: int) -> None:
+        if self._expected <= b:
+            self._mail.expect(0, [(Message(WORD, b), self.SHAPES)])
+            self._expected = b + 1
+
+
+class Interpreter:
+    """Carries out a rank's row: `step(k)` up to and including update k.
+
+    `stages`: those that the rank holds, by number; `doing`: the current action, or what else. `replicas`: the process group of
+    the stage's replicas, None if there is one. `early`: of a run that may be asked to end after any update; `ends_empty`: it may
+    be where the pipeline is empty. No receive may wait then for what comes after: it would take a message of the next run away.
+    `channels`: the mail's, which must be used once before anything is posted.
+    """
+
+    def __init__(
+        self, work: Work, stages: Mapping[int, Stage], mail: Mail, recorder: TraceRecorder, replicas: Any = None,
+        early: Optional[EarlyStopping] = None, ends_empty: bool = False, channels: Optional[Mapping[Link, Any]] = None,
+    ) -> None:  # fmt: skip
+        assert len(stages) == 1, "several stages on a rank are not carried out yet"
+        self.stages, self.mail, self.recorder, self._work, self._early = stages, mail, recorder, work, early
+        (self.stage,) = stages.values()
+        model = self.stage.model
+        self.layout = model.layout
+        self.updates = {s: StageUpdate(work, stage.model, mail, recorder, replicas) for s, stage in stages.items()}
+        self._parameters = [p for update in self.updates.values() for p in update.parameters]
+        filled = work.update + self.layout.stages + 2
+        self.memory = MemoryCounters(model.tensors, work.rules, self._parameters, mail, recorder, filled)
+        self._replicas = IndependentReplicas.of(work, model.piece)
+        self._untouched, self._posts_by_stretch = channels, channels is not None or ends_empty
+        self._table: Optional[torch.Tensor] = None  # of the newest update's microbatches
+        self._carry_out: Dict[str, Callable[[Stage, int], None]] = {
+            FORWARD: self._forward, RECOMPUTE: Stage.recompute, BACKWARD: self._backward, UPDATE: self._update,
+        }  # fmt: skip
+        self._row = self._read_row(model.stage)
+        self.doing = "start"
+        recorder.begin_update(self.update)
+
+    @property
+    def update(self) -> int:
+        """The next update."""
+        return self.stage.update
+
+    @property
+    def place(self) -> str:
+        """What the rank is doing, in words for a fault."""
+        kind, index = self.doing[:1], self.doing[1:]
+        if not index.isdigit():
+            return f"{self.doing} before update {self.update}"
+        if kind == UPDATE:
+            return f"update {index}"
+        return f"update {int(index) // self._work.schedule.accumulate}, microbatch {index}, action {self.doing}"
+
+    def _read_row(self, stage: int) -> Iterator[Action]:
+        for chunk in spell_row(self._work, stage):
+            messages: Dict[int, List[Tuple[Message, Shapes]]] = {}
+            for action in chunk:
+                for source, message, shapes in self._list_needs(action):
+                    messages.setdefault(source, []).append((message, shapes))
+            for source, of_source in messages.items():
+                self.mail.expect(source, of_source)
+            yield from chunk if self._early is None else self._early.filter(chunk)
+
+    def _list_needs(self, action: Action) -> Iterator[Tuple[int, Message, Shapes]]:
+        if action.kind == UPDATE:
+            yield from self.updates[action.stage].needs(action.number)
+        else:
+            for source, kind, shapes in self.stages[action.stage].needs(action.kind):
+                yield source, Message(kind, action.number), shapes
+
+    def step(self, k: int) -> Optional[torch.Tensor]:
+        """Carry out the row up to update k. Return the table of its microbatches (`losses.tabulate`), None without a loss."""
+        assert k == self.update, f"update {self.update} is next, not {k}"
+        if self._posts_by_stretch:
+            self._post(k)
+        for kind, index, s in self._row:
+            Termination.check()
+            self.doing = f"{kind}{index}"
+            stage = self.stages[s]
+            self._carry_out[kind](stage, index)
+            stepped = kind == UPDATE
+            self.memory.sample(stage.update, stage.stash, stage.version_bytes, kind in (BACKWARD, UPDATE), stepped)
+            if stepped:
+                assert index == k
+                self.mail.is_warm = self.mail.is_warm or self._have_all_stages_begun(k)
+                return self._table
+        raise AssertionError(f"the schedule ends before update {k}")
+
+    def _have_all_stages_begun(self, k: int) -> bool:
+        """Return whether all stages have begun when update k is done: where no gradient comes back to tell, after so many updates
+        that the first stage, which runs no further ahead, shows it."""
+        return k - self._work.update >= (self.layout.stages + 1 if self.stage.model.local is not None else 0)
+
+    # ---- one function for each kind of action
+
+    def _forward(self, stage: Stage, m: int) -> None:
+        if self._replicas is not None:  # those of LocalSGD take turns, each with weights of its own
+            self._replicas.enter(m % self._replicas.count)
+        stage.forward(m)
+
+    def _backward(self, stage: Stage, m: int) -> None:
+        if self._replicas is None:
+            stage.backward(m)
+            return
+        self._replicas.enter(m % self._replicas.count)
+        stage.backward(m)
+        self.updates[stage.model.stage].step(m // self._replicas.count)
+
+    def _update(self, stage: Stage, k: int) -> None:
+        update, schedule = self.updates[stage.model.stage], self._work.schedule
+        if stage.model.has_loss:
+            self._table = tabulate(stage.results[: schedule.accumulate])
+            del stage.results[: schedule.accumulate]
+            self._work.refuse_nonfinite(k, [average(self._table)[0]])
+        if self._replicas is not None:
+            with update.record(k):
+                self._replicas.end_step(self._work, k)
+                stage.after_update()
+        else:
+            update.gather(k)
+            with update.record(k):
+                stage.before_update()
+                self.memory.sample(k, stage.stash, stage.version_bytes)
+                update.step(k)
+                stage.after_update()
+            stage.tied.send_weights(k)
+            # no receive of a channel may wait while the pipeline is empty
+            if schedule.stretch(k)[1] == stage.update:
+                stage.tied.load(stage.update)
+        self.recorder.begin_update(stage.update)
+
+    # ---- where the pipeline is empty
+
+    def _post(self, k: int) -> None:
+        """Allow receives to be posted up to where the pipeline empties next; first of all use channels and kernels once."""
+        if self._untouched is not None:
+            links = cuda.list_links(self.layout.stages, self._work.method, self.stage.model.ties.links)
+            cuda.touch_channels(self._untouched, links, self.layout, self.stage.model.device, self.mail.limit)
+            cuda.rehearse(self._work, self.stage, self._parameters)
+            self._untouched = None
+        end = self._work.schedule.stretch(k)[1]
+        if self._early is not None:
+            self._early.may_post, end = True, self._early.started
+        self.mail.post(end * self._work.schedule.accumulate, end)
+
+    def load_newest(self) -> None:
+        """Put the newest weights into the parameters, with nothing in flight."""
+        for stage in self.stages.values():
+            stage.load_newest()
+
+    def close(self) -> None:
+        """Let all messages through, put the newest weights into the parameters and take the hooks off the model."""
+        for update in self.updates.values():
+            update.clipping.forget_rest()
+        self.load_newest()
+        self.mail.flush()
+        self.remove_hooks()
+
+    def remove_hooks(self) -> None:
+        """Take the hooks off the model."""
+        for stage in self.stages.values():
+            stage.remove_hooks()

@@ -1,0 +1,268 @@
+"""Joining the process group that a launcher started, within the deadline and only if all ranks were asked for the same.
+
+rank 0 (or the launcher) keeps a store at MASTER_ADDR:MASTER_PORT
+[1] each rank puts there what it was asked for: config, options, versions
+[2] each waits until all the others' are there, and compares them with its own
+[3] only then the process group is made, which would wait for a missing rank without a word
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import Any, Dict, List, Mapping, NoReturn, Sequence, Tuple, Union
+
+import torch
+import torch.distributed as dist
+
+from ipu_pipe import __version__
+from ipu_pipe.backends.processes.deadlines import WARM_UP, Termination, answer_within, wait_limit
+from ipu_pipe.backends.ranks import ANSWER, is_distributed, report_lost_rank
+from ipu_pipe.config.compare import flatten
+from ipu_pipe.config.schema import BackendConfig, Config
+from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.job.numerics import set_numerics
+from ipu_pipe.launcher import Launch, read_launch
+from ipu_pipe.text import list_some
+
+POLL = 0.05  # seconds between looks at the store
+LINGER = 2.0  # seconds at most that the store stays for the others to read why it ends
+RANKS_MAY_DIFFER = ("data.root", "backend.threads")
+
+Request = Dict[str, Any]  # what a rank was asked for, by name, as JSON holds it
+
+
+def check_launch(backend: BackendConfig) -> None:
+    """Raise `BadInput` if there is no launcher."""
+    if not is_distributed():
+        raise BadInput(
+            "backend.name: distributed: each stage runs in a process of its own: start it with"
+            " torchrun --nproc_per_node STAGES tools/train.py CONFIG --set backend.name=distributed"
+        )
+
+
+def join(config: Config, options: Mapping[str, object]) -> None:
+    """Join the process group (gloo).
+
+    Raise `BadInput` if another rank has another config or other options, `RunFault` if one is missing at the deadline. Where
+    GPUs talk to each other, each link has a group of nccl besides (`cuda.make_channels`).
+    """
+    backend, where = config.backend, read_launch()
+    if not dist.is_available():
+        raise BadInput("backend.name: distributed: this PyTorch was built without torch.distributed")
+    if _torch_version() < (2, 4):
+        raise BadInput(f"backend.name: distributed: needs torch 2.4 or later, this is {torch.__version__}")
+    request = make_request(config, options)
+    if dist.is_initialized():
+        _compare_with_all(request)
+        return
+    missing = [key for key, value in (("MASTER_ADDR", where.address), ("MASTER_PORT", where.port)) if value is None]
+    if missing:
+        raise BadInput([f"{key}: missing: must be set, as a launcher such as torchrun does" for key in missing])
+    limit = wait_limit(backend.deadline)
+    store = meet(where, limit.total_seconds(), request)
+    if backend.device == "cuda":
+        # a kernel that is loaded when first used waits for an idle GPU, which one with a receive posted is not
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        set_numerics(backend)
+        torch.cuda.set_device((where.local_rank or 0) % max(torch.cuda.device_count(), 1))
+    with report_lost_rank(where.rank):
+        # torch asks the store without a limit: a rank 0 that keeps it and is stopped would hold all others up for ever
+        answer_within(
+            limit.total_seconds() + ANSWER,
+            lambda: dist.init_process_group(
+                "gloo", store=dist.PrefixStore("group", store), rank=where.rank, world_size=where.world, timeout=limit
+            ),
+        )
+    Termination.watch()
+
+
+def make_group(ranks: Sequence[int], deadline: float, **how: Any) -> Any:
+    """Return a new process group of these ranks. All ranks must call this at once, in the same order of groups.
+
+    Raise `RunFault` if another rank does not take part within `deadline` seconds and some more. `how`: further arguments of
+    `torch.distributed.new_group`, among them another `timeout` of what the group does later.
+    """
+    limit = wait_limit(deadline)
+    with report_lost_rank():
+        # as in `join`, the store is asked without a limit
+        return answer_within(
+            limit.total_seconds() + ANSWER, lambda: dist.new_group(list(ranks), **{"timeout": limit, **how})
+        )
+
+
+def leave() -> None:
+    """Leave the group when all ranks are ready to: one that ends before the others takes its connections with it."""
+    if dist.is_initialized():
+        with report_lost_rank():
+            dist.barrier()
+        # Before torch 2.4 (PopTorch's is 2.0.1) gloo's destructor joins a worker while it holds the interpreter's lock, for which
+        # that worker may wait: there the group ends with the process (errors.end_process).
+        if _torch_version() >= (2, 4):
+            dist.destroy_process_group()
+        Termination.unwatch()
+
+
+def _torch_version() -> Tuple[int, ...]:
+    return tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+# ---- what ranks were asked for
+
+
+def make_request(config: Config, options: Mapping[str, object]) -> Request:
+    """Return all that every rank must have alike."""
+    settings = {key: value for key, value in flatten(config.to_dict()).items() if key not in RANKS_MAY_DIFFER}
+    versions = {"version of ipu_pipe": __version__, "version of torch": str(torch.__version__)}
+    texts = {key: value if isinstance(value, (bool, type(None))) else str(value) for key, value in options.items()}
+    return dict(json.loads(json.dumps({**versions, **texts, **settings})))
+
+
+def compare(ours: Request, theirs: Request, rank: int, other: int) -> List[str]:
+    """Return a line for each difference between the requests of two ranks, the same lines on both."""
+    if other < rank:
+        return compare(theirs, ours, other, rank)
+    return [
+        f"{key}: rank {rank} has {_show(ours, key)}, rank {other} has {_show(theirs, key)}: all must be asked for the same"
+        for key in {**ours, **theirs}
+        if key not in ours or key not in theirs or ours[key] != theirs[key]
+    ]
+
+
+def _show(request: Request, key: str) -> str:
+    return json.dumps(request[key])[:80] if key in request else "nothing"
+
+
+def _compare_with_all(request: Request) -> None:
+    """Raise `BadInput`, on all ranks of a group that exists already, where one was asked for something else."""
+    requests: List[Any] = [None] * dist.get_world_size()
+    with report_lost_rank():
+        dist.all_gather_object(requests, request)
+    for rank, other in enumerate(requests):
+        faults = compare(requests[0], other, 0, rank)
+        if faults:
+            raise BadInput(faults)
+
+
+# ---- the store at which ranks meet
+
+
+def meet(where: Launch, limit: float, request: Request) -> Any:
+    """Return the store of a run when all ranks are there. Raise `BadInput` if their requests differ, `RunFault` if one is missing
+    after `limit` seconds."""
+    try:
+        return answer_within(limit + ANSWER, lambda: _meet(where, limit, request))
+    except TimeoutError as error:
+        raise RunFault(
+            f"rank {where.rank}: rank 0 is at {_address(where)} but does not answer within {limit:g} s"
+        ) from error
+
+
+def _meet(where: Launch, limit: float, request: Request) -> Any:
+    end = time.monotonic() + limit
+    store = _open_store(where, limit)
+    try:
+        if store.add(f"came/{where.rank}", 1) > 1:
+            raise BadInput(f"RANK: {where.rank}: two processes have it: each of {where.world} must have its own")
+        _wait_for_all(store, where, end, limit, {**request, "WORLD_SIZE": where.world})
+    except (BadInput, RunFault) as error:
+        _end_for_all(store, where, error)
+    except RuntimeError as error:  # what torch's store raises
+        raise RunFault(
+            f"{_address(where)}: rank 0, which keeps the store there, left before all ranks had come"
+        ) from error
+    return store
+
+
+def _wait_for_all(store: Any, where: Launch, end: float, limit: float, request: Request) -> None:
+    store.set(f"asked/{where.rank}", json.dumps(request))
+    missing = [rank for rank in range(where.world) if rank != where.rank]
+    while missing:
+        for rank in list(missing):
+            if store.check([f"asked/{rank}"]):
+                faults = compare(request, json.loads(store.get(f"asked/{rank}")), where.rank, rank)
+                if faults:
+                    raise BadInput(faults)
+                missing.remove(rank)
+        if missing and store.check(["over"]):
+            reason = json.loads(store.get("over"))
+            raise BadInput(reason["faults"]) if reason["is_input"] else RunFault(reason["faults"][0])
+        if missing and time.monotonic() > end:
+            ranks = f"rank{'s' if len(missing) > 1 else ''} {list_some(missing, 8)}"
+            raise RunFault(
+                f"rank {where.rank}: {ranks} of {where.world} did not come to {_address(where)} within {limit:g} s "
+                f"(backend.deadline and {WARM_UP:g} more): is it started, with the same MASTER_ADDR and MASTER_PORT?"
+            )
+        if missing:
+            time.sleep(POLL)
+
+
+def _end_for_all(store: Any, where: Launch, error: Union[BadInput, RunFault]) -> NoReturn:
+    """Raise `error` on this rank and, through the store, on those that still wait; only the first one prints it."""
+    faults = error.faults if isinstance(error, BadInput) else [str(error)]
+    with contextlib.suppress(RuntimeError):  # the store may be gone
+        store.set("over", json.dumps({"faults": faults, "is_input": isinstance(error, BadInput)}))
+        error.is_reported = store.add("told", 1) > 1
+        store.add("read", 1)
+        if where.rank == 0 and not where.has_agent:  # the store ends with this process
+            until = time.monotonic() + LINGER
+            present = sum(store.check([f"asked/{rank}"]) for rank in range(where.world))
+            while store.add("read", 0) < present and time.monotonic() < until:
+                time.sleep(POLL)
+    raise error
+
+
+def _address(where: Launch) -> str:
+    return f"{where.address}:{where.port} (MASTER_ADDR:MASTER_PORT)"
+
+
+def _open_store(where: Launch, limit: float) -> Any:
+    assert where.address is not None and where.port is not None
+    keeps = where.rank == 0 and not where.has_agent
+    if keeps:
+        _refuse_used_port(where)
+    else:
+        _wait_for_keeper(where, limit)
+    try:
+        store = dist.TCPStore(
+            where.address, where.port, where.world, keeps, timedelta(seconds=limit), wait_for_workers=False
+        )
+    except (RuntimeError, ValueError) as error:
+        raise RunFault(f"{_address(where)}: cannot be joined: {' '.join(str(error).split())[:200]}") from error
+    return dist.PrefixStore(f"ipu_pipe/{where.attempt}", store)
+
+
+def _refuse_used_port(where: Launch) -> None:
+    """Raise `RunFault` if the port is in use: torch says it in many lines."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", where.port))
+            probe.listen(1)
+        except OSError as error:
+            raise RunFault(
+                f"MASTER_PORT: {where.port}: cannot be used on this machine: {error.strerror or error}: another run, or a second"
+                " process with RANK 0, may have it"
+            ) from error
+
+
+def _wait_for_keeper(where: Launch, limit: float) -> None:
+    """Wait until somebody listens where the store will be."""
+    end = time.monotonic() + limit
+    while True:
+        try:
+            left = max(end - time.monotonic(), POLL)
+            with socket.create_connection((str(where.address), int(where.port or 0)), timeout=left):
+                return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > end:
+                reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+                raise RunFault(
+                    f"rank {where.rank}: rank 0 did not come to {_address(where)} within {limit:g} s (backend.deadline and "
+                    f"{WARM_UP:g} more): {reason}"
+                ) from error
+        time.sleep(4 * POLL)

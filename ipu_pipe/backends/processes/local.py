@@ -1,0 +1,62 @@
+"""What a stage with a loss of its own has besides its piece of the model, and the layers that it shares with its neighbors.
+
+With an overlap, stage j runs the piece of stage j - 1 once more before its own, and a layer's gradient is the mean of both:
+
+    stage 1:  x1 -> piece 0' -> piece 1 -> head 1        piece 0' is kept equal to piece 0 by the averaging
+    stage 2:  x2 -> piece 1' -> piece 2 -> head 2        x2: what enters piece 1, which stage 1 hands on
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Iterator, List, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from ipu_pipe.backends.processes.layout import RankLayout
+from ipu_pipe.backends.processes.mail import SHARED, Mail, Message, Shapes
+from ipu_pipe.local.blocks import average_gradients
+from ipu_pipe.model.cutting import Crossing, Piece, Shape
+
+Shared = Tuple[int, List[nn.Parameter]]  # a neighboring stage, and the weights that both hold
+
+
+@dataclass(frozen=True)
+class LocalBlock:
+    """`head`: the auxiliary head, None for the last stage; `previous`: the piece of the stage before, where layers overlap;
+    `shared`: the weights that a neighbor holds too."""
+
+    head: Optional[nn.Module] = None
+    overlaps: bool = False
+    previous: Optional[Piece] = None
+    shared: Sequence[Shared] = ()
+
+    @classmethod
+    def of(cls, cut: Sequence[Piece], stage: int, overlaps: bool, head: Optional[nn.Module]) -> LocalBlock:
+        """Return the block of a stage of a model that is cut."""
+        if not overlaps:
+            return cls(head)
+        previous = cut[stage - 1] if stage else None
+        pairs = [(stage - 1, previous), (stage + 1, cut[stage] if stage + 1 < len(cut) else None)]
+        shared = [(s, [p for p in piece.parameters() if p.requires_grad]) for s, piece in pairs if piece is not None]
+        return cls(head, overlaps, previous, [(s, weights) for s, weights in shared if weights])
+
+    def entries(self, crossings: Sequence[Crossing]) -> List[Optional[Crossing]]:
+        """Return what each stage receives; None if its input is the data. With an overlap a stage starts one piece earlier."""
+        return [None, None, *crossings[:-1]] if self.overlaps else [None, *crossings]
+
+    def needs(self) -> Iterator[Tuple[int, Shapes]]:
+        """Yield source stage and shapes of the gradients that an update needs."""
+        for neighbor, weights in self.shared:
+            yield neighbor, tuple(Shape(tuple(p.shape), p.dtype, False) for p in weights)
+
+    def average_gradients(self, k: int, layout: RankLayout, mail: Mail) -> None:
+        """Replace the gradients of the shared layers by the mean over the stages that hold them."""
+        for neighbor, weights in self.shared:
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights]
+            mail.send(layout.rank_of(neighbor), Message(SHARED, k), gradients)
+        for neighbor, weights in self.shared:
+            for p, theirs in zip(weights, mail.receive(layout.rank_of(neighbor), Message(SHARED, k))):
+                if p.grad is not None or bool(theirs.any()):  # else no block reaches it
+                    p.grad = average_gradients([p.grad, theirs])

@@ -1,0 +1,356 @@
+"""One stage on a rank: forward, recomputation and backward of a microbatch, with the weights that each reads.
+
+A stage needs no version table to find the newest weights: it reads what its memory holds, and its row says when that changes.
+
+    row of stage s     F5   B2  U2   F6   B3  U3  ...
+    in memory       w2 ->        w3 ->       w4            (pipedream: B3 reads again what F3 read, which is stashed)
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from ipu_pipe.backends.losses import MicrobatchResult
+from ipu_pipe.backends.processes.layout import RankLayout
+from ipu_pipe.backends.processes.local import LocalBlock
+from ipu_pipe.backends.processes.mail import BACKWARD, FORWARD, RECOMPUTE, TIED, Mail, Message, Shapes
+from ipu_pipe.backends.processes.memory import ActivationStash
+from ipu_pipe.backends.processes.ties import TiedWeights, Ties
+from ipu_pipe.backends.processes.trace import TraceRecorder
+from ipu_pipe.backends.replays import Replay, ReplayPlan
+from ipu_pipe.backends.weights import make_weight_store
+from ipu_pipe.backends.work import Work
+from ipu_pipe.job.metrics import count_right
+from ipu_pipe.local.blocks import compute_losses, extract_scores, get_activation
+from ipu_pipe.model.cutting import Crossing, Piece
+from ipu_pipe.model.nests import tensors
+from ipu_pipe.model.randomness import KeyedRandomness
+from ipu_pipe.model.restoring import buffers_restored
+from ipu_pipe.schedule.actions import Kind, pass_needs
+from ipu_pipe.schedule.methods import Reads
+from ipu_pipe.schedule.recompute import find_segment_ends, find_segment_heads
+
+Outputs = Tuple[List[torch.Tensor], Optional[MicrobatchResult]]  # for the next stage; loss and answers, if there is a loss
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """What a rank holds of the model for one stage.
+
+    `crossings`: the tensors that cross each cut. `source(m)`: microbatch m as (x, y); only the first stage and those with a loss
+    ask. `checksums`: CRC-32 of the batches that were read, by microbatch, until they are compared with those of other ranks.
+    `random`: the draws of the model's modules. `local`: of stages with losses of their own. `ties`: weights that other stages
+    use, too.
+    """
+
+    layout: RankLayout
+    piece: Piece
+    crossings: Sequence[Crossing]
+    source: Callable[[int], Tuple[Any, Any]]
+    device: torch.device
+    random: Optional[KeyedRandomness] = None
+    local: Optional[LocalBlock] = None
+    ties: Ties = Ties()
+    checksums: Dict[int, int] = field(default_factory=dict)
+
+    @property
+    def stage(self) -> int:
+        """The number of the stage."""
+        return self.layout.stage
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first stage."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the last stage."""
+        return self.stage == self.layout.stages - 1
+
+    @property
+    def head(self) -> Optional[nn.Module]:
+        """The auxiliary head, where there is one."""
+        return self.local.head if self.local is not None else None
+
+    @property
+    def previous(self) -> Optional[Piece]:
+        """The piece of the stage before, where this stage runs it too."""
+        return self.local.previous if self.local is not None else None
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a loss is taken of the stage's output."""
+        return self.head is not None or self.is_last
+
+    @property
+    def modules(self) -> List[nn.Module]:
+        """The modules that are here."""
+        return [module for module in (self.piece, self.previous, self.head) if module is not None]
+
+    @cached_property
+    def tensors(self) -> List[torch.Tensor]:
+        """Parameters and buffers that are here, each once."""
+        here = [t for piece in (self.piece, self.previous) if piece is not None for t in piece.tensors()]
+        if self.head is not None:
+            here += [*self.head.parameters(), *self.head.buffers()]
+        return list({id(t): t for t in here}.values())
+
+    @cached_property
+    def _entries(self) -> List[Optional[Crossing]]:
+        return self.local.entries(self.crossings) if self.local is not None else [None, *self.crossings]
+
+    @cached_property
+    def enters(self) -> Optional[Crossing]:
+        """What the stage receives for a forward; None where its input is the data."""
+        return self._entries[self.stage]
+
+    @cached_property
+    def leaves(self) -> Optional[Crossing]:
+        """What the next stage receives; None on the last one."""
+        return None if self.is_last else self._entries[self.stage + 1]
+
+    def load_data(self, m: int) -> Tuple[Any, Any]:
+        """Return inputs and labels of microbatch m, None for what the stage does not need."""
+        if self.enters is not None and not self.has_loss:
+            return None, None
+        x, y = self.source(m)
+        return x if self.enters is None else None, y if self.has_loss else None
+
+    def draw_forward(self, m: int, piece: Piece) -> ContextManager[None]:
+        """Key what modules draw in a forward of a piece for microbatch m."""
+        if self.random is None:
+            return nullcontext()
+        return self.random.forward(m * self.layout.replicas + self.layout.replica, piece.calls_before)
+
+    def draw_backward(self, m: int) -> ContextManager[None]:
+        """Key what modules draw in the backward of microbatch m, where checkpoints run forwards again."""
+        if self.random is None:
+            return nullcontext()
+        return self.random.backward(m * self.layout.replicas + self.layout.replica)
+
+
+@dataclass
+class _InFlight:
+    """A microbatch between its forward and its backward on this stage. `inputs`: the batch's, or the tensors that came."""
+
+    replay: Replay
+    inputs: List[Any]
+    labels: Any
+    outputs: List[torch.Tensor]
+    loss: Optional[torch.Tensor]
+
+
+class Stage:
+    """Carries out passes. `update`: updates that the weights in memory have had; `forwarded`: the newest microbatch whose forward
+    is done; `results`: of microbatches whose update is still to come."""
+
+    def __init__(self, work: Work, model: StageModel, mail: Mail, recorder: TraceRecorder) -> None:
+        self.model, self._work, self._mail, self._recorder = model, work, mail, recorder
+        layout = model.layout
+        self._previous_rank, self._next_rank = layout.rank_of(model.stage - 1), layout.rank_of(model.stage + 1)
+        self._plan = ReplayPlan(work.source([layout.replica]), work.rules, work.microbatch)
+        self.weights = make_weight_store(work, [model.stage])
+        self.tied = TiedWeights(model.ties, layout, mail, work.update)
+        self.stash = ActivationStash(model.tensors)
+        self.results: List[MicrobatchResult] = []
+        self.update, self.forwarded = work.update, work.microbatch - 1
+        self._in_flight: Dict[int, _InFlight] = {}
+        segments = work.method.segments
+        heads = find_segment_heads(find_segment_ends(layout.stages, segments or 0))
+        # the stage keeps its input, and needs no recomputation of the stage before
+        self._begins_segment = bool(heads[model.stage])
+        self._ends_segment = model.is_last or bool(heads[model.stage + 1])
+        self._needs = {kind: list(self._list_needs(Kind(kind))) for kind in (FORWARD, RECOMPUTE, BACKWARD)}
+
+    # ---- what passes need
+
+    def needs(self, kind: str) -> List[Tuple[int, str, Shapes]]:
+        """Return source rank, kind and shapes of the messages that a pass needs."""
+        return self._needs[kind]
+
+    def _list_needs(self, kind: Kind) -> Iterator[Tuple[int, str, Shapes]]:
+        model, s = self.model, self.model.stage
+        if not (kind is Kind.FORWARD and model.enters is None):
+            for need in pass_needs(kind, model.local is not None, self._begins_segment):
+                source = s + need.offset
+                if need.offset and 0 <= source < model.layout.stages:
+                    yield model.layout.rank_of(source), kind.value, self._shapes(kind, source)
+        if kind is Kind.BACKWARD:
+            for source, shapes in model.ties.needs(TIED):
+                yield model.layout.rank_of(source), TIED, shapes
+
+    def _shapes(self, kind: Kind, source: int) -> Shapes:
+        if kind is Kind.FORWARD and self.model.enters is not None:
+            return self.model.enters.tensors
+        crossing = self.model.crossings[min(source, self.model.stage)].tensors
+        return tuple(t.gradient for t in crossing if t.differentiable) if kind is Kind.BACKWARD else crossing
+
+    # ---- passes
+
+    def forward(self, m: int) -> None:
+        """Carry out F(m), whose time begins when its inputs are there."""
+        model, recorder = self.model, self._recorder
+        start = recorder.mark()
+        x, labels = model.load_data(m)
+        if x is not None or labels is not None:
+            recorder.add("wait", m, start, carries="data")
+        inputs: List[Any] = [x]
+        if model.enters is not None:
+            inputs = self._mail.receive(self._previous_rank, Message(FORWARD, m))
+        replay = self._plan.replay(m).on(model.stage)
+        version = int(replay.forward.versions[0])
+        self.tied.load(version)
+        start = recorder.mark()
+        if model.enters is not None and model.local is None:
+            inputs = model.enters.enter(inputs)
+        self.weights.load(replay.forward)
+        with torch.set_grad_enabled(replay.recompute is None):
+            outputs, result = self._run_counted(m, inputs, labels)
+        self._in_flight[m] = _InFlight(replay, inputs, labels, outputs, result.loss if result else None)
+        self.forwarded = m
+        if result is not None:
+            self.results.append(MicrobatchResult(result.loss.detach(), result.answers))
+        recorder.add(Kind.FORWARD.word, m, start, version=version)
+        if model.leaves is not None:
+            self._mail.send(self._next_rank, Message(FORWARD, m), outputs)
+
+    def _run_counted(self, m: int, inputs: List[Any], labels: Any) -> Outputs:
+        with self.stash.watch_forward(m, tensors([*inputs, labels])) as kept:
+            outputs, result = self.run(m, inputs, labels)
+            kept += [*outputs, result.loss if result else None]
+        return outputs, result
+
+    def run(self, m: int, inputs: Sequence[Any], labels: Any) -> Outputs:
+        """Return what the next stage gets, and where there is a loss the result of the microbatch."""
+        model = self.model
+        value = inputs[0] if model.enters is None else model.enters.unflatten(inputs)
+        if model.previous is not None:
+            # the stage before moves the running statistics of its piece
+            with buffers_restored(model.previous), model.draw_forward(m, model.previous):
+                value = model.previous(value)
+        entered = value
+        with model.draw_forward(m, model.piece):
+            output = model.piece(value)
+            scored_output = output if model.head is None else model.head(get_activation(output))
+        outputs: List[torch.Tensor] = []
+        if model.leaves is not None:
+            outputs = model.leaves.flatten(entered if model.local is not None and model.local.overlaps else output)
+        if not model.has_loss:
+            return outputs, None
+        loss = compute_losses(self._work.loss, scored_output, labels)[0]
+        return outputs, MicrobatchResult(loss, count_right(extract_scores(self._work.loss, scored_output), labels))
+
+    def recompute(self, m: int) -> None:
+        """Carry out R(m): the forward again, with the weights that are in memory by now."""
+        flight = self._in_flight[m]
+        received = None
+        if not self._begins_segment:
+            received = self._mail.receive(self._previous_rank, Message(RECOMPUTE, m))
+        start = self._recorder.mark()
+        if received is not None:
+            assert self.model.enters is not None
+            flight.inputs = self.model.enters.enter(received)
+        assert flight.replay.recompute is not None
+        self.weights.load(flight.replay.recompute)
+        with buffers_restored(self.model.piece):
+            flight.outputs, result = self._run_counted(m, flight.inputs, flight.labels)
+            flight.loss = result.loss if result else None
+        self._recorder.add(Kind.RECOMPUTE.word, m, start, version=self.update)
+        if not self._ends_segment:
+            self._mail.send(self._next_rank, Message(RECOMPUTE, m), flight.outputs)
+
+    def backward(self, m: int) -> None:
+        """Carry out B(m)."""
+        model, flight, s = self.model, self._in_flight[m], self.model.stage
+        is_local = model.local is not None
+        gradients: List[torch.Tensor] = []
+        if not model.is_last and not is_local:
+            gradients = self._mail.receive(self._next_rank, Message(BACKWARD, m))
+        tied = self.tied.receive_gradients(m)
+        start = self._recorder.mark()
+        version = int(flight.replay.backward.versions[0])
+        if self._work.method.backward_reads is Reads.NEWEST:
+            assert version == self.update, f"stage {s}, B{m}: not of version {self.update} in memory but {version}"
+        self.weights.load(flight.replay.backward)
+        self.tied.load(version)
+        with model.draw_backward(m):
+            if flight.loss is not None:
+                (flight.loss / self._work.accumulate).backward()  # type: ignore[no-untyped-call]
+            elif not is_local:
+                leaves = model.crossings[s]
+                outputs = [t for t, shape in zip(flight.outputs, leaves.tensors) if shape.differentiable]
+                gradients = leaves.gradients(gradients)
+                pairs = [(t, g) for t, g in zip(outputs, gradients) if t.requires_grad] + tied
+                if pairs:
+                    torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        self._work.rules.collect()
+        input_gradients: List[torch.Tensor] = []
+        hands_on = not model.is_first and not is_local
+        if hands_on:
+            input_gradients = model.crossings[s - 1].leave(flight.inputs)
+        del self._in_flight[m]
+        self.stash.drop(m)
+        self._release()
+        self._recorder.add(Kind.BACKWARD.word, m, start, version=version)
+        if hands_on:
+            self._mail.send(self._previous_rank, Message(BACKWARD, m), input_gradients)
+        self.tied.send_gradients(m)
+
+    # ---- around an update
+
+    def before_update(self) -> None:
+        """Keep what passes to come will read of the weights in memory."""
+        self.weights.before_update([self._find_kept_codes()])
+
+    def after_update(self) -> None:
+        """Count the weights in memory as the next version."""
+        self.update += 1
+        self._release()
+
+    def _find_kept_codes(self) -> Set[int]:
+        """Return how the newest version will be read when it is old: by backwards of microbatches in flight, by forwards."""
+        method = self._work.method
+        if method.backward_reads is not Reads.STASHED:
+            return set()
+        reads = [flight.replay.backward for flight in self._in_flight.values()]
+        codes = {int(read.codes[0]) for read in reads if read.versions[0] == self.update}
+        if method.forward_reads is Reads.DOUBLE_BUFFERED:
+            versions = np.full(self._work.schedule.stages, self.update)
+            codes |= self._plan.read_later(versions, self.forwarded)[self.model.stage]
+        return codes
+
+    def _release(self) -> None:
+        """Drop the versions that nothing reads any more."""
+        versions = [int(flight.replay.backward.versions[0]) for flight in self._in_flight.values()]
+        if self.forwarded + 1 < self._work.schedule.microbatches:
+            versions.append(int(self._plan.replay(self.forwarded + 1).forward.versions[self.model.stage]))
+        self.weights.release(np.array([min(versions, default=np.iinfo(np.int64).max)]))
+        self.tied.release(min(versions, default=self.update))
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of the weight versions that are held besides those in the parameters."""
+        return self.weights.held_bytes + self.tied.held_bytes
+
+    @property
+    def peak_version_bytes(self) -> int:
+        """The greatest `version_bytes` so far."""
+        return self.weights.peak_bytes + self.tied.peak_bytes
+
+    def load_newest(self) -> None:
+        """Put the newest weights into the parameters, with nothing in flight."""
+        self.weights.rest()
+        self.tied.load(self.update)
+
+    def remove_hooks(self) -> None:
+        """Take the hooks off the model."""
+        if self.model.random is not None:
+            self.model.random.remove()

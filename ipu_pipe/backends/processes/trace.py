@@ -1,0 +1,354 @@
+"""What one rank did and when, by its clock: events of the updates that are recorded, and totals of the steps that are timed.
+
+    | wait | recv | forward | send |    | wait | recv | backward | send |  ...
+                                     between two events, which do not overlap: the host's own time
+
+A mark is a moment of that clock: on the host nanoseconds, on a GPU an event on its stream, since the host only asks for work
+there and goes on. Marks of a GPU are read when it has passed them:
+
+    host     asks F0 | asks F1 | waits for B0's gradients ..........| asks B0
+    stream   m  F0  m m   F1   m . . idle . . . . . . . . . . . . . m   B0   m       m: a mark, passed in this order
+
+A rank writes its events to a file as the run goes. A run that goes on takes up the file of the start before it:
+
+    rank-0.trace    events of updates 0 .. 7 | pause | events of updates 8 ...        resumed from the checkpoint of update 8
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ipu_pipe.backends.interface import DeviceTimes
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.record import Job
+from ipu_pipe.job.tracing import make_trace_metadata
+from ipu_pipe.trace.events import (
+    COMMUNICATION,
+    EVENT_TYPES,
+    KIND_CODE,
+    OUTSIDE,
+    PAYLOAD_CODE,
+    WAIT,
+    Counter,
+    Counters,
+    Events,
+    Trace,
+    find_updates,
+)
+from ipu_pipe.trace.store import SUFFIX, TraceWriter, find_store_files, read_store
+
+Record = Tuple[int, int, int, int, int, int, int, int]  # kind, microbatch, start, end, version, bytes, peer, carries
+Pending = Tuple[Any, Any, Callable[[int, int], None]]  # two marks of a GPU, and what to do with their times
+ROWS = 4096  # events that are written at once
+SECONDS = 1.0  # after which they are written though they are fewer: what a killed run may lose
+CLOCK_TAG = (1 << 30) + 1  # beyond all messages of the schedule
+ROUNDS = 8  # of comparing two clocks
+
+# index in the totals: 0 busy, 1 waiting, 2 communication, None: outside of the steps
+_TOTAL: Dict[str, Optional[int]] = dict.fromkeys(KIND_CODE, 0)
+_TOTAL.update({WAIT: 1, **dict.fromkeys(COMMUNICATION, 2), **dict.fromkeys(OUTSIDE)})
+
+
+class StreamClock:
+    """The clock of the current stream of the current GPU. (Tested with a double of events; not run on a GPU.)
+
+    `event`: makes one; `finish`: waits until the GPU has nothing to do.
+    """
+
+    def __init__(
+        self,
+        event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True),
+        finish: Callable[[], None] = lambda: torch.cuda.synchronize(),
+    ) -> None:
+        self._event, self._finish = event, finish
+        self.anchor()
+
+    def mark(self) -> Any:
+        """Return a mark of now, on the stream."""
+        event = self._event()
+        event.record()
+        return event
+
+    def anchor(self) -> None:
+        """Wait for the GPU and compare its clock with the host's.
+
+        Times are measured from here: from an event far back they are not exact, being milliseconds in float32.
+        """
+        self._finish()
+        self._first = self.mark()
+        self._finish()
+        self._first_ns = time.perf_counter_ns()
+
+    def read(self, pending: Deque[Pending], wait: bool) -> None:
+        """Hand over the times of what the GPU has passed, in order, and remove it; if `wait`, wait for all of it."""
+        if wait:
+            self._finish()
+        last = None
+        while pending and (wait or pending[0][1].query()):
+            start, last, take = pending.popleft()
+            take(self._to_ns(start), self._to_ns(last))
+        if last is not None:
+            self._first_ns, self._first = self._to_ns(last), last
+
+    def _to_ns(self, mark: Any) -> int:
+        return self._first_ns + round(self._first.elapsed_time(mark) * 1e6)
+
+
+class TraceRecorder:
+    """Records what a rank does for its `stage`. `traced`: the updates whose events are recorded; `stream`: a GPU's clock."""
+
+    def __init__(self, rank: int, stage: int, traced: range, stream: Optional[StreamClock] = None) -> None:
+        self._rank, self._stage, self._traced, self._stream = rank, stage, traced, stream
+        self.mark: Callable[[], Any] = time.perf_counter_ns if stream is None else stream.mark
+        self._records: List[Record] = []
+        self._counters: List[Counter] = []
+        self._pending: Deque[Pending] = deque()
+        self._file: Optional[TraceWriter] = None  # without one all records stay in memory
+        self._written = time.monotonic()
+        self._totals, self._span_ns = [0, 0, 0], 0
+        self._step_start: Any = 0
+        self._stopped: Optional[Any] = None  # mark at which recording stopped
+        self.update = 0
+        self.is_recording, self._is_timed = False, False
+        self.sent: Dict[int, Tuple[int, int]] = {}  # by target rank: bytes, messages of activations and their gradients
+        self.sent_shared: Dict[int, Tuple[int, int]] = {}  # the same of the gradients of shared layers
+
+    def begin_update(self, update: int) -> None:
+        """Record what follows, if the update is one of `traced`."""
+        before, now = self.is_recording, update in self._traced
+        self.update, self.is_recording = update, now
+        if before and not now:
+            self._stopped = self.mark()
+        elif now and not before and self._stopped is not None:
+            self.add("pause", -1, self._stopped, version=update)
+        if before and (not now or len(self._records) >= ROWS or time.monotonic() - self._written > SECONDS):
+            self.flush()
+
+    def add(
+        self, kind: str, index: int, start: Any, *, version: int = -1, size: int = -1, peer: int = -1, carries: str = ""
+    ) -> Any:
+        """Add an event from the mark `start` to now, of microbatch (or update) `index`; return the mark of its end."""
+        end = self.mark()
+        if self._stream is None:
+            self._take(self.is_recording, self._is_timed, kind, (index, version, size, peer, carries), start, end)
+        else:
+            details = (self.is_recording, self._is_timed, kind, (index, version, size, peer, carries))
+            self._pending.append((start, end, functools.partial(self._take, *details)))
+        return end
+
+    def _take(
+        self, recorded: bool, timed: bool, kind: str, details: Tuple[int, int, int, int, str], start: int, end: int
+    ) -> None:
+        if timed:
+            total = _TOTAL[kind]
+            if total is not None:
+                self._totals[total] += end - start
+        if recorded:
+            index, version, size, peer, carries = details
+            self._records.append((KIND_CODE[kind], index, start, end, version, size, peer, PAYLOAD_CODE[carries]))
+
+    def count(self, name: str, value: float, mark: Any) -> None:
+        """Record a counter's value from a mark on."""
+        if not self.is_recording:
+            return
+        if self._stream is None:
+            self._counters.append(Counter(self._rank, name, mark, value))
+        else:
+            self._pending.append((mark, mark, functools.partial(self._take_counter, name, value)))
+
+    def _take_counter(self, name: str, value: float, now: int, _: int) -> None:
+        self._counters.append(Counter(self._rank, name, now, value))
+
+    def count_message(self, target: int, is_shared: bool, size: int) -> None:
+        """Count a message that was sent to a rank; `is_shared`: with gradients of a shared layer."""
+        traffic = self.sent_shared if is_shared else self.sent
+        total, messages = traffic.get(target, (0, 0))
+        traffic[target] = (total + size, messages + 1)
+
+    def begin_step(self, is_timed: bool) -> None:
+        """Begin a step of the run; `is_timed`: it counts for throughput, and in the totals."""
+        self._is_timed, self._step_start = is_timed, self.mark()
+
+    def end_step(self) -> None:
+        """End the step."""
+        if self._is_timed:
+            if self._stream is None:
+                self._add_span(self._step_start, self.mark())
+            else:
+                self._pending.append((self._step_start, self.mark(), self._add_span))
+        self._is_timed = False
+
+    def _add_span(self, start: int, end: int) -> None:
+        self._span_ns += end - start
+
+    @property
+    def times(self) -> DeviceTimes:
+        """How the rank spent the steps that were timed."""
+        self._read(wait=True)
+        return DeviceTimes(self._totals[0], self._totals[1], self._totals[2], self._span_ns)
+
+    def events(self) -> Events:
+        """Return the events that are in memory."""
+        self._read(wait=True)
+        return self._columns()
+
+    def _columns(self) -> Events:
+        count, names = len(self._records), [name for name in EVENT_TYPES if name not in ("stage", "device")]
+        table = np.array(self._records, np.int64).reshape(count, len(names)).T
+        return Events.from_columns(count, stage=self._stage, device=self._rank, **dict(zip(names, table)))
+
+    def _read(self, wait: bool) -> None:
+        if self._stream is not None and self._pending:
+            self._stream.read(self._pending, wait)
+
+    # ---- the file
+
+    def write_to(self, file: TraceWriter, offset_ns: int) -> None:
+        """Write to a file from now on; `offset_ns`: as in `synchronize`."""
+        self._file = file
+        file.synchronize(time.perf_counter_ns(), offset_ns)
+
+    def take_up(self, earlier: Trace, shift_ns: int, update: int) -> None:
+        """Write first what an earlier start did, `shift_ns` later, and a pause from its end to now."""
+        assert self._file is not None
+        events, values = earlier.events, earlier.counters
+        events = events._replace(start=events.start + shift_ns, end=events.end + shift_ns)
+        self._file.write_events(events)
+        self._file.write_counters(values._replace(time=values.time + shift_ns))
+        end = int(events.end.max())
+        if self.is_recording:
+            self._take(True, False, "pause", (-1, update, -1, -1, ""), end, time.perf_counter_ns())
+        elif self._stream is None:
+            self._stopped = end
+
+    def synchronize(self, offset_ns: int) -> None:
+        """Note, while nothing goes on, what to add to this rank's clock to get rank 0's."""
+        self._read(wait=True)
+        if self._stream is not None:
+            self._stream.anchor()
+        if self._file is not None:
+            self._file.synchronize(time.perf_counter_ns(), offset_ns)
+
+    def flush(self, wait: bool = False) -> None:
+        """Write what is in memory, if there is a file; of a GPU what it has passed, or if `wait` all."""
+        self._read(wait)
+        self._written = time.monotonic()
+        if self._file is not None:
+            if self._records:
+                self._file.write_events(self._columns())
+            self._file.write_counters(Counters.from_rows(self._counters))
+            self._records.clear()
+            self._counters.clear()
+            self._file.flush()
+
+    def close(self) -> None:
+        """Write all, and end the file."""
+        self.flush(wait=True)
+        if self._file is not None:
+            self._file.close()
+
+
+# ---- one clock for all ranks
+
+
+def compare_clocks() -> int:
+    """Return what to add to this rank's clock to get rank 0's (ns). All ranks must call this at once.
+
+    Ranks of rank 0's host have its clock. For others the offset is estimated from the shortest of several round trips (Cristian's
+    algorithm), with an error of up to half that round trip.
+    """
+    identities: List[Optional[str]] = [None] * dist.get_world_size()
+    dist.all_gather_object(identities, identify_clock())
+    offset = 0
+    for rank in range(1, dist.get_world_size()):
+        if identities[rank] is not None and identities[rank] == identities[0]:
+            continue
+        if dist.get_rank() == 0:
+            for _ in range(ROUNDS):
+                dist.recv(torch.zeros(1, dtype=torch.int64), src=rank, tag=CLOCK_TAG)
+                dist.send(torch.tensor([time.perf_counter_ns()]), dst=rank, tag=CLOCK_TAG)
+        elif dist.get_rank() == rank:
+            offset = min(_ask_clock() for _ in range(ROUNDS))[1]
+    return offset
+
+
+def identify_clock() -> Optional[str]:
+    """Return a text that is equal for two processes exactly if `time.perf_counter_ns` counts from the same moment in both.
+
+    None if that is not known. On Linux the clock is that of the running kernel, shifted in time namespaces.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8") + os.readlink("/proc/self/ns/time")
+    except OSError:
+        return None
+
+
+def _ask_clock() -> Tuple[int, int]:
+    """Return the length of a round trip to rank 0, and the offset by it."""
+    theirs = torch.zeros(1, dtype=torch.int64)
+    begin = time.perf_counter_ns()
+    dist.send(torch.zeros(1, dtype=torch.int64), dst=0, tag=CLOCK_TAG)
+    dist.recv(theirs, src=0, tag=CLOCK_TAG)
+    end = time.perf_counter_ns()
+    return end - begin, int(theirs) - (begin + end) // 2
+
+
+# ---- a run's files
+
+
+def open_file(job: Job, rank: int, recorder: TraceRecorder, first_update: int, offset_ns: int) -> None:
+    """Let the recorder write to its file, if the run has a folder and its config asks for traces. All ranks call this at once.
+
+    `offset_ns`: what to add to this rank's clock to get rank 0's. What an earlier start recorded before `first_update` is moved
+    to end where this one begins, as its clock may be another one; what it recorded later is left out.
+    """
+    if job.folder is None or not job.traced:
+        return
+    path, metadata = _path_of(job.folder, rank), dict(make_trace_metadata(job))
+    earlier = _read_earlier(path, metadata, first_update) if first_update else None
+    if rank == 0:  # files of ranks that are no more
+        for other in {*find_store_files(job.folder)} - {_path_of(job.folder, r) for r in range(dist.get_world_size())}:
+            other.unlink()
+    end = -1 if earlier is None or not len(earlier.events.end) else int(earlier.events.end.max())
+    # the end of the earlier start, and now: by rank 0's clocks of then and now
+    last = torch.tensor([end, time.perf_counter_ns() if rank == 0 else -1])
+    dist.all_reduce(last, op=dist.ReduceOp.MAX)
+    recorder.write_to(TraceWriter(path, metadata), offset_ns)
+    if earlier is not None and end >= 0:
+        recorder.take_up(earlier, int(last[1] - last[0]) - offset_ns, first_update)
+
+
+def read_back(job: Job, rank: int, recorder: TraceRecorder) -> Optional[Trace]:
+    """Close the file and return all that this rank recorded, by rank 0's clock; None if there is no file."""
+    recorder.close()
+    return read_store(_path_of(job.folder, rank)) if job.folder is not None and job.traced else None
+
+
+def _path_of(folder: Path, rank: int) -> Path:
+    return folder / "trace" / f"rank-{rank}{SUFFIX}"
+
+
+def _read_earlier(path: Path, metadata: Dict[str, Any], first_update: int) -> Optional[Trace]:
+    """Return what an earlier start recorded of the updates before `first_update`, if it was cut into the same stages."""
+    try:
+        earlier = read_store(path)
+    except BadInput:  # none, or damaged
+        return None
+    if any(earlier.metadata.get(key) != metadata[key] for key in ("stages", "replicas", "accumulate")):
+        return None
+    events = earlier.events.select(find_updates(earlier.events, metadata["accumulate"]) < first_update)
+    values = earlier.counters
+    chosen = values.time <= (int(events.end.max()) if len(events.end) else 0)
+    counters = values._replace(
+        device=values.device[chosen], name=values.name[chosen], time=values.time[chosen], value=values.value[chosen]
+    )
+    return Trace(events, counters, earlier.metadata)
