@@ -57,7 +57,7 @@ def test_later_microbatches_are_looked_at_on_the_host_before_a_gpu_gets_them() -
     job = build(settings(), nn.Linear(4, 3), source(2, 5))
     job.device = torch.device("cuda")  # which this test must not need
     with pytest.raises(BadInput, match="data: label 9: the model gives 3 classes"):
-        job.to_device(torch.zeros(1, 4), torch.tensor([9]))
+        job.move_to_device(torch.zeros(1, 4), torch.tensor([9]))
     setup = set_up(settings(), nn.Linear(4, 3), source(2, 5))
     assert setup.label_range is None  # nothing is known of the model yet
 

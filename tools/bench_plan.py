@@ -111,7 +111,7 @@ def _profile(config: Path) -> Any:
     setup = set_up(load_config(config))
     costed = None
     for size in PROFILED:
-        x, y = setup.to_device(*setup.data.train_batch(0, 0, size))
+        x, y = setup.move_to_device(*setup.data.train_batch(0, 0, size))
         costed = measure_units(costed or count_units(setup.model, x), setup.model, setup.loss, x, y, repeats=15)
     assert costed is not None
     hardware = read_hardware("this").with_devices(2)

@@ -15,8 +15,8 @@ from ipu_pipe.backends.ranks import are_joined, run_on_main
 from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.profiling import StageSeconds
+from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.placing import Placed
-from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.schedule.methods import Method
@@ -83,7 +83,7 @@ class Engine:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.names = {parameter: name for name, parameter in job.trained().items()}
+        self.names = {parameter: name for name, parameter in job.get_trained().items()}
 
     def step(self, k: int) -> StepResult:
         """Update k. The result is meant for the main process; others may get zeros."""
@@ -104,7 +104,7 @@ class Engine:
         """Return the model where it holds the newest weights now, None where they are on other devices."""
         return None if are_joined() else self.job.model
 
-    def evaluate(self) -> List[Measured]:
+    def evaluate(self) -> List[EvaluationResult]:
         """Test loss and metrics with the pipeline drained, of each block that has a loss of its own, the model's own last; the
         same on every process."""
         raise NotImplementedError

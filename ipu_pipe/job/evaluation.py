@@ -1,13 +1,13 @@
-"""The test set: loss and metrics of the weights as they are."""
+"""Evaluation: loss and metrics over the test set, of the weights as they are."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from dataclasses import dataclass
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
 from ipu_pipe.job.metrics import DEFAULT, Counting, Metric, count_right, is_cross_entropy
-from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Setup
 from ipu_pipe.local.blocks import SumOfLosses, get_blocks
 from ipu_pipe.model.asking import labels_of
@@ -18,14 +18,74 @@ from ipu_pipe.model.precision import plain_loss
 from ipu_pipe.model.probe import Loss
 from ipu_pipe.model.restoring import modes_restored
 
-TEST_BATCH = 128  # samples of one evaluation forward; BatchNorm does not see it, it evaluates by running statistics
+TEST_BATCH = 128  # samples of one forward; BatchNorm does not see it, it evaluates by running statistics
 
 
-def test_batches(setup: Setup) -> Iterator[Tuple[Any, Any]]:
-    """The test set on the run's device, up to `evaluate.subset` samples."""
+class EvaluationResult(NamedTuple):
+    """The result of an evaluation: test loss, and metrics by name; None where there is none."""
+
+    loss: Optional[float] = None
+    metrics: Dict[str, Optional[float]] = {}
+
+    @property
+    def accuracy(self) -> Optional[float]:
+        """The metric of that name; None if it was not asked for."""
+        return self.metrics.get("accuracy")
+
+    def to_record(self, prefix: str = "test_") -> Dict[str, Optional[float]]:
+        """Return the values by name, as files have them: loss and accuracy first, even if they were not asked for."""
+        values = {"loss": self.loss, "accuracy": self.accuracy, **self.metrics}
+        return {f"{prefix}{name}": value for name, value in values.items()}
+
+    @classmethod
+    def from_saved(cls, saved: Any) -> "EvaluationResult":
+        """Return the evaluation of a list in a checkpoint: loss, and metrics or, in earlier ones, the accuracy."""
+        loss, second = saved
+        return cls(loss, dict(second) if isinstance(second, dict) else {"accuracy": second})
+
+
+@dataclass
+class Position:
+    """How far a run has come: what a checkpoint must hold besides tensors. Times are in seconds of training alone."""
+
+    update: int = 0
+    epoch_loss: float = 0.0  # sum over the epoch's updates so far, for the mean
+    epoch_updates: int = 0
+    seconds: float = 0.0
+    timed_updates: int = 0
+    best_loss: Optional[float] = None
+    best_step: Optional[int] = None
+    initial: EvaluationResult = EvaluationResult()
+
+    def add_update(self, loss: float, begins_epoch: bool) -> None:
+        """Count one more update with its mean training loss."""
+        if begins_epoch:
+            self.epoch_loss, self.epoch_updates = 0.0, 0
+        self.epoch_loss, self.epoch_updates = self.epoch_loss + loss, self.epoch_updates + 1
+
+    def add_evaluation(self, evaluation: EvaluationResult) -> None:
+        """Note an evaluation made now as the best one if it is; the one before training is never the best."""
+        loss = evaluation.loss
+        if loss is not None and (self.best_loss is None or loss < self.best_loss) and self.update:
+            self.best_loss, self.best_step = loss, self.update
+
+    @property
+    def best(self) -> Optional[Dict[str, Any]]:
+        """The step with the smallest test loss, for the summary."""
+        return None if self.best_step is None else {"step": self.best_step, "test_loss": self.best_loss}
+
+
+def collect_by_block(evaluations: Sequence[EvaluationResult]) -> Dict[str, List[Optional[float]]]:
+    """Return the evaluations of blocks as one list per name."""
+    records = [one.to_record("block_test_") for one in evaluations]
+    return {name: [record[name] for record in records] for name in records[0]}
+
+
+def load_test_batches(setup: Setup) -> Iterator[Tuple[Any, Any]]:
+    """Yield the test set in batches on the run's device, up to `evaluate.subset` samples."""
     subset, seen = setup.config.evaluate.subset, 0
     for batch in setup.data.test_batches(TEST_BATCH):
-        x, y = setup.ready(batch)
+        x, y = setup.prepare_batch(batch)
         if subset:
             x, y = few(x, subset - seen), few(y, subset - seen)
         seen += sample_count(x)
@@ -35,63 +95,61 @@ def test_batches(setup: Setup) -> Iterator[Tuple[Any, Any]]:
 
 
 class Tally:
-    """Sums over batches. Cross-entropy's mean is over the labels that it counts, whatever the batches; another loss's over
-    the samples."""
+    """Sums over test batches. The mean of cross-entropy is over the labels that it counts, of another loss over the samples."""
 
     def __init__(self, loss: Loss, metrics: Sequence[Metric] = DEFAULT, sums: Optional[torch.Tensor] = None) -> None:
-        """`sums`: of a tally that is done: loss, its weight, then those of each metric."""
+        """`sums`: of a tally that is complete: loss, its weight, then those of each metric."""
         self._loss = loss.each if isinstance(loss, SumOfLosses) else loss
-        self._metrics, self._done = metrics, sums
-        self._losses = Counting(self._of_batch, 2)
+        self._metrics, self._complete = metrics, sums
+        self._losses = Counting(self._sum_loss, 2)
         self._counting = [metric.begin() for metric in metrics]
 
     @classmethod
     def of(cls, setup: Setup, sums: Optional[torch.Tensor] = None) -> Tally:
-        """Of a run's loss and metrics."""
+        """Return a tally of a run's loss and metrics."""
         return cls(setup.loss, setup.metrics, sums)
 
     def add(self, output: Any, y: Any, samples: int) -> None:
-        """A batch's outputs and labels."""
+        """Add a batch's outputs and labels."""
         taken = scores(self._loss, output)
         self._losses.add(output, y, samples)
         for counting in self._counting:
             counting.add(taken, labels_of(y), samples)
 
-    def _of_batch(self, output: Any, y: Any, samples: int) -> torch.Tensor:
-        """The loss times its weight, the weight."""
+    def _sum_loss(self, output: Any, y: Any, samples: int) -> torch.Tensor:
+        """Return the loss times its weight, and the weight  # (2,)"""
         answers = count_right(scores(self._loss, output), y) if is_cross_entropy(plain_loss(plain(self._loss))) else None
         loss = self._loss(output, y).detach().double().reshape(())
         weight = torch.full_like(loss, samples) if answers is None else answers[1].double()
-        # all stays on its device: to read a batch's numbers would hold a GPU up
+        # all stays on its device: reading a batch's numbers would make a GPU wait
         return torch.stack([torch.where(weight > 0, loss * weight, torch.zeros_like(loss)), weight])
 
     @property
     def sums(self) -> torch.Tensor:
-        """All of them."""
-        if self._done is not None:
-            return self._done
-        return torch.cat([each.sums().cpu() for each in (self._losses, *self._counting)])
+        """The sums of the loss and of all metrics, on the CPU."""
+        if self._complete is not None:
+            return self._complete
+        return torch.cat([counting.sums().cpu() for counting in (self._losses, *self._counting)])
 
     @property
-    def measured(self) -> Measured:
-        """Mean loss and metrics; None where there is none."""
-        loss, weight, *others = self.sums.tolist()
-        found: Dict[str, Optional[float]] = {}
+    def evaluation(self) -> EvaluationResult:
+        """The mean loss and the metrics; None where there is none."""
+        loss, weight, *sums = self.sums.tolist()
+        metrics: Dict[str, Optional[float]] = {}
         for metric in self._metrics:
-            found[metric.name], others = metric.value(others[: metric.width]), others[metric.width :]
-        return Measured(loss / weight if weight else None, found)
+            metrics[metric.name], sums = metric.value(sums[: metric.width]), sums[metric.width :]
+        return EvaluationResult(loss / weight if weight else None, metrics)
 
 
-def evaluate(setup: Setup) -> List[Measured]:
-    """Mean loss and metrics over the test set, or its configured subset, None where there is none: of the model's output, and
-    before it of every block's that has a loss of its own."""
+def evaluate(setup: Setup) -> List[EvaluationResult]:
+    """Evaluate on the test set, or its configured subset: every block that has a loss of its own, then the model's output."""
     model, blocks = setup.model, get_blocks(setup.model)
     tallies: List[Tally] = []
     with torch.no_grad(), modes_restored(model):
         model.eval()
-        for x, y in test_batches(setup):
+        for x, y in load_test_batches(setup):
             outputs = blocks.outputs(x) if blocks is not None else [call(model, x)]
             tallies = tallies or [Tally.of(setup) for _ in outputs]
             for tally, output in zip(tallies, outputs):
                 tally.add(output, y, sample_count(x))
-    return [tally.measured for tally in tallies or [Tally.of(setup)]]
+    return [tally.evaluation for tally in tallies or [Tally.of(setup)]]

@@ -1,4 +1,4 @@
-"""A method's stages on a model: stages of one loss, or blocks with losses of their own."""
+"""A method's stages on a model: stages of one loss, or blocks with losses of their own; and what they take of its output."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from typing import Any, NamedTuple, Optional, Sequence
 from torch import nn
 
 from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import GIVEN, OWN
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.import_strings import resolve_entry
-from ipu_pipe.job.outputs import make_take, make_take_of_heads
 from ipu_pipe.local.structures import find_structure, make_blocks
 from ipu_pipe.model.cutting import Piece
+from ipu_pipe.model.outputs import Part, Take
 from ipu_pipe.model.stages import Partition, partition
 from ipu_pipe.schedule.methods import Method
 
 
 class Placed(NamedTuple):
-    """The model as it trains (with heads, where blocks have losses of their own), all its stages, the one of this process (None:
-    all are here), what the user should know of them, and the model cut into them, where they are on devices of their own."""
+    """A model placed on devices.
+
+    model: as it trains: with heads, where blocks have losses of their own.
+    own: the stage of this process; None: all stages are here.
+    note: what the user should know of the stages.
+    pieces: the model cut into its stages, where they are on devices of their own.
+    """
 
     model: nn.Module
     part: Partition
@@ -27,27 +33,45 @@ class Placed(NamedTuple):
     pieces: Sequence[Piece] = ()
 
 
+def make_take(config: Config) -> Optional[Take]:
+    """Return what `model.output` takes of a model's output: a field, an element, or a function's result; None for all of it."""
+    output = config.model.output
+    if isinstance(output, str) and ":" in output:
+        return resolve_entry(output, "model.output")
+    return None if output is None else Part(output)
+
+
+def make_take_of_heads(config: Config) -> Optional[Take]:
+    """Return the same where blocks have losses of their own, whose heads give what a function would take."""
+    output = config.model.output
+    if config.loss == OWN:
+        why = "the heads of its blocks give no loss of their own: must be a loss of their outputs, such as cross_entropy"
+        raise BadInput(f"loss: model: {config.method}: {why}")
+    if isinstance(output, str) and (output == GIVEN or ":" in output):
+        why = f"{config.method} takes the outputs of its blocks' heads: must be the name of a field, or an index"
+        raise BadInput(f"model.output: {output}: {why}")
+    return make_take(config)
+
+
 def place_whole(config: Config, method: Method, model: nn.Module, x: Any) -> Placed:
-    """All stages in this process. `x`: one microbatch of input. Raises BadInput."""
+    """Place all stages in this process. `x`: one microbatch of input. Raise `BadInput` if the model has no such stages."""
     if method.structure is not None:
         return place_blocks(config, method, model, x)
     return Placed(model, partition(model, x, config.stages, one_stage=method.one_stage))
 
 
 def place_blocks(
-    config: Config, method: Method, model: nn.Module, x: Any, count: Optional[int] = None,
-    own: Optional[int] = None,
-) -> Placed:  # fmt: skip
-    """Blocks with losses of their own; `count`: how many there must be, `own`: the one of this process. Raises BadInput."""
+    config: Config, method: Method, model: nn.Module, x: Any, count: Optional[int] = None, own: Optional[int] = None
+) -> Placed:
+    """Place blocks with losses of their own. `count`: how many there must be; `own`: the block of this process."""
     assert method.structure is not None
     if isinstance(config.stages, dict) and config.stages.get("by") == "time":
-        raise BadInput(
-            "stages.by: time: times differ from run to run, and blocks are what is trained: must be flops or parameters"
-        )
+        why = "times differ from run to run, and blocks are what is trained: must be flops or parameters"
+        raise BadInput(f"stages.by: time: {why}")
     entry = config.method_args.head
     head = resolve_entry(entry, "method_args.head") if entry else None
     take = make_take(config) if find_structure(method.structure).trains_last else make_take_of_heads(config)
-    made, part = make_blocks(
+    model, part = make_blocks(
         model, x, method.structure, config.stages, config.seed, count, head, method.one_stage or "", take
     )
-    return Placed(made, part, own)
+    return Placed(model, part, own)

@@ -1,4 +1,4 @@
-"""The job: one run's model, data, stages, schedule and version table, all checked. `run/build` makes it."""
+"""The job: one run's model, data, stages, schedule and version table, all validated. ipu_pipe/run/build.py makes it."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from ipu_pipe.schedule.methods import METHODS, Method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import amortize_utilization, make_schedule
 from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.trace.events import SCHEMA, TraceMetadata, TraceWindow
 from ipu_pipe.update import rates as lr
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import Groups
@@ -39,8 +40,8 @@ DTYPES.update(dict.fromkeys(("16.16", "16.32", "32.32"), torch.float32))  # on t
 
 
 class Begun(NamedTuple):
-    """What a run that begins with the weights at `path` has of them: how many are `taken`, names `left_out` with the reason, and
-    those of the model that are `new`."""
+    """The weights at `path` that a run begins with: how many are `taken`, the names `left_out` with the reason, and the names of
+    the model that are `new`."""
 
     path: str
     taken: int
@@ -72,17 +73,19 @@ class Setup:
         given = type(getattr(self.data, "dataset", self.data)).__name__
         return given if self.config.data.name == GIVEN else self.config.data.name
 
-    def parted(self, batch: Any) -> Tuple[Any, Any]:
-        """A batch of the data as inputs and labels. The labels of a model that computes its own loss are among the inputs, too.
-        Raises BadInput."""
+    def split_batch(self, batch: Any) -> Tuple[Any, Any]:
+        """Return a batch of the data as inputs and labels; a model with its own loss has the labels among its inputs too.
+
+        Raise `BadInput` if the batch has no such parts.
+        """
         return split_batch(batch, getattr(self.data, "labels", None), isinstance(self.loss, OwnLoss), self.asks)
 
-    def ready(self, batch: Any) -> Tuple[Any, Any]:
-        """A batch of the data as inputs and labels on the run's device. Raises BadInput."""
-        return self.to_device(*self.parted(batch))
+    def prepare_batch(self, batch: Any) -> Tuple[Any, Any]:
+        """Return a batch of the data as inputs and labels on the run's device."""
+        return self.move_to_device(*self.split_batch(batch))
 
-    def to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
-        """A microbatch on the run's device, inputs in its precision. Raises BadInput."""
+    def move_to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
+        """Return a microbatch on the run's device, inputs in its precision. Raise `BadInput` if it is not made of tensors."""
         refuse_others(x, "inputs")
         refuse_uneven(x)
         if y is not None or not isinstance(self.loss, OwnLoss):
@@ -90,7 +93,7 @@ class Setup:
         if isinstance(y, Labels):
             refuse_others(y.asked, "what the loss takes")
             refuse_uneven(y.asked)
-        # the CPU's loss looks itself, a GPU's kernel aborts
+        # the CPU's loss checks labels itself, a GPU's kernel aborts
         if self.label_range is not None and self.device.type == "cuda":
             self.label_range.check_on_host(labels_of(y))
 
@@ -99,16 +102,16 @@ class Setup:
 
         return mapped(mover(self.numbers.inputs), x), mapped(mover(self.numbers.labels), y)
 
-    def trained(self) -> Dict[str, nn.Parameter]:
-        """What an optimizer changes, by the names of the model's weights: these, or their masters."""
+    def get_trained(self) -> Dict[str, nn.Parameter]:
+        """Return what an optimizer changes, the model's weights or their masters, by the names of the weights."""
         return {name: self.numbers.trained(p) for name, p in self.model.named_parameters()}
 
 
 @dataclass
 class Job(Setup):
-    """One run, ready to start. Updates are counted from 0 through the whole run; an epoch has `updates_per_epoch`.
+    """One run, ready to start. Updates are counted from 0 through the whole run; an epoch has `updates_per_epoch` of them.
 
-    `config` has the names at which stages begin where it was to measure them by time.
+    Where stages were balanced by measured time, `config` has the names of the modules at which they begin.
     """
 
     part: Partition
@@ -149,14 +152,14 @@ class Job(Setup):
         rounds = self.method.rounds
         return self.config.replicas if rounds is None else rounds.replicas or len(self.part)
 
-    def master_bytes(self) -> List[int]:
-        """Of each stage's masters, where its weights have such."""
-        numbers, found = self.numbers, []
+    def count_master_bytes(self) -> List[int]:
+        """Return the bytes of each stage's master weights, 0 where it has none."""
+        numbers, sizes = self.numbers, []
         for stage in self.part.stages:
             weights = [self.model.get_parameter(name) for name in stage.parameters]
             masters = [numbers.trained(p) for p in weights if numbers.trained(p) is not p]
-            found.append(sum(p.numel() * p.element_size() for p in masters))
-        return found
+            sizes.append(sum(p.numel() * p.element_size() for p in masters))
+        return sizes
 
     @property
     def traced(self) -> range:
@@ -166,7 +169,7 @@ class Job(Setup):
 
     def microbatch(self, m: int, replica: int = 0) -> Tuple[Any, Any]:
         """Return microbatch m of a replica of the pipeline as inputs and labels, on the run's device."""
-        return self.ready(self.read_microbatch(m, replica))
+        return self.prepare_batch(self.read_microbatch(m, replica))
 
     def read_microbatch(self, m: int, replica: int = 0) -> Any:
         """Read microbatch m of a replica from the data, as that gives it. Replicas take turns in an epoch's order."""
@@ -176,73 +179,75 @@ class Job(Setup):
 
     @property
     def averaged(self) -> int:
-        """The updates over which the training loss is averaged: of an epoch, or a hundred where there are none."""
+        """The updates over which the training loss is averaged: those of an epoch, or 100 if the data has no length."""
         return self.updates_per_epoch or 100
 
     def epoch(self, done: int) -> Optional[float]:
-        """How many epochs `done` updates are; None where the data has no length."""
+        """Return `done` updates in epochs; None if the data has no length."""
         return None if self.updates_per_epoch is None else done / self.updates_per_epoch
 
     def rate(self, k: int) -> float:
-        """Learning rate of update k."""
+        """Return the learning rate of update k."""
         if self.played is not None:
             return self.played[k]
         return compute_rate(self.config, self.base_rate, k, self.updates, self.updates_per_epoch)
 
-    def done_with(self, k: int) -> int:
-        """The updates that the first stage has done when the loss of update k is known: where nothing comes back to it, it must
-        not stand still for the last one's."""
+    def count_done(self, k: int) -> int:
+        """Return how many updates the first stage has done when the loss of update k is known.
+
+        Where no gradient comes back to it, it must not wait for the last stage.
+        """
         ahead = len(self.part) if get_blocks(self.model) is not None else 0
         return min(k + ahead + 1, self.schedule.stretch(k)[1])
 
-    def begun_with(self, k: int) -> int:
-        """The batches that are begun by then, all of which a run does that is asked to end after update k: what is in the
-        pipeline comes to its end."""
+    def count_begun(self, k: int) -> int:
+        """Return how many batches have been started when the loss of update k is known.
+
+        A run that is asked to end after update k does them all: what is in the pipeline is finished.
+        """
         if self.method.history is not None:
             return k + 1
         if self.method.rounds is not None:  # replicas must meet first
             return self.schedule.stretch(k)[1]
-        last = self.done_with(k) - 1
+        last = self.count_done(k) - 1
         first_stage, batch = slice(0, 1), self.schedule.accumulate
         slot = self.schedule.slots(Kind.UPDATE, last, last + 1, first_stage)[0]
         begun = int(self.schedule.count_before(Kind.FORWARD, slot + 1, first_stage)[0, 0])
         return max(-(-begun // batch), last + 1)
 
-    def phase_schedules(self) -> List[Tuple[str, int, Schedule]]:
-        """The run in order: (method, updates, schedule) of the warm-up by GPipe, of which one batch stands for all, then of the
-        method's own."""
+    def list_phases(self) -> List[Tuple[str, int, Schedule]]:
+        """Return (method, updates, schedule) of the run's phases: warm-up by GPipe (the schedule of a batch), the method."""
         warm, stages, accumulate = self.rules.switch, len(self.part), self.schedule.accumulate
         if not warm:
             return [(self.method.name, self.updates, self.schedule)]
         batch = make_schedule(METHODS["gpipe"], stages, accumulate, accumulate)
-        found = [("gpipe", min(warm, self.updates), batch)]
+        phases = [("gpipe", min(warm, self.updates), batch)]
         if self.updates > warm:
             drains = [k for k in list_drains(self.config, self.updates, self.updates_per_epoch, self.done) if k > warm]
             marks = [(k - warm) * accumulate for k in drains]
             own = make_schedule(self.method, stages, (self.updates - warm) * accumulate, accumulate, marks)
-            found.append((self.method.name, self.updates - warm, own))
-        return found
+            phases.append((self.method.name, self.updates - warm, own))
+        return phases
 
-    def phases(self) -> List[Dict[str, Any]]:
-        """The same with the share of the schedule's slots in which stages are busy, fills and drains included."""
+    def describe_phases(self) -> List[Dict[str, Any]]:
+        """Return the phases with the share of slots in which stages are busy, warm-up and drain of the pipeline included."""
         return [
             {"method": name, "updates": updates, "planned_utilization": schedule.busy_share()}
-            for name, updates, schedule in self.phase_schedules()
+            for name, updates, schedule in self.list_phases()
         ]
 
     def planned_utilization(self) -> float:
-        """Busy share of the schedule's slots of the whole run: with a warm-up amortized over both phases' times (PipeMare,
-        section 4)."""
-        return amortize_utilization([(phase["updates"], phase["planned_utilization"]) for phase in self.phases()])
+        """Return the busy share of slots of the whole run, amortized over the times of its phases (PipeMare, section 4)."""
+        return amortize_utilization([(phase["updates"], phase["planned_utilization"]) for phase in self.describe_phases()])
 
     def evaluates_after(self, done: int) -> bool:
-        """Whether the test set is evaluated when `done` updates are done: after each `evaluate.every` epochs and at the end."""
+        """Return whether to evaluate when `done` updates are done: after each `evaluate.every` epochs and at the end."""
         every = self.config.evaluate.interval(self.updates_per_epoch)
         return done == self.updates or (every > 0 and done % every == 0)
 
     def saves_after(self, done: int) -> bool:
-        """Whether a checkpoint is taken when `done` updates are done: after each `checkpoint.every` of them, and at each
-        evaluation, so that the best weights are there to keep."""
+        """Return whether to save a checkpoint when `done` updates are done: after each `checkpoint.every` updates, and at each
+        evaluation, so that the best weights can be kept."""
         every = self.config.checkpoint.every
         return self.evaluates_after(done) or (every is not None and done % every == 0)
 
@@ -255,7 +260,10 @@ def _move(value: torch.Tensor, device: torch.device, dtype: torch.dtype, pins: b
 
 
 def compute_rate(config: Config, base: float, k: int, updates: int, per_epoch: Optional[int]) -> float:
-    """Learning rate of update k, before the rules. Where stages are drawn, one may have more updates than the run has steps."""
+    """Return the learning rate of update k, before the update rules.
+
+    Where the updated stages are drawn, one stage may have more updates than the run has steps.
+    """
     if config.lr_schedule.falls:
         updates = config.lr_schedule.total_steps or updates
         k = min(k, updates - 1)
@@ -263,10 +271,34 @@ def compute_rate(config: Config, base: float, k: int, updates: int, per_epoch: O
 
 
 def list_drains(config: Config, updates: int, per_epoch: Optional[int], done: int) -> List[int]:
-    """Updates after which the pipeline empties: evaluations and checkpoints before the end, and where the run goes on, which may
-    be none of these any more."""
+    """Return the updates after which the pipeline drains: evaluations and checkpoints before the end, and `done`, where the run
+    was resumed: the intervals may be others since."""
     marks: Set[int] = {done} if 0 < done < updates else set()
     for every in (config.evaluate.interval(per_epoch), config.checkpoint.every or 0):
         if every:
             marks.update(range(every, updates, every))
     return sorted(marks)
+
+
+def make_trace_metadata(job: Job) -> TraceMetadata:
+    """Return the metadata of a run's trace that the job alone decides."""
+    config, schedule, traced = job.config, job.schedule, job.traced
+    planned = job.planned_utilization()
+    return TraceMetadata(
+        schema=SCHEMA,
+        run="" if job.folder is None else job.folder.resolve().name,
+        method=job.method.name,
+        method_args=config.method_args.model_dump(mode="json", exclude_none=True),
+        backend=config.backend.name,
+        stages=len(job.part),
+        replicas=config.replicas,
+        microbatches=schedule.microbatches,
+        accumulate=schedule.accumulate,
+        step_samples=job.batch,
+        device_of_stage=list(schedule.device_of_stage),
+        window=TraceWindow(begin=traced.start, end=traced.stop, every=traced.step),
+        gradients_cross=job.method.structure is None,
+        planned_utilization=planned,
+        planned_bubble_fraction=1 - planned,
+        units=list(job.footprint.units),
+    )

@@ -43,7 +43,7 @@ def build_memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[D
         kept.inputs[in_flight == 1] = 0  # PopTorch does not recompute its last stage
     moments = MOMENTS.get(_optimizer_kind(job) or "", 0)
     own = job.width if job.method.rounds is not None else 1  # replicas with weights and optimizer state of their own
-    trained, behind, masters = _trained_bytes(job), _behind_bytes(job), job.master_bytes()
+    trained, behind, masters = _trained_bytes(job), _behind_bytes(job), job.count_master_bytes()
     rows = []
     for stage, entering in zip(job.part.stages, _input_bytes(job)):
         s = stage.index

@@ -9,9 +9,8 @@ import numpy as np
 
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.hardware.profiling import StageSeconds
-from ipu_pipe.job.position import Position
-from ipu_pipe.job.record import Job
-from ipu_pipe.job.tracing import make_trace_metadata
+from ipu_pipe.job.evaluation import Position
+from ipu_pipe.job.record import Job, make_trace_metadata
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import Costs, Times, clock
@@ -67,7 +66,7 @@ class ModelledRates(NamedTuple):
 def compute_modelled_rates(job: Job, costs: Costs) -> ModelledRates:
     """busy / (devices x span), and samples / span. A warm-up by GPipe and what follows are played each for itself."""
     busy = span = 0.0
-    for _, updates, schedule in job.phase_schedules():
+    for _, updates, schedule in job.list_phases():
         microbatches = updates * schedule.accumulate
         busy += microbatches * (sum(costs.forward) + sum(costs.backward)) + updates * sum(costs.update)
         span += compute_played_seconds(schedule, costs, microbatches)

@@ -6,8 +6,8 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.errors import BadInput
+from ipu_pipe.job.evaluation import EvaluationResult, Position
 from ipu_pipe.job.numerics import record_numerics
-from ipu_pipe.job.position import Measured, Position
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.report.memory import build_memory_table, compute_memory_figures
@@ -23,9 +23,9 @@ OF_A_STAGE = (
 def summarize(
     job: Job,
     position: Position,
-    final: Measured,
+    final: EvaluationResult,
     measured: Report,
-    tested: Sequence[Measured] = (),
+    tested: Sequence[EvaluationResult] = (),
     costs: Optional[CostsOfStages] = None,
     stopped: Optional[str] = None,
 ) -> Dict[str, Any]:
@@ -59,15 +59,15 @@ def summarize(
         "best": position.best,
         "samples": position.update * job.batch,
         "updates_per_epoch": job.updates_per_epoch,
-        "initial": position.initial.record(),
+        "initial": position.initial.to_record(),
         "final": {
             "train_loss": position.epoch_loss / position.epoch_updates if position.epoch_updates else None,
-            **final.record(),
+            **final.to_record(),
         },
         "throughput_samples_per_second": rate,
         **_utilization(job, measured, costs),
         "stages_begin_at": job.part.begin_names(),
-        "phases": job.phases(),
+        "phases": job.describe_phases(),
         "stages": [
             {"index": index, **{key: row[key] for key in OF_A_STAGE}}
             for index, row in enumerate(build_memory_table(job, measured.optimizer_bytes))
@@ -115,13 +115,13 @@ def upgrade_summary(summary: Dict[str, Any], place: str = "summary.json") -> Dic
     return {**renamed, **unknown, "phases": phases, "schema": SCHEMA}
 
 
-def _block_records(job: Job, measured: Report, tested: Sequence[Measured]) -> Dict[str, Any]:
+def _block_records(job: Job, measured: Report, tested: Sequence[EvaluationResult]) -> Dict[str, Any]:
     """Of methods with losses of their own: each block's test loss and accuracy by its own head, the model's own last; and the
     traffic of gradients of shared layers, apart from `links`."""
     if job.method.structure is None:
         return {}
     first = len(job.part) - len(tested)
-    blocks = [{"index": first + i, **found.record()} for i, found in enumerate(tested)]
+    blocks = [{"index": first + i, **found.to_record()} for i, found in enumerate(tested)]
     shared = (
         plan_shared_links(job)
         if measured.shared is None

@@ -199,8 +199,8 @@ def _assemble(
     rounds = method.rounds
     width = config.replicas if rounds is None else rounds.replicas or 1
     per_epoch, updates = _length(config, data, width)
-    taken = setup.parted(data.train_batch(0, 0, config.micro_batch_size))
-    example = copied(setup.to_device(*taken))  # a model that works in place must not change the data
+    taken = setup.split_batch(data.train_batch(0, 0, config.micro_batch_size))
+    example = copied(setup.move_to_device(*taken))  # a model that works in place must not change the data
     setup.label_range = check_model(model, chosen_loss, example, taken[1])
     check_metrics(setup)
     if is_chosen(config.stages):

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ipu_pipe.backends.table import get_backend
 from ipu_pipe.data.batches import LabelRange, find_label_range
 from ipu_pipe.errors import BadInput, summarize
-from ipu_pipe.job.evaluation import test_batches
+from ipu_pipe.job.evaluation import load_test_batches
 from ipu_pipe.job.metrics import DEFAULT
 from ipu_pipe.job.record import Job, Setup, list_drains
 from ipu_pipe.model.asking import labels_of
@@ -217,7 +217,7 @@ def check_metrics(setup: Setup) -> None:
     devices = [setup.device] if setup.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad(), undisturbed(setup.model):
         setup.model.eval()
-        for x, given in itertools.islice(test_batches(setup), 1):
+        for x, given in itertools.islice(load_test_batches(setup), 1):
             taken, y = scores(setup.loss, call(setup.model, x)), labels_of(given)
             for metric in metrics:
                 try:

@@ -15,7 +15,7 @@ from ipu_pipe.config.sections import OWN
 from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.import_strings import call_entry, check_arguments, resolve_entry
-from ipu_pipe.job.outputs import make_take
+from ipu_pipe.job.placing import make_take
 from ipu_pipe.model.asking import asked_by
 from ipu_pipe.model.outputs import OfOutput, OwnLoss
 from ipu_pipe.model.probe import Loss

@@ -15,8 +15,8 @@ from ipu_pipe.config.compare import dump_config
 from ipu_pipe.data.loaders import restore_random_states
 from ipu_pipe.errors import RunFault
 from ipu_pipe.hardware.profiling import StageSeconds
+from ipu_pipe.job.evaluation import EvaluationResult, Position, collect_by_block
 from ipu_pipe.job.metrics import ACCURACY
-from ipu_pipe.job.position import Measured, Position, collect_by_block
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import exit_words, keep_traceback_of
 from ipu_pipe.local.blocks import get_blocks
@@ -74,7 +74,7 @@ def restore_checkpoint(job: Job, out: Path, say: Callable[[str], None], callback
         say(f"{path}: of the earlier layout, which does not say whose run it is: that is not checked")
     with job.numbers.whole(loads=True):
         checkpoint.load_weights(job.model, held.model, str(path))
-    names = {parameter: name for name, parameter in job.trained().items()}
+    names = {parameter: name for name, parameter in job.get_trained().items()}
     import_state(job.optimizer, names, held.optimizer, held.state["optimizer"])
     callbacks.load(held.state.get("callbacks"))
     position = read_position(held)
@@ -87,8 +87,8 @@ class RunEnd(NamedTuple):
     planned; `record`: of how it began; `restored`: the step whose weights the model has afterwards, None: the newest."""
 
     position: Position
-    final: Measured
-    tested: Sequence[Measured]
+    final: EvaluationResult
+    tested: Sequence[EvaluationResult]
     profile: Optional[StageSeconds]
     stopped: Optional[str]
     record: Dict[str, Any]
@@ -166,7 +166,7 @@ class TrainingLoop:
         self.unread_seconds = 0.0  # of training since a loss was last read
         self.update_seconds = 0.0  # what an update of the newest call took
         self.unwritten: Dict[str, Any] = {}  # the newest update's line of metrics.jsonl
-        self.tested: List[Measured] = []  # at the last evaluation, by block
+        self.tested: List[EvaluationResult] = []  # at the last evaluation, by block
         self.callbacks = Callbacks(callbacks if is_main() else ())
         # what all processes must know alike: whether the run may be asked to end, and after any update
         self.may_stop, self.at_steps = run_on_main(lambda: (bool(self.callbacks.own), self.callbacks.at_steps))
@@ -214,10 +214,10 @@ class TrainingLoop:
             self._call_back("on_end", engine)
         return report
 
-    def _train(self, engine: Engine, log: Log) -> Optional[Measured]:
+    def _train(self, engine: Engine, log: Log) -> Optional[EvaluationResult]:
         """All updates to come; returns what the last evaluation found, None if there was none."""
         job, position = self.job, self.position
-        final: Optional[Measured] = None
+        final: Optional[EvaluationResult] = None
         with self.progress.bar(job.updates, position.update, job.updates_per_epoch) as bar:
             while position.update < self.end:
                 self._step(engine, bar, log)
@@ -235,7 +235,7 @@ class TrainingLoop:
                 final = self._end_early(engine, log, bar, final)
         return final
 
-    def _end_early(self, engine: Engine, log: Log, bar: Any, final: Optional[Measured]) -> Optional[Measured]:
+    def _end_early(self, engine: Engine, log: Log, bar: Any, final: Optional[EvaluationResult]) -> Optional[EvaluationResult]:
         """What a run that was planned so long does at its end, where it was not done anyway."""
         job, done = self.job, self.position.update
         if self.unwritten:
@@ -265,7 +265,7 @@ class TrainingLoop:
         rate, self.unread_seconds = sum(result.samples for result in results) / self.unread_seconds, 0.0
         shows_accuracy = any(metric.name == ACCURACY for metric in job.metrics)
         for update_index, result in enumerate(results, position.update - len(results)):
-            position.count(result.loss, begins_epoch=update_index % job.averaged == 0)
+            position.add_update(result.loss, begins_epoch=update_index % job.averaged == 0)
             bar.advance(result.loss, result.accuracy if shows_accuracy else None, rate)
         epoch = job.epoch(position.update)
         losses = tuple(loss for loss, _ in result.blocks) or (result.loss,)
@@ -293,15 +293,15 @@ class TrainingLoop:
         job, known = self.job, self.at_steps or not self.progress.steps
         return known or done % job.config.log.every == 0 or job.evaluates_after(done) or job.saves_after(done)
 
-    def _evaluate(self, engine: Engine, log: Log, bar: Any = None) -> Measured:
+    def _evaluate(self, engine: Engine, log: Log, bar: Any = None) -> EvaluationResult:
         every = engine.evaluate()
         position, self.tested, found = self.position, every, every[-1]
         if bar is not None:
             bar.evaluated(found)
         epoch = self.job.epoch(position.update)
-        log(step=position.update, epoch=epoch, **found.record(), **(collect_by_block(every) if len(every) > 1 else {}))
-        position.note(found)
-        self.now = replace(self.now, step=position.update, epoch=epoch, metrics=found.record())
+        log(step=position.update, epoch=epoch, **found.to_record(), **(collect_by_block(every) if len(every) > 1 else {}))
+        position.add_evaluation(found)
+        self.now = replace(self.now, step=position.update, epoch=epoch, metrics=found.to_record())
         return found
 
     def _save(self, engine: Engine) -> None:

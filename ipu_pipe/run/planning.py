@@ -17,7 +17,7 @@ from ipu_pipe.config.sections import OWN
 from ipu_pipe.data.batches import split_batch
 from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_units
 from ipu_pipe.job.import_strings import resolve_entry
-from ipu_pipe.job.outputs import make_take_of_heads
+from ipu_pipe.job.placing import make_take_of_heads
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.nests import mapped, numbers, sample_count, size
 from ipu_pipe.model.shapes import SMALL, made_by_shape, shapes_only
@@ -99,7 +99,7 @@ def _measured(config: Config) -> Tuple[nn.Module, CountedUnits, Any]:
     setup = set_up(config)
     costed = None
     for many in (config.micro_batch_size, 2 * config.micro_batch_size):
-        x, y = setup.ready(setup.data.train_batch(0, 0, many))
+        x, y = setup.prepare_batch(setup.data.train_batch(0, 0, many))
         costed = costed or count_units(setup.model, x, (), setup.loss, y)
         costed = measure_units(costed, setup.model, setup.loss, x, y)
     assert costed is not None

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 
 from ipu_pipe.errors import guard_writing
-from ipu_pipe.job.position import Measured
+from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.run.folder import RunFolder
 from ipu_pipe.text import escape_lines
 
@@ -61,7 +61,7 @@ class Bar:
         self._ends_epoch = self._per_epoch is not None and self._done % self._per_epoch == 0
         self._show(False)
 
-    def evaluated(self, found: Measured) -> None:
+    def evaluated(self, found: EvaluationResult) -> None:
         """The test set was evaluated."""
         if found.loss is not None:
             known = [f" {name} {value:.3f}" for name, value in found.metrics.items() if value is not None]

@@ -15,7 +15,7 @@ from ipu_pipe.config.compare import compare_deciding, list_length_dependent, sel
 from ipu_pipe.config.faults import show_value
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.position import Measured, Position
+from ipu_pipe.job.evaluation import EvaluationResult, Position
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.nests import copied
@@ -77,7 +77,7 @@ def check_data(job: Job, out: Path) -> None:
 def read_position(held: Checkpoint) -> Position:
     """How far the run had come."""
     saved = held.state["position"]
-    return Position(**{**saved, "initial": Measured.read(saved["initial"])})
+    return Position(**{**saved, "initial": EvaluationResult.from_saved(saved["initial"])})
 
 
 # ---- whose it is
@@ -182,7 +182,7 @@ def _optimizer_faults(job: Job, held: Checkpoint, own: Origin) -> List[str]:
             saved[name][entry] = value
     if any(entry.startswith(f"{MARK}:") for entries in saved.values() for entry in entries):
         return []  # PopTorch's, which it reads as a whole; other backends refuse it
-    parameters = job.trained()
+    parameters = job.get_trained()
     trained = {id(p) for group in job.groups for p in group["params"]}
     faults = [f"optimizer: {name}: the model has no parameter of that name" for name in saved if name not in parameters]
     faults += [

@@ -231,7 +231,7 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
         checkpoint.load_weights(setup.model, checkpoint.read_weights(path), str(path))
     with attribute_faults(lambda: "evaluation"):
         found = evaluate(setup)[-1]
-    return {"weights": str(path), **found.record()}
+    return {"weights": str(path), **found.to_record()}
 
 
 def _is_function(value: Any) -> bool:

@@ -28,8 +28,7 @@ from ipu_pipe.data import DataSource, TensorData
 from ipu_pipe.data.batches import Pair
 from ipu_pipe.data.images import ImageFolder
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.evaluation import TEST_BATCH, Tally
-from ipu_pipe.job.position import Measured
+from ipu_pipe.job.evaluation import TEST_BATCH, EvaluationResult, Tally
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import compute_losses, get_blocks
 from ipu_pipe.model.calling import call
@@ -137,7 +136,7 @@ def run_angles(config: Config, method: str, every: int, samples: int) -> Dict[st
     assert blocks is not None
     if not job.data.train_batches_per_epoch(samples):
         raise BadInput(f"--samples: {samples}: the training set has not so many")
-    probe = GradientProbe(job.model, job.loss, *job.ready(job.data.train_batch(0, 0, samples)), seed=config.seed)
+    probe = GradientProbe(job.model, job.loss, *job.prepare_batch(job.data.train_batch(0, 0, samples)), seed=config.seed)
     points: List[Dict[str, Any]] = []
 
     def measure(done: int, loss: Optional[float]) -> None:
@@ -247,14 +246,14 @@ def read_training_batches(job: Job, samples: Optional[int]) -> Iterator[Pair]:
     if isinstance(data, TensorData):
         as_test = copy.copy(data)
         as_test.test = data.train  # test samples are normalized but not augmented
-        return _cut(map(job.parted, as_test.test_batches(TEST_BATCH)), samples)
+        return _cut(map(job.split_batch, as_test.test_batches(TEST_BATCH)), samples)
     size = job.config.micro_batch_size
     batches = (data.train_batch(0, i, size) for i in range(data.train_batches_per_epoch(size) or 0))
-    return _cut(map(job.parted, batches), samples)
+    return _cut(map(job.split_batch, batches), samples)
 
 
 def _read_test(job: Job) -> Iterator[Pair]:
-    return map(job.parted, job.data.test_batches(TEST_BATCH))
+    return map(job.split_batch, job.data.test_batches(TEST_BATCH))
 
 
 def _cut(batches: Iterable[Pair], samples: Optional[int]) -> Iterator[Pair]:
@@ -271,15 +270,15 @@ def _count(batches: Iterable[Pair]) -> int:
     return sum(sample_count(x) for x, _ in batches)
 
 
-def evaluate(job: Job, batches: Iterable[Pair]) -> Measured:
+def evaluate(job: Job, batches: Iterable[Pair]) -> EvaluationResult:
     """Return the mean loss and accuracy (a fraction) of the model's own output over `batches`, in evaluation mode."""
     tally, model = Tally.of(job), job.model
     with torch.no_grad(), modes_restored(model):
         model.eval()
         for x, y in batches:
-            x, y = job.to_device(x, y)
+            x, y = job.move_to_device(x, y)
             tally.add(call(model, x), y, sample_count(x))
-    return tally.measured
+    return tally.evaluation
 
 
 def run_in_processes(

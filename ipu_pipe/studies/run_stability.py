@@ -99,7 +99,7 @@ def _measure(job: Job, samples: int, iterations: int, seed: int, differ: bool, b
     """Of the whole model, and then, where asked, of each stage."""
     if job.data.train_batches_per_epoch(samples) == 0:
         raise BadInput(f"--samples: {samples}: the training set has not so many")
-    x, y = job.ready(job.data.train_batch(0, 0, samples))
+    x, y = job.prepare_batch(job.data.train_batch(0, 0, samples))
     if job.config.precision == "bfloat16":
         job.model.float()
         x = mapped(lambda t: t.float() if t.is_floating_point() else t, x)

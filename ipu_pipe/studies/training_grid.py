@@ -250,7 +250,7 @@ def train_one(config: Dict[str, Any], folder: str) -> Dict[str, Any]:
         if "loss is" not in str(error):
             raise
         job = build(settings)
-        result = _read_curve(out, job.phases(), job.updates_per_epoch)
+        result = _read_curve(out, job.describe_phases(), job.updates_per_epoch)
         result.update(diverged=str(error).split(";")[0], seconds=time.monotonic() - start)
         write(marker, json.dumps(result))
         return result

@@ -14,9 +14,8 @@ from ipu_pipe.backends.work import Work, list_exactness_faults
 from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.profiling import StageSeconds
-from ipu_pipe.job.evaluation import evaluate
+from ipu_pipe.job.evaluation import EvaluationResult, evaluate
 from ipu_pipe.job.placing import place_whole
-from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.launcher import read_launch
@@ -54,10 +53,10 @@ class EmulatorEngine(Engine):
 
     def end(self, done: int, asked: bool) -> int:
         if asked:
-            self._end = min(self._end, self.job.begun_with(done - 1))
+            self._end = min(self._end, self.job.count_begun(done - 1))
         return self._end
 
-    def evaluate(self) -> List[Measured]:
+    def evaluate(self) -> List[EvaluationResult]:
         with attribute_faults(lambda: f"evaluation before update {self._emulator.update}"):
             return evaluate(self.job)
 
@@ -68,9 +67,9 @@ class EmulatorEngine(Engine):
 
     def report(self) -> Optional[Report]:
         state = count_state_bytes(self.job.optimizer, len(self.job.part))
-        held = [own + masters for own, masters in zip(state, self.job.master_bytes())]
+        held = [own + masters for own, masters in zip(state, self.job.count_master_bytes())]
         model, versions = self.job.model, self._emulator.peak_bytes
-        trained = [p for p in self.job.trained().values() if p.requires_grad]
+        trained = [p for p in self.job.get_trained().values() if p.requires_grad]
         peaks = {
             "weights": _bytes([*model.parameters(), *model.buffers()]),
             "versions": versions,

@@ -16,7 +16,7 @@ from ipu_pipe.backends.ipu.options import make_options
 from ipu_pipe.backends.ipu.profile import Timeline
 from ipu_pipe.backends.ipu.wrapping import unsplit, wrap_block
 from ipu_pipe.config.schema import Config
-from ipu_pipe.job.evaluation import Tally, test_batches
+from ipu_pipe.job.evaluation import Tally, load_test_batches
 from ipu_pipe.job.ipu.placement import Placement
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import read_launch
@@ -101,7 +101,7 @@ class Block:
 
     def _tally(self, inference: Any) -> torch.Tensor:
         tally, rows = Tally.of(self.job), self._rows()
-        for number, (x, y, count) in enumerate(in_calls(test_batches(self.job), rows)):
+        for number, (x, y, count) in enumerate(in_calls(load_test_batches(self.job), rows)):
             tag = EVALUATION_TAG + number
             value = x
             if self.rank:

@@ -23,8 +23,7 @@ from ipu_pipe.backends.ipu.faults import check_finite, check_hardware, told_of_b
 from ipu_pipe.backends.ipu.optimizer import state_bytes
 from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.evaluation import Tally
-from ipu_pipe.job.position import Measured
+from ipu_pipe.job.evaluation import EvaluationResult, Tally
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.trace.events import Counters, Events, concatenate_counters, concatenate_events
@@ -114,7 +113,7 @@ class BlockEngine(Engine):
 
     # --- evaluation
 
-    def evaluate(self) -> List[Measured]:
+    def evaluate(self) -> List[EvaluationResult]:
         """The test set through all blocks, on the same IPUs."""
         with told_of_block(self.rank, "evaluation"):
             own = self.block.evaluate()
@@ -122,7 +121,7 @@ class BlockEngine(Engine):
             sums[self.rank] = own
             self.block.messages.flush()
             dist.all_reduce(sums)
-            return [Tally.of(self.job, row).measured for row in sums]
+            return [Tally.of(self.job, row).evaluation for row in sums]
 
     # --- state
 

@@ -30,9 +30,9 @@ from ipu_pipe.backends.ipu.poprun import instance
 from ipu_pipe.backends.ipu.session import Session
 from ipu_pipe.backends.ranks import are_joined
 from ipu_pipe.errors import BadInput, RunFault, end_process
+from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import Placement, placement, reserved
-from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.restoring import load_state
 from ipu_pipe.trace.events import Counters, Events
@@ -144,7 +144,7 @@ class PoptorchEngine(Engine):
     def end(self, done: int, asked: bool) -> int:
         return self.job.updates if self._results else super().end(done, asked)  # no end inside a call
 
-    def evaluate(self) -> List[Measured]:
+    def evaluate(self) -> List[EvaluationResult]:
         assert not self._results, "an evaluation inside a call"
         start = time.perf_counter_ns()
         with self._channel.tracepoint("evaluate"):

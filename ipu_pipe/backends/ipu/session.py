@@ -16,10 +16,9 @@ from ipu_pipe.backends.ipu.poprun import Instance
 from ipu_pipe.backends.ipu.profile import Timeline
 from ipu_pipe.backends.ipu.results import losses_of, results_of
 from ipu_pipe.backends.ipu.wrapping import Wrapped, unsplit, wrap
-from ipu_pipe.job.evaluation import Tally, test_batches
+from ipu_pipe.job.evaluation import EvaluationResult, Tally, load_test_batches
 from ipu_pipe.job.ipu.config import DataLoading
 from ipu_pipe.job.ipu.placement import Placement, reserved
-from ipu_pipe.job.position import Measured
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.randomness import derived_seed
 
@@ -78,7 +77,7 @@ class Session:
         options = inference.options
         return int(self.job.config.micro_batch_size * options.device_iterations * options.replication_factor)
 
-    def evaluate(self) -> List[Measured]:
+    def evaluate(self) -> List[EvaluationResult]:
         """The test set on the inference model, with the training model's weights."""
         detach = self.ipu.detach_for_evaluation
         inference = self.executors.enter_evaluation(self._example, detach)
@@ -86,14 +85,14 @@ class Session:
         self.executors.leave_evaluation(detach)
         return found
 
-    def _tally(self, inference: Any) -> List[Measured]:
+    def _tally(self, inference: Any) -> List[EvaluationResult]:
         tallies = [Tally.of(self.job) for _ in range(losses_of(self.job))]
-        for x, y, count in in_calls(test_batches(self.job), self._rows(inference)):
+        for x, y, count in in_calls(load_test_batches(self.job), self._rows(inference)):
             with told("evaluation"):
                 outputs = inference(as_input(x, self.job.config.precision))
             for tally, output in zip(tallies, outputs):
                 tally.add(judged(output, count), y[:count], count)
-        return [tally.measured for tally in tallies]
+        return [tally.evaluation for tally in tallies]
 
     def snapshot(self, update: int, with_optimizer: bool = True) -> Snapshot:
         """Weights and optimizer state as they are, copies."""

@@ -20,8 +20,7 @@ from ipu_pipe.backends.processes.stage import StageModel
 from ipu_pipe.backends.processes.update import DRAW_ALIKE
 from ipu_pipe.data.batches import compute_checksum
 from ipu_pipe.errors import RunFault
-from ipu_pipe.job.evaluation import Tally, test_batches
-from ipu_pipe.job.position import Measured
+from ipu_pipe.job.evaluation import EvaluationResult, Tally, load_test_batches
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
 from ipu_pipe.model.asking import labels_of
@@ -145,7 +144,7 @@ class Evaluation:
         self._model, self._mail = interpreter.stage.model, interpreter.mail
         self._count = 0
 
-    def __call__(self) -> List[Measured]:
+    def __call__(self) -> List[EvaluationResult]:
         """Return loss and metrics of each stage with a loss, the same on every rank."""
         model, layout = self._model, self._model.layout
         self._interpreter.load_newest()
@@ -166,12 +165,12 @@ class Evaluation:
         # stages between them use shapes alone
         if len({float(by_stage[stage][-1]) for stage in (0, *self._with_loss)}) > 1:
             raise RunFault(f"data: {self._job.data_name}: evaluation: the ranks read different test sets: {DRAW_ALIKE}")
-        return [Tally.of(self._job, by_stage[stage][:-1]).measured for stage in self._with_loss]
+        return [Tally.of(self._job, by_stage[stage][:-1]).evaluation for stage in self._with_loss]
 
     def _tally(self) -> torch.Tensor:
         tally, model, s = Tally.of(self._job), self._model, self._model.stage
         read = 0
-        for batch, (x, y) in enumerate(test_batches(self._job)):
+        for batch, (x, y) in enumerate(load_test_batches(self._job)):
             value: Any = x
             read = compute_checksum((x, labels_of(y)), read)
             cut = model.piece.cut

@@ -24,7 +24,7 @@ from ipu_pipe.backends.processes.ties import Ties, find_ties
 from ipu_pipe.backends.processes.update import ResultCollection
 from ipu_pipe.backends.work import Work, list_exactness_faults
 from ipu_pipe.data.batches import compute_checksum
-from ipu_pipe.job.position import Measured
+from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.cutting import Piece, crossings
@@ -83,7 +83,7 @@ class ProcessEngine(Engine):
         interpreter, early, is_first = self._interpreter, self._early, self._layout.stage == 0
         with self._name_faults():
             # the first stage goes on until nothing that it can send is missing for update k
-            last = self.job.done_with(k) if is_first else k + 1
+            last = self.job.count_done(k) if is_first else k + 1
             self._recorder.begin_step(self._steps > 0)  # the first step of a process warms up
             self._steps += 1
             if is_first and early is None:
@@ -106,7 +106,7 @@ class ProcessEngine(Engine):
             self._early.starts(done)
         return self._early.end
 
-    def evaluate(self) -> List[Measured]:
+    def evaluate(self) -> List[EvaluationResult]:
         with self._drained("evaluate", "evaluation"):
             return self._evaluation()
 
@@ -181,7 +181,7 @@ def cut_stage(job: Job, layout: RankLayout) -> Tuple[StageModel, List[Piece]]:
     def read(m: int) -> Tuple[Any, Any]:
         batch = job.read_microbatch(m, layout.replica) if turns is None else job.read_microbatch(m // turns, m % turns)
         checksums[m] = compute_checksum(batch)
-        x, y = job.ready(batch)
+        x, y = job.prepare_batch(batch)
         refuse_other_shapes(x, job.example[0], m)
         return x, y
 

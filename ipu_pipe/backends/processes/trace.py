@@ -29,8 +29,7 @@ import torch.distributed as dist
 
 from ipu_pipe.backends.interface import DeviceTimes
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.record import Job
-from ipu_pipe.job.tracing import make_trace_metadata
+from ipu_pipe.job.record import Job, make_trace_metadata
 from ipu_pipe.trace.events import (
     COMMUNICATION,
     EVENT_TYPES,
