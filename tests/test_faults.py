@@ -254,9 +254,9 @@ def test_a_fault_leaves_its_process_whole() -> None:
 
     with pytest.raises(UserFault) as raised:
         call_with_picklable_faults(work, ())
-    raised.value.kept = "a/file"
+    raised.value.traceback_file = "a/file"
     again = pickle.loads(pickle.dumps(raised.value))
-    assert (str(again), again.traceback, again.kept) == ("update 1: it failed", "all of it", "a/file")
+    assert (str(again), again.traceback, again.traceback_file) == ("update 1: it failed", "all of it", "a/file")
 
 
 # ---- what launchers say
