@@ -14,7 +14,7 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model import flops, observation
-from ipu_pipe.model.balance import SLACK, Cuts, find_greatest
+from ipu_pipe.model.balance import SLACK, WeightedCuts, find_greatest
 from ipu_pipe.model.stages import Partition, partition, stage_flops
 
 IMAGES = torch.randn(2, 3, 8, 8)
@@ -146,18 +146,18 @@ def test_the_search_is_exact(units: Any, data: Any) -> None:
     count = data.draw(st.integers(1, len(units)))
     costs, weights, through = ([float(unit[0]) for unit in units], [u[1] for u in units], [u[2] for u in units])
     through[0] = 0
-    cuts = Cuts(costs, weights, through)
+    cuts = WeightedCuts(costs, weights, through)
     ways = [[0, *cut] for cut in itertools.combinations(range(1, len(units)), count - 1)]
     allowed = [
         way for way in ways if all(sum(weights[a:b]) for a, b in zip(way, [*way[1:], len(units)]))
     ]  # every stage has a weight
-    found = cuts.best(count)
+    found = cuts.find_best(count)
     if not allowed:
-        assert found is None and cuts.least(count) == float("inf")
+        assert found is None and cuts.find_least(count) == float("inf")
         return
     least = min(find_greatest(costs, way) for way in allowed)
     near = [way for way in allowed if find_greatest(costs, way) <= SLACK * least]
-    assert cuts.least(count) == least
+    assert cuts.find_least(count) == least
     assert found in near and sum(through[i] for i in found) == min(sum(through[i] for i in way) for way in near)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.balance import Cuts, find_greatest
+from ipu_pipe.model.balance import WeightedCuts, find_greatest
 from ipu_pipe.model.boundaries import Partition, Stage, begins_at, finish, from_begins
 from ipu_pipe.model.costs import costs_of
 from ipu_pipe.model.execution import answering, execution, parameters_by_module
@@ -67,7 +67,7 @@ def balanced(
     starts: Optional[List[int]] = None
     chosen, units = top, _sums(costs, top)
     if count <= len(top):
-        starts = Cuts(units, [1] * len(top), [0] * len(top)).best(count)
+        starts = WeightedCuts(units, [1] * len(top), [0] * len(top)).find_best(count)
     if starts is None or not between_top:
         while len(places) > max(MOST_PLACES, len(top)):
             deepest = max(place.through for place in places)
@@ -77,9 +77,9 @@ def balanced(
         for call, _ in groups:
             own[order[call.name]] += 1
         weights = [int(total) for total in _sums(own, places)]
-        cuts = Cuts(_sums(costs, places), weights, [place.through for place in places])
-        if starts is None or find_greatest(units, starts) > TOP_SLACK * cuts.least(count):
-            chosen, starts = places, cuts.best(count)
+        cuts = WeightedCuts(_sums(costs, places), weights, [place.through for place in places])
+        if starts is None or find_greatest(units, starts) > TOP_SLACK * cuts.find_least(count):
+            chosen, starts = places, cuts.find_best(count)
     if starts is None:  # several weights in one module
         return spread(model, calls, runs, groups, count)
     begins = begins_at(calls, {chosen[start].name for start in starts[1:]})

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.balance import StagePrices, find_best_cut
+from ipu_pipe.model.balance import find_best_cut
 from ipu_pipe.plan.batches import compute_batch_time
 from ipu_pipe.report.analysis.facts import MOST_PLANNED, RunFacts
 from ipu_pipe.report.analysis.links import LinkTraffic
@@ -66,7 +66,8 @@ def find_best_move(
     of_stage = np.array([unit["stage"] for unit in facts.units])
     forwards = _spread(forward, of_stage, [unit["forward_flops"] for unit in facts.units])
     backwards = _spread(backward, of_stage, [unit["backward_flops"] for unit in facts.units])
-    starts = _cut(forwards + backwards, len(stages))
+    starts = find_best_cut((forwards + backwards).tolist(), len(stages))
+    assert starts is not None, "as many units as stages at least"
     then = played.seconds(np.add.reduceat(forwards, starts), np.add.reduceat(backwards, starts))
     present = np.searchsorted(of_stage, np.arange(len(stages))).tolist()
     if then >= now:  # where the pipeline empties, an even cut need not be the fastest
@@ -117,18 +118,6 @@ def _spread(times: FloatArray, of_stage: NDArray[np.int64], flops: Sequence[floa
     sums = np.bincount(of_stage, work)[of_stage]
     units = np.bincount(of_stage)[of_stage]
     return np.where(sums > 0, times[of_stage] * work / np.where(sums > 0, sums, 1.0), times[of_stage] / units)
-
-
-def _cut(work: FloatArray, count: int) -> List[int]:
-    sums = np.concatenate([[0.0], np.cumsum(work)])
-
-    def costs(first: NDArray[np.int64], end: NDArray[np.int64]) -> StagePrices:
-        taken = sums[end] - sums[first]
-        return lambda k: taken
-
-    found = find_best_cut(work.tolist(), count, costs)
-    assert found is not None, "as many units as stages at least"
-    return found
 
 
 class _Played:
