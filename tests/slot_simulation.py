@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Dict, List, NamedTuple, Tuple
 
 from ipu_pipe.schedule.methods import Pipeline
-from ipu_pipe.schedule.policies import play
+from ipu_pipe.schedule.policies import play_policy
 from ipu_pipe.schedule.timelines import PIPELINES
 
 Slots = Dict[Tuple[int, str, int], int]
@@ -31,7 +31,7 @@ def simulate(pipeline: Pipeline, stages: int, microbatches: int, accumulate: int
     slots: Slots = {}
     length = 0
     for first in range(0, microbatches, batch):
-        played = play(timeline.policy, stages, min(batch, microbatches - first), accumulate, turn, timeline.local)
+        played = play_policy(timeline.policy, stages, min(batch, microbatches - first), accumulate, turn, timeline.local)
         for kind, rows in played.slots.items():
             for s, row in enumerate(rows):
                 slots.update({(s, kind.value, first + m): slot + length for m, slot in enumerate(row)})

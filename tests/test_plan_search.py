@@ -10,15 +10,16 @@ import pytest
 
 from ipu_pipe.hardware.description import Hardware, read_hardware
 from ipu_pipe.hardware.unit_costs import Unit
+from ipu_pipe.plan import batches
 from ipu_pipe.plan.batches import Batches, compute_batch_time
 from ipu_pipe.plan.candidates import Candidate, list_candidates
 from ipu_pipe.plan.layouts import list_layouts
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, make_batches, predict_cut
 from ipu_pipe.plan.search import ALIKE, NO_ROOM, search
-from ipu_pipe.schedule import clock as clocks
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.clock import Costs, Transfer, clock, time_first_updates
 from ipu_pipe.schedule.methods import METHODS, resolve_method
+from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.uncontended import time_uncontended
 
@@ -95,30 +96,29 @@ def test_bounds_hold_where_messages_wait() -> None:
                 costing = Costing(given, asked, layout, Sums(given, asked.micro_batch_size))
                 starts = costing.cut()
                 assert starts is not None
-                batches, count = make_batches(costing, starts), asked.gradient_accumulation
-                least = costing.least_seconds(batches.costs)
+                pipeline, count = make_batches(costing, starts), asked.gradient_accumulation
+                least = costing.least_seconds(pipeline.costs)
                 # a batch of a pipeline that never empties may be a little shorter than those around it
-                most = batches.time(count).seconds * (1.003 if not METHODS[asked.method].flushes else 1 + 1e-9)
-                assert max(least, batches.least_seconds(count)) <= most, (asked, layout)
-                met += batches.least_seconds(count) < most * 0.99
+                most = pipeline.time(count).seconds * (1.003 if not METHODS[asked.method].flushes else 1 + 1e-9)
+                assert max(least, pipeline.least_seconds(count)) <= most, (asked, layout)
+                met += pipeline.least_seconds(count) < most * 0.99
     assert met > 20
 
 
 def played_one_by_one(monkeypatch: pytest.MonkeyPatch) -> List[int]:
-    """Passes that the clock plays from now on, play by play."""
-    found: List[int] = []
-    play = clocks._Eager.play
+    """Passes of the schedules that are played pass by pass from now on."""
+    counts: List[int] = []
 
-    def counting(self: Any, updates: Any = None) -> int:
-        found.append(play(self, updates))
-        return found[-1]
+    def counting(schedule: Schedule, costs: Costs, updates: int) -> Any:
+        counts.append(2 * schedule.stages * schedule.microbatches)
+        return time_first_updates(schedule, costs, updates)
 
-    monkeypatch.setattr(clocks._Eager, "play", counting)
-    return found
+    monkeypatch.setattr(batches, "time_first_updates", counting)
+    return counts
 
 
 def test_a_gpt_on_32_devices_plays_few_passes_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A count, whatever the machine: 37,546 where all that the search looked at, played to the end, were 198,720."""
+    """The search's bounds and the clock's fast path spare most of them: a count, the same on every machine."""
     embedding = Unit(
         "0", 0.0, 0.0, 84_557_824, 3407872.0, 6144.0, forward_moved=182755328.0, backward_moved=179345408.0
     )
@@ -135,7 +135,7 @@ def test_a_gpt_on_32_devices_plays_few_passes_one_by_one(monkeypatch: pytest.Mon
     played = played_one_by_one(monkeypatch)
     found = search(given, asked, 10)
     assert len(found.best) == 10
-    assert 0 < sum(played) < 45_000
+    assert 0 < sum(played) < 45_000, sum(played)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "pipedream_flush", "pipedream_2bw", "pipedream", "pipemare", "local_greedy"])
@@ -178,8 +178,8 @@ def test_no_steady_state_is_faster_than_the_slowest_stage() -> None:
         reduce=tuple(Transfer(seconds, 2.0, servers[s // 2]) for s, seconds in enumerate((12.4, 15.0, 35.2, 56.7))),
     )  # fmt: skip
     gpipe = METHODS["gpipe"]
-    batches = Batches(gpipe, 4, costs)
-    slopes = [batches.time(n + 4).seconds - batches.time(n).seconds for n in (4, 8)]
+    pipeline = Batches(gpipe, 4, costs)
+    slopes = [pipeline.time(n + 4).seconds - pipeline.time(n).seconds for n in (4, 8)]
     assert slopes[0] == pytest.approx(slopes[1]) and slopes[0] < 4 * 45
     for count in (32, 100):
         assert compute_batch_time(gpipe, 4, count, costs).seconds == pytest.approx(

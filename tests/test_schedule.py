@@ -146,7 +146,7 @@ def test_thousands_of_stages_stay_a_few_runs() -> None:
         steps = (
             1 if method.rounds is None else method.rounds.steps
         )  # of fewer replicas than stages each has its own runs
-        assert sum(len(part.runs) for part in schedule.parts) <= max(4, 2 * steps) * 2000, name
+        assert sum(len(part.runs) for part in schedule.stretches) <= max(4, 2 * steps) * 2000, name
 
 
 # --- drains
@@ -156,7 +156,7 @@ def test_thousands_of_stages_stay_a_few_runs() -> None:
 def test_the_pipeline_is_empty_at_a_drain_and_then_starts_over(name: str) -> None:
     method, P, N = METHODS[name], 3, 4
     schedule = make_schedule(method, P, 30, N, drains=(8, 16, 28))
-    assert schedule.microbatches == schedule.parts[-1].end_microbatch == 30
+    assert schedule.microbatches == schedule.stretches[-1].end_microbatch == 30
     for first, last in ((0, 8), (8, 16), (16, 28), (28, 30)):
         alone = make_schedule(method, P, last - first, N)
         for kind in (Kind.FORWARD, Kind.BACKWARD):
@@ -169,7 +169,7 @@ def test_the_pipeline_is_empty_at_a_drain_and_then_starts_over(name: str) -> Non
 
 
 def test_equal_segments_are_one_part() -> None:
-    parts = make_schedule(METHODS["pipemare"], 3, 1000, 2, drains=range(0, 1000, 10)).parts
+    parts = make_schedule(METHODS["pipemare"], 3, 1000, 2, drains=range(0, 1000, 10)).stretches
     assert [(part.repeats, part.microbatches) for part in parts] == [(100, 10)]
 
 
@@ -240,12 +240,12 @@ def test_recomputations_come_after_what_they_need(P: int, segments: int, turn: i
 def damaged(name: str, stage: int, kind: int, **changes: int) -> Schedule:
     """A schedule of 3 stages whose first run of `kind` on `stage` is shifted or shortened."""
     schedule = make_schedule(METHODS[name], 3, 6, 3)
-    part = schedule.parts[0]
+    part = schedule.stretches[0]
     runs = part.runs.copy()
     row = np.flatnonzero((runs["stage"] == stage) & (runs["kind"] == kind))[0]
     for field, change in changes.items():
         runs[field][row] += change
-    return replace(schedule, parts=(replace_runs(part, runs), *schedule.parts[1:]))
+    return replace(schedule, stretches=(replace_runs(part, runs), *schedule.stretches[1:]))
 
 
 def replace_runs(part: Stretch, runs: np.ndarray) -> Stretch:
@@ -260,7 +260,7 @@ def replace_runs(part: Stretch, runs: np.ndarray) -> Stretch:
         ("gpipe", 2, 1, {"first_slot": -1}, "stage 2 has two actions in slot 4"),
         ("pipelined_backprop", 2, 1, {"first_slot": -1}, "B0 on stage 2 is in slot 1, but needs F0 on stage 2"),
         ("pipedream", 0, 0, {"count": -1}, "F2 on stage 0 is missing or double"),
-        ("gpipe", 0, 1, {"first_slot": 1}, "lies outside its part of 10 slots"),
+        ("gpipe", 0, 1, {"first_slot": 1}, "B0 on stage 0"),
         ("pipedream", 2, 1, {"slot_step": -1}, "B5 on stage 2 is in slot 8, but needs F5 on stage 2, which is in slot"),
     ],
 )
@@ -443,7 +443,7 @@ def test_csv_has_a_cell_a_slot() -> None:
     assert rows == [["0F0", "0F1", "", "", "0B0", "0B1"], ["", "1F0", "1F1", "1B0", "1B1", ""]]
 
 
-@pytest.mark.parametrize(("name", "reason"), [("pipedream", "no updates between"), ("pipemare", "one action a slot")])
+@pytest.mark.parametrize(("name", "reason"), [("pipedream", "no updates between"), ("pipemare", "one action per slot")])
 def test_csv_refuses_what_pytorch_cannot_express(name: str, reason: str) -> None:
     with pytest.raises(BadInput, match=reason):
         format_csv(make_schedule(METHODS[name], 2, 4, 1))

@@ -119,7 +119,7 @@ class RandomizedReplays:
     def _stretch_begin(self, step: IntArray) -> IntArray:
         """The first microbatch of the stretch between drains in which each is."""
         begin = np.zeros_like(step)
-        for part in self._schedule.parts:
+        for part in self._schedule.stretches:
             inside = (part.first_microbatch <= step) & (step < part.end_microbatch)
             begin[inside] = step[inside] - (step[inside] - part.first_microbatch) % part.microbatches
         return begin

@@ -16,23 +16,22 @@ class Kind(Enum):
     FORWARD = "F"
     RECOMPUTE = "R"  # the forward again, for the activations that a backward needs
     BACKWARD = "B"  # both gradients at once
-    INPUT_GRADIENT = "I"  # a backward's first half: what the stage before waits for
-    WEIGHT_GRADIENT = "W"  # and its second half, for which only the update waits
+    INPUT_GRADIENT = "I"  # the first half of a split backward, which the previous stage waits for
+    WEIGHT_GRADIENT = "W"  # its second half, for which only the update waits
     UPDATE = "U"
     AVERAGE = "A"  # of the weights, over the replicas
 
-    __hash__ = (
-        object.__hash__
-    )  # Enum's own is a function in Python, which the clock's tables would call a million times
+    # Enum's own hash is a Python function, which the clock's tables would call a million times
+    __hash__ = object.__hash__
 
     @property
     def word(self) -> str:
-        """As traces name it."""
+        """Return the name that traces show."""
         return self.name.lower().replace("_", " ")
 
 
-# The passes of every microbatch on every stage. The last of them completes it there: its activations are free, and the
-# update waits for it no longer.
+# The passes of every microbatch on every stage. The last of them completes it there: its activations are freed, and the update
+# no longer waits for it.
 PASSES = (Kind.FORWARD, Kind.BACKWARD)
 SPLIT_PASSES = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
@@ -52,13 +51,13 @@ class Action:
 
 
 class Need(NamedTuple):
-    """A pass needs the `kind` of the same microbatch, so many stages on (-1: the stage before)."""
+    """A pass needs the `kind` of the same microbatch on the stage `offset` further on (-1: the previous stage)."""
 
     kind: Kind
     offset: int
 
 
-# What a pass needs of the same microbatch. Stages that are not there need not be waited for.
+# What a pass needs of the same microbatch, as far as those stages exist.
 _NEEDS: Dict[Kind, Tuple[Need, ...]] = {
     Kind.FORWARD: (Need(Kind.FORWARD, -1),),
     Kind.RECOMPUTE: (Need(Kind.FORWARD, 0), Need(Kind.RECOMPUTE, -1)),
@@ -69,10 +68,10 @@ _NEEDS: Dict[Kind, Tuple[Need, ...]] = {
 
 
 def pass_needs(kind: Kind, local: bool = False, head: bool = False) -> Tuple[Need, ...]:
-    """What any pass of `kind` needs.
+    """Return what any pass of `kind` needs.
 
-    `local`: none needs a later stage's, because each stage has a loss of its own. `head`: on the first stage of a segment
-    of recomputation, which starts from the input that it kept and needs no other stage's recomputation.
+    `local`: each stage has its own loss, so that none needs a later stage's pass. `head`: on the first stage of a segment of
+    recomputation, which starts from the input that it kept and needs no other stage's recomputation.
     """
     return tuple(
         need
@@ -90,11 +89,11 @@ def needs(
     passes: Tuple[Kind, ...] = PASSES,
     heads: Collection[int] = (),
 ) -> List[Action]:
-    """What must be done before `action` can be, on P `stages` with N = `accumulate` microbatches an update.
+    """Return what must be done before `action`, on P `stages` with N = `accumulate` microbatches per update.
 
-    `local` as in `pass_needs`; `passes`: of every microbatch, PASSES or SPLIT_PASSES; `heads`: the first stages of the
-    segments of recomputation. Everything must be done in earlier slots, except that an update comes in the slot of its
-    batch's last pass, and that a stage whose slot holds two passes does the forward first.
+    `local` as in `pass_needs`; `passes` of every microbatch, PASSES or SPLIT_PASSES; `heads`: the first stages of the segments of
+    recomputation. All must be done in earlier slots, except that an update comes in the slot of its batch's last pass, and that
+    a stage whose slot holds two passes does the forward first.
     """
     if action.kind is Kind.AVERAGE:
         return [Action(Kind.UPDATE, action.index, action.stage, replica) for replica in range(replicas)]

@@ -1,9 +1,10 @@
 """The clock: when each pass of a schedule runs if passes take time.
 
-Every device does its row in order, every pass waits for what it needs, messages that share a link follow one another. With unit
-costs the clock gives the slots:
+Every device does its row in order, every pass waits for what it needs, messages that share a link follow one another. There are
+two disciplines: eager, every device goes on as soon as it can, and lock-step (PopTorch's pipelines), all devices begin each slot
+together. With unit costs the clock gives the slots:
 
-    clock(schedule, slot_costs(schedule)).start[Kind.FORWARD]  ==  schedule.slots(Kind.FORWARD, 0, M)
+    clock(schedule, make_slot_costs(schedule)).start[Kind.FORWARD]  ==  schedule.slots(Kind.FORWARD, 0, M)
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ HOST = "link to the host"
 
 
 class Transfer(NamedTuple):
-    """What goes from one device to another: it has all of its `links` to itself for so many `seconds`, once they are free, and is
-    there `latency` later. Without links it waits for no other message."""
+    """What a message takes: all of its `links` for `seconds`, once they are free, and it arrives `latency` later. A transfer
+    without links waits for no other."""
 
     seconds: float = 0.0
     latency: float = 0.0
@@ -37,15 +38,17 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations, in any unit of time: of a `forward`, `backward` and `update` by stage, of a message on its `link`.
+    """Durations by stage, in any unit of time. Raises BadInput unless there is one for every stage and boundary.
 
-    `weight_gradient`: of `backward`, the part that a split backward does on its own; only schedules that split it need it.
-    `slot`: all stages keep step, and a pass begins no earlier than its slot, each of which takes so long (what follows a
-    forward in a slot that holds two passes, in the slot's second half); 0: every pass begins as soon as it can. `onward[s]`:
-    the message from stage s to s + 1, `back[s]` from s + 1 to s; empty: `link` for all, which are not shared. `reduce[s]`:
-    what the replicas of stage s tell each other before its update; empty: nothing. `lockstep`: every slot is a cycle that
-    lasts as long as its slowest device and then its messages (see `_Lockstep`); `enter`: before a cycle in which stage 0 has a
-    forward all wait so long for what comes from the host. Elsewhere that goes on beside the passes.
+    forward, backward, update: of the passes and of a stage's update.
+    weight_gradient: the part of `backward` that a split backward does on its own; only schedules that split it need it.
+    link: of a message between neighbouring stages, where `onward` and `back` are empty; links are then not shared.
+    onward, back: the transfer from stage s to s + 1 and from s + 1 to s, by s.
+    reduce: what the replicas of stage s exchange before its update; empty: nothing.
+    slot: every pass begins no earlier than its slot, each of which takes this long (what follows a forward in a slot that holds
+    two passes, in the slot's second half); 0: every pass begins as soon as it can.
+    lockstep: every slot is a cycle that lasts as long as its slowest device and then its messages (`_LockstepPlayer`).
+    enter: in lock-step, all wait this long for the host before a cycle in which stage 0 has a forward.
     """
 
     forward: Sequence[float]
@@ -61,7 +64,7 @@ class Costs:
     enter: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise BadInput unless there is a figure for every stage and boundary; damaged traces lack some."""
+        # damaged traces lack figures of some stages
         stages = len(self.forward)
         for key, figures, count, optional in (
             ("backward", self.backward, stages, False),
@@ -74,22 +77,22 @@ class Costs:
             if len(figures) != count and (figures or not optional):
                 raise BadInput(f"costs: {key}: {len(figures)} figures: expected {count} for {stages} stages")
 
-    def durations(self, passes: Sequence[Kind]) -> Dict[Kind, Sequence[float]]:
-        """Of each of these passes, by stage."""
+    def get_durations(self, passes: Sequence[Kind]) -> Dict[Kind, Sequence[float]]:
+        """Return the durations of each of these passes, by stage."""
         if Kind.BACKWARD in passes:
             return {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward}
-        assert len(self.weight_gradient) == len(self.backward), "the schedule splits the backward: say in what parts"
+        assert len(self.weight_gradient) == len(self.backward), "a schedule with split backwards needs weight_gradient"
         rest = [whole - part for whole, part in zip(self.backward, self.weight_gradient)]
         return {Kind.FORWARD: self.forward, Kind.INPUT_GRADIENT: rest, Kind.WEIGHT_GRADIENT: self.weight_gradient}
 
-    def message(self, source: int, target: int) -> Transfer:
-        """That between two neighbouring stages."""
-        given = self.onward if target > source else self.back
-        return given[min(source, target)] if given else Transfer(self.link)
+    def get_transfer(self, source: int, target: int) -> Transfer:
+        """Return the transfer between two neighbouring stages."""
+        transfers = self.onward if target > source else self.back
+        return transfers[min(source, target)] if transfers else Transfer(self.link)
 
 
 def make_slot_costs(schedule: Schedule) -> Costs:
-    """The unit costs: a slot takes 1, its passes fill it, messages and updates take no time."""
+    """Return the unit costs: a slot takes 1, its passes fill it, messages and updates take no time."""
     share = [1 / schedule.slot_capacity] * schedule.stages
     if Kind.BACKWARD in schedule.passes:
         return Costs(share, share, [0.0] * schedule.stages, slot=1.0)
@@ -106,45 +109,45 @@ class Times(NamedTuple):
 
     @property
     def finish(self) -> float:
-        """The end of the last action, counted from the start of the first."""
+        """Return the makespan: the end of the last action, counted from the start of the first."""
         return max(float(end.max()) for end in self.end.values() if end.size)
 
 
 def clock(schedule: Schedule, costs: Costs, microbatches: Optional[int] = None) -> Times:
-    """The times of the actions of the first `microbatches` (None: all) of `schedule`."""
+    """Return the times of the actions of the first `microbatches` (None: all) of `schedule`."""
     count = schedule.microbatches if microbatches is None else microbatches
-    played = _Lockstep(schedule, costs, count) if costs.lockstep else _Eager(schedule, costs, count)
-    played.play()
-    return played.times()
-
-
-def sum_link_times(flows: Iterable[Tuple[int, Transfer]]) -> Dict[str, float]:
-    """How long each link is busy with so many of each message."""
-    found: Dict[str, float] = {}
-    for count, message in flows:
-        for link in message.links if count else ():
-            found[link] = found.get(link, 0.0) + count * message.seconds
-    return found
+    player = _LockstepPlayer(schedule, costs, count) if costs.lockstep else _EagerPlayer(schedule, costs, count)
+    player.play()
+    return player.get_times()
 
 
 def time_first_updates(schedule: Schedule, costs: Costs, updates: int) -> FloatArray:
-    """When the first `updates` of each stage end, (P, updates); what comes behind them is not played. Not in lock-step."""
-    played = _Eager(schedule, costs, schedule.microbatches)
-    played.play(updates)
-    return np.array(played.updates, np.float64)[:, :updates, 1]
+    """Return when the first `updates` of each stage end, (P, updates); later ones are not played. Not in lock-step."""
+    player = _EagerPlayer(schedule, costs, schedule.microbatches)
+    player.play(updates)
+    return np.array(player.updates, np.float64)[:, :updates, 1]
 
 
-class _Played:
-    """Times being found: what both ways of playing a schedule share. A *pass* is the number kind * P + stage of one, the kinds
-    counted in the order of `schedule.passes`; with a microbatch it is one action."""
+def sum_link_times(flows: Iterable[Tuple[int, Transfer]]) -> Dict[str, float]:
+    """Return how long each link is busy with these numbers of transfers."""
+    busy: Dict[str, float] = {}
+    for count, transfer in flows:
+        for link in transfer.links if count else ():
+            busy[link] = busy.get(link, 0.0) + count * transfer.seconds
+    return busy
+
+
+class _Player:
+    """What both disciplines share. A *pass* is the number kind * P + stage, the kinds counted in the order of `schedule.passes`;
+    with a microbatch it is one action."""
 
     def __init__(self, schedule: Schedule, costs: Costs, count: int) -> None:
         self.schedule, self.costs, self.count = schedule, costs, count
         P, self.kinds = schedule.stages, schedule.passes
-        durations = costs.durations(self.kinds)
+        durations = costs.get_durations(self.kinds)
         self.duration = [seconds for kind in self.kinds for seconds in durations[kind]]
         self.device = [*schedule.device_of_stage] * len(self.kinds)
-        self.rows = _rows(schedule, count)
+        self.rows = _list_passes(schedule, count)
         longest = 1 + max(row[-1] for row in self.rows)
         self.start = [[0.0] * longest for _ in self.duration]
         self.end = [[0.0] * longest for _ in self.duration]
@@ -152,60 +155,48 @@ class _Played:
             [(0.0, 0.0)] * (count // schedule.accumulate) for _ in range(P)
         ]
         self.link_busy: Dict[str, float] = {}
-        self._left = [[schedule.accumulate] * (1 + longest // schedule.accumulate) for _ in range(P)]
-        self.needs = {
-            kind * P + stage: [
-                self.kinds.index(need) * P + stage + offset
-                for need, offset in pass_needs(self.kinds[kind], schedule.local)
-                if 0 <= stage + offset < P
-            ]
-            for kind in range(len(self.kinds))
-            for stage in range(P)
-        }
+        self._missing = [[schedule.accumulate] * (1 + longest // schedule.accumulate) for _ in range(P)]
+        # (from which pass, to which, what it takes), of every microbatch
+        self.transfers: List[Tuple[int, int, Transfer]] = []
+        for place, kind in enumerate(self.kinds):
+            for stage in range(P):
+                for need, offset in pass_needs(kind, schedule.local):
+                    if offset and 0 <= stage + offset < P:
+                        source = self.kinds.index(need) * P + stage + offset
+                        self.transfers.append((source, place * P + stage, costs.get_transfer(stage + offset, stage)))
 
-    def message(self, source: int, target: int) -> Optional[Transfer]:
-        """What the result of one pass takes to another that needs it; None on the same stage."""
-        a, b = source % self.schedule.stages, target % self.schedule.stages
-        return None if a == b else self.costs.message(a, b)
-
-    def sent(self) -> List[Tuple[int, int, Transfer]]:
-        """The messages of a microbatch: from which pass, to which, and what it takes."""
-        pairs = [(source, which) for which, needed in self.needs.items() for source in needed]
-        found = [(source, which, self.message(source, which)) for source, which in pairs]
-        return [(source, which, message) for source, which, message in found if message is not None]
-
-    def completes(self, done: int, microbatch: int) -> Optional[int]:
-        """The update of its stage that a pass is the last to be waited for by."""
+    def complete_pass(self, done: int, microbatch: int) -> Optional[int]:
+        """Note a last pass; return the update of its stage that waited for it alone, or None."""
         stage = done - (len(self.kinds) - 1) * self.schedule.stages
         if stage < 0:
             return None
         k = microbatch // self.schedule.accumulate
-        self._left[stage][k] -= 1
-        return None if self._left[stage][k] else k
+        self._missing[stage][k] -= 1
+        return None if self._missing[stage][k] else k
 
     def note_update(self, stage: int, k: int, start: float, end: float) -> None:
         """Write down an update, if it is one of those asked for."""
         if k < len(self.updates[stage]):
             self.updates[stage][k] = start, end
 
-    def times(self) -> Times:
-        """What was found."""
+    def get_times(self) -> Times:
+        """Return the times, when all was played."""
         P, count = self.schedule.stages, self.count
-        found = Times({}, {}, self.link_busy)
+        times = Times({}, {}, self.link_busy)
         for place, kind in enumerate(self.kinds):
-            for columns, values in ((found.start, self.start), (found.end, self.end)):
+            for columns, values in ((times.start, self.start), (times.end, self.end)):
                 columns[kind] = np.array([row[:count] for row in values[place * P : (place + 1) * P]], np.float64)
         pairs = np.array(self.updates, np.float64).reshape(P, -1, 2)
-        found.start[Kind.UPDATE], found.end[Kind.UPDATE] = pairs[:, :, 0], pairs[:, :, 1]
-        return found
+        times.start[Kind.UPDATE], times.end[Kind.UPDATE] = pairs[:, :, 0], pairs[:, :, 1]
+        return times
 
 
-class _Eager(_Played):
-    """Every device goes on as soon as it can. What ends is looked at in the order of time, so that links are given to messages in
-    the order in which these come."""
+class _EagerPlayer(_Player):
+    """Every device goes on as soon as it can. Passes end in the order of time, so that links are given to transfers in the
+    order in which these are ready."""
 
     def play(self, updates: Optional[int] = None) -> int:
-        """Find the times, of all or until every stage has made so many `updates`; how many passes were begun."""
+        """Play all, or until every stage has made `updates`; return how many passes were begun."""
         P, costs, device_of = self.schedule.stages, self.costs, self.device
         later = costs.slot / 2 if self.schedule.slot_capacity == 2 else 0.0  # in its slot, of what follows a forward
         queues: List[List[Tuple[float, int, int]]] = [[] for _ in range(1 + max(device_of))]
@@ -217,18 +208,18 @@ class _Eager(_Played):
         runs = [False] * len(queues)
         link_free: Dict[str, float] = {}
         running: List[Tuple[float, int, int, int]] = []  # a heap: end, order, pass, microbatch
-        # when what a pass needs of another stage is there; what it needs of its own is done before it
-        there: List[Optional[List[float]]] = [None] * len(device_of)
+        # when what a pass needs of another stage arrives; what it needs of its own stage is done before it
+        arrivals: List[Optional[List[float]]] = [None] * len(device_of)
         results: List[Optional[Tuple[int, List[float], Transfer]]] = [None] * len(device_of)
-        for source, which, message in self.sent():
-            moments = there[which] = [math.inf] * len(self.start[0])
-            results[source] = device_of[which], moments, message
+        for source, which, transfer in self.transfers:
+            moments = arrivals[which] = [math.inf] * len(self.start[0])
+            results[source] = device_of[which], moments, transfer
         starts, ends, duration, last = self.start, self.end, self.duration, (len(self.kinds) - 1) * P
         begun, waited = 0, P * updates if updates is not None else -1
 
-        def arrival(message: Transfer, at: float) -> float:
-            """When a message that is ready `at` a time is there."""
-            seconds, latency, links = message
+        def send(transfer: Transfer, at: float) -> float:
+            """Return when a transfer that is ready `at` a time arrives."""
+            seconds, latency, links = transfer
             for link in links:
                 if link in link_free and link_free[link] > at:
                     at = link_free[link]
@@ -246,10 +237,10 @@ class _Eager(_Played):
                 start, which, m = action
                 if free[device] > start:
                     start = free[device]
-                needed = there[which]
+                needed = arrivals[which]
                 if needed is not None and needed[m] > start:
                     start = needed[m]
-                    if start == math.inf:  # what it needs is not on its way yet
+                    if start == math.inf:  # what it needs is not sent yet
                         continue
                 end = start + duration[which]
                 starts[which][m] = start
@@ -260,45 +251,43 @@ class _Eager(_Played):
             if not running:
                 break
             end, _, done, m = heapq.heappop(running)
-            own = device_of[done]
+            this = device_of[done]
             if done >= last:
-                k = self.completes(done, m)
+                k = self.complete_pass(done, m)
                 if k is not None:
                     stage = done - last
-                    start = arrival(costs.reduce[stage], end) if costs.reduce else end
-                    free[own] = start + costs.update[stage]
-                    self.note_update(stage, k, start, free[own])
+                    start = send(costs.reduce[stage], end) if costs.reduce else end
+                    free[this] = start + costs.update[stage]
+                    self.note_update(stage, k, start, free[this])
                     waited -= updates is not None and k < updates
-            runs[own], ready = False, (own,)
+            runs[this], ready = False, (this,)
             result = results[done]
             if result is not None:
-                device, moments, message = result
-                moments[m] = arrival(message, end)
+                device, moments, transfer = result
+                moments[m] = send(transfer, end)
                 if not runs[device]:
-                    ready = (device, own) if device != own else ready
+                    ready = (device, this) if device != this else ready
         return begun
 
-    def times(self) -> Times:
-        """What was found, if all was played."""
+    def get_times(self) -> Times:
+        """Return the times, when all was played; every transfer occupies its links once."""
         passes = Counter(which for _, which, _ in self.rows)
-        flows = [(passes[source], message) for source, _, message in self.sent()]
-        flows += [(left.count(0), message) for left, message in zip(self._left, self.costs.reduce)]
+        flows = [(passes[source], transfer) for source, _, transfer in self.transfers]
+        flows += [(missing.count(0), transfer) for missing, transfer in zip(self._missing, self.costs.reduce)]
         self.link_busy = sum_link_times(flows)
-        return super().times()
+        return super().get_times()
 
 
-class _Lockstep(_Played):
+class _LockstepPlayer(_Player):
     """PopTorch's pipelines: all devices do what a slot holds, then all its messages go, then all begin the next slot. An update
-    before which the pipeline empties is made on all stages together when it has; any other is part of its slot."""
+    before which the pipeline drains is made on all stages together when it has; any other is part of its slot."""
 
     def play(self) -> None:
-        """Find the times."""
+        """Play all."""
         P, costs = self.schedule.stages, self.costs
-        sends: Dict[int, List[Transfer]] = {which: [] for which in self.needs}
-        for which, needed in self.needs.items():
-            for source in needed:
-                message = self.message(source, which)
-                sends[source] += [] if message is None else [message]
+        sends: Dict[int, List[Transfer]] = {}
+        for source, _, transfer in self.transfers:
+            sends.setdefault(source, []).append(transfer)
         now = 0.0
         waiting: Dict[int, List[int]] = {}  # update -> stages that are through with its batch
         for _, rows in groupby(self.rows, key=lambda row: row[0]):
@@ -312,8 +301,8 @@ class _Lockstep(_Played):
                 device, stage = self.device[done], done % P
                 start, used[device] = used[device], used[device] + self.duration[done]
                 self.start[done][m], self.end[done][m] = start, used[device]
-                sent += sends[done]
-                k = self.completes(done, m)
+                sent += sends.get(done, ())
+                k = self.complete_pass(done, m)
                 if k is not None and self.schedule.stretch(k)[1] == k + 1:
                     waiting.setdefault(k, []).append(stage)
                 elif k is not None:
@@ -327,31 +316,31 @@ class _Lockstep(_Played):
                     self.note_update(stage, k, now, now + costs.update[stage])
                 now += max(costs.update)
 
-    def _exchange(self, messages: Iterable[Transfer]) -> float:
-        """How long it takes until messages that begin together are all there."""
+    def _exchange(self, transfers: Iterable[Transfer]) -> float:
+        """Return how long it takes until transfers that begin together have all arrived."""
         busy: Dict[str, float] = {}
         alone, latency = 0.0, 0.0
-        for message in messages:
-            latency = max(latency, message.latency)
-            alone = max(alone, message.seconds)
-            for link in message.links:
-                busy[link] = busy.get(link, 0.0) + message.seconds
+        for transfer in transfers:
+            latency = max(latency, transfer.latency)
+            alone = max(alone, transfer.seconds)
+            for link in transfer.links:
+                busy[link] = busy.get(link, 0.0) + transfer.seconds
         for link, seconds in busy.items():
             self.link_busy[link] = self.link_busy.get(link, 0.0) + seconds
         return max([alone, *busy.values()]) + latency
 
 
-def _rows(schedule: Schedule, count: int) -> List[Tuple[int, int, int]]:
-    """All passes (slot, kind * P + stage, microbatch) of the slots in which the first `count` microbatches are at work."""
+def _list_passes(schedule: Schedule, count: int) -> List[Tuple[int, int, int]]:
+    """Return all passes (slot, kind * P + stage, microbatch) of the slots in which the first `count` microbatches are at work."""
     passes = schedule.passes
     end = 1 + max(int(schedule.slots(kind, 0, count).max()) for kind in passes)
-    found = []
+    columns = []
     for order, kind in enumerate(passes):
-        ascends = all(part.pieces[kind].ascends() for part in schedule.parts)
+        ascends = all(stretch.pieces[kind].ascends() for stretch in schedule.stretches)
         reach = int(schedule.count_before(kind, np.array([end])).max()) if ascends else schedule.microbatches
         slots = schedule.slots(kind, 0, reach)
         stage, microbatch = np.nonzero(slots < end)
-        found.append(np.stack([slots[stage, microbatch], order * schedule.stages + stage, microbatch]))
-    slot, which, microbatch = np.concatenate(found, axis=1)
+        columns.append(np.stack([slots[stage, microbatch], order * schedule.stages + stage, microbatch]))
+    slot, which, microbatch = np.concatenate(columns, axis=1)
     by_slot = np.lexsort((microbatch, which, slot))
     return list(zip(slot[by_slot].tolist(), which[by_slot].tolist(), microbatch[by_slot].tolist()))

@@ -1,4 +1,4 @@
-"""The compact form of a schedule: runs of actions whose slots are affine in the microbatch, and parts made of them."""
+"""The compact form of a schedule: runs of actions whose slots are affine in the microbatch, and stretches made of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CODE = {
 }
 
 # A run: `count` microbatches from `first_index` on, the first of them in `first_slot` and each next one `slot_step`
-# later, of a kind (by its CODE) on a stage. Slots and microbatches count from the start of the part.
+# later, of a kind (by its CODE) on a stage. Slots and microbatches count from the start of the stretch.
 RUN = np.dtype(
     [
         ("stage", np.int64),
@@ -33,10 +33,10 @@ RUN = np.dtype(
 RunArray = NDArray[np.void]
 
 
-def run_array(
+def make_runs(
     stage: IntArray, kind: Kind, first_index: object, count: object, first_slot: object, slot_step: int
 ) -> RunArray:
-    """One run a stage, as a structured array of dtype RUN; runs of no microbatch are left out."""
+    """Return one run per stage as a structured array of dtype RUN; runs of no microbatch are left out."""
     runs = np.empty(len(stage), RUN)
     runs["stage"], runs["kind"], runs["slot_step"] = stage, CODE[kind], slot_step
     runs["first_index"], runs["count"], runs["first_slot"] = first_index, count, first_slot
@@ -44,7 +44,7 @@ def run_array(
 
 
 class Pieces:
-    """The runs of one kind in a part as a table, a row a stage: slot = offset + step * microbatch from `first` on.
+    """The runs of one kind in a stretch as a table, a row per stage: slot = offset + step * microbatch from `first` on.
 
     Arrays are (P, K), K the most runs of a stage; missing runs have count 0 and a `first` that no microbatch reaches.
     `low` and `stride` give each run's slots upwards, whatever the sign of its step.
@@ -66,8 +66,8 @@ class Pieces:
         tail = head + self.step * np.maximum(self.count - 1, 0)
         self.low, self.high, self.stride = np.minimum(head, tail), np.maximum(head, tail), np.abs(self.step)
 
-    def at(self, index: IntArray, stages: slice = ALL_STAGES) -> IntArray:
-        """Slots (P, n) of the microbatches `index`, (n,) or a row a stage (P, n)."""
+    def find_slots(self, index: IntArray, stages: slice = ALL_STAGES) -> IntArray:
+        """Return the slots (P, n) of the microbatches `index`, (n,) or a row per stage (P, n)."""
         first, step, offset = self.first[stages], self.step[stages], self.offset[stages]
         lowest, highest = int(index.min()), int(index.max())
         start = max(k for k in range(first.shape[1]) if k == 0 or int(first[:, k].max()) <= lowest)
@@ -78,8 +78,8 @@ class Pieces:
                 np.copyto(slots, later, where=index >= first[:, k : k + 1])
         return slots
 
-    def before(self, slot: IntArray, stages: slice = ALL_STAGES) -> IntArray:
-        """How many of each stage's actions (P, n) lie in slots below `slot`, (n,) or (P, n)."""
+    def count_before(self, slot: IntArray, stages: slice = ALL_STAGES) -> IntArray:
+        """Return how many of each stage's actions (P, n) are in slots below `slot`, (n,) or (P, n)."""
         low, stride, count = self.low[stages], self.stride[stages], self.count[stages]
         total = np.zeros((low.shape[0], slot.shape[-1]), np.int64)
         lowest, highest = int(slot.min()), int(slot.max())
@@ -91,13 +91,14 @@ class Pieces:
                 total += most
                 continue
             passed = slot - start + (step - 1)
-            if int(step.max()) > 1:  # the division is the dear part, and most runs have step 1 or 2
+            # the division is the expensive part, and most runs have step 1 or 2
+            if int(step.max()) > 1:
                 passed = passed >> 1 if int(step.min()) == int(step.max()) == 2 else passed // step
             total += np.clip(passed, 0, most)
         return total
 
     def ascends(self) -> bool:
-        """Whether every stage takes its microbatches in order."""
+        """Return whether every stage takes its microbatches in order."""
         real = self.count > 0
         forwards = (self.step > 0) | (self.count <= 1) | ~real
         meets = (self.low[:, 1:] > self.high[:, :-1]) | ~real[:, 1:]
@@ -106,7 +107,7 @@ class Pieces:
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """A stretch of a schedule that begins and ends with an empty pipeline, `repeats` times in a row.
+    """What a pipeline does from empty to empty, `repeats` times in a row.
 
     Each repeat takes `slots` slots and `microbatches` microbatches; `runs` (dtype RUN) count from the repeat's start.
     """
@@ -131,7 +132,7 @@ class Stretch:
 
     @property
     def passes(self) -> Tuple[Kind, ...]:
-        """Of every microbatch on every stage."""
+        """Return the passes of every microbatch on every stage."""
         return tuple(self.pieces)
 
     @property
@@ -142,63 +143,63 @@ class Stretch:
     def end_microbatch(self) -> int:
         return self.first_microbatch + self.repeats * self.microbatches
 
-    def at(self, kind: Kind, index: IntArray, stages: slice = ALL_STAGES) -> IntArray:
-        """Slots (P, n) of the microbatches `index`, (n,), all of this part, counted as the schedule counts them."""
+    def find_slots(self, kind: Kind, index: IntArray, stages: slice = ALL_STAGES) -> IntArray:
+        """Return the schedule's slots (P, n) of the microbatches `index`, (n,), all of this stretch."""
         repeat, local = np.divmod(index - self.first_microbatch, self.microbatches)
-        return self.pieces[kind].at(local, stages) + (self.first_slot + repeat * self.slots)
+        return self.pieces[kind].find_slots(local, stages) + (self.first_slot + repeat * self.slots)
 
-    def before(self, kind: Kind, slot: IntArray, stages: slice = ALL_STAGES) -> IntArray:
-        """How many of the `kind` each stage does (P, n) in this part, before the schedule's slots `slot`, (n,) or (P, n)."""
+    def count_before(self, kind: Kind, slot: IntArray, stages: slice = ALL_STAGES) -> IntArray:
+        """Return how many of the `kind` each stage does (P, n) in this stretch before the schedule's slots `slot`."""
         inside = np.clip(slot - self.first_slot, 0, self.repeats * self.slots)
         if self.repeats == 1:
-            return self.pieces[kind].before(inside, stages)
+            return self.pieces[kind].count_before(inside, stages)
         repeat, inside = np.divmod(inside, self.slots)
-        return repeat * self.microbatches + self.pieces[kind].before(inside, stages)
+        return repeat * self.microbatches + self.pieces[kind].count_before(inside, stages)
 
 
-def slots_at(parts: Sequence[Stretch], kind: Kind, index: IntArray, stages: slice) -> Optional[IntArray]:
-    """Slots (P, n) of the microbatches `index`, (n,) and ascending, in whichever parts they are; None where n is 0."""
-    stops = np.searchsorted(index, np.array([part.end_microbatch for part in parts]))
+def find_slots(stretches: Sequence[Stretch], kind: Kind, index: IntArray, stages: slice) -> Optional[IntArray]:
+    """Return the slots (P, n) of the microbatches `index`, (n,) and ascending, over all stretches; None where n is 0."""
+    stops = np.searchsorted(index, np.array([stretch.end_microbatch for stretch in stretches]))
     columns, start = [], 0
-    for part, stop in zip(parts, stops):
+    for stretch, stop in zip(stretches, stops):
         if stop > start:
-            columns.append(part.at(kind, index[start:stop], stages))
+            columns.append(stretch.find_slots(kind, index[start:stop], stages))
         start = max(start, stop)
     if not columns:
         return None
     return columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
 
 
-def done_before(parts: Sequence[Stretch], kind: Kind, slot: IntArray, stages: slice, height: int) -> IntArray:
-    """How many of the `kind` each of the `height` stages has done (P, n) before the slots `slot`, (n,) or (P, n)."""
+def count_before(stretches: Sequence[Stretch], kind: Kind, slot: IntArray, stages: slice, height: int) -> IntArray:
+    """Return how many of the `kind` each of the `height` stages has done (P, n) before the slots `slot`, (n,) or (P, n)."""
     lowest, highest = int(slot.min()), int(slot.max())
-    done = sum(part.repeats * part.microbatches for part in parts if part.end_slot <= lowest)
+    done = sum(stretch.repeats * stretch.microbatches for stretch in stretches if stretch.end_slot <= lowest)
     total = np.full((height, slot.shape[-1]), done, np.int64)
-    for part in parts:
-        if part.end_slot > lowest and part.first_slot < highest:
-            total += part.before(kind, slot, stages)
+    for stretch in stretches:
+        if stretch.end_slot > lowest and stretch.first_slot < highest:
+            total += stretch.count_before(kind, slot, stages)
     return total
 
 
-def fill(part: Stretch, kind: Kind, first_slot: int, last_slot: int, stages: slice, grid: GridArray) -> None:
-    """Write the microbatches of `kind` in the slots [first_slot, last_slot), all inside `part`, into `grid`."""
-    if part.repeats > 1:
-        once = np.full((grid.shape[0], part.slots), -1, np.int32)
-        _fill_once(part, kind, 0, part.slots, stages, once)
-        repeat, column = np.divmod(np.arange(first_slot, last_slot) - part.first_slot, part.slots)
+def fill_grid(stretch: Stretch, kind: Kind, first_slot: int, last_slot: int, stages: slice, grid: GridArray) -> None:
+    """Write the microbatches of `kind` in the slots [first_slot, last_slot), all inside `stretch`, into `grid`."""
+    if stretch.repeats > 1:
+        once = np.full((grid.shape[0], stretch.slots), -1, np.int32)
+        _fill_once(stretch, kind, 0, stretch.slots, stages, once)
+        repeat, column = np.divmod(np.arange(first_slot, last_slot) - stretch.first_slot, stretch.slots)
         np.take(once, column, axis=1, out=grid)
-        shift = (part.first_microbatch + repeat * part.microbatches).astype(np.int32)
+        shift = (stretch.first_microbatch + repeat * stretch.microbatches).astype(np.int32)
         np.add(grid, shift, out=grid, where=grid >= 0)
     else:
-        _fill_once(part, kind, first_slot - part.first_slot, last_slot - part.first_slot, stages, grid)
-        if part.first_microbatch:
-            np.add(grid, np.int32(part.first_microbatch), out=grid, where=grid >= 0)
+        _fill_once(stretch, kind, first_slot - stretch.first_slot, last_slot - stretch.first_slot, stages, grid)
+        if stretch.first_microbatch:
+            np.add(grid, np.int32(stretch.first_microbatch), out=grid, where=grid >= 0)
 
 
-def _fill_once(part: Stretch, kind: Kind, first: int, last: int, stages: slice, grid: GridArray) -> None:
-    pieces = part.pieces[kind]
+def _fill_once(stretch: Stretch, kind: Kind, first: int, last: int, stages: slice, grid: GridArray) -> None:
+    pieces = stretch.pieces[kind]
     low, stride, count = pieces.low[stages], pieces.stride[stages], pieces.count[stages]
-    begin = np.clip(-((low - first) // stride), 0, count)  # how many of a run's actions lie below the window
+    begin = np.clip(-((low - first) // stride), 0, count)  # how many of a run's actions are below the window
     end = np.clip(-((low - last) // stride), 0, count)
     head = low + begin * stride - first
     up = pieces.step[stages] > 0
@@ -210,15 +211,18 @@ def _fill_once(part: Stretch, kind: Kind, first: int, last: int, stages: slice, 
         grid[row, start : start + (length - 1) * step + 1 : step] = values
 
 
-def most_in_flight(part: Stretch) -> IntArray:
-    """Between two ends of runs, forwards done minus last passes done only grows or only falls: look at the ends alone."""
-    forward, backward = part.pieces[Kind.FORWARD], part.pieces[part.passes[-1]]
+def count_most_in_flight(stretch: Stretch) -> IntArray:
+    """Return the most microbatches (P,) between their forward and their last pass on each stage.
+
+    Between two ends of runs their number only grows or only falls: the ends are enough.
+    """
+    forward, backward = stretch.pieces[Kind.FORWARD], stretch.pieces[stretch.passes[-1]]
     if forward.ascends():
         ends = np.concatenate([backward.low, backward.high + 1, forward.low], axis=1)
-        next_forward = forward.before(ends)
+        next_forward = forward.count_before(ends)
         around = np.concatenate([next_forward - 1, next_forward], axis=1)
-        slots = forward.at(np.clip(around, 0, part.microbatches - 1)) + 1
+        slots = forward.find_slots(np.clip(around, 0, stretch.microbatches - 1)) + 1
     else:  # rows written by hand: all forwards, whatever their order
-        slots = forward.at(np.arange(part.microbatches)) + 1
-    in_flight = forward.before(slots) - backward.before(slots - 1)
+        slots = forward.find_slots(np.arange(stretch.microbatches)) + 1
+    in_flight = forward.count_before(slots) - backward.count_before(slots - 1)
     return np.asarray(in_flight.max(axis=1))

@@ -1,6 +1,6 @@
-"""The methods' schedules. Each pipeline is drawn, as a plain policy (what it is) and as a closed form (the same, but fast).
+"""The methods' schedules. Each pipeline has a drawing, a plain policy (what it is) and a closed form (the same, but fast).
 
-P stages, M microbatches, N microbatches an update; s and m are a stage and a microbatch, slots count from 0.
+P stages, M microbatches, N microbatches per update; s and m are a stage and a microbatch, slots count from 0.
 """
 
 from __future__ import annotations
@@ -14,68 +14,67 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import PASSES, Kind
 from ipu_pipe.schedule.methods import Method, Pipeline, check_sizes
 from ipu_pipe.schedule.policies import Policy, Sight
-from ipu_pipe.schedule.runs import RunArray, Stretch, run_array
+from ipu_pipe.schedule.runs import RunArray, Stretch, make_runs
 from ipu_pipe.schedule.table import Schedule, SlotHolds
 
 FORWARD, BACKWARD = PASSES
 
-# One stretch from an empty pipeline to an empty one: its slots, and its runs.
+# What a pipeline does from empty to empty: the number of slots, and the runs.
 SlotsAndRuns = Tuple[int, RunArray]
 
-MOST_SHARED_BATCHES = (
-    5_000  # in a stretch of local_overlapping: each is a run of its own, and runs are proved one by one
-)
+# in a stretch of local_overlapping: each is a run of its own, and runs are proved one by one
+MOST_SHARED_BATCHES = 5_000
 
 
 def make_schedule(
     method: Method, stages: int, microbatches: int, accumulate: int, drains: Sequence[int] = (), synchronous: int = 0
 ) -> Schedule:
-    """The schedule of `method` for P `stages`, M `microbatches` and N = `accumulate` microbatches an update.
+    """Make the schedule of `method` for P `stages`, M `microbatches` and N = `accumulate` microbatches per update.
 
-    `drains`: microbatches, whole multiples of N, before which the pipeline empties and refills (evaluation,
-    checkpoints); methods that flush are empty there anyway. `synchronous`: so many microbatches at the start, a whole
-    multiple of N, run as GPipe does (PipeMare's warm-up, W). Raises BadInput for what cannot be (see methods.check).
+    `drains`: microbatches, whole multiples of N, before which the pipeline drains and refills (evaluation, checkpoints); methods
+    that flush are empty there anyway. `synchronous`: this many microbatches at the start, a whole multiple of N, run as GPipe
+    does (PipeMare's warm-up, W). Raises BadInput for sizes that cannot be (see `check_sizes`).
     """
     check_sizes(method, stages, microbatches, accumulate)
     turn = method.turn if stages > 1 else 0  # one stage is no pipeline
-    _between_drains(drains, microbatches, accumulate)  # bad ones are refused also where there is nothing to do for them
+    _split_at_drains(drains, microbatches, accumulate)  # refuses bad ones, also where nothing is drained
     warm = min(synchronous, microbatches)
     if warm % accumulate and warm < microbatches:
         raise BadInput(f"synchronous: {warm}: must be a multiple of accumulate ({accumulate})")
-    parts: List[Stretch] = []
+    stretches: List[Stretch] = []
     for pipeline, count in ((Pipeline.FILL_DRAIN, warm), (method.pipeline, microbatches - warm)):
-        timeline = PIPELINES[pipeline]
+        definition = PIPELINES[pipeline]
         if pipeline is Pipeline.LOCAL_SGD:
             assert method.rounds is not None
             if accumulate < stages and method.rounds.steps > MOST_SHARED_BATCHES:
                 raise BadInput(
-                    f"method_args: local_steps: {method.rounds.steps}: with fewer replicas ({accumulate}) than stages ({stages})"
-                    f" at most {MOST_SHARED_BATCHES} can be planned: each is a run of its own"
+                    f"method_args: local_steps: {method.rounds.steps}: must be at most {MOST_SHARED_BATCHES} with fewer replicas"
+                    f" ({accumulate}) than stages ({stages})"
                 )
-            lengths = _in_rounds(drains, count, accumulate, method.rounds.steps * accumulate)
-        elif timeline.longest is None:
+            lengths = _split_into_rounds(drains, count, accumulate, method.rounds.steps * accumulate)
+        elif definition.longest is None:
             later = [drain - warm for drain in drains if drain >= warm]
-            lengths = _between_drains(later, count, accumulate)
+            lengths = _split_at_drains(later, count, accumulate)
             batches = max(length for length, _ in lengths) // accumulate if lengths else 0
             if method.pipeline is Pipeline.LOCAL_SHARED and accumulate > 1 and batches > MOST_SHARED_BATCHES:
                 raise BadInput(
-                    f"steps: {batches} updates of {method.name} without a drain: at most {MOST_SHARED_BATCHES} can be planned:"
+                    f"steps: {batches} updates of {method.name} without a drain: must be at most {MOST_SHARED_BATCHES}:"
                     " evaluate or save more often (evaluate.every, checkpoint.every)"
                 )
         else:
-            length = timeline.longest(accumulate)
+            length = definition.longest(accumulate)
             lengths = [(length, count // length), (count % length, 1)]
         for length, repeats in lengths:
             if length and repeats:
-                slots, runs = timeline.stretch(stages, length, accumulate if timeline.by_accumulate else turn)
-                first_slot, first = (parts[-1].end_slot, parts[-1].end_microbatch) if parts else (0, 0)
-                parts.append(Stretch(first_slot, first, repeats, slots, length, runs))
+                slots, runs = definition.stretch(stages, length, accumulate if definition.by_accumulate else turn)
+                first_slot, first = (stretches[-1].end_slot, stretches[-1].end_microbatch) if stretches else (0, 0)
+                stretches.append(Stretch(first_slot, first, repeats, slots, length, runs))
     last = PIPELINES[method.pipeline]
-    return Schedule(stages, microbatches, accumulate, last.slot_holds, tuple(parts), last.local)
+    return Schedule(stages, microbatches, accumulate, last.slot_holds, tuple(stretches), last.local)
 
 
-def _between_drains(drains: Sequence[int], microbatches: int, accumulate: int) -> List[Tuple[int, int]]:
-    """The stretches between drains as (microbatches, how many stretches of that length follow one another)."""
+def _split_at_drains(drains: Sequence[int], microbatches: int, accumulate: int) -> List[Tuple[int, int]]:
+    """Return the stretches between drains as pairs: microbatches, and how many stretches of that length follow one another."""
     faults = [
         f"drains: {drain}: must be a multiple of accumulate ({accumulate}) from 0 to {microbatches} microbatches"
         for drain in drains
@@ -88,21 +87,21 @@ def _between_drains(drains: Sequence[int], microbatches: int, accumulate: int) -
     return [(length, len(list(equal))) for length, equal in groupby(lengths)]
 
 
-def _in_rounds(drains: Sequence[int], microbatches: int, accumulate: int, most: int) -> List[Tuple[int, int]]:
-    """The rounds of at most so many microbatches, as `_between_drains`: each drain ends one."""
-    found: List[Tuple[int, int]] = []
-    for length, repeats in _between_drains(drains, microbatches, accumulate):
+def _split_into_rounds(drains: Sequence[int], microbatches: int, accumulate: int, most: int) -> List[Tuple[int, int]]:
+    """Return the rounds of at most `most` microbatches as pairs (see `_split_at_drains`); each drain ends one."""
+    rounds: List[Tuple[int, int]] = []
+    for length, repeats in _split_at_drains(drains, microbatches, accumulate):
         whole, rest = divmod(length, most)
-        found += [(most, whole * repeats)] if not rest else [(most, whole), (rest, 1)] * repeats
-    return found
+        rounds += [(most, whole * repeats)] if not rest else [(most, whole), (rest, 1)] * repeats
+    return rounds
 
 
 def compute_utilization(method: Method, stages: int, accumulate: int) -> float:
-    """The planned busy share in the steady state: of a whole batch, or round, with its bubbles where the pipeline empties."""
+    """Return the planned busy share in the steady state; of a whole batch or round with its bubbles where the pipeline drains."""
     if method.flushes or method.rounds is not None:
         batches = 1 if method.rounds is None else method.rounds.steps
         return make_schedule(method, stages, batches * accumulate, accumulate).busy_share()
-    # All pipelines that never empty repeat every one or two slots, or with each batch, from slot 3P at the latest.
+    # all pipelines that never drain repeat every one or two slots, or with each batch, from slot 3P at the latest.
     period = accumulate + (stages > 1) if method.pipeline is Pipeline.LOCAL_SHARED else 2
     long = make_schedule(method, stages, 4 * stages + 2 + period, accumulate)
     return long.busy_share(3 * stages, 3 * stages + period)
@@ -124,97 +123,97 @@ def amortize_utilization(phases: Sequence[Tuple[float, float]]) -> float:
 # ---- the pipelines, each as a policy under its drawing and as a closed form
 
 
-def _one_of(sight: Sight, forward: bool, backward: bool) -> Tuple[Kind, ...]:
-    """A backward as soon as there is one, but forwards and backwards in turn where both are ready."""
+def _choose_one(sight: Sight, forward: bool, backward: bool) -> Tuple[Kind, ...]:
+    """Choose a backward as soon as there is one, but forwards and backwards in turn where both are ready."""
     if forward and backward:
         return (FORWARD,) if sight.last[sight.stage] is BACKWARD else (BACKWARD,)
     return (FORWARD,) if forward else (BACKWARD,) if backward else ()
 
 
 def sequential(sight: Sight) -> Tuple[Kind, ...]:
-    """The first stage lets a microbatch in when none is under way. P = 3, one microbatch:
+    """Let a microbatch in when none is under way. P = 3, one microbatch:
 
     stage 0  F0  .   .   .   .   B0
     stage 1  .   F0  .   .   B0  .
     stage 2  .   .   F0  B0  .   .
     """
     enters = sight.stage > 0 or sight.in_flight < 1
-    return _one_of(sight, sight.can(FORWARD) and enters, sight.can(BACKWARD))
+    return _choose_one(sight, sight.can(FORWARD) and enters, sight.can(BACKWARD))
 
 
 def fill_drain(sight: Sight) -> Tuple[Kind, ...]:
-    """GPipe's trapezoids: no backward before all forwards of the batch, then in the order of the forwards. P = 3, M = 3:
+    """Run all forwards of the batch, then all backwards in the order of the forwards: GPipe's trapezoids. P = 3, M = 3:
 
     stage 0  F0  F1  F2  .   .   .   .   B0  B1  B2
     stage 1  .   F0  F1  F2  .   .   B0  B1  B2  .
     stage 2  .   .   F0  F1  F2  B0  B1  B2  .   .
     """
     filled = sight.done[FORWARD][sight.stage] == sight.microbatches
-    return _one_of(sight, sight.can(FORWARD), sight.can(BACKWARD) and filled)
+    return _choose_one(sight, sight.can(FORWARD), sight.can(BACKWARD) and filled)
 
 
 def _fill_drain(P: int, M: int, turn: int) -> SlotsAndRuns:
-    """Of `sequential` too: its batch is one microbatch."""
+    """Return the runs of `fill_drain`, and of `sequential`, whose batch is one microbatch."""
     s = np.arange(P)
-    forward = run_array(s, FORWARD, 0, M, s, 1)
-    backward = run_array(s, BACKWARD, 0, M, (M + P - 1) + (P - 1 - s), 1)
+    forward = make_runs(s, FORWARD, 0, M, s, 1)
+    backward = make_runs(s, BACKWARD, 0, M, (M + P - 1) + (P - 1 - s), 1)
     return 2 * (M + P - 1), np.concatenate([forward, backward])
 
 
 def capped_1f1b(sight: Sight) -> Tuple[Kind, ...]:
-    """At most P-s microbatches in flight on stage s. P = 3, M = 4:
+    """Keep at most P-s microbatches in flight on stage s. P = 3, M = 4:
 
     stage 0  F0  F1  F2  .   .   B0  F3  B1  .   B2  .   B3
     stage 1  .   F0  F1  .   B0  F2  B1  F3  B2  .   B3  .
     stage 2  .   .   F0  B0  F1  B1  F2  B2  F3  B3  .   .
     """
     fits = sight.in_flight < sight.stages - sight.stage
-    return _one_of(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
+    return _choose_one(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
 
 
 def _capped_1f1b(P: int, M: int, turn: int) -> SlotsAndRuns:
     s = np.arange(P)
     warm = np.minimum(P - s, M)
-    fill = run_array(s, FORWARD, 0, warm, s, 1)
-    steady = run_array(s, FORWARD, warm, M - warm, 2 * warm + s, 2)
+    fill = make_runs(s, FORWARD, 0, warm, s, 1)
+    steady = make_runs(s, FORWARD, warm, M - warm, 2 * warm + s, 2)
     return 2 * (M + P - 1), np.concatenate([fill, steady, _alternating_backwards(P, M)])
 
 
 def _alternating_backwards(P: int, M: int) -> RunArray:
-    """On every 1F1B timeline the last stage turns each microbatch around at once, every second slot."""
+    """Return the backwards of every 1F1B timeline: the last stage turns a microbatch around at once, every second slot."""
     s = np.arange(P)
-    return run_array(s, BACKWARD, 0, M, 2 * P - 1 - s, 2)
+    return make_runs(s, BACKWARD, 0, M, 2 * P - 1 - s, 2)
 
 
 def pipedream_1f1b(sight: Sight) -> Tuple[Kind, ...]:
-    """At most P microbatches in flight, counted at stage 0 only, so that stage 1 runs ahead (F2). P = 3, M = 4:
+    """Keep at most P microbatches in flight, counted at stage 0 only, so that stage 1 runs ahead (F2). P = 3, M = 4:
 
     stage 0  F0  F1  F2  .   .   B0  F3  B1  .   B2  .   B3
     stage 1  .   F0  F1  F2  B0  .   B1  F3  B2  .   B3  .
     stage 2  .   .   F0  B0  F1  B1  F2  B2  F3  B3  .   .
     """
     fits = sight.stage > 0 or sight.in_flight < sight.stages
-    return _one_of(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
+    return _choose_one(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
 
 
 def _pipedream_1f1b(P: int, M: int, turn: int) -> SlotsAndRuns:
-    """The first P microbatches enter one a slot, later ones every second slot.
+    """Let the first P microbatches enter one per slot, later ones every second slot.
 
-    Of the first P a stage forwards `ahead` as they come, until its first backward is ready, and the rest in the slots
-    between backwards.
+    Of the first P a stage forwards `ahead` as they come, until its first backward is ready, and the rest in the slots between
+    backwards.
     """
     s = np.arange(P)
     ahead = np.minimum(np.minimum(P, 2 * (P - s) - 1), M)
     first = np.full(P, min(P, M))
-    fill = run_array(s, FORWARD, 0, ahead, s, 1)
-    between = run_array(s, FORWARD, ahead, first - ahead, 2 * ahead - 2 * P + 3 * s + 2, 2)
-    steady = run_array(s, FORWARD, first, M - first, 2 * first + s, 2)
+    fill = make_runs(s, FORWARD, 0, ahead, s, 1)
+    between = make_runs(s, FORWARD, ahead, first - ahead, 2 * ahead - 2 * P + 3 * s + 2, 2)
+    steady = make_runs(s, FORWARD, first, M - first, 2 * first + s, 2)
     return 2 * (M + P - 1), np.concatenate([fill, between, steady, _alternating_backwards(P, M)])
 
 
 def local_sgd(sight: Sight) -> Tuple[Kind, ...]:
-    """As `pipedream_1f1b`, over the steps of a round, R replicas (N here) in turn: a replica's next step begins on a stage when
-    its last one is done there. P = 3, R = 2, two steps each:
+    """Run `pipedream_1f1b` over the steps of a round, R replicas (N here) in turn: a replica's next step begins on a stage when
+    its previous one is done there. P = 3, R = 2, two steps each:
 
     stage 0  F0  F1  .   .   .   B0  F2  B1  F3  .   .   B2  .   B3
     stage 1  .   F0  F1  .   B0  .   B1  F2  .   F3  B2  .   B3  .
@@ -222,14 +221,17 @@ def local_sgd(sight: Sight) -> Tuple[Kind, ...]:
 
     The next round begins when the last backward has left stage 0: it is a stretch of its own.
     """
-    own = sight.done[FORWARD][sight.stage] - sight.accumulate  # this replica's step before
-    fits = (sight.stage > 0 or sight.in_flight < sight.stages) and sight.done[BACKWARD][sight.stage] > own
-    return _one_of(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
+    previous = sight.done[FORWARD][sight.stage] - sight.accumulate  # this replica's previous step
+    fits = (sight.stage > 0 or sight.in_flight < sight.stages) and sight.done[BACKWARD][sight.stage] > previous
+    return _choose_one(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
 
 
 def _local_sgd(P: int, M: int, accumulate: int) -> SlotsAndRuns:
-    """With as many replicas as stages nobody waits for its own step. With fewer a step takes the 2P slots of its way, and after
-    the first one replicas follow one another every second slot."""
+    """Return the runs of `local_sgd`.
+
+    With as many replicas as stages no replica waits for its own step. With fewer a step takes the 2P slots of its way, and after
+    the first one replicas follow one another every second slot.
+    """
     if accumulate >= P or M <= accumulate:
         return _pipedream_1f1b(P, M, 0)
     s = np.arange(P)
@@ -237,14 +239,14 @@ def _local_sgd(P: int, M: int, accumulate: int) -> SlotsAndRuns:
     runs, slots = [first], 0
     for begin in range(accumulate, M, accumulate):
         count, slot = min(accumulate, M - begin), 2 * P * (begin // accumulate)
-        runs.append(run_array(s, FORWARD, begin, count, slot + s, 2))
-        runs.append(run_array(s, BACKWARD, begin, count, slot + 2 * P - 1 - s, 2))
+        runs.append(make_runs(s, FORWARD, begin, count, slot + s, 2))
+        runs.append(make_runs(s, BACKWARD, begin, count, slot + 2 * P - 1 - s, 2))
         slots = slot + 2 * P + 2 * (count - 1)
     return slots, np.concatenate(runs)
 
 
 def dataflow(sight: Sight) -> Tuple[Kind, ...]:
-    """Every step a forward of what arrived and a backward of what came back. P = 2, M = 3:
+    """Run in every step a forward of what arrived and a backward of what came back. P = 2, M = 3:
 
     turn 0  stage 0  F0     F1     F2 B0  B1     B2         turn 1  stage 0  F0     F1     F2     B0     B1     B2
             stage 1  .      F0 B0  F1 B1  F2 B2  .                  stage 1  .      F0     F1 B0  F2 B1  B2     .
@@ -258,13 +260,13 @@ def dataflow(sight: Sight) -> Tuple[Kind, ...]:
 
 def _dataflow(P: int, M: int, turn: int) -> SlotsAndRuns:
     s = np.arange(P)
-    forward = run_array(s, FORWARD, 0, M, s, 1)
-    backward = run_array(s, BACKWARD, 0, M, 2 * (P - 1) - s + turn, 1)
+    forward = make_runs(s, FORWARD, 0, M, s, 1)
+    backward = make_runs(s, BACKWARD, 0, M, 2 * (P - 1) - s + turn, 1)
     return M + 2 * (P - 1) + turn, np.concatenate([forward, backward])
 
 
 def local(sight: Sight) -> Tuple[Kind, ...]:
-    """Every step a forward of what arrived and, at once, its backward from the stage's own loss. P = 3, M = 4:
+    """Run in every step a forward of what arrived and, at once, its backward from the stage's own loss. P = 3, M = 4:
 
     stage 0  F0 B0  F1 B1  F2 B2  F3 B3  .      .
     stage 1  .      F0 B0  F1 B1  F2 B2  F3 B3  .
@@ -275,17 +277,17 @@ def local(sight: Sight) -> Tuple[Kind, ...]:
 
 def _local(P: int, M: int, turn: int) -> SlotsAndRuns:
     s = np.arange(P)
-    return M + P - 1, np.concatenate([run_array(s, kind, 0, M, s, 1) for kind in PASSES])
+    return M + P - 1, np.concatenate([make_runs(s, kind, 0, M, s, 1) for kind in PASSES])
 
 
 def local_shared(sight: Sight) -> Tuple[Kind, ...]:
-    """As `local`, but a stage begins a batch only when the next stage is through the one before. P = 3, M = 4, N = 2:
+    """Run as `local`, but begin a batch only when the next stage is through the previous one. P = 3, M = 4, N = 2:
 
     stage 0  F0 B0  F1 B1  .      F2 B2  F3 B3  .      .
     stage 1  .      F0 B0  F1 B1  .      F2 B2  F3 B3  .
     stage 2  .      .      F0 B0  F1 B1  .      F2 B2  F3 B3
 
-    Its update needs that stage's gradient of the layer that both hold.
+    The update needs that stage's gradient of the layer that both hold.
     """
     microbatch, following = sight.done[FORWARD][sight.stage], sight.stage + 1
     begins = microbatch % sight.accumulate == 0 and following < sight.stages
@@ -297,20 +299,20 @@ def _local_shared(P: int, M: int, accumulate: int) -> SlotsAndRuns:
     s = np.arange(P)
     wait = 1 if P > 1 else 0
     if accumulate == 1:
-        runs = [run_array(s, kind, 0, M, s, 1 + wait) for kind in PASSES]
+        runs = [make_runs(s, kind, 0, M, s, 1 + wait) for kind in PASSES]
     else:
         runs = []
         for first in range(0, M, accumulate):
             count, slot = min(accumulate, M - first), first + wait * (first // accumulate)
-            runs += [run_array(s, kind, first, count, slot + s, 1) for kind in PASSES]
+            runs += [make_runs(s, kind, first, count, slot + s, 1) for kind in PASSES]
     return M + wait * ((M - 1) // accumulate) + P - 1, np.concatenate(runs)
 
 
 class PipelineDefinition(NamedTuple):
-    """A pipeline from an empty one to an empty one: its `policy`, and its `stretch` as a function of P, M and the turn.
+    """A pipeline from empty to empty: its `policy`, and its `stretch` (slots and runs) as a function of P, M and the turn.
 
-    `by_accumulate`: it takes N for the turn. `longest`: how many microbatches a stretch has at most, as a function of N; None: it
-    never empties. `slot_holds` and `local` as in `Schedule`.
+    `by_accumulate`: of N in place of the turn. `longest`: the most microbatches of a stretch, as a function of N; None: it never
+    drains. `slot_holds` and `local` as in `Schedule`.
     """
 
     policy: Policy

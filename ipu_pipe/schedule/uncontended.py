@@ -1,7 +1,8 @@
-"""The clock where no message waits for another: slot by slot, all passes of a slot at once.
+"""The clock's fast path: the eager discipline where no transfer waits for another, as one row of array operations.
 
-When a pass begins depends then on its device's last pass and on what it needs alone, so that a schedule is one row of array
-operations. Where no two messages meet on a link these are the clock's own times, to the bit; elsewhere no pass is earlier there.
+Slot by slot, all passes of a slot at once: when a pass begins then depends on its device's last pass and on what it needs alone.
+Where no two transfers meet on a link these are the clock's own times, to the bit; elsewhere no pass is earlier on the clock. A
+plan of many candidates takes a fraction of the time that playing their passes one by one takes.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ NOTHING = Transfer()
 
 
 class UncontendedTimes(NamedTuple):
-    """When the first updates of each stage end, (P, updates). `meet`: messages would have met on a link before the last of these
-    does, so that the clock's own may be later."""
+    """When the first updates of each stage end, (P, updates). `meet`: transfers would have met on a link before the last of these
+    ends, so that the clock's own times may be later."""
 
     ends: FloatArray
     meet: bool
 
 
 class _Step(NamedTuple):
-    """What begins together. A pass is a number as in `clock`, a place that number * M + microbatch. `first` and `end`: which of
-    all passes in their order; `goes_to`: the places of the passes that need them; `completes`: of those after which a stage
-    makes an update, the place in the step, stage and number of the update."""
+    """Passes that begin together, as slices and places of the arrays of `_Program`.
+
+    first, end: these of all passes in their order. device: of each. place: pass * M + microbatch. goes_to: the places of the
+    passes that need them. completes: of those after which a stage makes an update, the position in the step, the stage and the
+    number of the update.
+    """
 
     first: int
     end: int
@@ -40,7 +44,7 @@ class _Step(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """A schedule as `steps`, and in their order the pass of each."""
+    """A schedule as `steps`; in their order, the pass (numbered as in `clock`) and the place of each action."""
 
     passes: IntArray
     places: IntArray
@@ -48,52 +52,58 @@ class _Program(NamedTuple):
 
 
 def time_uncontended(schedule: Schedule, costs: Costs, updates: int) -> UncontendedTimes:
-    """The first `updates` of each stage of a schedule whose stages complete their microbatches in order. For costs of passes
-    that begin as soon as they can: without `slot` and not in lock-step."""
+    """Time the first `updates` of each stage of a schedule whose stages complete their microbatches in order.
+
+    `costs` without `slot` and not in lock-step.
+    """
     assert schedule.in_order and not costs.slot and not costs.lockstep
     P, M = schedule.stages, schedule.microbatches
-    program = _program(schedule)
-    durations = costs.durations(schedule.passes)
+    program = _make_program(schedule)
+    durations = costs.get_durations(schedule.passes)
     duration = np.array([durations[kind] for kind in schedule.passes], np.float64).ravel()[program.passes]
-    messages = _messages(schedule, costs)
-    taking, late = (np.array(each, np.float64)[program.passes] for each in zip(*(each[:2] for each in messages)))
+    transfers = _list_transfers(schedule, costs)
+    seconds, latency = (
+        np.array(column, np.float64)[program.passes] for column in zip(*(transfer[:2] for transfer in transfers))
+    )
     reduce = costs.reduce or (NOTHING,) * P
-    summing, summed = (np.array(each, np.float64) for each in zip(*(each[:2] for each in reduce)))
+    reduce_seconds, reduce_latency = (
+        np.array(column, np.float64) for column in zip(*(transfer[:2] for transfer in reduce))
+    )
     updating = np.array(costs.update, np.float64)
     free = np.zeros(1 + max(schedule.device_of_stage))
-    there = np.zeros(
-        len(schedule.passes) * P * M + 1
-    )  # when what a pass needs of another stage is there; the last: nobody's
+    # when what the pass at each place needs of another stage arrives; the last place is nobody's
+    arrival = np.zeros(len(schedule.passes) * P * M + 1)
     ends = np.empty(len(program.passes))
-    made = np.zeros((P, schedule.update_count))
+    update_ends = np.zeros((P, schedule.update_count))
     for first, end, device, place, goes_to, completes in program.steps:
-        found = np.maximum(free[device], there[place])
-        found += duration[first:end]
-        ends[first:end] = free[device] = found
-        there[goes_to] = (found + taking[first:end]) + late[first:end]
+        until = np.maximum(free[device], arrival[place])
+        until += duration[first:end]
+        ends[first:end] = free[device] = until
+        arrival[goes_to] = (until + seconds[first:end]) + latency[first:end]
         if completes is not None:
             which, stage, k = completes
-            now = found[which] + summing[stage]
-            now += summed[stage]
-            now += updating[stage]
-            made[stage, k] = free[device[which]] = now
+            updated = until[which] + reduce_seconds[stage]
+            updated += reduce_latency[stage]
+            updated += updating[stage]
+            update_ends[stage, k] = free[device[which]] = updated
     by_place = np.empty_like(ends)
     by_place[program.places] = ends
-    asked = made[:, :updates]
-    return UncontendedTimes(asked, _meet(schedule, messages, reduce, by_place.reshape(-1, M), float(asked.max())))
+    asked = update_ends[:, :updates]
+    meet = _do_transfers_meet(schedule, transfers, reduce, by_place.reshape(-1, M), float(asked.max()))
+    return UncontendedTimes(asked, meet)
 
 
-def _messages(schedule: Schedule, costs: Costs) -> List[Transfer]:
-    """What takes each pass's result to another stage."""
+def _list_transfers(schedule: Schedule, costs: Costs) -> List[Transfer]:
+    """Return what takes the result of each pass to another stage."""
     P = schedule.stages
-    onward = [costs.message(s, s + 1) for s in range(P - 1)]
-    back = [] if schedule.local else [costs.message(s, s - 1) for s in range(1, P)]
+    onward = [costs.get_transfer(s, s + 1) for s in range(P - 1)]
+    back = [] if schedule.local else [costs.get_transfer(s, s - 1) for s in range(1, P)]
     none = [NOTHING] * P
     return [*onward, NOTHING, NOTHING, *back, *none][: 2 * P] + none * (len(schedule.passes) - 2)
 
 
 @lru_cache(maxsize=32)
-def _program(schedule: Schedule) -> _Program:
+def _make_program(schedule: Schedule) -> _Program:
     P, M, N, kinds = schedule.stages, schedule.microbatches, schedule.accumulate, len(schedule.passes)
     slots = np.stack([schedule.slots(kind, 0, M) for kind in schedule.passes])
     begins = slots * 2 + (np.arange(kinds) > 0)[:, None, None] * (schedule.slot_capacity - 1)
@@ -113,12 +123,12 @@ def _program(schedule: Schedule) -> _Program:
     return _Program(which, order, tuple(steps))
 
 
-def _meet(
-    schedule: Schedule, messages: List[Transfer], reduce: Sequence[Transfer], ends: FloatArray, until: float
+def _do_transfers_meet(
+    schedule: Schedule, transfers: List[Transfer], reduce: Sequence[Transfer], ends: FloatArray, until: float
 ) -> bool:
-    """Whether a link is asked for before `until` while it carries another message. `ends`: of each pass, (passes, M)."""
+    """Return whether a link is asked for before `until` while it is busy. `ends` of each pass, (passes, M)."""
     sent: Dict[str, List[Tuple[FloatArray, float]]] = {}
-    for which, (seconds, _, links) in enumerate(messages):
+    for which, (seconds, _, links) in enumerate(transfers):
         for link in links:
             sent.setdefault(link, []).append((ends[which], seconds))
     for stage, (seconds, _, links) in enumerate(reduce):
@@ -126,10 +136,10 @@ def _meet(
         for link in links:
             sent.setdefault(link, []).append((completing, seconds))
     for flows in sent.values():
-        at = np.concatenate([moments for moments, _ in flows])
-        seconds_each = np.concatenate([np.full(len(moments), seconds) for moments, seconds in flows])
-        order = np.argsort(at, kind="stable")
-        free = at[order] + seconds_each[order]
-        if ((free[:-1] > at[order][1:]) & (at[order][1:] < until)).any():
+        ready = np.concatenate([moments for moments, _ in flows])
+        taken = np.concatenate([np.full(len(moments), seconds) for moments, seconds in flows])
+        order = np.argsort(ready, kind="stable")
+        free = ready[order] + taken[order]
+        if ((free[:-1] > ready[order][1:]) & (ready[order][1:] < until)).any():
             return True
     return False

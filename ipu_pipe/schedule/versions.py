@@ -1,8 +1,14 @@
 """Weight versions: which version each forward and backward of a schedule reads, and what follows from that.
 
-Version v of a stage is its whole state (weights, velocity, accumulators) after v updates of that stage. Everything here
-is computed from the schedule and the method's reading rule, window by window, so that a long run is never held whole.
-Symbols: P stages, M microbatches, N microbatches an update, s a stage, m a microbatch, all counted from 0.
+Version v of a stage is its whole state (weights, velocity, accumulators) after v updates of that stage. Everything here is
+computed from the schedule and the method's reading rule, window by window, so that a long run is never held whole. PipeDream on
+two stages, an update per microbatch (*); stage 0 reads:
+
+    slot     0   1   2   3   4   5   6   7
+    stage 0  F0  F1  .   B0* F2  B1* F3  B2*      forward  0 0 1 2    the newest version then
+    stage 1  .   F0  B0* F1  B1* F2  B2* F3       backward 0 0 1 2    the stashed version of its forward
+
+Symbols: P stages, M microbatches, N microbatches per update, s a stage, m a microbatch, all counted from 0.
 """
 
 from __future__ import annotations
@@ -29,43 +35,43 @@ WINDOW = 1 << 22  # cells of a (stages, microbatches) window: some tens of MiB f
 class VersionTable:
     """The weight versions that a schedule's passes read under a method's rule.
 
-    Raises BadInput, when the versions of a window are asked for, if a pass would read a version that does not exist by
-    then, or updates by its own or a later microbatch: such a schedule cannot be replayed microbatch by microbatch.
+    Asking for the versions of a window raises BadInput if a pass would read a version that does not exist by then, or updates by
+    its own or a later microbatch: such a schedule cannot be replayed microbatch by microbatch.
     """
 
     def __init__(self, schedule: Schedule, method: Method, seed: int = 0) -> None:
-        """`seed`: of the delays that are drawn, if the method draws any."""
+        """`seed`: of drawn delays, if the method draws any."""
         if schedule.passes != PASSES:
             raise BadInput("schedule: which versions its passes read is known only where a backward is one pass")
         if schedule.stages == 1 and method.delay is None:
             method = replace(method, forward_reads=Reads.NEWEST)  # one stage is no pipeline: plain training
         self.schedule, self.method = schedule, method
         if method.delay is not None and method.delay.drawn:
-            self._draws = DelaySampler(method.delay, self._mean_delays, seed)
+            self._sampler = DelaySampler(method.delay, self._mean_delays, seed)
 
     # --- the table
 
     def forward(self, first: int, last: int, stages: slice = ALL_STAGES) -> IntArray:
-        """The versions (P, last - first) that the forwards of the microbatches [first, last) read."""
+        """Return the versions (P, last - first) that the forwards of the microbatches [first, last) read."""
         return self.window(first, last, stages)[0]
 
     def backward(self, first: int, last: int, stages: slice = ALL_STAGES) -> IntArray:
-        """The versions (P, last - first) that the backwards of the microbatches [first, last) read."""
+        """Return the versions (P, last - first) that the backwards of the microbatches [first, last) read."""
         return self.window(first, last, stages)[1]
 
     def window(self, first: int, last: int, stages: slice = ALL_STAGES) -> Tuple[IntArray, IntArray]:
-        """Forward and backward versions of the microbatches [first, last), checked."""
-        newest = {kind: self._newest(kind, first, last, stages) for kind in PASSES}
-        # counted from the gradient's use, or by the replica: the schedule does not bound it
+        """Return forward and backward versions of the microbatches [first, last), checked."""
+        newest = {kind: self._find_newest(kind, first, last, stages) for kind in PASSES}
+        # these count from the gradient's use, or by replica: the schedule does not bound them
         if self.method.delay is not None or self.method.rounds is not None:
-            newest[Kind.FORWARD] = newest[Kind.BACKWARD] = self._batch(first, newest[Kind.BACKWARD])
+            newest[Kind.FORWARD] = newest[Kind.BACKWARD] = self._find_batch(first, newest[Kind.BACKWARD])
         forward = self._read(self.method.forward_reads, newest[Kind.FORWARD], None, first, stages)
         backward = self._read(self.method.backward_reads, newest[Kind.BACKWARD], forward, first, stages)
         self._check(forward, backward, newest, first, stages)
         return forward, backward
 
     def recompute(self, first: int, last: int, stages: slice = ALL_STAGES) -> IntArray:
-        """The versions (P, last - first) with which the activations of the microbatches [first, last) are recomputed.
+        """Return the versions (P, last - first) with which the activations of the microbatches [first, last) are recomputed.
 
         They are the newest ones then (PipeMare, appendix A).
         """
@@ -75,11 +81,11 @@ class VersionTable:
         assert ((forward <= versions) & (versions <= backward)).all(), "recomputed between forward and backward"
         return versions
 
-    def _batch(self, first: int, like: IntArray) -> IntArray:
-        """The version (P, n) to which the gradient of each microbatch from `first` on is applied."""
+    def _find_batch(self, first: int, like: IntArray) -> IntArray:
+        """Return the version (P, n) to which the gradient of each microbatch from `first` on is applied."""
         return np.broadcast_to(np.arange(first, first + like.shape[1]) // self.schedule.accumulate, like.shape)
 
-    def _newest(self, kind: Kind, first: int, last: int, stages: slice) -> IntArray:
+    def _find_newest(self, kind: Kind, first: int, last: int, stages: slice) -> IntArray:
         slots = self.schedule.slots(kind, first, last, stages)
         return self.schedule.count_before(Kind.UPDATE, slots, stages) if last > first else slots
 
@@ -92,14 +98,14 @@ class VersionTable:
         microbatch = np.arange(first, first + newest.shape[1])
         batch, begin = microbatch // self.schedule.accumulate, np.zeros_like(microbatch)
         delay = self.method.delay
-        for part in self.schedule.parts:  # after a drain only the newest version is left, as at the start
-            inside = (part.first_microbatch <= microbatch) & (microbatch < part.end_microbatch)
-            begin[inside] = microbatch[inside] - (microbatch[inside] - part.first_microbatch) % part.microbatches
+        for stretch in self.schedule.stretches:  # after a drain only the newest version is left, as at the start
+            inside = (stretch.first_microbatch <= microbatch) & (microbatch < stretch.end_microbatch)
+            begin[inside] = microbatch[inside] - (microbatch[inside] - stretch.first_microbatch) % stretch.microbatches
         begin = begin // self.schedule.accumulate
         if rule is Reads.DOUBLE_BUFFERED:
             return np.broadcast_to(np.maximum(batch - 1, begin), newest.shape).copy()
         assert delay is not None
-        delays = self._draws(first, first + len(microbatch))[stages] if delay.drawn else delay.greatest
+        delays = self._sampler(first, first + len(microbatch))[stages] if delay.drawn else delay.greatest
         return np.maximum(newest - delays, begin)
 
     def _check(
@@ -108,8 +114,8 @@ class VersionTable:
         batch = np.arange(first, first + forward.shape[1]) // self.schedule.accumulate
         for wrong, kind, what in (
             (forward < 0, Kind.FORWARD, "reads a version below 0"),
-            (forward > newest[Kind.FORWARD], Kind.FORWARD, "reads a version that is not made yet"),
-            (backward > newest[Kind.BACKWARD], Kind.BACKWARD, "reads a version that is not made yet"),
+            (forward > newest[Kind.FORWARD], Kind.FORWARD, "reads a version that does not exist yet"),
+            (backward > newest[Kind.BACKWARD], Kind.BACKWARD, "reads a version that does not exist yet"),
             (backward < forward, Kind.BACKWARD, "reads an older version than its forward"),
             (backward > batch, Kind.BACKWARD, "reads an update made by its own or a later microbatch"),
         ):
@@ -121,31 +127,31 @@ class VersionTable:
     # --- lags, in updates of the stage itself
 
     def greatest_lag(self) -> IntArray:
-        """Each stage's greatest steady lag (P,): updates between a forward's weights and the use of its gradient.
+        """Return each stage's greatest steady lag (P,): updates between a forward's weights and the use of its gradient.
 
         It belongs to the method, the stages and N alone: a run too short to reach its steady state has the same.
         """
         return self._steady_lags[0]
 
     def greatest_backward_lag(self) -> IntArray:
-        """As `greatest_lag`, for the weights that the backward reads (0 where it reads the newest)."""
+        """Return `greatest_lag` of the weights that the backward reads (0 where it reads the newest)."""
         return self._steady_lags[1]
 
     def rule_lag(self) -> NDArray[np.float64]:
-        """The lag (P,) by which the update rules go: the greatest steady one, or, where delays are drawn, their mean."""
+        """Return the lag (P,) that update rules use: the greatest steady one, or the mean where delays are drawn."""
         if self.method.delay is not None and self.method.delay.drawn:
             return self._mean_delays
         return self.greatest_lag().astype(np.float64)
 
     @cached_property
     def _mean_delays(self) -> NDArray[np.float64]:
-        """Of delays that are drawn; where the method states none, the lags of its pipeline (PipeMare, appendix E)."""
-        delay, own = self.method.delay, None
+        """Return the means of drawn delays; where none is stated, the lags of the method's pipeline (PipeMare, appendix E)."""
+        delay, lags = self.method.delay, None
         assert delay is not None
         if delay.mean is None:
             pipeline = replace(self.method, forward_reads=Reads.NEWEST, backward_reads=Reads.NEWEST, delay=None)
-            own = VersionTable(self.schedule, pipeline).greatest_lag()
-        return find_mean_delays(delay, self.schedule.stages, own)
+            lags = VersionTable(self.schedule, pipeline).greatest_lag()
+        return find_mean_delays(delay, self.schedule.stages, lags)
 
     @cached_property
     def _steady_lags(self) -> Tuple[IntArray, IntArray]:
@@ -169,55 +175,58 @@ class VersionTable:
         return forward_lag, backward_lag
 
 
-def count_weight_copies(table: VersionTable) -> IntArray:
-    """The most versions (P,) of each stage that are alive at once in this run, the newest included.
+# ---- copies of the weights
 
-    A version is alive from its making until the last pass that reads it, and at least until the next is made. The
-    start-up counts: PipeDream's timeline may there keep more copies than later on.
+
+def count_weight_copies(table: VersionTable) -> IntArray:
+    """Return the most versions (P,) of each stage that are alive at once in this run, the newest included.
+
+    A version is alive from its making until the last pass that reads it, and at least until the next is made. The start-up
+    counts: PipeDream's timeline may keep more copies there than later on.
     """
     P, N = table.schedule.stages, table.schedule.accumulate
     history = table.method.history
     if table.method.delay is not None or (history is not None and history.delays != "schedule"):
-        return table.greatest_lag() + 1  # no schedule's: all that a pass may read
-    if table.method.rounds is not None:  # a replica's each
+        return table.greatest_lag() + 1  # the schedule does not say: all that a pass may read
+    if table.method.rounds is not None:  # one of each replica
         return np.full(P, N)
     if table.method.flushes:  # no pass reads an older version, however long the batch
         return np.ones(P, np.int64)
     reach = N * (-(-4 * (P + N) // N))  # by then a stretch has long been in its steady state
     copies = np.ones(P, np.int64)
-    # the pipeline is empty between parts and only the newest version left: parts of one length are alike
-    for part in {(part.microbatches, part.slots): part for part in table.schedule.parts}.values():
-        first, last = part.first_microbatch, min(part.first_microbatch + reach, part.end_microbatch)
-        for stages in _bands(P, last - first):
-            copies[stages] = np.maximum(copies[stages], _alive(table, first, last, stages))
+    # the pipeline is empty between stretches and only the newest version left: stretches of one length are alike
+    for stretch in {(stretch.microbatches, stretch.slots): stretch for stretch in table.schedule.stretches}.values():
+        first, last = stretch.first_microbatch, min(stretch.first_microbatch + reach, stretch.end_microbatch)
+        for stages in _split_stages(P, last - first):
+            copies[stages] = np.maximum(copies[stages], _count_alive(table, first, last, stages))
     return copies
 
 
-def _alive(table: VersionTable, first: int, last: int, stages: slice) -> IntArray:
-    """The most versions alive at once between the microbatches `first` (a multiple of N) and `last`.
+def _count_alive(table: VersionTable, first: int, last: int, stages: slice) -> IntArray:
+    """Return the most versions alive at once between the microbatches `first` (a multiple of N) and `last`.
 
-    Moments in a slot: 0 forward, 1 backward, 2 update; what ends at a moment makes room for what is made then.
+    Moments in a slot: 0 forward, 1 backward, 2 update; what ends at a moment makes room for what begins then.
     """
     N = table.schedule.accumulate
     forward, backward = table.window(first, last, stages)
     oldest, newest, rows = int(forward.min()), last // N, np.arange(forward.shape[0])[:, None]
     update_moment = 3 * table.schedule.slots(Kind.UPDATE, first // N, newest, stages) + 2
-    made = np.full((len(rows), newest - oldest + 1), -1, np.int64)
-    made[:, first // N + 1 - oldest :] = update_moment  # update k makes version k + 1
-    ended = np.full_like(made, -1)
-    ended[:, first // N - oldest : -1] = update_moment  # and supersedes version k
-    ended[:, -1] = 3 * table.schedule.slot_count
+    begin = np.full((len(rows), newest - oldest + 1), -1, np.int64)
+    begin[:, first // N + 1 - oldest :] = update_moment  # update k makes version k + 1
+    end = np.full_like(begin, -1)
+    end[:, first // N - oldest : -1] = update_moment  # and supersedes version k
+    end[:, -1] = 3 * table.schedule.slot_count
     for moment, (kind, version) in enumerate(((Kind.FORWARD, forward), (Kind.BACKWARD, backward))):
         read = 3 * table.schedule.slots(kind, first, last, stages) + moment
-        np.maximum.at(ended, (rows, version - oldest), read)
-    # Only stretches of two ascending runs: a stable sort merges them fast.
-    events = np.sort(np.concatenate([2 * ended, 2 * made + 1], axis=1), axis=1, kind="stable")
+        np.maximum.at(end, (rows, version - oldest), read)
+    # two ascending halves, which a stable sort merges fast
+    events = np.sort(np.concatenate([2 * end, 2 * begin + 1], axis=1), axis=1, kind="stable")
     alive = np.cumsum(np.where(events & 1, 1, -1), axis=1)
     return np.asarray(alive.max(axis=1))
 
 
-def _bands(stages: int, width: int) -> Iterator[slice]:
-    """Consecutive stages, as many at a time as a window of `width` microbatches affords."""
+def _split_stages(stages: int, width: int) -> Iterator[slice]:
+    """Yield slices of consecutive stages, as many at a time as a window of `width` microbatches allows."""
     height = max(WINDOW // max(width, 1), 1)
     for first in range(0, stages, height):
         yield slice(first, min(first + height, stages))

@@ -73,7 +73,7 @@ class DelayedGlobalNorm:
 
 def _common_lag(schedule: Schedule) -> int:
     """The least g such that all stages have done update k - g before any stage does update k, whatever k."""
-    longest = max(schedule.parts, key=lambda part: part.microbatches)
+    longest = max(schedule.stretches, key=lambda part: part.microbatches)
     first = longest.first_microbatch // schedule.accumulate
     count = min(longest.microbatches // schedule.accumulate, 4 * schedule.stages + 8)
     slots = schedule.slots(Kind.UPDATE, first, first + count)
