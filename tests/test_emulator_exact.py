@@ -89,7 +89,7 @@ def literal(
         table = VersionTable(schedule, method)
         delays = np.full((P, len(data)), method.delay.greatest)
         if method.delay.drawn:  # the draws themselves are tested for what they are
-            delays = table._draws(0, len(data))
+            delays = table.sampler(0, len(data))
     replay(done, schedule, method, data, cross_entropy, drains, delays)
     return done
 

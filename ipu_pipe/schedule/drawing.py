@@ -61,8 +61,8 @@ def format_csv(schedule: Schedule) -> Iterator[str]:
     """Yield the lines that torch.distributed.pipelining reads: a row per device of cells such as 0F3, empty where idle.
 
     A cell is stage, kind, microbatch. PyTorch's schedules have neither slots that hold two actions nor updates: the caller
-    updates when the pipeline is empty. Raises BadInput for steps that hold both passes and where microbatches are in flight across
-    an update.
+    updates when the pipeline is empty. Raises BadInput for steps that hold both passes and for microbatches in flight across an
+    update.
     """
     if schedule.slot_holds is not SlotHolds.ONE:
         raise BadInput("format: csv: PyTorch's schedules hold one action per slot; this one has steps that hold both")

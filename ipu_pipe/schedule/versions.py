@@ -47,7 +47,7 @@ class VersionTable:
             method = replace(method, forward_reads=Reads.NEWEST)  # one stage is no pipeline: plain training
         self.schedule, self.method = schedule, method
         if method.delay is not None and method.delay.drawn:
-            self._sampler = DelaySampler(method.delay, self._mean_delays, seed)
+            self.sampler = DelaySampler(method.delay, self._mean_delays, seed)
 
     # --- the table
 
@@ -105,7 +105,7 @@ class VersionTable:
         if rule is Reads.DOUBLE_BUFFERED:
             return np.broadcast_to(np.maximum(batch - 1, begin), newest.shape).copy()
         assert delay is not None
-        delays = self._sampler(first, first + len(microbatch))[stages] if delay.drawn else delay.greatest
+        delays = self.sampler(first, first + len(microbatch))[stages] if delay.drawn else delay.greatest
         return np.maximum(newest - delays, begin)
 
     def _check(
