@@ -145,8 +145,8 @@ def test_unions_are_sets_of_moments(drawn: List[Tuple[int, int]], begin: int, en
     found = merge_intervals(start, start + np.array([length for _, length in drawn], np.int64))
     moments = {t for s, length in drawn for t in range(s, s + length)}
     assert found.length == len(moments) and (found.start[1:] > found.end[:-1]).all()
-    assert found.before(np.arange(45)).tolist() == [len([t for t in moments if t < m]) for m in range(45)]
-    assert found.within(begin, end).length == len([t for t in moments if begin <= t < end])
+    assert found.measure_before(np.arange(45)).tolist() == [len([t for t in moments if t < m]) for m in range(45)]
+    assert found.clip(begin, end).length == len([t for t in moments if begin <= t < end])
 
 
 @pytest.mark.parametrize("name", list(METHODS))

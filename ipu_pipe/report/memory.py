@@ -86,7 +86,9 @@ def _in_flight(job: Job) -> IntArray:
     if not _in_lockstep(job):
         return job.schedule.max_in_flight()
     runs = placement(job.config.ipu, len(job.part)).runs
-    stash = make_lockstep_schedule(job.method, len(runs), job.schedule.accumulate, job.schedule.accumulate).max_in_flight()
+    stash = make_lockstep_schedule(
+        job.method, len(runs), job.schedule.accumulate, job.schedule.accumulate
+    ).max_in_flight()
     return np.repeat(stash, [len(stages) for _, stages in runs])
 
 

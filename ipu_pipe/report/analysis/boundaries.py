@@ -1,9 +1,9 @@
-"""What moving boundaries would gain: the units cut anew by what stages were seen to take, both cuts played by the clock."""
+"""What moving stage boundaries would gain: the model's units are cut anew by measured times, and both cuts are played by the
+clock."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,136 +15,131 @@ from ipu_pipe.report.analysis.facts import MOST_PLANNED, RunFacts
 from ipu_pipe.report.analysis.links import LinkTraffic
 from ipu_pipe.report.analysis.stages import StageTimes
 from ipu_pipe.schedule.clock import Costs, Transfer
-from ipu_pipe.trace.events import UnitRow
 
-MOST_STAGES = 128  # whose schedule is played: seconds
+MOST_STAGES = 128  # more take seconds to play
 FloatArray = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class BoundaryMove:
-    """Where stages begin now and where they might, what each computes for a microbatch, and how much more throughput that gives
-    (0.25: a quarter more), all by the clock with measured times; `if_balanced`: the same if all took equally long. `why_not`:
-    what is missing to know."""
+class BoundaryMove(NamedTuple):
+    """Names of the units at which stages begin now and at which they might, and each stage's time for a microbatch. `gain`: how
+    much throughput that adds (0.25: a quarter), by the clock; `gain_if_balanced`: if all stages took equally long. None where it
+    is not known, for the reason `why_no_gain`."""
 
     begins_now: Tuple[str, ...] = ()
     begins_then: Tuple[str, ...] = ()
     busy_now_ns: Tuple[float, ...] = ()
     busy_then_ns: Tuple[float, ...] = ()
     gain: Optional[float] = None
-    if_balanced: Optional[float] = None
-    why_not: str = ""
+    gain_if_balanced: Optional[float] = None
+    why_no_gain: Optional[str] = None
 
-    @property
-    def moves(self) -> List[str]:
-        """In words, a stage each."""
+    def format_moves(self) -> str:
+        """Describe the boundaries that move."""
         pairs = enumerate(zip(self.begins_now, self.begins_then))
-        return [f"stage {s} at {then} instead of {now}" for s, (now, then) in pairs if now != then]
+        return " and ".join(f"stage {s} at {then} instead of {now}" for s, (now, then) in pairs if now != then)
+
+    def to_record(self) -> Optional[Dict[str, Any]]:
+        """Return the row of the analysis; None where the gain is not known."""
+        keys = ("begins_now", "begins_then", "busy_now_ns", "busy_then_ns")
+        return {key: list(getattr(self, key)) for key in keys} if self.gain is not None else None
 
 
 def find_best_move(
     facts: RunFacts, stages: Sequence[StageTimes], links: Sequence[LinkTraffic], accumulate: Optional[int]
 ) -> BoundaryMove:
-    """The cut whose slowest stage is the fastest possible, against the one that was run."""
-    why_not = _missing(facts, stages, accumulate)
-    if why_not:
-        return BoundaryMove(why_not=why_not)
-    assert accumulate is not None and facts.method is not None
+    """Return the cut whose slowest stage is the fastest possible, against the cut of the run.
+
+    The time of a unit is estimated as the share of its stage's measured time that its FLOPs have in those of the stage.
+    """
+    missing = _find_missing(facts, stages, accumulate)
+    if missing or accumulate is None:
+        return BoundaryMove(why_no_gain=missing)
     forward = np.array([stage.forward_ns for stage in stages], np.float64)
     backward = np.array([stage.backward_ns for stage in stages], np.float64)
-    played = _Played(facts, stages, links, accumulate)
+    play = _make_player(facts, stages, links, accumulate)
     try:
-        now = played.seconds(forward, backward)
-        even = played.seconds(np.full(len(stages), forward.mean()), np.full(len(stages), backward.mean()))
-    except BadInput as error:  # a method whose schedule does not fit what the trace says of it
-        return BoundaryMove(why_not=f"the schedule cannot be made again: {error.faults[0]}")
-    if_balanced = now / even - 1
-    why_not = _units_missing(facts.units, len(stages))
-    if why_not:
-        return BoundaryMove(if_balanced=if_balanced, why_not=why_not)
-    # the time of each unit: its share of the FLOPs of its stage
-    of_stage = np.array([unit["stage"] for unit in facts.units])
-    forwards = _spread(forward, of_stage, [unit["forward_flops"] for unit in facts.units])
-    backwards = _spread(backward, of_stage, [unit["backward_flops"] for unit in facts.units])
+        now = play(forward, backward)
+        even = play(np.full(len(stages), forward.mean()), np.full(len(stages), backward.mean()))
+    except BadInput as error:  # the metadata do not fit together
+        return BoundaryMove(why_no_gain=f"the schedule cannot be made again: {error.faults[0]}")
+    units = facts.units or []
+    stage_of_unit = np.array([unit.stage for unit in units], np.int64)
+    in_order = sorted(stage_of_unit.tolist()) == stage_of_unit.tolist()
+    if not in_order or sorted(set(stage_of_unit.tolist())) != list(range(len(stages))):
+        why = (
+            "the trace's units are not in the order of its stages"
+            if units
+            else "the trace does not hold the model's units"
+        )
+        return BoundaryMove(gain_if_balanced=now / even - 1, why_no_gain=why)
+    forwards = _divide(forward, stage_of_unit, [unit.forward_flops for unit in units])
+    backwards = _divide(backward, stage_of_unit, [unit.backward_flops for unit in units])
     starts = find_best_cut((forwards + backwards).tolist(), len(stages))
-    assert starts is not None, "as many units as stages at least"
-    then = played.seconds(np.add.reduceat(forwards, starts), np.add.reduceat(backwards, starts))
-    present = np.searchsorted(of_stage, np.arange(len(stages))).tolist()
-    if then >= now:  # where the pipeline empties, an even cut need not be the fastest
-        starts, then = present, now
-    names = [unit["name"] for unit in facts.units]
+    assert starts is not None, "there are at least as many units as stages"
+    then = play(np.add.reduceat(forwards, starts), np.add.reduceat(backwards, starts))
+    starts_now = np.searchsorted(stage_of_unit, np.arange(len(stages))).tolist()
+    if then >= now:  # where the pipeline drains, an even cut need not be the fastest
+        starts, then = starts_now, now
     return BoundaryMove(
-        tuple(names[i] for i in present),
-        tuple(names[i] for i in starts),
-        tuple((forward + backward).tolist()),
-        tuple(np.add.reduceat(forwards + backwards, starts).tolist()),
-        now / then - 1,
-        if_balanced,
+        begins_now=tuple(units[i].name for i in starts_now),
+        begins_then=tuple(units[i].name for i in starts),
+        busy_now_ns=tuple((forward + backward).tolist()),
+        busy_then_ns=tuple(np.add.reduceat(forwards + backwards, starts).tolist()),
+        gain=now / then - 1,
+        gain_if_balanced=now / even - 1,
     )
 
 
-def _missing(facts: RunFacts, stages: Sequence[StageTimes], accumulate: Optional[int]) -> str:
-    count = len(stages)
-    if facts.method is None:
+def _find_missing(facts: RunFacts, stages: Sequence[StageTimes], accumulate: Optional[int]) -> Optional[str]:
+    count, devices = len(stages), facts.device_of_stage or []
+    if facts.known_method is None:
         return facts.why_no_method
     if not accumulate:
         return "the trace does not say how many microbatches an update has"
     if [stage.stage for stage in stages] != list(range(count)) or (facts.stages or count) != count:
         return "the trace does not hold all stages"
-    if facts.device_of_stage and len(facts.device_of_stage) != count:
+    if devices and len(devices) != count:
         return "the trace does not say the device of each stage"
-    if len(set(facts.device_of_stage)) < len(facts.device_of_stage):
-        return "several stages share a device, and how its schedule goes is not told"
+    if len(set(devices)) < len(devices):
+        return "several stages share a device, and the order of its passes is not known"
     if any(not stage.forward_ns or stage.backward_ns is None for stage in stages):
         return "the trace does not hold forwards and backwards of all stages"
     if count == 1:
         return "there is one stage"
     if count * accumulate > MOST_PLANNED:
         return f"updates of more than {MOST_PLANNED} passes are not played"
-    return f"more than {MOST_STAGES} stages are not played" if count > MOST_STAGES else ""
+    return f"more than {MOST_STAGES} stages are not played" if count > MOST_STAGES else None
 
 
-def _units_missing(units: Sequence[UnitRow], count: int) -> str:
-    if not units:
-        return "the trace does not hold the units of which stages are made"
-    of_stage = [unit["stage"] for unit in units]
-    if sorted(of_stage) != of_stage or sorted(set(of_stage)) != list(range(count)):
-        return "the trace's units are not in the order of its stages"
-    return ""
-
-
-def _spread(times: FloatArray, of_stage: NDArray[np.int64], flops: Sequence[float]) -> FloatArray:
+def _divide(times: FloatArray, stage_of_unit: NDArray[np.int64], flops: Sequence[float]) -> FloatArray:
+    """Return the time of each unit; the units of a stage without FLOPs share its time equally."""
     work = np.array(flops, np.float64)
-    sums = np.bincount(of_stage, work)[of_stage]
-    units = np.bincount(of_stage)[of_stage]
-    return np.where(sums > 0, times[of_stage] * work / np.where(sums > 0, sums, 1.0), times[of_stage] / units)
+    sums = np.bincount(stage_of_unit, work)[stage_of_unit]
+    counts = np.bincount(stage_of_unit)[stage_of_unit]
+    return np.where(
+        sums > 0, times[stage_of_unit] * work / np.where(sums > 0, sums, 1.0), times[stage_of_unit] / counts
+    )
 
 
-class _Played:
-    """The run's schedule, played with other times of its passes."""
+def _make_player(
+    facts: RunFacts, stages: Sequence[StageTimes], links: Sequence[LinkTraffic], accumulate: int
+) -> Callable[[FloatArray, FloatArray], float]:
+    """Return a function from the times of forwards and backwards (P,) to the time of an update, by the run's schedule."""
+    method = facts.known_method
+    assert method is not None
+    update = [stage.update_ns or 0.0 for stage in stages]
+    devices = facts.device_of_stage or [stage.devices[0] for stage in stages]
+    latency: Dict[Tuple[int, int], float] = {}
+    for link in links:
+        if link.latency_ns:
+            way = link.src, link.dst
+            latency[way] = max(latency.get(way, 0.0), link.latency_ns.median)
+    pairs = list(zip(devices, devices[1:]))
+    onward = tuple(Transfer(latency=latency.get((a, b), 0.0)) for a, b in pairs)
+    back = tuple(Transfer(latency=latency.get((b, a), 0.0)) for a, b in pairs)
 
-    def __init__(
-        self, facts: RunFacts, stages: Sequence[StageTimes], links: Sequence[LinkTraffic], accumulate: int
-    ) -> None:
-        assert facts.method is not None
-        self._method, self._accumulate = facts.method, accumulate
-        self._update = [stage.update_ns or 0.0 for stage in stages]
-        devices = facts.device_of_stage or tuple(stage.devices[0] for stage in stages)
+    def play(forward: FloatArray, backward: FloatArray) -> float:
+        costs = Costs(forward.tolist(), backward.tolist(), update, onward=onward, back=back)
+        return compute_batch_time(method, len(forward), accumulate, costs).seconds
 
-        took: Dict[Tuple[int, int], float] = {}
-        for link in links:
-            if link.latency:
-                way = link.source, link.target
-                took[way] = max(took.get(way, 0.0), link.latency.median_ns)
-
-        def message(source: int, target: int) -> Transfer:
-            return Transfer(latency=took.get((source, target), 0.0))
-
-        pairs = list(zip(devices, devices[1:]))
-        self._onward = tuple(message(a, b) for a, b in pairs)
-        self._back = tuple(message(b, a) for a, b in pairs)
-
-    def seconds(self, forward: FloatArray, backward: FloatArray) -> float:
-        """Of an update, in whatever unit the passes are given."""
-        costs = Costs(forward.tolist(), backward.tolist(), self._update, onward=self._onward, back=self._back)
-        return compute_batch_time(self._method, len(forward), self._accumulate, costs).seconds
+    return play

@@ -1,4 +1,4 @@
-"""Who sends how much to whom, and how long it takes."""
+"""Which device sends how much to which other one, and how long it takes."""
 
 from __future__ import annotations
 
@@ -7,134 +7,114 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.report.analysis.device_time import group_places
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.trace.events import KINDS, PAYLOADS, WAIT, Events
+from ipu_pipe.trace.events import PAYLOADS, WAIT, Events, concatenate_events, group_places
 
 MESSAGES, PASSES = "messages", "passes"
-_SEND = KINDS.index("send")
-_ONWARD, _BACK = (Kind.FORWARD.word,), (Kind.BACKWARD.word, Kind.INPUT_GRADIENT.word)
 
 
 class LinkLatency(NamedTuple):
-    """From the begin of a send to the end of the wait for it, of messages that were waited for before they were sent."""
+    """Time from the begin of a send to the end of the wait for it, of messages that were waited for before they were sent."""
 
     waited: int
-    min_ns: int
-    median_ns: float
+    min: int
+    median: float
 
 
 class LinkTraffic(NamedTuple):
-    """One direction between two devices, of one thing carried. `bytes`, `busy_ns`: None where not told. `counted`: whether
-    messages were, or what passes hand on."""
+    """One direction between two devices, for one payload. None: not known. `counted`: from messages, or from what passes hand on.
+    `busy_ns_per_microbatch`: 0 where it is not known."""
 
-    source: int
-    target: int
+    src: int
+    dst: int
     carries: str
     messages: int
     bytes: Optional[int]
-    microbatches: int
+    bytes_per_microbatch: Optional[float]
     busy_ns: Optional[int]
-    latency: Optional[LinkLatency]
+    latency_ns: Optional[LinkLatency]
     counted: str
-
-    @property
-    def bytes_per_microbatch(self) -> Optional[float]:
-        """Mean over the microbatches that it carried something of."""
-        return self.bytes / self.microbatches if self.bytes is not None and self.microbatches else None
-
-    @property
-    def busy_each_ns(self) -> float:
-        """For a microbatch; 0 where it is not told."""
-        return self.busy_ns / self.microbatches if self.busy_ns and self.microbatches else 0.0
+    busy_ns_per_microbatch: float
 
 
 def measure_links(events: Events, device_of_stage: Sequence[int], gradients_cross: bool) -> List[LinkTraffic]:
-    """All links, as messages tell, or where none are recorded the bytes that passes hand on."""
-    sends = np.flatnonzero((events.kind == _SEND) & (events.peer >= 0))
-    if len(sends):
-        return _of_messages(events, sends)
-    return _of_passes(events, device_of_stage, gradients_cross)
+    """Measure all links: from the messages, or where none are recorded from the bytes that passes hand on."""
+    sends = events.select(events.is_kind("send") & (events.peer >= 0))
+    if len(sends.start):
+        return _measure_messages(sends, events.select(events.is_kind(WAIT) & (events.peer >= 0)))
+    return _measure_passes(events, device_of_stage, gradients_cross)
 
 
-def _of_messages(events: Events, sends: NDArray[np.intp]) -> List[LinkTraffic]:
-    waits = np.flatnonzero((events.kind == KINDS.index(WAIT)) & (events.peer >= 0))
-    sent, awaited = events.select(sends), events.select(waits)
-    # one number a direction and thing carried, for both of its ends
-    devices = 1 + int(max(column.max(initial=0) for column in (sent.device, sent.peer, awaited.device, awaited.peer)))
+def _measure_messages(sends: Events, waits: Events) -> List[LinkTraffic]:
+    # one number for a direction and a payload, at both of its ends
+    devices = 1 + int(max(column.max(initial=0) for column in (sends.device, sends.peer, waits.device, waits.peer)))
     wide = np.int64(devices) * len(PAYLOADS)
-    of_send = sent.device * wide + sent.peer.astype(np.int64) * len(PAYLOADS) + sent.carries
-    of_wait = awaited.peer * wide + awaited.device.astype(np.int64) * len(PAYLOADS) + awaited.carries
-    names, link = np.unique(of_send, return_inverse=True)
-    place = np.searchsorted(names, of_wait)
-    known = (place < len(names)) & (names[np.minimum(place, len(names) - 1)] == of_wait)
-    took = _latencies(sent, link, awaited.select(known), place[known])
-    return [
-        _link(
-            sent.select(own),
-            int(names[number]) // wide,
-            int(names[number]) % wide // len(PAYLOADS),
-            took.get(number),
-            MESSAGES,
-        )
-        for number, own in group_places(link)
-    ]
+    link_of_send = sends.device * wide + sends.peer.astype(np.int64) * len(PAYLOADS) + sends.carries
+    link_of_wait = waits.peer * wide + waits.device.astype(np.int64) * len(PAYLOADS) + waits.carries
+    links, link = np.unique(link_of_send, return_inverse=True)
+    place = np.searchsorted(links, link_of_wait)
+    known = (place < len(links)) & (links[np.minimum(place, len(links) - 1)] == link_of_wait)
+    latencies = _measure_latencies(sends, link, waits.select(known), place[known])
+    traffic = []
+    for number, places in group_places(link):
+        source, target = divmod(int(links[number]), int(wide))
+        of_link = sends.select(places)
+        traffic.append(_add_up(of_link, source, target // len(PAYLOADS), latencies.get(number), MESSAGES))
+    return traffic
 
 
-def _latencies(
-    sent: Events, link: NDArray[np.intp], awaited: Events, of_wait: NDArray[np.intp]
+def _measure_latencies(
+    sends: Events, link: NDArray[np.intp], waits: Events, link_of_wait: NDArray[np.intp]
 ) -> Dict[int, LinkLatency]:
-    """By link. A microbatch's message is told by its link and number; where several have the same, none of them is."""
+    """Return the latencies by link. A message is known by its link and microbatch; where several have the same, none counts."""
     send_keys, wait_keys = (
         (number.astype(np.int64) << 32) + microbatch + 1
-        for number, microbatch in ((link, sent.microbatch), (of_wait, awaited.microbatch))
+        for number, microbatch in ((link, sends.microbatch), (link_of_wait, waits.microbatch))
     )
     keys, first, count = np.unique(send_keys, return_index=True, return_counts=True)
     keys, first = keys[count == 1], first[count == 1]
     if not len(keys):
         return {}
     place = np.minimum(np.searchsorted(keys, wait_keys), len(keys) - 1)
-    sent_at = sent.start[first[place]]
-    matched = (keys[place] == wait_keys) & (awaited.start <= sent_at)  # later waits may be for what is there already
-    took, where = (awaited.end - sent_at)[matched], of_wait[matched]
+    sent_at = sends.start[first[place]]
+    matched = (keys[place] == wait_keys) & (waits.start <= sent_at)  # later waits may be for what has arrived already
+    took = (waits.end - sent_at)[matched]
     return {
-        number: LinkLatency(len(own), int(took[own].min()), float(np.median(took[own])))
-        for number, own in group_places(where)
+        number: LinkLatency(len(places), int(took[places].min()), float(np.median(took[places])))
+        for number, places in group_places(link_of_wait[matched])
     }
 
 
-def _link(own: Events, source: int, target: int, latency: Optional[LinkLatency], counted: str) -> LinkTraffic:
-    sizes = own.bytes
+def _add_up(events: Events, source: int, target: int, latency: Optional[LinkLatency], counted: str) -> LinkTraffic:
+    size = int(events.bytes.sum()) if (events.bytes >= 0).all() else None
+    microbatches = len(np.unique(events.microbatch[events.microbatch >= 0]))
+    busy_ns = int((events.end - events.start).sum()) if counted == MESSAGES else None
     return LinkTraffic(
-        int(source),
-        int(target),
-        PAYLOADS[int(own.carries[0])],
-        len(sizes),
-        int(sizes.sum()) if (sizes >= 0).all() else None,
-        len(np.unique(own.microbatch[own.microbatch >= 0])),
-        int((own.end - own.start).sum()) if counted == MESSAGES else None,
-        latency,
-        counted,
+        src=source,
+        dst=target,
+        carries=PAYLOADS[int(events.carries[0])],
+        messages=len(events.start),
+        bytes=size,
+        bytes_per_microbatch=size / microbatches if size is not None and microbatches else None,
+        busy_ns=busy_ns,
+        latency_ns=latency,
+        counted=counted,
+        busy_ns_per_microbatch=busy_ns / microbatches if busy_ns and microbatches else 0.0,
     )
 
 
-def _of_passes(events: Events, device_of_stage: Sequence[int], gradients_cross: bool) -> List[LinkTraffic]:
-    found: Dict[Tuple[int, int, str], LinkTraffic] = {}
-    directions = [(_ONWARD, 1, "activations")] + ([(_BACK, -1, "gradients")] if gradients_cross else [])
-    for kinds, step, carries in directions:
-        own = events.select(events.is_kind(*kinds) & (events.bytes >= 0) & (events.stage >= 0))
-        for stage, places in group_places(own.stage):
-            if not (stage < len(device_of_stage) and 0 <= stage + step < len(device_of_stage)):
-                continue
-            apart = device_of_stage[stage + step] - device_of_stage[stage]
-            for device, on_device in group_places(own.device[places]) if apart else []:
-                passes = own.select(places[on_device])
-                passes = passes._replace(carries=np.full(len(passes.start), PAYLOADS.index(carries), np.int8))
-                link, key = _link(passes, device, device + apart, None, PASSES), (device, device + apart, carries)
-                before = found.get(key)
-                if before is not None:
-                    link = link._replace(
-                        messages=link.messages + before.messages, bytes=(link.bytes or 0) + (before.bytes or 0)
-                    )
-                found[key] = link
-    return [found[key] for key in sorted(found)]
+def _measure_passes(events: Events, device_of_stage: Sequence[int], gradients_cross: bool) -> List[LinkTraffic]:
+    parts: Dict[Tuple[int, int, str], List[Events]] = {}
+    directions: List[Tuple[Tuple[str, ...], int, str]] = [((Kind.FORWARD.word,), 1, "activations")]
+    if gradients_cross:
+        directions.append(((Kind.BACKWARD.word, Kind.INPUT_GRADIENT.word), -1, "gradients"))
+    for kinds, step, payload in directions:
+        passes = events.select(events.is_kind(*kinds) & (events.bytes >= 0) & (events.stage >= 0))
+        passes = passes._replace(carries=np.full(len(passes.start), PAYLOADS.index(payload), np.int8))
+        for stage, places in group_places(passes.stage):
+            if stage < len(device_of_stage) and 0 <= stage + step < len(device_of_stage):
+                apart = device_of_stage[stage + step] - device_of_stage[stage]
+                for device, on_device in group_places(passes.device[places]) if apart else ():
+                    link = device, device + apart, payload
+                    parts.setdefault(link, []).append(passes.select(places[on_device]))
+    return [_add_up(concatenate_events(parts[link]), link[0], link[1], None, PASSES) for link in sorted(parts)]

@@ -1,79 +1,70 @@
-"""What devices held: bytes over time, and what was alive when they were most."""
+"""The memory of devices over time, from the counters: bytes by category, and what made up the greatest sum."""
 
 from __future__ import annotations
 
-from typing import Dict, List, NamedTuple, Tuple
+from typing import Any, Dict, List
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.report.analysis.device_time import group_places
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.trace.events import MEMORY, Counters, Events
+from ipu_pipe.trace.events import MEMORY, Counters, Events, group_places
 
-FAR_TOO_MUCH = 2.0**60
+IMPLAUSIBLE = 2.0**60  # bytes; NaN is ignored too
 MOST_POINTS = 400
 MOST_MICROBATCHES = 64
-_ENDS = (Kind.BACKWARD.word, Kind.WEIGHT_GRADIENT.word)
+_COMPLETING = (Kind.BACKWARD.word, Kind.WEIGHT_GRADIENT.word)
 
 
-class DeviceMemory(NamedTuple):
-    """Of a device: the greatest bytes, when (by the trace's clock), of what, and the microbatches under way then; `over_time`:
-    from each time on so many bytes, thinned to the greatest of each interval."""
-
-    device: int
-    peak_bytes: int
-    at_ns: int
-    categories: Dict[str, int]
-    microbatches: Tuple[int, ...]
-    over_time: Tuple[Tuple[int, int], ...]
-
-
-def measure_memory(counters: Counters, events: Events) -> List[DeviceMemory]:
-    """Of each device that has counters of memory."""
+def measure_memory(counters: Counters, events: Events, begin_ns: int) -> List[Dict[str, Any]]:
+    """Return a row for each device that has counters of memory; times count from `begin_ns`."""
     codes = [code for code, name in enumerate(counters.names) if name in MEMORY.values()]
-    told = np.flatnonzero(np.isin(counters.name, codes) & (np.abs(counters.value) < FAR_TOO_MUCH))  # nor what is none
-    passes = dict(group_places(events.device))
+    chosen = np.flatnonzero(np.isin(counters.name, codes) & (np.abs(counters.value) < IMPLAUSIBLE))
+    events_of_device = dict(group_places(events.device))
     nothing = np.zeros(0, np.intp)
     return [
-        _of_device(device, counters, told[own], events.select(passes.get(device, nothing)))
-        for device, own in group_places(counters.device[told])
-    ]
+        _measure_device(device, counters.select(chosen[own]), events.select(events_of_device.get(device, nothing)), begin_ns)
+        for device, own in group_places(counters.device[chosen])
+    ]  # fmt: skip
 
 
-def _of_device(device: int, counters: Counters, places: NDArray[np.intp], events: Events) -> DeviceMemory:
-    order = places[np.argsort(counters.time[places], kind="stable")]
-    time, name, value = counters.time[order], counters.name[order], counters.value[order]
-    change = np.zeros(len(value))
-    for code in np.unique(name).tolist():
-        own = name == code
-        change[own] = np.diff(value[own], prepend=0.0)
-    total = np.cumsum(change)
-    settled = np.append(time[1:] != time[:-1], True)  # of those at one time, all together
-    moments, bytes_then = time[settled], np.rint(total[settled]).astype(np.int64)
-    peak = int(bytes_then.argmax())
-    at = int(moments[peak])
-    held = {}
-    for code in np.unique(name).tolist():
-        own = value[(name == code) & (time <= at)]
-        held[counters.names[code]] = int(own[-1]) if len(own) else 0
-    held = {category: held[name] for category, name in MEMORY.items() if name in held}
-    return DeviceMemory(device, int(bytes_then[peak]), at, held, _under_way(events, at), _thinned(moments, bytes_then))
+def _measure_device(device: int, counters: Counters, events: Events, begin_ns: int) -> Dict[str, Any]:
+    counters = counters.select(np.argsort(counters.time, kind="stable"))
+    change = np.zeros(len(counters.value))
+    for _, places in group_places(counters.name):
+        change[places] = np.diff(counters.value[places], prepend=0.0)
+    # of several changes at one time all together
+    is_last = np.append(counters.time[1:] != counters.time[:-1], True)
+    times, total = counters.time[is_last], np.rint(np.cumsum(change)[is_last]).astype(np.int64)
+    peak = int(total.argmax())
+    at = int(times[peak])
+    bytes_by_name: Dict[str, int] = {}
+    for code, places in group_places(counters.name):
+        before = places[counters.time[places] <= at]
+        bytes_by_name[counters.names[code]] = int(counters.value[before[-1]]) if len(before) else 0
+    return {
+        "device": device,
+        "peak_bytes": int(total[peak]),
+        "at_ns": at - begin_ns,
+        "categories": {category: bytes_by_name[name] for category, name in MEMORY.items() if name in bytes_by_name},
+        "microbatches": _list_in_flight(events, at),
+        "over_time": _thin(times - begin_ns, total),
+    }
 
 
-def _under_way(events: Events, at: int) -> Tuple[int, ...]:
-    """Microbatches that a device has begun and not ended."""
-    own = events.microbatch >= 0
-    begun = own & (events.start <= at) & events.is_kind(Kind.FORWARD.word)
-    ended = own & (events.end <= at) & events.is_kind(*_ENDS)
-    key = events.stage.astype(np.int64) << 32
-    left = np.setdiff1d((key + events.microbatch)[begun], (key + events.microbatch)[ended])
-    return tuple(np.unique(left & 0xFFFFFFFF)[:MOST_MICROBATCHES].tolist())
+def _list_in_flight(events: Events, at: int) -> List[int]:
+    """Return the microbatches of which a device's events began a forward, and did not complete the backward, by a moment."""
+    keys = (events.stage.astype(np.int64) << 32) + events.microbatch
+    known = events.microbatch >= 0
+    begun = known & (events.start <= at) & events.is_kind(Kind.FORWARD.word)
+    completed = known & (events.end <= at) & events.is_kind(*_COMPLETING)
+    in_flight = np.unique(np.setdiff1d(keys[begun], keys[completed]) & 0xFFFFFFFF)
+    return [int(microbatch) for microbatch in in_flight[:MOST_MICROBATCHES]]
 
 
-def _thinned(time: NDArray[np.int64], held: NDArray[np.int64]) -> Tuple[Tuple[int, int], ...]:
-    if len(time) > MOST_POINTS:
-        edges = np.linspace(0, len(time), MOST_POINTS + 1).astype(np.int64)[:-1]
-        held = np.maximum.reduceat(held, edges)
-        time = time[edges]
-    return tuple(zip(time.tolist(), held.tolist()))
+def _thin(times: NDArray[np.int64], total: NDArray[np.int64]) -> List[List[int]]:
+    """Return points (time, bytes), of many the greatest bytes of each interval."""
+    if len(times) > MOST_POINTS:
+        edges = np.linspace(0, len(times), MOST_POINTS + 1).astype(np.int64)[:-1]
+        times, total = times[edges], np.maximum.reduceat(total, edges)
+    return [list(point) for point in zip(times.tolist(), total.tolist())]

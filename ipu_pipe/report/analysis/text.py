@@ -1,4 +1,4 @@
-"""How times and shares are shown."""
+"""The figures of a trace as text: the answer first, then tables; and the figures of two traces side by side."""
 
 from __future__ import annotations
 
@@ -6,9 +6,33 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ipu_pipe.text import escape_lines, format_bytes
 
+MOST_ROWS = 16  # of a table
+Figures = Dict[str, Any]
+
+PARTS = ("busy_ns", "communication_ns", "wait_ns", "ramp_up_ns", "ramp_down_ns", "idle_ns")
+DEVICE_HEAD = (
+    "device",
+    "busy",
+    "communication",
+    "waits",
+    "ramp up",
+    "ramp down",
+    "idle",
+    "waits for device",
+    "idle in",
+)
+STAGE_HEAD = (
+    "stage", "forward", "backward", "update", "a microbatch", "of the slowest", "GFLOP/s", "forward's lag", "backward's lag",
+    "until applied",
+)  # fmt: skip
+LINK_HEAD = ("link", "carries", "messages", "sent", "a microbatch", "least latency", "median")
+STRAGGLER_HEAD = ("stragglers of stage", "kind", "count", "lost", "median", "longest")
+
+# ---- numbers
+
 
 def format_time(ns: Optional[float]) -> str:
-    """Three digits and a unit; "-" where it is not known."""
+    """Format a time with three digits and a unit; "-" where it is not known."""
     if ns is None:
         return "-"
     for power, unit in ((9, "s"), (6, "ms"), (3, "us")):
@@ -18,73 +42,48 @@ def format_time(ns: Optional[float]) -> str:
 
 
 def format_share(part: float, whole: float) -> str:
-    """In percent; "-" of nothing."""
+    """Format `part` of `whole` in percent; "-" where the whole is 0."""
     return f"{part / whole:.1%}" if whole else "-"
 
 
-MOST_ROWS = 16  # of a table
-Figures = Dict[str, Any]
+def format_percent(value: Optional[float]) -> str:
+    """Format a fraction in percent; "-" where it is not known."""
+    return "-" if value is None else f"{value:.1%}"
 
 
-def format_analysis(found: Figures) -> str:
-    """All of it, for a terminal."""
+def describe_origin(figures: Figures) -> str:
+    """Return whether the times of an analysis were modelled or measured."""
+    return "modelled" if figures["modelled"] else "measured"
+
+
+def _format_size(size: Optional[float]) -> str:
+    return "-" if size is None else format_bytes(size)
+
+
+def _format_lag(lag: Optional[Figures]) -> str:
+    return "-" if lag is None else f"{lag['mean']:.3g} (max {lag['greatest']})"
+
+
+# ---- one analysis
+
+
+def format_analysis(figures: Figures) -> str:
+    """Format all figures for a terminal."""
     blocks = [
-        _head(found),
-        _answer(found),
-        _devices(found),
-        _stages(found),
-        _links(found),
-        _memory(found),
-        _stragglers(found),
-        [f"note: {note}" for note in found["notes"]],
+        _format_head(figures),
+        _format_answer(figures),
+        _format_devices(figures),
+        _format_stages(figures),
+        _format_links(figures),
+        _format_memory(figures),
+        _format_stragglers(figures),
+        [f"note: {note}" for note in figures["notes"]],
     ]
     return escape_lines("\n\n".join("\n".join(block) for block in blocks if block))
 
 
-def describe_origin(found: Figures) -> str:
-    """Which kind of times these are."""
-    return "modelled" if found["modelled"] else "measured"
-
-
-def format_percent(value: Optional[float]) -> str:
-    """ "-" where it is not known."""
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _head(found: Figures) -> List[str]:
-    method = found["method"] or "a method that is not told"
-    stages = f"{len(found['stages'])} stages, " if found["stages"] else ""
-    span = format_time(found["span_ns"])
-    line = f"{found['source']}: {method}, {stages}{len(found['devices'])} devices, {span}, {describe_origin(found)}"
-    return [line] + ([f"modelled: {found['why_modelled']}"] if found["why_modelled"] else [])
-
-
-def _answer(found: Figures) -> List[str]:
-    what = found["bottleneck"]
-    if what is None:
-        return ["no device computes anything"]
-    holds = {
-        "stage": f"stage {what['stage']} on device {what['device']}" if what["stage"] is not None else f"device {what['device']}",
-        "link": f"the link from device {what['device']}",
-        "communication": "communication",
-        "outside": "what is outside of training",
-    }[what["what"]]  # fmt: skip
-    why = "\n       ".join(what["why"].split("; "))
-    lines = [f"What holds it up: {holds}", f"  why: {why}", f"  do:  {what['do']}"]
-    planned = found["planned_bubble_fraction"]
-    bound = "" if planned is None else f"; the schedule alone leaves {format_percent(planned)} (planned)"
-    lines += [
-        f"Devices are busy {format_percent(found['utilization'])} of their time, "
-        f"bubble {format_percent(found['bubble_fraction'])} ({describe_origin(found)}){bound}"
-    ]
-    overlap = found["overlap"]
-    if overlap["communication_ns"]:
-        lines.append(f"Of the communication, {format_percent(overlap['share'])} is hidden under compute")
-    return lines
-
-
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> List[str]:
-    """Columns to the right, but for the first `left`."""
+    """Format rows as lines; the first `left` columns are aligned to the left, the others to the right."""
     shown = [list(head), *(list(row) for row in rows[:MOST_ROWS])]
     widths = [max(len(row[i]) for row in shown) for i in range(len(head))]
     lines = [
@@ -94,157 +93,157 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int =
     return lines + ([f"... and {len(rows) - MOST_ROWS} more"] if len(rows) > MOST_ROWS else [])
 
 
-def _devices(found: Figures) -> List[str]:
-    span = found["span_ns"]
-    rows = []
-    for d in found["devices"]:
-        waits = sorted(d["waits_for"].items(), key=lambda item: -item[1])
-        parts = ("busy_ns", "communication_ns", "wait_ns", "ramp_up_ns", "ramp_down_ns", "idle_ns")
-        most = ", ".join(f"{who} {format_share(ns, span)}" for who, ns in waits[:3])
-        kinds = ", ".join(f"{kind} {format_share(ns, span)}" for kind, ns in d["idle_in"].items() if ns)
-        rows.append([str(d["index"]), *(format_share(d[part], span) for part in parts), most or "-", kinds or "-"])
-    head = [
-        "device",
-        "busy",
-        "communication",
-        "waits",
-        "ramp up",
-        "ramp down",
-        "idle",
-        "waits for device",
-        "idle in",
+def _format_head(figures: Figures) -> List[str]:
+    stages = f"{len(figures['stages'])} stages, " if figures["stages"] else ""
+    line = (
+        f"{figures['source']}: {figures['method'] or 'unknown method'}, {stages}{len(figures['devices'])} devices, "
+        f"{format_time(figures['span_ns'])}, {describe_origin(figures)}"
+    )
+    return [line] + ([f"modelled: {figures['why_modelled']}"] if figures["why_modelled"] else [])
+
+
+def _format_answer(figures: Figures) -> List[str]:
+    worst = figures["bottleneck"]
+    if worst is None:
+        return ["no device computes anything"]
+    device = f"device {worst['device']}"
+    place = {
+        "stage": f"stage {worst['stage']} on {device}" if worst["stage"] is not None else device,
+        "link": f"the link from {device}",
+        "communication": "communication",
+        "outside": "what is outside of training",
+    }[worst["what"]]
+    why = "\n       ".join(worst["why"].split("; "))
+    planned, overlap = figures["planned_bubble_fraction"], figures["overlap"]
+    bound = "" if planned is None else f"; the schedule alone leaves {format_percent(planned)} (planned)"
+    lines = [
+        f"What holds it up: {place}",
+        f"  why: {why}",
+        f"  do:  {worst['do']}",
+        f"Devices are busy {format_percent(figures['utilization'])} of their time, "
+        f"bubble {format_percent(figures['bubble_fraction'])} ({describe_origin(figures)}){bound}",
     ]
-    return format_table(head, rows)
+    if overlap["communication_ns"]:
+        lines.append(f"Of the communication, {format_percent(overlap['share'])} is hidden under compute")
+    return lines
 
 
-def _stages(found: Figures) -> List[str]:
-    stale = {each["stage"]: each for each in found["staleness"]}
-    rows = []
-    for s in found["stages"]:
-        old = stale.get(s["index"], {})
-        rate = s["flops_per_second"]
+def _format_devices(figures: Figures) -> List[str]:
+    span, rows = figures["span_ns"], []
+    for d in figures["devices"]:
+        waits = sorted(d["waits_for"].items(), key=lambda item: -item[1])
+        most = ", ".join(f"{device} {format_share(ns, span)}" for device, ns in waits[:3])
+        kinds = ", ".join(f"{kind} {format_share(ns, span)}" for kind, ns in d["idle_in"].items() if ns)
+        rows.append([str(d["index"]), *(format_share(d[part], span) for part in PARTS), most or "-", kinds or "-"])
+    return format_table(DEVICE_HEAD, rows)
+
+
+def _format_stages(figures: Figures) -> List[str]:
+    staleness, rows = {row["stage"]: row for row in figures["staleness"]}, []
+    for s in figures["stages"]:
+        stale, rate = staleness.get(s["index"], {}), s["flops_per_second"]
         rows.append([
-            str(s["index"]), *map(format_time, (s["forward_ns"], s["backward_ns"], s["update_ns"], s["busy_ns_per_microbatch"])),
+            str(s["index"]),
+            *map(format_time, (s["forward_ns"], s["backward_ns"], s["update_ns"], s["busy_ns_per_microbatch"])),
             format_percent(s["of_greatest"]), "-" if rate is None else f"{rate / 1e9:.3g}",
-            *(_lag(old.get(key)) for key in ("forward_versions", "backward_versions")),
-            format_time((old.get("time_ns") or {}).get("median")),
+            *(_format_lag(stale.get(key)) for key in ("forward_versions", "backward_versions")),
+            format_time((stale.get("time_ns") or {}).get("median")),
         ])  # fmt: skip
-    head = [
-        "stage", "forward", "backward", "update", "a microbatch", "of the slowest", "GFLOP/s", "forward's lag", "backward's lag",
-        "until applied",
-    ]  # fmt: skip
-    told = any(s["microbatches"] for s in found["stages"])
-    return format_table(head, rows) if told else []
+    return format_table(STAGE_HEAD, rows) if any(s["microbatches"] for s in figures["stages"]) else []
 
 
-def _lag(lag: Optional[Figures]) -> str:
-    return "-" if lag is None else f"{lag['mean']:.3g} (max {lag['greatest']})"
-
-
-def _links(found: Figures) -> List[str]:
+def _format_links(figures: Figures) -> List[str]:
     rows = []
-    for link in found["links"]:
-        took = link["latency_ns"]
+    for link in figures["links"]:
+        latency = link["latency_ns"] or {}
         rows.append([
-            f"{link['src']} -> {link['dst']}", link["carries"], str(link["messages"]), _bytes(link["bytes"]),
-            _bytes(link["bytes_per_microbatch"]), format_time(took and took["min"]), format_time(took and took["median"]),
+            f"{link['src']} -> {link['dst']}", link["carries"], str(link["messages"]), _format_size(link["bytes"]),
+            _format_size(link["bytes_per_microbatch"]), format_time(latency.get("min")), format_time(latency.get("median")),
         ])  # fmt: skip
-    head = ["link", "carries", "messages", "sent", "a microbatch", "least latency", "median"]
-    return format_table(head, rows, left=2) if rows else []
+    return format_table(LINK_HEAD, rows, left=2) if rows else []
 
 
-def _bytes(size: Optional[float]) -> str:
-    return "-" if size is None else format_bytes(size)
-
-
-def _memory(found: Figures) -> List[str]:
-    names = list(dict.fromkeys(name for each in found["memory"] for name in each["categories"]))
+def _format_memory(figures: Figures) -> List[str]:
+    names = list(dict.fromkeys(name for row in figures["memory"] for name in row["categories"]))
     rows = [
-        [str(each["device"]), format_bytes(each["peak_bytes"]), format_time(each["at_ns"]),
-         *(_bytes(each["categories"].get(name)) for name in names), str(len(each["microbatches"]))]
-        for each in found["memory"]
+        [str(row["device"]), format_bytes(row["peak_bytes"]), format_time(row["at_ns"]),
+         *(_format_size(row["categories"].get(name)) for name in names), str(len(row["microbatches"]))]
+        for row in figures["memory"]
     ]  # fmt: skip
-    return format_table(["device", "most held", "at", *names, "microbatches"], rows) if rows else []
+    return format_table(["device", "peak", "at", *names, "microbatches"], rows) if rows else []
 
 
-def _stragglers(found: Figures) -> List[str]:
+def _format_stragglers(figures: Figures) -> List[str]:
     rows = []
-    for each in sorted(found["stragglers"], key=lambda each: -each["lost_ns"]):
-        worst = each["longest"][0]
+    for group in sorted(figures["stragglers"], key=lambda group: -group["lost_ns"]):
+        worst = group["longest"][0]
         rows.append([
-            str(each["stage"]), each["kind"], str(each["count"]), format_time(each["lost_ns"]), format_time(each["median_ns"]),
-            f"{format_time(worst['duration_ns'])} at {format_time(worst['at_ns'])}",
+            str(group["stage"]), group["kind"], str(group["count"]), format_time(group["lost_ns"]),
+            format_time(group["median_ns"]), f"{format_time(worst['duration_ns'])} at {format_time(worst['at_ns'])}",
         ])  # fmt: skip
-    head = ["stragglers of stage", "kind", "count", "lost", "median", "longest"]
-    return format_table(head, rows) if rows else []
+    return format_table(STRAGGLER_HEAD, rows) if rows else []
 
 
-# Records in a list are known by these of their keys.
-NAMES = ("index", "stage", "device", "src", "dst", "carries", "kind")
-LEFT_OUT = ("over_time", "microbatches", "longest", "move")
+# ---- two analyses
+
+# A record in a list is identified by these of its keys.
+IDENTIFYING = ("index", "stage", "device", "src", "dst", "carries", "kind")
+NOT_COMPARED = ("over_time", "microbatches", "longest", "move")
 
 
-def list_numbers(found: Any, name: str = "") -> Iterator[Tuple[str, float]]:
-    """Every number of an analysis with its path: devices[0].busy_ns."""
-    if isinstance(found, bool) or found is None or isinstance(found, str):
+def list_numbers(value: Any, name: str = "") -> Iterator[Tuple[str, float]]:
+    """Yield every number of an analysis with its path, such as devices[0].busy_ns."""
+    if value is None or isinstance(value, (bool, str)):
         return
-    if isinstance(found, (int, float)):
-        yield name, found
-    elif isinstance(found, dict):
-        for key, value in found.items():
-            if (
-                key != "begin_ns"
-                and not (key in LEFT_OUT and isinstance(value, (list, dict)))
-                and not _names(key, name)
-            ):
-                yield from list_numbers(value, f"{name}.{key}" if name else str(key))
+    if isinstance(value, (int, float)):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            skipped = key in NOT_COMPARED and isinstance(inner, (list, dict))
+            identifies = key in IDENTIFYING and name.endswith("]")
+            if key != "begin_ns" and not skipped and not identifies:
+                yield from list_numbers(inner, f"{name}.{key}" if name else str(key))
     else:
-        for value in found:
-            if isinstance(value, dict):
-                which = " ".join(str(value[key]) for key in NAMES if key in value)
-                yield from list_numbers(value, f"{name}[{which}]")
+        for inner in value:
+            if isinstance(inner, dict):
+                identity = " ".join(str(inner[key]) for key in IDENTIFYING if key in inner)
+                yield from list_numbers(inner, f"{name}[{identity}]")
 
 
-def _names(key: str, within: str) -> bool:
-    """Whether a key is what its record is known by."""
-    return key in NAMES and within.endswith("]")
-
-
-def compute_differences(found: Figures, other: Figures) -> List[Figures]:
-    """A record a number: name, both values (null where one has none), and the second less the first."""
-    one, two = dict(list_numbers(found)), dict(list_numbers(other))
+def compute_differences(figures: Figures, other: Figures) -> List[Figures]:
+    """Return a row for each number: its name, both values (null where one is missing), and the first less the second."""
+    first, second = dict(list_numbers(figures)), dict(list_numbers(other))
     return [
         {
             "name": name,
-            "this": one.get(name),
-            "other": two.get(name),
-            "difference": one[name] - two[name] if name in one and name in two else None,
+            "this": first.get(name),
+            "other": second.get(name),
+            "difference": first[name] - second[name] if name in first and name in second else None,
         }
-        for name in dict.fromkeys([*one, *two])
+        for name in dict.fromkeys([*first, *second])
     ]
 
 
-def format_comparison(found: Figures, other: Figures) -> str:
-    """A table of them."""
+def format_comparison(figures: Figures, other: Figures) -> str:
+    """Format the differences of two analyses as a table."""
     rows = [("", "this", "other", "this - other", "of other")]
-    for each in compute_differences(found, other):
-        part = each["difference"] / abs(each["other"]) if each["difference"] is not None and each["other"] else None
-        values = (_shown(each[key]) for key in ("this", "other", "difference"))
-        rows.append((each["name"], *values, "-" if part is None else f"{part:+.1%}"))
+    for row in compute_differences(figures, other):
+        known = row["difference"] is not None and row["other"]
+        share = f"{row['difference'] / abs(row['other']):+.1%}" if known else "-"
+        rows.append((row["name"], *(_format_value(row[key]) for key in ("this", "other", "difference")), share))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = [
-        f"this:  {found['source']} ({describe_origin(found)})",
+        f"this:  {figures['source']} ({describe_origin(figures)})",
         f"other: {other['source']} ({describe_origin(other)})",
         "",
     ]
-    lines += [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]).rstrip()
-        for row in rows
-    ]
+    for name, *cells in rows:
+        right = (cell.rjust(width) for cell, width in zip(cells, widths[1:]))
+        lines.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
     return escape_lines("\n".join(lines))
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
