@@ -236,9 +236,14 @@ def _found(run: Path, text: Any) -> Dict[str, Any]:
             held[name] = _trace(path)
         elif path.name in ("throughput.json", "record.json"):
             held[name] = "there"
+        elif path.name == "state.json":  # of checkpoints of schema 2, in whose manifest it stands now
+            continue
         elif path.name == "manifest.json":  # hashes of what holds times
             kept = json.loads(text(path.read_text()))
-            held[name] = {key: value for key, value in kept.items() if key not in ("sha256", "files")}
+            if kept["schema"] == 2:
+                kept = {**kept, "callbacks": [], **json.loads((path.parent / "state.json").read_text())}
+            left = ("sha256", "files", "schema", "stages", "keys_sha256")
+            held[name] = {key: value for key, value in _timeless(kept).items() if key not in left}
         elif path.suffix == ".json":
             held[name] = _timeless(json.loads(text(path.read_text())))
         elif path.suffix == ".jsonl":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ def test_round_trip_keeps_names_values_and_state(tmp_path: Path) -> None:
     held = checkpoint.load(path)
     assert set(held.model) == set(model.state_dict())
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in held.model.items())
-    assert held.state["note"] == [1, None] and held.state["step"] == 7
+    assert held.manifest["note"] == [1, None] and held.manifest["step"] == 7
     assert torch.equal(held.optimizer["0.weight/momentum_buffer"], torch.ones(2, 3))
 
 
@@ -70,29 +69,26 @@ def _flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-@pytest.mark.parametrize("harm, file, said", [
-    (_truncate, "model.safetensors", "corrupt checkpoint: its SHA-256"),
-    (_flip, "optimizer.safetensors", "corrupt checkpoint: its SHA-256"),
-    (os.remove, "optimizer.safetensors", "corrupt checkpoint: the file is missing"),
-    (_truncate, "state.json", "corrupt checkpoint"),
-    (os.remove, "state.json", "corrupt checkpoint: the file is missing"),
-    (os.remove, "manifest.json", "manifest.json: corrupt checkpoint: the file is missing"),
+@pytest.mark.parametrize("harm, file", [
+    (_truncate, "model.safetensors"), (_flip, "optimizer.safetensors"), (os.remove, "optimizer.safetensors"),
+    (_truncate, "manifest.json"), (_flip, "manifest.json"), (os.remove, "manifest.json"),
 ])  # fmt: skip
-def test_a_corrupt_checkpoint_is_named(tmp_path: Path, harm: Any, file: str, said: str) -> None:
+def test_a_corrupt_checkpoint_is_named(tmp_path: Path, harm: Any, file: str) -> None:
     path = make(tmp_path, 3)
     harm(path / file)
-    with pytest.raises(BadInput, match=said) as error:
+    with pytest.raises(BadInput) as error:
         checkpoint.load(path)
-    assert str(path) in str(error.value) and len(error.value.faults) == 1
+    (line,) = error.value.faults
+    assert line.startswith(f"{path / file}: corrupt checkpoint")
 
 
-def test_another_schema_is_refused(tmp_path: Path) -> None:
-    path = make(tmp_path, 3)
-    body = json.loads((path / "manifest.json").read_text())
-    del body["sha256"]
-    (path / "manifest.json").write_text(checkpoint.seal_manifest({**body, "schema": 99}))
-    with pytest.raises(BadInput, match="schema: 99: this version reads schema 1 and 2"):
+def test_another_schema_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "SCHEMA", 99)
+        path = make(tmp_path, 3)
+    with pytest.raises(BadInput) as error:
         checkpoint.load(path)
+    assert error.value.faults[0].startswith(f"{path / 'manifest.json'}: schema: 99: ")
 
 
 def test_an_interrupted_save_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

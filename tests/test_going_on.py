@@ -106,7 +106,7 @@ def test_a_run_whose_rates_follow_its_length_cannot_grow(keys: str, tmp_path: Pa
     with pytest.raises(BadInput) as error:
         went(out, *FOLLOWING[keys], "steps=6", resume=True)
     (fault,) = error.value.faults
-    assert "steps: saved in a run of 4, this one has 6, at other rates from the beginning" in fault
+    assert fault.startswith(f"{out / 'checkpoints' / 'step-4'}: steps: saved in a run of 4, this one has 6")
     assert f": only a run that began with {keys} can grow" in fault
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     shutil.rmtree(out / "checkpoints")  # as if killed before its first checkpoint: all of it is the longer run's
@@ -293,7 +293,7 @@ def test_weights_that_do_not_fit_say_what_would(ended: Path, tmp_path: Path) -> 
         return error.value.faults
 
     (tmp_path / "begun" / "checkpoints").mkdir(parents=True)  # as a run leaves it that ended before its first one
-    assert told(tmp_path / "begun") == [f"init_from: {tmp_path / 'begun'}: holds no checkpoint"]
+    assert told(tmp_path / "begun") == [f"init_from: {tmp_path / 'begun'}: has no checkpoint"]
     assert told(tmp_path / "nowhere") == [f"init_from: {tmp_path / 'nowhere'}: no such file"]
     faults = told(ended, "model.args.classes=12")
     assert len(faults) == 2 and faults[-1].endswith("; init_from: {path: ..., strict: false} takes what fits")
@@ -301,7 +301,7 @@ def test_weights_that_do_not_fit_say_what_would(ended: Path, tmp_path: Path) -> 
     save_file({f"module.{name}": value for name, value in weights.items()}, tmp_path / "wrapped.safetensors")
     (fault,) = told(tmp_path / "wrapped.safetensors")
     assert (
-        "all names begin with module., a wrapper's: save the state dict of the model inside it; nothing in it fits"
+        "all names begin with module., the prefix of a wrapper: save the state dict of the model inside it; nothing in it fits"
         in fault
     )
     (again,) = told(

@@ -38,7 +38,7 @@ def lines_of(updates: int, seconds: float, per_epoch: Optional[int], evaluates: 
         bar.advance(1.0, 0.5, 64.0)
         if evaluates and per_epoch and done % per_epoch == 0:
             clock.now += 5.0
-            bar.evaluated(EvaluationResult(0.5, {"accuracy": 0.75}))
+            bar.show_evaluation(EvaluationResult(0.5, {"accuracy": 0.75}))
     bar.end_epoch()
     return said
 
@@ -72,7 +72,7 @@ def test_what_is_no_terminal_gets_no_carriage_returns(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     for name in ("LINE_SECONDS", "EPOCH_SECONDS"):
         monkeypatch.setattr(f"ipu_pipe.run.progress.{name}", 0.0)
-    with Progress().bar(3, 0, 3) as bar:
+    with Progress().show_bar(3, 0, 3) as bar:
         for _ in range(3):
             bar.advance(1.0, None, 8.0)
     said: Any = sys.stderr.getvalue()

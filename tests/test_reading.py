@@ -55,7 +55,7 @@ def test_losses_read_now_and_then_give_the_same_numbers(
     assert later["final"] == at_once["final"] and lines(tmp_path / "a") == lines(tmp_path / "b")
     epochs = range(config_updates(config), 23, config_updates(config))
     assert reads == sorted({1, 5, 10, 15, 20, 8, 16, 23, *epochs})  # the first, lines, checkpoints, evaluations
-    states = [(tmp_path / run / "checkpoints" / "step-16" / "state.json").read_text() for run in "ab"]
+    states = [(tmp_path / run / "checkpoints" / "step-16" / "manifest.json").read_text() for run in "ab"]
     kept = [json.loads(state)["position"] for state in states]
     assert all(position.pop("seconds") > 0 for position in kept) and kept[0] == kept[1]
 

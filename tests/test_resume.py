@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import json
 import random
 import resource
 import shutil
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
@@ -71,37 +71,39 @@ def job(trained: Path) -> Any:
     return build(config(*keys()), done=8)
 
 
-def told_by(
-    job: Any, path: Path, layout: str, change: Callable[[Dict[str, torch.Tensor], Dict[str, Any]], Any]
-) -> List[str]:
-    """What the job has against the checkpoint `path` with its optimizer state and position changed."""
-    held = checkpoint.load(path)
-    change(held.optimizer, held.state)
-    if layout:
-        held = dataclasses.replace(held, manifest=None)
+def list_faults(job: Any, path: Path, change: Callable[[Dict[str, torch.Tensor]], Any]) -> List[str]:
+    """What the job has against the checkpoint `path` with its optimizer's tensors changed."""
+    saved = checkpoint.load(path)
+    change(saved.optimizer)
     try:
-        check_run(job, held, path)
+        check_run(job, saved, path)
     except BadInput as error:
         return error.faults
     return []
 
 
-def rewrite(
-    path: Path, change: Callable[[Dict[str, torch.Tensor], Dict[str, Any]], None], to: Optional[int] = None
-) -> None:
-    """Save the checkpoint again as this library does, its optimizer state and position changed."""
-    held = checkpoint.load(path)
-    assert held.manifest is not None
-    change(held.optimizer, held.state)
-    own = checkpoint.Origin(held.manifest.keys, held.manifest.updates, held.manifest.stages)
-    checkpoint.save(path.parent, to or held.manifest.step, held.model, held.optimizer, held.state, own)
+def write_schema_2(path: Path) -> None:
+    """Rewrite a checkpoint as the version before schema 3 wrote it."""
+    manifest = checkpoint.load(path).manifest
+    state = {key: manifest[key] for key in ("position", "optimizer", "callbacks")}
+    (path / "state.json").write_text(json.dumps({**state, "schema": 2, "step": manifest["step"]}, indent=1))
+    files = {
+        name: {"bytes": (path / name).stat().st_size, "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest()}
+        for name in (*checkpoint.FILES, "state.json")
+    }
+    body = {
+        "sha256": "0" * 64, "schema": 2, "step": manifest["step"], "updates": manifest["updates"], "stages": [2, 2, 2],
+        "files": files, "keys_sha256": "1" * 64, "keys": manifest["keys"],
+    }  # fmt: skip
+    text = json.dumps(body, indent=1) + "\n"
+    (path / "manifest.json").write_text(text.replace("0" * 64, hashlib.sha256(text.encode()).hexdigest(), 1))
 
 
-def as_earlier(path: Path) -> None:
-    """The layout before manifests: hashes of the two tensor files in state.json."""
-    state = json.loads((path / "state.json").read_text())
-    names = ("model.safetensors", "optimizer.safetensors")
-    hashes = {name: checkpoint.hash_file(path / name, "sha256") for name in names}
+def write_schema_1(path: Path) -> None:
+    """Rewrite a checkpoint as the versions before manifests wrote it."""
+    manifest = checkpoint.load(path).manifest
+    hashes = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in checkpoint.FILES}
+    state = {"position": manifest["position"], "optimizer": manifest["optimizer"], "step": manifest["step"]}
     (path / "state.json").write_text(json.dumps({**state, "schema": 1, "sha256": hashes}, indent=1))
     (path / "manifest.json").unlink()
 
@@ -120,9 +122,9 @@ def damaged(data: bytes, count: int, seed: int) -> Any:
     yield "a byte more", data + b" "
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "optimizer.safetensors"])
 def test_every_flipped_bit_and_every_cut_is_told(name: str, cut: Path) -> None:
-    """Story: a flipped bit in state.json resumed from update 0 with exit code 0."""
+    """Story: a flipped bit in the position resumed from update 0 with exit code 0."""
     folder = cut / "checkpoints" / "step-8"
     file, whole = folder / name, (folder / name).read_bytes()
     for what, data in damaged(whole, 120 if name == "manifest.json" else 20, seed=len(name)):
@@ -137,7 +139,7 @@ def test_every_flipped_bit_and_every_cut_is_told(name: str, cut: Path) -> None:
 
 def test_a_damaged_checkpoint_is_one_line_of_the_command(cut: Path, run_tool: Any) -> None:  # noqa: F811
     path = cut / "checkpoints" / "step-8"
-    file = path / "state.json"
+    file = path / "manifest.json"
     file.write_text(file.read_text().replace('"update": 8', '"update": 0'))
     for arguments in (["--out", str(cut), "--resume"], ["--evaluate", str(path)]):
         code, _, complaint = run_tool(DIGITS, *sets(*keys()), *arguments)
@@ -255,112 +257,46 @@ def test_every_key_of_the_config_has_a_role() -> None:
     }  # fmt: skip
 
 
-# ---- how far
-
-
-POSITIONS = {
-    "update": [0, True, 7.5, "8", 13, 4, None, -8],
-    "epoch_updates": [7, None, 9.0, "8"],
-    "epoch_loss": [None, "1", True, 10**400],
-    "seconds": [-1.0, None, float("nan"), float("inf")],
-    "timed_updates": [9, -1, None],
-    "best_step": [9, 0, 2.5],
-    "initial": [None, [1.0], [1.0, "x"], 3],
-}
-
-
-@pytest.mark.parametrize("key", list(POSITIONS))
-def test_a_position_that_cannot_be_is_refused(key: str, job: Any, trained: Path) -> None:
-    path = trained / "checkpoints" / "step-8"
-    for value in POSITIONS[key]:
-        (told,) = told_by(job, path, "", lambda optimizer, state: state["position"].update({key: value}))  # noqa: B023
-        assert told.startswith(f"{path}: state.json: position.{key}: {value}: "), told
-    assert told_by(job, path, "", lambda optimizer, state: None) == []
-
-
-def test_a_position_without_a_key_or_in_another_folder_is_refused(cut: Path) -> None:
+def test_a_checkpoint_in_the_folder_of_another_step_is_refused(cut: Path) -> None:
     folder = cut / "checkpoints" / "step-8"
-    rewrite(folder, lambda optimizer, state: state["position"].pop("seconds"))
-    (told,) = refused(cut)
-    assert "position: its keys must be" in told
     shutil.rmtree(folder)
     (cut / "checkpoints" / "step-4").rename(folder)
-    (told,) = refused(cut)
-    assert "position.update: 4: the checkpoint is of step" in told or "manifest.json says" in told, told
+    (line,) = refused(cut)
+    assert line.startswith(f"{folder}: step: ")
 
 
-# ---- the optimizer's
-
-
-def gone(*names: str) -> Any:
-    return lambda optimizer, state: [optimizer.pop(name) for name in names]
+# ---- its tensors
 
 
 def put(name: str, value: torch.Tensor) -> Any:
-    return lambda optimizer, state: optimizer.update({name: value})
+    return lambda optimizer: optimizer.update({name: value})
 
 
 ENTRIES = {
-    "one is missing": (gone("fc2.weight/momentum_buffer"), "fc2.weight/momentum_buffer: missing"),
-    "all of a parameter": (
-        gone("head.bias/momentum_buffer"), "head.bias/momentum_buffer: missing, this run keeps one"
-    ),
-    "a rule's is missing": (gone("fc1.weight/t2_delta"), "fc1.weight/t2_delta: missing"),
-    "another shape": (
-        put("fc2.weight/momentum_buffer", torch.zeros(8, 9)), "is float32 (8, 9), this run has float32 (8, 8)"
-    ),
-    "one number": (put("fc2.bias/momentum_buffer", torch.zeros(())), "is float32 (), this run has float32 (8,)"),
-    "another precision": (
-        put("fc2.weight/momentum_buffer", torch.zeros(8, 8).double()), "is float64 (8, 8), this run has float32"
-    ),
-    "a rule's shape": (put("fc1.bias/t2_delta", torch.zeros(9)), "fc1.bias/t2_delta: is float32 (9,)"),
-    "an entry of Adam": (put("fc2.weight/exp_avg", torch.zeros(8, 8)), "fc2.weight/exp_avg: this run's optimizer and"),
-    "no tensor": (
-        lambda optimizer, state: state["optimizer"].update({"fc2.weight/momentum_buffer": 3.0}),
-        "fc2.weight/momentum_buffer: is float, this run has",
-    ),
-    "no such parameter": (put("fc9.weight/momentum_buffer", torch.zeros(8)), "fc9.weight: the model has no parameter"),
-    "none at all": (lambda optimizer, state: optimizer.clear(), "missing, this run keeps one"),
+    "another shape": (put("fc2.weight/momentum_buffer", torch.zeros(8, 9)), "fc2.weight/momentum_buffer"),
+    "a rule's shape": (put("fc1.bias/t2_delta", torch.zeros(9)), "fc1.bias/t2_delta"),
+    "no such parameter": (put("fc9.weight/momentum_buffer", torch.zeros(8)), "fc9.weight"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", ["", "earlier"])
 @pytest.mark.parametrize("name", list(ENTRIES))
-def test_optimizer_state_that_this_run_cannot_have_is_refused(name: str, layout: str, job: Any, trained: Path) -> None:
-    """Story: missing and misshapen entries were accepted, or raised in the middle of training."""
-    if layout and "rule's is missing" in name:
-        pytest.skip("the earlier layout does not say which stages had it")
-    change, said = ENTRIES[name]
+def test_optimizer_state_that_does_not_fit_the_model_is_refused(name: str, job: Any, trained: Path) -> None:
+    change, key = ENTRIES[name]
     path = trained / "checkpoints" / "step-8"
-    told = told_by(job, path, layout, change)
-    place = f"{path}: optimizer: "
-    assert all(fault.startswith(place) or "more such faults" in fault for fault in told) and len(told) <= 6
-    assert any(said in fault for fault in told), told
+    (line,) = list_faults(job, path, change)
+    assert line.startswith(f"{path}: optimizer: {key}: ")
+    assert list_faults(job, path, lambda optimizer: None) == []
 
 
-def test_such_state_is_refused_before_anything_is_written(cut: Path) -> None:
-    for change, said in (
-        ENTRIES["one is missing"],
-        (lambda optimizer, state: state["position"].update(seconds=-1), "seconds"),
-    ):
-        rewrite(cut / "checkpoints" / "step-8", change)
-        before = {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()}
-        (told,) = refused(cut)
-        assert said in told
-        assert {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()} == before
-
-
-@pytest.mark.parametrize("layout", ["", "earlier"])
-def test_weights_of_another_precision_are_refused(layout: str, cut: Path) -> None:
+def test_weights_of_another_precision_are_refused_before_anything_is_written(cut: Path) -> None:
     path = cut / "checkpoints" / "step-8"
-    held = checkpoint.load(path)
-    assert held.manifest is not None
-    own = checkpoint.Origin(held.manifest.keys, held.manifest.updates, held.manifest.stages)
-    wide = {name: value.double() for name, value in held.model.items()}
-    checkpoint.save(path.parent, 8, wide, held.optimizer, held.state, own)
-    if layout:
-        as_earlier(path)
-    assert "model: fc1.bias: is float64 (8,), this run has float32 (8,)" in str(refused(cut))
+    saved = checkpoint.load(path)
+    wide = {name: value.double() for name, value in saved.model.items()}
+    checkpoint.save(path.parent, 8, wide, saved.optimizer, saved.manifest)
+    before = {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()}
+    lines = refused(cut)
+    assert all(line.startswith((f"{path}: model: ", f"{path}: 5 more")) for line in lines)
+    assert {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()} == before
 
 
 def test_a_parameter_that_never_had_a_gradient_has_no_entries(tmp_path: Path) -> None:
@@ -394,7 +330,7 @@ def test_resuming_in_a_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None
     assert refused(tmp_path) == [f"--resume: {tmp_path}: holds no run to resume"]
 
 
-# ---- the earlier layout
+# ---- as earlier versions wrote it
 
 
 def test_a_run_whose_trace_was_counted_in_microbatches_goes_on(trained: Path, cut: Path) -> None:
@@ -406,27 +342,24 @@ def test_a_run_whose_trace_was_counted_in_microbatches_goes_on(trained: Path, cu
     assert same(weights(cut), weights(trained))
 
 
-def test_a_checkpoint_of_the_earlier_layout_goes_on(trained: Path, cut: Path, capsys: Any) -> None:
-    as_earlier(cut / "checkpoints" / "step-8")
-    train(config(*keys()), cut, resume=True)
-    assert "of the earlier layout" in capsys.readouterr().out
-    assert same(weights(cut), weights(trained))
-    assert checkpoint.load(cut / "checkpoints" / "step-12").manifest is not None
-
-
-@pytest.mark.parametrize("key, value, said", [
-    ("schema", 3, "this version reads schema 1 and 2"), ("schema", None, "this version reads schema 1 and 2"),
-    ("sha256", {}, "its keys must be"), ("sha256", 3, "its keys must be"), ("other", 3, "its keys must be"),
-    ("step", 4, "the checkpoint is of step"), ("position", {}, "position: its keys must be"), ("position", 3, "its keys must be"),
-    ("optimizer", 3, "optimizer: must be a mapping"),
-])  # fmt: skip
-def test_what_can_be_checked_of_the_earlier_layout_is(key: str, value: Any, said: str, cut: Path) -> None:
+def test_a_checkpoint_of_schema_2_is_resumed(trained: Path, cut: Path) -> None:
     folder = cut / "checkpoints" / "step-8"
-    as_earlier(folder)
-    state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps({**state, key: value}))
-    (told,) = refused(cut)
-    assert said in told and "step-8" in told, told
+    write_schema_2(folder)
+    resumed(cut)
+    assert same(weights(cut), weights(trained))
+    (folder / "state.json").write_text((folder / "state.json").read_text().replace('"update": 8', '"update": 0'))
+    with pytest.raises(BadInput) as error:
+        checkpoint.load(folder)
+    assert error.value.faults[0].startswith(f"{folder / 'state.json'}: corrupt checkpoint")
+
+
+def test_a_checkpoint_without_a_manifest_is_refused_with_a_way_to_go_on(cut: Path, tmp_path: Path) -> None:
+    folder = cut / "checkpoints" / "step-8"
+    write_schema_1(folder)
+    (line,) = refused(cut)
+    file = folder / "model.safetensors"
+    assert line.startswith(f"{folder / 'manifest.json'}: ") and f"init_from: {file}" in line
+    train(config(*keys(f"init_from={file}", "steps=1")), tmp_path / "new", quiet=True)
 
 
 # ---- an earlier one, and what a kill leaves
@@ -480,7 +413,7 @@ def test_a_kill_between_two_renames_loses_nothing(left: str, cut: Path, trained:
     (folder / "step-8").rename(folder / f".step-8.{left}")
     half = folder / (".step-12.part" if left == "old" else ".step-8.old")
     half.mkdir()
-    (half / "state.json").write_text("{")
+    (half / "manifest.json").write_text("{")
     resumed(cut)
     assert same(weights(cut), weights(trained))
     assert {path.name for path in folder.iterdir()} == {"step-8", "step-12"}
@@ -493,6 +426,7 @@ def test_a_checkpoint_replaced_when_the_disk_refuses_stays(
     import os
 
     folder, calls, replace = cut / "checkpoints", [], os.replace
+    saved = checkpoint.load(folder / "step-8")
 
     def refusing(source: Any, target: Any) -> None:
         calls.append(source)
@@ -502,7 +436,7 @@ def test_a_checkpoint_replaced_when_the_disk_refuses_stays(
 
     with monkeypatch.context() as patched, pytest.raises(RunFault, match="earlier checkpoints are whole"):
         patched.setattr(os, "replace", refusing)
-        rewrite(folder / "step-8", lambda optimizer, state: None)
+        checkpoint.save(folder, 8, saved.model, saved.optimizer, saved.manifest)
     assert {path.name for path in folder.iterdir()} == {"step-4", "step-8"}
     checkpoint.load(folder / "step-8")
 
@@ -516,12 +450,12 @@ def test_a_full_disk_is_a_fault_and_earlier_checkpoints_stay(limit: int, cut: Pa
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         with pytest.raises(RunFault) as error:
-            checkpoint.save(folder, 12, held.model, held.optimizer, held.state)
+            checkpoint.save(folder, 12, held.model, held.optimizer, held.manifest)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "step-12: cannot write the checkpoint" in str(error.value)
     assert {path.name for path in folder.iterdir()} == {"step-4", "step-8"}
-    assert checkpoint.load(folder / "step-8").manifest is not None
+    checkpoint.load(folder / "step-8")
 
 
 def test_a_run_with_weights_to_begin_with_is_resumed_twice(cut: Path, tmp_path: Path, trained: Path) -> None:

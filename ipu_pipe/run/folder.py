@@ -342,7 +342,7 @@ class RunFolder:
         except OSError as error:
             raise RunFault(f"{path}: cannot be opened: {error.strerror or error}") from error
 
-    def metric(self, record: Dict[str, Any]) -> None:
+    def write_metrics(self, record: Dict[str, Any]) -> None:
         """Append one record to metrics.jsonl."""
         assert self._metrics is not None
         with guard_writing(self.path / "metrics.jsonl"):

@@ -1,4 +1,4 @@
-"""What a run leaves and goes on from: its checkpoints, and the files of its end."""
+"""A run in progress: its updates, evaluations, checkpoints and callbacks, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ipu_pipe.backends.interface import Engine, Report
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.backends.table import get_backend, make_engine
 from ipu_pipe.config.compare import dump_config
-from ipu_pipe.data.loaders import restore_random_states
 from ipu_pipe.errors import RunFault
 from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.evaluation import EvaluationResult, Position, collect_by_block
@@ -30,12 +29,11 @@ from ipu_pipe.run import checkpoint
 from ipu_pipe.run.callbacks import Callback, Callbacks, Moment
 from ipu_pipe.run.folder import RunFolder, read_starts
 from ipu_pipe.run.progress import Log, Progress, log_nothing, open_log
-from ipu_pipe.run.resume import check_data, check_run, describe_origin, make_state, read_position
-from ipu_pipe.update.optimizer import import_state
+from ipu_pipe.run.resume import make_manifest, restore
 
 
 def write_start(job: Job, run: RunFolder, resumes: bool, position: Position, say: Callable[[str], None]) -> Dict[str, Any]:
-    """Write what is known of a run before it trains; returns the record of this start, the last in `record.json`."""
+    """Write what is known of a run before it trains. Return the record of this start, the last in `record.json`."""
     if resumes:
         run.forget_after(position.update, say)
     run.describe(dump_config(job.config), job.begun)
@@ -48,43 +46,26 @@ def write_start(job: Job, run: RunFolder, resumes: bool, position: Position, say
 def save_checkpoint(
     job: Job, engine: Engine, run: Optional[RunFolder], position: Position, callbacks: Callbacks
 ) -> Optional[Path]:
-    """Take a checkpoint, for which every process gives its part; its folder, on the main one. Raises RunFault."""
-    held = engine.state()
-    if run is None or held is None:
+    """Write a checkpoint, to which every process contributes its part, and return its folder on the main process.
+
+    Raise `RunFault` if the disk refuses.
+    """
+    state = engine.state()
+    if run is None or state is None:
         return None
-    states = {"callbacks": callbacks.states()} if callbacks.own else {}
-    state = {**make_state(position, held.plain), **states}
-    folder = checkpoint.save(run.checkpoints, position.update, held.model, held.optimizer, state, describe_origin(job))
+    manifest = make_manifest(job, position, state.plain, callbacks.states())
+    folder = checkpoint.save(run.checkpoints, position.update, state.model, state.optimizer, manifest)
     checkpoint.prune(run.checkpoints, job.config.checkpoint.keep, position.best_step, callbacks.best_steps())
     return folder
 
 
-def restore_checkpoint(job: Job, out: Path, say: Callable[[str], None], callbacks: Callbacks) -> Position:
-    """Put the checkpoint that `job` goes on from into its model and optimizer, and into the callbacks; how far it had come.
-    Raises BadInput where it is not this run's, or not whole."""
-    path = out / "checkpoints" / f"step-{job.done}"
-    if not job.done:
-        say("the run ended before its first checkpoint: it starts from the beginning")
-        return Position()
-    held = checkpoint.load(path)
-    run_on_main(lambda: check_run(job, held, path))
-    with restore_random_states():
-        run_on_main(lambda: check_data(job, out))
-    if held.manifest is None:
-        say(f"{path}: of the earlier layout, which does not say whose run it is: that is not checked")
-    with job.numbers.whole(loads=True):
-        checkpoint.load_weights(job.model, held.model, str(path))
-    names = {parameter: name for name, parameter in job.get_trained().items()}
-    import_state(job.optimizer, names, held.optimizer, held.state["optimizer"])
-    callbacks.load(held.state.get("callbacks"))
-    position = read_position(held)
-    say(f"resuming after update {position.update} from {path}")
-    return position
-
-
 class RunEnd(NamedTuple):
-    """How a run ended. `tested`: by block, at the last evaluation; `profile`: of the stages' passes; `stopped`: why sooner than
-    planned; `record`: of how it began; `restored`: the step whose weights the model has afterwards, None: the newest."""
+    """The end of a run.
+
+    `tested` are the results of the last evaluation by block, `profile` the times of the stages' passes, `stopped` why it ended
+    sooner than planned, `record` the record of its start, `restored` the step whose weights the model has afterwards (None: the
+    newest).
+    """
 
     position: Position
     final: EvaluationResult
@@ -96,7 +77,7 @@ class RunEnd(NamedTuple):
 
 
 def write_end(job: Job, engine: Engine, run: Optional[RunFolder], ended: RunEnd, say: Callable[[str], None]) -> Dict[str, Any]:
-    """Write what a run that has ended leaves, and say it; its summary, on every process."""
+    """Write the files of a run that has ended and print its closing words. Return its summary, on every process."""
     measured = engine.report()
 
     def written() -> Dict[str, Any]:
@@ -130,8 +111,10 @@ def _write(job: Job, run: RunFolder, ended: RunEnd, measured: Report) -> Dict[st
 
 
 def restore_best_weights(job: Job, out: Path, step: int, newest: int, say: Callable[[str], None]) -> None:
-    """Put the weights of the checkpoint of `step` into the model, on every process that holds a whole one, and say it.
-    `newest`: the step whose weights it has. Raises BadInput where the checkpoint is not whole any more."""
+    """Load the weights of the checkpoint of `step` into the model, on every process that holds a whole model, and say so.
+
+    `newest` is the step whose weights the model has. Raise `BadInput` if the checkpoint is not whole any more.
+    """
     path = out / "checkpoints" / f"step-{step}"
     if step == newest:
         say(f"the newest weights are the best: step {step}")
@@ -141,14 +124,13 @@ def restore_best_weights(job: Job, out: Path, step: int, newest: int, say: Calla
         return
     weights, blocks = run_on_main(lambda: checkpoint.read_weights(path)), get_blocks(job.model)
     with job.numbers.whole(loads=True):
-        checkpoint.load_weights(
-            job.model if blocks is None else blocks.model, weights, str(path)
-        )  # heads have done their work
+        # auxiliary heads stay as they are
+        checkpoint.load_weights(job.model if blocks is None else blocks.model, weights, str(path))
     say(f"the model has the best weights again, those of step {step}: {path}")
 
 
 class TrainingLoop:
-    """One run in progress, on this process. Only the main one has a folder to write into."""
+    """The part of this process in a run: the main process alone has a folder to write into."""
 
     def __init__(
         self, job: Job, out: Path, resume: bool, overwrite: bool, quiet: bool, callbacks: Sequence[Callback] = ()
@@ -175,18 +157,17 @@ class TrainingLoop:
         self.end = job.updates
         self.now = Moment(0, 0.0, (), job.rate(0), None, {}, None, None)
 
-    def go(self) -> Dict[str, Any]:
+    def run_all(self) -> Dict[str, Any]:
+        """Train from the start or the checkpoint to the end, and return the summary."""
         job = self.job
         if self.resume:
-            self.position = restore_checkpoint(job, self.out, self.progress.say, self.callbacks)
+            self.position = restore(job, self.out, self.progress.say, self.callbacks)
         position = self.position
         record = write_start(job, self.run, self.resume, position, self.progress.say) if self.run else {}
         self.progress.say(format_opening(job, position.update))
         engine = make_engine(job, position.update)
         try:
-            with keep_traceback_of(self.out), open_log(
-                self.run, job.config.log.tensorboard, position.update, self.progress.say
-            ) as log:
+            with keep_traceback_of(self.out), open_log(self.run, job.config.log.tensorboard, position.update) as log:
                 if position.update == 0:
                     position.initial = self._evaluate(engine, log)
                 final = self._train(engine, log)
@@ -215,10 +196,10 @@ class TrainingLoop:
         return report
 
     def _train(self, engine: Engine, log: Log) -> Optional[EvaluationResult]:
-        """All updates to come; returns what the last evaluation found, None if there was none."""
+        """Carry out all updates to come, and return the result of the last evaluation, None if there was none."""
         job, position = self.job, self.position
         final: Optional[EvaluationResult] = None
-        with self.progress.bar(job.updates, position.update, job.updates_per_epoch) as bar:
+        with self.progress.show_bar(job.updates, position.update, job.updates_per_epoch) as bar:
             while position.update < self.end:
                 self._step(engine, bar, log)
                 done, is_planned = position.update, False
@@ -236,7 +217,7 @@ class TrainingLoop:
         return final
 
     def _end_early(self, engine: Engine, log: Log, bar: Any, final: Optional[EvaluationResult]) -> Optional[EvaluationResult]:
-        """What a run that was planned so long does at its end, where it was not done anyway."""
+        """Write, evaluate and save as at the end of a run that was planned this long, unless it has just been done."""
         job, done = self.job, self.position.update
         if self.unwritten:
             log(**self.unwritten)
@@ -248,6 +229,7 @@ class TrainingLoop:
         return final
 
     def _step(self, engine: Engine, bar: Any, log: Log) -> None:
+        """Carry out one update, and log its results and those of the updates before it that were not read yet."""
         job, position = self.job, self.position
         k = position.update
         start = time.perf_counter()
@@ -269,8 +251,8 @@ class TrainingLoop:
             bar.advance(result.loss, result.accuracy if shows_accuracy else None, rate)
         epoch = job.epoch(position.update)
         losses = tuple(loss for loss, _ in result.blocks) or (result.loss,)
-        each = {"block_train_loss": list(losses)} if result.blocks else {}
-        line = {"train_loss": result.loss, "lr": job.rate(k), "samples_per_second": rate, **each}
+        by_block = {"block_train_loss": list(losses)} if result.blocks else {}
+        line = {"train_loss": result.loss, "lr": job.rate(k), "samples_per_second": rate, **by_block}
         self.unwritten = {"step": position.update, "epoch": epoch, **line}
         if position.update % job.config.log.every == 0 or position.update == job.updates:
             log(**self.unwritten)
@@ -282,29 +264,34 @@ class TrainingLoop:
             self._call_back("on_step", engine)
 
     def _call_back(self, method: str, engine: Engine) -> None:
-        """Call a method of the user's callbacks with where the run is."""
+        """Call `method` of the user's callbacks."""
         if self.callbacks.own:
             self.now = replace(self.now, model=engine.current_model())
             self.callbacks.call(method, self.now)
 
     def _reads_after(self, done: int) -> bool:
-        """Whether what was measured must be known when `done` updates are done: for a line, an evaluation or a checkpoint; after
-        the first, whose time does not count."""
+        """Return whether the results must be read after `done` updates: for a line, an evaluation or a checkpoint.
+
+        They are after the first call too, whose time does not count.
+        """
         job, known = self.job, self.at_steps or not self.progress.steps
         return known or done % job.config.log.every == 0 or job.evaluates_after(done) or job.saves_after(done)
 
     def _evaluate(self, engine: Engine, log: Log, bar: Any = None) -> EvaluationResult:
-        every = engine.evaluate()
-        position, self.tested, found = self.position, every, every[-1]
+        """Evaluate on the test set, log the result and return that of the model's own output."""
+        self.tested = engine.evaluate()
+        position, whole = self.position, self.tested[-1]
         if bar is not None:
-            bar.evaluated(found)
+            bar.show_evaluation(whole)
         epoch = self.job.epoch(position.update)
-        log(step=position.update, epoch=epoch, **found.to_record(), **(collect_by_block(every) if len(every) > 1 else {}))
-        position.add_evaluation(found)
-        self.now = replace(self.now, step=position.update, epoch=epoch, metrics=found.to_record())
-        return found
+        by_block = collect_by_block(self.tested) if len(self.tested) > 1 else {}
+        log(step=position.update, epoch=epoch, **whole.to_record(), **by_block)
+        position.add_evaluation(whole)
+        self.now = replace(self.now, step=position.update, epoch=epoch, metrics=whole.to_record())
+        return whole
 
     def _save(self, engine: Engine) -> None:
+        """Write a checkpoint and call the callbacks."""
         folder = save_checkpoint(self.job, engine, self.run, self.position, self.callbacks)
         if folder is not None:
             self.now = replace(self.now, checkpoint=folder)

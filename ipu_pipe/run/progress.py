@@ -1,16 +1,11 @@
-"""What a person sees while a run goes on: a progress bar on a terminal; in a file, a pipe or a notebook a line now and then."""
+"""The progress of a run: a bar on a terminal, lines elsewhere, and the scalars in metrics.jsonl and TensorBoard's files."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import itertools
-import os
-import socket
 import sys
 import time
-from pathlib import Path
-from typing import Any, BinaryIO, Callable, Iterator, Optional
+from typing import Any, Callable, Iterator, Optional
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -27,8 +22,10 @@ Clock = Callable[[], float]  # seconds
 
 
 class Bar:
-    """Shows updates with loss, accuracy and rate, averaged over the last updates or so. Without a `rich` bar it gives lines to
-    `tell`, if there is one, by the `clock`."""
+    """A progress bar with loss, accuracy and samples a second, each a moving average over updates.
+
+    Without a `rich` bar it passes lines to `tell`, if there is one, at most one in `LINE_SECONDS` of the `clock`.
+    """
 
     def __init__(
         self,
@@ -47,10 +44,10 @@ class Bar:
         self._rate = 0.0
         self._tested = ""
         self._last_line = clock()
-        self._ends_epoch = False  # the last update did, and its line waits for an evaluation, which may come
+        self._ends_epoch = False  # whether the last update did: its line waits for the evaluation that may follow
 
     def advance(self, loss: float, accuracy: Optional[float], rate: float) -> None:
-        """One more update is done: its mean loss, accuracy (a fraction or None) and samples a second."""
+        """Add an update: its mean loss, accuracy (a fraction or None) and samples a second."""
         self.end_epoch()
         self._done += 1
         keep = 0.95 if self._loss is not None else 0.0
@@ -61,11 +58,11 @@ class Bar:
         self._ends_epoch = self._per_epoch is not None and self._done % self._per_epoch == 0
         self._show(False)
 
-    def evaluated(self, found: EvaluationResult) -> None:
-        """The test set was evaluated."""
-        if found.loss is not None:
-            known = [f" {name} {value:.3f}" for name, value in found.metrics.items() if value is not None]
-            self._tested = f", test loss {found.loss:.3f}{''.join(known)}"
+    def show_evaluation(self, result: EvaluationResult) -> None:
+        """Show the result of an evaluation."""
+        if result.loss is not None:
+            metrics = [f" {name} {value:.3f}" for name, value in result.metrics.items() if value is not None]
+            self._tested = f", test loss {result.loss:.3f}{''.join(metrics)}"
         self._ends_epoch = False
         self._show(True)
 
@@ -76,7 +73,7 @@ class Bar:
             self._show(True)
 
     def _show(self, soon: bool) -> None:
-        """Show where the run is; as a line if the last one is long ago, or `soon` thereafter."""
+        """Update the bar, or print a line if the last one is LINE_SECONDS old (EPOCH_SECONDS if `soon`)."""
         accuracy = f" accuracy {self._accuracy:.3f}" if self._accuracy is not None else ""
         text = f"loss {self._loss or 0.0:.3f}{accuracy}, {self._rate:.0f} samples/s{self._tested}"
         now = self._clock()
@@ -89,26 +86,26 @@ class Bar:
 
 
 class Progress:
-    """Where a run reports to: text on standard output, the bar on standard error. `quiet` shows neither."""
+    """The messages of a run on standard output and its bar on standard error; neither if `quiet`."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self.steps = 0  # done by this process
+        self.steps = 0  # updates done by this process
         self._quiet = quiet
 
     def say(self, text: str) -> None:
-        """Print text for the reader."""
+        """Print text, unless quiet."""
         if not self._quiet:
             print(escape_lines(text), flush=True)
 
     @contextlib.contextmanager
-    def bar(self, total: int, done: int, per_epoch: Optional[int]) -> Iterator[Bar]:
-        """A bar over `total` updates of which `done` are done, `per_epoch` of them an epoch, None where there are none."""
+    def show_bar(self, total: int, done: int, per_epoch: Optional[int]) -> Iterator[Bar]:
+        """Show a bar over `total` updates, of which `done` are done; `per_epoch` updates are an epoch (None: no epochs)."""
         console = Console(file=sys.stderr)
         if self._quiet:
             yield Bar(total, done, per_epoch)
         elif not sys.stderr.isatty() or not console.is_terminal or console.is_dumb_terminal:
-            # a notebook shows standard error as faults
-            bar = Bar(total, done, per_epoch, tell=self.say if console.is_jupyter else _on_standard_error)
+            # a notebook marks standard error as faults
+            bar = Bar(total, done, per_epoch, tell=self.say if console.is_jupyter else _print_to_standard_error)
             yield bar
             bar.end_epoch()
         else:
@@ -118,90 +115,50 @@ class Progress:
                 yield Bar(total, done, per_epoch, rich)
 
 
-def _on_standard_error(text: str) -> None:
+def _print_to_standard_error(text: str) -> None:
     print(escape_lines(text), file=sys.stderr, flush=True)
 
 
+# ---- the files of scalars
+
 Log = Callable[..., None]  # takes a record as keywords
+FLUSH_SECONDS = 1.0  # between two writes of TensorBoard's thread, and so the longest wait for it when a run is interrupted
 
 
 def log_nothing(**record: Any) -> None:
-    """Log nothing."""
+    """Accept a record and write nothing."""
 
 
 @contextlib.contextmanager
-def open_log(run: Optional[RunFolder], tensorboard: bool, done: int, say: Callable[[str], None]) -> Iterator[Log]:
-    """What logs a run's records into its folder; nothing where there is none (another process writes). `done`: updates that are
-    done already, whose scalars stay."""
+def open_log(run: Optional[RunFolder], tensorboard: bool, done: int) -> Iterator[Log]:
+    """Yield a function that logs records into metrics.jsonl and TensorBoard's events; nothing if another process writes.
+
+    `done` is the number of updates done before: of an earlier start TensorBoard shows these only. Raise `RunFault` if the disk
+    refuses.
+    """
     if run is None:
         yield log_nothing
         return
-    if not tensorboard or not has_tensorboard():
-        if tensorboard:
-            say("TensorBoard is not installed (extra `board`): no scalars are written")
-        yield lambda **record: run.metric(record)
+    if not tensorboard:
+        yield lambda **record: run.write_metrics(record)
         return
+    from torch.utils.tensorboard import SummaryWriter  # takes 0.3 s
+
+    folder = run.path / "tensorboard"
+    with guard_writing(folder):
+        writer = SummaryWriter(str(folder), purge_step=done + 1 if done else None, flush_secs=FLUSH_SECONDS)
 
     def log(**record: Any) -> None:
-        run.metric(record)
+        run.write_metrics(record)
         for name, value in record.items():
             values = {f"{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {name: value}
             for key, number in values.items():
                 if name not in ("step", "epoch") and number is not None:
-                    scalars.add(key, number, record["step"])
+                    with guard_writing(folder):
+                        writer.add_scalar(key, number, record["step"])
 
-    with contextlib.closing(ScalarFile(run.path / "tensorboard", done + 1 if done else None)) as scalars:
+    try:
         yield log
-
-
-def has_tensorboard() -> bool:
-    """Whether TensorBoard's writer is installed."""
-    return importlib.util.find_spec("tensorboard") is not None
-
-
-VERSION = "brain.Event:2"  # of the format, the first record of a file
-
-
-class ScalarFile:
-    """A new events file in `folder`. `purge_from`: TensorBoard is to forget what earlier files of the folder hold from that step
-    on (a resumed run makes it again). Raises RunFault where the disk refuses. Needs the package tensorboard."""
-
-    def __init__(self, folder: Path, purge_from: Optional[int] = None) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary, self._folder = event_pb2, summary_pb2, folder
-        with guard_writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = _new_file(folder)
-        self._records = RecordWriter(self._file)
-        self._write(event_pb2.Event(wall_time=time.time(), file_version=VERSION))
-        if purge_from is not None:
-            began = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._write(event_pb2.Event(wall_time=time.time(), step=purge_from, session_log=began))
-
-    def add(self, name: str, value: float, step: int) -> None:
-        """The value of `name` after update `step`, on disk when this returns. Raises RunFault."""
-        point = self._summary.Summary.Value(tag=name, simple_value=float(value))
-        summary = self._summary.Summary(value=[point])
-        self._write(self._event.Event(wall_time=time.time(), step=step, summary=summary))
-
-    def close(self) -> None:
-        """Close the file; nothing is waiting to be written."""
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-    def _write(self, event: Any) -> None:
-        with guard_writing(self._folder):
-            self._records.write(event.SerializeToString())
-            self._records.flush()
-
-
-def _new_file(folder: Path) -> BinaryIO:
-    """By TensorBoard's own naming; the last number tells files of one process and second apart. TensorBoard reads a folder's
-    files in the order of their names."""
-    for number in itertools.count():
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
-        with contextlib.suppress(FileExistsError):
-            return open(folder / name, "xb")
-    raise AssertionError
+    finally:
+        with contextlib.suppress(OSError):  # metrics.jsonl, on the same disk, has raised it
+            writer.close()

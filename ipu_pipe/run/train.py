@@ -10,7 +10,7 @@ from torch import nn
 
 from ipu_pipe.backends.ranks import is_main, run_on_main
 from ipu_pipe.backends.table import launch
-from ipu_pipe.config.compare import MADE_LATER, classify_changes, describe_changes, keep_recorded_stages
+from ipu_pipe.config.compare import classify_changes, keep_recorded_stages
 from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import GIVEN
@@ -119,11 +119,9 @@ def train(
             for stopping in called:
                 if isinstance(stopping, EarlyStopping):
                     stopping.refuse_unmeasured(job.metrics)
-            if start.resumes:
-                run_on_main(lambda: _same_optimizer(job.config, out))
             with restore_random_states():  # the main process reads alone: what it draws must not set its states apart
                 job.read = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
-            return TrainingLoop(job, out, start.resumes, overwrite, quiet, called).go()
+            return TrainingLoop(job, out, start.resumes, overwrite, quiet, called).run_all()
         finally:
             job.numbers.give_back(keep_dtype)
 
@@ -203,14 +201,6 @@ def _checked(
     for change in found.free if ended is None else ():
         say(f"the run goes on with another {change}")
     return _Start(config, done, ended, True)
-
-
-def _same_optimizer(config: Config, out: Path) -> None:
-    """Refuse (BadInput) to go on with another optimizer than was given to the run."""
-    saved = out / "config.yaml"
-    changes = [change for change in describe_changes(load_recorded(saved), config) if change.startswith(MADE_LATER)]
-    if changes:
-        raise BadInput([f"--resume: {saved}: {change}: the optimizer of a run cannot change" for change in changes])
 
 
 def _with_recorded_counts(old: Config, new: Config) -> Config:
