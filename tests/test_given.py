@@ -40,7 +40,7 @@ def test_the_files_say_what_was_given_and_resuming_compares_it(tmp_path: Path) -
     how: Dict[str, Any] = {"loss": nn.CrossEntropyLoss(label_smoothing=0.125), "quiet": True}
     report = train(digits(), out, model=small(), optimizer=SGD, **how)
     written = yaml.safe_load((out / "config.yaml").read_text())
-    assert written["model"] == {"entry": GIVEN, "args": {}, "output": None} and written["loss"] == GIVEN
+    assert written["model"] == {"entry": GIVEN, "args": {}, "output": None, "compile": False} and written["loss"] == GIVEN
     assert written["optimizer"]["name"] == GIVEN and written["optimizer"]["lr"] is None
     given = written["given"]
     assert given["optimizer"]["name"] == "torch.optim.sgd.SGD" and given["data"] is None

@@ -1,7 +1,7 @@
 """The commands: `python tools/COMMAND.py ...` in a clone, `ipu-pipe COMMAND ...` or `python -m ipu_pipe COMMAND ...` anywhere.
 
 A command is the module here of its name; its `main` reads the command line's arguments (or those it is given) and raises what
-ends it. Nothing is imported ahead of it: Ctrl-C is handed over first, and --help does not wait for torch.
+ends it. Nothing is imported before it: Ctrl-C is handled first, and --help does not wait for torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ipu_pipe.shipped import COMMAND, get_program
 COMMANDS = {
     "train": "train by a config",
     "schedule": "print a method's schedule, its delays and versions",
-    "plan": "the configurations for given hardware, by predicted throughput",
-    "collect": "methods compared on the same work",
-    "analyze": "what a trace tells: who waits for whom, and what holds a run up",
-    "reproduce": "the papers' experiments",
-    "stability": "the learning rates that a run's delays allow",
+    "plan": "rank configurations for given hardware by predicted throughput",
+    "collect": "compare methods on the same work",
+    "analyze": "analyze a trace: who waits for whom, and what holds a run up",
+    "reproduce": "run the papers' experiments",
+    "stability": "find the learning rates that a run's delays allow",
     "fetch_data": "get a data set",
     "measure_hardware": "measure this machine, for plans",
-    "completion": "a script that completes these commands in a shell",
+    "completion": "print a script that completes these commands in a shell",
 }
 
 

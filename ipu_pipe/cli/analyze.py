@@ -1,4 +1,4 @@
-"""What a trace tells: who is busy, who waits for whom, what holds a run up and what would help."""
+"""Analyze a trace: who is busy, who waits for whom, what holds a run up and what would help."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Tuple
 
-from ipu_pipe.cli.arguments import add_quiet, printing, saying
+from ipu_pipe.cli.arguments import add_quiet, add_traceback, printing, saying
 from ipu_pipe.errors import BadInput, Parser, show_traceback
 
 EPILOG = """
@@ -24,7 +24,7 @@ examples:
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Return the command's parser."""
     p = Parser(prog="tools/analyze.py", description=__doc__, epilog=EPILOG)
     p.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or a trace file")
     p.add_argument("--against", metavar="RUN2", type=Path, help="another one, to stand beside it")
@@ -32,7 +32,7 @@ def parser() -> Parser:
     p.add_argument("--html", metavar="FILE", type=Path, help="write a page of its own with a timeline to zoom into")
     p.add_argument("--png", metavar="FILE", type=Path, help="write the timeline as a picture")
     add_quiet(p)
-    p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
+    add_traceback(p)
     return p
 
 
@@ -48,24 +48,24 @@ def _run(args: argparse.Namespace) -> None:
 
     _check_outputs(args)
     if args.run.name == PROFILE:
-        _profile(args)
+        _print_profile(args)
         return
-    trace, found = _analyzed(args.run)
+    trace, analysis = _analyze(args.run)
     say = saying(args.quiet)
-    other = None if args.against is None else _analyzed(args.against)[1]
+    other = None if args.against is None else _analyze(args.against)[1]
     if args.png is not None:
         from ipu_pipe.report.analysis.picture import draw_timeline
 
         args.png.parent.mkdir(parents=True, exist_ok=True)
-        draw_timeline(args.png, trace, found)
+        draw_timeline(args.png, trace, analysis)
         say(f"written: {args.png}")
     if args.html is not None:
         from ipu_pipe.report.page.write import write_page
 
         args.html.parent.mkdir(parents=True, exist_ok=True)
-        write_page(args.html, trace, found)
+        write_page(args.html, trace, analysis)
         say(f"written: {args.html}")
-    _print(found, other, args)
+    _print(analysis, other, args)
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
@@ -82,7 +82,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
         check_plots()
 
 
-def _analyzed(run: Path) -> Tuple[Any, Dict[str, Any]]:
+def _analyze(run: Path) -> Tuple[Any, Dict[str, Any]]:
     from ipu_pipe.report.analysis.analyze import analyze
     from ipu_pipe.trace.reading import read_trace
 
@@ -90,21 +90,23 @@ def _analyzed(run: Path) -> Tuple[Any, Dict[str, Any]]:
     return trace, analyze(trace, str(run))
 
 
-def _print(found: Dict[str, Any], other: Optional[Dict[str, Any]], args: argparse.Namespace) -> None:
+def _print(analysis: Dict[str, Any], other: Optional[Dict[str, Any]], args: argparse.Namespace) -> None:
     from ipu_pipe.report.analysis.text import compute_differences, format_analysis, format_comparison
 
     if args.json:
-        held = {} if other is None else {"against": {"other": other, "differences": compute_differences(found, other)}}
-        print(json.dumps({**found, **held}, indent=1))
+        more = (
+            {} if other is None else {"against": {"other": other, "differences": compute_differences(analysis, other)}}
+        )
+        print(json.dumps({**analysis, **more}, indent=1))
         return
     tell = printing(args.quiet)
-    tell(format_analysis(found))
+    tell(format_analysis(analysis))
     if other is not None:
-        tell("\n" + format_comparison(found, other))
+        tell("\n" + format_comparison(analysis, other))
 
 
-def _profile(args: argparse.Namespace) -> None:
-    """What PopVision's profile says: it has cycles and memory, no events."""
+def _print_profile(args: argparse.Namespace) -> None:
+    """Print PopVision's profile, which has cycles and memory but no events."""
     from ipu_pipe.backends.ipu.profile import read_profile
 
     if not args.run.is_file():
@@ -112,7 +114,7 @@ def _profile(args: argparse.Namespace) -> None:
     if importlib.util.find_spec("pva") is None:
         raise BadInput(f"{args.run}: is read by Graphcore's pva, which is not installed: open it with PopVision")
     try:
-        found = read_profile(args.run)
+        profile = read_profile(args.run)
     except (RuntimeError, AttributeError, ValueError, OSError) as error:
         raise BadInput(f"{args.run}: cannot be read by pva: {error}") from None
-    print(json.dumps({"source": str(args.run), "profile": found}, indent=1))
+    print(json.dumps({"source": str(args.run), "profile": profile}, indent=1))

@@ -73,6 +73,11 @@ def add_quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="print faults alone, and JSON where it is asked for")
 
 
+def add_traceback(parser: argparse.ArgumentParser) -> None:
+    """Add the option --traceback."""
+    parser.add_argument("--traceback", action="store_true", help="print a fault's whole traceback, not its line alone")
+
+
 def say(text: str) -> None:
     """Print a line of progress on standard error; standard output belongs to the result."""
     print(escape_lines(text), file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_quiet, add_set, config_of, folder, printing, saying, whole
+from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, config_of, folder, printing, saying, whole
 from ipu_pipe.config.values import MOST_UPDATES
 from ipu_pipe.errors import BadInput, Parser, show_traceback
 
@@ -22,7 +22,7 @@ examples:
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Return the command's parser."""
     p = Parser(prog="tools/collect.py", description=__doc__, epilog=EPILOG)
     p.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file")
     add_set(p, "replace keys of the config")
@@ -45,7 +45,7 @@ def parser() -> Parser:
     p.add_argument("--out", type=folder, metavar="DIR", help="the folder to write into")
     p.add_argument("--overwrite", action="store_true", help="replace runs that DIR holds")
     add_quiet(p)
-    p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
+    add_traceback(p)
     return p
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Sequence
+from typing import Any, List, Optional, Sequence
 
 from ipu_pipe.cli.arguments import folder
 from ipu_pipe.errors import BadInput, Parser
@@ -21,22 +21,10 @@ examples:
 
 It completes the command ipu-pipe, and is made by shtab (pip install shtab). Tested with bash.
 """
-# of each shell: a function that completes one of some words or a YAML file, and how an argument asks for it
-FUNCTIONS = {
-    "bash": """{name}() {{
-  local IFS=$' \n'
-  compgen -W "{words}" -- $1
-  compgen -f -X '!*.y*ml' -- $1
-  compgen -d -- $1
-}}""",
-    "zsh": "{name}() {{ compadd -- {words}; _files -g '*.(yaml|yml)' }}",
-    "fish": "function {name}; printf '%s\\n' {words}; __fish_complete_path (commandline -ct); end",
-}
-CALLS = {"bash": "{name}", "zsh": "{name}", "fish": "({name})"}
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Return the command's parser."""
     p = Parser(prog="tools/completion.py", description=__doc__, epilog=EPILOG)
     p.add_argument("shell", metavar="SHELL", choices=SHELLS, help=f"one of {', '.join(SHELLS)}")
     return p
@@ -50,64 +38,49 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     import shtab
 
     if shell not in shtab.SUPPORTED_SHELLS:
-        raise BadInput(
-            f"SHELL: {shell}: this version of shtab has {', '.join(shtab.SUPPORTED_SHELLS)}: pip install -U shtab"
-        )
-    print(script(shell))
+        known = ", ".join(shtab.SUPPORTED_SHELLS)
+        raise BadInput(f"SHELL: {shell}: this version of shtab supports {known}: pip install -U shtab")
+    print(make_script(shell))
 
 
-def script(shell: str) -> str:
-    """What the shell reads."""
+def make_script(shell: str) -> str:
+    """Return the completion script of all commands for a shell."""
     import shtab
 
     from ipu_pipe.cli import COMMANDS
 
-    functions: Dict[str, str] = {}
     whole = Parser(prog=COMMAND)
     whole.add_argument("--version", action="store_true", help="print the version")
-    each = whole.add_subparsers()
-    for command, says in COMMANDS.items():
-        own = importlib.import_module(f"ipu_pipe.cli.{command}").parser()
-        for action in own._actions:
-            _complete(action, command, functions)
-        each.add_parser(command.replace("_", "-"), parents=[own], add_help=False, help=says)
-    preamble: Any = {
-        shell: "\n".join(FUNCTIONS[shell].format(name=name, words=words) for name, words in functions.items())
-    }
-    made: str = shtab.complete(whole, shell, preamble=preamble)
-    return made
+    subparsers = whole.add_subparsers()
+    for command, summary in COMMANDS.items():
+        parent = importlib.import_module(f"ipu_pipe.cli.{command}").parser()
+        for action in parent._actions:
+            _set_completion(action, command)
+        subparsers.add_parser(command.replace("_", "-"), parents=[parent], add_help=False, help=summary)
+    script: str = shtab.complete(whole, shell)
+    return script
 
 
-def _complete(action: Any, command: str, functions: Dict[str, str]) -> None:
-    """Say what completes an argument. `functions`: those needed for it, with their words."""
+def _set_completion(action: Any, command: str) -> None:
+    """Set the words that an argument can be, or that it is a file or folder."""
     import shtab
 
     from ipu_pipe.data.fetch import PACKAGES
 
-    words: Dict[str, Iterable[str]] = {"method": METHODS, "methods": METHODS, "against": METHODS, "name": PACKAGES}
-    files = {
-        "config": _shipped(""),
-        "what": _shipped(""),
-        "hardware": _stems("hardware"),
-        "experiment": _stems("experiments"),
-    }
-    if action.dest in files:
-        name = f"_ipu_pipe_{action.dest}"
-        functions[name] = " ".join(files[action.dest])
-        action.complete = {shell: call.format(name=name) for shell, call in CALLS.items()}
-    elif action.dest in words and command != "analyze":  # whose --against is a run
-        action.choices = list(words[action.dest])
+    words = {
+        **dict.fromkeys(("method", "methods"), list(METHODS)),
+        "against": list(METHODS) if command == "train" else [],  # of analyze it is a run
+        "name": list(PACKAGES),
+        "hardware": _list_stems("hardware"),
+        "experiment": _list_stems("experiments"),
+    }.get(action.dest)
+    if words:
+        action.choices = words
     elif action.type is folder:
         action.complete = shtab.DIRECTORY
-    elif action.type is Path:
+    elif action.type is Path or action.dest in ("config", "what", "against"):
         action.complete = shtab.FILE
 
 
-def _shipped(under: str) -> List[str]:
-    """The configs that come with the library, by the names that commands take, but for what is no run's."""
-    found = sorted(path.relative_to(find_configs()) for path in (find_configs() / under).rglob("*.yaml"))
-    return [f"configs/{path.as_posix()}" for path in found if path.parts[0] not in ("hardware", "experiments")]
-
-
-def _stems(under: str) -> List[str]:
-    return sorted(path.stem for path in (find_configs() / under).glob("*.yaml"))
+def _list_stems(folder_name: str) -> List[str]:
+    return sorted(path.stem for path in (find_configs() / folder_name).glob("*.yaml"))

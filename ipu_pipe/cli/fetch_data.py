@@ -10,7 +10,7 @@ from ipu_pipe.errors import Parser
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Return the command's parser."""
     from ipu_pipe.data.fetch import PACKAGES
 
     rows = [f"  {name:14s} {package.megabytes:4d} MB  licence: {package.licence}" for name, package in PACKAGES.items()]

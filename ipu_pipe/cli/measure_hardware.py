@@ -11,7 +11,7 @@ from ipu_pipe.errors import BadInput, Parser
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Return the command's parser."""
     from ipu_pipe.hardware.description import find_this_file
 
     p = Parser(

@@ -1,4 +1,4 @@
-"""Which configuration to run, and why: splits of a model over devices, ranked by predicted samples a second."""
+"""Plan which configuration to run, and why: splits of a model over devices, ranked by predicted samples a second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, List, Optional, Sequence, Tuple
 
-from ipu_pipe.cli.arguments import add_quiet, add_set, config_of, count, printing, saying, whole
+from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, config_of, count, printing, saying, whole
 from ipu_pipe.config.values import MOST_STAGES
 from ipu_pipe.errors import BadInput, Parser, show_traceback
 
@@ -32,8 +32,8 @@ MOST_BATCH = 10**6  # samples of an update: more than any run had; every microba
 SIZES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
-def _size(text: str) -> float:
-    """Bytes of "16GB", "900MiB", "16e9"."""
+def _parse_size(text: str) -> float:
+    """Convert an argument such as "16GB", "900MiB" or "16e9" to bytes."""
     match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kMGT]i?)?B?", text.strip())
     try:
         assert match is not None
@@ -46,7 +46,7 @@ def _size(text: str) -> float:
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Return the command's parser."""
     p = Parser(prog="tools/plan.py", description=__doc__, epilog=EPILOG)
     p.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file")
     add_set(p, "replace keys of the config")
@@ -59,7 +59,9 @@ def parser() -> Parser:
         metavar="N",
         help="how many (default: as many as the hardware's file says)",
     )
-    p.add_argument("--memory", type=_size, metavar="SIZE", help="of a device, such as 16GB, in place of the file's")
+    p.add_argument(
+        "--memory", type=_parse_size, metavar="SIZE", help="of a device, such as 16GB, in place of the file's"
+    )
     p.add_argument("--methods", metavar="A,B,...", help=METHODS_HELP)
     p.add_argument(
         "--batch", type=whole(1, MOST_BATCH), metavar="SAMPLES", help="greatest global batch (default: the config's)"
@@ -73,7 +75,7 @@ def parser() -> Parser:
     p.add_argument("--write", type=Path, metavar="FILE", help="write the best one as a config that tools/train.py runs")
     p.add_argument("--overwrite", action="store_true", help="replace FILE")
     add_quiet(p)
-    p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
+    add_traceback(p)
     return p
 
 
@@ -95,30 +97,30 @@ def _run(args: argparse.Namespace) -> None:
     from ipu_pipe.plan.planner import make_plan
 
     config = load_config(args.config, args.set)
-    hardware = _hardware(config, args)
-    methods = _methods(config, args, hardware.lockstep)
-    problem, how = _problem(config, args, hardware, methods)
+    hardware = _read_hardware(config, args)
+    methods = _choose_methods(config, args, hardware.lockstep)
+    problem, how = _make_problem(config, args, hardware, methods)
     batch = args.batch or config.micro_batch_size * config.gradient_accumulation * config.replicas
-    found = make_plan(problem, methods, problem.hardware.devices, batch, args.top)
+    plan = make_plan(problem, methods, problem.hardware.devices, batch, args.top)
     if args.json:
-        print(json.dumps(answer.convert_to_json(found), indent=1))
+        print(json.dumps(answer.convert_to_json(plan), indent=1))
     else:
-        printing(args.quiet)(f"{answer.format_answer(found)}\n\nthe model: {how}")
-    if not found.plans:
+        printing(args.quiet)(f"{answer.format_answer(plan)}\n\nthe model: {how}")
+    if not plan.plans:
         raise BadInput(
-            f"no configuration fits {problem.hardware.name}: {found.smallest_change or 'the batch is too small'}"
+            f"no configuration fits {problem.hardware.name}: {plan.smallest_change or 'the batch is too small'}"
         )
     if args.write is not None:
         named = args.hardware if args.hardware is not None else config.hardware
         args.write.parent.mkdir(parents=True, exist_ok=True)
-        write(args.write, make_planned_config(config, found.problem, found.plans[0][0], named))
+        write(args.write, make_planned_config(config, plan.problem, plan.plans[0][0], named))
         saying(args.quiet)(
-            f"written: {args.write}: {_how_to_train(config, args.write, found.plans[0][0].asked.devices)}"
+            f"written: {args.write}: {_format_commands(config, args.write, plan.plans[0][0].asked.devices)}"
         )
 
 
-def _how_to_train(config: Any, path: Path, devices: int) -> str:
-    """The command lines."""
+def _format_commands(config: Any, path: Path, devices: int) -> str:
+    """Return the command lines that train by the planned config."""
     here = f"python tools/train.py {path}"
     if devices == 1 or config.backend.name == "poptorch":
         return here
@@ -128,7 +130,7 @@ def _how_to_train(config: Any, path: Path, devices: int) -> str:
     )
 
 
-def _hardware(config: Any, args: argparse.Namespace) -> Any:
+def _read_hardware(config: Any, args: argparse.Namespace) -> Any:
     from ipu_pipe.hardware.description import read_hardware
 
     if args.hardware is None and config.hardware is None:
@@ -137,8 +139,8 @@ def _hardware(config: Any, args: argparse.Namespace) -> Any:
     return hardware if args.devices is None else hardware.with_devices(args.devices)
 
 
-def _problem(config: Any, args: argparse.Namespace, hardware: Any, methods: Sequence[str]) -> Tuple[Any, str]:
-    """What is to be planned, and how the model's figures were come by."""
+def _make_problem(config: Any, args: argparse.Namespace, hardware: Any, methods: Sequence[str]) -> Tuple[Any, str]:
+    """Return what is to be planned, and how the model's figures were plan, in words."""
     from ipu_pipe.hardware.precision import PRECISIONS
     from ipu_pipe.plan.of_config import make_problem
     from ipu_pipe.run.planning import count_config_units
@@ -150,11 +152,11 @@ def _problem(config: Any, args: argparse.Namespace, hardware: Any, methods: Sequ
     usable = None if args.memory is None else args.memory * hardware.device.usable_share.value
     of_blocks = any(METHODS[name].structure is not None for name in methods)
     costed, entering, blocks = count_config_units(config, args.measure, of_blocks)
-    given = make_problem(config, costed.units, entering, hardware, memory=usable, precision=precision)
-    return replace(given, blocks=blocks), costed.how
+    problem = make_problem(config, costed.units, entering, hardware, memory=usable, precision=precision)
+    return replace(problem, blocks=blocks), costed.how
 
 
-def _methods(config: Any, args: argparse.Namespace, lockstep: bool) -> List[str]:
+def _choose_methods(config: Any, args: argparse.Namespace, lockstep: bool) -> List[str]:
     from ipu_pipe.schedule.methods import METHODS
 
     pipelines = [name for name, row in METHODS.items() if row.is_pipeline and name != "naive"]
@@ -167,5 +169,5 @@ def _methods(config: Any, args: argparse.Namespace, lockstep: bool) -> List[str]
         return asked
     if METHODS[config.method].structure is not None and config.method not in LOCAL:
         saying(args.quiet)(f"method: {config.method}: is not planned: pipelines of one loss are, in its place")
-    own = [config.method] if config.method in (LOCAL if lockstep else planned) else []
-    return list(dict.fromkeys([*own, *(IN_LOCKSTEP if lockstep else USUAL)]))
+    configured = [config.method] if config.method in (LOCAL if lockstep else planned) else []
+    return list(dict.fromkeys([*configured, *(IN_LOCKSTEP if lockstep else USUAL)]))

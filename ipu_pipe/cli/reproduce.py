@@ -25,7 +25,7 @@ Exit codes: 0 done (also where results differ from the paper: the table says so)
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Return the command's parser."""
     p = Parser(prog="tools/reproduce.py", description="Run the papers' experiments.", epilog=EPILOG)
     p.add_argument("experiment", metavar="EXPERIMENT", nargs="*", help="names, files, or all; none lists them")
     p.add_argument("--json", action="store_true", help="print the results as JSON")

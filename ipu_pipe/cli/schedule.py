@@ -1,4 +1,4 @@
-"""Print the schedule of a training method: who does what when, and which weights every pass reads.
+"""Print the schedule of a training method: what each stage does when, and which weights every pass reads.
 
 python tools/schedule.py pipedream --stages 4 --microbatches 8
 python tools/schedule.py gpipe --stages 4 --microbatches 16 --accumulate 8 --format csv
@@ -23,10 +23,10 @@ from ipu_pipe.schedule.timelines import compute_utilization, make_schedule
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
 from ipu_pipe.text import show
 
-# What a terminal can still show; JSON and CSV spell out everything.
+# Limits of what a terminal can show; JSON and CSV have everything.
 SHOWN_SLOTS, SHOWN_STAGES = 120, 64
 MOST_SLOTS = 100_000
-# passes of a schedule, stages times microbatches: proving and drawing takes a microsecond each, spelling out ten
+# passes of a schedule, stages times microbatches: proving and drawing takes a microsecond each, writing JSON or CSV ten
 MOST_PASSES = {"text": 10_000_000, "csv": 2_000_000, "json": 2_000_000}
 
 
@@ -39,8 +39,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
             f"method: {method.name}: has no timeline: stages, microbatches and delays are drawn, without a pipeline"
             " (its order and delays: schedule are those of pipedream)"
         )
-    given = args.accumulate is not None
-    accumulate = args.accumulate if given else max(1, method.accumulate_for(args.stages, args.microbatches))
+    accumulate = args.accumulate if args.accumulate is not None else max(1, method.accumulate_for(args.stages, args.microbatches))
     _check_size(args)
     schedule = make_schedule(method, args.stages, args.microbatches, accumulate, args.drains)
     if args.slots is not None and args.format != "text":
@@ -49,7 +48,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
 
 
 def _check_size(args: argparse.Namespace) -> None:
-    """Whether the schedule can be proved and written within half a minute and a gigabyte."""
+    """Raise `BadInput` if the schedule cannot be proved and written within half a minute and a gigabyte."""
     faults = []
     if args.stages > MOST_STAGES:
         faults.append(f"--stages: {show(args.stages)}: at most {MOST_STAGES}: every stage is proved")
@@ -66,7 +65,7 @@ def _check_size(args: argparse.Namespace) -> None:
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Return the command's parser."""
     p = Parser(prog="tools/schedule.py", description=__doc__)
     p.add_argument("method", metavar="METHOD", help=f"one of {', '.join(METHODS)}")
     p.add_argument("--stages", metavar="P", type=int, required=True, help="stages of the pipeline")
@@ -81,7 +80,7 @@ def parser() -> Parser:
         help="text: the timeline as papers draw it (default); csv: what PyTorch's pipeline schedules load, flush"
         " methods only; json: everything, for programs",
     )  # fmt: skip
-    p.add_argument("--slots", metavar="A:B", type=_slots, help="text: print the slots from A up to, not with, B")
+    p.add_argument("--slots", metavar="A:B", type=_parse_slots, help="text: print the slots from A up to, not with, B")
     p.add_argument(
         "--drains", metavar="m", type=int, nargs="+", default=[],
         help="microbatches, multiples of N, before which the pipeline empties and refills",
@@ -89,18 +88,18 @@ def parser() -> Parser:
     axes = p.add_argument_group("changes to an asynchronous method (method_args in a config)")
     axes.add_argument("--schedule", choices=("1f1b", "dataflow"), help="one pass a slot, or both in each step")
     axes.add_argument("--turn", metavar="0|1", type=int, help="dataflow: steps from the last forward to its backward")
-    axes.add_argument("--stash", metavar="true|false", type=_truth, help="backwards read their forward's weights")
+    axes.add_argument("--stash", metavar="true|false", type=_parse_bool, help="backwards read their forward's weights")
     return p
 
 
-def _slots(text: str) -> Tuple[int, int]:
+def _parse_slots(text: str) -> Tuple[int, int]:
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
         raise argparse.ArgumentTypeError(f"{text!r}: must be two slots A:B, A below B")
     return int(first), int(last)
 
 
-def _truth(text: str) -> bool:
+def _parse_bool(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{text!r}: must be true or false")
     return text.lower() == "true"
@@ -118,7 +117,7 @@ def _write_text(schedule: Schedule, method: Method, args: argparse.Namespace, ou
     )
     out.write(format_text(schedule, first, last, SHOWN_STAGES))
     out.write("F forward, B backward, * the stage's weights are updated, . idle\n\n")
-    out.write(_stage_table(schedule, table))
+    out.write(_format_stages(schedule, table))
     greatest, mean = summarize_history_delays(table)
     delay = (
         "none, no pass reads old weights" if greatest is None else f"at most {greatest}, mean {mean:.10g} block updates"
@@ -131,7 +130,7 @@ def _write_text(schedule: Schedule, method: Method, args: argparse.Namespace, ou
     )
 
 
-def _stage_table(schedule: Schedule, table: VersionTable) -> str:
+def _format_stages(schedule: Schedule, table: VersionTable) -> str:
     columns: List[Tuple[str, List[int]]] = [
         ("in flight", schedule.max_in_flight().tolist()),
         ("weight copies", count_weight_copies(table).tolist()),
@@ -155,7 +154,7 @@ def _write_csv(schedule: Schedule, method: Method, args: argparse.Namespace, out
 
 
 def _write_json(schedule: Schedule, method: Method, args: argparse.Namespace, out: TextIO) -> None:
-    """One stage's row at a time, so that a large schedule's text is never held whole."""
+    """Write one stage's row at a time: a large schedule's text does not fit in memory."""
     table = VersionTable(schedule, method)
     greatest, mean = summarize_history_delays(table)
     M = schedule.microbatches

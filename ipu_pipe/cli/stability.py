@@ -1,4 +1,4 @@
-"""Which learning rates are stable under delay: of a run's stages, or the papers' figures."""
+"""Find the learning rates that are stable under delay, for a run's stages or in the papers' figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_quiet, add_set, folder, positive, printing, saying, whole
+from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, folder, positive, printing, saying, whole
 from ipu_pipe.errors import BadInput, Parser, show_traceback
 from ipu_pipe.shipped import find_config
 from ipu_pipe.text import find_nearest, show
@@ -28,7 +28,7 @@ they run the experiments of tools/reproduce.py.
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Return the command's parser."""
     p = Parser(prog="tools/stability.py", description=__doc__, epilog=EPILOG)
     p.add_argument("what", metavar="CONFIG|FIGURE", nargs="*", help="a YAML file, or figures' names, or all")
     add_set(p)
@@ -50,7 +50,7 @@ def parser() -> Parser:
     p.add_argument("--curvature", type=positive, metavar="X", help="given instead of measured")
     p.add_argument("--by-stage", action="store_true", help="measure each stage's own curvature, not the model's")
     add_quiet(p)
-    p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
+    add_traceback(p)
     return p
 
 
@@ -61,12 +61,12 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         args.what = [args.set.pop()]
     with show_traceback(args.traceback):
         if len(args.what) == 1 and (args.what[0].endswith((".yaml", ".yml")) or find_config(args.what[0]).is_file()):
-            _config(args)
+            _examine_config(args)
         else:
-            _figures(args)
+            _make_figures(args)
 
 
-def _config(args: argparse.Namespace) -> None:
+def _examine_config(args: argparse.Namespace) -> None:
     if args.out is not None:
         raise BadInput(f"--out: {args.out}: is where figures go; of a config nothing is written")
     if args.by_stage and args.curvature is not None:
@@ -78,11 +78,11 @@ def _config(args: argparse.Namespace) -> None:
 
     config = load_config(find_config(args.what[0]), args.set)
     how = {"samples": args.samples, "iterations": args.iterations, "seed": args.seed, "curvature": args.curvature}
-    found = {"config": args.what[0], **examine(config, **how, by_stage=args.by_stage)}
-    printing(args.quiet and not args.json)(json.dumps(found, indent=1) if args.json else in_words(found))
+    result = {"config": args.what[0], **examine(config, **how, by_stage=args.by_stage)}
+    printing(args.quiet and not args.json)(json.dumps(result, indent=1) if args.json else in_words(result))
 
 
-def _figures(args: argparse.Namespace) -> None:
+def _make_figures(args: argparse.Namespace) -> None:
     from ipu_pipe.studies.theory_figures import FIGURES
 
     known = [*FIGURES, *EXPERIMENTS]
@@ -91,7 +91,7 @@ def _figures(args: argparse.Namespace) -> None:
         name = unknown[0]
         close = find_nearest(name, known)
         raise BadInput(
-            f"CONFIG|FIGURE: {show(name)}: is no file, nor one of {', '.join(known)}, all"
+            f"CONFIG|FIGURE: {show(name)}: is not a file, nor one of {', '.join(known)}, all"
             + (f"; did you mean {close}?" if close else "")
         )
     if args.set:
@@ -106,19 +106,19 @@ def _figures(args: argparse.Namespace) -> None:
 
     check_plots()
     wanted = list(dict.fromkeys(name for asked in args.what for name in (FIGURES if asked == "all" else [asked])))
-    found = {name: _one(name, args) for name in wanted}
+    figures = {name: _make_figure(name, args) for name in wanted}
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(figures, indent=1))
 
 
-def _one(name: str, args: argparse.Namespace) -> Any:
+def _make_figure(name: str, args: argparse.Namespace) -> Any:
     from ipu_pipe.files import write
     from ipu_pipe.studies.theory_figures import FIGURES
     from ipu_pipe.studies.theory_panels import convert_to_json, draw
 
     out: Path = args.out or Path("runs/stability")
     if name in EXPERIMENTS:
-        return _experiment(EXPERIMENTS[name], out, args)
+        return _run_experiment(EXPERIMENTS[name], out, args)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -129,13 +129,13 @@ def _one(name: str, args: argparse.Namespace) -> Any:
     draw(figure, out / f"{name}.png")
     write(out / f"{name}.json", json.dumps(data) + "\n")
     title = figure.title.replace("\n", " ")
-    told = f"{name}: {title}\n  {figure.source}\n  {figure.seen}\n  {out / name}.json, {out / name}.png"
-    printing(args.quiet or args.json)(told)
+    text = f"{name}: {title}\n  {figure.source}\n  {figure.seen}\n  {out / name}.json, {out / name}.png"
+    printing(args.quiet or args.json)(text)
     return data
 
 
-def _experiment(name: str, out: Path, args: argparse.Namespace) -> Any:
-    """A figure of training runs, as tools/reproduce.py makes it."""
+def _run_experiment(name: str, out: Path, args: argparse.Namespace) -> Any:
+    """Make a figure of training runs, as tools/reproduce.py does."""
     import contextlib
     import io
 

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Dict, Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_quiet, add_set, config_of, counts, folder, tell, whole
+from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, config_of, counts, folder, tell, whole
 from ipu_pipe.errors import BadInput, Parser, show_traceback
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ tools/fetch_data.py fills. Exit codes: 0 done, 2 bad input, 1 fault while runnin
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Return the command's parser."""
     p = Parser(prog="tools/train.py", description="Train a staged model as a config file says.", epilog=EPILOG)
     p.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file, such as those in configs/")
     add_set(p)
@@ -63,7 +63,7 @@ def parser() -> Parser:
         " empties the pipeline: 1, 2, 4 and 8 times the config's)",
     )
     add_quiet(p)
-    p.add_argument("--traceback", action="store_true", help="of a fault: print all of it, not one line alone")
+    add_traceback(p)
     return p
 
 
@@ -83,7 +83,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    """The command, its arguments read."""
+    """Run the command with its arguments parsed."""
     from ipu_pipe.config.load import load_config  # after the arguments are read: --help must not wait for torch
 
     config = load_config(args.config, args.set)
@@ -93,15 +93,15 @@ def _run(args: argparse.Namespace) -> None:
     from ipu_pipe.backends.table import launch, leave
 
     with report_once():
-        launch(config, _asked(args))
-        said = _done(args, config, other)
+        launch(config, _list_options(args))
+        result = _do(args, config, other)
         leave()
-        if said is not None and is_main() and (args.evaluate or not args.quiet):
-            tell(said)
+        if result is not None and is_main() and (args.evaluate or not args.quiet):
+            tell(result)
 
 
-def _done(args: argparse.Namespace, config: Config, other: Optional[Config]) -> Optional[str]:
-    """What is asked for, done; what is to be printed at the end. `other`: the config of the run to compare with."""
+def _do(args: argparse.Namespace, config: Config, other: Optional[Config]) -> Optional[str]:
+    """Do what is asked for and return what is to be printed at the end. `other`: the config of the run to compare with."""
     from ipu_pipe.backends.ranks import run_on_main
     from ipu_pipe.report.run_text import format_plan
     from ipu_pipe.run.planning import build_for_planning
@@ -120,8 +120,8 @@ def _done(args: argparse.Namespace, config: Config, other: Optional[Config]) -> 
     return train_against(config, other, out, args.accumulate, args.resume, args.overwrite, args.quiet)
 
 
-def _asked(args: argparse.Namespace) -> Dict[str, object]:
-    """What all processes of a run must be asked for alike, besides the config."""
+def _list_options(args: argparse.Namespace) -> Dict[str, object]:
+    """Return the options that must be the same for all processes of a run."""
     options = ("out", "resume", "resume_from", "overwrite", "dry_run", "evaluate", "against", "accumulate")
     return {f"--{name.replace('_', '-')}": getattr(args, name) for name in options}
 

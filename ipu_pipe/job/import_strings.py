@@ -14,40 +14,33 @@ from ipu_pipe.text import find_nearest, show
 
 
 def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
-    """What an import string `module:attribute` names, looked for in the current folder too. `key` is for the error."""
+    """Import what `module:attribute` names, from the current folder too. Raise `BadInput`, about `key`, if there is none."""
+    place = f"{key}: {show(entry)}"
     module_name, colon, attribute = entry.partition(":")
     if not colon or not module_name or not attribute:
-        raise BadInput(f"{key}: {show(entry)}: must be an import string module:name, such as models.resnet:resnet50")
+        raise BadInput(f"{place}: must be an import string module:name, such as models.resnet:resnet50")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        module = _imported(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise BadInput(
-                f"{key}: {show(entry)}: no module {error.name} in the current folder or installed"
-            ) from None
-        raise BadInput(f"{key}: {show(entry)}: importing {module_name} fails: {error}") from error
+        value = _import_module(module_name)
     except Exception as error:  # whatever the user's module raises
-        raise BadInput(
-            f"{key}: {show(entry)}: importing {module_name} fails: {type(error).__name__}: {error}"
-        ) from error
-    found: Any = module
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and (module_name == missing or module_name.startswith(missing + ".")):
+            raise BadInput(f"{place}: no module {missing} in the current folder or installed") from None
+        raise BadInput(f"{place}: importing {module_name} fails: {type(error).__name__}: {error}") from error
     for name in attribute.split("."):
-        if not hasattr(found, name):
-            near = find_nearest(name, [n for n in dir(found) if not n.startswith("_")], 3)
-            raise BadInput(
-                f"{key}: {show(entry)}: {module_name} has no {name}" + (f", nearest are {near}" if near else "")
-            )
-        found = getattr(found, name)
-    if not callable(found):
-        raise BadInput(f"{key}: {show(entry)}: is a {type(found).__name__}, must be callable")
-    called: Callable[..., Any] = found
-    return called
+        if not hasattr(value, name):
+            near = find_nearest(name, [known for known in dir(value) if not known.startswith("_")], 3)
+            raise BadInput(f"{place}: {module_name} has no {name}" + (f", nearest are {near}" if near else ""))
+        value = getattr(value, name)
+    if not callable(value):
+        raise BadInput(f"{place}: is a {type(value).__name__}, must be callable")
+    function: Callable[..., Any] = value
+    return function
 
 
-def _imported(name: str) -> Any:
-    """The module of that name: the user's own, else of models that came with the library."""
+def _import_module(name: str) -> Any:
+    """Import a module: the user's own, else one of the models that come with the library."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -62,17 +55,17 @@ def _imported(name: str) -> Any:
 
 
 def check_arguments(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> None:
-    """Refuse (BadInput, every fault) keyword arguments that `function` does not take or misses, told under `key`."""
+    """Raise `BadInput` for all keyword arguments that `function` does not take, or misses; `key` holds them in the config."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some built-in callables do not tell: calling them will
+    except (TypeError, ValueError):  # some built-in callables do not say: calling them will
         return
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     faults = [
         f"{key}.{show(name)}: {show(value)}: unknown argument, allowed are {', '.join(named)}"
         for name, value in args.items()
-        if name not in named and not open_ended
+        if name not in named and not takes_any
     ]
     faults += [
         f"{key}.{name}: missing: must be given"
@@ -84,13 +77,12 @@ def check_arguments(function: Callable[..., Any], args: Mapping[str, Any], key: 
 
 
 def call_entry(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> Any:
-    """`function(**args)`; arguments that it does not take or misses are told under `key`."""
+    """Return `function(**args)`. Raise `BadInput` if it fails; `key` holds its arguments in the config."""
     check_arguments(function, args, key)
     try:
         return function(**args)
     except BadInput as error:
         raise BadInput([f"{key}: {fault}" for fault in error.faults]) from None
-    except (TypeError, ValueError) as error:
-        raise BadInput(f"{key}: {show(dict(args))}: {error}") from error
     except Exception as error:  # whatever the user's function raises
-        raise BadInput(f"{key}: {show(dict(args))}: {summarize(error)}") from error
+        message = str(error) if isinstance(error, (TypeError, ValueError)) else summarize(error)
+        raise BadInput(f"{key}: {show(dict(args))}: {message}") from error

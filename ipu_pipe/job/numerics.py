@@ -1,11 +1,11 @@
-"""What a GPU computes with: the same numbers in every run, and float32 in full, unless the config says otherwise.
+"""Settings of a GPU's arithmetic: the same numbers in every run, and float32 in full, unless the config says otherwise.
 
                     torch's own            here                              asked otherwise by
     kernels         the fastest today      the same each time                backend.deterministic: false
     convolutions    TF32 (10 bit)          float32 (23 bit)                  backend.tf32: true
     matrix products float32                float32                           backend.tf32: true
 
-These are settings of the whole process; the CPU has no need of them. Set before anything runs on the GPU.
+They apply to the whole process and are set before anything runs on the GPU; the CPU does not need them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REPEATABLE = (":4096:8", ":16:8")  # workspaces with which cuBLAS gives the same
 
 
 def set_numerics(backend: BackendConfig) -> None:
-    """Set what `backend` asks for, where it trains on a GPU. Where an operation has no deterministic kernel, torch warns."""
+    """Set what `backend` asks for if it trains on a GPU. Where an operation has no deterministic kernel, torch warns."""
     if backend.device != "cuda":
         return
     if backend.deterministic and os.environ.get(CUBLAS) not in REPEATABLE:
@@ -37,7 +37,7 @@ def set_numerics(backend: BackendConfig) -> None:
 
 
 def record_numerics(backend: BackendConfig) -> Optional[Dict[str, Any]]:
-    """The settings as they are now, for the record; None where no GPU trains."""
+    """Return the settings as they are now, for the run's record; None if no GPU trains."""
     if backend.device != "cuda":
         return None
     return {

@@ -1,9 +1,9 @@
-"""Where code of the user's own failed: its file and line, and what the run was doing with it.
+"""Faults in the user's own code: their file and line, and what the run was doing with it.
 
 ipu_pipe/run/loop.py        go
-ipu_pipe/backends/...       step          <- caught here: the frames from here on are looked at
+ipu_pipe/backends/...       step          <- caught here: the frames from here on are searched
 torch/nn/modules/...    _call_impl
-my_model.py:42          forward           <- told: the innermost that is neither torch's nor ours
+my_model.py:42          forward           <- reported: the innermost that is neither torch's nor ours
 torch/nn/functional.py  linear
 """
 
@@ -31,15 +31,15 @@ _INSTALLED = tuple({sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "p
 
 
 def find_user_frame(error: BaseException) -> Optional[traceback.FrameSummary]:
-    """The innermost frame of a traceback that is of neither this library nor torch, if possible of no installed library."""
+    """Return the innermost frame of a traceback that is in neither this library nor torch, preferably in no installed library."""
     frames = traceback.extract_tb(error.__traceback__)
-    foreign = [f for f in frames if not f.filename.startswith((*_OURS, "<frozen"))]
-    own = [f for f in foreign if not f.filename.startswith(_INSTALLED)]
-    return own[-1] if own else foreign[-1] if foreign else None
+    foreign = [frame for frame in frames if not frame.filename.startswith((*_OURS, "<frozen"))]
+    users = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
+    return users[-1] if users else foreign[-1] if foreign else None
 
 
 def attribute_fault(error: BaseException, where: str) -> UserFault:
-    """The fault in one line, put at the end of the exception's chain of causes: `where`, kind, message, file and line."""
+    """Put a `UserFault` at the end of an exception's chain of causes and return it; its line begins with `where`."""
     known = find_user_fault(error)
     if known is not None:
         return known
@@ -52,8 +52,10 @@ def attribute_fault(error: BaseException, where: str) -> UserFault:
 
 @contextlib.contextmanager
 def attribute_faults(where: Callable[[], str]) -> Iterator[None]:
-    """Attach a UserFault to an exception of the user's code; it stays the exception that it is. An `exit()` becomes a RunFault:
-    a run that it ends would leave with exit code 0 and without a summary."""
+    """Attach a `UserFault` to an exception of the user's code; it stays the exception that it is.
+
+    An `exit()` becomes a `RunFault`: the run would leave with exit code 0 and without a summary.
+    """
     try:
         yield
     except (BadInput, RunFault):
@@ -71,29 +73,26 @@ def exit_words(error: SystemExit) -> str:
     return f"called exit({code}): the run has no summary; a callback ends a run by returning ipu_pipe.Stop(reason)"
 
 
-def keep_traceback(error: BaseException, folder: Path) -> None:
-    """Write the traceback of a user's fault to `folder/traceback.txt`, where there is such a folder and a place to write."""
-    fault = find_user_fault(error)
-    if fault is None or not folder.is_dir():
-        return
-    with contextlib.suppress(OSError):  # a full disk: what ended the run is what must be told
-        file = folder / "traceback.txt"
-        file.write_text(f"{fault}\n\n{fault.traceback}", encoding="utf-8", errors="replace")
-        fault.traceback_file = str(file)
-
-
 @contextlib.contextmanager
 def keep_traceback_of(folder: Path) -> Iterator[None]:
-    """What ends what is inside is kept in the folder, as by `keep_traceback`."""
+    """Write the traceback of a `UserFault` to `folder/traceback.txt`, if there is such a folder and space."""
     try:
         yield
     except BaseException as error:
-        keep_traceback(error, folder)
+        fault = find_user_fault(error)
+        if fault is not None and folder.is_dir():
+            with contextlib.suppress(OSError):  # a full disk: what ended the run must be reported, not this
+                file = folder / "traceback.txt"
+                file.write_text(f"{fault}\n\n{fault.traceback}", encoding="utf-8", errors="replace")
+                fault.traceback_file = str(file)
         raise
 
 
 class StageWatch:
-    """Which stage of an unsplit model runs: that whose first module was entered last. Set `stage` to 0 before each forward."""
+    """The stage of an unsplit model that runs: the one whose first module was entered last.
+
+    Set `stage` to 0 before each forward.
+    """
 
     def __init__(self, model: nn.Module, part: Partition) -> None:
         self.stage = 0
@@ -110,6 +109,6 @@ class StageWatch:
         return hook
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
