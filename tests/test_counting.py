@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import itertools
 import resource
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, List, Tuple
 
 import numpy as np
@@ -24,10 +21,8 @@ from ipu_pipe.model.cutting import crossings, pieces
 from ipu_pipe.model.observation import Observed, count, kept_bytes
 from ipu_pipe.model.probe import footprint
 from ipu_pipe.model.restoring import undisturbed
-from ipu_pipe.model.shape_rules import RULES
 from ipu_pipe.model.shapes import by_shape, fits, shapes_only, stand_in
 from ipu_pipe.model.stages import begin_stage, partition, stage_flops
-from ipu_pipe.model.uncompiled import without_compiler
 from ipu_pipe.plan.prediction import Problem, Sums
 from models.resnet import resnet18
 from models.transformer import transformer_lm, transformer_translation
@@ -265,19 +260,6 @@ def test_a_look_by_shape_leaves_no_shape_behind() -> None:
     assert model(x).device.type == "cpu"
 
 
-@pytest.mark.skipif(sys.version_info < (3, 9), reason="that PyTorch imports no compiler")
-def test_rules_of_shapes_are_those_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = IMAGES
-    ours = shaped(convolutions(), x)
-    monkeypatch.setattr("ipu_pipe.model.shapes.POINTWISE", set())
-    for rule in list(RULES):
-        monkeypatch.delitem(RULES, rule)
-    theirs = shaped(convolutions(), x)
-    assert [(c.flops, c.backward_flops, kept_bytes([c])) for c in ours.calls] == [
-        (c.flops, c.backward_flops, kept_bytes([c])) for c in theirs.calls
-    ]
-
-
 T, MASK, PLACES = torch.randn(2, 5, 6), torch.ones(5, 6, dtype=torch.bool), torch.arange(10).reshape(2, 5)
 OPERATIONS: List[Any] = [
     lambda t, m, p: F.layer_norm(t, (6,)), lambda t, m, p: torch.native_layer_norm(t, (5, 6), None, None, 1e-5),
@@ -299,7 +281,7 @@ OPERATIONS: List[Any] = [
 
 
 @pytest.mark.parametrize("place", range(len(OPERATIONS)))
-def test_a_rule_gives_what_the_cpu_gives(place: int) -> None:
+def test_the_meta_device_gives_what_the_cpu_gives(place: int) -> None:
     """Shape, numbers and order in memory, of the backward too."""
     real_one, shape_one = T.clone().requires_grad_(), T.to("meta").requires_grad_()
     expected = OPERATIONS[place](real_one * 1, MASK, PLACES)
@@ -312,32 +294,6 @@ def test_a_rule_gives_what_the_cpu_gives(place: int) -> None:
     assert (other.shape, other.dtype, other.stride()) == (first.shape, first.dtype, first.stride())
     assert (shape_one.grad is None) == (real_one.grad is None)
     assert real_one.grad is None or shape_one.grad is None or shape_one.grad.stride() == real_one.grad.stride()
-
-
-@pytest.mark.skipif(sys.version_info < (3, 9), reason="that PyTorch imports it itself")
-def test_a_transformer_is_counted_without_symbolic_algebra() -> None:
-    """Which takes longer to import than the whole count."""
-    code = """
-import sys, torch
-from ipu_pipe.hardware.model_units import count_units
-from ipu_pipe.model.shapes import made_by_shape
-from models.transformer import transformer_lm
-with made_by_shape():
-    model = transformer_lm(vocabulary=11, width=8, heads=2, blocks=2)
-x = torch.zeros(2, 5, dtype=torch.long, device="meta")
-count_units(model, x, (), lambda out, y: torch.nn.functional.cross_entropy(out, y), x)
-assert "sympy" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
-
-
-def test_the_compiler_is_there_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name == "torch._dynamo"]:
-        monkeypatch.delitem(sys.modules, name)
-    with without_compiler():
-        standing = sys.modules["torch._dynamo"]
-        assert standing.disable(len) is len
-    assert sys.modules.get("torch._dynamo") is not standing
 
 
 class Gated(nn.Module):

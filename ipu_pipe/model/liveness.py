@@ -14,8 +14,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ipu_pipe.model.nests import tensors_in
 from ipu_pipe.model.observation import storage
-from ipu_pipe.model.shape_rules import tensors_in
 
 ANYWHERE = -1  # in place of a stage: of weights and buffers, which every stage may read by name
 READS = {"_local_scalar_dense", "equal", "is_nonzero", "allclose"}  # operations that give Python a tensor's values
@@ -42,10 +42,6 @@ class Liveness(TorchDispatchMode):
         self._since: Set[int] = set()  # memory that the node that runs has made
         self._read, self._hidden = read, hidden
         self._writing: Dict[Any, List[Any]] = {}  # operation -> what it writes: numbers and names of arguments
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # its name in PyTorch: the compiler is not imported to be told of this class
-        return False
 
     def enter(self, stage: int) -> None:
         """The next stage begins."""

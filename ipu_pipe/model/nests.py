@@ -53,6 +53,15 @@ def tensors(nest: Any) -> List[torch.Tensor]:
     return [value for _, value in named(nest) if isinstance(value, torch.Tensor)]
 
 
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors among an operation's arguments or results, and in lists there."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
 def lead(nest: Any) -> torch.Tensor:
     """The first tensor of a nest, which says on what device all are."""
     return nest if isinstance(nest, torch.Tensor) else tensors(nest)[0]

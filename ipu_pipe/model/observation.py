@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from ipu_pipe.model.flops import BACKWARD, FlopCounterMode, by_formula, formulas, separate_attention
-from ipu_pipe.model.nests import tensors
-from ipu_pipe.model.shape_rules import tensors_in
+from ipu_pipe.model.nests import tensors, tensors_in
 
 
 @dataclass
@@ -209,10 +208,6 @@ class _Counter(TorchDispatchMode):
     def live(self) -> List[int]:
         """Bytes that cross before each call."""
         return list(itertools.accumulate(self._steps))[: len(self.calls)]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # its name in PyTorch: the compiler is not imported to be told of this class
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

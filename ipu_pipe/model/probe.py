@@ -16,11 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ipu_pipe.model.boundaries import Partition, stage_at_call
 from ipu_pipe.model.calling import call
 from ipu_pipe.model.counts import top_places
-from ipu_pipe.model.nests import copied, lead, mapped, tensors
+from ipu_pipe.model.nests import copied, lead, mapped, tensors, tensors_in
 from ipu_pipe.model.observation import Observed, count, kept_bytes, storage
 from ipu_pipe.model.randomness import generators
 from ipu_pipe.model.restoring import buffers_restored, modes_restored, undisturbed
-from ipu_pipe.model.shape_rules import tensors_in
 from ipu_pipe.model.shapes import by_shape, pays, stand_in
 from ipu_pipe.trace.events import UnitRow
 
@@ -225,10 +224,6 @@ class _Origins(TorchDispatchMode):
         self._held = [*weights, *given]
         self._weights = {storage(t) for t in weights}
         self._given = {storage(t) for t in given}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # its name in PyTorch: the compiler is not imported to be told of this class
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read = {storage(t) for t in tensors_in((*args, *(kwargs or {}).values()))}

@@ -16,10 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ipu_pipe.model.nests import lead, numbers, tensors
+from ipu_pipe.model.nests import lead, numbers, tensors, tensors_in
 from ipu_pipe.model.restoring import attributes_restored
-from ipu_pipe.model.shape_rules import ATEN, MADE, POINTWISE, RULES, alike, like, tensors_in
-from ipu_pipe.model.uncompiled import without_compiler
 
 SMALL = 300_000  # numbers
 
@@ -52,7 +50,7 @@ def stand_in(value: Any) -> Any:
 @contextlib.contextmanager
 def shapes_only() -> Iterator[None]:
     """Inside, what is computed with shapes gives shapes, as the CPU's own would be, and imports no compiler."""
-    with without_compiler(), _FusedAttention(), _Shapes():
+    with _FusedAttention(), _ToMeta():
         yield
 
 
@@ -87,27 +85,13 @@ def by_shape(model: nn.Module) -> Iterator[None]:
             yield
 
 
-class _Shapes(TorchDispatchMode):
-    """Operations on shapes. A tensor that the forward made or kept elsewhere becomes a shape where it meets one."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # its name in PyTorch: the compiler is not imported to be told of this class
-        return False
+class _ToMeta(TorchDispatchMode):
+    """Move tensors that the forward makes or keeps elsewhere to the meta device where they meet one that is there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        shapes = {tensor.is_meta for tensor in tensors_in((*args, *kwargs.values()))}
-        if len(shapes) > 1:
+        if len({tensor.is_meta for tensor in tensors_in((*args, *kwargs.values()))}) > 1:
             args, kwargs = stand_in((args, kwargs))
-        made = NotImplemented
-        if True in shapes and func in RULES:
-            made = RULES[func](*args, **kwargs)
-        elif True in shapes and func.overloadpacket in POINTWISE and alike(func.overloadpacket, args):
-            made = like(args[0])
-        elif func in MADE and str(kwargs.get("device")) == "meta":
-            made = MADE[func](*args, **kwargs)
-        if made is not NotImplemented:
-            return made
         return func(*args, **kwargs)
 
 
@@ -118,10 +102,6 @@ class _Looks(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: Set[str] = set()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # as above
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(func.overloadpacket.__name__)
@@ -162,7 +142,7 @@ def _casts() -> bool:
     return torch.is_autocast_cpu_enabled()
 
 
-FUSED: Any = getattr(ATEN, "_scaled_dot_product_flash_attention_for_cpu", None)  # from torch 2.1 on
+FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)  # from torch 2.1 on
 FLASH = 1  # its number among PyTorch's ways
 
 

@@ -19,10 +19,9 @@ from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.local.heads import MakeHead, make_head
 from ipu_pipe.model.calling import call
-from ipu_pipe.model.nests import sample_count
+from ipu_pipe.model.nests import sample_count, tensors_in
 from ipu_pipe.model.observation import Call, count
 from ipu_pipe.model.outputs import Take
-from ipu_pipe.model.shape_rules import tensors_in
 from ipu_pipe.model.shapes import by_shape, stand_in
 
 

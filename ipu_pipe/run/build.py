@@ -38,7 +38,6 @@ from ipu_pipe.model.precision import Numbers, plain_loss
 from ipu_pipe.model.probe import Loss, drawn_unkeyed
 from ipu_pipe.model.randomness import derived_seed
 from ipu_pipe.model.shapes import made_by_shape
-from ipu_pipe.model.uncompiled import without_compiler
 from ipu_pipe.plan.of_config import choose_stages, is_chosen
 from ipu_pipe.run import checks
 from ipu_pipe.run.checkpoint import find_newest, load_weights, read_weights
@@ -239,10 +238,9 @@ def _assemble(
         shared = {id(p) for p in blocks.pieces[own - 1].parameters()}
         held = [*held, *select_parameters(select_stage(groups, own - 1), shared)]
     factory = optimizer or make_factory(config)
-    with without_compiler():
-        made = factory(held)
-        _check_groups(made)
-        whole = made if held is groups else factory(groups)  # a process holds its own stage's alone
+    made = factory(held)
+    _check_groups(made)
+    whole = made if held is groups else factory(groups)  # a process holds its own stage's alone
     if optimizer is not None:
         config = describe_made_optimizer(config, whole)
     used = Given(optimizer=describe_optimizer(whole), loss=_described(plain_loss(plain(setup.loss))))

@@ -6,6 +6,7 @@ Rank 0 prints and writes. Gradients are averaged between the ranks of one stage 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch.distributed as dist
@@ -30,7 +31,6 @@ from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.cutting import Piece, crossings
 from ipu_pipe.model.nests import refuse_other_shapes
 from ipu_pipe.model.randomness import KeyedRandomness
-from ipu_pipe.model.uncompiled import import_compiler
 from ipu_pipe.text import list_some
 from ipu_pipe.update.rules import select_rules
 
@@ -71,7 +71,7 @@ class ProcessEngine(Engine):
             job.data_name, groups[0],
         )  # fmt: skip
         self._evaluation = collect.Evaluation(job, self._interpreter, self._results.with_loss, freed)
-        import_compiler()
+        importlib.import_module("torch._dynamo")  # an optimizer's first step would, and that would be part of its time
         with self._name_faults(), detect_lost_rank(None, self._mail.limit):
             trace.open_file(job, layout.rank, self._recorder, first_update, trace.compare_clocks())
 
