@@ -17,8 +17,8 @@ from ipu_pipe.backends.processes.ties import find_ties
 from ipu_pipe.errors import end_process
 from ipu_pipe.hardware.precision import MIXED, resolve_precision
 from ipu_pipe.job.record import DTYPES
-from ipu_pipe.model.cutting import crossings, pieces
-from ipu_pipe.model.precision import Numbers
+from ipu_pipe.model.cutting import cut_model, list_crossings
+from ipu_pipe.model.precision import ModelPrecision
 from ipu_pipe.model.probe import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.stages import partition
@@ -62,16 +62,18 @@ def fresh(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
         return Skipping(trains_scale=name == "skipping").to(dtype)
     if name == "twice":
         return twice().to(dtype)
-    return whole([stage.to(dtype) for stage in {**MODELS, **TIED, "checkpointed": checkpointed, "redrawing": redrawing}[name]()])
+    return whole(
+        [stage.to(dtype) for stage in {**MODELS, **TIED, "checkpointed": checkpointed, "redrawing": redrawing}[name]()]
+    )
 
 
-def numbers_of(case: Case, model: nn.Module) -> Numbers:
+def numbers_of(case: Case, model: nn.Module) -> ModelPrecision:
     """Those that a fresh model computes in from here on: mixed ones where the case's name asks for it."""
     row = resolve_precision(MIXED, resolve_method(case[1], case[2])) if case[0].startswith("mixed") else "float64"
-    return Numbers(model, row, DTYPES[row], torch.device("cpu"), is_given=False)
+    return ModelPrecision(model, row, DTYPES[row], torch.device("cpu"), is_given=False)
 
 
-def data_of(case: Case, numbers: Numbers) -> List[Any]:
+def data_of(case: Case, numbers: ModelPrecision) -> List[Any]:
     """Its microbatches."""
     return [(x.to(numbers.inputs), y) for x, y in batches(case[3] * updates_of(case))]
 
@@ -108,8 +110,8 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     schedule = make_schedule(method, ranks, len(data), accumulate, drains_of(case), switch * accumulate)
     table = VersionTable(schedule, method)
     layout = RankLayout(rank, ranks)
-    cut = pieces(model, names, data[0][0])
-    across = crossings(cut)
+    cut = cut_model(model, names, data[0][0])
+    across = list_crossings(cut)
     make = ADAMW if "adamw" in case[0] else SGD
     optimizer = make(select_stage(replace_parameters(make_groups(model, part), numbers.trained), rank))
     rate = make.keywords["lr"]
@@ -123,9 +125,7 @@ def run_case(case: Case, rank: int, ranks: int) -> Dict[str, torch.Tensor]:
     work = Work(numbers.loss(nn.functional.cross_entropy), table, rules, clip_of(case))
     recorder = TraceRecorder(rank, rank, range(512))
     mail = TorchMail(rank, cpu, recorder, 300.0, channels=channels)
-    stage = Stage(
-        work, StageModel(layout, cut[rank], across, lambda m: data[m], cpu, keyed, ties=ties), mail, recorder
-    )
+    stage = Stage(work, StageModel(layout, cut[rank], across, lambda m: data[m], cpu, keyed, ties=ties), mail, recorder)
     engine = Interpreter(work, {rank: stage}, mail, recorder, channels=channels)
     with double:
         losses = []

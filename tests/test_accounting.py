@@ -17,7 +17,7 @@ from ipu_pipe.hardware.paper_figures import (
     compute_worker_footprint,
     count_weight_optimizer_copies,
 )
-from ipu_pipe.model.stages import describe, partition
+from ipu_pipe.model.stages import describe_stages, partition
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.recompute import count_kept_by_segments, find_segment_ends, find_segment_heads
@@ -38,7 +38,7 @@ def resnet50_weights(classes: int) -> Tuple[int, ...]:
     """Parameters by stage, one stage a weight tensor."""
     model = resnet.resnet50(classes, small_images=classes == 10)
     part = partition(model, torch.zeros(1, 3, 32, 32), "finest")
-    return tuple(size for _, _, size in describe(part, model))
+    return tuple(size for _, _, size in describe_stages(part, model))
 
 
 # ---- weights and optimizer
@@ -212,10 +212,14 @@ def test_activation_bytes_are_those_of_the_schedule_played_out(P: int, segments:
 def test_worker_footprint_by_hand() -> None:
     """d = 4, m = 16; Narayanan et al. 2021, section 3."""
     assert compute_worker_footprint(400, 80, 3, 4, 16, recompute=True) == {
-        "gpipe": 100 + 20 + 16 * 3, "pipedream_flush": 100 + 20 + 4 * 3, "pipedream_2bw": 200 + 20 + 4 * 3
+        "gpipe": 100 + 20 + 16 * 3,
+        "pipedream_flush": 100 + 20 + 4 * 3,
+        "pipedream_2bw": 200 + 20 + 4 * 3,
     }
     assert compute_worker_footprint(400, 80, 3, 4, 16, recompute=False) == {
-        "gpipe": 100 + 16 * 20, "pipedream_flush": 100 + 4 * 20, "pipedream_2bw": 200 + 4 * 20
+        "gpipe": 100 + 16 * 20,
+        "pipedream_flush": 100 + 4 * 20,
+        "pipedream_2bw": 200 + 4 * 20,
     }
 
 

@@ -19,7 +19,7 @@ from ipu_pipe.backends.ipu.backend import faults
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.errors import end_process
-from ipu_pipe.model.asking import asked_by
+from ipu_pipe.model.loss import list_requested_fields
 from ipu_pipe.run.build import build
 from tests import forked
 from tests.test_batches import PARTS, Two, refusal, settings, train_alike
@@ -90,7 +90,12 @@ def test_blocks_and_mixed_precision_give_it_too() -> None:
 
 
 def test_what_cannot_be_taken_is_told() -> None:
-    assert asked_by(F.cross_entropy) == asked_by(torch.nn.MSELoss()) == asked_by(torch.dot) == ()
+    assert (
+        list_requested_fields(F.cross_entropy)
+        == list_requested_fields(torch.nn.MSELoss())
+        == list_requested_fields(torch.dot)
+        == ()
+    )
     assert refusal(Two(), PARTS, loss=weighted) == (
         "loss: takes weights of the batch, which besides labels has no fields by name: must be among these, or batch, all of it"
     )

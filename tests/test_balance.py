@@ -15,7 +15,9 @@ from torch import nn
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model import flops, observation
 from ipu_pipe.model.balance import SLACK, WeightedCuts, find_greatest
-from ipu_pipe.model.stages import Partition, partition, stage_flops
+from ipu_pipe.model.balancing import count_stage_flops
+from ipu_pipe.model.partition import Partition
+from ipu_pipe.model.stages import partition
 
 IMAGES = torch.randn(2, 3, 8, 8)
 counted = pytest.mark.skipif(flops.FlopCounterMode is None, reason="torch 2.0 has no counter")
@@ -165,7 +167,7 @@ def test_the_search_is_exact(units: Any, data: Any) -> None:
 
 
 def forward(model: nn.Module, part: Partition, x: torch.Tensor) -> List[float]:
-    return [stage.forward for stage in stage_flops(model, part, x)]
+    return [stage.forward for stage in count_stage_flops(model, part, x)]
 
 
 class Functional(nn.Module):
@@ -266,7 +268,7 @@ class Gpt2(nn.Module):
 
 
 def imbalance(model: nn.Module, count: int, x: torch.Tensor) -> float:
-    costs = [sum(stage) for stage in stage_flops(model, partition(model, x, count), x)]
+    costs = [sum(stage) for stage in count_stage_flops(model, partition(model, x, count), x)]
     return max(costs) * count / sum(costs)
 
 

@@ -24,8 +24,8 @@ from ipu_pipe.backends.table import make_engine
 from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.data.batches import split_batch
 from ipu_pipe.errors import RunFault, end_process
-from ipu_pipe.model.nests import copied, few, mapped, named, refuse_other_shapes, tensors
-from ipu_pipe.model.outputs import OwnLoss, Part, fields, told
+from ipu_pipe.model.batch import check_same_shapes, clone_tensors, list_tensors, map_tensors, take_samples, walk_leaves
+from ipu_pipe.model.loss import OwnLoss, TakePart, describe_output, list_fields
 from ipu_pipe.report.run_text import describe_left_out
 from ipu_pipe.run.build import build
 from tests import forked
@@ -59,7 +59,7 @@ def train_alike(
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for k in range(updates):
         optimizer.zero_grad()
-        for batch in (copied(batches[m % len(batches)]) for m in (2 * k, 2 * k + 1)):
+        for batch in (clone_tensors(batches[m % len(batches)]) for m in (2 * k, 2 * k + 1)):
             (value(plain, batch) / 2).backward()
         optimizer.step()
     job = build(settings(steps=updates), model, ipu_pipe.from_loader(batches, batches[:1]), **given)
@@ -199,9 +199,9 @@ def test_every_form_of_a_batch_trains_as_in_plain_pytorch(form: str) -> None:
     batches = [FORMS[form](*parts) for parts in PARTS]
 
     def value(model: nn.Module, batch: Any) -> torch.Tensor:
-        flat = [t for t in tensors(batch) if t.dim() == 2 and t.shape[1] in (2, 3)]
+        flat = [t for t in list_tensors(batch) if t.dim() == 2 and t.shape[1] in (2, 3)]
         a, b = sorted(flat, key=lambda t: -t.shape[1])
-        return F.cross_entropy(model(a, b), next(t for t in tensors(batch) if t.dim() == 1))
+        return F.cross_entropy(model(a, b), next(t for t in list_tensors(batch) if t.dim() == 1))
 
     train_alike(Two(), batches, value)
 
@@ -246,15 +246,17 @@ def test_labels_by_another_name(tmp_path: Path) -> None:
 
 def test_nests() -> None:
     nest = {"a": torch.zeros(4, 2), "b": [torch.ones(4), (None, Named(torch.ones(4, 1), torch.zeros(4)))]}
-    assert [name for name, _ in named(nest)] == ["a", "b.0", "b.1.0", "b.1.1.0", "b.1.1.1"]
-    part = few(nest, 3)
+    assert [name for name, _ in walk_leaves(nest)] == ["a", "b.0", "b.1.0", "b.1.1.0", "b.1.1.1"]
+    part = take_samples(nest, 3)
     assert (
-        [t.shape[0] for t in tensors(part)] == [3] * 4 and part["b"][1][0] is None and part["b"][1][1].a.shape == (3, 1)
+        [t.shape[0] for t in list_tensors(part)] == [3] * 4
+        and part["b"][1][0] is None
+        and part["b"][1][1].a.shape == (3, 1)
     )
-    own = copied(nest)
+    own = clone_tensors(nest)
     own["b"][1][1].b.fill_(5)
     assert nest["b"][1][1].b.sum() == 0
-    assert mapped(torch.Tensor.numel, nest) == {"a": 8, "b": [4, (None, Named(4, 4))]}
+    assert map_tensors(torch.Tensor.numel, nest) == {"a": 8, "b": [4, (None, Named(4, 4))]}
 
 
 # ---- what is refused
@@ -327,9 +329,9 @@ def test_heads_of_blocks_give_what_is_taken_already() -> None:
 
 def test_stages_on_processes_take_one_shape() -> None:
     a, b, _ = PARTS[0]
-    refuse_other_shapes({"a": a, "b": None}, {"a": b.new_zeros(4, 3), "b": None}, 5)
+    check_same_shapes({"a": a, "b": None}, {"a": b.new_zeros(4, 3), "b": None}, 5)
     with pytest.raises(BadInput) as refused:
-        refuse_other_shapes({"a": a[:, :2]}, {"a": a}, 5)
+        check_same_shapes({"a": a[:, :2]}, {"a": a}, 5)
     (line,) = refused.value.faults
     assert (
         line.startswith("data: microbatch 5: inputs: a: of shape (4, 2), of the first microbatch (4, 3)")
@@ -339,10 +341,10 @@ def test_stages_on_processes_take_one_shape() -> None:
 
 def test_fields_of_outputs() -> None:
     pair = Named(torch.zeros(1), torch.ones(2))
-    assert fields(pair) == ["a", "b"] and fields((1, 2)) == [0, 1] and fields({"x": 1}) == ["x"]
-    assert told(pair) == "Named(a, b)" and told(torch.zeros(2, 3)) == "a tensor of shape (2, 3)"
-    assert Part("b")(pair) is pair.b and Part(1)(pair) is pair.b and Part(-1)({"x": 3, "y": 4}) == 4
-    assert Part("b")(pair.a) is pair.a  # a tensor is the output itself
+    assert list_fields(pair) == ["a", "b"] and list_fields((1, 2)) == [0, 1] and list_fields({"x": 1}) == ["x"]
+    assert describe_output(pair) == "Named(a, b)" and describe_output(torch.zeros(2, 3)) == "a tensor of shape (2, 3)"
+    assert TakePart("b")(pair) is pair.b and TakePart(1)(pair) is pair.b and TakePart(-1)({"x": 3, "y": 4}) == 4
+    assert TakePart("b")(pair.a) is pair.a  # a tensor is the output itself
     assert OwnLoss()(pair, None) is pair.a and OwnLoss()({"loss": pair.a, "other": pair.a}, None) is pair.a
 
 
@@ -487,10 +489,12 @@ def as_trained(case: str) -> Dict[str, Any]:
         "vit": lambda: {"model": hugging("vit"), "data": images(), "output": "logits"},
         "noisy": lambda: {"model": nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4)), "data": noisy()},
         "seeded": lambda: {
-            "model": nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4)), "data": noisy(np.random.default_rng(5)),
+            "model": nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4)),
+            "data": noisy(np.random.default_rng(5)),
         },
         "unseeded": lambda: {
-            "model": nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4)), "data": noisy(np.random.default_rng()),
+            "model": nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4)),
+            "data": noisy(np.random.default_rng()),
         },
         "blocks": lambda: {"model": hugging("vit"), "data": images(), "output": "logits"},
     }

@@ -17,12 +17,13 @@ from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_units
 from ipu_pipe.hardware.unit_costs import join_units
 from ipu_pipe.model import flops
-from ipu_pipe.model.cutting import crossings, pieces
-from ipu_pipe.model.observation import Observed, count, kept_bytes
-from ipu_pipe.model.probe import footprint
+from ipu_pipe.model.balancing import count_stage_flops
+from ipu_pipe.model.cutting import cut_model, list_crossings
+from ipu_pipe.model.meta import can_run_on_meta, compute_on_meta, move_to_meta, to_meta
+from ipu_pipe.model.observation import Observation, count_saved_bytes, observe_costs
+from ipu_pipe.model.probe import observe_footprint
 from ipu_pipe.model.restoring import undisturbed
-from ipu_pipe.model.shapes import by_shape, fits, shapes_only, stand_in
-from ipu_pipe.model.stages import begin_stage, partition, stage_flops
+from ipu_pipe.model.stages import begin_stage, partition
 from ipu_pipe.plan.prediction import Problem, Sums
 from models.resnet import resnet18
 from models.transformer import transformer_lm, transformer_translation
@@ -91,27 +92,27 @@ class Squeeze(nn.Module):
         return self.inner(x)[0]
 
 
-def real(model: nn.Module, x: torch.Tensor) -> Observed:
+def real(model: nn.Module, x: torch.Tensor) -> Observation:
     with undisturbed(model):
-        return count(model, x, lambda: model(x))
+        return observe_costs(model, x, lambda: model(x))
 
 
-def shaped(model: nn.Module, x: torch.Tensor) -> Observed:
-    with by_shape(model):
-        shapes = stand_in(x)
-        return count(model, shapes, lambda: model(shapes))
+def shaped(model: nn.Module, x: torch.Tensor) -> Observation:
+    with move_to_meta(model):
+        shapes = to_meta(x)
+        return observe_costs(model, shapes, lambda: model(shapes))
 
 
 @NAMED
 def test_shapes_tell_what_the_numbers_do(make: Any, x: torch.Tensor) -> None:
     model = make()
-    if not fits(model, x):
+    if not can_run_on_meta(model, x):
         return
     a, b = real(model, x), shaped(model, x)
     assert [c.name for c in a.calls] == [c.name for c in b.calls] and a.runs == b.runs
     assert [(c.flops, c.backward_flops) for c in a.calls] == [(c.flops, c.backward_flops) for c in b.calls]
-    assert [kept_bytes([c]) for c in a.calls] == [kept_bytes([c]) for c in b.calls]
-    assert a.live == b.live and kept_bytes(a.calls) == kept_bytes(b.calls)
+    assert [count_saved_bytes([c]) for c in a.calls] == [count_saved_bytes([c]) for c in b.calls]
+    assert a.live == b.live and count_saved_bytes(a.calls) == count_saved_bytes(b.calls)
     assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
 
 
@@ -133,7 +134,7 @@ def test_flops_of_passes_by_hand() -> None:
     b, n, w = 2, 5, 8
     model, x = nn.Sequential(nn.Linear(w, w), Attend(w)), torch.randn(b, n, w)
     linear, made, attention = 2 * b * n * w * w, 2 * b * n * w * 3 * w, 4 * b * n * n * w
-    first, second = stage_flops(model, partition(model, x, ["1"]), x)
+    first, second = count_stage_flops(model, partition(model, x, ["1"]), x)
     assert first == (linear, linear)  # no gradient of the data
     assert second.forward == made + attention + linear
     fused = flops.FlopCounterMode is not None and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
@@ -141,7 +142,7 @@ def test_flops_of_passes_by_hand() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 6, 3, groups=2))
     images = torch.randn(2, 3, 8, 8)
     a, c = 2 * 2 * 4 * 36 * 27, 2 * 2 * 6 * 16 * 18
-    assert stage_flops(net, partition(net, images, ["1"]), images) == [(a, a), (c, 2 * c)]
+    assert count_stage_flops(net, partition(net, images, ["1"]), images) == [(a, a), (c, 2 * c)]
 
 
 @NAMED
@@ -158,7 +159,7 @@ def test_what_is_kept_is_what_autograd_saves(make: Any, x: torch.Tensor) -> None
 
     with undisturbed(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         made = model(x)
-    assert kept_bytes(real(model, x).calls) == sum(size for size, _ in saved.values()) > 0
+    assert count_saved_bytes(real(model, x).calls) == sum(size for size, _ in saved.values()) > 0
     del made
 
 
@@ -167,14 +168,14 @@ def test_what_crosses_is_what_pieces_hand_on(name: str) -> None:
     make, x = next(row[1:] for row in MODELS if row[0] == name)
     model = make()
     units = count_units(model, x).units
-    cut = pieces(model, [unit.name for unit in units[1:]], x)
-    handed = [sum(shape.bytes for shape in crossing.tensors) for crossing in crossings(cut)]
+    cut = cut_model(model, [unit.name for unit in units[1:]], x)
+    handed = [sum(shape.bytes for shape in crossing.tensors) for crossing in list_crossings(cut)]
     assert [unit.output_bytes * len(x) for unit in units[:-1]] == handed
 
 
 def test_a_footprint_carries_skips_and_the_input_over_every_boundary() -> None:
     x, model = torch.randn(2, 3, 8, 8), UNet()
-    made = footprint(model, partition(model, x), lambda out, y: out.sum(), x, torch.zeros(2))
+    made = observe_footprint(model, partition(model, x), lambda out, y: out.sum(), x, torch.zeros(2))
     a, b, c, given = (2 * size * 4 for size in (4 * 64, 5 * 16, 4 * 64, 3 * 64))
     assert made.boundary_bytes == (a + given, a + b + given, a + c + given)
 
@@ -185,7 +186,7 @@ def test_units_hold_every_weight_once_and_add_up() -> None:
         costed = count_units(model, TOKENS)
         whole = join_units(costed.units)
         assert whole.parameters == sum(p.numel() for p in model.parameters())
-        assert whole.activation_bytes * len(TOKENS) == kept_bytes(real(model, TOKENS).calls)
+        assert whole.activation_bytes * len(TOKENS) == count_saved_bytes(real(model, TOKENS).calls)
         assert [u.name for u in costed.units] == (
             ["embedding"] if tied else ["embedding", "block1", "block2", "block3", "norm", "head"]
         )
@@ -285,7 +286,7 @@ def test_the_meta_device_gives_what_the_cpu_gives(place: int) -> None:
     """Shape, numbers and order in memory, of the backward too."""
     real_one, shape_one = T.clone().requires_grad_(), T.to("meta").requires_grad_()
     expected = OPERATIONS[place](real_one * 1, MASK, PLACES)
-    with shapes_only():
+    with compute_on_meta():
         found = OPERATIONS[place](shape_one * 1, MASK.to("meta"), PLACES.to("meta"))
         (first, *_), (other, *_) = ((made,) if isinstance(made, torch.Tensor) else made for made in (expected, found))
         if first.requires_grad:
@@ -314,7 +315,7 @@ def test_each_stage_keeps_once_what_its_units_keep() -> None:
     units, calls = count_units(model, x, ["b", "c", "d"]).units, real(model, x).calls[1:]
     assert [unit.also_kept for unit in units] == [(), (), (), ((2, 16.0),)]
     for first, end in itertools.combinations(range(5), 2):
-        assert join_units(units[first:end]).activation_bytes * 2 == kept_bytes(calls[first:end]), (first, end)
+        assert join_units(units[first:end]).activation_bytes * 2 == count_saved_bytes(calls[first:end]), (first, end)
     given = read_hardware("v100x8")
     sums = Sums(Problem(units, 16.0, given, 1e9, "float32", "sgd"), 2)
     ends = [sums.stage(np.array(a), np.array(b)).activation_bytes for a, b in itertools.combinations(range(5), 2)]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.cutting import crossings, pieces
-from ipu_pipe.model.nests import refuse_other_shapes
+from ipu_pipe.model.batch import check_same_shapes
+from ipu_pipe.model.cutting import cut_model, list_crossings
 from ipu_pipe.model.probe import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.rehearsal import rehearse
@@ -104,7 +104,7 @@ def others() -> Dict[str, Tuple[str, List[str], torch.Tensor]]:
 def check(model: nn.Module, begins: List[str], x: torch.Tensor) -> None:
     """Outputs, gradients and buffers of pieces one after another, and of the whole; for another batch size in evaluation, too."""
     attributes = [set(vars(module)) for module in model.modules()]
-    cut = pieces(model, begins, x)
+    cut = cut_model(model, begins, x)
     rehearse(model, cut, x)
     assert [set(vars(module)) for module in model.modules()] == attributes
     assert [sorted(piece.weights()) for piece in cut] == [
@@ -154,15 +154,15 @@ def test_models_of_other_libraries_are_cut_inside_their_modules(name: str) -> No
 
 
 def test_what_depends_on_sizes_alone_is_made_again() -> None:
-    cut = pieces(Translator(), ["transformer.decoder.layers.1"], WORDS)
-    assert [[t.shape for t in crossing.tensors] for crossing in crossings(cut)] == [[(3, 7, 16)] * 2]
+    cut = cut_model(Translator(), ["transformer.decoder.layers.1"], WORDS)
+    assert [[t.shape for t in crossing.tensors] for crossing in list_crossings(cut)] == [[(3, 7, 16)] * 2]
 
 
 def test_memory_layouts_cross() -> None:
     """What crosses is seen by kernels as it lies in memory: a message brings it so."""
     model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last), IMAGES
-    cut = pieces(model, ["1"], x.contiguous(memory_format=torch.channels_last))
-    (crossing,) = crossings(cut)
+    cut = cut_model(model, ["1"], x.contiguous(memory_format=torch.channels_last))
+    (crossing,) = list_crossings(cut)
     value = cut[0](x.contiguous(memory_format=torch.channels_last))
     (message,) = crossing.flatten(value)
     assert message.is_contiguous() and message.shape == crossing.tensors[0].sent == (3, 16, 16, 4)
@@ -173,7 +173,7 @@ def test_memory_layouts_cross() -> None:
 def test_a_tensor_without_a_gradient_gets_none() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
     model[1].requires_grad_(True)
-    assert not crossings(pieces(model, ["1"], torch.randn(2, 4)))[0].tensors[0].differentiable
+    assert not list_crossings(cut_model(model, ["1"], torch.randn(2, 4)))[0].tensors[0].differentiable
 
 
 # ---- refusals
@@ -286,7 +286,7 @@ def leaves_out(self: Any, x: torch.Tensor) -> torch.Tensor:
 def test_what_cannot_be_cut_is_refused_with_place_and_remedy(act: Any, told: str) -> None:
     model = Does(act)
     with pytest.raises(BadInput, match=told) as refused:
-        pieces(model, ["inner.b"], torch.randn(2, 4))
+        cut_model(model, ["inner.b"], torch.randn(2, 4))
     assert len(refused.value.faults) == 1
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()) and not torch.jit.is_tracing()
     assert model.inner.kept is None
@@ -295,21 +295,21 @@ def test_what_cannot_be_cut_is_refused_with_place_and_remedy(act: Any, told: str
 def test_hooks_on_what_is_cut_are_refused_others_run() -> None:
     model, x, seen = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())), torch.randn(2, 4), []
     model[1][1].register_forward_hook(lambda *_: seen.append(1))
-    cut = pieces(model, ["1.1"], x)
+    cut = cut_model(model, ["1.1"], x)
     before = len(seen)
     cut[1](cut[0](x))
     assert len(seen) == before + 1
     model[1].register_forward_hook(lambda *_: None)
     with pytest.raises(BadInput, match="stages: 1: has hooks, and stages begin inside of it"):
-        pieces(model, ["1.1"], x)
-    pieces(model, ["1"], x)
+        cut_model(model, ["1.1"], x)
+    cut_model(model, ["1"], x)
 
 
 def test_orders_and_sizes_that_were_not_recorded_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(BadInput, match="stages: 1: begins stage 2, but runs while stage 0 does"):
-        pieces(model, ["2", "1"], torch.randn(2, 4))
-    cut = pieces(model, ["1"], torch.randn(2, 4))
+        cut_model(model, ["2", "1"], torch.randn(2, 4))
+    cut = cut_model(model, ["1"], torch.randn(2, 4))
     with pytest.raises(BadInput, match=r"stage 1 is given tensors of shapes \[\(3, 4\)\]"):
         cut[1](torch.randn(3, 4))
 
@@ -318,7 +318,7 @@ def test_a_cache_of_keys_is_refused_with_what_turns_it_off() -> None:
     from tests import third_party_models
 
     with pytest.raises(BadInput, match=r"stage 0: model.transformer.h.0.*DynamicCache.*config.use_cache = False"):
-        pieces(third_party_models.gpt2(use_cache=True), ["model.transformer.h.1"], WORDS)
+        cut_model(third_party_models.gpt2(use_cache=True), ["model.transformer.h.1"], WORDS)
 
 
 class Masked(nn.Module):
@@ -339,7 +339,7 @@ class Masked(nn.Module):
 def test_inputs_of_another_kind_have_a_recording_of_their_own() -> None:
     """Story: two keys of a batch in another order, of tensors of one shape, went to the model exchanged."""
     model, (x, z), mask = Masked(), torch.randn(2, 3, 4), torch.rand(3, 4) > 0.5
-    cut = pieces(model, ["b", "c"], {"x": x, "z": z})
+    cut = cut_model(model, ["b", "c"], {"x": x, "z": z})
     for given in (
         {"z": z, "x": x}, {"x": z, "z": x}, {"z": None, "x": x}, {"x": x, "z": z, "mask": mask},
         {"x": x, "z": z, "mask": mask.float()}, {"mask": mask.long(), "z": z, "x": x}, {"x": x, "mask": mask},
@@ -348,8 +348,10 @@ def test_inputs_of_another_kind_have_a_recording_of_their_own() -> None:
         for piece in cut:
             value = piece(value)
         assert torch.equal(value, model(**given)), list(given)
-    refuse_other_shapes({"z": z, "x": x}, {"x": x, "z": z}, 3)
-    with pytest.raises(BadInput, match="microbatch 3: inputs: mask: of dtype torch.int64, of the first microbatch torch.bool"):
-        refuse_other_shapes({"x": x, "mask": mask.long()}, {"x": x, "mask": mask}, 3)
+    check_same_shapes({"z": z, "x": x}, {"x": x, "z": z}, 3)
+    with pytest.raises(
+        BadInput, match="microbatch 3: inputs: mask: of dtype torch.int64, of the first microbatch torch.bool"
+    ):
+        check_same_shapes({"x": x, "mask": mask.long()}, {"x": x, "mask": mask}, 3)
     with pytest.raises(BadInput, match=r"inputs: of shape \(2, 4\), of the first microbatch \(3, 4\)"):
-        refuse_other_shapes(x[:2], x, 3)
+        check_same_shapes(x[:2], x, 3)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.probe import derived_weights, observe_effects
+from ipu_pipe.model.probe import find_derived_weights, observe_effects
 from ipu_pipe.model.stages import partition
 from models import mlp as mlps
 from models import resnet as resnets
@@ -409,13 +409,13 @@ def test_gradients_reach_every_weight_and_the_seed_decides_the_weights(name: str
 @pytest.mark.parametrize("name", [name for name in SMALL if "preact" not in name])
 def test_no_weight_is_derived_and_saved(name: str) -> None:
     torch.manual_seed(0)
-    assert derived_weights(SMALL[name](), F.cross_entropy, *example(name)) == []
+    assert find_derived_weights(SMALL[name](), F.cross_entropy, *example(name)) == []
 
 
 def test_the_probe_would_see_a_derived_projection(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = lambda self, input, memory=None: F.linear(input, self.weight * 1, self.bias)  # noqa: E731
     monkeypatch.setattr(transformer.Projection, "forward", forward)
-    found = derived_weights(SMALL["transformer_lm"](), F.cross_entropy, *example("transformer_lm"))
+    found = find_derived_weights(SMALL["transformer_lm"](), F.cross_entropy, *example("transformer_lm"))
     assert found == ["block1.attention.projection.weight", "block2.attention.projection.weight"]
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from ipu_pipe.config.load import configure
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.observation import count
-from ipu_pipe.model.shapes import by_shape, stand_in
+from ipu_pipe.model.meta import move_to_meta, to_meta
+from ipu_pipe.model.observation import observe_costs
 from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.report.run_text import format_plan
 from ipu_pipe.run.build import build
@@ -96,10 +96,10 @@ def test_a_language_models_shapes_are_those_of_its_numbers() -> None:
         transformer_lm(vocabulary=50, width=32, heads=2, blocks=3, context=16),
         torch.zeros(2, 16, dtype=torch.int64),
     )
-    numbers = count(model, x, lambda: model(x))
-    with by_shape(model):
-        shape = stand_in(x)
-        shapes = count(model, shape, lambda: model(shape))
+    numbers = observe_costs(model, x, lambda: model(x))
+    with move_to_meta(model):
+        shape = to_meta(x)
+        shapes = observe_costs(model, shape, lambda: model(shape))
     assert shapes.live == numbers.live and shapes.runs == numbers.runs
     for one, other in zip(shapes.calls, numbers.calls):
         assert (one.name, one.flops, one.backward_flops) == (other.name, other.flops, other.backward_flops)

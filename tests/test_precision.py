@@ -25,7 +25,7 @@ from ipu_pipe.hardware.memory import compute_stage_memory
 from ipu_pipe.hardware.precision import MASTERS, MIXED, resolve_precision
 from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.job.record import DTYPES
-from ipu_pipe.model.precision import Numbers
+from ipu_pipe.model.precision import ModelPrecision
 from ipu_pipe.model.stages import partition
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.prediction import Problem
@@ -62,9 +62,11 @@ def data_of(count: int) -> List[Any]:
     return [(x.float(), y) for x, y in batches(count)]
 
 
-def emulated(model: nn.Module, method: Method, accumulate: int, data: List[Any], make: Any, args: Any) -> Numbers:
+def emulated(
+    model: nn.Module, method: Method, accumulate: int, data: List[Any], make: Any, args: Any
+) -> ModelPrecision:
     row = resolve_precision(MIXED, method)
-    numbers = Numbers(model, row, DTYPES[row], CPU, is_given=False)
+    numbers = ModelPrecision(model, row, DTYPES[row], CPU, is_given=False)
     given = [(x.to(numbers.inputs), y) for x, y in data]
     part = partition(model, given[0][0])
     schedule = make_schedule(method, len(part), len(data), accumulate)
@@ -352,7 +354,8 @@ def test_a_plan_counts_each_methods_own_way() -> None:
     assert [way.precision for way in ways] == [problem.of("pipedream").precision, MASTERS] == [MIXED, MASTERS]
     assert [way.input_bytes for way in ways] == [256.0, 128.0]
     held = [
-        compute_stage_memory(unit, 0.0, 2, 0, 3, precision=way.precision, samples=2, optimizer=way.optimizer) for way in ways
+        compute_stage_memory(unit, 0.0, 2, 0, 3, precision=way.precision, samples=2, optimizer=way.optimizer)
+        for way in ways
     ]
     # weights and an older version; gradients; moments and master; halved activations, and autocast's copies with each
     assert [tuple(each)[:5] for each in held] == [(4000, 4000, 4000, 8000, 0), (2000, 2000, 4000, 12000, 0)]

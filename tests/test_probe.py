@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ipu_pipe.model.probe import derived_weights, drawn_unkeyed, footprint, observe_effects
+from ipu_pipe.model.probe import find_derived_weights, find_unkeyed_draws, observe_effects, observe_footprint
 from ipu_pipe.model.stages import begin_stage, partition
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -45,7 +45,7 @@ def _head(channels: int) -> Any:
 
 def test_a_first_layer_is_free_to_derive_weights() -> None:
     """No gradient of its input is wanted, so its backward reads no weight at all."""
-    assert derived_weights(Times(), F.cross_entropy, IMAGES, LABELS) == []
+    assert find_derived_weights(Times(), F.cross_entropy, IMAGES, LABELS) == []
 
 
 def _weight_norm() -> nn.Module:
@@ -65,7 +65,7 @@ def _weight_norm() -> nn.Module:
     ids=["product", "autocast", "instance norm"],
 )
 def test_derived_weights_are_named(model: nn.Module, guilty: Any) -> None:
-    found = derived_weights(model, F.cross_entropy, IMAGES, LABELS)
+    found = find_derived_weights(model, F.cross_entropy, IMAGES, LABELS)
     assert found == guilty
 
 
@@ -73,7 +73,7 @@ def test_derived_weights_are_named(model: nn.Module, guilty: Any) -> None:
     not hasattr(nn.utils, "parametrizations") or torch.__version__ < "2.1", reason="torch 2.1's weight norm"
 )
 def test_weight_norm_is_named() -> None:
-    found = derived_weights(
+    found = find_derived_weights(
         nn.Sequential(nn.Conv2d(3, 3, 1), _weight_norm(), _head(6)), F.cross_entropy, IMAGES, LABELS
     )
     assert found == ["1.parametrizations.weight.original0", "1.parametrizations.weight.original1"]
@@ -104,12 +104,12 @@ class Text(nn.Module):
 def test_ordinary_layers_are_not_accused_and_are_left_as_found() -> None:
     model = _plain()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert derived_weights(model, F.cross_entropy, IMAGES, LABELS) == []
+    assert find_derived_weights(model, F.cross_entropy, IMAGES, LABELS) == []
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-    assert derived_weights(Text(), F.cross_entropy, torch.randint(0, 9, (2, 5)), LABELS) == []
+    assert find_derived_weights(Text(), F.cross_entropy, torch.randint(0, 9, (2, 5)), LABELS) == []
     half, images = _plain().bfloat16(), IMAGES.bfloat16()
-    assert derived_weights(half, F.cross_entropy, images, LABELS) == []
+    assert find_derived_weights(half, F.cross_entropy, images, LABELS) == []
 
 
 def test_random_modules_are_those_that_draw() -> None:
@@ -121,15 +121,15 @@ def test_recurrent_layers_with_dropout_of_their_own_draw_unkeyed_on_a_gpu() -> N
     model = nn.ModuleDict({
         "plain": nn.GRU(2, 2, num_layers=2), "one": nn.ModuleList([nn.LSTM(2, 2, num_layers=2, dropout=0.1)]),
     })  # fmt: skip
-    assert drawn_unkeyed(model, torch.device("cuda", 0)) == ["one.0"]
-    assert drawn_unkeyed(model, torch.device("cpu")) == []
+    assert find_unkeyed_draws(model, torch.device("cuda", 0)) == ["one.0"]
+    assert find_unkeyed_draws(model, torch.device("cpu")) == []
 
 
 def test_footprint_counts_saved_and_sent_bytes() -> None:
     model = nn.Sequential(
         nn.Flatten(), nn.Linear(192, 10), nn.ReLU(), begin_stage(nn.Linear(10, 6)), begin_stage(nn.Linear(6, 4))
     )
-    made = footprint(model, partition(model, IMAGES), F.cross_entropy, IMAGES, LABELS)
+    made = observe_footprint(model, partition(model, IMAGES), F.cross_entropy, IMAGES, LABELS)
     assert made.boundary_bytes == (2 * 10 * 4, 2 * 6 * 4)
     # the first stage keeps its input and ReLU's output; the second its input; the last its input, log-softmax and labels
     assert made.saved_bytes[0] == 2 * 192 * 4 + 2 * 10 * 4
@@ -150,7 +150,7 @@ class Skip(nn.Module):
 
 def test_a_skip_connection_is_carried_over_every_boundary() -> None:
     x, model = torch.randn(2, 4), Skip()
-    made = footprint(model, partition(model, x), F.cross_entropy, x, LABELS)
+    made = observe_footprint(model, partition(model, x), F.cross_entropy, x, LABELS)
     assert made.boundary_bytes == (2 * 4 * 4, (2 * 2 + 2 * 4) * 4)
 
 
@@ -174,7 +174,7 @@ def test_buffers_that_a_forward_binds_anew_are_put_back() -> None:
     x, model = torch.randn(2, 4), Counting()
     held = model.count
     part = partition(model, x)
-    footprint(model, part, F.cross_entropy, x, LABELS)
+    observe_footprint(model, part, F.cross_entropy, x, LABELS)
     observe_effects(model, x)
-    assert derived_weights(model, F.cross_entropy, x, LABELS) == []
+    assert find_derived_weights(model, F.cross_entropy, x, LABELS) == []
     assert model.count is held and float(held) == 0 and model.cache is None

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model import probe
-from ipu_pipe.model.cutting import pieces
+from ipu_pipe.model.cutting import cut_model
 from ipu_pipe.model.probe import observe_effects
-from ipu_pipe.model.randomness import KeyedRandomness, derived_seed, generators
+from ipu_pipe.model.randomness import KeyedRandomness, derive_seed, list_generators
 from ipu_pipe.schedule.methods import resolve_method
 from tests.staged_models import batches, whole
 from tests.test_emulator_exact import OPTIMIZERS, emulate
@@ -32,8 +32,8 @@ def run(keyed: KeyedRandomness, model: nn.Module, x: torch.Tensor, microbatch: i
 
 
 def test_seeds_are_the_same_everywhere() -> None:
-    assert derived_seed(0, 1, "layer") == 5184220762280779236
-    assert len({derived_seed(s, m, n) for s in (0, 1) for m in range(9) for n in ("a", "b")}) == 36
+    assert derive_seed(0, 1, "layer") == 5184220762280779236
+    assert len({derive_seed(s, m, n) for s in (0, 1) for m in range(9) for n in ("a", "b")}) == 36
 
 
 def test_draws_depend_on_seed_microbatch_and_module_alone_and_leave_the_state() -> None:
@@ -76,7 +76,7 @@ def test_on_a_gpu_the_draws_of_both_generators_are_keyed(monkeypatch: pytest.Mon
     """A generator takes the place of the GPU's."""
     gpu, x = torch.Generator(), torch.ones(8)
     monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
-    monkeypatch.setattr(probe, "generators", lambda device: generators(torch.device("cuda", 0)))
+    monkeypatch.setattr(probe, "list_generators", lambda device: list_generators(torch.device("cuda", 0)))
     layers = [Depth(torch.default_generator), Depth(gpu), Depth(torch.default_generator, gpu), nn.Identity()]
     model = nn.Sequential(*layers)
     calls = observe_effects(model, x).draws
@@ -93,7 +93,7 @@ def test_on_a_gpu_the_draws_of_both_generators_are_keyed(monkeypatch: pytest.Mon
 def test_seeding_asks_the_generator_and_no_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.manual_seed takes 100 times as long, for the same numbers."""
     model, x = nn.Sequential(nn.Dropout(0.5)), torch.ones(64)
-    torch.manual_seed(derived_seed(4, 0, "0"))
+    torch.manual_seed(derive_seed(4, 0, "0"))
     expected = model(x)
     keyed = KeyedRandomness(model, {"0": 1}, seed=4, device=CPU)
     monkeypatch.setattr(torch, "manual_seed", None)
@@ -141,7 +141,7 @@ def test_a_module_that_runs_again_in_a_forward_draws_again() -> None:
     assert len({mask.numpy().tobytes() for mask in masks[:7]}) == 7
     keyed.remove()
     alone = KeyedRandomness(model, {"block.1": 1}, seed=4, device=CPU)  # the first call's key has no number in it
-    torch.manual_seed(derived_seed(4, 0, "block.1"))
+    torch.manual_seed(derive_seed(4, 0, "block.1"))
     expected = model.block(x)
     assert torch.equal(run(alone, model.block, x), expected)
     alone.remove()
@@ -198,7 +198,7 @@ def test_stages_of_one_model_draw_what_the_whole_draws() -> None:
     keyed = KeyedRandomness(model, observe_effects(model, x).draws, 3, CPU)
     whole = run(keyed, model, x, 2)
     value: Any = x
-    for piece in pieces(model, ["c"], x):  # each as on a device of its own
+    for piece in cut_model(model, ["c"], x):  # each as on a device of its own
         with keyed.forward(2, piece.calls_before):
             value = piece(value)
     assert torch.equal(value, whole)

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model import rehearsal
-from ipu_pipe.model.autocast import cast
-from ipu_pipe.model.cutting import Crossing, Shape, pieces
+from ipu_pipe.model.cutting import Crossing, Shape, cut_model
+from ipu_pipe.model.precision import cast_forward
 from ipu_pipe.run.build import build
 from tests.staged_models import Odd, Skipping, residual, whole
 from tests.test_train import config
@@ -100,7 +100,7 @@ class Three(nn.Module):
 
 
 def rehearse(model: nn.Module, begins: Any, x: torch.Tensor) -> rehearsal.Rehearsed:
-    return rehearsal.rehearse(model, pieces(model, begins, x), x)
+    return rehearsal.rehearse(model, cut_model(model, begins, x), x)
 
 
 @pytest.mark.parametrize("how, told", [
@@ -153,8 +153,10 @@ def test_under_autocast_a_weight_that_stages_cast_is_refused() -> None:
     again = nn.Linear(4, 4)
     model, x = nn.Sequential(nn.Linear(4, 4), again, nn.Linear(4, 4), again), torch.randn(3, 4)
     rehearse(model, ["2"], x)
-    cast(model, "cpu")
-    with pytest.raises(BadInput, match="the gradient of 1.*autocast sums that of a weight which several stages use in bfloat16"):
+    cast_forward(model, "cpu")
+    with pytest.raises(
+        BadInput, match="the gradient of 1.*autocast sums that of a weight which several stages use in bfloat16"
+    ):
         rehearse(model, ["2"], x)
 
 

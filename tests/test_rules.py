@@ -264,7 +264,7 @@ def test_adam_under_two_buffered_weights_by_hand() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * self.w
 
-    from ipu_pipe.model.stages import begin_stage, partition  # two stages, the second without weights
+    from ipu_pipe.model.stages import begin_stage, partition
 
     model = nn.Sequential(Scale(), begin_stage(nn.Identity()))
     x = torch.ones(1, 1, dtype=torch.float64)

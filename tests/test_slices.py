@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.counts import between_top
-from ipu_pipe.model.cutting import crossings, pieces
-from ipu_pipe.model.merging import merge_stages
+from ipu_pipe.model.balancing import find_top_places, merge_stages
+from ipu_pipe.model.cutting import cut_model, list_crossings
 from ipu_pipe.model.stages import begin_stage, partition
 from models.resnet import preact_resnet20, resnet18
 from models.transformer import transformer_lm, transformer_translation
@@ -20,7 +19,7 @@ from tests.staged_models import Skipping, residual, whole
 
 def test_what_stays_whole_keeps_its_name() -> None:
     model, x = resnet18(classes=10, small_images=True), torch.randn(2, 3, 8, 8)
-    assert [piece.names for piece in pieces(model, ["layer1.1", "layer3", "layer4.0.conv2"], x)] == [
+    assert [piece.names for piece in cut_model(model, ["layer1.1", "layer3", "layer4.0.conv2"], x)] == [
         ["conv1", "bn1", "relu", "layer1.0"], ["layer1.1", "layer2"],
         ["layer3", "layer4.0.conv1", "layer4.0.bn1", "layer4.0.relu"],
         ["layer4.0.conv2", "layer4.0.bn2", "layer4.0.downsample", "layer4.0.relu", "layer4.1", "avgpool", "flatten", "fc"],
@@ -30,9 +29,9 @@ def test_what_stays_whole_keeps_its_name() -> None:
 def test_values_that_skip_pieces_are_handed_on() -> None:
     torch.manual_seed(0)
     model, x = Skipping().double(), torch.randn(5, 12, dtype=torch.float64)
-    cut = pieces(model, ["b", "c", "d"], x)
+    cut = cut_model(model, ["b", "c", "d"], x)
     assert [name for piece in cut for name in piece.names] == ["a", "b", "c", "norm", "d", "head"]
-    assert [len(c.tensors) for c in crossings(cut)] == [
+    assert [len(c.tensors) for c in list_crossings(cut)] == [
         2,
         3,
         3,
@@ -54,7 +53,7 @@ def test_a_translator_is_cut_between_its_layers() -> None:
     model = transformer_translation(50, 50, width=16, heads=2, layers=2, feedforward=16)
     x = torch.randint(1, 50, (3, 2, 7))
     names = merge_stages(model, partition(model, x), 4, x)
-    cut = pieces(model, names, x)
+    cut = cut_model(model, names, x)
     model.eval()
     value: Any = x
     for piece in cut:
@@ -71,8 +70,8 @@ class GivesSizes(nn.Sequential):
 def test_sizes_do_not_cross() -> None:
     """Of an input of another size they are the ones of its own recording."""
     model = GivesSizes(nn.Linear(4, 4), nn.Linear(4, 4))
-    cut = pieces(model, ["1"], torch.randn(2, 4))
-    assert [len(crossing.tensors) for crossing in crossings(cut)] == [1]
+    cut = cut_model(model, ["1"], torch.randn(2, 4))
+    assert [len(crossing.tensors) for crossing in list_crossings(cut)] == [1]
     for rows in (2, 5, 2):
         x = torch.randn(rows, 4)
         assert torch.equal(cut[1](cut[0](x)), model(x))
@@ -81,7 +80,7 @@ def test_sizes_do_not_cross() -> None:
 def test_few_devices_cut_between_blocks_many_inside_them() -> None:
     model, x = preact_resnet20(), torch.randn(2, 3, 16, 16)
     part = partition(model, x)
-    tops = between_top(model, x, part.begin_names())
+    tops = find_top_places(model, x, part.begin_names())
     starts = list(tops.values())
     assert len(part) == 34
     assert starts == [f"layer{i}.{j}" for i in (1, 2, 3) for j in range(3)] + ["norm", "avgpool", "fc", "loss"]
@@ -113,7 +112,7 @@ def test_pieces_one_after_another_are_the_model(count: int) -> None:
     model, x = transformer_lm(vocabulary=11, width=8, heads=2, blocks=3, context=5), torch.randint(0, 11, (2, 5))
     part = partition(model, x)
     names = merge_stages(model, part, count, x)
-    cut = pieces(model, names, x)
+    cut = cut_model(model, names, x)
     assert len(cut) == count
     value: Any = x
     for piece in cut:
@@ -126,9 +125,9 @@ def test_pieces_one_after_another_are_the_model(count: int) -> None:
 def test_what_crosses_is_known_with_its_nesting() -> None:
     model = whole([stage.float() for stage in residual()])
     x = torch.randn(3, 12)
-    cut = pieces(model, ["1", "2", "3"], x)
+    cut = cut_model(model, ["1", "2", "3"], x)
     model.train()
-    across = crossings(cut)
+    across = list_crossings(cut)
     assert [[t.shape for t in c.tensors] for c in across] == [[(3, 4, 2, 2)], [(3, 4, 2, 2)] * 2, [(3, 4, 2, 2)] * 2]
     pair = (torch.ones(3, 4, 2, 2), torch.zeros(3, 4, 2, 2))
     again = across[1].unflatten(across[1].flatten(pair))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model import costs, execution
+from ipu_pipe.model import balancing, observation
 from ipu_pipe.model.balance import balance
 from ipu_pipe.model.stages import begin_stage, partition
 
@@ -252,6 +252,8 @@ def test_times_of_modules_begin_and_end_with_an_idle_gpu(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("idle"))
-    monkeypatch.setattr(costs.time, "perf_counter", clock)
-    costs._seconds(execution.Call("layer", nn.Linear(4, 3), True, inputs=((torch.zeros(1, 4),), {})), repeats=2)
+    monkeypatch.setattr(balancing.time, "perf_counter", clock)
+    balancing._seconds(
+        observation.ModuleCall("layer", nn.Linear(4, 3), True, inputs=((torch.zeros(1, 4),), {})), repeats=2
+    )
     assert log == ["idle", "clock", "idle", "clock"] * 2

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.cutting import pieces
+from ipu_pipe.model.cutting import cut_model
 from ipu_pipe.model.rehearsal import rehearse
 from ipu_pipe.model.stages import begin_stage, partition
 from ipu_pipe.schedule.methods import METHODS, resolve_method
@@ -174,4 +174,4 @@ def test_a_tied_weight_moves_by_both_its_uses() -> None:
 def test_the_pieces_self_check_adds_gradients_as_autograd_does() -> None:
     """Two uses in one piece and a third behind it: the sum of the two is no part of the whole model's."""
     model, x = whole(fresh("thrice", torch.float32)), batches(1, 16, torch.float32)[0][0]
-    rehearse(model, pieces(model, ["4"], x), x)
+    rehearse(model, cut_model(model, ["4"], x), x)

@@ -172,7 +172,7 @@ def _engine(rank: int, name: str, data: List[Any], accumulate: int, count: int, 
     from ipu_pipe.backends.processes.stage import Stage, StageModel
     from ipu_pipe.backends.processes.trace import TraceRecorder
     from ipu_pipe.backends.work import Work
-    from ipu_pipe.model.cutting import crossings, pieces
+    from ipu_pipe.model.cutting import cut_model, list_crossings
     from ipu_pipe.model.stages import partition
     from ipu_pipe.schedule.methods import resolve_method
     from ipu_pipe.schedule.timelines import make_schedule
@@ -183,11 +183,11 @@ def _engine(rank: int, name: str, data: List[Any], accumulate: int, count: int, 
     model, method = _model(), resolve_method(name)
     part = partition(model, data[0][0], CUT)
     table = VersionTable(make_schedule(method, 2, count, accumulate), method)
-    cut = pieces(model, CUT, data[0][0])
+    cut = cut_model(model, CUT, data[0][0])
     optimizer = torch.optim.SGD(select_stage(make_groups(model, part), rank), lr=RATE, momentum=0.9)
     rules = UpdateRules({}, method, table.rule_lag(), accumulate, optimizer, lambda k: RATE)
     work, cpu = Work(torch.nn.functional.cross_entropy, table, rules), torch.device("cpu")
-    held = StageModel(RankLayout(rank, 2), cut[rank], crossings(cut), lambda m: data[m % len(data)], cpu)
+    held = StageModel(RankLayout(rank, 2), cut[rank], list_crossings(cut), lambda m: data[m % len(data)], cpu)
     recorder = TraceRecorder(rank, rank, range(count))
     mail = TorchMail(rank, cpu, recorder, 300.0, group)
     return Interpreter(work, {rank: Stage(work, held, mail, recorder)}, mail, recorder)
@@ -202,9 +202,9 @@ def _torch_turn(rank: int, data: List[Any], accumulate: int, count: int) -> Call
     import torch
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    from ipu_pipe.model.cutting import pieces
+    from ipu_pipe.model.cutting import cut_model
 
-    piece = pieces(_model(), CUT, data[0][0])[rank]
+    piece = cut_model(_model(), CUT, data[0][0])[rank]
     optimizer = torch.optim.SGD(piece.parameters(), lr=RATE, momentum=0.9)
     stage = PipelineStage(piece, rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, n_microbatches=accumulate, loss_fn=torch.nn.functional.cross_entropy)

@@ -12,8 +12,9 @@ from ipu_pipe.backends.replays import Replays, RoundReplays, TableReplays
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.stability import explain_divergence
-from ipu_pipe.model.nests import lead
-from ipu_pipe.model.probe import Loss, derived_weights
+from ipu_pipe.model.batch import get_first_tensor
+from ipu_pipe.model.loss import Loss
+from ipu_pipe.model.probe import find_derived_weights
 from ipu_pipe.schedule.methods import Method, Reads
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.versions import VersionTable
@@ -140,14 +141,14 @@ def list_exactness_faults(job: Job) -> List[str]:
             "is not known: use scope: stage, scope: delayed_global, or a synchronous method"
         )
     wide = job.config.replicas > 1
-    if (method.reads_old(stages) or wide) and not lead(job.example[0]).is_meta and job.effects.weights:
+    if (method.reads_old(stages) or wide) and not get_first_tensor(job.example[0]).is_meta and job.effects.weights:
         why = "with replicas each would write its own" if wide else f"with {method.name} several versions are in use"
         reasons.append(
             f"model: {list_some(job.effects.weights)}: the forward writes this weight (max_norm of an embedding?), and {why}:"
             " write no weight, or use a method that flushes, without replicas"
         )
     if method.reads_old(stages) and method.backward_reads is Reads.NEWEST:
-        names = derived_weights(job.model, job.loss, *job.example)
+        names = find_derived_weights(job.model, job.loss, *job.example)
         if names:
             reasons.append(
                 f"model: with {method.name} the backward must read newer weights than the forward, but the forward keeps "

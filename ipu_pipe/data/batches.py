@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.asking import asked_of
-from ipu_pipe.model.nests import tensors
-from ipu_pipe.model.randomness import derived_seed
+from ipu_pipe.model.batch import list_tensors
+from ipu_pipe.model.loss import split_requested_fields
+from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.text import show
 
 try:
@@ -57,7 +57,7 @@ def split_batch(
     """A batch's inputs and labels. `labels`: their name in a mapping, if it is none of `LABELS`; `whole`: the model gets all of
     the batch, and the labels may be missing (None); `asked`: what the loss asks for besides labels. Raises BadInput."""
     if asked:
-        return asked_of(batch, *split_batch(batch, labels), asked)
+        return split_requested_fields(batch, *split_batch(batch, labels), asked)
     if isinstance(batch, Mapping):
         name = labels or next((key for key in LABELS if key in batch), None)
         if whole:
@@ -83,7 +83,7 @@ def split_batch(
 
 def compute_checksum(batch: Any, before: int = 0) -> int:
     """Return the CRC-32 of the tensors of a batch, or of several one after another: `before` is that of the earlier ones."""
-    for tensor in tensors(batch):
+    for tensor in list_tensors(batch):
         numbers = tensor.detach().cpu().contiguous().reshape(-1)
         before = zlib.crc32(numbers.view(torch.uint8).numpy().data, before)
     return before
@@ -134,9 +134,9 @@ class TensorData:
         if epoch == self._epoch:
             return
         count = len(self.train[0])
-        generator = torch.Generator().manual_seed(derived_seed(self._seed, "order", epoch))
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
         self._order = torch.randperm(count, generator=generator)
-        generator.manual_seed(derived_seed(self._seed, "augmentation", epoch))
+        generator.manual_seed(derive_seed(self._seed, "augmentation", epoch))
         self._shifts = torch.randint(0, 2 * BORDER + 1, (count, 2), generator=generator)
         self._mirrored = torch.randint(0, 2, (count,), generator=generator).bool()
         self._epoch = epoch
@@ -223,7 +223,7 @@ class SyntheticData:
         x = torch.empty([len(places), *self._shape], dtype=self._type)
         y = torch.empty(len(places), dtype=torch.int64)
         for row, place in enumerate(places):
-            generator.manual_seed(derived_seed(self._seed, part, place))
+            generator.manual_seed(derive_seed(self._seed, part, place))
             if x.is_floating_point():
                 x[row].normal_(generator=generator)
             else:

@@ -14,7 +14,7 @@ import torch
 
 from ipu_pipe.data.batches import Pair, check_limit
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.randomness import derived_seed
+from ipu_pipe.model.randomness import derive_seed
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 MOST_PIXELS = 89_478_485  # of an image: a quarter of a GiB in memory; from here on Pillow warns of decompression bombs
@@ -47,7 +47,7 @@ class ImageFolder:
             raise BadInput("data.root: must be given for image_folder: the folder that holds train/ and val/")
         classes = _classes(Path(root) / "train")
         self.classes = len(classes)
-        generator = torch.Generator().manual_seed(derived_seed(0, "subset"))
+        generator = torch.Generator().manual_seed(derive_seed(0, "subset"))
 
         def some(key: str, count: Optional[int], files: List[Tuple[Path, int]]) -> List[Tuple[Path, int]]:
             check_limit(key, count, len(files))
@@ -95,10 +95,10 @@ class ImageFolder:
     def train_batches(self, epoch: int, indices: Sequence[int], batch_size: int) -> Pair:
         """Return the microbatches `indices` of `epoch` as one batch, whose images all threads decode together."""
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(derived_seed(self._seed, "order", epoch))
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
             self._order, self._epoch = torch.randperm(len(self._train), generator=generator), epoch
         places = [place for index in indices for place in range(index * batch_size, (index + 1) * batch_size)]
-        chosen = [(self._train[int(self._order[place])], derived_seed(self._seed, epoch, place)) for place in places]
+        chosen = [(self._train[int(self._order[place])], derive_seed(self._seed, epoch, place)) for place in places]
         return self._stack(list(self._workers().map(lambda item: self._random(*item), chosen)))
 
     def test_batches(self, batch_size: int) -> Iterator[Pair]:

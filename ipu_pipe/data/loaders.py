@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.nests import tensors
-from ipu_pipe.model.randomness import derived_seed
+from ipu_pipe.model.batch import list_tensors
+from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.text import describe_kind
 
 _END = object()
@@ -136,12 +136,12 @@ class LoaderData:
     def _begin(self, number: int) -> None:
         """Begin a pass of the loader. All that it draws is a function of the seeds and the pass, so that a resumed run and every
         rank draw the same."""
-        seed = derived_seed(self._seed, "loader", number)
+        seed = derive_seed(self._seed, "loader", number)
         self._pass, self._taken = number, 0
         self._drawn = RandomStates.seeded(seed)
         self._own_states = list(self._first_states)
         if number:
-            own_seeds = [derived_seed(seed, state.numpy().tobytes().hex()) for state in self._first_states]
+            own_seeds = [derive_seed(seed, state.numpy().tobytes().hex()) for state in self._first_states]
             self._own_states = [torch.Generator().manual_seed(own_seed).get_state() for own_seed in own_seeds]
         with self._drawing():
             self._iterator = iter(self._train)
@@ -213,7 +213,7 @@ def _refuse_kind(name: str, loader: Any) -> None:
 
 def _count(batch: Any) -> Optional[int]:
     """Samples of a batch, as its first tensor says; None where it has none, which is told where it is used."""
-    held = tensors(batch)
+    held = list_tensors(batch)
     return len(held[0]) if held and held[0].dim() else None
 
 

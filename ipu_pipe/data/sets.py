@@ -32,7 +32,7 @@ from ipu_pipe.data.batches import DataSource, Pair, SyntheticData, TensorData, c
 from ipu_pipe.data.hashes import hash_file
 from ipu_pipe.data.text import TextData, TranslationData
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.randomness import derived_seed
+from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.text import find_nearest, show
 
 # MD5 and size in bytes of the official files
@@ -217,7 +217,7 @@ CLASSES = 10  # of each set whose labels can be random
 
 def _relabelled(pair: Pair, seed: int, part: str) -> Pair:
     """The same samples with labels drawn by (seed, part, place), whatever the sample."""
-    generator = torch.Generator().manual_seed(derived_seed(seed, "random labels", part))
+    generator = torch.Generator().manual_seed(derive_seed(seed, "random labels", part))
     return pair[0], torch.randint(0, CLASSES, (len(pair[1]),), generator=generator)
 
 

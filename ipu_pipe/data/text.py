@@ -11,7 +11,7 @@ import torch
 
 from ipu_pipe.data.batches import Pair, TensorData, check_limit, split_off_test, take_subset
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.randomness import derived_seed
+from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.text import show
 
 
@@ -67,9 +67,9 @@ class TextData:
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
         """Microbatch `index` of `epoch`: the places [index b, (index + 1) b) of the epoch's order."""
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(derived_seed(self._seed, "order", epoch))
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
             order = torch.randperm(self.train_samples, generator=generator)
-            generator.manual_seed(derived_seed(self._seed, "offset", epoch))
+            generator.manual_seed(derive_seed(self._seed, "offset", epoch))
             self._starts = order * self._context + torch.randint(0, self._context, (), generator=generator)
             self._epoch = epoch
         return self._windows(self._text, self._starts[index * batch_size : (index + 1) * batch_size])

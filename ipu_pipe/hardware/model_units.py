@@ -15,17 +15,28 @@ from torch import nn
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.hardware.profiling import median_passes, timed_passes
 from ipu_pipe.hardware.unit_costs import MeasuredPasses, Unit
-from ipu_pipe.model.autocast import uncast_meanwhile
-from ipu_pipe.model.calling import call
-from ipu_pipe.model.counts import top_places
-from ipu_pipe.model.execution import answering, execution, parameters_by_module, refuse_unused
+from ipu_pipe.model.balancing import list_top_places
+from ipu_pipe.model.batch import (
+    call_model,
+    clone_tensors,
+    count_samples,
+    describe_tensors,
+    get_first_tensor,
+    take_samples,
+)
 from ipu_pipe.model.flops import HOW
-from ipu_pipe.model.nests import copied, described, few, lead, sample_count
-from ipu_pipe.model.observation import Observed, count
-from ipu_pipe.model.precision import plain_loss
-from ipu_pipe.model.probe import Loss
+from ipu_pipe.model.loss import Loss
+from ipu_pipe.model.meta import can_run_on_meta, move_to_meta, to_meta
+from ipu_pipe.model.observation import (
+    Observation,
+    check_runs_modules,
+    find_running_ancestor,
+    list_parameters,
+    observe_costs,
+    observe_execution,
+)
+from ipu_pipe.model.precision import get_given_loss, uncast_temporarily
 from ipu_pipe.model.restoring import undisturbed
-from ipu_pipe.model.shapes import by_shape, fits, stand_in
 
 FEW = 2  # samples of a real forward; a batch norm refuses one
 
@@ -44,20 +55,20 @@ def count_units(
     `begins`, figures for a sample. Model, `x` and `y` may lie on the meta device. The `loss` of its outputs and labels `y`, where
     given, is in the last one. What two units keep of one memory is the first one's. Raises BadInput."""
     try:
-        calls, runs = execution(model, x)
-        refuse_unused(calls)
-        with uncast_meanwhile(model):  # what a precision makes of the sizes is the caller's
-            seen, samples = _counted(model, x, plain_loss(loss), y)
+        calls, runs = observe_execution(model, x)
+        check_runs_modules(calls)
+        with uncast_temporarily(model):  # what a precision makes of the sizes is the caller's
+            seen, samples = _counted(model, x, get_given_loss(loss), y)
     except BadInput:
         raise
     except Exception as error:  # whatever the user's model raises
-        raise BadInput(f"model: it cannot be counted on {described(x)}: {summarize(error)}") from error
+        raise BadInput(f"model: it cannot be counted on {describe_tensors(x)}: {summarize(error)}") from error
     how = (
         "by shape"
-        if samples == sample_count(x) and fits(model, x)
+        if samples == count_samples(x) and can_run_on_meta(model, x)
         else f"in a forward and backward of {samples} samples"
     )
-    places = top_places(model, calls, runs)
+    places = list_top_places(model, calls, runs)
     first = places[0] or next(each.name for each in seen.calls if each.works)
     wanted = {*places[1:], *begins} - {first}
     starts = [0, *[i for i, each in enumerate(seen.calls) if each.name in wanted]]
@@ -90,32 +101,32 @@ def count_units(
     return CountedUnits(tuple(units), f"FLOPs {HOW}, {how}")
 
 
-def _counted(model: nn.Module, x: Any, loss: Optional[Loss], y: Any) -> Tuple[Observed, int]:
+def _counted(model: nn.Module, x: Any, loss: Optional[Loss], y: Any) -> Tuple[Observation, int]:
     """A pass, and of how many samples."""
 
     def passed(x: Any, y: Any) -> Any:
-        return call(model, x) if loss is None else loss(call(model, x), y)
+        return call_model(model, x) if loss is None else loss(call_model(model, x), y)
 
-    if fits(model, x):
+    if can_run_on_meta(model, x):
         try:
-            with by_shape(model):
-                shapes, labels = stand_in((x, y))
-                return count(model, shapes, lambda: passed(shapes, labels)), sample_count(x)
+            with move_to_meta(model):
+                shapes, labels = to_meta((x, y))
+                return observe_costs(model, shapes, lambda: passed(shapes, labels)), count_samples(x)
         except Exception:  # its forward looks at values: what the user's code raises then may be anything
-            if lead(x).is_meta:
+            if get_first_tensor(x).is_meta:
                 raise
-    some = copied(few(x, FEW))
+    some = clone_tensors(take_samples(x, FEW))
     with undisturbed(model):
-        return count(model, some, lambda: passed(some, few(y, FEW))), sample_count(some)
+        return observe_costs(model, some, lambda: passed(some, take_samples(y, FEW))), count_samples(some)
 
 
-def _parameters(model: nn.Module, seen: Observed) -> Dict[str, int]:
+def _parameters(model: nn.Module, seen: Observation) -> Dict[str, int]:
     """Trained numbers that each call answers for, a weight used twice where it is used first."""
     order = {each.name: i for i, each in enumerate(seen.calls)}
     first: Dict[int, Tuple[int, int]] = {}
-    for module, _, parameter in parameters_by_module(model):
+    for module, _, parameter in list_parameters(model):
         if parameter.requires_grad:
-            place = order[answering(module, order)]
+            place = order[find_running_ancestor(module, order)]
             first[id(parameter)] = (min(place, first.get(id(parameter), (place, 0))[0]), parameter.numel())
     found: Dict[str, int] = {}
     for place, size in first.values():
@@ -134,7 +145,13 @@ def measure_units(
     begins = {unit.name: i for i, unit in enumerate(costed.units)}
     with undisturbed(model):
         runs = [
-            timed_passes(model, lambda: [loss(call(model, copied(x)), y)], begins, len(begins), lead(x).is_cuda)
+            timed_passes(
+                model,
+                lambda: [loss(call_model(model, clone_tensors(x)), y)],
+                begins,
+                len(begins),
+                get_first_tensor(x).is_cuda,
+            )
             for _ in range(warm_up + repeats)
         ]
     found = median_passes(runs[warm_up:])
@@ -146,8 +163,9 @@ def measure_units(
             whole = sum(each.backward_flops for each in costed.units) or 1.0
             backward = found.whole_backward * unit.backward_flops / whole
         made.append(
-            replace(unit, measured=(*unit.measured, MeasuredPasses(sample_count(x), found.forward[i], backward)))
+            replace(unit, measured=(*unit.measured, MeasuredPasses(count_samples(x), found.forward[i], backward)))
         )
     return CountedUnits(
-        tuple(made), f"{costed.how}; seconds measured with {sample_count(x)} samples on {lead(x).device.type}"
+        tuple(made),
+        f"{costed.how}; seconds measured with {count_samples(x)} samples on {get_first_tensor(x).device.type}",
     )

@@ -10,12 +10,9 @@ import torch
 from ipu_pipe.job.metrics import DEFAULT, Counting, Metric, count_right, is_cross_entropy
 from ipu_pipe.job.record import Setup
 from ipu_pipe.local.blocks import SumOfLosses, get_blocks
-from ipu_pipe.model.asking import labels_of
-from ipu_pipe.model.calling import call
-from ipu_pipe.model.nests import few, sample_count
-from ipu_pipe.model.outputs import plain, scores
-from ipu_pipe.model.precision import plain_loss
-from ipu_pipe.model.probe import Loss
+from ipu_pipe.model.batch import call_model, count_samples, take_samples
+from ipu_pipe.model.loss import Loss, get_labels, get_plain_loss, take_scores
+from ipu_pipe.model.precision import get_given_loss
 from ipu_pipe.model.restoring import modes_restored
 
 TEST_BATCH = 128  # samples of one forward; BatchNorm does not see it, it evaluates by running statistics
@@ -87,8 +84,8 @@ def load_test_batches(setup: Setup) -> Iterator[Tuple[Any, Any]]:
     for batch in setup.data.test_batches(TEST_BATCH):
         x, y = setup.prepare_batch(batch)
         if subset:
-            x, y = few(x, subset - seen), few(y, subset - seen)
-        seen += sample_count(x)
+            x, y = take_samples(x, subset - seen), take_samples(y, subset - seen)
+        seen += count_samples(x)
         yield x, y
         if subset and seen >= subset:
             return
@@ -111,14 +108,18 @@ class Tally:
 
     def add(self, output: Any, y: Any, samples: int) -> None:
         """Add a batch's outputs and labels."""
-        taken = scores(self._loss, output)
+        taken = take_scores(self._loss, output)
         self._losses.add(output, y, samples)
         for counting in self._counting:
-            counting.add(taken, labels_of(y), samples)
+            counting.add(taken, get_labels(y), samples)
 
     def _sum_loss(self, output: Any, y: Any, samples: int) -> torch.Tensor:
         """Return the loss times its weight, and the weight  # (2,)"""
-        answers = count_right(scores(self._loss, output), y) if is_cross_entropy(plain_loss(plain(self._loss))) else None
+        answers = (
+            count_right(take_scores(self._loss, output), y)
+            if is_cross_entropy(get_given_loss(get_plain_loss(self._loss)))
+            else None
+        )
         loss = self._loss(output, y).detach().double().reshape(())
         weight = torch.full_like(loss, samples) if answers is None else answers[1].double()
         # all stays on its device: reading a batch's numbers would make a GPU wait
@@ -148,8 +149,8 @@ def evaluate(setup: Setup) -> List[EvaluationResult]:
     with torch.no_grad(), modes_restored(model):
         model.eval()
         for x, y in load_test_batches(setup):
-            outputs = blocks.outputs(x) if blocks is not None else [call(model, x)]
+            outputs = blocks.outputs(x) if blocks is not None else [call_model(model, x)]
             tallies = tallies or [Tally.of(setup) for _ in outputs]
             for tally, output in zip(tallies, outputs):
-                tally.add(output, y, sample_count(x))
+                tally.add(output, y, count_samples(x))
     return [tally.evaluation for tally in tallies or [Tally.of(setup)]]

@@ -20,7 +20,7 @@ from torch import nn
 from ipu_pipe.config.sections import Entry
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.import_strings import call_entry, resolve_entry
-from ipu_pipe.model.asking import labels_of
+from ipu_pipe.model.loss import get_labels
 from ipu_pipe.text import describe_kind, find_nearest, show
 
 SumBatch = Callable[[Any, Any, int], torch.Tensor]  # outputs, labels, samples -> sums (width,)
@@ -78,7 +78,7 @@ def count_right(output: Any, y: Any, among: int = 1) -> Optional[torch.Tensor]:
 
     None unless outputs are (b, classes, ...) and labels integers (b, ...).
     """
-    y = labels_of(y)
+    y = get_labels(y)
     if not isinstance(output, torch.Tensor) or not isinstance(y, torch.Tensor) or y.is_floating_point():
         return None
     if output.dim() != y.dim() + 1 or output.shape[0] != y.shape[0] or output.shape[2:] != y.shape[1:]:
@@ -194,7 +194,9 @@ def _wrap(name: str, metric: Any) -> Metric:
         if not isinstance(value, torch.Tensor):
             value = torch.tensor(float(value), dtype=torch.float64)
         if value.numel() != 1:
-            raise BadInput(f"metrics: {name}: gave a tensor of shape {tuple(value.shape)}, must give one number a batch")
+            raise BadInput(
+                f"metrics: {name}: gave a tensor of shape {tuple(value.shape)}, must give one number a batch"
+            )
         value = value.detach().double().reshape(())
         return torch.stack([value.new_tensor(float(samples)), value * samples])
 

@@ -12,8 +12,9 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.import_strings import resolve_entry
 from ipu_pipe.local.structures import find_structure, make_blocks
 from ipu_pipe.model.cutting import Piece
-from ipu_pipe.model.outputs import Part, Take
-from ipu_pipe.model.stages import Partition, partition
+from ipu_pipe.model.loss import Take, TakePart
+from ipu_pipe.model.partition import Partition
+from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import Method
 
 
@@ -38,14 +39,16 @@ def make_take(config: Config) -> Optional[Take]:
     output = config.model.output
     if isinstance(output, str) and ":" in output:
         return resolve_entry(output, "model.output")
-    return None if output is None else Part(output)
+    return None if output is None else TakePart(output)
 
 
 def make_take_of_heads(config: Config) -> Optional[Take]:
     """Return the same where blocks have losses of their own, whose heads give what a function would take."""
     output = config.model.output
     if config.loss == OWN:
-        why = "the heads of its blocks give no loss of their own: must be a loss of their outputs, such as cross_entropy"
+        why = (
+            "the heads of its blocks give no loss of their own: must be a loss of their outputs, such as cross_entropy"
+        )
         raise BadInput(f"loss: model: {config.method}: {why}")
     if isinstance(output, str) and (output == GIVEN or ":" in output):
         why = f"{config.method} takes the outputs of its blocks' heads: must be the name of a field, or an index"

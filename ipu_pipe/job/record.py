@@ -17,13 +17,12 @@ from ipu_pipe.data.batches import LabelRange, split_batch
 from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.metrics import DEFAULT, Metric
 from ipu_pipe.local.blocks import get_blocks
-from ipu_pipe.model.asking import Labels, labels_of
+from ipu_pipe.model.batch import check_holds_tensors, check_same_samples, map_tensors
 from ipu_pipe.model.cutting import Piece
-from ipu_pipe.model.nests import mapped, refuse_others, refuse_uneven
-from ipu_pipe.model.outputs import OwnLoss
-from ipu_pipe.model.precision import Numbers
-from ipu_pipe.model.probe import Effects, Footprint, Loss, observe_effects
-from ipu_pipe.model.stages import Partition
+from ipu_pipe.model.loss import Labels, Loss, OwnLoss, get_labels
+from ipu_pipe.model.partition import Partition
+from ipu_pipe.model.precision import ModelPrecision
+from ipu_pipe.model.probe import Effects, Footprint, observe_effects
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import METHODS, Method
 from ipu_pipe.schedule.table import Schedule
@@ -58,7 +57,7 @@ class Setup:
     loss: Loss
     data: DataSource
     device: torch.device
-    numbers: Numbers  # that the model computes in
+    numbers: ModelPrecision  # that the model computes in
     label_range: Optional[LabelRange] = field(default=None, init=False)  # where the loss asks for one
     begun: Optional[Begun] = field(default=None, init=False)  # with weights that need not all fit
 
@@ -86,21 +85,21 @@ class Setup:
 
     def move_to_device(self, x: Any, y: Any) -> Tuple[Any, Any]:
         """Return a microbatch on the run's device, inputs in its precision. Raise `BadInput` if it is not made of tensors."""
-        refuse_others(x, "inputs")
-        refuse_uneven(x)
+        check_holds_tensors(x, "inputs")
+        check_same_samples(x)
         if y is not None or not isinstance(self.loss, OwnLoss):
-            refuse_others(labels_of(y), "labels")
+            check_holds_tensors(get_labels(y), "labels")
         if isinstance(y, Labels):
-            refuse_others(y.asked, "what the loss takes")
-            refuse_uneven(y.asked)
+            check_holds_tensors(y.asked, "what the loss takes")
+            check_same_samples(y.asked)
         # the CPU's loss checks labels itself, a GPU's kernel aborts
         if self.label_range is not None and self.device.type == "cuda":
-            self.label_range.check_on_host(labels_of(y))
+            self.label_range.check_on_host(get_labels(y))
 
         def mover(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
             return lambda value: _move(value, self.device, dtype, self.pins_memory)
 
-        return mapped(mover(self.numbers.inputs), x), mapped(mover(self.numbers.labels), y)
+        return map_tensors(mover(self.numbers.inputs), x), map_tensors(mover(self.numbers.labels), y)
 
     def get_trained(self) -> Dict[str, nn.Parameter]:
         """Return what an optimizer changes, the model's weights or their masters, by the names of the weights."""
@@ -238,7 +237,9 @@ class Job(Setup):
 
     def planned_utilization(self) -> float:
         """Return the busy share of slots of the whole run, amortized over the times of its phases (PipeMare, section 4)."""
-        return amortize_utilization([(phase["updates"], phase["planned_utilization"]) for phase in self.describe_phases()])
+        return amortize_utilization(
+            [(phase["updates"], phase["planned_utilization"]) for phase in self.describe_phases()]
+        )
 
     def evaluates_after(self, done: int) -> bool:
         """Return whether to evaluate when `done` updates are done: after each `evaluate.every` epochs and at the end."""

@@ -20,16 +20,15 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.local.heads import MakeHead, make_head
-from ipu_pipe.model.autocast import cast, is_cast
-from ipu_pipe.model.calling import called_with
-from ipu_pipe.model.cutting import Piece, pieces
-from ipu_pipe.model.nests import lead
-from ipu_pipe.model.outputs import Take, scores, told
-from ipu_pipe.model.probe import Footprint, Loss, footprint
-from ipu_pipe.model.randomness import derived_seed, drawing_from
+from ipu_pipe.model.batch import get_first_tensor, join_arguments
+from ipu_pipe.model.cutting import Piece, cut_model
+from ipu_pipe.model.loss import Loss, Take, describe_output, take_scores
+from ipu_pipe.model.partition import Partition
+from ipu_pipe.model.precision import cast_forward, is_cast
+from ipu_pipe.model.probe import Footprint, observe_footprint
+from ipu_pipe.model.randomness import derive_seed, draw_from
 from ipu_pipe.model.rehearsal import rehearse
 from ipu_pipe.model.restoring import buffers_restored, undisturbed
-from ipu_pipe.model.stages import Partition
 
 HEADS = "local_heads"  # the name of auxiliary heads in a model (ipu_pipe.local.blocks)
 
@@ -57,7 +56,7 @@ def compute_losses(loss: Loss, output: Any, y: Any) -> List[torch.Tensor]:
 
 def extract_scores(loss: Loss, output: Any) -> Any:
     """What of an output its loss is of."""
-    return scores(loss.each if isinstance(loss, SumOfLosses) else loss, output)
+    return take_scores(loss.each if isinstance(loss, SumOfLosses) else loss, output)
 
 
 class Blocks:
@@ -77,7 +76,7 @@ class Blocks:
         take: Optional[Take] = None,
     ) -> None:
         self.model = model
-        self.pieces = pieces(model, begins, x)
+        self.pieces = cut_model(model, begins, x)
         self.crossings = self.pieces[0].cut.crossings
         rehearse(model, self.pieces, x)
         with torch.no_grad():
@@ -98,19 +97,21 @@ class Blocks:
         output, activations = self._examples(x)
         output = output if take is None else take(output)
         if not isinstance(output, torch.Tensor):
-            raise BadInput(f"model: returns {told(output)}: blocks need to know of which the loss is: set model.output")
+            raise BadInput(
+                f"model: returns {describe_output(output)}: blocks need to know of which the loss is: set model.output"
+            )
         made: Dict[str, nn.Module] = {}
-        device = lead(x).device
+        device = get_first_tensor(x).device
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(derived_seed(seed, HEADS))
+            torch.manual_seed(derive_seed(seed, HEADS))
             for index, (begin, value) in enumerate(zip(begins, activations)):
                 activation = _one(value, begin)
                 try:
                     built = make(activation, output)
                     built.to(device, torch.float32 if is_cast(model) else activation.dtype)
                     if is_cast(model):
-                        cast(built, device.type)
+                        cast_forward(built, device.type)
                     found = tuple(built.eval()(activation).shape)
                 except BadInput:
                     raise
@@ -213,7 +214,7 @@ class BlockedModel(nn.Module):
         """`BlockOutputs` in training, else the model's own output."""
         if not self.training:
             return self._local_blocks.model(*inputs, **named)
-        return self._local_blocks.train(called_with(inputs, named))
+        return self._local_blocks.train(join_arguments(inputs, named))
 
 
 def get_blocks(model: nn.Module) -> Optional[Blocks]:
@@ -265,7 +266,7 @@ class Duplicates:
         """Run piece `again`, as block `index` holds it, on what enters it; `drawn`: the random state from which the piece itself
         drew."""
         piece = self._pieces[again]
-        with buffers_restored(piece), drawing_from(drawn):  # the block that owns the layer moves its running statistics
+        with buffers_restored(piece), draw_from(drawn):  # the block that owns the layer moves its running statistics
             return torch.func.functional_call(piece, self._held[index][again], (value,))
 
     def average(self) -> None:
@@ -293,9 +294,9 @@ def measure_footprint(model: nn.Module, part: Partition, loss: Loss, example: Tu
     """As seen in one microbatch. Blocks with losses of their own take these where they are: only activations are handed on."""
     blocks = get_blocks(model)
     if blocks is None:
-        return footprint(model, part, loss, *example)
+        return observe_footprint(model, part, loss, *example)
     overlap, blocks.overlap = blocks.overlap, 0
-    found = footprint(model, part, loss, *example)
+    found = observe_footprint(model, part, loss, *example)
     blocks.overlap = overlap
     saved = found.saved_bytes
     if overlap:  # the layer behind is on each block's device, too

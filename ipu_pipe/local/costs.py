@@ -11,7 +11,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.local import structures
 from ipu_pipe.local.blocks import Blocks, get_activation
 from ipu_pipe.local.structures import STRUCTURES, Flops, Law
-from ipu_pipe.model.probe import Loss
+from ipu_pipe.model.loss import Loss
 
 LOSS_FLOPS = 5  # a class: softmax cross-entropy
 BACKPROPAGATION = "backpropagation"

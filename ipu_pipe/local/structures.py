@@ -32,10 +32,11 @@ from torch import nn
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local.blocks import BlockedModel, Blocks
 from ipu_pipe.local.heads import MakeHead
-from ipu_pipe.model.cutting import pieces
-from ipu_pipe.model.merging import merge_stages
-from ipu_pipe.model.outputs import Take
-from ipu_pipe.model.stages import Partition, partition
+from ipu_pipe.model.balancing import merge_stages
+from ipu_pipe.model.cutting import cut_model
+from ipu_pipe.model.loss import Take
+from ipu_pipe.model.partition import Partition
+from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import Structure
 
 OPTIMIZER_FLOPS = 10  # a parameter and step
@@ -101,7 +102,7 @@ class StagedModel(NamedTuple):
 
     def alone(self, names: List[str]) -> List[str]:
         """Those of `names` at which one activation crosses."""
-        crossed = pieces(self.model, names, self.x)[0].cut.crossings
+        crossed = cut_model(self.model, names, self.x)[0].cut.crossings
         return [
             name
             for name, crossing in zip(names, crossed)

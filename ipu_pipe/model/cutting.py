@@ -2,7 +2,7 @@
 losses of their own.
 
 A stage may begin wherever a named module first runs, inside of others too. What lies where is seen in one recorded forward
-(ipu_pipe.model.recording):
+(ipu_pipe.model.tracing):
 
     encoder.layers.0  encoder.layers.1 | encoder.layers.2.mlp  add  encoder.layers.3 | encoder.ln  heads
     piece 0                              piece 1                                       piece 2
@@ -14,30 +14,382 @@ once, while recording: a mode or size of the input that is new is recorded when 
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from typing import Any, Dict, List, Sequence, Tuple
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.autocast import casting
-from ipu_pipe.model.execution import answering
-from ipu_pipe.model.nests import in_order, named
-from ipu_pipe.model.programs import Program
-from ipu_pipe.model.recording import ReadsValues, record
+from ipu_pipe.model.batch import sort_keys, walk_leaves
+from ipu_pipe.model.observation import find_running_ancestor, get_storage
+from ipu_pipe.model.precision import enter_model_autocast
 from ipu_pipe.model.restoring import attributes_restored, buffers_restored, modes_restored, weights_restored
-from ipu_pipe.model.staging import Crossing, Shape, Staged, staged
-from ipu_pipe.model.templates import Weight, keys_in, tensors_of
+from ipu_pipe.model.templates import (
+    Getter,
+    Key,
+    Nest,
+    Template,
+    Value,
+    Weight,
+    flatten_tensors,
+    is_alike,
+    iterate_keys,
+    list_leaves,
+    make_getter,
+)
+from ipu_pipe.model.tracing import AutogradState, Liveness, ReadsValues, RecordedCall, Recording, record_forward
 
-__all__ = ["Crossing", "Cut", "Piece", "Shape", "crossings", "pieces"]
+
+def get_memory_order(tensor: torch.Tensor) -> Tuple[int, ...]:
+    """Return the order in which a tensor's dimensions lie in memory; () where that is their own, or there is no gapless one."""
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
+    return () if tensor.is_contiguous() or not tensor.permute(order).is_contiguous() else order
+
+
+def invert_order(order: Sequence[int]) -> List[int]:
+    """Return the permutation that undoes `order`."""
+    return [list(order).index(d) for d in range(len(order))]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor that crosses a cut: shape, dtype, whether a gradient comes back for it, and the order in which its dimensions lie
+    in memory, which kernels see: () for their own. A message has them in that order. `gradient_order`: the order in which the
+    dimensions of the message's gradient lie in memory; () for the message's."""
+
+    shape: Tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+    order: Tuple[int, ...] = ()
+    gradient_order: Tuple[int, ...] = ()
+
+    @property
+    def gradient(self) -> Shape:
+        """Return the shape of the message with the gradient."""
+        return Shape(self.sent, self.dtype, False, self.gradient_order)
+
+    def with_gradient_in(self, order: Sequence[int]) -> Shape:
+        """Return the shape of a tensor whose gradient's dimensions lie in memory in this order; () for their own."""
+        places = invert_order(self.order or range(len(self.shape)))
+        gradient = tuple(places[d] for d in order or range(len(self.shape)))
+        return replace(self, gradient_order=() if gradient == tuple(range(len(gradient))) else gradient)
+
+    @property
+    def sent(self) -> Tuple[int, ...]:
+        """The message's shape."""
+        return tuple(self.shape[d] for d in self.order) if self.order else self.shape
+
+    @property
+    def bytes(self) -> int:
+        """Of one message."""
+        return math.prod(self.shape) * torch.empty((), dtype=self.dtype).element_size()
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What one piece hands to the next: a tensor, or a tuple of them."""
+
+    tensors: Tuple[Shape, ...]
+
+    def flatten(self, value: Any) -> List[torch.Tensor]:
+        """A value that crosses as messages."""
+        found = value if isinstance(value, tuple) else (value,)
+        for t, shape in zip(found, self.tensors):
+            if (tuple(t.shape), t.dtype) != (shape.shape, shape.dtype):
+                raise BadInput(
+                    f"model: hands on a tensor of shape {tuple(t.shape)}, {t.dtype}, where a stage ends, and of shape"
+                    f" {shape.shape}, {shape.dtype} in the forward that was recorded: what crosses must be of one shape"
+                )
+        return [t.permute(shape.order) if shape.order else t for t, shape in zip(found, self.tensors)]
+
+    def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The value whose messages are `tensors`."""
+        found = tuple(
+            t.permute(invert_order(shape.order)) if shape.order else t for t, shape in zip(tensors, self.tensors)
+        )
+        return found[0] if len(found) == 1 else found
+
+    def enter(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+        """Have a backward leave a gradient on the messages for which one goes back. A leaf's own `grad` takes the leaf's memory
+        layout; where the gradient has another, it is kept as it comes: kernels may sum in another order."""
+        for t, shape in zip(messages, self.tensors):
+            if shape.differentiable:
+                t.requires_grad_()
+                if shape.gradient_order:
+                    raw: List[torch.Tensor] = []
+                    t.register_hook(raw.append)
+                    t.raw_gradient = raw  # type: ignore[attr-defined]
+        return list(messages)
+
+    def leave(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+        """Return the gradients that a backward left on what entered, as messages."""
+        found = []
+        for t, shape in zip(messages, self.tensors):
+            if shape.differentiable:
+                gradient = t.raw_gradient.pop() if getattr(t, "raw_gradient", None) else t.grad  # type: ignore[attr-defined]
+                gradient = torch.zeros_like(t) if gradient is None else gradient
+                found.append(gradient.permute(shape.gradient_order) if shape.gradient_order else gradient)
+        return found
+
+    def gradients(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+        """Return the gradients that came back as `messages`, one for each tensor that is differentiable."""
+        orders = [shape.gradient_order for shape in self.tensors if shape.differentiable]
+        return [g.permute(invert_order(order)) if order else g for g, order in zip(messages, orders)]
+
+
+@dataclass(frozen=True)
+class StageCalls:
+    """One stage of a recording. `copied`: what enters and is overwritten here."""
+
+    nodes: List[RecordedCall]
+    enters: List[Key]
+    leaves: Template
+    copied: Set[Key]
+    entering: Tuple[Tuple[int, ...], ...]  # shapes, as tensors have them
+
+
+@dataclass(frozen=True)
+class StagedRecording:
+    """A recording in stages. `homes`: stage in which each module first runs; `written`: parameters that the forward changes;
+    `runs`: how often each module runs in each stage."""
+
+    parts: List[StageCalls]
+    crossings: List[Crossing]
+    homes: Mapping[str, int]
+    base: AutogradState
+    written: Set[str]
+    runs: Mapping[Tuple[int, str], int]
+
+    @property
+    def modules(self) -> List[List[str]]:
+        """By stage, the modules that it calls, in the order of their first runs."""
+        called = [[n.target for n in part.nodes if isinstance(n.target, str)] for part in self.parts]
+        return [list(dict.fromkeys(names)) for names in called]
+
+
+def split_recording(found: Recording, liveness: Liveness, count: int, homes: Mapping[str, int]) -> StagedRecording:
+    """A recording as `count` stages. `homes`: of modules that ran in an earlier recording: weights stay where they are. Raises
+    BadInput."""
+    split = _Split(found, liveness, count, {**found.reached, **homes})
+    crossing = [split.crossing(cut) for cut in range(count - 1)]
+    parts = []
+    for s in range(count):
+        enters = crossing[s - 1] if s else []
+        leaves = found.output if s == count - 1 else _together(crossing[s])
+        copied: Set[Key] = {k for k in enters if isinstance(k, Value) and liveness.is_written(found.tensors[k], s)}
+        entering = tuple(tuple(split.tensor(key).shape) for key in enters)
+        parts.append(StageCalls(split.nodes_of(s), enters, leaves, copied, entering))
+    shapes = [Crossing(tuple(split.shape(key) for key in keys)) for keys in crossing]
+    stages = range(count)
+    written = {name for name, weight in found.weights.items() if any(liveness.is_written(weight, s) for s in stages)}
+    return StagedRecording(parts, shapes, found.reached, found.base, written, found.runs)
+
+
+def find_difference(a: StagedRecording, b: StagedRecording, numbers: bool = False) -> Optional[str]:
+    """The first call in which two recordings of one model differ, but for sizes; `numbers`: in these, too. None: in none."""
+    for stage, (one, other) in enumerate(zip(a.parts, b.parts)):
+        for x, y in itertools.zip_longest(one.nodes, other.nodes):
+            if x is None or y is None or x.target != y.target:
+                return f"stage {stage}: {x.name if x else 'nothing'} once, {y.name if y else 'nothing'} another time"
+            if not (is_alike(x.args, y.args, numbers) and is_alike(x.keywords, y.keywords, numbers)):
+                return f"stage {stage}: {x.name} is given something else another time"
+        if not is_alike(one.leaves, other.leaves, numbers):
+            return f"stage {stage}: it gives something else"
+    return None
+
+
+def _together(keys: Sequence[Key]) -> Template:
+    return keys[0] if len(keys) == 1 else Nest(tuple(keys), tuple, tuple)
+
+
+class _Split:
+    """Where the values of a recording are made and last needed."""
+
+    def __init__(self, found: Recording, liveness: Liveness, count: int, homes: Mapping[str, int]) -> None:
+        self._found, self._liveness, self._count, self._homes = found, liveness, count, homes
+        self._last: Dict[Key, int] = {}  # the last stage that needs it
+        self._again: List[Set[int]] = [set() for _ in range(count)]  # nodes made again, by stage
+        for node in found.nodes:
+            if not node.free:
+                for key in node.needs():
+                    self._need(key, node.stage, node.name)
+        for key in iterate_keys(found.output):
+            self._need(key, count - 1, "the output")
+        for cut in range(count - 1):
+            self._refuse_shared_memory(cut)
+
+    def _need(self, key: Key, stage: int, name: str) -> None:
+        if isinstance(key, Value) and self._found.nodes[key.node].free:
+            if key.node not in self._again[stage]:
+                self._again[stage].add(key.node)
+                for needed in self._found.nodes[key.node].needs():
+                    self._need(needed, stage, name)
+            return
+        made = self._made(key)
+        if made > stage:  # of a weight
+            raise BadInput(
+                f"model: {self.told(key)}: {name} uses it on stage {stage}, and it lies on stage {made}, where its module first"
+                " runs: begin that stage before"
+            )
+        self._last[key] = max(self._last.get(key, 0), stage)
+
+    def _made(self, key: Key) -> int:
+        if isinstance(key, Value):
+            return self._found.nodes[key.node].stage
+        return self._homes[find_running_ancestor(key.name.rpartition(".")[0], self._homes)]
+
+    def told(self, key: Key) -> str:
+        """For people."""
+        return key.name if isinstance(key, Weight) else f"what {self._found.nodes[key.node].name or 'the input'} gives"
+
+    def _refuse_shared_memory(self, cut: int) -> None:
+        """Of tensors that cross and are views of each other, copies arrive: none may be overwritten behind."""
+        keys = self.crossing(cut)
+        places = [get_storage(self.tensor(key)) for key in keys]
+        for key, place in zip(keys, places):
+            behind = [s for s in range(cut + 1, self._count) if self._liveness.is_written(self.tensor(key), s)]
+            if behind and places.count(place) > 1:
+                raise BadInput(
+                    f"stages: {self.told(key)} and a view of it both go on to stage {cut + 1}, and stage {behind[0]} overwrites"
+                    " them: clone one of them before, or begin the stage elsewhere"
+                )
+
+    def crossing(self, cut: int) -> List[Key]:
+        """What is made up to stage `cut` and needed behind it: weights, then values in order."""
+        keys = [key for key, last in self._last.items() if self._made(key) <= cut < last]
+        return sorted(keys, key=lambda key: (key.node, key.leaf) if isinstance(key, Value) else (-1, 0))
+
+    def nodes_of(self, stage: int) -> List[RecordedCall]:
+        """What a stage runs."""
+        return [n for n in self._found.nodes if n.index in self._again[stage] or (n.stage == stage and not n.free)]
+
+    def tensor(self, key: Key) -> torch.Tensor:
+        """Of the recording."""
+        return self._found.tensors[key] if isinstance(key, Value) else self._found.weights[key.name]
+
+    def shape(self, key: Key) -> Shape:
+        """How it crosses."""
+        tensor = self.tensor(key)
+        return Shape(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, get_memory_order(tensor))
+
+
+class _Step(NamedTuple):
+    """A call to make; `gives`: places of those of its results that are needed; `done`: places of what no later step needs."""
+
+    function: Callable[..., Any]
+    args: Getter
+    keywords: Getter
+    gives: List[Tuple[int, int]]
+    done: List[int]
+
+
+class Program:
+    """The steps of one stage of one recording, on a model's modules; `compiles`: by torch.compile, a module each."""
+
+    def __init__(self, model: nn.Module, part: StageCalls, base: AutogradState, compiles: bool = False) -> None:
+        self._model, self._part, self._base = model, part, base
+        self._places: Dict[Key, int] = {}  # of values, in the order in which they come
+        self._enters = [self._place(key) for key in part.enters]
+        self._copied = [self._places[key] for key in part.copied]
+        self._given: List[Tuple[int, int]] = []  # of the model's input
+        used = {key for node in part.nodes for key in node.needs()} | set(iterate_keys(part.leaves))
+        wanted: Dict[int, List[Value]] = {}
+        for key in used:
+            if isinstance(key, Value) and key not in self._places:
+                wanted.setdefault(key.node, []).append(key)
+                self._place(key)
+        done = self._last_uses(part)
+        self._runs: List[Tuple[AutogradState, List[_Step]]] = []
+        for node in part.nodes:
+            gives = [(key.leaf, self._places[key]) for key in wanted.get(node.index, ())]
+            if node.target is None:
+                self._given = gives
+                continue
+            if not self._runs or self._runs[-1][0] != node.state:
+                self._runs.append((node.state, []))
+            function = model.get_submodule(node.target) if isinstance(node.target, str) else node.target
+            if compiles and isinstance(node.target, str):
+                # dropout draws the numbers that it draws uncompiled
+                function = torch.compile(function, options={"fallback_random": True})  # type: ignore[arg-type]
+            args, keywords = make_getter(node.args, self._getter), make_getter(node.keywords, self._getter)
+            self._runs[-1][1].append(_Step(function, args, keywords, gives, done.get(node.index, [])))
+        self._leaves = make_getter(part.leaves, self._apart)
+
+    def _place(self, key: Key) -> int:
+        return self._places.setdefault(key, len(self._places))
+
+    def _last_uses(self, part: StageCalls) -> Dict[int, List[int]]:
+        """Node -> places of what is not needed after it."""
+        last = {key: node.index for node in part.nodes for key in node.needs() if key in self._places}
+        kept, done = set(iterate_keys(part.leaves)), {}  # type: ignore[var-annotated]
+        for key, index in last.items():
+            if key not in kept:
+                done.setdefault(index, []).append(self._places[key])
+        return done
+
+    def _getter(self, key: Key) -> Getter:
+        if key in self._places:
+            place = self._places[key]
+            return lambda values: values[place]
+        assert isinstance(key, Weight), key
+        path, _, name = key.name.rpartition(".")
+        owner = self._model.get_submodule(path)
+        return lambda values: getattr(owner, name)
+
+    def _apart(self, key: Key) -> Getter:
+        """What is handed on. Of a weight a copy: it may be updated before it is through."""
+        get = self._getter(key)
+        return get if key in self._places else lambda values: get(values).clone()
+
+    def run(self, value: Any) -> Any:
+        """What the next piece takes, or the model's output."""
+        values: List[Any] = [None] * len(self._places)
+        for place, tensor in zip(self._enters, value if len(self._enters) > 1 else (value,)):
+            values[place] = tensor
+        for place in self._copied:
+            values[place] = values[place].clone()
+        if self._given:
+            leaves = list_leaves(value)
+            for leaf, place in self._given:
+                values[place] = leaves[leaf]
+        for state, steps in self._runs:
+            with self._as_recorded(state):
+                for function, args, keywords, gives, done in steps:
+                    result = function(*args(values), **keywords(values))
+                    if gives:
+                        leaves = (result,) if isinstance(result, torch.Tensor) else list_leaves(result)
+                        for leaf, place in gives:
+                            values[place] = leaves[leaf]
+                    for place in done:
+                        values[place] = None
+                result, leaves = None, ()
+        return self._leaves(values)
+
+    def _as_recorded(self, state: AutogradState) -> Any:
+        """Grad mode and autocast as the model's forward sets them."""
+        if state == self._base:
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        if state.grad != self._base.grad:
+            stack.enter_context(torch.set_grad_enabled(state.grad))
+        for device, on, dtype in state.autocast:
+            if device == "cpu" or torch.cuda.is_available():
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=on))
+        return stack
+
 
 Shapes = Tuple[Tuple[int, ...], ...]
 
 
 def _shapes(value: Any) -> Shapes:
-    return tuple(tuple(t.shape) for t in tensors_of(value))
+    return tuple(tuple(t.shape) for t in flatten_tensors(value))
 
 
 class Recordings:
@@ -46,15 +398,15 @@ class Recordings:
     def __init__(self, model: nn.Module, begins: Sequence[str]) -> None:
         self.model, self.begins = model, list(begins)
         self.homes: Dict[str, int] = {}  # stage in which a module first runs, in the first recording
-        self._found: Dict[Any, Staged] = {}
-        self._latest: Dict[bool, Staged] = {}  # by mode
+        self._found: Dict[Any, StagedRecording] = {}
+        self._latest: Dict[bool, StagedRecording] = {}  # by mode
 
     def key(self, x: Any, training: bool) -> Any:
         """Return what tells forwards apart that need recordings of their own."""
-        kinds = tuple((name, t is not None and (tuple(t.shape), t.dtype)) for name, t in named(in_order(x)))
+        kinds = tuple((name, t is not None and (tuple(t.shape), t.dtype)) for name, t in walk_leaves(sort_keys(x)))
         return (training, training or torch.is_grad_enabled(), kinds)
 
-    def of(self, x: Any, training: bool) -> Staged:
+    def of(self, x: Any, training: bool) -> StagedRecording:
         """That of an input like `x`, made where there is none yet."""
         key = self.key(x, training)
         if key not in self._found:
@@ -63,11 +415,11 @@ class Recordings:
         self._latest[training] = self._found[key]
         return self._found[key]
 
-    def latest(self, training: bool) -> Staged:
+    def latest(self, training: bool) -> StagedRecording:
         """The one that was asked for last."""
         return self._latest.get(training) or self._latest[not training]
 
-    def entering(self, stage: int, value: Any, training: bool) -> Staged:
+    def entering(self, stage: int, value: Any, training: bool) -> StagedRecording:
         """The latest of those in which tensors of such shapes enter a stage. Raises BadInput where there is none."""
         shapes = _shapes(value)
         latest = self.latest(training)
@@ -81,7 +433,7 @@ class Recordings:
             " was recorded: microbatches must be of one size"
         )
 
-    def record(self, x: Any, training: bool) -> Staged:
+    def record(self, x: Any, training: bool) -> StagedRecording:
         """Record one more forward of `x`. It leaves all but attributes as they were."""
         try:
             made = self._record(x, training, traced=False)
@@ -93,22 +445,24 @@ class Recordings:
             self._refuse_elsewhere(made)
         return made
 
-    def _record(self, x: Any, training: bool, traced: bool) -> Staged:
+    def _record(self, x: Any, training: bool, traced: bool) -> StagedRecording:
         model = self.model
-        given = tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, in_order(x))
-        devices = [t.device for t in tensors_of(x)[:1] if t.is_cuda]
-        with torch.random.fork_rng(devices=devices), buffers_restored(model), modes_restored(model), weights_restored(model):
+        given = tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, sort_keys(x))
+        devices = [t.device for t in flatten_tensors(x)[:1] if t.is_cuda]
+        with torch.random.fork_rng(devices=devices), buffers_restored(model), modes_restored(model), weights_restored(
+            model
+        ):
             model.train(training)
             with torch.set_grad_enabled(training or torch.is_grad_enabled()):
-                found, liveness = record(model, self.begins, given, traced)
-                return staged(found, liveness, len(self.begins) + 1, self.homes)
+                found, liveness = record_forward(model, self.begins, given, traced)
+                return split_recording(found, liveness, len(self.begins) + 1, self.homes)
 
-    def _refuse_elsewhere(self, made: Staged) -> None:
+    def _refuse_elsewhere(self, made: StagedRecording) -> None:
         """Modules that run on a stage which does not hold them."""
         held = next(iter(self._found.values())).modules
         for stage, names in enumerate(made.modules):
             for name in names:
-                home, module = self.homes[answering(name, self.homes)], self.model.get_submodule(name)
+                home, module = self.homes[find_running_ancestor(name, self.homes)], self.model.get_submodule(name)
                 if (
                     name not in held[stage]
                     and home != stage
@@ -120,7 +474,7 @@ class Recordings:
                     )
 
 
-def recorded_twice(model: nn.Module, begins: Sequence[str], x: Any, then: Any) -> Tuple[Staged, Staged]:
+def record_twice(model: nn.Module, begins: Sequence[str], x: Any, then: Any) -> Tuple[StagedRecording, StagedRecording]:
     """The first forward in training, of `x`, and the one after it, of an input of the same shapes: a model that counts its
     forwards, or looks at values, may do something else then."""
     with attributes_restored(model):
@@ -141,7 +495,7 @@ class _Owned(nn.Module):
 class Cut:
     """A model cut where stages begin."""
 
-    def __init__(self, model: nn.Module, recordings: Recordings, first: Staged) -> None:
+    def __init__(self, model: nn.Module, recordings: Recordings, first: StagedRecording) -> None:
         self.model, self.recordings, self.first = model, recordings, first
         self._programs: Dict[Tuple[int, int], Program] = {}
         self.compiles = False  # whether pieces call compiled modules from their next new program on
@@ -152,7 +506,7 @@ class Cut:
         self.owners: List[List[str]] = [[] for _ in self.names]  # by stage, of those that own tensors besides
         for name, module in model.named_modules():
             if id(module) not in inside and (module._parameters or module._buffers):
-                self.owners[recordings.homes[answering(name, recordings.homes)]].append(name)
+                self.owners[recordings.homes[find_running_ancestor(name, recordings.homes)]].append(name)
 
     @classmethod
     def of(cls, model: nn.Module, begins: Sequence[str], x: Any) -> Cut:
@@ -224,9 +578,9 @@ class Piece(nn.Module):
         """What the next piece takes, or the model's output."""
         if self.copies_input:
             value = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, value)
-        value = value if self.stage else in_order(value)
+        value = value if self.stage else sort_keys(value)
         program = self.cut.program(self.stage, value, self.training)
-        with casting(self.cut.model):  # one region, as around the whole: a weight is cast once
+        with enter_model_autocast(self.cut.model):  # one region, as around the whole: a weight is cast once
             return program.run(value)
 
     def state(self) -> Dict[str, torch.Tensor]:
@@ -241,7 +595,7 @@ class Piece(nn.Module):
 
     def weights_handed_on(self) -> List[str]:
         """Of these, the ones that a later piece is given with the activations."""
-        handed = {key.name for key in keys_in(self.cut.first.parts[self.stage].leaves) if isinstance(key, Weight)}
+        handed = {key.name for key in iterate_keys(self.cut.first.parts[self.stage].leaves) if isinstance(key, Weight)}
         return [name for name in self.weights() if name in handed]
 
     def tensors(self) -> List[torch.Tensor]:
@@ -249,12 +603,12 @@ class Piece(nn.Module):
         return [*self.parameters(), *self.buffers()]
 
 
-def pieces(model: nn.Module, begins: Sequence[str], x: Any) -> List[Piece]:
+def cut_model(model: nn.Module, begins: Sequence[str], x: Any) -> List[Piece]:
     """The model, which takes `x` in training, cut before each of `begins`, names of modules in the order in which they run."""
     cut = Cut.of(model, begins, x)
     return [Piece(cut, stage) for stage in range(len(cut.names))]
 
 
-def crossings(parts: Sequence[Piece]) -> List[Crossing]:
+def list_crossings(parts: Sequence[Piece]) -> List[Crossing]:
     """What crosses each cut in training."""
     return parts[0].cut.crossings

@@ -31,7 +31,7 @@ BACKWARD = (
 Formula = Callable[..., Any]
 
 
-def formulas() -> Dict[Any, Formula]:
+def get_formulas() -> Dict[Any, Formula]:
     """Operation -> its FLOPs from its arguments and `out_val`, what it gives; empty where this PyTorch has no counter."""
     if FlopCounterMode is None:
         return {}
@@ -101,7 +101,7 @@ def separate_attention() -> Iterator[None]:
         switches.set_fastpath_enabled(held)
 
 
-def by_formula(module: nn.Module, inputs: Any, output: Any) -> float:
+def count_by_formula(module: nn.Module, inputs: Any, output: Any) -> float:
     """Forward FLOPs of the module's own parameters."""
     weight = getattr(module, "weight", None)
     if not isinstance(output, torch.Tensor) or not isinstance(weight, torch.Tensor):

@@ -15,19 +15,23 @@ import bisect
 import contextlib
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from ipu_pipe.model.flops import BACKWARD, FlopCounterMode, by_formula, formulas, separate_attention
-from ipu_pipe.model.nests import tensors, tensors_in
+from ipu_pipe.errors import BadInput
+from ipu_pipe.model.batch import call_model, clone_tensors, iterate_tensors, list_tensors
+from ipu_pipe.model.flops import BACKWARD, FlopCounterMode, count_by_formula, get_formulas, separate_attention
+from ipu_pipe.model.meta import is_faster_on_meta, move_to_meta, to_meta
+from ipu_pipe.model.precision import is_cast, uncast_temporarily
+from ipu_pipe.model.restoring import undisturbed
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """A module's first run: its place in the order of execution, what it computes, and the parameters it answers for."""
 
     name: str
@@ -43,18 +47,18 @@ class Call:
 
 
 @dataclass
-class Observed:
+class Observation:
     """What one pass showed: `runs`, names of all runs of modules in order, repeats too; `live[k]`, bytes that cross if a stage
     begins with call k; `backward`: whether that of the pass could be run."""
 
-    calls: List[Call]
+    calls: List[ModuleCall]
     runs: List[str]
     live: List[int] = field(default_factory=list)
     backward: bool = False
 
-    def by_stage(self, stage_of: Mapping[str, int], count: int) -> List[List[Call]]:
+    def by_stage(self, stage_of: Mapping[str, int], count: int) -> List[List[ModuleCall]]:
         """The calls of each of `count` stages."""
-        stages: List[List[Call]] = [[] for _ in range(count)]
+        stages: List[List[ModuleCall]] = [[] for _ in range(count)]
         for call in self.calls:
             stages[stage_of[call.name]].append(call)
         return stages
@@ -70,27 +74,27 @@ class Observed:
         return found
 
 
-def kept_bytes(calls: Sequence[Call]) -> int:
+def count_saved_bytes(calls: Sequence[ModuleCall]) -> int:
     """What `calls` together keep for the backward, each storage once."""
     return sum({storage: size for call in calls for storage, size in call.saved.items()}.values())
 
 
-def watch(model: nn.Module, x: Any, forward: Callable[[], Any]) -> Observed:
+def observe_order(model: nn.Module, x: Any, forward: Callable[[], Any]) -> Observation:
     """Only the order of `forward`, a pass of the model's input `x`. Nothing is counted. Its gradients may be asked for inside."""
     with _calls(model, lambda: None) as seen, torch.enable_grad():
         forward()
     return seen
 
 
-def count(model: nn.Module, x: Any, forward: Callable[[], Any]) -> Observed:
+def observe_costs(model: nn.Module, x: Any, forward: Callable[[], Any]) -> Observation:
     """All of `forward`, a pass of the model's input `x` that gives a loss or outputs, and of its backward."""
-    weights = {storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    weights = {get_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     counter = _Counter(x)
     with _calls(model, counter.begin) as seen, separate_attention(), torch.enable_grad():
         counter.calls = seen.calls
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            place = storage(tensor)
+            place = get_storage(tensor)
             if seen.calls and place not in weights:
                 seen.calls[-1].saved[place] = _bytes(tensor)
                 counter.held.append(tensor.detach())
@@ -118,23 +122,23 @@ def count(model: nn.Module, x: Any, forward: Callable[[], Any]) -> Observed:
 
 
 @contextlib.contextmanager
-def _calls(model: nn.Module, begun: Callable[[], None]) -> Iterator[Observed]:
+def _calls(model: nn.Module, begun: Callable[[], None]) -> Iterator[Observation]:
     """Fills in the calls of what runs inside; `begun` is called at the beginning of each."""
     names = {id(module): name for name, module in model.named_modules()}
-    seen = Observed([], [])
-    at: Dict[str, Call] = {}
+    seen = Observation([], [])
+    at: Dict[str, ModuleCall] = {}
 
     def before(module: nn.Module, inputs: Any, keywords: Any) -> None:
         name = names[id(module)]
         seen.runs.append(name)
         if name not in at:
             own = any(True for _ in module.parameters(recurse=False))
-            at[name] = Call(name, module, own, inputs=(inputs, keywords))
+            at[name] = ModuleCall(name, module, own, inputs=(inputs, keywords))
             seen.calls.append(at[name])
             begun()
 
     def after(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
-        at[names[id(module)]].flops += by_formula(module, [*inputs, *keywords.values()], output)
+        at[names[id(module)]].flops += count_by_formula(module, [*inputs, *keywords.values()], output)
 
     handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in model.modules()]
     if FlopCounterMode is None:
@@ -144,19 +148,19 @@ def _calls(model: nn.Module, begun: Callable[[], None]) -> Iterator[Observed]:
     finally:
         for handle in handles:
             handle.remove()
-    around = {outer for name in at for outer in modules_around(name)}
+    around = {outer for name in at for outer in list_ancestors(name)}
     for call in seen.calls:
         call.alone = call.name not in around
         call.works = call.works or call.alone
 
 
-def modules_around(name: str) -> List[str]:
+def list_ancestors(name: str) -> List[str]:
     """Names of the modules around a module, the model's own ("") and the outermost first."""
     parts = name.split(".") if name else []
     return [".".join(parts[:n]) for n in range(len(parts))]
 
 
-def storage(tensor: torch.Tensor) -> int:
+def get_storage(tensor: torch.Tensor) -> int:
     """A number that a tensor shares with those in the same memory."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
@@ -171,7 +175,7 @@ def _view(tensor: torch.Tensor) -> Tuple[Any, ...]:
     """What tensors have in common that show the same numbers of one memory."""
     if tensor.layout is not torch.strided:
         return (id(tensor),)
-    return (storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (get_storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 TAKES_MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -182,7 +186,7 @@ def _moved(operation: Any, arguments: Any, result: Any) -> float:
     looks = any(r.alias_info is not None and not r.alias_info.is_write for r in operation._schema.returns)
     if looks or operation.overloadpacket.__name__ in TAKES_MEMORY:
         return 0.0
-    return float(sum(min(_bytes(t), t.numel() * t.element_size()) for t in tensors_in((*arguments, result))))
+    return float(sum(min(_bytes(t), t.numel() * t.element_size()) for t in iterate_tensors((*arguments, result))))
 
 
 class _Counter(TorchDispatchMode):
@@ -190,10 +194,10 @@ class _Counter(TorchDispatchMode):
 
     def __init__(self, x: Any) -> None:
         super().__init__()
-        self.calls: List[Call] = []
-        self.held: List[torch.Tensor] = tensors(x)  # so that a storage's number stays its own
+        self.calls: List[ModuleCall] = []
+        self.held: List[torch.Tensor] = list_tensors(x)  # so that a storage's number stays its own
         self.forward = True
-        self._formulas = formulas()
+        self._formulas = get_formulas()
         self._first: List[int] = []  # autograd node of each call
         self._made: Dict[Any, int] = {_view(t): 0 for t in self.held}  # call in which a tensor is made
         self._reached: Dict[Any, int] = {}  # the last that reads it
@@ -241,7 +245,7 @@ class _Counter(TorchDispatchMode):
 
     def _read(self, args: Any, kwargs: Any) -> None:
         call = len(self.calls) - 1
-        for tensor in tensors_in((*args, *kwargs.values())):
+        for tensor in iterate_tensors((*args, *kwargs.values())):
             key = _view(tensor)
             reached = self._reached.get(key, self._made.get(key, call))
             if reached < call:
@@ -251,8 +255,97 @@ class _Counter(TorchDispatchMode):
                 self._reached[key] = call
 
     def _make(self, result: Any) -> None:
-        for tensor in tensors_in((result,)):
+        for tensor in iterate_tensors((result,)):
             key = _view(tensor)
             self._made[key] = max(0, len(self.calls) - 1)
             self._reached.pop(key, None)
             self.held.append(tensor)
+
+
+def observe_execution(
+    model: nn.Module, example: Any, counted: bool = False, values: bool = False
+) -> Tuple[List[ModuleCall], List[str]]:
+    """First runs of all modules in order, and the names of every run (repeats too), seen in one forward: by shape, unless that
+    cannot be or `values` are asked for. `counted`: with what each costs, forward and backward.
+
+    In evaluation mode, in which nothing is left to chance (stochastic depth), unless training runs more modules than that.
+    """
+    seen = _observe(model, example, False, counted, values)
+    more = _observe(model, example, True, False, values)
+    if set(more.runs) - set(seen.runs):
+        seen = _observe(model, example, True, counted, values) if counted else more
+    return seen.calls, seen.runs
+
+
+def _observe(model: nn.Module, example: Any, training: bool, counted: bool, values: bool) -> Observation:
+    look = observe_costs if counted else observe_order
+    try:
+        with uncast_temporarily(model):
+            return _observed(model, example, training, look, values)
+    except Exception:  # it may have a block of its own, whose bfloat16 goes on to layers that count on ours
+        if not is_cast(model):
+            raise
+        return _observed(model, example, training, look, values)
+
+
+def _observed(
+    model: nn.Module, example: torch.Tensor, training: bool, look: Callable[..., Observation], values: bool
+) -> Observation:
+    if not values and is_faster_on_meta(model, example):
+        try:
+            with move_to_meta(model):
+                x = to_meta(example)
+                return look(model, x, lambda: _run_quietly(model, x, training))
+        except Exception:  # its forward looks at values: what the user's code raises then may be anything
+            pass
+    return look(model, example, lambda: _run_quietly(model, example, training))
+
+
+def _run_quietly(model: nn.Module, example: Any, training: bool) -> Any:
+    """One forward that leaves buffers, modes and random states as they were.
+
+    BatchNorm stays in evaluation mode: in training it refuses an example of one value a channel.
+    """
+    with undisturbed(model):
+        model.train(training)
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                module.training = False
+        return call_model(model, clone_tensors(example))
+
+
+def check_runs_modules(calls: List[ModuleCall]) -> None:
+    if not any(own.works for own in calls):
+        raise BadInput("model: no module of it runs in forward: nothing to divide into stages")
+
+
+def find_running_ancestor(name: str, at_call: Mapping[str, int]) -> str:
+    """The nearest module around `name` (itself included) that runs: it computes with the parameters of `name`."""
+    while name not in at_call:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def join_name(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
+def list_parameters(model: nn.Module) -> Iterable[Tuple[str, str, nn.Parameter]]:
+    """(module name, parameter's own name, parameter), shared ones once for every owner."""
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            yield module_name, name, parameter
+
+
+def group_weights(model: nn.Module, calls: List[ModuleCall]) -> List[Tuple[ModuleCall, List[str]]]:
+    """(module that runs, parameter names) of each weight in the order of execution, a bias joined to the weight before it."""
+    order = {own.name: own for own in calls}
+    at_call = dict.fromkeys(order, 0)
+    owned: Dict[str, List[List[str]]] = {}
+    for module, name, _ in list_parameters(model):
+        groups = owned.setdefault(find_running_ancestor(module, at_call), [])
+        if groups and "bias" in name and groups[-1][0].rpartition(".")[0] == module:
+            groups[-1].append(join_name(module, name))
+        else:
+            groups.append([join_name(module, name)])
+    return [(own, group) for own in calls for group in owned.get(own.name, [])]

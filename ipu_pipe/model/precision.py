@@ -2,7 +2,7 @@
 
     float32, float64, bfloat16   all of the model is of that type
     bfloat16_mixed               weights stay float32; the model's forward and the loss run under autocast
-    bfloat16_masters             weights are bfloat16, with float32 masters (`ipu_pipe.model.masters`)
+    bfloat16_masters             weights are bfloat16, with float32 masters (`Masters`)
 
 Autocast lies around the model's own `forward` and the loss, whoever calls them, and so around no backward. Losses are float32.
 """
@@ -10,19 +10,18 @@ Autocast lies around the model's own `forward` and the loss, whoever calls them,
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Tuple
+import functools
+import types
+from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ipu_pipe.model.autocast import cast, region, uncast
-from ipu_pipe.model.masters import LOW, Masters
-from ipu_pipe.model.outputs import OfOutput, OwnLoss
-from ipu_pipe.model.probe import Loss
+from ipu_pipe.model.loss import Loss, LossOfOutput, OwnLoss
 
 
-class OwnTypes:
+class GivenTypes:
     """The dtypes that a model's parameters and buffers have now."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -63,7 +62,7 @@ class LossInFloat32:
     def __call__(self, output: Any, y: Any, **asked: Any) -> torch.Tensor:
         if self._device is None:
             return self.each(tree_map(_widened, output), y, **asked).float()
-        with region(self._device):
+        with enter_autocast(self._device):
             return self.each(output, y, **asked).float()
 
 
@@ -71,12 +70,12 @@ def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype is LOW else value
 
 
-def plain_loss(loss: Any) -> Any:
+def get_given_loss(loss: Any) -> Any:
     """The loss that was given."""
     return loss.each if isinstance(loss, LossInFloat32) else loss
 
 
-class Numbers:
+class ModelPrecision:
     """A run's, on its model, which is made to compute in them here.
 
     `row`: of hardware.precision.PRECISIONS; `inputs`: of the model; `labels`: where these are no whole numbers. `is_given`: the
@@ -86,7 +85,7 @@ class Numbers:
     def __init__(self, model: nn.Module, row: str, dtype: torch.dtype, device: torch.device, is_given: bool) -> None:
         """`dtype`: of the weights."""
         self.row, self.is_given, self._model, self._dtype = row, is_given, model, dtype
-        self._own = OwnTypes(model) if is_given else None
+        self._own = GivenTypes(model) if is_given else None
         self.masters: Optional[Masters] = None
         self.inputs = self.labels = dtype
         self._autocast: Optional[str] = None
@@ -98,7 +97,7 @@ class Numbers:
                 model.to(device, dtype)
             if row == "bfloat16_mixed" and device.type != "meta":
                 self._autocast = device.type
-                cast(model, device.type)
+                cast_forward(model, device.type)
         except BaseException:
             self.give_back()
             raise
@@ -107,8 +106,8 @@ class Numbers:
         """A loss of the model's outputs."""
         if self.row not in ("bfloat16_mixed", "bfloat16_masters") or isinstance(loss, OwnLoss):
             return loss
-        if isinstance(loss, OfOutput):
-            return OfOutput(LossInFloat32(loss.plain, self._autocast), loss.take, loss.asks)
+        if isinstance(loss, LossOfOutput):
+            return LossOfOutput(LossInFloat32(loss.plain, self._autocast), loss.take, loss.asks)
         return LossInFloat32(loss, self._autocast)
 
     def whole(self, loads: bool = False) -> ContextManager[None]:
@@ -132,8 +131,129 @@ class Numbers:
 
     def give_back(self, keep: bool = False) -> None:
         """The model as it was, with the weights as trained; `keep`: in the types that it was trained in."""
-        uncast(self._model)
+        uncast_forward(self._model)
         if not keep and self.masters is not None:
             self.masters.take_over()
         if not keep and self._own is not None:
             self._own.give_back()
+
+
+LOW = torch.bfloat16
+
+
+class Masters:
+    """Those of a model, whose weights are rounded here."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        norms = [module.float() for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        own = {id(t) for norm in norms for t in [*norm.parameters(), *norm.buffers()]}
+        model.to(device)
+        self._of: Dict[nn.Parameter, nn.Parameter] = {}
+        for weight in model.parameters():
+            if weight.is_floating_point() and id(weight) not in own:
+                self._of[weight] = nn.Parameter(weight.detach().float(), weight.requires_grad)
+                weight.data = weight.data.to(LOW)
+        for module in model.modules():
+            if not any(module is norm for norm in norms):
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and buffer.is_floating_point():
+                        module._buffers[name] = buffer.to(LOW)
+
+    def of(self, weight: nn.Parameter) -> nn.Parameter:
+        """The master of a weight; itself where it has none."""
+        return self._of.get(weight, weight)
+
+    def pairs(self, masters: Iterable[nn.Parameter]) -> List[Tuple[nn.Parameter, nn.Parameter]]:
+        """(weight, master) of those of `masters` that are not the weights themselves."""
+        weights = {id(master): weight for weight, master in self._of.items()}
+        return [(weights[id(master)], master) for master in masters if id(master) in weights]
+
+    @contextlib.contextmanager
+    def in_place(self, loads: bool = False) -> Iterator[None]:
+        """Inside, the model holds its masters; then their roundings again, new ones where it `loads` something."""
+        homes = [weight.data for weight in self._of]
+        try:
+            for weight, master in self._of.items():
+                weight.data = master.data
+            yield
+        finally:
+            for (weight, master), home in zip(self._of.items(), homes):
+                if loads:
+                    master.data = weight.data  # another one may have been put in its place
+                weight.data = master.data.to(LOW) if loads else home
+
+    def take_over(self) -> None:
+        """The model holds its masters from now on."""
+        for weight, master in self._of.items():
+            weight.grad = None
+            weight.data = master.data
+
+
+Pairs = List[Tuple[nn.Parameter, nn.Parameter]]
+
+
+def collect_gradients(pairs: Pairs) -> None:
+    """After a backward: the weights' gradients are their masters', added to those that are there."""
+    for weight, master in pairs:
+        if weight.grad is not None:
+            if master.grad is None:
+                master.grad = weight.grad.float()
+            else:
+                master.grad += weight.grad
+            weight.grad = None
+
+
+def write_weights(pairs: Pairs) -> None:
+    """After an update: the weights are their masters' roundings."""
+    for weight, master in pairs:
+        weight.data.copy_(master.data)
+
+
+_DEVICE = "_ipu_pipe_autocast"  # of a model: that whose operations are cast
+
+
+def enter_autocast(device: str) -> ContextManager[Any]:
+    """Inside, operations of a kind of device are cast to bfloat16 where PyTorch holds that for safe."""
+    return torch.autocast(device, torch.bfloat16)
+
+
+def is_cast(model: nn.Module) -> bool:
+    """Whether its forward is."""
+    return _DEVICE in vars(model)
+
+
+def enter_model_autocast(model: nn.Module) -> ContextManager[Any]:
+    """The region of a model's forward, for what runs a part of that; nothing where it has none."""
+    return enter_autocast(vars(model)[_DEVICE]) if is_cast(model) else contextlib.nullcontext()
+
+
+def cast_forward(model: nn.Module, device: str) -> None:
+    """From now on its forward runs so."""
+    own = vars(model).get("forward")
+
+    @functools.wraps(type(model).forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with enter_model_autocast(self):
+            return own(*args, **kwargs) if own is not None else type(self).forward(self, *args, **kwargs)
+
+    forward.own = own  # type: ignore[attr-defined]
+    vars(model).update({_DEVICE: device, "forward": types.MethodType(forward, model)})  # a copy's is the copy's
+
+
+def uncast_forward(model: nn.Module) -> None:
+    """Its forward is its own again."""
+    if vars(model).pop(_DEVICE, None) is not None:
+        own = vars(model).pop("forward").__func__.own
+        vars(model).update({} if own is None else {"forward": own})
+
+
+@contextlib.contextmanager
+def uncast_temporarily(model: nn.Module) -> Iterator[None]:
+    """Inside, its forward is its own."""
+    device = vars(model).get(_DEVICE)
+    uncast_forward(model)
+    try:
+        yield
+    finally:
+        if device is not None:
+            cast_forward(model, device)

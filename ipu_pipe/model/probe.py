@@ -7,23 +7,21 @@ Everything here runs the model on one microbatch and leaves weights, buffers, gr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ipu_pipe.model.boundaries import Partition, stage_at_call
-from ipu_pipe.model.calling import call
-from ipu_pipe.model.counts import top_places
-from ipu_pipe.model.nests import copied, lead, mapped, tensors, tensors_in
-from ipu_pipe.model.observation import Observed, count, kept_bytes, storage
-from ipu_pipe.model.randomness import generators
+from ipu_pipe.model.balancing import list_top_places
+from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor, iterate_tensors, list_tensors, map_tensors
+from ipu_pipe.model.loss import Loss
+from ipu_pipe.model.meta import is_faster_on_meta, move_to_meta, to_meta
+from ipu_pipe.model.observation import Observation, count_saved_bytes, get_storage, observe_costs
+from ipu_pipe.model.partition import Partition, map_calls_to_stages
+from ipu_pipe.model.randomness import list_generators
 from ipu_pipe.model.restoring import buffers_restored, modes_restored, undisturbed
-from ipu_pipe.model.shapes import by_shape, pays, stand_in
 from ipu_pipe.trace.events import UnitRow
-
-Loss = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -68,25 +66,25 @@ def _storage(tensor: torch.Tensor) -> Tuple[int, str]:
 # ---- footprint
 
 
-def footprint(model: nn.Module, part: Partition, loss: Loss, x: Any, y: Any) -> Footprint:
+def observe_footprint(model: nn.Module, part: Partition, loss: Loss, x: Any, y: Any) -> Footprint:
     """What one microbatch `x`, `y` computes and leaves on each stage and sends over each boundary: by shape, where the
     model can run so, else of the microbatch itself."""
     seen = None
-    if pays(model, x):
+    if is_faster_on_meta(model, x):
         try:
-            with by_shape(model):
-                a, b = stand_in((x, y))
-                seen = count(model, a, lambda: loss(call(model, a), b))
+            with move_to_meta(model):
+                a, b = to_meta((x, y))
+                seen = observe_costs(model, a, lambda: loss(call_model(model, a), b))
         except Exception:  # model or loss look at values: what the user's code raises then may be anything
             pass
     if seen is None:
         with undisturbed(model):
-            seen = count(model, x, lambda: loss(call(model, x), y))
-    stages, at_call = len(part), stage_at_call(seen.calls, part.begins)
+            seen = observe_costs(model, x, lambda: loss(call_model(model, x), y))
+    stages, at_call = len(part), map_calls_to_stages(seen.calls, part.begins)
     own = seen.by_stage(at_call, stages)
     backward = tuple(sum(each.backward_flops for each in calls) for calls in own) if seen.backward else None
     return Footprint(
-        tuple(map(kept_bytes, own)),
+        tuple(map(count_saved_bytes, own)),
         tuple(seen.crossing(at_call, stages)),
         tuple(sum(each.flops for each in calls) for calls in own),
         backward,
@@ -94,9 +92,9 @@ def footprint(model: nn.Module, part: Partition, loss: Loss, x: Any, y: Any) -> 
     )
 
 
-def _units(model: nn.Module, part: Partition, seen: Observed, stage_of: Mapping[str, int]) -> Tuple[UnitRow, ...]:
+def _units(model: nn.Module, part: Partition, seen: Observation, stage_of: Mapping[str, int]) -> Tuple[UnitRow, ...]:
     """What lies between one place where a stage may begin on every backend, or begins, and the next."""
-    first, *others = top_places(model, seen.calls, seen.runs)
+    first, *others = list_top_places(model, seen.calls, seen.runs)
     places = {*others, *part.begins}
     starts = [0, *(i for i, each in enumerate(seen.calls) if i and each.name in places)]
     return tuple(
@@ -133,7 +131,7 @@ def observe_effects(model: nn.Module, x: Any) -> Effects:
     norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)}
     drawn: Set[str] = set()
     runs: Dict[str, int] = {}
-    drawing = generators(lead(x).device)
+    drawing = list_generators(get_first_tensor(x).device)
     stack: List[List[torch.Tensor]] = []
 
     def states() -> List[torch.Tensor]:
@@ -157,7 +155,7 @@ def observe_effects(model: nn.Module, x: Any) -> Effects:
         handles = [m.register_forward_pre_hook(before) for m in model.modules()]
         handles += [m.register_forward_hook(after) for m in model.modules()]
         try:
-            call(model, copied(x))
+            call_model(model, clone_tensors(x))
         finally:
             for handle in handles:
                 handle.remove()
@@ -171,7 +169,7 @@ def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.is_meta or a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def drawn_unkeyed(model: nn.Module, device: torch.device) -> List[str]:
+def find_unkeyed_draws(model: nn.Module, device: torch.device) -> List[str]:
     """Names of the modules that draw from a state of their own, which no seed of a microbatch reaches: cuDNN's recurrent layers
     keep one for the dropout between their layers."""
     if device.type != "cuda":
@@ -183,7 +181,7 @@ def drawn_unkeyed(model: nn.Module, device: torch.device) -> List[str]:
 # ---- weights that a backward would not see
 
 
-def derived_weights(model: nn.Module, loss: Loss, x: Any, y: Any) -> List[str]:
+def find_derived_weights(model: nn.Module, loss: Loss, x: Any, y: Any) -> List[str]:
     """Names of parameters from which the forward derives a tensor that it saves for the backward.
 
     A backward that shall read newer weights gets them written into the parameters' own storage. What the forward derived
@@ -191,7 +189,7 @@ def derived_weights(model: nn.Module, loss: Loss, x: Any, y: Any) -> List[str]:
     values, and so the method would silently become another one. Such a saved tensor is known by three properties: it lies
     in no parameter's storage, it stays when the input changes, and it changes when the weights change.
     """
-    if pays(model, x) and not _may_derive(model, loss, x, y):
+    if is_faster_on_meta(model, x) and not _may_derive(model, loss, x, y):
         return []
 
     def changed_by(parameters: List[nn.Parameter]) -> bool:
@@ -205,7 +203,7 @@ def derived_weights(model: nn.Module, loss: Loss, x: Any, y: Any) -> List[str]:
 
     with undisturbed(model):
         model.train()
-        other = mapped(_shuffled, x)
+        other = map_tensors(_shuffled, x)
         _nudge(list(model.parameters()))  # away from special points, such as scales that start at zero
         here, there = _saved(model, loss, x, y), _saved(model, loss, other, y)
         suspects = [i for i, (a, b) in enumerate(zip(here, there)) if _same(a, b)]
@@ -222,17 +220,17 @@ class _Origins(TorchDispatchMode):
         super().__init__()
         self.derived: Set[int] = set()
         self._held = [*weights, *given]
-        self._weights = {storage(t) for t in weights}
-        self._given = {storage(t) for t in given}
+        self._weights = {get_storage(t) for t in weights}
+        self._given = {get_storage(t) for t in given}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        read = {storage(t) for t in tensors_in((*args, *(kwargs or {}).values()))}
+        read = {get_storage(t) for t in iterate_tensors((*args, *(kwargs or {}).values()))}
         result = func(*args, **(kwargs or {}))
         sized = (
             "like" in func.overloadpacket.__name__ or "new_" in func.overloadpacket.__name__
         )  # its numbers are read by nobody
-        for tensor in tensors_in((result,)):
-            place = storage(tensor)
+        for tensor in iterate_tensors((result,)):
+            place = get_storage(tensor)
             self._held.append(tensor)
             if place in self._weights or place in self._given:
                 continue
@@ -251,16 +249,16 @@ def _may_derive(model: nn.Module, loss: Loss, x: Any, y: Any) -> bool:
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point():
-            saved.append(storage(tensor))
+            saved.append(get_storage(tensor))
         return tensor.detach()
 
     try:
-        with modes_restored(model), by_shape(model):
+        with modes_restored(model), move_to_meta(model):
             model.train()
-            a, b = stand_in((x, y))
-            origins = _Origins(list(model.parameters()), tensors((a, b)))
+            a, b = to_meta((x, y))
+            origins = _Origins(list(model.parameters()), list_tensors((a, b)))
             with origins, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                loss(call(model, a), b)
+                loss(call_model(model, a), b)
             return not origins.derived.isdisjoint(saved)
     except Exception:  # model or loss look at values: what the user's code raises then may be anything
         return True
@@ -283,7 +281,7 @@ def _nudge(parameters: List[nn.Parameter]) -> None:
 
 def _saved(model: nn.Module, loss: Loss, x: Any, y: Any) -> List[Optional[torch.Tensor]]:
     """Copies of the tensors saved for the backward, in order; None for those in a weight's or the input's storage."""
-    given = {_storage(t) for t in [*model.parameters(), *model.buffers(), *tensors((x, y))]}
+    given = {_storage(t) for t in [*model.parameters(), *model.buffers(), *list_tensors((x, y))]}
     saved: List[Optional[torch.Tensor]] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -292,11 +290,11 @@ def _saved(model: nn.Module, loss: Loss, x: Any, y: Any) -> List[Optional[torch.
         saved.append(tensor.detach().clone() if plain else None)
         return tensor
 
-    device = lead(x).device
+    device = get_first_tensor(x).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), buffers_restored(model):
         torch.manual_seed(0)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss(call(model, x), y)
+            loss(call_model(model, x), y)
     return saved
 
 

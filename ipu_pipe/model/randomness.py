@@ -19,13 +19,13 @@ MARK = 1 << 63  # set in no seed of `derived_seed`
 POSITIONS = 1 << 20  # more than a forward has calls
 
 
-def derived_seed(*key: object) -> int:
+def derive_seed(*key: object) -> int:
     """Return a 63-bit seed that depends on all of `key` and nothing else, the same on every machine and Python version."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def generators(device: torch.device) -> List[torch.Generator]:
+def list_generators(device: torch.device) -> List[torch.Generator]:
     """Return those that a module on `device` may draw from: the CPU's, which stochastic depth asks on any device, and the GPU's
     own."""
     if device.type != "cuda":
@@ -35,7 +35,7 @@ def generators(device: torch.device) -> List[torch.Generator]:
 
 
 @contextlib.contextmanager
-def drawing_from(state: torch.Tensor) -> Iterator[None]:
+def draw_from(state: torch.Tensor) -> Iterator[None]:
     """Let a part of a forward draw once more what it drew when the CPU's generator was in this state."""
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(state)
@@ -58,8 +58,10 @@ class KeyedRandomness:
     def __init__(self, model: nn.Module, calls: Mapping[str, int], seed: int, device: torch.device) -> None:
         self._seed = seed
         self._most = dict(calls)  # calls of each module in one forward, as far as is known
-        self._generators = generators(device) if calls else []
-        self._saved: Dict[str, List[torch.Tensor]] = {}  # by module: a checkpoint breaks its second forward off, anywhere
+        self._generators = list_generators(device) if calls else []
+        self._saved: Dict[
+            str, List[torch.Tensor]
+        ] = {}  # by module: a checkpoint breaks its second forward off, anywhere
         self._microbatch: Optional[int] = None  # outside of forward and backward modules draw as they are
         # a position stands for the calls so far of each module: position 0 for none
         self._counts: List[Dict[str, int]] = [{}]
@@ -107,7 +109,7 @@ class KeyedRandomness:
     @property
     def _prefix(self) -> int:
         """Return the mark of this microbatch's position 0."""
-        return MARK + derived_seed(self._seed, self._microbatch) // POSITIONS * POSITIONS
+        return MARK + derive_seed(self._seed, self._microbatch) // POSITIONS * POSITIONS
 
     def _mark(self, position: int) -> None:
         self._generators[0].manual_seed(self._prefix + position)
@@ -148,7 +150,7 @@ class KeyedRandomness:
             if module.training and self._microbatch is not None:
                 self._saved[name] = [generator.get_state() for generator in self._generators]
                 number = self._number(name)
-                seed = derived_seed(self._seed, self._microbatch, name, *([number] if number else []))
+                seed = derive_seed(self._seed, self._microbatch, name, *([number] if number else []))
                 for generator in self._generators:  # torch.manual_seed asks every kind of device: 100 times as long
                     generator.manual_seed(seed)
 

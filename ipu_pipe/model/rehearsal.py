@@ -14,14 +14,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ipu_pipe.errors import BadInput, summarize
-from ipu_pipe.model.autocast import is_cast
-from ipu_pipe.model.calling import call
-from ipu_pipe.model.cutting import Piece, pieces, recorded_twice
+from ipu_pipe.model.batch import call_model
+from ipu_pipe.model.cutting import Piece, cut_model, find_difference, get_memory_order, invert_order, record_twice
+from ipu_pipe.model.precision import is_cast
 from ipu_pipe.model.probe import Effects, observe_effects
-from ipu_pipe.model.randomness import KeyedRandomness, derived_seed
+from ipu_pipe.model.randomness import KeyedRandomness, derive_seed
 from ipu_pipe.model.restoring import modes_restored, undisturbed
-from ipu_pipe.model.staging import differing, inverse, memory_order
-from ipu_pipe.model.templates import tensors_of
+from ipu_pipe.model.templates import flatten_tensors
 
 Found = Dict[str, Optional[torch.Tensor]]
 
@@ -45,20 +44,20 @@ def rehearse(model: nn.Module, parts: Sequence[Piece], x: Any) -> Rehearsed:
     A few samples tell as much as all, in less time, where the model takes so few and its forward does the same with them. What
     was recorded of some is compared on others, so that what depends on values shows. The model is left as it was.
     """
-    if any(t.is_meta for t in tensors_of(x)):  # no values, nothing to compare
+    if any(t.is_meta for t in flatten_tensors(x)):  # no values, nothing to compare
         return Rehearsed(Effects({}, [], []), [], [])
     cut, few = parts[0].cut, _few(x)
     begins = cut.recordings.begins
     if few is not None:
         with contextlib.suppress(Exception):  # whatever the user's model raises: all samples tell
-            less = pieces(model, begins, few[0])
-            same = differing(cut.first, less[0].cut.first) is None
-            if same and differing(*recorded_twice(model, begins, *few), numbers=True) is None:
+            less = cut_model(model, begins, few[0])
+            same = find_difference(cut.first, less[0].cut.first) is None
+            if same and find_difference(*record_twice(model, begins, *few), numbers=True) is None:
                 seen = _compare(model, less, *few)
                 parts[0].cut.remember_gradients(less[0].cut.gradient_orders)
                 return seen
     others = tree_map(lambda t: t.flip(0) if isinstance(t, torch.Tensor) and t.dim() else t, x)
-    other = differing(*recorded_twice(model, begins, x, others), numbers=True)
+    other = find_difference(*record_twice(model, begins, x, others), numbers=True)
     if other is not None:
         raise _refusal(model, f"its forward is not the same each time: {other}")
     return _compare(model, parts, x, others)
@@ -66,7 +65,7 @@ def rehearse(model: nn.Module, parts: Sequence[Piece], x: Any) -> Rehearsed:
 
 def _few(x: Any) -> Optional[Tuple[Any, Any]]:
     """The last samples of `x`, and the first; None where it has no more, or has none."""
-    sizes = {len(t) for t in tensors_of(x) if t.dim()}
+    sizes = {len(t) for t in flatten_tensors(x) if t.dim()}
     if len(sizes) != 1 or max(sizes) <= FEW:
         return None
     places = slice(-FEW, None), slice(FEW)
@@ -94,7 +93,7 @@ def _compare(model: nn.Module, parts: Sequence[Piece], recorded: Any, x: Any) ->
             again = _run(model, parts, x, keyed, training, chained=False)
             drawn = [what for what in wrong if not _same(whole.get(what), again.get(what))]
             wrong = [what for what in wrong if what not in drawn]
-            if drawn and not wrong and drawn[0].startswith(("output", "result")) and not tensors_of(x)[0].is_cuda:
+            if drawn and not wrong and drawn[0].startswith(("output", "result")) and not flatten_tensors(x)[0].is_cuda:
                 why = "draws random numbers that no seed of a microbatch reaches (a generator of its own)"
                 raise _refusal(model, f"the {drawn[0]} is another one each time: something {why}", "draw without one")
         if wrong:
@@ -147,7 +146,7 @@ def _run(
 
     def keep(name: str) -> Any:
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            for i, tensor in enumerate(tensors_of(output)):
+            for i, tensor in enumerate(flatten_tensors(output)):
                 what = f"output {name}" if not i else f"output {name} [{i}]"
                 found[what] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
@@ -157,17 +156,17 @@ def _run(
         model.train(training)
         for part in parts:
             part.training = training
-        randomness = KeyedRandomness(model, keyed, 0, tensors_of(x)[0].device)
+        randomness = KeyedRandomness(model, keyed, 0, flatten_tensors(x)[0].device)
         try:
             for part in parts if training else ():  # in evaluation hooks would keep some modules off their fast ways
                 handles += [link.register_forward_hook(keep(name)) for name, link in zip(part.names, part.links)]
-            torch.manual_seed(derived_seed("rehearsal"))
+            torch.manual_seed(derive_seed("rehearsal"))
             given = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, x)
             with randomness.forward(0):
-                outputs, backward = _chain(parts, given) if chained else (call(model, given), None)
-            results = [t for t in tensors_of(outputs) if t.requires_grad]
-            found.update({f"result [{i}]": t.detach().clone() for i, t in enumerate(tensors_of(outputs))})
-            generator = torch.Generator().manual_seed(derived_seed("rehearsal"))
+                outputs, backward = _chain(parts, given) if chained else (call_model(model, given), None)
+            results = [t for t in flatten_tensors(outputs) if t.requires_grad]
+            found.update({f"result [{i}]": t.detach().clone() for i, t in enumerate(flatten_tensors(outputs))})
+            generator = torch.Generator().manual_seed(derive_seed("rehearsal"))
             before = {name: b.clone() for name, b in model.named_buffers()}
             directions = [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in results]
             if again is not None:
@@ -197,22 +196,26 @@ def _chain(parts: Sequence[Piece], x: Any) -> Any:
     """The output of the last piece, each given copies of what the one before hands on, as over messages; and what does the
     backwards of the others once the last one's is done."""
     handed: List[List[torch.Tensor]] = []
-    gradients: List[List[List[torch.Tensor]]] = []  # by cut and tensor, as they come: a leaf's own take its memory layout
+    gradients: List[
+        List[List[torch.Tensor]]
+    ] = []  # by cut and tensor, as they come: a leaf's own take its memory layout
     value: Any = x
     for part in parts:
         value = part(value)
         if part is not parts[-1]:
-            handed.append(tensors_of(value))
+            handed.append(flatten_tensors(value))
             value = tree_map(lambda t: t.detach().clone().requires_grad_(t.requires_grad), value)
             gradients.append([[] for _ in handed[-1]])
-            for t, came in zip(tensors_of(value), gradients[-1]):
+            for t, came in zip(flatten_tensors(value), gradients[-1]):
                 if t.requires_grad:
                     t.register_hook(came.append)
 
     def backward() -> None:
         orders: List[List[Tuple[int, ...]]] = []
         for part, outs, came in zip(reversed(parts[:-1]), reversed(handed), reversed(gradients)):
-            orders.insert(0, [memory_order(grads[0]) if grads else memory_order(out) for out, grads in zip(outs, came)])
+            orders.insert(
+                0, [get_memory_order(grads[0]) if grads else get_memory_order(out) for out, grads in zip(outs, came)]
+            )
             pairs = [
                 (out, _as_sent(grads[0], order)) for out, grads, order in zip(outs, came, orders[0])
                 if grads and out.requires_grad
@@ -231,4 +234,4 @@ def _chain(parts: Sequence[Piece], x: Any) -> Any:
 
 def _as_sent(gradient: torch.Tensor, order: Tuple[int, ...]) -> torch.Tensor:
     """Return a gradient without gaps in memory, its dimensions in this order, as it comes out of a message."""
-    return gradient.contiguous() if not order else gradient.permute(order).contiguous().permute(inverse(order))
+    return gradient.contiguous() if not order else gradient.permute(order).contiguous().permute(invert_order(order))

@@ -13,16 +13,20 @@ that runs from its first module to the next boundary, in the order of execution 
 
 from __future__ import annotations
 
-from typing import Any, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar, Union
+from typing import Any, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
 
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.boundaries import Partition, begins_at, check_names, from_begins, refuse_shared, stage_at_call
-from ipu_pipe.model.costs import COSTS
-from ipu_pipe.model.counts import balanced, spread
-from ipu_pipe.model.execution import execution, refuse_unused, weight_groups
-from ipu_pipe.model.observation import Call
+from ipu_pipe.model.balancing import COSTS, balance_stages, spread_weights
+from ipu_pipe.model.observation import check_runs_modules, group_weights, observe_execution
+from ipu_pipe.model.partition import (
+    Partition,
+    build_partition,
+    check_names,
+    open_stages,
+    refuse_shared,
+)
 
 Module = TypeVar("Module", bound=nn.Module)
 StageChoice = Union[None, str, int, Sequence[str], Mapping[str, Any]]
@@ -67,24 +71,22 @@ def partition(
     return part
 
 
-def _partition(
-    model: nn.Module, example: Any, stages: StageChoice, between_top: bool, shares: bool
-) -> Partition:
+def _partition(model: nn.Module, example: Any, stages: StageChoice, between_top: bool, shares: bool) -> Partition:
     balances = not (stages is None or isinstance(stages, (list, tuple)) or stages == "finest")
     by_time = isinstance(stages, Mapping) and stages.get("by") == "time"
-    calls, stages_of_calls = execution(model, example, counted=balances, values=by_time)
-    refuse_unused(calls)
+    calls, stages_of_calls = observe_execution(model, example, counted=balances, values=by_time)
+    check_runs_modules(calls)
     if stages is None:
-        begins = begins_at(calls, {c.name for c in calls if getattr(c.module, "begins_stage", False)})
-        return from_begins(model, calls, stages_of_calls, begins)
+        begins = open_stages(calls, {c.name for c in calls if getattr(c.module, "begins_stage", False)})
+        return build_partition(model, calls, stages_of_calls, begins)
     if isinstance(stages, (list, tuple)):
         check_names(model, calls, stages)
-        return from_begins(model, calls, stages_of_calls, begins_at(calls, set(stages)))
+        return build_partition(model, calls, stages_of_calls, open_stages(calls, set(stages)))
     count, by, finest = _read_choice(stages)
-    groups = weight_groups(model, calls)
+    groups = group_weights(model, calls)
     if finest or count > len(groups):
-        return spread(model, calls, stages_of_calls, groups, count or len(groups))
-    return balanced(model, calls, stages_of_calls, groups, count, by, between_top, shares)
+        return spread_weights(model, calls, stages_of_calls, groups, count or len(groups))
+    return balance_stages(model, calls, stages_of_calls, groups, count, by, between_top, shares)
 
 
 def _read_choice(stages: Any) -> Tuple[int, str, bool]:
@@ -109,24 +111,7 @@ def _read_choice(stages: Any) -> Tuple[int, str, bool]:
     return count, by, finest
 
 
-class StageFlops(NamedTuple):
-    """FLOPs of a stage's passes of a microbatch."""
-
-    forward: float
-    backward: float
-
-
-def stage_flops(model: nn.Module, part: Partition, example: Any) -> List[StageFlops]:
-    """Of each stage for the microbatch `example`, as for `by: flops`."""
-    calls, _ = execution(model, example, counted=True)
-    at_call = stage_at_call(calls, part.begins)
-    stages: List[List[Call]] = [[] for _ in range(len(part))]
-    for call in calls:
-        stages[at_call[call.name]].append(call)
-    return [StageFlops(sum(c.flops for c in own), sum(c.backward_flops for c in own)) for own in stages]
-
-
-def describe(part: Partition, model: nn.Module) -> List[Tuple[int, str, int]]:
+def describe_stages(part: Partition, model: nn.Module) -> List[Tuple[int, str, int]]:
     """(index, first module, number of parameters) of each stage, for printing."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     return [(s.index, s.name, sum(sizes[n] for n in s.parameters)) for s in part.stages]

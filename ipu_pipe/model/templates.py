@@ -51,24 +51,24 @@ class Nest:
 Template = Union[Value, Weight, Constant, Nest]
 
 
-def template(value: Any, of_leaf: Callable[[Any], Template]) -> Template:
+def make_template(value: Any, of_leaf: Callable[[Any], Template]) -> Template:
     """The template of a nest, of whose leaves (tensors and all that is no nest) `of_leaf` tells theirs."""
     kind = type(value)
     if kind in (tuple, list):
-        return Nest(tuple(template(part, of_leaf) for part in value), kind, kind)
+        return Nest(tuple(make_template(part, of_leaf) for part in value), kind, kind)
     if kind is dict:
         keys = tuple(value)
-        parts = tuple(template(part, of_leaf) for part in value.values())
+        parts = tuple(make_template(part, of_leaf) for part in value.values())
         return Nest(parts, lambda made: dict(zip(keys, made)), keys)
     if kind is slice:
-        ends = tuple(template(part, of_leaf) for part in (value.start, value.stop, value.step))
+        ends = tuple(make_template(part, of_leaf) for part in (value.start, value.stop, value.step))
         return Nest(ends, lambda made: slice(*made), kind)
     if isinstance(value, torch.Tensor) or kind.__name__.endswith("Cache"):
         return of_leaf(value)
     leaves, spec = tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
         return of_leaf(value)
-    parts = tuple(template(leaf, of_leaf) for leaf in leaves)
+    parts = tuple(make_template(leaf, of_leaf) for leaf in leaves)
     return Nest(parts, functools.partial(_unflatten, spec), kind)
 
 
@@ -76,16 +76,16 @@ def _unflatten(spec: Any, made: List[Any]) -> Any:
     return tree_unflatten(made, spec)
 
 
-def keys_in(found: Template) -> Iterator[Key]:
+def iterate_keys(found: Template) -> Iterator[Key]:
     """The values and weights of a template, in order."""
     if isinstance(found, (Value, Weight)):
         yield found
     elif isinstance(found, Nest):
         for part in found.parts:
-            yield from keys_in(part)
+            yield from iterate_keys(part)
 
 
-def leaves_of(value: Any) -> Sequence[Any]:
+def list_leaves(value: Any) -> Sequence[Any]:
     """The leaves of a result, in the order by which values are numbered."""
     if isinstance(value, torch.Tensor):
         return (value,)
@@ -96,33 +96,33 @@ def leaves_of(value: Any) -> Sequence[Any]:
     return leaves
 
 
-def tensors_of(value: Any) -> List[torch.Tensor]:
+def flatten_tensors(value: Any) -> List[torch.Tensor]:
     """The tensors of a nest."""
-    return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in list_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 Getter = Callable[[List[Any]], Any]  # of all values by then
 
 
-def maker(found: Template, get: Callable[[Key], Getter]) -> Getter:
+def make_getter(found: Template, get: Callable[[Key], Getter]) -> Getter:
     """The function that makes what a template stands for, of all values by then. `get`: that of a value or weight."""
     if isinstance(found, (Value, Weight)):
         return get(found)
     if isinstance(found, Constant):
         value = found.value
         return lambda values: value
-    parts, build = [maker(part, get) for part in found.parts], found.build
+    parts, build = [make_getter(part, get) for part in found.parts], found.build
     if found.kind in (tuple, slice) and all(isinstance(part, Constant) for part in found.parts):
         made = build([part.value for part in found.parts])
         return lambda values: made
     return lambda values: build([part(values) for part in parts])
 
 
-def alike(a: Template, b: Template, numbers: bool) -> bool:
+def is_alike(a: Template, b: Template, numbers: bool) -> bool:
     """Whether two templates are the same, but for numbers (sizes, above all) if these may be others."""
     if isinstance(a, Nest) and isinstance(b, Nest):
         same = a.kind == b.kind and len(a.parts) == len(b.parts)
-        return same and all(alike(x, y, numbers) for x, y in zip(a.parts, b.parts))
+        return same and all(is_alike(x, y, numbers) for x, y in zip(a.parts, b.parts))
     if isinstance(a, Constant) and isinstance(b, Constant):
         told = (bool, str, type(None), *((int, float, complex, torch.Size) if numbers else ()))
         same = type(a.value) is type(b.value) and (not isinstance(a.value, told) or a.value == b.value)

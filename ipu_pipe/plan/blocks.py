@@ -18,11 +18,10 @@ from torch import nn
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.local.heads import MakeHead, make_head
-from ipu_pipe.model.calling import call
-from ipu_pipe.model.nests import sample_count, tensors_in
-from ipu_pipe.model.observation import Call, count
-from ipu_pipe.model.outputs import Take
-from ipu_pipe.model.shapes import by_shape, stand_in
+from ipu_pipe.model.batch import call_model, count_samples, iterate_tensors
+from ipu_pipe.model.loss import Take
+from ipu_pipe.model.meta import move_to_meta, to_meta
+from ipu_pipe.model.observation import ModuleCall, observe_costs
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,16 @@ def count_blocks(
         head or getattr(model, "local_head", None) or (lambda activation, output: make_head(model, activation, output))
     )
     try:
-        with by_shape(model):
+        with move_to_meta(model):
             whole = _EveryUnit(model, [unit.name for unit in units[1:]])
             with torch.no_grad():
-                call(whole, stand_in(x))
-            _refuse_crossed(units, whole.ends, sample_count(x))
+                call_model(whole, to_meta(x))
+            _refuse_crossed(units, whole.ends, count_samples(x))
             output = whole.output if take is None else take(whole.output)
             for value in whole.ends:
                 whole.heads.append(make(value, output).to("meta"))
-            shapes = stand_in(x)
-            seen = count(whole, shapes, lambda: call(whole, shapes))
+            shapes = to_meta(x)
+            seen = observe_costs(whole, shapes, lambda: call_model(whole, shapes))
     except BadInput:
         raise
     except Exception as error:  # whatever the user's code raises
@@ -66,13 +65,13 @@ def count_blocks(
     first = tuple(
         replace(
             unit,
-            backward_flops=sum(each.backward_flops for each in calls) / sample_count(x),
-            backward_moved=sum(each.backward_moved for each in calls) / sample_count(x),
+            backward_flops=sum(each.backward_flops for each in calls) / count_samples(x),
+            backward_moved=sum(each.backward_moved for each in calls) / count_samples(x),
         )
         for unit, calls in zip(units, own)
     )
     heads = tuple(
-        _head(unit, made, calls, {place for each in before for place in each.saved}, sample_count(x))
+        _head(unit, made, calls, {place for each in before for place in each.saved}, count_samples(x))
         for unit, made, calls, before in zip(units, whole.heads, behind, own)
     )
     return BlockUnits(heads, first)
@@ -93,7 +92,7 @@ class _EveryUnit(nn.Module):
         self.ends = []
 
         def enter(module: nn.Module, inputs: Any) -> Any:
-            self.ends.append(next(t for t in tensors_in(inputs) if t.is_floating_point()))
+            self.ends.append(next(t for t in iterate_tensors(inputs) if t.is_floating_point()))
             return tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in inputs)
 
         handles = [self.model.get_submodule(name).register_forward_pre_hook(enter) for name in self.begins]
@@ -116,11 +115,11 @@ def _refuse_crossed(units: Sequence[Unit], ends: Sequence[torch.Tensor], samples
         raise BadInput(faults)
 
 
-def _parts(calls: Sequence[Call], names: Sequence[str]) -> Tuple[List[List[Call]], List[List[Call]]]:
+def _parts(calls: Sequence[ModuleCall], names: Sequence[str]) -> Tuple[List[List[ModuleCall]], List[List[ModuleCall]]]:
     """The calls of each unit, and of each head."""
     at: Dict[str, int] = {f"model.{name}" if name else "model": i for i, name in enumerate(names)}
-    own: List[List[Call]] = [[] for _ in names]
-    heads: List[List[Call]] = [[] for _ in names[1:]]
+    own: List[List[ModuleCall]] = [[] for _ in names]
+    heads: List[List[ModuleCall]] = [[] for _ in names[1:]]
     part = own[0]
     for each in calls:
         outer = each.name.split(".")
@@ -132,7 +131,7 @@ def _parts(calls: Sequence[Call], names: Sequence[str]) -> Tuple[List[List[Call]
     return own, heads
 
 
-def _head(unit: Unit, head: nn.Module, calls: Sequence[Call], kept: Any, samples: int) -> Unit:
+def _head(unit: Unit, head: nn.Module, calls: Sequence[ModuleCall], kept: Any, samples: int) -> Unit:
     """A head as a unit; what its block keeps anyhow (`kept`) is not its own."""
     saved = {place: size for each in calls for place, size in each.saved.items() if place not in kept}
     return Unit(

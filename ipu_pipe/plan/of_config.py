@@ -23,8 +23,8 @@ from ipu_pipe.job.ipu.placement import placement_faults
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import SumOfLosses, get_blocks
 from ipu_pipe.model.balance import IntArray, StagePrices, find_best_cut
-from ipu_pipe.model.nests import few, sample_count, size
-from ipu_pipe.model.probe import Loss
+from ipu_pipe.model.batch import count_bytes, count_samples, take_samples
+from ipu_pipe.model.loss import Loss
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.layouts import list_layouts
@@ -84,7 +84,7 @@ def choose_stages(
         assert isinstance(method.structure.blocks, int)
         count = method.structure.blocks  # a block a stage
     x, y = example
-    units = count_units(model, few(x, FEW), (), loss, few(y, FEW)).units
+    units = count_units(model, take_samples(x, FEW), (), loss, take_samples(y, FEW)).units
     blocks = _blocks_of(config, method, model, x, units)
     starts: Optional[Sequence[int]]
     if config.hardware is None:
@@ -115,7 +115,7 @@ def _blocks_of(config: Config, method: Method, model: nn.Module, x: Any, units: 
     if method.structure is None:
         return None
     entry = config.method_args.head
-    return count_blocks(model, few(x, FEW), units, resolve_entry(entry, "method_args.head") if entry else None)
+    return count_blocks(model, take_samples(x, FEW), units, resolve_entry(entry, "method_args.head") if entry else None)
 
 
 def _by_flops(units: Sequence[Unit], count: Optional[int], blocks: Optional[BlockUnits]) -> Optional[List[int]]:
@@ -171,7 +171,7 @@ def _runs(config: Config, method: Method, depth: int) -> bool:
 
 
 def _sample_bytes(x: Any) -> float:
-    return size(x) / sample_count(x)
+    return count_bytes(x) / count_samples(x)
 
 
 class OwnCut(NamedTuple):
@@ -196,7 +196,7 @@ def predict_own_cut(job: Job) -> OwnCut:
     made = get_blocks(job.model)
     model = job.model if made is None else made.model
     loss = job.loss.each if isinstance(job.loss, SumOfLosses) else job.loss
-    units = count_units(model, few(x, FEW), begins, loss, few(y, FEW)).units
+    units = count_units(model, take_samples(x, FEW), begins, loss, take_samples(y, FEW)).units
     blocks = _blocks_of(config, job.method, model, x, units)
     problem = replace(make_problem(config, units, _sample_bytes(x), hardware), blocks=blocks)
     names = [unit.name for unit in units]

@@ -16,7 +16,7 @@ from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import placement
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
-from ipu_pipe.model.nests import size
+from ipu_pipe.model.batch import count_bytes
 from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.schedule.versions import count_weight_copies
 
@@ -103,7 +103,7 @@ def _behind_bytes(job: Job) -> List[int]:
 
 def _input_bytes(job: Job) -> List[int]:
     """What enters each stage with a microbatch."""
-    return [size(job.example[0]), *job.footprint.boundary_bytes]
+    return [count_bytes(job.example[0]), *job.footprint.boundary_bytes]
 
 
 def _trained_bytes(job: Job) -> List[int]:

@@ -22,7 +22,7 @@ from ipu_pipe import __version__
 from ipu_pipe.data.hashes import hash_files
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
-from ipu_pipe.model.nests import tensors
+from ipu_pipe.model.batch import list_tensors
 
 GIT_SECONDS = 5.0
 
@@ -184,7 +184,7 @@ def _repeats(job: Job, now: Mapping[str, Any]) -> bool:
 
 
 def _first_microbatch(job: Job) -> Dict[str, Any]:
-    held = tensors(job.data.train_batch(0, 0, job.config.micro_batch_size))
+    held = list_tensors(job.data.train_batch(0, 0, job.config.micro_batch_size))
     digest = hashlib.sha256()
     for tensor in held:
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

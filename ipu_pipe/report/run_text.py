@@ -9,7 +9,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.record import Begun, Job
 from ipu_pipe.model.flops import HOW
-from ipu_pipe.model.stages import describe
+from ipu_pipe.model.stages import describe_stages
 from ipu_pipe.plan.answer import format_own_cut
 from ipu_pipe.report.memory import build_memory_table, compute_memory_figures
 from ipu_pipe.schedule.drawing import format_text
@@ -98,7 +98,7 @@ def format_plan(job: Job) -> str:
         "",
         "stage  begins with                      parameters   lag  copies  in flight  memory (MiB)  sends on (KiB)",
     ]
-    rows = describe(job.part, job.model)
+    rows = describe_stages(job.part, job.model)
     shown = _shown(len(rows))
     for (index, name, size), row in zip(rows, table):
         if index not in shown:

@@ -31,13 +31,12 @@ from ipu_pipe.job.record import DTYPES, Begun, Job, Setup, compute_rate, list_dr
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.local.blocks import SumOfLosses, get_blocks, measure_footprint
-from ipu_pipe.model.masters import Masters
-from ipu_pipe.model.nests import copied
-from ipu_pipe.model.outputs import OwnLoss, plain
-from ipu_pipe.model.precision import Numbers, plain_loss
-from ipu_pipe.model.probe import Loss, drawn_unkeyed
-from ipu_pipe.model.randomness import derived_seed
-from ipu_pipe.model.shapes import made_by_shape
+from ipu_pipe.model.batch import clone_tensors
+from ipu_pipe.model.loss import Loss, OwnLoss, get_plain_loss
+from ipu_pipe.model.meta import build_on_meta
+from ipu_pipe.model.precision import Masters, ModelPrecision, get_given_loss
+from ipu_pipe.model.probe import find_unkeyed_draws
+from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.plan.of_config import choose_stages, is_chosen
 from ipu_pipe.run import checks
 from ipu_pipe.run.checkpoint import find_newest, load_weights, read_weights
@@ -78,14 +77,14 @@ def set_up(
     refuse_missing(config, model=model, output=output, data=data, loss=loss, metrics=metrics)
     device = _device(config)
     kind = device.type
-    seed = derived_seed(config.seed, "model")
+    seed = derive_seed(config.seed, "model")
     torch.manual_seed(seed)
     RandomStates.seeded(seed).write()  # models and data sources may draw from Python's and numpy's generators, too
     given = model is not None
     if by_shape:
         device = torch.device("meta")
     if model is None:
-        with made_by_shape() if by_shape else contextlib.nullcontext():
+        with build_on_meta() if by_shape else contextlib.nullcontext():
             model = make_model(config)
     check_wrappers(model)
     _refuse_tensors(model)
@@ -93,14 +92,14 @@ def set_up(
     begun = _begin(model, config.init_from) if config.init_from else None
     data = data if data is not None else make_data(config)
     chosen_loss = make_loss(config, loss, output)
-    weighted = plain(chosen_loss)
+    weighted = get_plain_loss(chosen_loss)
     if isinstance(weighted, nn.Module):  # class weights and the like
         check_loss(weighted, model)
         weighted.to(device)
     measured = make_metrics(config.metrics if metrics is None else metrics)
     row = resolve_precision(config.precision, resolve_method(config.method, config.method_settings()))
     # last: what fails before leaves a caller's model as it was
-    numbers = Numbers(model.train(), row, DTYPES[row], device, given)
+    numbers = ModelPrecision(model.train(), row, DTYPES[row], device, given)
     made = Setup(config, model, numbers.loss(chosen_loss), data, device, numbers)
     made.begun, made.metrics, made.asks = begun, measured, getattr(chosen_loss, "asks", ())
     backend = get_backend(config)
@@ -143,7 +142,7 @@ def _refuse_tensors(model: nn.Module) -> None:
 
 def _refuse_unkeyed(model: nn.Module, device: torch.device) -> None:
     """Refuse modules whose draws cannot be repeated on the device."""
-    names = drawn_unkeyed(model, device)
+    names = find_unkeyed_draws(model, device)
     if names:
         raise BadInput(
             f"model: {list_some(names)}: on a GPU cuDNN draws a recurrent layer's dropout from a state of its own, "
@@ -199,7 +198,7 @@ def _assemble(
     width = config.replicas if rounds is None else rounds.replicas or 1
     per_epoch, updates = _length(config, data, width)
     taken = setup.split_batch(data.train_batch(0, 0, config.micro_batch_size))
-    example = copied(setup.move_to_device(*taken))  # a model that works in place must not change the data
+    example = clone_tensors(setup.move_to_device(*taken))  # a model that works in place must not change the data
     setup.label_range = check_model(model, chosen_loss, example, taken[1])
     check_metrics(setup)
     if is_chosen(config.stages):
@@ -243,7 +242,7 @@ def _assemble(
     whole = made if held is groups else factory(groups)  # a process holds its own stage's alone
     if optimizer is not None:
         config = describe_made_optimizer(config, whole)
-    used = Given(optimizer=describe_optimizer(whole), loss=_described(plain_loss(plain(setup.loss))))
+    used = Given(optimizer=describe_optimizer(whole), loss=_described(get_given_loss(get_plain_loss(setup.loss))))
     base = float(whole.param_groups[0]["lr"])
     played = _played(config, scheduler, whole, base, updates, per_epoch)
     job = Job(

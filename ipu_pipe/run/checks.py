@@ -16,14 +16,23 @@ from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.job.evaluation import load_test_batches
 from ipu_pipe.job.metrics import DEFAULT
 from ipu_pipe.job.record import Job, Setup, list_drains
-from ipu_pipe.model.asking import labels_of
-from ipu_pipe.model.calling import call
-from ipu_pipe.model.nests import described, lead, sample_count
-from ipu_pipe.model.outputs import SCORES, OfOutput, OwnLoss, Part, fields, plain, scores, takes_all, told
-from ipu_pipe.model.precision import plain_loss
-from ipu_pipe.model.probe import Loss
+from ipu_pipe.model.batch import call_model, count_samples, describe_tensors, get_first_tensor
+from ipu_pipe.model.loss import (
+    SCORES,
+    Loss,
+    LossOfOutput,
+    OwnLoss,
+    TakePart,
+    describe_output,
+    get_labels,
+    get_plain_loss,
+    list_fields,
+    take_scores,
+    takes_whole_output,
+)
+from ipu_pipe.model.meta import is_faster_on_meta, move_to_meta, to_meta, watch_value_checks
+from ipu_pipe.model.precision import get_given_loss
 from ipu_pipe.model.restoring import undisturbed
-from ipu_pipe.model.shapes import by_shape, looks_at_values, pays, stand_in
 from ipu_pipe.text import list_some, show
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update import rules
@@ -148,7 +157,9 @@ def group_rates(job: Job) -> List[str]:
 def _rules(job: Job) -> List[str]:
     """Whether the rules are defined on the optimizer that trains, in all its groups."""
     args, kind = job.config.method_settings(), update.get_kind(job.optimizer)
-    found = [fault for group in job.optimizer.param_groups for fault in rules.find_faults(args, job.method, kind, group)]
+    found = [
+        fault for group in job.optimizer.param_groups for fault in rules.find_faults(args, job.method, kind, group)
+    ]
     return list(dict.fromkeys(found))
 
 
@@ -163,7 +174,7 @@ def check_model(model: nn.Module, loss: Loss, example: Tuple[Any, Any], labels: 
     line. `labels`: the example's, with their numbers where it is a shape. Returns what labels the loss allows, where it is
     known. Raises BadInput."""
     x, y = example
-    device, is_meta = lead(x).device, lead(x).is_meta
+    device, is_meta = get_first_tensor(x).device, get_first_tensor(x).is_meta
     devices = [device] if device.type == "cuda" else []
     output: Any = None
     taken: Any = None
@@ -171,36 +182,44 @@ def check_model(model: nn.Module, loss: Loss, example: Tuple[Any, Any], labels: 
     try:
         with contextlib.ExitStack() as inside:
             inside.enter_context(torch.random.fork_rng(devices=devices))
-            inside.enter_context(by_shape(model) if is_meta else undisturbed(model))
+            inside.enter_context(move_to_meta(model) if is_meta else undisturbed(model))
             output = None if is_meta else _few(model, x)
             if output is None:
-                output = call(model, x)
-            taken = scores(loss, output)
-            allowed = find_label_range(plain_loss(plain(loss)), taken, labels_of(y))
+                output = call_model(model, x)
+            taken = take_scores(loss, output)
+            allowed = find_label_range(get_given_loss(get_plain_loss(loss)), taken, get_labels(y))
             if allowed is not None:
-                allowed.check(labels_of(labels))
+                allowed.check(get_labels(labels))
             value = loss(output, y)
             if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
                 value.item()  # what a GPU's kernels find wrong is told here, not wherever the run waits for them next
     except BadInput:
         raise
     except Exception as error:  # whatever the user's model raises
-        if fields(output) and takes_all(loss):
+        if list_fields(output) and takes_whole_output(loss):
             raise BadInput(
-                f"model: returns {told(output)}, and the loss wants one of these ({summarize(error)}): say which is the output,"
-                f" as model.output: {_likely(output)}, or take loss: model if it holds its own"
+                f"model: returns {describe_output(output)}, and the loss wants one of these ({summarize(error)}): say which is"
+                f" the output, as model.output: {_likely(output)}, or take loss: model if it holds its own"
             ) from error
         if output is not None and value is None:
-            key = "model.output" if taken is None and isinstance(loss, OfOutput) else "loss"
-            given = told(output) + (f" and labels {described(labels_of(y))}" if key == "loss" else "")
+            key = "model.output" if taken is None and isinstance(loss, LossOfOutput) else "loss"
+            given = describe_output(output) + (
+                f" and labels {describe_tensors(get_labels(y))}" if key == "loss" else ""
+            )
             raise BadInput(f"{key}: it fails on what the model returns, {given}: {summarize(error)}") from error
-        labelled = ", which loss: model calls with the labels too" if isinstance(plain(loss), OwnLoss) else ""
+        labelled = ", which loss: model calls with the labels too" if isinstance(get_plain_loss(loss), OwnLoss) else ""
         raise BadInput(
-            f"model: it fails on a microbatch of shape {described(x)}{labelled}: {summarize(error)}"
+            f"model: it fails on a microbatch of shape {describe_tensors(x)}{labelled}: {summarize(error)}"
         ) from error
-    if isinstance(output, torch.Tensor) and isinstance(loss, (OfOutput, OwnLoss)) and isinstance(loss.take, Part):
+    if (
+        isinstance(output, torch.Tensor)
+        and isinstance(loss, (LossOfOutput, OwnLoss))
+        and isinstance(loss.take, TakePart)
+    ):
         said = loss.take.key
-        raise BadInput(f"model.output: {said}: the model returns {told(output)}, of which it is no part: leave it out")
+        raise BadInput(
+            f"model.output: {said}: the model returns {describe_output(output)}, of which it is no part: leave it out"
+        )
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise BadInput("loss: must give one number, the mean over the microbatch")
     if not value.requires_grad:
@@ -218,29 +237,29 @@ def check_metrics(setup: Setup) -> None:
     with torch.random.fork_rng(devices=devices), torch.no_grad(), undisturbed(setup.model):
         setup.model.eval()
         for x, given in itertools.islice(load_test_batches(setup), 1):
-            taken, y = scores(setup.loss, call(setup.model, x)), labels_of(given)
+            taken, y = take_scores(setup.loss, call_model(setup.model, x)), get_labels(given)
             for metric in metrics:
                 try:
-                    metric.begin().add(taken, y, sample_count(x))
+                    metric.begin().add(taken, y, count_samples(x))
                 except BadInput:
                     raise
                 except Exception as error:  # whatever the user's metric raises
-                    kinds = f"{told(taken)} and labels {described(y)}"
+                    kinds = f"{describe_output(taken)} and labels {describe_tensors(y)}"
                     raise BadInput(f"metrics: {metric.name}: fails on {kinds}: {summarize(error)}") from error
 
 
 def _likely(output: Any) -> Any:
-    return SCORES if SCORES in fields(output) else fields(output)[0]
+    return SCORES if SCORES in list_fields(output) else list_fields(output)[0]
 
 
 def _few(model: nn.Module, x: Any) -> Any:
     """Outputs of the shape that the microbatch's have, with the numbers of its first samples over and over. None where that does
     not tell what all of its samples would: where the forward of all fails by shape, or looks at values."""
-    if not isinstance(x, torch.Tensor) or len(x) <= FEW or not x.is_floating_point() or not pays(model, x):
+    if not isinstance(x, torch.Tensor) or len(x) <= FEW or not x.is_floating_point() or not is_faster_on_meta(model, x):
         return None
     try:
-        with by_shape(model), looks_at_values() as looks, torch.no_grad():
-            whole = model(stand_in(x))
+        with move_to_meta(model), watch_value_checks() as looks, torch.no_grad():
+            whole = model(to_meta(x))
         if looks():
             return None
         few = model(x[:FEW].clone())

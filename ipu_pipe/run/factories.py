@@ -16,9 +16,7 @@ from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.import_strings import call_entry, check_arguments, resolve_entry
 from ipu_pipe.job.placing import make_take
-from ipu_pipe.model.asking import asked_by
-from ipu_pipe.model.outputs import OfOutput, OwnLoss
-from ipu_pipe.model.probe import Loss
+from ipu_pipe.model.loss import Loss, LossOfOutput, OwnLoss, list_requested_fields
 from ipu_pipe.text import list_some
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.optimizer import make_factory_of
@@ -82,8 +80,8 @@ def make_loss(config: Config, given: Union[Loss, str, None] = None, output: Opti
     chosen = given if callable(given) else None if config.loss == OWN else make_plain_loss(config)
     if chosen is None:
         return OwnLoss(take)
-    asks = asked_by(chosen)
-    return chosen if take is None and not asks else OfOutput(chosen, take, asks)
+    asks = list_requested_fields(chosen)
+    return chosen if take is None and not asks else LossOfOutput(chosen, take, asks)
 
 
 def make_plain_loss(config: Config) -> Loss:
@@ -124,7 +122,9 @@ def _entry(name: str) -> str:
 def make_factory(config: Config) -> update.OptimizerFactory:
     """The config's optimizer, as a function of the parameter groups."""
     if config.optimizer.is_other:
-        return make_factory_of(resolve_entry(_entry(config.optimizer.name), "optimizer.name"), config.optimizer.settings())
+        return make_factory_of(
+            resolve_entry(_entry(config.optimizer.name), "optimizer.name"), config.optimizer.settings()
+        )
     settings: Dict[str, Any] = config.optimizer.settings()
     reference = config.optimizer.reference_batch_size
     if reference:

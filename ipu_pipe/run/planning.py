@@ -19,8 +19,8 @@ from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_uni
 from ipu_pipe.job.import_strings import resolve_entry
 from ipu_pipe.job.placing import make_take_of_heads
 from ipu_pipe.job.record import Job
-from ipu_pipe.model.nests import mapped, numbers, sample_count, size
-from ipu_pipe.model.shapes import SMALL, made_by_shape, shapes_only
+from ipu_pipe.model.batch import count_bytes, count_numbers, count_samples, map_tensors
+from ipu_pipe.model.meta import SMALL, build_on_meta, compute_on_meta
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.callbacks import check_callbacks
@@ -32,7 +32,7 @@ def build_for_planning(config: Config) -> Job:
     check_callbacks(config)
     if _may_be_shapes(config):
         try:
-            with shapes_only():
+            with compute_on_meta():
                 job = build(config, by_shape=True)
             if _tells(job):
                 return job
@@ -48,7 +48,7 @@ def _may_be_shapes(config: Config) -> bool:
 
 def _tells(job: Job) -> bool:
     """Of few numbers all is computed as it is, and so it is where the CPU's own kernels keep other things (recurrent layers)."""
-    held = numbers(job.example[0]) + sum(p.numel() for p in job.model.parameters())
+    held = count_numbers(job.example[0]) + sum(p.numel() for p in job.model.parameters())
     return held > SMALL and not any(isinstance(module, nn.RNNBase) for module in job.model.modules())
 
 
@@ -68,7 +68,7 @@ def count_config_units(config: Config, measured: bool = False, blocks: bool = Fa
         model, costed, x = _measured(config)
     else:
         model, costed, x = _counted(config)
-    entering = size(x) / sample_count(x)
+    entering = count_bytes(x) / count_samples(x)
     if not blocks:
         return ConfigUnits(costed, entering)
     entry = config.method_args.head
@@ -83,9 +83,9 @@ def _counted(config: Config) -> Tuple[nn.Module, CountedUnits, Any]:
         data.train_batch(0, 0, 2), getattr(data, "labels", None), config.loss == OWN, getattr(loss, "asks", ())
     )
     try:
-        with made_by_shape():
+        with build_on_meta():
             model = make_model(config)
-        return model, count_units(model, mapped(_shape, x), (), loss, mapped(_shape, y)), x
+        return model, count_units(model, map_tensors(_shape, x), (), loss, map_tensors(_shape, y)), x
     except Exception:  # a model that is made from numbers, or looks at them: told below, if it is not that
         model = make_model(config)
         return model, count_units(model, x, (), loss, y), x

@@ -15,8 +15,7 @@ from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.batches import LABELS, split_batch
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.calling import call
-from ipu_pipe.model.nests import mapped, refuse_others, tensors
+from ipu_pipe.model.batch import call_model, check_holds_tensors, list_tensors, map_tensors
 from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.factories import make_model
@@ -56,8 +55,8 @@ def predict(
     with torch.no_grad(), modes_restored(model):
         model.eval()
         for x in _inputs(data, batch_size):
-            refuse_others(x, "inputs")
-            found.append(tree_map(_on_host, call(model, mapped(lambda value: _as(value, like), x))))
+            check_holds_tensors(x, "inputs")
+            found.append(tree_map(_on_host, call_model(model, map_tensors(lambda value: _as(value, like), x))))
     if not found:
         raise BadInput("predict: data: holds no samples")
     return _joined(found)
@@ -88,11 +87,13 @@ def _inputs(data: Any, size: int) -> Iterator[Any]:
     if isinstance(data, DataSource):
         yield from (_input(batch, getattr(data, "labels", None)) for batch in data.test_batches(size))
     elif isinstance(data, (torch.Tensor, Mapping)) or not isinstance(data, Iterable):
-        counts = {len(value) for value in tensors(data) if value.dim()}
+        counts = {len(value) for value in list_tensors(data) if value.dim()}
         if len(counts) != 1:
-            raise BadInput(f"predict: data: {describe_kind(data)}: must be a DataSource, a loader, or tensors of one length")
+            raise BadInput(
+                f"predict: data: {describe_kind(data)}: must be a DataSource, a loader, or tensors of one length"
+            )
         for start in range(0, counts.pop(), size):
-            yield mapped(lambda value, start=start: value[start : start + size], data)  # type: ignore[misc]
+            yield map_tensors(lambda value, start=start: value[start : start + size], data)  # type: ignore[misc]
     else:
         yield from (_input(batch, None) for batch in data)
 

@@ -20,7 +20,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.overrides import describe_overrides, refuse_missing
 from ipu_pipe.job.user_code import attribute_faults
-from ipu_pipe.model.probe import Loss
+from ipu_pipe.model.loss import Loss
 from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.report.provenance import fingerprint_data
 from ipu_pipe.run import checkpoint

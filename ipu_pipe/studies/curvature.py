@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput, summarize
-from ipu_pipe.model.calling import call
-from ipu_pipe.model.nests import copied
-from ipu_pipe.model.probe import Loss, observe_effects
+from ipu_pipe.model.batch import call_model, clone_tensors
+from ipu_pipe.model.loss import Loss
+from ipu_pipe.model.probe import observe_effects
 from ipu_pipe.model.restoring import undisturbed
 
 Vector = List[torch.Tensor]
@@ -97,7 +97,7 @@ def _gradient(
     create_graph: bool = False,
 ) -> Vector:
     found = torch.autograd.grad(
-        loss(call(model, copied(x)), y), list(parameters), create_graph=create_graph, allow_unused=True
+        loss(call_model(model, clone_tensors(x)), y), list(parameters), create_graph=create_graph, allow_unused=True
     )
     return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found)]
 
@@ -156,7 +156,7 @@ def _moved_between(parameters: Sequence[nn.Parameter], v: Vector, far: float) ->
     before = [p.detach().clone() for p in parameters]
 
     def gradient(model: nn.Module, loss: Loss, x: Any, y: Any) -> Vector:
-        value = loss(call(model, copied(x)), y)
+        value = loss(call_model(model, clone_tensors(x)), y)
         for p, part in zip(parameters, v):
             p.data.add_(part, alpha=far)
         found = torch.autograd.grad(value, list(parameters), allow_unused=True)

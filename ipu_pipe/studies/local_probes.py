@@ -31,9 +31,9 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.evaluation import TEST_BATCH, EvaluationResult, Tally
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import compute_losses, get_blocks
-from ipu_pipe.model.calling import call
-from ipu_pipe.model.nests import copied, few, lead, sample_count
-from ipu_pipe.model.probe import Loss, observe_effects
+from ipu_pipe.model.batch import call_model, clone_tensors, count_samples, get_first_tensor, take_samples
+from ipu_pipe.model.loss import Loss
+from ipu_pipe.model.probe import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import buffers_restored, modes_restored, undisturbed
 from ipu_pipe.run.build import build
@@ -69,7 +69,7 @@ class GradientProbe:
         if blocks is None:
             raise BadInput(f"model: {type(model).__name__}: has no blocks that are trained by losses of their own")
         self._model, self._loss, self._x, self._y, self._seed, self._blocks = model, loss, x, y, seed, blocks
-        self._random = observe_effects(model, copied(x)).draws
+        self._random = observe_effects(model, clone_tensors(x)).draws
         # the parameters of each block without its head; none where they are frozen
         self._parameters = [
             [t for t in piece.tensors() if isinstance(t, nn.Parameter) and t.requires_grad] for piece in blocks.pieces
@@ -79,7 +79,7 @@ class GradientProbe:
         """Return the angle of each block; None where a gradient is zero, not finite, or the block does not train."""
         whole = self._blocks.model
         with undisturbed(self._model), modes_restored(whole):
-            keyed = KeyedRandomness(self._model, self._random, self._seed, lead(self._x).device)
+            keyed = KeyedRandomness(self._model, self._random, self._seed, get_first_tensor(self._x).device)
             try:
                 self._model.train()
                 whole.train()
@@ -95,7 +95,7 @@ class GradientProbe:
             parameter.grad = None
         with buffers_restored(self._model), buffers_restored(self._blocks.model):
             with keyed.forward(0):
-                output = call(model, copied(self._x))
+                output = call_model(model, clone_tensors(self._x))
             with keyed.backward(0):
                 torch.autograd.backward(compute_losses(self._loss, output, self._y))
         finish()
@@ -136,7 +136,9 @@ def run_angles(config: Config, method: str, every: int, samples: int) -> Dict[st
     assert blocks is not None
     if not job.data.train_batches_per_epoch(samples):
         raise BadInput(f"--samples: {samples}: the training set has not so many")
-    probe = GradientProbe(job.model, job.loss, *job.prepare_batch(job.data.train_batch(0, 0, samples)), seed=config.seed)
+    probe = GradientProbe(
+        job.model, job.loss, *job.prepare_batch(job.data.train_batch(0, 0, samples)), seed=config.seed
+    )
     points: List[Dict[str, Any]] = []
 
     def measure(done: int, loss: Optional[float]) -> None:
@@ -259,15 +261,15 @@ def _read_test(job: Job) -> Iterator[Pair]:
 def _cut(batches: Iterable[Pair], samples: Optional[int]) -> Iterator[Pair]:
     left = math.inf if samples is None else samples
     for x, y in batches:
-        take = int(min(left, sample_count(x)))
-        yield few(x, take), few(y, take)
+        take = int(min(left, count_samples(x)))
+        yield take_samples(x, take), take_samples(y, take)
         left -= take
         if left <= 0:
             return
 
 
 def _count(batches: Iterable[Pair]) -> int:
-    return sum(sample_count(x) for x, _ in batches)
+    return sum(count_samples(x) for x, _ in batches)
 
 
 def evaluate(job: Job, batches: Iterable[Pair]) -> EvaluationResult:
@@ -277,7 +279,7 @@ def evaluate(job: Job, batches: Iterable[Pair]) -> EvaluationResult:
         model.eval()
         for x, y in batches:
             x, y = job.move_to_device(x, y)
-            tally.add(call(model, x), y, sample_count(x))
+            tally.add(call_model(model, x), y, count_samples(x))
     return tally.evaluation
 
 

@@ -19,7 +19,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.stability import derive_recurrence, list_inapplicable
-from ipu_pipe.model.nests import mapped
+from ipu_pipe.model.batch import map_tensors
 from ipu_pipe.run.build import build
 from ipu_pipe.stability.advice import (
     StabilityMargin,
@@ -102,7 +102,7 @@ def _measure(job: Job, samples: int, iterations: int, seed: int, differ: bool, b
     x, y = job.prepare_batch(job.data.train_batch(0, 0, samples))
     if job.config.precision == "bfloat16":
         job.model.float()
-        x = mapped(lambda t: t.float() if t.is_floating_point() else t, x)
+        x = map_tensors(lambda t: t.float() if t.is_floating_point() else t, x)
     own: List[List[nn.Parameter]] = [[] for _ in job.part.stages]
     for group in job.groups:
         own[group["stage"]] += group["params"]

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ipu_pipe.model import masters as low
-from ipu_pipe.model.masters import Masters
+from ipu_pipe.model.precision import Masters, collect_gradients, write_weights
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.table import IntArray
 from ipu_pipe.update.rules import Follow, Reading, Rule, Setting, Step, Tensors, select_rules
@@ -154,7 +153,7 @@ class UpdateRules:
 
     def collect(self) -> None:
         """After a backward: the gradients of weights are their masters'."""
-        low.collect(self.rounded)
+        collect_gradients(self.rounded)
 
     def rates(self, k: int) -> Floats:
         """Learning rate (P,) of update k."""
@@ -193,7 +192,7 @@ class UpdateRules:
             for stage, entries in followed:
                 now = [p.detach() for p in stage.parameters]
                 _follow(stage, entries, list(torch._foreach_sub(now, before[stage.index])))
-        low.write(self.rounded)
+        write_weights(self.rounded)
         self.optimizer.zero_grad(set_to_none=True)
         for p, gradient in gathering:
             p.grad = gradient

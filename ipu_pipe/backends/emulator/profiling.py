@@ -13,9 +13,8 @@ from ipu_pipe.errors import summarize
 from ipu_pipe.hardware.profiling import PassSeconds, StageSeconds, median_passes, timed_passes
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import compute_losses
-from ipu_pipe.model.calling import call
+from ipu_pipe.model.batch import call_model, clone_tensors, count_samples, get_first_tensor
 from ipu_pipe.model.flops import BACKWARD
-from ipu_pipe.model.nests import copied, lead, sample_count
 from ipu_pipe.model.restoring import undisturbed
 
 REPEATS = 3  # the process has trained: nothing is left to warm up
@@ -34,7 +33,7 @@ def profile(job: Job) -> StageSeconds:
     backward = passes.backward or _by_flops(job, passes.whole_backward)
     if job.method.segments is not None:  # the activations are computed again
         backward = [f + b for f, b in zip(passes.forward, backward)]
-    how = f"medians of {len(runs)} passes of {sample_count(job.example[0])} samples when the training was done"
+    how = f"medians of {len(runs)} passes of {count_samples(job.example[0])} samples when the training was done"
     return StageSeconds(tuple(passes.forward), tuple(backward), tuple(update), how)
 
 
@@ -47,9 +46,9 @@ def _passes(job: Job) -> List[PassSeconds]:
         while not runs or (len(runs) < REPEATS and time.perf_counter() - began < ENOUGH):
             runs.append(
                 timed_passes(
-                    job.model, lambda: compute_losses(job.loss, call(job.model, copied(x)), copied(y)),
+                    job.model, lambda: compute_losses(job.loss, call_model(job.model, clone_tensors(x)), clone_tensors(y)),
                     job.part.begins, len(job.part),
-                    lead(x).is_cuda,
+                    get_first_tensor(x).is_cuda,
                 )
             )  # fmt: skip
     return runs

@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.model.partition import Partition
 from ipu_pipe.model.probe import StageClock
 from ipu_pipe.model.restoring import buffers_restored
-from ipu_pipe.model.stages import Partition
 
 Place = Tuple[int, int]  # operation, argument
 

@@ -33,11 +33,10 @@ from ipu_pipe.backends.work import Work
 from ipu_pipe.job.metrics import count_right
 from ipu_pipe.job.user_code import StageWatch
 from ipu_pipe.local.blocks import BlockOutputs, compute_losses, extract_scores, get_blocks
-from ipu_pipe.model.calling import call
-from ipu_pipe.model.nests import lead, sample_count
+from ipu_pipe.model.batch import call_model, count_samples, get_first_tensor
+from ipu_pipe.model.partition import Partition
 from ipu_pipe.model.probe import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
-from ipu_pipe.model.stages import Partition
 from ipu_pipe.schedule.recompute import find_segment_ends
 
 Microbatch = Tuple[Any, Any]  # x, y
@@ -71,7 +70,7 @@ class Emulator:
         self._clipping = Clipping(work, Elsewhere())
         self._measured = Measurements(work)
         draws = observe_effects(model, example[0]).draws if draws is None else draws
-        self._random = KeyedRandomness(model, draws, seed, lead(example[0]).device)
+        self._random = KeyedRandomness(model, draws, seed, get_first_tensor(example[0]).device)
         self._width = replicas
         self._own = IndependentReplicas.of(work, model)
         trained = [p for stage in work.rules.stages.values() for p in stage.parameters]
@@ -81,7 +80,9 @@ class Emulator:
         self._doing = "data"
         self._recomputation: Optional[Recomputation] = None
         if work.method.segments is not None and work.method.reads_old(len(part)):
-            self._recomputation = Recomputation(model, part, find_segment_ends(len(part), work.method.segments).tolist())
+            self._recomputation = Recomputation(
+                model, part, find_segment_ends(len(part), work.method.segments).tolist()
+            )
 
     def step(self, microbatches: Iterable[Microbatch]) -> StepResult:
         """The replays up to the next that updates, each with its microbatch (x, y) of those given, then the update. With
@@ -112,7 +113,7 @@ class Emulator:
         results = BatchResults()
         for x, y in microbatches:
             replay = self.replay
-            results.add(*self._pass(replay, x, y), sample_count(x))
+            results.add(*self._pass(replay, x, y), count_samples(x))
             self._doing = "data"  # of the next one, if there is any
         assert results.count and len(replay.updates), (
             f"{results.count} microbatches given: not those up to the next update"
@@ -156,7 +157,7 @@ class Emulator:
         def forward() -> Forward:
             self._watch.stage = 0
             with self._random.forward(self._drawn_as(replay)):
-                output = call(self.model, x)
+                output = call_model(self.model, x)
             self._watch.stage = self._last_stage
             return output, compute_losses(self.work.loss, output, y)
 

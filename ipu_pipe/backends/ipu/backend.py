@@ -24,7 +24,7 @@ from ipu_pipe.job.ipu.methods import is_pipelined
 from ipu_pipe.job.ipu.placement import placement, under_poprun
 from ipu_pipe.job.placing import place_whole
 from ipu_pipe.job.record import Job
-from ipu_pipe.model.outputs import OwnLoss, takes_all
+from ipu_pipe.model.loss import OwnLoss, takes_whole_output
 from ipu_pipe.update.groups import OWN_RATES, has_own_rates
 
 MISSING = (
@@ -117,7 +117,7 @@ def _batch_faults(job: Job) -> List[str]:
         ]
     if not all(isinstance(part, torch.Tensor) for part in job.example):
         return [f"data: {where} take batches (x, y) of two tensors: use backend.name: emulator or distributed"]
-    if not takes_all(job.loss):
+    if not takes_whole_output(job.loss):
         return [
             f"{'loss: model' if isinstance(job.loss, OwnLoss) else 'model.output'}: {where} take a model that gives a tensor"
         ]

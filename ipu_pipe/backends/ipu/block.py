@@ -21,7 +21,7 @@ from ipu_pipe.job.ipu.placement import Placement
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.local.blocks import get_blocks
-from ipu_pipe.model.randomness import derived_seed
+from ipu_pipe.model.randomness import derive_seed
 
 OUTSTANDING = 4  # messages on their way to the next block
 EVALUATION_TAG = 1 << 29
@@ -49,7 +49,7 @@ class Block:
         ids = self._ipu.ipu_ids
         local = read_launch().local_rank
         ipu_id = ids[self.rank] if ids else self.rank if local is None else local
-        seed = derived_seed(self._config.seed, "ipu", self._first, self.rank) % 2**32
+        seed = derive_seed(self._config.seed, "ipu", self._first, self.rank) % 2**32
         accumulation = self._config.gradient_accumulation * self.every
         with torch.random.fork_rng(devices=[]):
             return make_options(

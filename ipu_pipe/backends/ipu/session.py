@@ -20,7 +20,7 @@ from ipu_pipe.job.evaluation import EvaluationResult, Tally, load_test_batches
 from ipu_pipe.job.ipu.config import DataLoading
 from ipu_pipe.job.ipu.placement import Placement, reserved
 from ipu_pipe.job.record import Job
-from ipu_pipe.model.randomness import derived_seed
+from ipu_pipe.model.randomness import derive_seed
 
 
 class Session:
@@ -45,7 +45,7 @@ class Session:
         if self.share.base is not None:
             asked = reserved(self.place.ipus) if self.ipu.auto_round_num_ipus else self.place.ipus
             base = self.share.base(asked)
-        seed = derived_seed(self.job.config.seed, "ipu", self._first) % 2**32
+        seed = derive_seed(self.job.config.seed, "ipu", self._first) % 2**32
         with torch.random.fork_rng(devices=[]):  # randomSeed seeds the host's generator, too
             ipu_id = self.ipu.ipu_ids[0] if self.ipu.ipu_ids else None
             return make_options(self.job.config, self.job.method, self.place, training, seed, base, ipu_id)

@@ -23,9 +23,9 @@ from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import EvaluationResult, Tally, load_test_batches
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
-from ipu_pipe.model.asking import labels_of
+from ipu_pipe.model.batch import count_samples
 from ipu_pipe.model.cutting import Piece, Shape
-from ipu_pipe.model.nests import sample_count
+from ipu_pipe.model.loss import get_labels
 from ipu_pipe.model.restoring import modes_restored
 from ipu_pipe.trace.events import Trace, concatenate_counters, concatenate_events
 from ipu_pipe.update import optimizer
@@ -172,16 +172,16 @@ class Evaluation:
         read = 0
         for batch, (x, y) in enumerate(load_test_batches(self._job)):
             value: Any = x
-            read = compute_checksum((x, labels_of(y)), read)
+            read = compute_checksum((x, get_labels(y)), read)
             cut = model.piece.cut
             with contextlib.nullcontext() if cut.is_prepared(x, training=False) else zero_freed(self._freed):
                 crossings = cut.prepare(x, training=False)
             if not model.is_first:
                 enters = crossings[s - 1]
                 number = DIMENSIONS * batch
-                value = enters.unflatten([
-                    self._receive(number + i, shape.dtype) for i, shape in enumerate(enters.tensors)
-                ])
+                value = enters.unflatten(
+                    [self._receive(number + i, shape.dtype) for i, shape in enumerate(enters.tensors)]
+                )
             output = model.piece(value)
             if not model.is_last:
                 for i, tensor in enumerate(crossings[s].flatten(output)):
@@ -189,7 +189,7 @@ class Evaluation:
             if model.head is not None:
                 output = model.head(get_activation(output))
             if s in self._with_loss:
-                tally.add(output, y, sample_count(x))
+                tally.add(output, y, count_samples(x))
             if model.layout.replicas > 1:
                 store, limit = dist.distributed_c10d._get_default_store(), self._mail.limit.total_seconds()
                 answer_within(limit, lambda: store.add(EVALUATED, 1))
@@ -272,7 +272,11 @@ def merge_reports(ranks: Sequence[StageReport], stages: int, microbatches: int) 
         {(source, target): traffic for source, stage in enumerate(first) for target, traffic in stage.sent.items()},
         concatenate_events([trace.events for trace in traces]),
         microbatches,
-        {(source, target): traffic for source, stage in enumerate(first) for target, traffic in stage.sent_shared.items()},
+        {
+            (source, target): traffic
+            for source, stage in enumerate(first)
+            for target, traffic in stage.sent_shared.items()
+        },
         concatenate_counters([trace.counters for trace in traces]),
         times=[rank.times for rank in ranks],
         peak_memory=[rank.peaks for rank in ranks],

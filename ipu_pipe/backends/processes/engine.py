@@ -28,8 +28,8 @@ from ipu_pipe.data.batches import compute_checksum
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
-from ipu_pipe.model.cutting import Piece, crossings
-from ipu_pipe.model.nests import refuse_other_shapes
+from ipu_pipe.model.batch import check_same_shapes
+from ipu_pipe.model.cutting import Piece, list_crossings
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.text import list_some
 from ipu_pipe.update.rules import select_rules
@@ -170,7 +170,7 @@ def cut_stage(job: Job, layout: RankLayout) -> Tuple[StageModel, List[Piece]]:
         local = LocalBlock.of(cut, s, blocks.overlap > 0, blocks.head(s))
     else:
         cut = list(job.pieces)
-        across, ties = crossings(cut), find_ties(job.model, cut, s)
+        across, ties = list_crossings(cut), find_ties(job.model, cut, s)
     if job.config.model.compile:
         cut[0].cut.compile()
     keyed = KeyedRandomness(job.model, job.effects.draws, job.config.seed, job.device)
@@ -182,7 +182,7 @@ def cut_stage(job: Job, layout: RankLayout) -> Tuple[StageModel, List[Piece]]:
         batch = job.read_microbatch(m, layout.replica) if turns is None else job.read_microbatch(m // turns, m % turns)
         checksums[m] = compute_checksum(batch)
         x, y = job.prepare_batch(batch)
-        refuse_other_shapes(x, job.example[0], m)
+        check_same_shapes(x, job.example[0], m)
         return x, y
 
     return StageModel(layout, cut[s], across, read, job.device, keyed, local, ties, checksums), cut

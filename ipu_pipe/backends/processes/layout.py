@@ -13,9 +13,9 @@ from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.placing import Placed, place_blocks
-from ipu_pipe.model.boundaries import refuse_shared, used_on
-from ipu_pipe.model.cutting import Piece, pieces
-from ipu_pipe.model.merging import merge_stages
+from ipu_pipe.model.balancing import merge_stages
+from ipu_pipe.model.cutting import Piece, cut_model
+from ipu_pipe.model.partition import refuse_shared, share_weights
 from ipu_pipe.model.rehearsal import Rehearsed, rehearse
 from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import Method, Reads
@@ -92,14 +92,14 @@ def _place_stages(config: Config, method: Method, model: nn.Module, x: torch.Ten
     if len(wished) != count:
         names = list_some(begins, 8) or "the model"
         note = f"{len(wished)} stages on {count} processes: taken together, stages begin at {names}"
-    cut = pieces(model, begins, x)
+    cut = cut_model(model, begins, x)
     # on every rank alike, before any waits for another
     rehearsed = rehearse(model, cut, x)
     _refuse_reads(method, cut, rehearsed.again)
     _refuse_shared_changes(model, cut, rehearsed)
     _refuse_shared_memory(cut)
     part = partition(model, x, begins if begins else 1, one_stage=method.one_stage)
-    part = used_on(part, find_users(cut), model)
+    part = share_weights(part, find_users(cut), model)
     if method.one_stage is not None:
         refuse_shared(part, method.one_stage)
     return Placed(model, part, stage, note, cut)

@@ -14,7 +14,7 @@ import torch
 
 from ipu_pipe.backends.processes.mail import Mail
 from ipu_pipe.backends.processes.trace import TraceRecorder
-from ipu_pipe.model.observation import storage
+from ipu_pipe.model.observation import get_storage
 from ipu_pipe.trace.events import ALLOCATED, MEMORY
 from ipu_pipe.update.apply import UpdateRules
 
@@ -47,16 +47,16 @@ class ActivationStash:
             saved: Dict[int, int] = {}
 
             def keep(tensor: torch.Tensor) -> torch.Tensor:
-                saved[storage(tensor)] = tensor.untyped_storage().nbytes()
+                saved[get_storage(tensor)] = tensor.untyped_storage().nbytes()
                 # a result of the operation would hold itself for ever
                 return tensor if tensor.is_leaf else tensor.detach()
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 yield outputs
-            saved.update((storage(t), t.untyped_storage().nbytes()) for t in outputs if t is not None)
+            saved.update((get_storage(t), t.untyped_storage().nbytes()) for t in outputs if t is not None)
             # what enters may be a part of a data set's memory
-            saved.update((storage(t), count_bytes([t])) for t in entered if t is not None)
-            weights = {storage(t) for t in self._weights}
+            saved.update((get_storage(t), count_bytes([t])) for t in entered if t is not None)
+            weights = {get_storage(t) for t in self._weights}
             self._bytes_by_shapes[key] = sum(size for place, size in saved.items() if place not in weights)
         self.drop(m)
         self.bytes_by_microbatch[m] = self._bytes_by_shapes[key]

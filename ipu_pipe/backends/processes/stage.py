@@ -29,15 +29,17 @@ from ipu_pipe.backends.weights import make_weight_store
 from ipu_pipe.backends.work import Work
 from ipu_pipe.job.metrics import count_right
 from ipu_pipe.local.blocks import compute_losses, extract_scores, get_activation
+from ipu_pipe.model.batch import list_tensors
 from ipu_pipe.model.cutting import Crossing, Piece
-from ipu_pipe.model.nests import tensors
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import buffers_restored
 from ipu_pipe.schedule.actions import Kind, pass_needs
 from ipu_pipe.schedule.methods import Reads
 from ipu_pipe.schedule.recompute import find_segment_ends, find_segment_heads
 
-Outputs = Tuple[List[torch.Tensor], Optional[MicrobatchResult]]  # for the next stage; loss and answers, if there is a loss
+Outputs = Tuple[
+    List[torch.Tensor], Optional[MicrobatchResult]
+]  # for the next stage; loss and answers, if there is a loss
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ class Stage:
             self._mail.send(self._next_rank, Message(FORWARD, m), outputs)
 
     def _run_counted(self, m: int, inputs: List[Any], labels: Any) -> Outputs:
-        with self.stash.watch_forward(m, tensors([*inputs, labels])) as kept:
+        with self.stash.watch_forward(m, list_tensors([*inputs, labels])) as kept:
             outputs, result = self.run(m, inputs, labels)
             kept += [*outputs, result.loss if result else None]
         return outputs, result

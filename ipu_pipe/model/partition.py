@@ -8,8 +8,7 @@ from typing import Dict, List, Mapping, NamedTuple, Sequence, Set, Tuple
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.execution import answering, full_name, parameters_by_module
-from ipu_pipe.model.observation import Call
+from ipu_pipe.model.observation import ModuleCall, find_running_ancestor, join_name, list_parameters
 from ipu_pipe.text import find_nearest
 
 
@@ -63,7 +62,7 @@ class Partition:
         return [name for name, uses in self.shared.items() if stage in [use.stage for use in uses[1:]]]
 
 
-def begins_at(calls: List[Call], marked: Set[str]) -> Dict[str, int]:
+def open_stages(calls: List[ModuleCall], marked: Set[str]) -> Dict[str, int]:
     """Module name -> stage for the marked modules, in order. A mark opens a stage only if the current one has work."""
     begins: Dict[str, int] = {}
     stage, has_work = 0, False
@@ -75,7 +74,7 @@ def begins_at(calls: List[Call], marked: Set[str]) -> Dict[str, int]:
     return begins
 
 
-def check_names(model: nn.Module, calls: List[Call], names: Sequence[str]) -> None:
+def check_names(model: nn.Module, calls: List[ModuleCall], names: Sequence[str]) -> None:
     known = [name for name, _ in model.named_modules() if name]
     run = {call.name for call in calls}
     faults = []
@@ -91,7 +90,7 @@ def check_names(model: nn.Module, calls: List[Call], names: Sequence[str]) -> No
     if len(set(names)) != len(names):
         faults.append("stages: a module is named twice")
     if not faults:
-        opened = begins_at(calls, set(names))
+        opened = open_stages(calls, set(names))
         order = [call.name for call in calls if call.name in set(names)]
         if order != list(names):
             faults.append(f"stages: names must stand in the order of execution: {', '.join(order)}")
@@ -105,15 +104,15 @@ def check_names(model: nn.Module, calls: List[Call], names: Sequence[str]) -> No
         raise BadInput(faults)
 
 
-def from_begins(model: nn.Module, calls: List[Call], runs: List[str], begins: Dict[str, int]) -> Partition:
+def build_partition(model: nn.Module, calls: List[ModuleCall], runs: List[str], begins: Dict[str, int]) -> Partition:
     """Stages from boundaries between modules: a parameter lies where the module that owns it first runs."""
-    at_call = stage_at_call(calls, begins)
-    owner = {name: at_call[answering(name, at_call)] for name, _ in model.named_modules()}
-    stage_of = {full_name(m, p): owner[m] for m, p, _ in parameters_by_module(model)}
-    return finish(model, runs, calls, begins, stage_of)
+    at_call = map_calls_to_stages(calls, begins)
+    owner = {name: at_call[find_running_ancestor(name, at_call)] for name, _ in model.named_modules()}
+    stage_of = {join_name(m, p): owner[m] for m, p, _ in list_parameters(model)}
+    return finish_partition(model, runs, calls, begins, stage_of)
 
 
-def stage_at_call(calls: List[Call], begins: Mapping[str, int]) -> Dict[str, int]:
+def map_calls_to_stages(calls: List[ModuleCall], begins: Mapping[str, int]) -> Dict[str, int]:
     at_call, stage = {}, 0
     for call in calls:
         stage = begins.get(call.name, stage)
@@ -121,11 +120,11 @@ def stage_at_call(calls: List[Call], begins: Mapping[str, int]) -> Dict[str, int
     return at_call
 
 
-def finish(
-    model: nn.Module, runs: List[str], calls: List[Call], begins: Dict[str, int], stage_of: Dict[str, int]
+def finish_partition(
+    model: nn.Module, runs: List[str], calls: List[ModuleCall], begins: Dict[str, int], stage_of: Dict[str, int]
 ) -> Partition:
     """Stages from boundaries and the stage in which each parameter is used first by each of its names."""
-    at_call = stage_at_call(calls, begins)
+    at_call = map_calls_to_stages(calls, begins)
     uses = _uses(model, runs, begins, stage_of, {call.name: at_call[call.name] for call in calls if call.alone})
     count = 1 + max([0, *begins.values(), *stage_of.values()])
     first_module: Dict[int, str] = {}
@@ -150,13 +149,13 @@ def _uses(
     of another's it computes with."""
     found: Dict[int, List[Use]] = {}
     owned: Dict[str, List[Tuple[int, str]]] = {}
-    for module, own, parameter in parameters_by_module(model):
-        name = full_name(module, own)
+    for module, own, parameter in list_parameters(model):
+        name = join_name(module, own)
         found.setdefault(id(parameter), []).append(Use(stage_of[name], name))
         owned.setdefault(module, []).append((id(parameter), name))
     known = {name for name, _ in model.named_modules()}
     for module, held in model.named_modules(remove_duplicate=False):
-        around = answering(module, {"": 0, **alone})
+        around = find_running_ancestor(module, {"": 0, **alone})
         if module not in known and around in alone:
             for name, parameter in held.named_parameters(module, recurse=False):
                 found[id(parameter)].append(Use(alone[around], name))
@@ -172,7 +171,7 @@ def _uses(
     return {name: tuple(uses[stage] for stage in sorted(uses)) for name, uses in by_stage.items()}
 
 
-def used_on(part: Partition, stages: Mapping[str, Sequence[int]], model: nn.Module) -> Partition:
+def share_weights(part: Partition, stages: Mapping[str, Sequence[int]], model: nn.Module) -> Partition:
     """The same with the weights of `model` shared that several `stages` do use, by name."""
     shared = {
         name: part.shared[name]

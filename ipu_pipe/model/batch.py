@@ -1,121 +1,124 @@
-"""Batches as nests: tensors, or mappings, tuples and lists of them to any depth. All that is done to a batch as a whole.
+"""A batch as a nest: tensors, or mappings, tuples and lists of them to any depth; and how a model is called with one.
 
 A nest of one tensor is that tensor. None may stand in a nest, for what a model is not given.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator, List, Mapping, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Tuple
 
 import torch
+from torch import nn
 
 from ipu_pipe.errors import BadInput
 
 
-def mapped(change: Callable[[torch.Tensor], Any], nest: Any) -> Any:
+def map_tensors(change: Callable[[torch.Tensor], Any], nest: Any) -> Any:
     """The nest with every tensor changed. Mappings of any kind become dictionaries."""
     if isinstance(nest, torch.Tensor):
         return change(nest)
     if isinstance(nest, Mapping):
-        return {key: mapped(change, value) for key, value in nest.items()}
+        return {key: map_tensors(change, value) for key, value in nest.items()}
     if isinstance(nest, (tuple, list)):
-        made = [mapped(change, value) for value in nest]
+        made = [map_tensors(change, value) for value in nest]
         if isinstance(nest, list):
             return made
         return type(nest)(*made) if hasattr(nest, "_fields") else tuple(made)  # a named tuple keeps its names
     return nest
 
 
-def in_order(nest: Any) -> Any:
+def sort_keys(nest: Any) -> Any:
     """The nest with the keys of its mappings in one order, whatever theirs is."""
     if isinstance(nest, Mapping):
-        return {key: in_order(nest[key]) for key in sorted(nest, key=str)}
+        return {key: sort_keys(nest[key]) for key in sorted(nest, key=str)}
     if isinstance(nest, (tuple, list)):
-        made = [in_order(value) for value in nest]
+        made = [sort_keys(value) for value in nest]
         return made if isinstance(nest, list) else type(nest)(*made) if hasattr(nest, "_fields") else tuple(made)
     return nest
 
 
-def named(nest: Any, name: str = "") -> Iterator[Tuple[str, Any]]:
+def walk_leaves(nest: Any, name: str = "") -> Iterator[Tuple[str, Any]]:
     """What a nest holds, in order, each with where: "" of a single one, `key.0.key` deeper."""
     held = nest.items() if isinstance(nest, Mapping) else enumerate(nest) if isinstance(nest, (tuple, list)) else None
     if held is None:
         yield name, nest
         return
     for key, value in held:
-        yield from named(value, f"{name}.{key}" if name else str(key))
+        yield from walk_leaves(value, f"{name}.{key}" if name else str(key))
 
 
-def tensors(nest: Any) -> List[torch.Tensor]:
+def list_tensors(nest: Any) -> List[torch.Tensor]:
     """The tensors of a nest, in order."""
     if isinstance(nest, torch.Tensor):
         return [nest]
-    return [value for _, value in named(nest) if isinstance(value, torch.Tensor)]
+    return [value for _, value in walk_leaves(nest) if isinstance(value, torch.Tensor)]
 
 
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+def iterate_tensors(values: Any) -> Iterator[torch.Tensor]:
     """Iterate over the tensors among an operation's arguments or results, and in lists there."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
+            yield from iterate_tensors(value)
 
 
-def lead(nest: Any) -> torch.Tensor:
+def get_first_tensor(nest: Any) -> torch.Tensor:
     """The first tensor of a nest, which says on what device all are."""
-    return nest if isinstance(nest, torch.Tensor) else tensors(nest)[0]
+    return nest if isinstance(nest, torch.Tensor) else list_tensors(nest)[0]
 
 
-def sample_count(nest: Any) -> int:
+def count_samples(nest: Any) -> int:
     """How many samples a batch has: the first dimension of its tensors."""
-    return len(lead(nest))
+    return len(get_first_tensor(nest))
 
 
-def copied(nest: Any) -> Any:
+def clone_tensors(nest: Any) -> Any:
     """A copy, for what may work in place."""
-    return mapped(torch.Tensor.clone, nest)
+    return map_tensors(torch.Tensor.clone, nest)
 
 
-def few(nest: Any, count: int) -> Any:
+def take_samples(nest: Any, count: int) -> Any:
     """The first samples of a batch; views."""
-    return mapped(lambda t: t[:count], nest)
+    return map_tensors(lambda t: t[:count], nest)
 
 
-def numbers(nest: Any) -> int:
+def count_numbers(nest: Any) -> int:
     """How many numbers a nest holds."""
-    return sum(t.numel() for t in tensors(nest))
+    return sum(t.numel() for t in list_tensors(nest))
 
 
-def size(nest: Any) -> int:
+def count_bytes(nest: Any) -> int:
     """Its bytes."""
-    return sum(t.numel() * t.element_size() for t in tensors(nest))
+    return sum(t.numel() * t.element_size() for t in list_tensors(nest))
 
 
-def described(nest: Any) -> str:
+def describe_tensors(nest: Any) -> str:
     """A batch's shapes and types, for the user."""
     if isinstance(nest, torch.Tensor):
         return f"{tuple(nest.shape)}, {nest.dtype}"
     return "; ".join(
-        f"{name} {tuple(value.shape)}, {value.dtype}" for name, value in named(nest) if isinstance(value, torch.Tensor)
+        f"{name} {tuple(value.shape)}, {value.dtype}"
+        for name, value in walk_leaves(nest)
+        if isinstance(value, torch.Tensor)
     )
 
 
-def refuse_others(nest: Any, what: str) -> None:
+def check_holds_tensors(nest: Any, what: str) -> None:
     """Refuse (BadInput) a nest that holds anything but tensors and None, or no tensor. `what` it is, for the user."""
-    for name, value in named(nest):
+    for name, value in walk_leaves(nest):
         if not (value is None or isinstance(value, torch.Tensor)):
             raise BadInput(
                 f"data: {what}{name and ': ' + name}: is of type {type(value).__name__}: must be a tensor, or tensors in "
                 "mappings, tuples and lists"
             )
-    if not tensors(nest):
+    if not list_tensors(nest):
         raise BadInput(f"data: {what}: hold no tensor")
 
 
-def refuse_other_shapes(x: Any, example: Any, m: int) -> None:
+def check_same_shapes(x: Any, example: Any, m: int) -> None:
     """Refuse (BadInput) inputs of microbatch m that are not of the example's shapes and dtypes."""
-    wanted, found = ({name: t for name, t in named(nest) if t is not None} for nest in (example, x))
+    wanted, found = ({name: t for name, t in walk_leaves(nest) if t is not None} for nest in (example, x))
     for name in {**wanted, **found}:
         own, first = found.get(name), wanted.get(name)
         for what in ("shape", "dtype"):
@@ -128,11 +131,11 @@ def refuse_other_shapes(x: Any, example: Any, m: int) -> None:
                 )
 
 
-def refuse_uneven(x: Any) -> None:
+def check_same_samples(x: Any) -> None:
     """Refuse (BadInput) inputs whose tensors are not of the same samples: their first dimension must be the batch's."""
     if isinstance(x, torch.Tensor):
         return
-    found = [(name, value) for name, value in named(x) if value is not None]
+    found = [(name, value) for name, value in walk_leaves(x) if value is not None]
     count = len(found[0][1]) if found[0][1].dim() else None
     for name, value in found:
         if not value.dim() or len(value) != count:
@@ -140,3 +143,19 @@ def refuse_uneven(x: Any) -> None:
                 f"data: {name} has the shape {tuple(value.shape)}, {found[0][0]} {tuple(found[0][1].shape)}: the first dimension "
                 "of each input must be the batch's samples"
             )
+
+
+def call_model(model: nn.Module, x: Any) -> Any:
+    """The output of `model` for the input `x`: a mapping is its keyword arguments, a tuple or list its positional ones, whatever
+    these hold; anything else is its one argument."""
+    if isinstance(x, Mapping):
+        return model(**x)
+    if isinstance(x, (tuple, list)):
+        return model(*x)
+    return model(x)
+
+
+def join_arguments(inputs: Tuple[Any, ...], named: Dict[str, Any]) -> Any:
+    """The input for which `call` gave a model these arguments."""
+    alone = len(inputs) == 1 and not named and not isinstance(inputs[0], (Mapping, tuple, list))
+    return inputs[0] if alone else named or inputs

@@ -16,27 +16,29 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ipu_pipe.model.nests import lead, numbers, tensors, tensors_in
+from ipu_pipe.model.batch import count_numbers, get_first_tensor, iterate_tensors, list_tensors
 from ipu_pipe.model.restoring import attributes_restored
 
 SMALL = 300_000  # numbers
 
 
-def fits(model: nn.Module, x: Any) -> bool:
+def can_run_on_meta(model: nn.Module, x: Any) -> bool:
     """Whether a forward of `x` may be run by shape. A GPU's kernels keep other things than the CPU's, and so do the CPU's own for
     recurrent layers: these run as they are."""
-    devices = {t.device.type for t in [*tensors(x), *model.parameters(), *model.buffers()]}
+    devices = {t.device.type for t in [*list_tensors(x), *model.parameters(), *model.buffers()]}
     return devices == {"meta"} or (
         devices == {"cpu"} and not any(isinstance(module, nn.RNNBase) for module in model.modules())
     )
 
 
-def pays(model: nn.Module, x: Any) -> bool:
+def is_faster_on_meta(model: nn.Module, x: Any) -> bool:
     """Whether a forward of `x` is quicker by shape, where it may be: of few numbers it is not."""
-    return fits(model, x) and (lead(x).is_meta or numbers(x) + sum(p.numel() for p in model.parameters()) > SMALL)
+    return can_run_on_meta(model, x) and (
+        get_first_tensor(x).is_meta or count_numbers(x) + sum(p.numel() for p in model.parameters()) > SMALL
+    )
 
 
-def stand_in(value: Any) -> Any:
+def to_meta(value: Any) -> Any:
     """The tensors of a nest as shapes."""
 
     def shape(t: Any) -> Any:
@@ -48,21 +50,21 @@ def stand_in(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def shapes_only() -> Iterator[None]:
+def compute_on_meta() -> Iterator[None]:
     """Inside, what is computed with shapes gives shapes, as the CPU's own would be, and imports no compiler."""
     with _FusedAttention(), _ToMeta():
         yield
 
 
 @contextlib.contextmanager
-def made_by_shape() -> Iterator[None]:
+def build_on_meta() -> Iterator[None]:
     """Inside, tensors are made as shapes, such as the weights of a model."""
-    with shapes_only(), torch.device("meta"):
+    with compute_on_meta(), torch.device("meta"):
         yield
 
 
 @contextlib.contextmanager
-def by_shape(model: nn.Module) -> Iterator[None]:
+def move_to_meta(model: nn.Module) -> Iterator[None]:
     """Inside, the model's parameters and buffers are shapes, and so is all that is computed with shapes. At the end the model is
     as it was, whatever its forward has put on it."""
     twins: Dict[int, torch.Tensor] = {}
@@ -81,7 +83,7 @@ def by_shape(model: nn.Module) -> Iterator[None]:
             tables: Tuple[Dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
                 table.update({name: twin(tensor) for name, tensor in table.items() if tensor is not None})
-        with shapes_only():
+        with compute_on_meta():
             yield
 
 
@@ -90,8 +92,8 @@ class _ToMeta(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if len({tensor.is_meta for tensor in tensors_in((*args, *kwargs.values()))}) > 1:
-            args, kwargs = stand_in((args, kwargs))
+        if len({tensor.is_meta for tensor in iterate_tensors((*args, *kwargs.values()))}) > 1:
+            args, kwargs = to_meta((args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -114,7 +116,7 @@ CHOOSY = ("embedding", "index", "gather", "scatter", "take", "put", "multinomial
 
 
 @contextlib.contextmanager
-def looks_at_values() -> Iterator[Callable[[], bool]]:
+def watch_value_checks() -> Iterator[Callable[[], bool]]:
     """Whether what ran inside may refuse a sample for its numbers."""
     with _Looks() as seen:
         yield lambda: any(part in name for part in CHOOSY for name in seen.names)

@@ -1,0 +1,166 @@
+"""Losses: what they read of a model's output and of a batch, and losses that models compute themselves.
+
+output -> take -> scores -> loss(scores, y)          model.output: logits, an index, or a function
+output -> its loss                                   loss: model
+
+The names of a loss's keyword-only parameters say what it asks for of the batch besides the labels:
+
+    def loss(output, y, *, weights)    its field `weights`, which the model is not given
+    def loss(output, y, *, batch)      all of it, as the data gives it; the model is given what it would be anyway
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
+
+import torch
+from torch import nn
+
+from ipu_pipe.errors import BadInput
+
+Loss = Callable[[Any, Any], torch.Tensor]
+Take = Callable[[Any], Any]
+LOSS, SCORES = "loss", "logits"  # fields of an output, as Hugging Face names them
+
+
+class LossOfOutput:
+    """The loss `plain` of what `take` picks out of a model's output, all of it where None, and of what it asks for of the batch,
+    the names of which are `asks`."""
+
+    def __init__(self, plain: Callable[..., torch.Tensor], take: Optional[Take], asks: Tuple[str, ...] = ()) -> None:
+        self.plain, self.take, self.asks = plain, take, asks
+
+    def __call__(self, output: Any, y: Any) -> torch.Tensor:
+        """The loss of a model's output and labels."""
+        taken = take_scores(self, output)
+        return self.plain(taken, y.labels, **y.asked) if self.asks else self.plain(taken, y)
+
+
+class OwnLoss:
+    """The loss that a model computes itself and gives with its output: the output if it is one number, else its field `loss`, of
+    a tuple the one element that is one number. `take`: what accuracy is told from, the field `logits` where nothing is said."""
+
+    def __init__(self, take: Optional[Take] = None) -> None:
+        self.take: Take = take or _scores
+
+    def __call__(self, output: Any, y: Any) -> torch.Tensor:
+        """Whatever the labels: the model has seen them."""
+        held = _field(output, LOSS)
+        found = [held] if held is not None else list(output) if isinstance(output, (tuple, list)) else [output]
+        losses = [value for value in found if isinstance(value, torch.Tensor) and value.numel() == 1]
+        if len(losses) != 1:
+            raise BadInput(
+                f"loss: model: the model returns {describe_output(output)}: must be one number, or hold it as {LOSS}, or "
+                "be a tuple with one number in it: was it given labels?"
+            )
+        return losses[0]
+
+
+class TakePart:
+    """Takes the field or element `key` of a model's output. A tensor, which has none, is the output itself: that of an auxiliary
+    head."""
+
+    def __init__(self, key: Union[int, str]) -> None:
+        self.key = key
+
+    def __call__(self, found: Any) -> Any:
+        """The part. Raises BadInput where there is none."""
+        if isinstance(found, torch.Tensor):
+            return found
+        value = _field(found, self.key)
+        if value is None:
+            raise BadInput(f"model.output: {self.key}: the model returns {describe_output(found)}")
+        return value
+
+
+def take_scores(loss: Loss, output: Any) -> Any:
+    """What of a model's output its loss is of, and accuracy."""
+    return loss.take(output) if isinstance(loss, (LossOfOutput, OwnLoss)) and loss.take is not None else output
+
+
+def get_plain_loss(loss: Loss) -> Loss:
+    """The loss of what is taken."""
+    return loss.plain if isinstance(loss, LossOfOutput) else loss
+
+
+def takes_whole_output(loss: Loss) -> bool:
+    """Whether the loss is of the output as it is."""
+    return not isinstance(loss, OwnLoss) and (not isinstance(loss, LossOfOutput) or loss.take is None)
+
+
+def _scores(output: Any) -> Any:
+    return _field(output, SCORES)
+
+
+def _field(output: Any, key: Union[int, str]) -> Any:
+    """None where there is none."""
+    if isinstance(key, int):
+        held = list(output.values()) if isinstance(output, Mapping) else output
+        return held[key] if isinstance(held, (tuple, list)) and -len(held) <= key < len(held) else None
+    return output.get(key) if isinstance(output, Mapping) else getattr(output, key, None)
+
+
+def list_fields(output: Any) -> List[Union[int, str]]:
+    """What there is to take from an output, by name or index; nothing of a tensor."""
+    if isinstance(output, Mapping):
+        return [key for key in output if isinstance(key, str)]
+    if isinstance(output, (tuple, list)):
+        return [*getattr(output, "_fields", range(len(output)))]
+    own = getattr(output, "__dict__", {})
+    return [] if isinstance(output, torch.Tensor) else [key for key, value in own.items() if value is not None]
+
+
+def describe_output(output: Any) -> str:
+    """An output for the user: its kind, and what is in it."""
+    if isinstance(output, torch.Tensor):
+        return f"a tensor of shape {tuple(output.shape)}"
+    held = ", ".join(map(str, list_fields(output)))
+    return f"{type(output).__name__}({held})"
+
+
+WHOLE = "batch"  # what asks for all of it
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class Labels(NamedTuple):
+    """A nest that stands for the labels where the loss asks for more: the labels, and what it asks for, by name."""
+
+    labels: Any
+    asked: Dict[str, Any]
+
+
+def get_labels(y: Any) -> Any:
+    """The labels themselves."""
+    return y.labels if isinstance(y, Labels) else y
+
+
+def list_requested_fields(loss: Any) -> Tuple[str, ...]:
+    """The keyword-only parameters without a default of a loss. Raises BadInput where it cannot be called with two arguments and
+    these."""
+    try:
+        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except (TypeError, ValueError):  # not written in Python
+        return ()
+    needed = [p for p in signature.parameters.values() if p.default is p.empty]
+    further = [p.name for p in needed if p.kind in _POSITIONAL][2:]
+    if further:
+        raise BadInput(
+            f"loss: takes {', '.join(further)} besides outputs and labels: of the batch it can have fields by name, as in "
+            f"loss(output, y, *, {further[0]}), or all of it, as in loss(output, y, *, {WHOLE})"
+        )
+    return tuple(p.name for p in needed if p.kind is p.KEYWORD_ONLY)
+
+
+def split_requested_fields(batch: Any, x: Any, y: Any, names: Tuple[str, ...]) -> Tuple[Any, Labels]:
+    """Inputs and labels of a batch, which are `x` and `y` in it, for a loss that asks for `names`. Raises BadInput."""
+    held = x if isinstance(x, Mapping) else {}
+    lacking = [name for name in names if name != WHOLE and name not in held]
+    if lacking:
+        there = f"has {', '.join(map(str, held))}" if held else "has no fields by name"
+        raise BadInput(
+            f"loss: takes {', '.join(lacking)} of the batch, which besides labels {there}: must be among these, or {WHOLE}, "
+            "all of it"
+        )
+    rest = {name: value for name, value in held.items() if name not in names} if held else x
+    return rest, Labels(y, {name: batch if name == WHOLE else held[name] for name in names})
