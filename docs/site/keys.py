@@ -153,7 +153,7 @@ def _allowed(section: Type[BaseModel], name: str) -> str:
         except BadInput as error:
             said = [fault for fault in error.faults if f"{name}: ?" in fault]
     found = [
-        re.search(r"(?:must be|is none of) (.*?)(?:; did you mean.*|: no run has so many)?$", line) for line in said
+        re.search(r"must be (?:one of )?(.*?)(?:; did you mean.*|: no run has so many)?$", line) for line in said
     ]
     return " or ".join(dict.fromkeys(match.group(1) for match in found if match))
 

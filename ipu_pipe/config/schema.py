@@ -1,5 +1,4 @@
-"""The schema of a run's config: every key with its type and its limits, and what keys of different sections have against each
-other. `ipu_pipe.config.load` reads one.
+"""The schema of a run's config: every key with its type and limits, and the rules between keys of different sections.
 
 The docstring of a section says what its keys mean, each as `key`: meaning; the site's reference of a config is made from them.
 """
@@ -36,9 +35,9 @@ from ipu_pipe.schedule.methods import METHODS, Reads
 
 
 class BackendConfig(Section):
-    """Where it runs. `name`: on the emulator, on processes, or on IPUs. `device`: what computes there (poptorch has its own).
-    `threads`: of PyTorch on the CPU, its own default if null. `deadline`: seconds that a process of several waits for another
-    before it gives up. `deterministic`, `tf32`: of GPUs alone, see ipu_pipe.job.numerics. `ipu`: of poptorch alone."""
+    """Where a run computes. `name`: on the emulator, on processes, or on IPUs. `device`: the kind of device (poptorch has its
+    own). `threads`: of PyTorch on the CPU; null: PyTorch's default. `deadline`: seconds that one of several processes waits for
+    another before it gives up. `deterministic`, `tf32`: for GPUs alone, see ipu_pipe.job.numerics. `ipu`: for poptorch alone."""
 
     name: Literal["emulator", "distributed", "poptorch"] = "emulator"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -51,7 +50,7 @@ class BackendConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _filled(cls, value: Any) -> Any:
-        """poptorch has its section in full, also where nothing is said."""
+        """Give poptorch its section in full, also where the config has none."""
         if isinstance(value, Mapping) and value.get("name") == "poptorch" and value.get("ipu") is None:
             return {**value, "ipu": {}}
         return value
@@ -77,21 +76,22 @@ class BackendConfig(Section):
 
 
 class Config(Section):
-    """A run; one global batch, which an update is made of, is micro_batch_size x gradient_accumulation x replicas samples.
+    """A run. The global batch of an update has micro_batch_size x gradient_accumulation x replicas samples.
 
-    `model`: what is trained. `data`: on what. `method`: of training, see docs/rules.md. `method_args`: changes of the method, and
-    rules against staleness. `stages`: where the model is cut, see docs/configuration.md; null: where it says itself. `loss`:
-    cross_entropy, "module:callable" of (output, target), or model: its own, see docs/data.md. `backend`: where it runs.
-    `micro_batch_size`: samples that pass through the stages together. `gradient_accumulation`: microbatches an update.
-    `replicas`: of the whole pipeline, each with its share of the samples. `optimizer`: of torch.optim. `lr_schedule`: how the
-    learning rate changes. `clip`: of gradients; null for none. `epochs`: passes over the data. `steps`: updates, instead of
-    epochs; null: as many as the epochs have. `evaluate`: on the test set. `metrics`: of evaluations, see docs/loop.md.
-    `callbacks`: code of one's own that a run calls, see docs/loop.md. `early_stopping`: when evaluations end a run, see
+    `model`: the model to train. `data`: the data to train it on. `method`: the training method, see docs/rules.md.
+    `method_args`: changes of the method, and rules against staleness. `stages`: where the model is cut, see
+    docs/configuration.md; null: where its own boundaries are. `loss`: cross_entropy, "module:callable" of (output, target), or
+    model: the model's own, see docs/data.md. `backend`: where the run computes. `micro_batch_size`: samples of a microbatch,
+    which passes through the stages together. `gradient_accumulation`: microbatches per update. `replicas`: copies of the whole
+    pipeline, each with its share of the samples. `optimizer`: an optimizer of torch.optim. `lr_schedule`: how the learning rate
+    changes. `clip`: gradient clipping; null for none. `epochs`: passes over the data. `steps`: updates, instead of epochs;
+    null: as many as the epochs have. `evaluate`: evaluation on the test set. `metrics`: of evaluations, see docs/loop.md.
+    `callbacks`: the user's code that a run calls, see docs/loop.md. `early_stopping`: when evaluations end a run, see
     docs/loop.md; null for never. `checkpoint`: when the run's state is saved. `log`: metrics and traces. `seed`: of weights,
     order, augmentation and dropout. `precision`: of weights and passes; the last three are PopTorch's, in bits of passes and
-    weights. `recompute`: activations are made again for the backward, from each stage's input, instead of kept. `hardware`: what
-    predictions are made for: a name, a file or its keys, see docs/hardware.md. `init_from`: weights to begin with.
-    `allow_nonfinite`: a loss that is not finite does not end the run. `given`: by Python, written by the run.
+    weights. `recompute`: activation checkpointing: the backward recomputes activations from each stage's input. `hardware`: the
+    devices that predictions are made for: a name, a file or its keys, see docs/hardware.md. `init_from`: weights to begin with.
+    `allow_nonfinite`: go on after a loss that is not finite. `given`: objects from Python, written by the run.
     """
 
     model: ModelConfig
@@ -122,7 +122,7 @@ class Config(Section):
     init_from: Optional[InitFrom] = None
     allow_nonfinite: StrictBool = False
     given: Optional[Given] = None
-    # what the update rules have against the config's own optimizer, with places: told if no other one is given
+    # why the update rules cannot act with the config's own optimizer; reported unless Python gives another
     _optimizer_faults: Tuple[str, ...] = PrivateAttr(default=())
 
     @field_validator("metrics", mode="before")
@@ -138,13 +138,13 @@ class Config(Section):
     @field_validator("precision", mode="before")
     @classmethod
     def _precision(cls, value: Any) -> Any:
-        """16.16 without quotes is a number to YAML."""
+        """Convert 16.16 to text: without quotes it is a number to YAML."""
         return f"{value:.2f}" if isinstance(value, float) else value
 
     @field_validator("hardware", mode="before")
     @classmethod
     def _hardware(cls, value: Any) -> Any:
-        """None, a name or file, which is read with the config, or a mapping of a file's keys."""
+        """Validate null, a name or file (which is read with the config), or a mapping of a file's keys."""
         if isinstance(value, Mapping):
             find_section("hardware").model_validate({"name": "given", **value})
         elif not (value is None or isinstance(value, str)):
@@ -155,7 +155,7 @@ class Config(Section):
     @field_validator("stages")
     @classmethod
     def _stages(cls, value: Any) -> Any:
-        """None, "finest", "auto", a count, names, {count, by} or {finest}."""
+        """Validate null, "finest", "auto", a count, names, {count, by} or {finest}."""
         whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         names = isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
         if whole and value > MOST_STAGES:
@@ -170,7 +170,7 @@ class Config(Section):
         )
 
     @model_validator(mode="after")
-    def _what_stops_is_measured(self) -> "Config":
+    def _measures_what_stops(self) -> "Config":
         chosen = self.early_stopping.metric if self.early_stopping is not None else "loss"
         names = ["loss", *(name if isinstance(name, str) else name.entry for name in self.metrics)]
         known = [name.rpartition(":")[2] for name in names]
@@ -180,13 +180,13 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _no_optimizer_is_lost(self) -> "Config":
+    def _keeps_optimizer(self) -> "Config":
         if self.optimizer.name == GIVEN and (self.given is None or self.given.optimizer is None):
             raise key_fault("optimizer.name", GIVEN, "without given.optimizer: must be sgd, adam or adamw")
         return self
 
     @model_validator(mode="after")
-    def _stages_have_devices(self) -> "Config":
+    def _knows_devices(self) -> "Config":
         by_hardware = isinstance(self.stages, dict) and self.stages.get("by") == "hardware"
         alone = self.stages == "auto" and self.backend.name != "distributed"
         if self.hardware is None and (alone or by_hardware):
@@ -195,7 +195,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _recompute_is_said_once(self) -> "Config":
+    def _has_one_recompute(self) -> "Config":
         method = METHODS.get(self.method)
         if not self.recompute or method is None or self.method_args.recompute:
             return self
@@ -210,18 +210,18 @@ class Config(Section):
 
     @property
     def ipu(self) -> Any:
-        """`backend.ipu` of a config whose backend is poptorch, which always has it."""
+        """The section `backend.ipu`, which a config for poptorch always has."""
         assert self.backend.ipu is not None
         return self.backend.ipu
 
     def to_dict(self) -> Dict[str, Any]:
-        """Every key with its value, as plain data that YAML and JSON can hold."""
+        """Return every key with its value, as plain data that YAML and JSON can hold."""
         return self.model_dump(mode="json")
 
     def optimizer_faults(self) -> Tuple[str, ...]:
-        """What the update rules have against the config's own optimizer, each with the place it comes from."""
+        """Return why the update rules cannot act with the config's own optimizer, each with the place it comes from."""
         return self._optimizer_faults
 
     def method_settings(self) -> Dict[str, Any]:
-        """`method_args` that are given."""
+        """Return the `method_args` that are not null."""
         return {key: value for key, value in self.method_args.model_dump().items() if value is not None}

@@ -1,4 +1,4 @@
-"""The sections of a config that stand for themselves: model, data, optimizer, rates, clipping, evaluation, logs, stages."""
+"""The sections of a config that depend on no other: model, data, optimizer, rates, clipping, evaluation, logs, stages."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ TRACED = 512  # microbatches of a stage, where nothing is said
 
 
 def is_entry(value: Any, within: str) -> bool:
-    """Whether a text is an import string, or names something right within a module of PyTorch."""
+    """Return whether a text is an import string, or the name of something in the module `within` of PyTorch."""
     return isinstance(value, str) and (
         ":" in value or (value.startswith(within) and value[len(within) :].isidentifier())
     )
 
 
 class ModelConfig(Section):
-    """`entry`: "module:callable" that makes the model. `args`: its keyword arguments. `output`: what of its output the loss is
-    of, a field's name, an index, or "module:callable" that takes it; null is all of it. `compile`: by torch.compile, each module
-    that a process calls as a whole (backend distributed)."""
+    """`entry`: "module:callable" that makes the model. `args`: its keyword arguments. `output`: the part of its output
+    that the loss is of: a field's name, an index, or "module:callable" that takes it; null: all of it. `compile`: compile each
+    module that a process calls as a whole by torch.compile (backend distributed)."""
 
     entry: str
     args: Dict[str, Any] = {}
-    compile: bool = False
+    compile: StrictBool = False
     output: Union[None, StrictInt, StrictStr] = None
 
     @field_validator("output", mode="before")
@@ -64,8 +64,8 @@ class ModelConfig(Section):
 
 
 class DataConfig(BaseModel):
-    """Keys besides these are passed on to what makes the data. `name`: a set of ipu_pipe.data or "module:callable" that makes
-    a DataSource. `root`: the folder that holds the set's own. `subset`, `test_subset`: only the first so many samples."""
+    """Other keys than these are arguments of what makes the data. `name`: a set of ipu_pipe.data or "module:callable" that makes
+    a DataSource. `root`: the folder that holds the set's own. `subset`, `test_subset`: use the first samples only."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str
@@ -74,7 +74,7 @@ class DataConfig(BaseModel):
     test_subset: Optional[Count] = None
 
     def options(self) -> Dict[str, Any]:
-        """All keys but the name, those not given left out."""
+        """Return all keys that are not null, except the name."""
         return {key: value for key, value in self.model_dump().items() if key != "name" and value is not None}
 
 
@@ -82,8 +82,8 @@ class OptimizerConfig(Section):
     """A torch.optim optimizer. Settings that are null stay PyTorch's own. `name`: which one, a class such as torch.optim.RMSprop,
     or "module:callable" of parameter groups. `args`: its other keyword arguments. `lr`: learning rate. `momentum`, `nesterov`: of
     sgd. `weight_decay`: decoupled in adamw, else added to the gradient. `betas`, `eps`: of adam and adamw. `no_decay`: parameters
-    without weight decay: name patterns, or norms_and_biases. `reference_batch_size`: lr and momentum are those for updates of so
-    many samples, and are scaled to this run's (see ipu_pipe.update.rates.scaled_for_update_size)."""
+    without weight decay: name patterns, or norms_and_biases. `reference_batch_size`: the samples of an update
+    for which lr and momentum are meant; they are scaled to this run's (see ipu_pipe.update.rates)."""
 
     name: str = "sgd"
     lr: Optional[NotNegative] = 0.05
@@ -99,7 +99,7 @@ class OptimizerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _own_rate(cls, value: Any) -> Any:
-        """Another's learning rate is its own where it is not said."""
+        """Leave the learning rate of another optimizer to its own default if it is not given."""
         if isinstance(value, Mapping) and is_entry(value.get("name"), OPTIMIZERS) and "lr" not in value:
             return {**value, "lr": None}
         return value
@@ -113,7 +113,7 @@ class OptimizerConfig(Section):
 
     @property
     def is_other(self) -> bool:
-        """Whether `name` is none of PyTorch's three that are known here."""
+        """Whether `name` is none of sgd, adam and adamw."""
         return is_entry(self.name, OPTIMIZERS)
 
     @field_validator("no_decay", mode="before")
@@ -148,16 +148,16 @@ class OptimizerConfig(Section):
         return self
 
     def settings(self) -> Dict[str, Any]:
-        """Keyword arguments of the torch.optim class."""
+        """Return the keyword arguments of the torch.optim class."""
         given = self.model_dump(exclude={"name", "no_decay", "reference_batch_size", "args"})
         return {**{key: value for key, value in given.items() if value is not None}, **(self.args or {})}
 
 
 class LrSchedule(Section):
-    """The rate by the update, see ipu_pipe.update.rates. `name`: what follows the warm-up; or a class such as
-    torch.optim.lr_scheduler.OneCycleLR, or "module:callable" of an optimizer, see ipu_pipe.update.rates. `args`: its keyword
-    arguments. `interval`: after what it is stepped. `warmup_steps`: updates over which the rate rises from 0. `milestones`:
-    epochs at which step multiplies it. `gamma`: by what. `total_steps`: the updates over which cosine and linear fall, and from
+    """The learning rate by update, see ipu_pipe.update.rates. `name`: what follows the warm-up; or a class such as
+    torch.optim.lr_scheduler.OneCycleLR, or "module:callable" of an optimizer. `args`: its keyword arguments. `interval`: whether
+    it is stepped after each update or epoch. `warmup_steps`: updates over which the rate rises from 0. `milestones`: epochs at
+    which step multiplies the rate. `gamma`: the factor. `total_steps`: the updates over which cosine and linear fall, and from
     which T1 takes its K; those of the run if null, which can then not be made longer."""
 
     name: str = "constant"
@@ -204,7 +204,7 @@ class LrSchedule(Section):
 
     @property
     def falls(self) -> bool:
-        """Whether the rate falls over all of the run."""
+        """Whether the rate falls over the whole run."""
         return self.name in ("cosine", "linear")
 
 
@@ -226,7 +226,7 @@ class EvaluateConfig(Section):
     subset: Optional[Count] = None
 
     def interval(self, updates_per_epoch: Optional[int]) -> int:
-        """The updates between two evaluations, 0 for never. Of data without epochs `every` says nothing."""
+        """Return the updates between two evaluations, 0 for never. For data without epochs `every` has no effect."""
         if self.steps is not None:
             return self.steps
         return max(1, round(self.every * updates_per_epoch)) if self.every and updates_per_epoch else 0
@@ -253,7 +253,7 @@ class CheckpointConfig(Section):
 
 class TraceConfig(Section):
     """The updates that are traced, counted through the whole run: from `begin` up to, not including, `end`, one in `every`.
-    `end` null: so many that about 512 microbatches of a stage are traced."""
+    `end` null: about 512 microbatches of a stage are traced."""
 
     begin: Whole = 0
     end: Optional[Count] = None
@@ -266,7 +266,7 @@ class TraceConfig(Section):
         return self
 
     def updates(self, accumulate: int) -> range:
-        """The same, of `accumulate` microbatches each."""
+        """Return the traced updates, for `accumulate` microbatches per update."""
         end = self.begin + max(TRACED // accumulate, 1) * self.every if self.end is None else self.end
         return range(self.begin, end, self.every)
 
@@ -306,8 +306,10 @@ class Entry(Section):
 
 
 def validate_entries(value: Any, what: str) -> Any:
-    """A config's list of names or import strings, or mappings of an Entry's keys; of each the text or the Entry. Raises
-    ValueError: `what` may stand there."""
+    """Validate a list of names or import strings, or of mappings of an Entry's keys, of which it makes Entries.
+
+    Raise ValueError, which says in the words `what` what is allowed.
+    """
     if isinstance(value, (list, tuple)) and all(isinstance(one, (str, Entry)) or _is_entry(one) for one in value):
         return [one if isinstance(one, (str, Entry)) else Entry.model_validate(one) for one in value]
     raise ValueError(f"must be a list of {what}, or of {{entry, args}}")
@@ -318,23 +320,23 @@ def _is_entry(value: Any) -> bool:
 
 
 class StageCount(Section):
-    """So many stages, balanced. Times differ from one measurement to the next: the folder of a run holds the names of the modules
-    at which its stages begin instead, and a resumed run has those (see ipu_pipe.config.compare). `count`: how many.
-    `by`: the cost that is balanced; hardware is what the config's hardware would take."""
+    """A number of stages, balanced. Times differ from one measurement to the next, so a run's folder holds the names of the
+    modules at which its stages begin, which a resumed run takes. `count`: how many stages. `by`: the cost that is balanced;
+    hardware: the time that the config's hardware would take."""
 
     count: Stages
     by: Literal["flops", "parameters", "time", "hardware"] = "flops"
 
 
 class StageFinest(Section):
-    """`finest`: so many stages, over which the weights are spread."""
+    """`finest`: the number of stages over which the weights are spread."""
 
     finest: Stages
 
 
 class InitFrom(Section):
     """Weights to begin with; a `path` alone (a file of weights, a checkpoint's folder, or a run's, of which the newest checkpoint
-    counts) is one that must fit. `strict` false: what has no place in the model is left out, and what it lacks is new."""
+    counts) must fit. `strict` false: weights with no place in the model are left out, and weights that it lacks are new."""
 
     path: PathText
     strict: StrictBool = True
@@ -352,8 +354,8 @@ class InitFrom(Section):
 
 
 class Description(Section):
-    """An object that took the place of a key: its qualified name and settings; of an optimizer also those of parameter groups
-    that have others."""
+    """An object that Python gave instead of a key: its qualified name and settings; for an optimizer also the settings of
+    parameter groups that have others."""
 
     name: str
     settings: Dict[str, Any] = {}
@@ -361,7 +363,7 @@ class Description(Section):
 
 
 class Given(Section):
-    """What Python gave in the place of the config's own; written by a run, and of no use on the command line."""
+    """Objects that Python gave instead of the config's keys; written by a run, and of no use on the command line."""
 
     model: Optional[Description] = None
     output: Optional[Description] = None
