@@ -13,17 +13,16 @@ from typing import Any, Dict, List, Tuple
 import pytest
 import torch
 
-from ipu_pipe.backends.ipu import options, refusals, session, wrapping
-from ipu_pipe.backends.ipu.facts import ModelFacts, observe_model
+from ipu_pipe.backends.ipu import check_model, options, session, wrapping
+from ipu_pipe.backends.ipu.check_model import ModelFacts, observe_model
+from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.backends.ipu.options import RECOMPUTATION
+from ipu_pipe.backends.ipu.placement import Execution, Placement, check_method, get_execution, place_stages
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.config.yaml_files import read_yaml
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.ipu.config import IpuConfig
-from ipu_pipe.job.ipu.methods import Execution, execution_of, method_faults
-from ipu_pipe.job.ipu.placement import Placement, placement
 from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import METHODS, DefaultAccumulate, Method, Pipeline, Reads, resolve_method
 
@@ -42,7 +41,7 @@ def method_of(settings: Any) -> Method:
 
 
 def refuses(settings: Any, facts: ModelFacts, **replicas: int) -> List[str]:
-    return refusals.refuses(settings, method_of(settings), facts, **replicas)
+    return check_model.check_model(settings, method_of(settings), facts, **replicas)
 
 
 def make_options(settings: Any, *others: Any, **more: Any) -> Any:
@@ -130,7 +129,7 @@ def test_layers_in_two_blocks_are_refused_and_all_other_methods_run() -> None:
     assert "two IPUs" in said and "local_greedy" in said
     for name, method in METHODS.items():
         refused = method.is_stale or name in ("local_overlapping", "local_sgd")
-        assert bool(method_faults(method)) == refused, name
+        assert bool(check_method(method)) == refused, name
 
 
 GPIPE, GREEDY = METHODS["gpipe"], METHODS["local_greedy"]
@@ -155,7 +154,7 @@ def test_a_row_of_which_nobody_said_that_poptorch_runs_it_is_refused(what: str, 
         said.startswith("method: invented: nobody has said that PopTorch runs") and "gpipe or pipedream_flush" in said
     )
     own = replace(GPIPE, name="invented", source="another", default_accumulate=DefaultAccumulate.ONE)
-    assert method_faults(own) == [] and execution_of(own) is Execution.PIPELINED  # neither alters what runs
+    assert check_method(own) == [] and get_execution(own) is Execution.PIPELINED  # neither alters what runs
 
 
 def test_a_field_that_is_new_to_methods_is_refused_where_it_says_anything() -> None:
@@ -166,7 +165,7 @@ def test_a_field_that_is_new_to_methods_is_refused_where_it_says_anything() -> N
     def wider(**given: Any) -> Method:
         return Wider(**{field.name: getattr(GPIPE, field.name) for field in fields(GPIPE)}, **given)
 
-    assert method_faults(wider()) == [] and len(method_faults(wider(sideways=True))) == 1
+    assert check_method(wider()) == [] and len(check_method(wider(sideways=True))) == 1
 
 
 def test_a_fault_names_the_file_it_came_from(tmp_path: Path) -> None:
@@ -195,10 +194,10 @@ def test_a_fault_names_the_file_it_came_from(tmp_path: Path) -> None:
 
 
 def test_neighbours_on_one_ipu_are_one_stage_and_a_pipeline_has_twice_as_many_less_one() -> None:
-    place = placement(IpuConfig(ipus=[0, 1, 1, 2, 0]), 5)
+    place = place_stages(IpuConfig(ipus=[0, 1, 1, 2, 0]), 5)
     assert place.runs == [(0, [0]), (1, [1, 2]), (2, [3]), (0, [4])]
     assert (place.forward_stages, place.ipus, place.least_accumulation) == (4, 3, 7)
-    whole = placement(IpuConfig(), 8)
+    whole = place_stages(IpuConfig(), 8)
     assert (whole.ipu_of, whole.least_accumulation) == (tuple(range(8)), 15)
     # PopART's schedule (willow/src/transforms/pipeline.cpp): cycles of an update, and the share of them that is full
     for stages, accumulation, cycles, share in ((2, 3, 5, 0.6), (4, 7, 13, 0.54), (4, 64, 70, 0.91), (8, 64, 78, 0.82)):
@@ -277,7 +276,7 @@ SAID = {
 
 def test_every_key_becomes_the_option_of_its_name(poptorch: Any) -> None:
     settings = config(SAID, replicas=4)
-    place = placement(settings.backend.ipu, 4)
+    place = place_stages(settings.backend.ipu, 4)
     made = make_options(settings, place, True, 5, ipu_id=3).toDict()
     strategy = make_options(settings, place, True, 5)._execution_strategy
     assert [strategy.stage(f"stage{s}")._ipu for s in range(4)] == [0, 1, 1, 2]
@@ -309,7 +308,7 @@ def test_every_key_becomes_the_option_of_its_name(poptorch: Any) -> None:
 
 def test_defaults_leave_poptorchs_own(poptorch: Any) -> None:
     settings = config()
-    made = make_options(settings, placement(settings.backend.ipu, 4), True, 5).toDict()
+    made = make_options(settings, place_stages(settings.backend.ipu, 4), True, 5).toDict()
     plain = poptorch.Options().outputMode(poptorch.OutputMode.All).toDict()
     changed = {key for key in made if made[key] != plain.get(key)}
     assert changed == {
@@ -350,7 +349,7 @@ def test_reading_a_config_waits_for_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, ipu_pipe.job.ipu.refusals; print('torch' in sys.modules, 'poptorch' in sys.modules)"
+    code = "import sys, ipu_pipe.backends.ipu.check_config; print('torch' in sys.modules, 'poptorch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False False\n", done.stderr
 
@@ -403,7 +402,7 @@ def test_a_pods_config_passes_all_checks_that_need_no_hardware(
     assert len(job.part) * stated.replicas == pod
     if stated.replicas > 2:  # the same graph as the smaller pod's
         assert refuses(job.config, observe_model(job)) == []
-        make_options(job.config, placement(stated.backend.ipu, len(job.part)), True, 0)
+        make_options(job.config, place_stages(stated.backend.ipu, len(job.part)), True, 0)
         return
     engine = make_engine(job, 0)
     engine._session.executors.training.compile(*engine._session.calls[0])  # type: ignore[attr-defined]

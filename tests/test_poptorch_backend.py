@@ -19,7 +19,7 @@ from torch import nn
 
 from ipu_pipe.backends.ipu import backend as row
 from ipu_pipe.backends.ipu import engine as ipu_engine
-from ipu_pipe.backends.ipu.feed import as_input, as_label
+from ipu_pipe.backends.ipu.feed import convert_input, convert_label
 from ipu_pipe.backends.ipu.optimizer import IpuState, import_state
 from ipu_pipe.cli import train as tool
 from ipu_pipe.config.load import configure
@@ -191,7 +191,7 @@ def test_a_loss_with_a_tensor_of_its_own_is_on_every_block(tmp_path: Path, popto
 
 def test_labels_stay_in_float32() -> None:
     y = torch.tensor([1e5, 0.1])
-    assert torch.equal(as_label(y), y) and as_input(y, "16.32").dtype == torch.float16
+    assert torch.equal(convert_label(y), y) and convert_input(y, "16.32").dtype == torch.float16
 
 
 @pytest.mark.parametrize("case", SAME)

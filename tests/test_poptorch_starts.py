@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ipu_pipe.backends.ipu import backend as row
 from ipu_pipe.backends.ipu import blocks as ipu_blocks
 from ipu_pipe.backends.ipu import profile as ipu_profile
-from ipu_pipe.backends.ipu.feed import Calls, Feed, Reporting, as_input
+from ipu_pipe.backends.ipu.config import DataLoading
+from ipu_pipe.backends.ipu.feed import Calls, Feed, Reporting, convert_input
 from ipu_pipe.backends.processes import launch as processes
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.config.load import configure, load_config
@@ -28,7 +29,6 @@ from ipu_pipe.config.yaml_files import read_yaml
 from ipu_pipe.data.batches import TensorData
 from ipu_pipe.data.images import ImageFolder
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.job.ipu.config import DataLoading
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from models.transformer import transformer_lm, transformer_translation
@@ -74,7 +74,7 @@ def test_a_pods_job_starts_with_exactly_its_ipus(path: Path, poptorch: Any, monk
     engine = make_engine(job, 0)
     session = engine._session  # type: ignore[attr-defined]
     x, y = session._feed.take()
-    assert len(x) == job.batch and x.dtype == as_input(job.example[0], "16.16").dtype
+    assert len(x) == job.batch and x.dtype == convert_input(job.example[0], "16.16").dtype
     session.executors.training.compile(x, y)
     assert poptorch._device.held and sum(poptorch._device.held.values()) == poptorch._device.largest[0] == pod
     session.executors.training.detachFromDevice()
@@ -99,7 +99,7 @@ def start_blocks(job: Any, poptorch: Any, monkeypatch: Any, pod: int) -> None:
         shape = x.shape if not rank else engine.block._crossings[rank - 1].tensors[0].shape
         count = job.config.gradient_accumulation
         one = x if not rank else torch.zeros(shape)
-        engine.block.executors.training.compile(as_input(torch.cat([one] * count), "16.16"), torch.cat([y] * count))
+        engine.block.executors.training.compile(convert_input(torch.cat([one] * count), "16.16"), torch.cat([y] * count))
         engines.append(engine)
     assert sorted(poptorch._device.held_ids) == list(range(pod))
     for engine in engines:
@@ -313,7 +313,7 @@ def test_a_run_does_not_end_for_want_of_a_time(poptorch: Any, tmp_path: Path, mo
     run(config({"log_cycle_count": True}), tmp_path)
     told = json.loads((tmp_path / "ipu.json").read_text())
     assert set(told["latency_seconds"]) == {"compute", "ipu_to_host"} and told["cycles_of_the_last_call"] is None
-    assert ipu_profile.Timeline(range(1)).latency == {}
+    assert ipu_profile.CallTimes(range(1)).latency == {}
 
 
 def test_importing_needs_a_stderr_that_is_a_file(poptorch: Any, monkeypatch: Any) -> None:

@@ -20,6 +20,7 @@ from ipu_pipe.job.placing import Placed
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.schedule.methods import Method
+from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.trace.events import Counters, Events
 
 
@@ -142,7 +143,8 @@ class Backend(NamedTuple):
     refuses where these were asked for something else. `place`: which stages are here. `faults`: why the job cannot be run, a
     line each. `note`: how the stages will run, where the user should know. `engine(job, first_update)`: this
     process's. `emulates`: all versions of the weights are in this process. `pins_memory`: a GPU's batches may be pinned, since no
-    message waits meanwhile. `trains_on`: what trains, where it is not the config's device.
+    message waits meanwhile. `trains_on`: what trains, where it is not the config's device. `in_flight`: microbatches that each
+    stage holds at most, (P,), where the backend has a pipeline of its own; None where the schedule says it.
     """
 
     check_launch: Callable[[BackendConfig], None]
@@ -154,6 +156,7 @@ class Backend(NamedTuple):
     emulates: bool = False
     pins_memory: bool = False
     trains_on: Optional[str] = None
+    in_flight: Callable[[Job], Optional[IntArray]] = lambda job: None
 
 
 MARK = "poptorch"  # of the optimizer state that is PopTorch's own

@@ -12,11 +12,13 @@ from ipu_pipe.config.values import Section
 
 # key of a config -> "module:class" of its section
 SECTIONS = {
-    "ipu": "ipu_pipe.job.ipu.config:IpuConfig",
+    "ipu": "ipu_pipe.backends.ipu.config:IpuConfig",
     "hardware": "ipu_pipe.hardware.description:Hardware",
 }
+# (config, method, stages) -> faults of that many stages
+CHECK_STAGES = "ipu_pipe.backends.ipu.check_config:check_stage_count"
 # (config, method) -> faults, each "key: value: what is allowed"
-CHECK_BACKEND = "ipu_pipe.job.ipu.refusals:config_faults"
+CHECK_BACKEND = "ipu_pipe.backends.ipu.check_config:check_config"
 # (name or file, place in faults) -> description; raises BadInput
 READ_HARDWARE = "ipu_pipe.hardware.description:read_hardware"
 
@@ -36,6 +38,12 @@ def check_backend(config: Any, method: Any) -> List[str]:
     """Return why the config's backend cannot run it, one line per fault."""
     check: Callable[[Any, Any], List[str]] = _find(CHECK_BACKEND)
     return check(config, method)
+
+
+def check_stages(config: Any, method: Any, stages: int) -> List[str]:
+    """Return why the config's backend cannot run that many stages, one line per fault."""
+    check: Callable[[Any, Any, int], List[str]] = _find(CHECK_STAGES)
+    return check(config, method, stages)
 
 
 def read_hardware(name: str, place: str) -> None:

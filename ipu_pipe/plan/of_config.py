@@ -11,6 +11,7 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 from torch import nn
 
+from ipu_pipe.config.outer import check_stages
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.errors import BadInput
@@ -19,7 +20,6 @@ from ipu_pipe.hardware.model_units import FEW, count_units
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.job.import_strings import resolve_entry
-from ipu_pipe.job.ipu.placement import placement_faults
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import SumOfLosses, get_blocks
 from ipu_pipe.model.balance import IntArray, StagePrices, find_best_cut
@@ -167,7 +167,7 @@ def _runs(config: Config, method: Method, depth: int) -> bool:
         check_sizes(method, depth, config.gradient_accumulation, config.gradient_accumulation)
     except BadInput:
         return False
-    return config.backend.ipu is None or not placement_faults(config, config.backend.ipu, method, depth)
+    return not check_stages(config, method, depth)
 
 
 def _sample_bytes(x: Any) -> float:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Optional, Sequence
 
-import numpy as np
 import torch
 
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.backends.table import get_backend
-from ipu_pipe.hardware.memory import count_kept_microbatches, make_lockstep_schedule, sum_stage_bytes
+from ipu_pipe.hardware.memory import count_kept_microbatches, sum_stage_bytes
 from ipu_pipe.hardware.paper_figures import compute_paper_figures
 from ipu_pipe.hardware.unit_costs import MOMENTS
-from ipu_pipe.job.ipu.methods import is_pipelined
-from ipu_pipe.job.ipu.placement import placement
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import count_bytes
-from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.schedule.versions import count_weight_copies
 
 
@@ -37,10 +33,12 @@ def build_memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[D
     """Per stage, as planned: copies, lag, microbatches in flight, and the bytes of each kind that a device needs."""
     sizes = {name: p.numel() * p.element_size() for name, p in job.model.named_parameters()}
     lags, backward_lags = job.table.greatest_lag(), job.table.greatest_backward_lag()
-    copies, in_flight = count_weight_copies(job.table), _in_flight(job)
+    of_pipeline = get_backend(job.config).in_flight(job)
+    copies = count_weight_copies(job.table)
+    in_flight = job.schedule.max_in_flight() if of_pipeline is None else of_pipeline
     kept = count_kept_microbatches(in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn)
-    if job.config.recompute and _in_lockstep(job):
-        kept.inputs[in_flight == 1] = 0  # PopTorch does not recompute its last stage
+    if job.config.recompute and of_pipeline is not None:
+        kept.inputs[in_flight == 1] = 0  # such a pipeline does not recompute its last stage
     moments = MOMENTS.get(_optimizer_kind(job) or "", 0)
     own = job.width if job.method.rounds is not None else 1  # replicas with weights and optimizer state of their own
     trained, behind, masters = _trained_bytes(job), _behind_bytes(job), job.count_master_bytes()
@@ -73,23 +71,6 @@ def build_memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[D
             "in_flight": int(in_flight[s]),
         })  # fmt: skip
     return rows
-
-
-def _in_lockstep(job: Job) -> bool:
-    """Whether PopTorch runs it as a pipeline that flushes."""
-    return job.config.backend.ipu is not None and is_pipelined(job.method) and job.method.flushes
-
-
-def _in_flight(job: Job) -> IntArray:
-    """Microbatches that each stage holds at most: by the schedule, of PopTorch's pipelines by its own, on which the stages of one
-    IPU are one (not run on hardware)."""
-    if not _in_lockstep(job):
-        return job.schedule.max_in_flight()
-    runs = placement(job.config.ipu, len(job.part)).runs
-    stash = make_lockstep_schedule(
-        job.method, len(runs), job.schedule.accumulate, job.schedule.accumulate
-    ).max_in_flight()
-    return np.repeat(stash, [len(stages) for _, stages in runs])
 
 
 def _behind_bytes(job: Job) -> List[int]:

@@ -7,24 +7,25 @@ import importlib.util
 import json
 import os
 import sys
-from typing import Iterator, List, Mapping
+from typing import Iterator, List, Mapping, Optional
 
+import numpy as np
 import torch
 
 from ipu_pipe.backends.interface import Backend, Engine
 from ipu_pipe.backends.ipu import blocks as ipu_blocks
+from ipu_pipe.backends.ipu.check_model import check_model, observe_model
 from ipu_pipe.backends.ipu.engine import PoptorchEngine
-from ipu_pipe.backends.ipu.facts import observe_model
-from ipu_pipe.backends.ipu.poprun import instance, join_poprun
-from ipu_pipe.backends.ipu.refusals import refuses
+from ipu_pipe.backends.ipu.placement import is_pipelined, is_under_poprun, place_stages
+from ipu_pipe.backends.ipu.poprun import join_poprun, read_instance
 from ipu_pipe.backends.ranks import is_distributed
 from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.ipu.methods import is_pipelined
-from ipu_pipe.job.ipu.placement import placement, under_poprun
+from ipu_pipe.hardware.memory import make_lockstep_schedule
 from ipu_pipe.job.placing import place_whole
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.loss import OwnLoss, takes_whole_output
+from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.update.groups import OWN_RATES, has_own_rates
 
 MISSING = (
@@ -43,7 +44,7 @@ def check_launch(backend: BackendConfig) -> None:
     """Refuse (BadInput) a launcher that does not fit: torchrun starts blocks, poprun starts replicas."""
     check_installed()
     assert backend.ipu is not None
-    if under_poprun():
+    if is_under_poprun():
         if backend.ipu.local == "decoupled":
             raise BadInput("backend.ipu.local: decoupled: not under poprun: start it with torchrun, or set fused")
     elif backend.ipu.local == "decoupled" and not is_distributed():
@@ -67,7 +68,7 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
     if ipu.wait_for_ipu:
         os.environ.setdefault("POPTORCH_WAIT_FOR_IPU", "1")
     try:
-        with _stderr_is_a_file():
+        with _give_stderr_a_file():
             import poptorch  # noqa: F401
     except (ImportError, AssertionError, OSError) as error:
         said = " ".join(str(error).split())[:200]
@@ -75,14 +76,14 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
             f"backend.name: poptorch: PopTorch is there but cannot be imported: {said}: source the SDK's enable "
             "scripts, and use its Python 3.8 and torch 2.0.1"
         ) from error
-    if under_poprun():
+    if is_under_poprun():
         join_poprun(backend.deadline)
     elif ipu.local == "decoupled":
         ipu_blocks.start(backend)
 
 
 @contextlib.contextmanager
-def _stderr_is_a_file() -> Iterator[None]:
+def _give_stderr_a_file() -> Iterator[None]:
     """PopTorch, when imported, has crashes told on sys.stderr, which must be a file then; a notebook's is none."""
     held = sys.stderr
     try:
@@ -98,16 +99,16 @@ def _stderr_is_a_file() -> Iterator[None]:
 def faults(job: Job) -> List[str]:
     """Reasons why PopTorch cannot run the job; empty if none is known before compiling."""
     config = job.config
-    unfit = _batch_faults(job)
+    unfit = _check_batch(job)
     if has_own_rates(job.optimizer, job.base_rate):
         unfit.append(f"{OWN_RATES}: not with backend.name poptorch: must have one")
     if unfit or job.updates_per_epoch is None:
         return unfit
-    local = instance(config).replicas if importlib.util.find_spec("poptorch") is not None else None
-    return refuses(config, job.method, observe_model(job), local if local != config.replicas else None)
+    local = read_instance(config).replicas if importlib.util.find_spec("poptorch") is not None else None
+    return check_model(config, job.method, observe_model(job), local if local != config.replicas else None)
 
 
-def _batch_faults(job: Job) -> List[str]:
+def _check_batch(job: Job) -> List[str]:
     """What of the data and of the loss's reading PopTorch is not given here: its models take one tensor and its labels."""
     where = "IPUs (backend.name: poptorch)"
     if job.asks:
@@ -132,7 +133,7 @@ def note(job: Job) -> str:
     ipu = config.ipu
     if ipu.local == "decoupled":
         return f"{stages} blocks on {stages} IPUs, each in a process of its own; activations go through the hosts"
-    place = placement(ipu, stages)
+    place = place_stages(ipu, stages)
     if not is_pipelined(job.method):
         return f"{stages} stages on {place.ipus} IPUs of each replica, one of which works at a time (ShardedExecution)"
     accumulation = config.gradient_accumulation
@@ -150,4 +151,14 @@ def make(job: Job, first_update: int) -> Engine:
     return PoptorchEngine(job, first_update)
 
 
-BACKEND = Backend(check_launch, start, place_whole, faults, note, make, trains_on="ipu")
+def count_in_flight(job: Job) -> Optional[IntArray]:
+    """Return the microbatches that each stage holds at most, (P,): PopTorch's own stash, in which the stages of one IPU are one.
+    None where no pipeline runs (not run on hardware)."""
+    if not (is_pipelined(job.method) and job.method.flushes):
+        return None
+    runs, accumulate = place_stages(job.config.ipu, len(job.part)).runs, job.schedule.accumulate
+    stash = make_lockstep_schedule(job.method, len(runs), accumulate, accumulate).max_in_flight()
+    return np.repeat(stash, [len(stages) for _, stages in runs])
+
+
+BACKEND = Backend(check_launch, start, place_whole, faults, note, make, trains_on="ipu", in_flight=count_in_flight)

@@ -11,22 +11,173 @@ own pipeline cannot do. The price is that activations leave the IPU-Links. Not r
 from __future__ import annotations
 
 import datetime
-from typing import Any, Dict, List, Optional
+from collections import deque
+from typing import Any, Deque, Dict, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
 
 from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.ipu import profile as ipu_profile
-from ipu_pipe.backends.ipu.block import Block
-from ipu_pipe.backends.ipu.faults import check_finite, check_hardware, told_of_block
-from ipu_pipe.backends.ipu.optimizer import state_bytes
-from ipu_pipe.config.schema import BackendConfig
+from ipu_pipe.backends.ipu.faults import check_finite, check_hardware, describe_block_errors, describe_errors
+from ipu_pipe.backends.ipu.feed import convert_input, convert_label, split_into_calls, trim_output
+from ipu_pipe.backends.ipu.optimizer import check_state, count_state_bytes, export_state, import_state
+from ipu_pipe.backends.ipu.options import make_options
+from ipu_pipe.backends.ipu.placement import Placement
+from ipu_pipe.backends.ipu.profile import CallTimes
+from ipu_pipe.backends.ipu.session import Executors
+from ipu_pipe.backends.ipu.wrapping import get_unsplit_name, wrap_block
+from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.evaluation import EvaluationResult, Tally
+from ipu_pipe.job.evaluation import EvaluationResult, Tally, load_test_batches
 from ipu_pipe.job.record import Job
+from ipu_pipe.launcher import read_launch
 from ipu_pipe.local.blocks import get_blocks
+from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.trace.events import Counters, Events, concatenate_counters, concatenate_events
+
+
+class Messages:
+    """What rank `rank` receives from the one before and sends on; at most `outstanding` on their way, so that memory is bounded.
+    `sent`: bytes and messages of activations in training. `half`: they are half precision."""
+
+    def __init__(self, rank: int, outstanding: int, half: bool) -> None:
+        self._rank, self._outstanding = rank, outstanding
+        self._dtype = torch.float16 if half else torch.float32
+        self._sending: Deque[Tuple[Any, torch.Tensor]] = deque()
+        self.sent = [0, 0]
+
+    def receive(self, shape: Tuple[int, ...], tag: int) -> torch.Tensor:
+        """Activations of the block before."""
+        held = torch.empty(shape, dtype=self._dtype)
+        dist.recv(held, self._rank - 1, tag=tag)
+        return held
+
+    def send(self, tensor: torch.Tensor, tag: int) -> None:
+        """Activations to the next block."""
+        self.post(tensor.to(self._dtype).contiguous(), self._rank + 1, tag)
+
+    def post(self, tensor: torch.Tensor, target: int, tag: int) -> None:
+        """Send without waiting, unless too many are on their way."""
+        self._sending.append((dist.isend(tensor, target, tag=tag), tensor))
+        while len(self._sending) > self._outstanding:
+            self._sending.popleft()[0].wait()
+
+    def flush(self) -> None:
+        """Wait until all is received."""
+        while self._sending:
+            self._sending.popleft()[0].wait()
+
+
+OUTSTANDING = 4  # messages on their way to the next block
+EVALUATION_TAG = 1 << 29
+
+
+class BlockTrainer:
+    """Block `rank` of a job. It makes one update of the gradients of `every`."""
+
+    def __init__(self, job: Job, rank: int, first_update: int, every: int, timeline: CallTimes) -> None:
+        blocks = get_blocks(job.model)
+        assert blocks is not None
+        self.job, self.rank, self.every = job, rank, every
+        self.is_last = rank == len(job.part) - 1
+        self._crossings, self._first = blocks.crossings, first_update
+        self._config = split_config(job.config, rank)
+        self._ipu = self._config.ipu
+        self.messages = Messages(rank, OUTSTANDING * (1 + every), job.config.precision.startswith("16"))
+        wrapped = wrap_block(job.model, job.loss, rank, job.config.precision, self._ipu)
+        held = import_state(job.optimizer)
+        check_state(held, job.optimizer, self._ipu)
+        job.optimizer.state.clear()  # PopTorch's entries mean nothing to it
+        self.executors = Executors(job, wrapped, self._options, held, first_update, timeline, "IPU")
+
+    def _options(self, training: bool) -> Any:
+        ids = self._ipu.ipu_ids
+        local = read_launch().local_rank
+        ipu_id = ids[self.rank] if ids else self.rank if local is None else local
+        seed = derive_seed(self._config.seed, "ipu", self._first, self.rank) % 2**32
+        accumulation = self._config.gradient_accumulation * self.every
+        with torch.random.fork_rng(devices=[]):
+            return make_options(
+                self._config, self.job.method, Placement((0,)), training, seed, None, ipu_id, accumulation
+            )
+
+    def train(self, updates: range) -> List[torch.Tensor]:
+        """What the model gives for the updates of which this block makes one, in one call; the activations go on."""
+        job, accumulate = self.job, self.job.config.gradient_accumulation
+        pairs = [job.microbatch(m) for m in range(updates.start * accumulate, updates.stop * accumulate)]
+        y = torch.cat([pair[1] for pair in pairs])
+        if self.rank:
+            x = torch.cat([self.messages.receive(self._shape(accumulate), k + 1) for k in updates])
+        else:
+            x = torch.cat([pair[0] for pair in pairs])
+        x, y = convert_input(x, job.config.precision), convert_label(y)
+        found = list(self.executors.call(updates, updates[-1], x, y))
+        if not self.is_last:
+            sent = self.messages.sent
+            for k, part in zip(updates, found.pop().chunk(self.every)):
+                sent[0], sent[1] = sent[0] + part.numel() * part.element_size(), sent[1] + 1
+                self.messages.send(part, k + 1)
+        return found
+
+    def _shape(self, microbatches: int) -> Tuple[int, ...]:
+        """Of the activations of so many microbatches that come to this block."""
+        one = self._crossings[self.rank - 1].tensors[0].shape
+        return (microbatches * one[0], *one[1:])
+
+    # --- evaluation
+
+    def evaluate(self) -> torch.Tensor:
+        """Sums of the test set through this block, on the same IPU. See Tally."""
+        inference = self.executors.enter_evaluation(self._example, detach=True)
+        sums = self._tally(inference)
+        self.executors.leave_evaluation(detach=True)
+        return sums
+
+    def _rows(self) -> int:
+        iterations = self._ipu.inference_device_iterations or 1
+        return int(self._config.micro_batch_size * iterations)
+
+    def _example(self, inference: Any) -> torch.Tensor:
+        """Of what comes to this block in an evaluation's call."""
+        like = self.job.example[0]
+        if self.rank:
+            like = torch.zeros(self._crossings[self.rank - 1].tensors[0].shape)
+        return torch.cat([like] * (self._rows() // self._config.micro_batch_size))
+
+    def _tally(self, inference: Any) -> torch.Tensor:
+        tally, rows = Tally.of(self.job), self._rows()
+        for number, (x, y, count) in enumerate(split_into_calls(load_test_batches(self.job), rows)):
+            tag = EVALUATION_TAG + number
+            value = x
+            if self.rank:
+                value = self.messages.receive(self._shape(rows // self._config.micro_batch_size), tag)
+            with describe_errors("evaluation"):
+                found = list(inference(convert_input(value, self._config.precision)))
+            if not self.is_last:
+                self.messages.send(found.pop(), tag)
+            tally.add(trim_output(found[0], count), y[:count], count)
+        return tally.sums
+
+    # --- state
+
+    def state(self) -> Tuple[Dict[str, torch.Tensor], Dict[str, torch.Tensor], Dict[str, Any]]:
+        """Weights, and tensors and plain values of the optimizer's state, of this block alone."""
+        held = self.executors.snapshot(0)
+        names = [get_unsplit_name(name) for name, _ in self.executors.wrapped.named_parameters()]
+        own = [name for name in names if name is not None]
+        return (held.model, *export_state(held.optimizer, own))
+
+
+def split_config(config: Config, rank: int) -> Config:
+    """The config with a block's share of what is told by IPU."""
+    backend, ipu = config.backend, config.ipu
+    shares = ipu.available_memory_proportion
+    if not isinstance(shares, list):
+        return config
+    ipu = ipu.model_copy(update={"available_memory_proportion": shares[rank]})
+    return config.model_copy(update={"backend": backend.model_copy(update={"ipu": ipu})})
+
 
 COMPILATION = 3600.0  # seconds that a process may have to wait for another's compiler
 RESULT_TAG = 1 << 28
@@ -51,8 +202,8 @@ class BlockEngine(Engine):
         self._ahead = self.depth + max(every)
         self._first = self._done = first_update
         self._results: Dict[int, torch.Tensor] = {}  # of updates that this block has done: loss, right, counted
-        self._timeline = ipu_profile.Timeline(job.traced, self.rank, self.rank)
-        self.block = Block(job, self.rank, first_update, every[self.rank], self._timeline)
+        self._timeline = ipu_profile.CallTimes(job.traced, self.rank, self.rank)
+        self.block = BlockTrainer(job, self.rank, first_update, every[self.rank], self._timeline)
 
     def _check(self) -> None:
         """Refuse (BadInput) where processes, crossings or IPUs do not fit."""
@@ -73,7 +224,7 @@ class BlockEngine(Engine):
     # --- training
 
     def step(self, k: int) -> StepResult:
-        with told_of_block(self.rank, f"update {k}"):
+        with describe_block_errors(self.rank, f"update {k}"):
             until = k + 1
             if self.is_main:
                 until = min(k + 1 + self._ahead, self.job.schedule.stretch(k)[1])
@@ -115,7 +266,7 @@ class BlockEngine(Engine):
 
     def evaluate(self) -> List[EvaluationResult]:
         """The test set through all blocks, on the same IPUs."""
-        with told_of_block(self.rank, "evaluation"):
+        with describe_block_errors(self.rank, "evaluation"):
             own = self.block.evaluate()
             sums = torch.zeros(self.depth, len(own), dtype=torch.float64)
             sums[self.rank] = own
@@ -126,7 +277,7 @@ class BlockEngine(Engine):
     # --- state
 
     def state(self) -> Optional[CheckpointState]:
-        with told_of_block(self.rank, "checkpoint"):
+        with describe_block_errors(self.rank, "checkpoint"):
             self.block.messages.flush()
             gathered = self._gather(self.block.state())
         if gathered is None:
@@ -144,7 +295,7 @@ class BlockEngine(Engine):
         return gathered
 
     def report(self) -> Optional[Report]:
-        with told_of_block(self.rank, "report"):
+        with describe_block_errors(self.rank, "report"):
             own = (self._optimizer_bytes, self.block.messages.sent, Events.from_rows(self._timeline.events))
             gathered = self._gather(
                 (*own, Counters.from_rows(self._timeline.counters), self._timeline.latency, self._timeline.cycles)
@@ -165,10 +316,10 @@ class BlockEngine(Engine):
 
     def close(self) -> None:
         """The newest weights of this block in the user's model."""
-        with told_of_block(self.rank, "end"):
+        with describe_block_errors(self.rank, "end"):
             self.block.messages.flush()
             model, tensors, _ = self.block.state()
-            self._optimizer_bytes = state_bytes(tensors, self.job.part)[self.rank]
+            self._optimizer_bytes = count_state_bytes(tensors, self.job.part)[self.rank]
             mine = self.job.model.state_dict()
             with torch.no_grad():
                 for name, value in model.items():

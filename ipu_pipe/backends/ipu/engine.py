@@ -23,16 +23,14 @@ from torch import nn
 
 from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.ipu import profile as ipu_profile
-from ipu_pipe.backends.ipu.executors import Snapshot
-from ipu_pipe.backends.ipu.faults import check_hardware, forget_frames, said_by
-from ipu_pipe.backends.ipu.optimizer import IpuState, check_state, export_state, import_state, state_bytes
-from ipu_pipe.backends.ipu.poprun import instance
-from ipu_pipe.backends.ipu.session import Session
+from ipu_pipe.backends.ipu.faults import check_hardware, describe_error, forget_frames
+from ipu_pipe.backends.ipu.optimizer import IpuState, check_state, count_state_bytes, export_state, import_state
+from ipu_pipe.backends.ipu.placement import Placement, is_pipelined, place_stages, round_up_ipus
+from ipu_pipe.backends.ipu.poprun import read_instance
+from ipu_pipe.backends.ipu.session import Session, Snapshot
 from ipu_pipe.backends.ranks import are_joined
 from ipu_pipe.errors import BadInput, RunFault, end_process
 from ipu_pipe.job.evaluation import EvaluationResult
-from ipu_pipe.job.ipu.methods import is_pipelined
-from ipu_pipe.job.ipu.placement import Placement, placement, reserved
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.restoring import load_state
 from ipu_pipe.trace.events import Counters, Events
@@ -47,9 +45,9 @@ class PoptorchEngine(Engine):
         super().__init__(job)
         config = job.config
         self.ipu = config.ipu
-        self._share = instance(config)
+        self._share = read_instance(config)
         self.is_main = self._share.first == 0
-        self._place = placement(self.ipu, len(job.part))
+        self._place = place_stages(self.ipu, len(job.part))
         optimizer = import_state(job.optimizer)
         check_state(optimizer, job.optimizer, self.ipu)
         job.optimizer.state.clear()  # PopTorch's entries mean nothing to it
@@ -60,13 +58,13 @@ class PoptorchEngine(Engine):
                 f"backend.ipu.device_iterations: {self.ipu.device_iterations}: must divide the {first_update} updates "
                 "that are done"
             )
-        check_hardware(self.ipu, reserved(self._place.ipus * self._share.replicas))
+        check_hardware(self.ipu, round_up_ipus(self._place.ipus * self._share.replicas))
         self._done, self._may_retry = first_update, True
         self._fetched = first_update  # the update whose weights the job's model holds
         self.updates_per_call = self.ipu.device_iterations
         self._results: Deque[StepResult] = deque()
-        self._timeline = ipu_profile.Timeline(job.traced)
-        self._channel = ipu_profile.tracepoints()
+        self._timeline = ipu_profile.CallTimes(job.traced)
+        self._channel = ipu_profile.open_channel()
         self._session: Optional[Session] = self._new_session()
         if self.ipu.compile_only:
             self._compile_only()
@@ -99,14 +97,14 @@ class PoptorchEngine(Engine):
             return work(self._session)
         except poptorch.RecoverableError as error:
             if not self._may_retry or self._others:
-                raise _given_up(error, self._done, self._others) from error
-            said = f"device error ({error.recovery_action}): {said_by(error)}"
+                raise _give_up(error, self._done, self._others) from error
+            said = f"device error ({error.recovery_action}): {describe_error(error)}"
             forget_frames(error)
         try:
             self._recover(said)
             return work(self._session)
         except poptorch.RecoverableError as error:
-            raise _given_up(error, self._done, self._others) from error
+            raise _give_up(error, self._done, self._others) from error
 
     @property
     def _others(self) -> bool:
@@ -174,7 +172,7 @@ class PoptorchEngine(Engine):
         return super().current_model() if self._fetched == self._done and not self._results else None
 
     def report(self) -> Optional[Report]:
-        return _report(self.job, self._place, self._last.optimizer, self._timeline) if self.is_main else None
+        return _make_report(self.job, self._place, self._last.optimizer, self._timeline) if self.is_main else None
 
     def close(self) -> None:
         """Newest weights in the user's model, nothing left on the IPUs."""
@@ -193,7 +191,7 @@ class PoptorchEngine(Engine):
         self.release_blocks()
 
 
-def _report(job: Job, place: Placement, optimizer: Optional[IpuState], timeline: ipu_profile.Timeline) -> Report:
+def _make_report(job: Job, place: Placement, optimizer: Optional[IpuState], timeline: ipu_profile.CallTimes) -> Report:
     """What the IPUs' pipeline is by its placement, and what the calls told. `optimizer`: PopTorch's state."""
     config = job.config
     names = [name for name, _ in job.model.named_parameters()]
@@ -210,23 +208,23 @@ def _report(job: Job, place: Placement, optimizer: Optional[IpuState], timeline:
         "full_cycles_share": busy,
         "latency_seconds": timeline.latency or None,
         "cycles_of_the_last_call": timeline.cycles,
-        "profiles": ipu_profile.profiles(config.ipu),
+        "profiles": ipu_profile.read_profiles(config.ipu),
     }
     return Report(
-        state_bytes(tensors, job.part), [0], None, Events.from_rows(timeline.events),
+        count_state_bytes(tensors, job.part), [0], None, Events.from_rows(timeline.events),
         counters=Counters.from_rows(timeline.counters), utilization=busy, files={"ipu.json": numbers},
     )  # fmt: skip
 
 
-def _given_up(error: Any, done: int, others: bool) -> RunFault:
+def _give_up(error: Any, done: int, others: bool) -> RunFault:
     """A device error from which there is no way back here, after so many updates."""
     forget_frames(error)
     if others:
         return RunFault(
-            f"poptorch: after update {done}: device error ({error.recovery_action}): {said_by(error)}: the other "
+            f"poptorch: after update {done}: device error ({error.recovery_action}): {describe_error(error)}: the other "
             "instances cannot go back: do what it asks for, then go on with --resume"
         )
     return RunFault(
         f"poptorch: after update {done}: device error ({error.recovery_action}) for the second time since the last "
-        f"checkpoint: {said_by(error)}: do what it asks for (vipu reset partition, gc-reset), then go on with --resume"
+        f"checkpoint: {describe_error(error)}: do what it asks for (vipu reset partition, gc-reset), then go on with --resume"
     )

@@ -7,10 +7,10 @@ import os
 import traceback
 from typing import Any, Iterator, Optional, Sequence
 
+from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.backends.work import refuse_nonfinite
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.job.ipu.config import IpuConfig
 
 FRONT_END = (
     AssertionError,
@@ -48,7 +48,7 @@ def forget_frames(error: Optional[BaseException]) -> None:
 
 
 @contextlib.contextmanager
-def told(doing: str) -> Iterator[None]:
+def describe_errors(doing: str) -> Iterator[None]:
     """What PopTorch raises, of either family, becomes one line; errors that it calls recoverable pass."""
     import poptorch
 
@@ -58,13 +58,13 @@ def told(doing: str) -> Iterator[None]:
         raise
     except poptorch.Error as error:
         forget_frames(error)
-        raise RunFault(f"poptorch: {doing}: {said_by(error)}") from error
+        raise RunFault(f"poptorch: {doing}: {describe_error(error)}") from error
     except FRONT_END as error:
         forget_frames(error)
         raise RunFault(f"poptorch: {doing}: {type(error).__name__}: {' '.join(str(error).split())[:400]}") from error
 
 
-def said_by(error: Any) -> str:
+def describe_error(error: Any) -> str:
     """What an error of PopTorch says: its kind, its message, and what helps where that is known."""
     text = " ".join(str(error.message).split())
     hint = next((hint for words, hint in HINTS if any(word in text for word in words)), "")
@@ -93,7 +93,7 @@ def check_finite(config: Config, update: int, losses: Sequence[float]) -> None:
 
 
 @contextlib.contextmanager
-def told_of_block(rank: int, doing: str) -> Iterator[None]:
+def describe_block_errors(rank: int, doing: str) -> Iterator[None]:
     """What goes wrong here, told with rank and block. A device error ends the run: the other blocks cannot go back."""
     import poptorch
 

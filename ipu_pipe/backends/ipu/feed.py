@@ -14,24 +14,25 @@ import tempfile
 from typing import Any, Iterator, List, NoReturn, Optional, Tuple
 
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
-from ipu_pipe.backends.ipu.options import named
+from ipu_pipe.backends.ipu.config import DataLoading
+from ipu_pipe.backends.ipu.options import find_member
 from ipu_pipe.config.schema import Config
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.batches import split_batch
 from ipu_pipe.errors import BadInput, RunFault, summarize
-from ipu_pipe.job.ipu.config import DataLoading
 
 
-def as_input(value: torch.Tensor, precision: str) -> torch.Tensor:
+def convert_input(value: torch.Tensor, precision: str) -> torch.Tensor:
     """A tensor of a microbatch in the precision of the IPU's inputs."""
     if not value.is_floating_point():
         return value
     return value.half() if precision.startswith("16") else value.float()
 
 
-def as_label(value: torch.Tensor) -> torch.Tensor:
+def convert_label(value: torch.Tensor) -> torch.Tensor:
     """Labels of a microbatch: losses are taken in float32 whatever the inputs' precision."""
     return value.float() if value.is_floating_point() else value
 
@@ -58,7 +59,9 @@ class Calls(Dataset):  # type: ignore[type-arg]
         first = self._first + index * self._iterations
         pairs = [pair for k in range(first, first + self._iterations) for pair in self._read_update(k)]
         precision = self._config.precision
-        return torch.cat([as_input(x, precision) for x, _ in pairs]), torch.cat([as_label(y) for _, y in pairs])
+        return torch.cat([convert_input(x, precision) for x, _ in pairs]), torch.cat(
+            [convert_label(y) for _, y in pairs]
+        )
 
     def _read_update(self, k: int) -> List[Tuple[torch.Tensor, torch.Tensor]]:
         """Return inputs and labels of update k, in one piece where the source can read microbatches together."""
@@ -126,7 +129,7 @@ class Feed:
                     "miss_sleep_time_in_ms": float(loading.miss_sleep_time_in_ms),
                     "early_preload": loading.early_preload,
                     "load_indefinitely": False,
-                    "sharing_strategy": named(poptorch.SharingStrategy, loading.sharing_strategy),
+                    "sharing_strategy": find_member(poptorch.SharingStrategy, loading.sharing_strategy),
                 },
             )  # fmt: skip
             self._source = iter(self._loader)
@@ -171,3 +174,29 @@ class Feed:
             with contextlib.suppress(OSError):
                 os.unlink(self._report)
             self._report = None
+
+
+def split_into_calls(batches: Iterator[Tuple[Any, Any]], rows: int) -> Iterator[Tuple[Any, Any, int]]:
+    """Batches of any size as calls of `rows` samples, the last filled up, and how many are the test set's own."""
+    held: List[Tuple[Any, Any]] = []
+    count = 0
+    for x, y in batches:
+        held.append((x, y))
+        count += len(x)
+        while count >= rows:
+            joined = tuple(torch.cat([pair[i] for pair in held]) for i in range(2))
+            yield joined[0][:rows], joined[1][:rows], rows
+            held, count = [(joined[0][rows:], joined[1][rows:])], count - rows
+    if count:
+        x, y = (torch.cat([pair[i] for pair in held]) for i in range(2))
+        yield fill_up(x, rows), fill_up(y, rows), count
+
+
+def fill_up(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """x, its last sample repeated up to so many."""
+    return torch.cat([x, x[-1:].expand(rows - len(x), *x.shape[1:])]) if len(x) < rows else x[:rows]
+
+
+def trim_output(output: Any, count: int) -> Any:
+    """The first so many samples of an output, its floats as float32."""
+    return tree_map(lambda t: (t.float() if t.is_floating_point() else t)[:count], output)

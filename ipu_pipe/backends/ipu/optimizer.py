@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.interface import MARK
+from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.ipu.config import IpuConfig
 from ipu_pipe.model.partition import Partition
 from ipu_pipe.text import list_some
 
@@ -27,7 +27,7 @@ _SETTINGS = {
 }
 
 
-def translate(
+def translate_optimizer(
     optimizer: torch.optim.Optimizer,
     names: Mapping[Any, str],
     own: Mapping[str, nn.Parameter],
@@ -195,7 +195,7 @@ def import_state(optimizer: torch.optim.Optimizer) -> Optional[IpuState]:
     return IpuState(tensors, scale) if tensors else None
 
 
-def state_bytes(tensors: Mapping[str, torch.Tensor], part: Partition) -> List[int]:
+def count_state_bytes(tensors: Mapping[str, torch.Tensor], part: Partition) -> List[int]:
     """Bytes of optimizer state by stage, from `export_state`'s tensors."""
     held, stage_of = [0] * len(part), part.stage_of()
     for place, value in tensors.items():

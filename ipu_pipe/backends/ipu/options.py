@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
+from ipu_pipe.backends.ipu.config import LOCATIONS, IpuConfig, TensorLocation, TensorLocations
+from ipu_pipe.backends.ipu.placement import Execution, Placement, get_execution
 from ipu_pipe.config.schema import Config
-from ipu_pipe.job.ipu.config import LOCATIONS, IpuConfig, TensorLocation, TensorLocations
-from ipu_pipe.job.ipu.methods import Execution, execution_of
-from ipu_pipe.job.ipu.placement import Placement
 from ipu_pipe.schedule.methods import Method
 
 RECOMPUTATION = {"none": 0, "standard": 1, "norm_only": 2, "pipeline": 3, "recompute_all": 4}  # popart's numbers
@@ -26,7 +25,7 @@ def make_options(
     import poptorch  # only here
 
     ipu = config.ipu
-    execution = execution_of(method)
+    execution = get_execution(method)
     assert execution is not None, "a config with a method that no row says runs is refused"
     pipelined = execution is Execution.PIPELINED
     options = poptorch.Options() if base is None else base
@@ -46,12 +45,12 @@ def make_options(
     return options
 
 
-def named(enum: Any, key: str) -> Any:
+def find_member(enum: Any, key: str) -> Any:
     """The member of a PopTorch enum that a config calls `key`: EveryN is every_n, ForkServer is forkserver."""
     return next(getattr(enum, name) for name in dir(enum) if name.lower() == key.replace("_", ""))
 
 
-def stage_name(stage: int) -> str:
+def name_stage(stage: int) -> str:
     """The block with which a stage begins."""
     return f"stage{stage}"
 
@@ -62,26 +61,26 @@ def _set_execution(
     import poptorch
 
     ipu = config.ipu
-    stages = [poptorch.Stage(*map(stage_name, stages)).ipu(index) for index, stages in place.runs]
+    stages = [poptorch.Stage(*map(name_stage, stages)).ipu(index) for index, stages in place.runs]
     options.setExecutionStrategy(getattr(poptorch, execution.value)(*stages))
     options.autoRoundNumIPUs(ipu.auto_round_num_ipus)
     options.broadcastBuffers(ipu.broadcast_buffers)
     if not training:
-        options.deviceIterations(inference_iterations(ipu, place, execution is Execution.PIPELINED))
+        options.deviceIterations(count_inference_iterations(ipu, place, execution is Execution.PIPELINED))
         options.outputMode(poptorch.OutputMode.All)
         return
     options.deviceIterations(ipu.device_iterations)
     options.Training.gradientAccumulation(accumulation or config.gradient_accumulation)
     options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Mean)
-    strategy = named(poptorch.MeanReductionStrategy, ipu.mean_reduction_strategy)
+    strategy = find_member(poptorch.MeanReductionStrategy, ipu.mean_reduction_strategy)
     options.Training.setMeanAccumulationAndReplicationReductionStrategy(strategy)
     if ipu.automatic_loss_scaling:
         options.Training.setAutomaticLossScaling(True)
     period = [ipu.output_return_period] if ipu.output_mode == "every_n" else []
-    options.outputMode(named(poptorch.OutputMode, ipu.output_mode), *period)
+    options.outputMode(find_member(poptorch.OutputMode, ipu.output_mode), *period)
 
 
-def inference_iterations(ipu: IpuConfig, place: Placement, pipelined: bool) -> int:
+def count_inference_iterations(ipu: IpuConfig, place: Placement, pipelined: bool) -> int:
     """Microbatches of an evaluation's call: as many as keep the pipeline's stages busy, unless said otherwise."""
     return ipu.inference_device_iterations or (place.forward_stages if pipelined else 1)
 
@@ -155,16 +154,16 @@ def _set_target(options: Any, ipu: IpuConfig) -> None:
     if ipu.offline_target is not None:
         options.useOfflineIpuTarget(ipu.offline_target)
     else:
-        options.connectionType(named(poptorch.ConnectionType, ipu.connection_type))
+        options.connectionType(find_member(poptorch.ConnectionType, ipu.connection_type))
     if ipu.use_ipu_model:
         options.useIpuModel(True)
-    options.syncPattern(named(poptorch.SyncPattern, ipu.sync_pattern))
+    options.syncPattern(find_member(poptorch.SyncPattern, ipu.sync_pattern))
     options.showCompilationProgressBar(ipu.progress_bar)
     if ipu.synthetic_data:
         options.enableSyntheticData(True)
 
 
-def model_name(training: bool) -> str:
+def name_model(training: bool) -> str:
     """The folder of a model's profile."""
     return "training" if training else "inference"
 
@@ -172,7 +171,7 @@ def model_name(training: bool) -> str:
 def _set_profile(options: Any, ipu: IpuConfig, training: bool) -> None:
     """Engine options are merged here: setEngineOptions replaces the whole map."""
     options.logCycleCount(ipu.log_cycle_count)
-    options.modelName(model_name(training))
+    options.modelName(name_model(training))
     engine = dict(ipu.engine_options)
     if ipu.profile.directory is not None:
         engine = {

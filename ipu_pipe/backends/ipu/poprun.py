@@ -7,9 +7,9 @@ from typing import Any, Callable, NamedTuple, Optional
 
 import torch.distributed as dist
 
+from ipu_pipe.backends.ipu.placement import is_under_poprun
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.job.ipu.placement import under_poprun
 from ipu_pipe.launcher import announce_rank, read_launch
 
 
@@ -21,9 +21,9 @@ class Instance(NamedTuple):
     base: Optional[Callable[[int], Any]] = None
 
 
-def instance(config: Config) -> Instance:
+def read_instance(config: Config) -> Instance:
     """What this process does of the run. Raises BadInput where poprun started another number of replicas."""
-    if not under_poprun():
+    if not is_under_poprun():
         return Instance(0, config.replicas)
     import popdist
     import popdist.poptorch

@@ -10,15 +10,15 @@ import importlib.util
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
-from ipu_pipe.backends.ipu.options import model_name
-from ipu_pipe.job.ipu.config import IpuConfig
+from ipu_pipe.backends.ipu.config import IpuConfig
+from ipu_pipe.backends.ipu.options import name_model
 from ipu_pipe.trace.events import Counter, Event
 
 ALL = 0  # the device of events of the whole pipeline
 NO_STAGE = -1
 
 
-class Timeline:
+class CallTimes:
     """Events and counters of the calls that make one of `updates`, of all stages together or of one on its own
     device."""
 
@@ -34,9 +34,9 @@ class Timeline:
         self, executor: Any, k: int, iterations: int, start_ns: int, end_ns: int, samples: int, sent: int, received: int
     ) -> None:
         """Updates k and on, `iterations` of them, in one call of so many samples, `sent` and `received` bytes."""
-        self.latency = _latencies(executor)
+        self.latency = _read_latencies(executor)
         if executor.options._Popart.options.get("instrumentWithHardwareCycleCounter"):
-            self.cycles = _asked(executor.cycleCount)
+            self.cycles = _read_figure(executor.cycleCount)
         if not any(update in self._updates for update in range(k, k + iterations)):
             return
         add = self.events.append
@@ -58,7 +58,7 @@ class Timeline:
         self.events.append(Event(self._stage, self._device, kind, -1, start_ns, end_ns, k, None))
 
 
-def _asked(figure: Callable[[], Any]) -> Any:
+def _read_figure(figure: Callable[[], Any]) -> Any:
     """A figure of PopTorch's; None where it has none to give: it asserts that its host's time stamps fit, and a run does not
     end for want of a time. A lost device is told by the next call."""
     try:
@@ -67,25 +67,25 @@ def _asked(figure: Callable[[], Any]) -> Any:
         return None
 
 
-def _latencies(executor: Any) -> Dict[str, float]:
+def _read_latencies(executor: Any) -> Dict[str, float]:
     asked = {
         "host_to_ipu": executor.getHostIpuLatency,
         "compute": executor.getComputeLatency,
         "ipu_to_host": executor.getIpuHostLatency,
         "round_trip": executor.getLatency,
     }
-    found = {name: _asked(getter) for name, getter in asked.items()}
+    found = {name: _read_figure(getter) for name, getter in asked.items()}
     return {name: times[2] for name, times in found.items() if times is not None}
 
 
-def tracepoints() -> Any:
+def open_channel() -> Any:
     """A channel of PopVision's system trace; it writes where the SDK's libpvti is there and PVTI_OPTIONS was set."""
     import poptorch
 
     return poptorch.profiling.Channel("ipu_pipe")
 
 
-def profiles(ipu: IpuConfig) -> Optional[Dict[str, Any]]:
+def read_profiles(ipu: IpuConfig) -> Optional[Dict[str, Any]]:
     """Per model (training, inference) what its profile.pop says, once its engine is gone; None where none was asked for."""
     if ipu.profile.directory is None:
         return None
@@ -93,7 +93,7 @@ def profiles(ipu: IpuConfig) -> Optional[Dict[str, Any]]:
         return {"note": f"libpva is not installed: open the profiles in {ipu.profile.directory} with PopVision"}
     found: Dict[str, Any] = {}
     for training in (True, False):
-        folder = Path(ipu.profile.directory) / model_name(training)
+        folder = Path(ipu.profile.directory) / name_model(training)
         if (folder / "profile.pop").is_file():
             found[folder.name] = read_profile(folder / "profile.pop")
     return found

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
-from ipu_pipe.backends.ipu.options import stage_name
-from ipu_pipe.job.ipu.config import IpuConfig
+from ipu_pipe.backends.ipu.config import IpuConfig
+from ipu_pipe.backends.ipu.options import name_stage
 from ipu_pipe.job.metrics import count_right
 from ipu_pipe.local.blocks import HEADS, SumOfLosses, get_activation, get_blocks
 from ipu_pipe.model.cutting import Piece
@@ -76,20 +76,20 @@ class LocalBlocks(nn.Module):
             value = onward
 
 
-def skeleton(piece: Piece) -> nn.Module:
+def copy_piece(piece: Piece) -> nn.Module:
     """A module that holds copies of one piece's modules and weights, and no others, under the model's names."""
     root, memo = nn.Module(), {}  # type: ignore[var-annotated]
     for name, link in zip(piece.names, piece.links):
         owner, _, last = name.rpartition(".")
-        _grown(root, owner)._modules[last] = copy.deepcopy(link, memo)
+        _make_path(root, owner)._modules[last] = copy.deepcopy(link, memo)
     for name, owned in zip(piece.cut.owners[piece.stage], piece.owned):
-        module = _grown(root, name)
+        module = _make_path(root, name)
         module._parameters.update(copy.deepcopy(owned._parameters, memo))
         module._buffers.update(copy.deepcopy(owned._buffers, memo))
     return root
 
 
-def _grown(root: nn.Module, path: str) -> nn.Module:
+def _make_path(root: nn.Module, path: str) -> nn.Module:
     """The module at `path`, made where there is none."""
     for part in filter(None, path.split(".")):
         root._modules.setdefault(part, nn.Module())
@@ -123,7 +123,7 @@ class Wrapped(nn.Module):
         """x: a microbatch, y: its labels in training. See above for what it gives."""
         import poptorch
 
-        poptorch.Block.start(stage_name(0))  # what comes before the first boundary would belong to no listed block
+        poptorch.Block.start(name_stage(0))  # what comes before the first boundary would belong to no listed block
         if self._overlap is not None:
             x = poptorch.set_overlap_for_input(x, getattr(poptorch.OverlapMode, self._overlap))
         found, handed = [], ()
@@ -154,7 +154,7 @@ class Wrapped(nn.Module):
 _PREFIXES = (("body.model.", ""), ("body.heads.", f"{HEADS}."))
 
 
-def unsplit(name: str) -> Optional[str]:
+def get_unsplit_name(name: str) -> Optional[str]:
     """The name in the user's model of a tensor of Wrapped; None for the loss's own."""
     for prefix, own in _PREFIXES:
         if name.startswith(prefix):
@@ -173,7 +173,7 @@ def wrap(model: nn.Module, loss: Loss, part: Partition, precision: str, ipu: Ipu
         body = LocalBlocks(copy.deepcopy(blocks.model), copy.deepcopy(blocks.heads), blocks.pieces)
     _set_types(body, precision)
     for name, stage in part.begins.items():
-        poptorch.BeginBlock(body.model.get_submodule(name), stage_name(stage))  # type: ignore[operator,union-attr]
+        poptorch.BeginBlock(body.model.get_submodule(name), name_stage(stage))  # type: ignore[operator,union-attr]
     narrow, overlap = precision.startswith("16"), OVERLAP.get(ipu.overlapped_io)
     return Wrapped(body, loss, narrow, overlap).train()
 
@@ -194,7 +194,7 @@ def wrap_block(model: nn.Module, loss: Loss, index: int, precision: str, ipu: Ip
     assert blocks is not None
     piece, head = blocks.pieces[index], blocks.head(index)
     heads = nn.ModuleDict({} if head is None else {str(index): copy.deepcopy(head)})
-    body = LocalBlocks(skeleton(piece), heads, [piece], index)
+    body = LocalBlocks(copy_piece(piece), heads, [piece], index)
     _set_types(body, precision)
     hands_on = index < len(blocks.pieces) - 1
     return Wrapped(body, loss, precision.startswith("16"), OVERLAP.get(ipu.overlapped_io), hands_on).train()

@@ -15,13 +15,13 @@ from ipu_pipe.config.values import Count, NotNegative, Positive, Section, Whole,
 LOCATIONS = ("activation", "weight", "optimizer", "accumulator")
 
 
-def _io_tiles(value: Any) -> int:
+def _check_io_tiles(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 32 <= value <= 192 or value % 2:
         raise ValueError("must be an even number from 32 to 192")
     return value
 
 
-def _proportion(value: Any) -> Any:
+def _check_proportion(value: Any) -> Any:
     """Null, a share of each IPU's memory, or one for each IPU."""
     given = value if isinstance(value, (list, tuple)) else [value]
     shares = [to_number(share) for share in given]
@@ -48,7 +48,7 @@ class TensorLocations(Section):
     weight: TensorLocation = TensorLocation()
     optimizer: TensorLocation = TensorLocation()
     accumulator: TensorLocation = TensorLocation()
-    num_io_tiles: Optional[Annotated[int, BeforeValidator(_io_tiles)]] = None
+    num_io_tiles: Optional[Annotated[int, BeforeValidator(_check_io_tiles)]] = None
 
 
 class DataLoading(Section):
@@ -84,7 +84,7 @@ class IpuConfig(Section):
     local: Literal["fused", "decoupled"] = "fused"
     detach_for_evaluation: StrictBool = True
 
-    available_memory_proportion: Annotated[Union[None, float, List[float]], BeforeValidator(_proportion)] = None
+    available_memory_proportion: Annotated[Union[None, float, List[float]], BeforeValidator(_check_proportion)] = None
     partials: Literal["float", "half"] = "float"
     stochastic_rounding: StrictBool = False
     floating_point_exceptions: StrictBool = False
@@ -125,14 +125,14 @@ class IpuConfig(Section):
 
     @field_validator("popart_options")
     @classmethod
-    def _popart(cls, value: Dict[str, Any]) -> Dict[str, Any]:
+    def _check_popart(cls, value: Dict[str, Any]) -> Dict[str, Any]:
         wrong = [key for key, one in value.items() if not isinstance(one, (bool, int, float, str, list, dict))]
         if wrong:
             raise ValueError(f"{wrong[0]}: must be a number, text, true, false, a list or a mapping")
         return value
 
 
-def key_said(name: str, value: Any) -> str:
+def show_key(name: str, value: Any) -> str:
     """A key of the section and its value, as the lines about them begin."""
     shown = {True: "true", False: "false"}.get(value, value) if isinstance(value, bool) else value
     return f"backend.ipu.{name}: {shown}"
