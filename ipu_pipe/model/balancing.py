@@ -46,7 +46,7 @@ class _Place(NamedTuple):
 def spread_weights(
     model: nn.Module, calls: List[ModuleCall], runs: List[str], groups: List[Tuple[ModuleCall, List[str]]], count: int
 ) -> Partition:
-    """Weight j of n on stage floor(j count / n); the stages between hold no weight."""
+    """Assign weight j of n to stage floor(j count / n); the stages between hold no weight."""
     if not groups:
         raise BadInput("stages: finest: the model has no weights")
     stage_of: Dict[str, int] = {}
@@ -71,9 +71,9 @@ def balance_stages(
     between_top: bool,
     shares: bool,
 ) -> Partition:
-    """Exactly `count` stages: between modules of the top-level sequence, where every backend can cut, unless a stage of that
-    costs over TOP_SLACK times what it must; then at any modules, nested ones too. `shares`: between two uses of one weight, too.
-    """
+    """Divide the model into exactly `count` stages: between modules of the top-level sequence, where every backend can cut,
+    unless a stage then costs over TOP_SLACK times what it must; else at any modules, nested ones too. `shares`: also between
+    two uses of one weight."""
     costs = compute_costs(model, calls, groups, by)
     places = _places(calls, set() if shares else _held_together(model, calls, runs))
     if len(places) < count:  # what is shared cannot be divided: its refusal names it
@@ -102,15 +102,15 @@ def balance_stages(
 
 
 def list_top_places(model: nn.Module, calls: List[ModuleCall], runs: List[str]) -> List[str]:
-    """Names of the modules at which a stage may begin on every backend, in order: between modules of the top-level sequence, and
-    not between two uses of one weight."""
+    """Return the names of the modules at which a stage may begin on every backend, in order: between modules of the top-
+    level sequence, and not between two uses of one weight."""
     places = _places(calls, _held_together(model, calls, runs))
     return [place.name for place in places if place.through == 0]
 
 
 def find_top_places(model: nn.Module, example: Any, names: Sequence[str]) -> Dict[str, str]:
-    """Those of `names`, modules that run, which run first between modules of the top-level sequence, each with the name of the
-    outermost module that begins there."""
+    """Return those of `names` that first run between modules of the top-level sequence, each with the name of the outermost
+    module that begins there."""
     calls, _ = observe_execution(model, example)
     alone = [i for i, call in enumerate(calls) if call.alone]
     places = _places(calls, set())
@@ -124,7 +124,7 @@ def find_top_places(model: nn.Module, example: Any, names: Sequence[str]) -> Dic
 
 
 def _places(calls: List[ModuleCall], together: Set[int]) -> List[_Place]:
-    """Where stages may begin, the model's beginning first: each holds a module that has no others running inside."""
+    """List where stages may begin, the model's beginning first: each place holds a module inside which no other runs."""
     found: List[_Place] = []
     begun: Dict[str, int] = {}
     since = 0  # the first call after the last module that works alone
@@ -152,7 +152,7 @@ def _is_sequence(module: nn.Module) -> bool:
 
 
 def _held_together(model: nn.Module, calls: List[ModuleCall], runs: List[str]) -> Set[int]:
-    """Calls at which no stage can begin: between two uses of one weight."""
+    """Return the calls at which no stage can begin: between two uses of one weight."""
     order = {call.name: i for i, call in enumerate(calls)}
     uses: Dict[int, List[int]] = {}
     reached = 0
@@ -168,7 +168,7 @@ def _held_together(model: nn.Module, calls: List[ModuleCall], runs: List[str]) -
 
 
 def _sums(values: Sequence[float], places: Sequence[_Place]) -> List[float]:
-    """Sums of the calls' values from each place to the next."""
+    """Sum the calls' values from each place to the next."""
     edges = [*[place.at for place in places], len(values)]
     return [float(sum(values[a:b])) for a, b in zip(edges, edges[1:])]
 
@@ -181,7 +181,7 @@ class StageFlops(NamedTuple):
 
 
 def count_stage_flops(model: nn.Module, part: Partition, example: Any) -> List[StageFlops]:
-    """Of each stage for the microbatch `example`, as for `by: flops`."""
+    """Count the FLOPs of each stage for the microbatch `example`, as for `by: flops`."""
     calls, _ = observe_execution(model, example, counted=True)
     at_call = map_calls_to_stages(calls, part.begins)
     stages: List[List[ModuleCall]] = [[] for _ in range(len(part))]
@@ -193,9 +193,12 @@ def count_stage_flops(model: nn.Module, part: Partition, example: Any) -> List[S
 def merge_stages(
     model: nn.Module, part: Partition, count: int, x: Any, where: Optional[Sequence[str]] = None
 ) -> List[str]:
-    """Names of the modules at which `count` stages begin that are consecutive stages of `part` taken together, the greatest
-    sum of FLOPs being least. Empty for one. Where stages enough begin between modules of the model's top-level sequence, only
-    those are kept. `where`: names at which they may begin; None: anywhere. Raises BadInput where there are not so many."""
+    """Return the names of the modules at which `count` stages begin that are consecutive stages of `part` taken together, the
+    greatest sum of FLOPs being least; empty for one stage.
+
+    If enough stages begin between modules of the model's top-level sequence, only those places are kept. `where`: names at
+    which stages may begin; None: anywhere. Raise BadInput if there are not that many places.
+    """
     names = part.begin_names()
     if count == len(names) + 1 and where is None:
         return names
@@ -221,7 +224,7 @@ COSTS = ("flops", "parameters", "time")
 def compute_costs(
     model: nn.Module, calls: List[ModuleCall], groups: List[Tuple[ModuleCall, List[str]]], by: str
 ) -> List[float]:
-    """Cost of each call: of what runs from there to the next one, forward and backward."""
+    """Return the cost of each call, forward and backward: of what runs from there to the next call."""
     if by == "flops":
         return [call.flops + call.backward_flops for call in calls]
     if by == "time":

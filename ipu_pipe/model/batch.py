@@ -14,7 +14,7 @@ from ipu_pipe.errors import BadInput
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], nest: Any) -> Any:
-    """The nest with every tensor changed. Mappings of any kind become dictionaries."""
+    """Return the nest with `change` applied to every tensor. Mappings of any kind become dictionaries."""
     if isinstance(nest, torch.Tensor):
         return change(nest)
     if isinstance(nest, Mapping):
@@ -28,7 +28,7 @@ def map_tensors(change: Callable[[torch.Tensor], Any], nest: Any) -> Any:
 
 
 def sort_keys(nest: Any) -> Any:
-    """The nest with the keys of its mappings in one order, whatever theirs is."""
+    """Return the nest with the keys of its mappings sorted."""
     if isinstance(nest, Mapping):
         return {key: sort_keys(nest[key]) for key in sorted(nest, key=str)}
     if isinstance(nest, (tuple, list)):
@@ -38,7 +38,7 @@ def sort_keys(nest: Any) -> Any:
 
 
 def walk_leaves(nest: Any, name: str = "") -> Iterator[Tuple[str, Any]]:
-    """What a nest holds, in order, each with where: "" of a single one, `key.0.key` deeper."""
+    """Iterate over (name, leaf) of a nest in order: "" names a single leaf, `key.0.key` a deeper one."""
     held = nest.items() if isinstance(nest, Mapping) else enumerate(nest) if isinstance(nest, (tuple, list)) else None
     if held is None:
         yield name, nest
@@ -48,7 +48,7 @@ def walk_leaves(nest: Any, name: str = "") -> Iterator[Tuple[str, Any]]:
 
 
 def list_tensors(nest: Any) -> List[torch.Tensor]:
-    """The tensors of a nest, in order."""
+    """Return the tensors of a nest, in order."""
     if isinstance(nest, torch.Tensor):
         return [nest]
     return [value for _, value in walk_leaves(nest) if isinstance(value, torch.Tensor)]
@@ -64,37 +64,37 @@ def iterate_tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def get_first_tensor(nest: Any) -> torch.Tensor:
-    """The first tensor of a nest, which says on what device all are."""
+    """Return the first tensor of a nest, on whose device all tensors are."""
     return nest if isinstance(nest, torch.Tensor) else list_tensors(nest)[0]
 
 
 def count_samples(nest: Any) -> int:
-    """How many samples a batch has: the first dimension of its tensors."""
+    """Return the number of samples of a batch: the first dimension of its tensors."""
     return len(get_first_tensor(nest))
 
 
 def clone_tensors(nest: Any) -> Any:
-    """A copy, for what may work in place."""
+    """Clone the tensors of a nest, for code that may work in place."""
     return map_tensors(torch.Tensor.clone, nest)
 
 
 def take_samples(nest: Any, count: int) -> Any:
-    """The first samples of a batch; views."""
+    """Return the first samples of a batch, as views."""
     return map_tensors(lambda t: t[:count], nest)
 
 
 def count_numbers(nest: Any) -> int:
-    """How many numbers a nest holds."""
+    """Return how many numbers a nest holds."""
     return sum(t.numel() for t in list_tensors(nest))
 
 
 def count_bytes(nest: Any) -> int:
-    """Its bytes."""
+    """Return the bytes of a nest's tensors."""
     return sum(t.numel() * t.element_size() for t in list_tensors(nest))
 
 
 def describe_tensors(nest: Any) -> str:
-    """A batch's shapes and types, for the user."""
+    """Describe a batch's shapes and dtypes for the user."""
     if isinstance(nest, torch.Tensor):
         return f"{tuple(nest.shape)}, {nest.dtype}"
     return "; ".join(
@@ -105,7 +105,7 @@ def describe_tensors(nest: Any) -> str:
 
 
 def check_holds_tensors(nest: Any, what: str) -> None:
-    """Refuse (BadInput) a nest that holds anything but tensors and None, or no tensor. `what` it is, for the user."""
+    """Raise BadInput if a nest holds anything but tensors and None, or no tensor. `what` names it for the user."""
     for name, value in walk_leaves(nest):
         if not (value is None or isinstance(value, torch.Tensor)):
             raise BadInput(
@@ -117,7 +117,7 @@ def check_holds_tensors(nest: Any, what: str) -> None:
 
 
 def check_same_shapes(x: Any, example: Any, m: int) -> None:
-    """Refuse (BadInput) inputs of microbatch m that are not of the example's shapes and dtypes."""
+    """Raise BadInput if inputs of microbatch m differ in shape or dtype from the example's."""
     wanted, found = ({name: t for name, t in walk_leaves(nest) if t is not None} for nest in (example, x))
     for name in {**wanted, **found}:
         own, first = found.get(name), wanted.get(name)
@@ -132,7 +132,7 @@ def check_same_shapes(x: Any, example: Any, m: int) -> None:
 
 
 def check_same_samples(x: Any) -> None:
-    """Refuse (BadInput) inputs whose tensors are not of the same samples: their first dimension must be the batch's."""
+    """Raise BadInput if the first dimension of the input tensors is not the same batch of samples."""
     if isinstance(x, torch.Tensor):
         return
     found = [(name, value) for name, value in walk_leaves(x) if value is not None]
@@ -146,8 +146,8 @@ def check_same_samples(x: Any) -> None:
 
 
 def call_model(model: nn.Module, x: Any) -> Any:
-    """The output of `model` for the input `x`: a mapping is its keyword arguments, a tuple or list its positional ones, whatever
-    these hold; anything else is its one argument."""
+    """Call `model` with the input `x`: a mapping is its keyword arguments, a tuple or list its positional ones, anything
+    else its one argument."""
     if isinstance(x, Mapping):
         return model(**x)
     if isinstance(x, (tuple, list)):
@@ -156,6 +156,6 @@ def call_model(model: nn.Module, x: Any) -> Any:
 
 
 def join_arguments(inputs: Tuple[Any, ...], named: Dict[str, Any]) -> Any:
-    """The input for which `call` gave a model these arguments."""
+    """Return the input for which `call_model` gives a model these arguments."""
     alone = len(inputs) == 1 and not named and not isinstance(inputs[0], (Mapping, tuple, list))
     return inputs[0] if alone else named or inputs

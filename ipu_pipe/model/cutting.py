@@ -83,12 +83,12 @@ class Shape:
 
     @property
     def sent(self) -> Tuple[int, ...]:
-        """The message's shape."""
+        """Return the message's shape."""
         return tuple(self.shape[d] for d in self.order) if self.order else self.shape
 
     @property
     def bytes(self) -> int:
-        """Of one message."""
+        """Return the bytes of one message."""
         return math.prod(self.shape) * torch.empty((), dtype=self.dtype).element_size()
 
 
@@ -99,7 +99,7 @@ class Crossing:
     tensors: Tuple[Shape, ...]
 
     def flatten(self, value: Any) -> List[torch.Tensor]:
-        """A value that crosses as messages."""
+        """Turn a value that crosses into messages. Raise BadInput if a tensor has another shape than the recorded one."""
         found = value if isinstance(value, tuple) else (value,)
         for t, shape in zip(found, self.tensors):
             if (tuple(t.shape), t.dtype) != (shape.shape, shape.dtype):
@@ -110,7 +110,7 @@ class Crossing:
         return [t.permute(shape.order) if shape.order else t for t, shape in zip(found, self.tensors)]
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The value whose messages are `tensors`."""
+        """Return the value whose messages are `tensors`."""
         found = tuple(
             t.permute(invert_order(shape.order)) if shape.order else t for t, shape in zip(tensors, self.tensors)
         )
@@ -169,14 +169,14 @@ class StagedRecording:
 
     @property
     def modules(self) -> List[List[str]]:
-        """By stage, the modules that it calls, in the order of their first runs."""
+        """Return by stage the modules that it calls, in the order of their first runs."""
         called = [[n.target for n in part.nodes if isinstance(n.target, str)] for part in self.parts]
         return [list(dict.fromkeys(names)) for names in called]
 
 
 def split_recording(found: Recording, liveness: Liveness, count: int, homes: Mapping[str, int]) -> StagedRecording:
-    """A recording as `count` stages. `homes`: of modules that ran in an earlier recording: weights stay where they are. Raises
-    BadInput."""
+    """Split a recording into `count` stages. `homes`: stages of the modules that ran in an earlier recording, where their
+    weights stay. Raise BadInput."""
     split = _Split(found, liveness, count, {**found.reached, **homes})
     crossing = [split.crossing(cut) for cut in range(count - 1)]
     parts = []
@@ -193,7 +193,8 @@ def split_recording(found: Recording, liveness: Liveness, count: int, homes: Map
 
 
 def find_difference(a: StagedRecording, b: StagedRecording, numbers: bool = False) -> Optional[str]:
-    """The first call in which two recordings of one model differ, but for sizes; `numbers`: in these, too. None: in none."""
+    """Describe the first call in which two recordings of one model differ, sizes apart; `numbers`: sizes too. Return None if
+    they do not differ."""
     for stage, (one, other) in enumerate(zip(a.parts, b.parts)):
         for x, y in itertools.zip_longest(one.nodes, other.nodes):
             if x is None or y is None or x.target != y.target:
@@ -246,11 +247,11 @@ class _Split:
         return self._homes[find_running_ancestor(key.name.rpartition(".")[0], self._homes)]
 
     def told(self, key: Key) -> str:
-        """For people."""
+        """Describe a value or weight for the user."""
         return key.name if isinstance(key, Weight) else f"what {self._found.nodes[key.node].name or 'the input'} gives"
 
     def _refuse_shared_memory(self, cut: int) -> None:
-        """Of tensors that cross and are views of each other, copies arrive: none may be overwritten behind."""
+        """Raise BadInput if tensors that cross are views of each other and a later stage overwrites one: copies arrive."""
         keys = self.crossing(cut)
         places = [get_storage(self.tensor(key)) for key in keys]
         for key, place in zip(keys, places):
@@ -262,20 +263,20 @@ class _Split:
                 )
 
     def crossing(self, cut: int) -> List[Key]:
-        """What is made up to stage `cut` and needed behind it: weights, then values in order."""
+        """Return what is made up to stage `cut` and needed after it: weights, then values in order."""
         keys = [key for key, last in self._last.items() if self._made(key) <= cut < last]
         return sorted(keys, key=lambda key: (key.node, key.leaf) if isinstance(key, Value) else (-1, 0))
 
     def nodes_of(self, stage: int) -> List[RecordedCall]:
-        """What a stage runs."""
+        """Return the calls that a stage makes."""
         return [n for n in self._found.nodes if n.index in self._again[stage] or (n.stage == stage and not n.free)]
 
     def tensor(self, key: Key) -> torch.Tensor:
-        """Of the recording."""
+        """Return the tensor of the recording."""
         return self._found.tensors[key] if isinstance(key, Value) else self._found.weights[key.name]
 
     def shape(self, key: Key) -> Shape:
-        """How it crosses."""
+        """Return how a tensor crosses."""
         tensor = self.tensor(key)
         return Shape(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, get_memory_order(tensor))
 
@@ -326,7 +327,7 @@ class Program:
         return self._places.setdefault(key, len(self._places))
 
     def _last_uses(self, part: StageCalls) -> Dict[int, List[int]]:
-        """Node -> places of what is not needed after it."""
+        """Return node -> places of the values that no later node needs."""
         last = {key: node.index for node in part.nodes for key in node.needs() if key in self._places}
         kept, done = set(iterate_keys(part.leaves)), {}  # type: ignore[var-annotated]
         for key, index in last.items():
@@ -344,12 +345,12 @@ class Program:
         return lambda values: getattr(owner, name)
 
     def _apart(self, key: Key) -> Getter:
-        """What is handed on. Of a weight a copy: it may be updated before it is through."""
+        """Make the getter of a value that is handed on. Clone a weight: it may be updated before it is sent."""
         get = self._getter(key)
         return get if key in self._places else lambda values: get(values).clone()
 
     def run(self, value: Any) -> Any:
-        """What the next piece takes, or the model's output."""
+        """Run the stage and return what the next piece takes, or the model's output."""
         values: List[Any] = [None] * len(self._places)
         for place, tensor in zip(self._enters, value if len(self._enters) > 1 else (value,)):
             values[place] = tensor
@@ -373,7 +374,7 @@ class Program:
         return self._leaves(values)
 
     def _as_recorded(self, state: AutogradState) -> Any:
-        """Grad mode and autocast as the model's forward sets them."""
+        """Enter the grad mode and autocast that the model's forward sets."""
         if state == self._base:
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()
@@ -407,7 +408,7 @@ class Recordings:
         return (training, training or torch.is_grad_enabled(), kinds)
 
     def of(self, x: Any, training: bool) -> StagedRecording:
-        """That of an input like `x`, made where there is none yet."""
+        """Return the recording of an input like `x`; record it if there is none."""
         key = self.key(x, training)
         if key not in self._found:
             with attributes_restored(self.model):
@@ -416,11 +417,11 @@ class Recordings:
         return self._found[key]
 
     def latest(self, training: bool) -> StagedRecording:
-        """The one that was asked for last."""
+        """Return the recording that was asked for last."""
         return self._latest.get(training) or self._latest[not training]
 
     def entering(self, stage: int, value: Any, training: bool) -> StagedRecording:
-        """The latest of those in which tensors of such shapes enter a stage. Raises BadInput where there is none."""
+        """Return the latest recording in which tensors of such shapes enter a stage. Raise BadInput if there is none."""
         shapes = _shapes(value)
         latest = self.latest(training)
         if latest.parts[stage].entering == shapes:
@@ -458,7 +459,7 @@ class Recordings:
                 return split_recording(found, liveness, len(self.begins) + 1, self.homes)
 
     def _refuse_elsewhere(self, made: StagedRecording) -> None:
-        """Modules that run on a stage which does not hold them."""
+        """Raise BadInput if a module runs on a stage that does not hold it."""
         held = next(iter(self._found.values())).modules
         for stage, names in enumerate(made.modules):
             for name in names:
@@ -475,7 +476,7 @@ class Recordings:
 
 
 def record_twice(model: nn.Module, begins: Sequence[str], x: Any, then: Any) -> Tuple[StagedRecording, StagedRecording]:
-    """The first forward in training, of `x`, and the one after it, of an input of the same shapes: a model that counts its
+    """Record the first training forward, of `x`, and the next one, of an input of the same shapes: a model that counts its
     forwards, or looks at values, may do something else then."""
     with attributes_restored(model):
         one, other = (Recordings(model, begins).record(given, training=True) for given in (x, then))
@@ -510,12 +511,12 @@ class Cut:
 
     @classmethod
     def of(cls, model: nn.Module, begins: Sequence[str], x: Any) -> Cut:
-        """Of a model that takes `x` in training. Raises BadInput."""
+        """Cut a model that takes `x` in training. Raise BadInput if it cannot be cut."""
         recordings = Recordings(model, begins)
         return cls(model, recordings, recordings.of(x, training=True))
 
     def on(self, model: nn.Module) -> Cut:
-        """The same of a copy of the model, or of as much of it as there is."""
+        """Return the same cut of a copy of the model, or of the part of it that exists."""
         made = copy.copy(self)
         made.model, made._programs = model, {}
         return made
@@ -535,11 +536,12 @@ class Cut:
         return self.recordings.key(x, training) in self.recordings._found
 
     def prepare(self, x: Any, training: bool) -> List[Crossing]:
-        """What crosses each cut for the input `x`. Stages behind the first, which see no input, know by it what enters them."""
+        """Record the forward of `x` and return what crosses each cut. Later stages, which see no input, know by it what
+        enters them."""
         return self.recordings.of(x, training).crossings
 
     def program(self, stage: int, value: Any, training: bool) -> Program:
-        """What a stage does that is given `value`."""
+        """Return the program of a stage that is given `value`."""
         if torch.jit.is_tracing() or self.model is not self.recordings.model:  # a copy sees microbatches of one size
             found = self.recordings.latest(training)
         elif stage == 0:
@@ -569,13 +571,13 @@ class Piece(nn.Module):
                 self.calls_before[name] = self.calls_before.get(name, 0) + count
 
     def on(self, model: nn.Module) -> Piece:
-        """The same of a copy of its model, or of as much of that as lies here."""
+        """Return the same piece of a copy of its model, or of the part of it that lies here."""
         made = Piece(self.cut.on(model), self.stage)
         made.copies_input = self.copies_input
         return made
 
     def forward(self, value: Any) -> Any:
-        """What the next piece takes, or the model's output."""
+        """Return what the next piece takes, or the model's output."""
         if self.copies_input:
             value = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, value)
         value = value if self.stage else sort_keys(value)
@@ -584,31 +586,31 @@ class Piece(nn.Module):
             return program.run(value)
 
     def state(self) -> Dict[str, torch.Tensor]:
-        """The part of the model's state dict that lies here."""
+        """Return the part of the model's state dict that lies here."""
         own = {id(t) for t in self.tensors()}
         return {name: t.detach() for name, t in self.cut.model.state_dict(keep_vars=True).items() if id(t) in own}
 
     def weights(self) -> List[str]:
-        """Names of the trained parameters that lie here, each by its first in the model."""
+        """Return the names of the trained parameters that lie here, each by its first name in the model."""
         own = {id(p) for p in self.parameters() if p.requires_grad}
         return [name for name, p in self.cut.model.named_parameters() if id(p) in own]
 
     def weights_handed_on(self) -> List[str]:
-        """Of these, the ones that a later piece is given with the activations."""
+        """Return those of `weights` that a later piece is given with the activations."""
         handed = {key.name for key in iterate_keys(self.cut.first.parts[self.stage].leaves) if isinstance(key, Weight)}
         return [name for name in self.weights() if name in handed]
 
     def tensors(self) -> List[torch.Tensor]:
-        """Its parameters and buffers."""
+        """Return its parameters and buffers."""
         return [*self.parameters(), *self.buffers()]
 
 
 def cut_model(model: nn.Module, begins: Sequence[str], x: Any) -> List[Piece]:
-    """The model, which takes `x` in training, cut before each of `begins`, names of modules in the order in which they run."""
+    """Cut the model, which takes `x` in training, before each of `begins`, names of modules in the order in which they run."""
     cut = Cut.of(model, begins, x)
     return [Piece(cut, stage) for stage in range(len(cut.names))]
 
 
 def list_crossings(parts: Sequence[Piece]) -> List[Crossing]:
-    """What crosses each cut in training."""
+    """Return what crosses each cut in training."""
     return parts[0].cut.crossings

@@ -32,14 +32,15 @@ Formula = Callable[..., Any]
 
 
 def get_formulas() -> Dict[Any, Formula]:
-    """Operation -> its FLOPs from its arguments and `out_val`, what it gives; empty where this PyTorch has no counter."""
+    """Return operation -> formula of its FLOPs from its arguments and `out_val`, its result; empty if this PyTorch has no
+    counter."""
     if FlopCounterMode is None:
         return {}
     return dict(FlopCounterMode(display=False, custom_mapping=_uncounted()).flop_registry)
 
 
 def _uncounted() -> Dict[Any, Formula]:
-    """Formulas of operations of the CPU that the counter does not know, and of one that it counts too high: the gradients of
+    """Return formulas of CPU operations that the counter does not know, and of one that it counts too high: the gradient of
     a convolution's weights in groups."""
     attention, recurrent = "_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer"
     own: Dict[str, Formula] = {
@@ -54,30 +55,31 @@ def _uncounted() -> Dict[Any, Formula]:
 
 
 def _attention(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
-    """query (b, h, n, d), key (b, h, m, d), value (b, h, m, e): the products with keys and with values."""
+    """Count the products with keys and with values: query (b, h, n, d), key (b, h, m, d), value (b, h, m, e)."""
     batch, heads, length, width = query.shape
     return int(2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1]))
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
-    """The products with keys once more, and two for each of the forward's."""
+    """Count the products with keys once more, and two for each of the forward's."""
     batch, heads, length, width = query.shape
     return int(2 * batch * heads * length * key.shape[-2] * (3 * width + 2 * value.shape[-1]))
 
 
 def _convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any, **options: Any) -> int:
-    """As many products for the input's gradient as in the forward, and for the weight's; the mask says which are wanted."""
+    """Count as many products for the input's gradient as in the forward, and for the weight's; the mask says which are
+    wanted."""
     transposed, mask = rest[4], options.get("output_mask", rest[-1])
     return int(2 * (x if transposed else gradient).numel() * weight[0].numel() * (bool(mask[0]) + bool(mask[1])))
 
 
 def _recurrent(x: Any, into: Any, again: Any, *rest: Any, **options: Any) -> int:
-    """One layer of an LSTM: x (n, b, i), weights from the input and from the state before."""
+    """Count one layer of an LSTM: x (n, b, i), weights from the input and from the previous state."""
     return int(2 * x.shape[0] * x.shape[1] * (into.numel() + again.numel()))
 
 
 def _recurrent_backward(x: Any, into: Any, again: Any, *rest: Any, **options: Any) -> int:
-    """Two products for each of the forward's."""
+    """Count two products for each of the forward's."""
     return 2 * _recurrent(x, into, again)
 
 
@@ -87,7 +89,7 @@ for _formula in (_attention, _attention_backward, _convolution_backward, _recurr
 
 @contextlib.contextmanager
 def separate_attention() -> Iterator[None]:
-    """Without the fused attention that layers take in evaluation without gradients, of which the counter sees nothing."""
+    """Turn off the fused attention that layers take in evaluation without gradients: the counter sees nothing of it."""
     switches = getattr(torch.backends, "mha", None)
     if switches is None:
         with torch.enable_grad():  # with gradients they do not take it
@@ -102,7 +104,7 @@ def separate_attention() -> Iterator[None]:
 
 
 def count_by_formula(module: nn.Module, inputs: Any, output: Any) -> float:
-    """Forward FLOPs of the module's own parameters."""
+    """Return the forward FLOPs of the module's own parameters."""
     weight = getattr(module, "weight", None)
     if not isinstance(output, torch.Tensor) or not isinstance(weight, torch.Tensor):
         return 0.0

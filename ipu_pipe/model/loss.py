@@ -32,7 +32,7 @@ class LossOfOutput:
         self.plain, self.take, self.asks = plain, take, asks
 
     def __call__(self, output: Any, y: Any) -> torch.Tensor:
-        """The loss of a model's output and labels."""
+        """Return the loss of a model's output and labels."""
         taken = take_scores(self, output)
         return self.plain(taken, y.labels, **y.asked) if self.asks else self.plain(taken, y)
 
@@ -45,7 +45,7 @@ class OwnLoss:
         self.take: Take = take or _scores
 
     def __call__(self, output: Any, y: Any) -> torch.Tensor:
-        """Whatever the labels: the model has seen them."""
+        """Return the loss in a model's output; the model has seen the labels."""
         held = _field(output, LOSS)
         found = [held] if held is not None else list(output) if isinstance(output, (tuple, list)) else [output]
         losses = [value for value in found if isinstance(value, torch.Tensor) and value.numel() == 1]
@@ -65,7 +65,7 @@ class TakePart:
         self.key = key
 
     def __call__(self, found: Any) -> Any:
-        """The part. Raises BadInput where there is none."""
+        """Return the part of an output. Raise BadInput if there is none."""
         if isinstance(found, torch.Tensor):
             return found
         value = _field(found, self.key)
@@ -75,17 +75,17 @@ class TakePart:
 
 
 def take_scores(loss: Loss, output: Any) -> Any:
-    """What of a model's output its loss is of, and accuracy."""
+    """Return the part of a model's output of which its loss and its accuracy are."""
     return loss.take(output) if isinstance(loss, (LossOfOutput, OwnLoss)) and loss.take is not None else output
 
 
 def get_plain_loss(loss: Loss) -> Loss:
-    """The loss of what is taken."""
+    """Return the loss of the part that is taken."""
     return loss.plain if isinstance(loss, LossOfOutput) else loss
 
 
 def takes_whole_output(loss: Loss) -> bool:
-    """Whether the loss is of the output as it is."""
+    """Tell whether the loss is of the whole output."""
     return not isinstance(loss, OwnLoss) and (not isinstance(loss, LossOfOutput) or loss.take is None)
 
 
@@ -94,7 +94,7 @@ def _scores(output: Any) -> Any:
 
 
 def _field(output: Any, key: Union[int, str]) -> Any:
-    """None where there is none."""
+    """Return a field or element of an output; None if there is none."""
     if isinstance(key, int):
         held = list(output.values()) if isinstance(output, Mapping) else output
         return held[key] if isinstance(held, (tuple, list)) and -len(held) <= key < len(held) else None
@@ -102,7 +102,7 @@ def _field(output: Any, key: Union[int, str]) -> Any:
 
 
 def list_fields(output: Any) -> List[Union[int, str]]:
-    """What there is to take from an output, by name or index; nothing of a tensor."""
+    """List what can be taken from an output, by name or index; nothing of a tensor."""
     if isinstance(output, Mapping):
         return [key for key in output if isinstance(key, str)]
     if isinstance(output, (tuple, list)):
@@ -112,7 +112,7 @@ def list_fields(output: Any) -> List[Union[int, str]]:
 
 
 def describe_output(output: Any) -> str:
-    """An output for the user: its kind, and what is in it."""
+    """Describe an output for the user: its type and its fields."""
     if isinstance(output, torch.Tensor):
         return f"a tensor of shape {tuple(output.shape)}"
     held = ", ".join(map(str, list_fields(output)))
@@ -131,13 +131,13 @@ class Labels(NamedTuple):
 
 
 def get_labels(y: Any) -> Any:
-    """The labels themselves."""
+    """Return the labels themselves."""
     return y.labels if isinstance(y, Labels) else y
 
 
 def list_requested_fields(loss: Any) -> Tuple[str, ...]:
-    """The keyword-only parameters without a default of a loss. Raises BadInput where it cannot be called with two arguments and
-    these."""
+    """Return a loss's keyword-only parameters without a default. Raise BadInput if it cannot be called with two arguments
+    and these."""
     try:
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     except (TypeError, ValueError):  # not written in Python
@@ -153,7 +153,8 @@ def list_requested_fields(loss: Any) -> Tuple[str, ...]:
 
 
 def split_requested_fields(batch: Any, x: Any, y: Any, names: Tuple[str, ...]) -> Tuple[Any, Labels]:
-    """Inputs and labels of a batch, which are `x` and `y` in it, for a loss that asks for `names`. Raises BadInput."""
+    """Return inputs and labels of a batch, `x` and `y`, for a loss that asks for the fields `names`. Raise BadInput if a
+    field is missing."""
     held = x if isinstance(x, Mapping) else {}
     lacking = [name for name in names if name != WHOLE and name not in held]
     if lacking:

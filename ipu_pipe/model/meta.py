@@ -23,8 +23,8 @@ SMALL = 300_000  # numbers
 
 
 def can_run_on_meta(model: nn.Module, x: Any) -> bool:
-    """Whether a forward of `x` may be run by shape. A GPU's kernels keep other things than the CPU's, and so do the CPU's own for
-    recurrent layers: these run as they are."""
+    """Tell whether a forward of `x` may run on the meta device. A GPU's kernels keep other tensors than the CPU's, and so do
+    the CPU's own for recurrent layers: these run as they are."""
     devices = {t.device.type for t in [*list_tensors(x), *model.parameters(), *model.buffers()]}
     return devices == {"meta"} or (
         devices == {"cpu"} and not any(isinstance(module, nn.RNNBase) for module in model.modules())
@@ -32,14 +32,14 @@ def can_run_on_meta(model: nn.Module, x: Any) -> bool:
 
 
 def is_faster_on_meta(model: nn.Module, x: Any) -> bool:
-    """Whether a forward of `x` is quicker by shape, where it may be: of few numbers it is not."""
+    """Tell whether a forward of `x` may run on the meta device and is faster there: a small one is not."""
     return can_run_on_meta(model, x) and (
         get_first_tensor(x).is_meta or count_numbers(x) + sum(p.numel() for p in model.parameters()) > SMALL
     )
 
 
 def to_meta(value: Any) -> Any:
-    """The tensors of a nest as shapes."""
+    """Return the nest with its tensors on the meta device."""
 
     def shape(t: Any) -> Any:
         if not isinstance(t, torch.Tensor) or (t.is_meta and not t.requires_grad):
@@ -51,22 +51,22 @@ def to_meta(value: Any) -> Any:
 
 @contextlib.contextmanager
 def compute_on_meta() -> Iterator[None]:
-    """Inside, what is computed with shapes gives shapes, as the CPU's own would be, and imports no compiler."""
+    """Keep computations with meta tensors on the meta device, with the operations that the CPU would take."""
     with _FusedAttention(), _ToMeta():
         yield
 
 
 @contextlib.contextmanager
 def build_on_meta() -> Iterator[None]:
-    """Inside, tensors are made as shapes, such as the weights of a model."""
+    """Make new tensors on the meta device, such as the weights of a model."""
     with compute_on_meta(), torch.device("meta"):
         yield
 
 
 @contextlib.contextmanager
 def move_to_meta(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's parameters and buffers are shapes, and so is all that is computed with shapes. At the end the model is
-    as it was, whatever its forward has put on it."""
+    """Move the model's parameters and buffers to the meta device, and all that is computed with them. At the end the model
+    is as it was, whatever its forward has put on it."""
     twins: Dict[int, torch.Tensor] = {}
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ CHOOSY = ("embedding", "index", "gather", "scatter", "take", "put", "multinomial
 
 @contextlib.contextmanager
 def watch_value_checks() -> Iterator[Callable[[], bool]]:
-    """Whether what ran inside may refuse a sample for its numbers."""
+    """Give a function that tells whether anything that ran inside may refuse a sample for its values."""
     with _Looks() as seen:
         yield lambda: any(part in name for part in CHOOSY for name in seen.names)
 
@@ -138,7 +138,7 @@ class _FusedAttention(TorchFunctionMode):
 
 
 def _casts() -> bool:
-    """Whether autocast is at work for the CPU."""
+    """Tell whether autocast is on for the CPU."""
     if hasattr(torch, "get_autocast_dtype"):  # since then it asks for the device
         return torch.is_autocast_enabled("cpu")
     return torch.is_autocast_cpu_enabled()

@@ -57,14 +57,14 @@ class Observation:
     backward: bool = False
 
     def by_stage(self, stage_of: Mapping[str, int], count: int) -> List[List[ModuleCall]]:
-        """The calls of each of `count` stages."""
+        """Return the calls of each of `count` stages."""
         stages: List[List[ModuleCall]] = [[] for _ in range(count)]
         for call in self.calls:
             stages[stage_of[call.name]].append(call)
         return stages
 
     def crossing(self, stage_of: Mapping[str, int], count: int) -> List[int]:
-        """Bytes that cross each of the boundaries of `count` stages."""
+        """Return the bytes that cross each of the boundaries of `count` stages."""
         found = [0] * (count - 1)
         before = 0
         for call, size in zip(self.calls, self.live):
@@ -75,19 +75,19 @@ class Observation:
 
 
 def count_saved_bytes(calls: Sequence[ModuleCall]) -> int:
-    """What `calls` together keep for the backward, each storage once."""
+    """Return the bytes that `calls` together keep for the backward, each storage once."""
     return sum({storage: size for call in calls for storage, size in call.saved.items()}.values())
 
 
 def observe_order(model: nn.Module, x: Any, forward: Callable[[], Any]) -> Observation:
-    """Only the order of `forward`, a pass of the model's input `x`. Nothing is counted. Its gradients may be asked for inside."""
+    """Observe only the order of modules in `forward`, a pass of the model's input `x`. Gradients may be asked for inside."""
     with _calls(model, lambda: None) as seen, torch.enable_grad():
         forward()
     return seen
 
 
 def observe_costs(model: nn.Module, x: Any, forward: Callable[[], Any]) -> Observation:
-    """All of `forward`, a pass of the model's input `x` that gives a loss or outputs, and of its backward."""
+    """Observe all of `forward`, a pass of the model's input `x` that returns a loss or outputs, and of its backward."""
     weights = {get_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     counter = _Counter(x)
     with _calls(model, counter.begin) as seen, separate_attention(), torch.enable_grad():
@@ -123,7 +123,7 @@ def observe_costs(model: nn.Module, x: Any, forward: Callable[[], Any]) -> Obser
 
 @contextlib.contextmanager
 def _calls(model: nn.Module, begun: Callable[[], None]) -> Iterator[Observation]:
-    """Fills in the calls of what runs inside; `begun` is called at the beginning of each."""
+    """Record the calls of modules that run inside; `begun` is called at the beginning of each."""
     names = {id(module): name for name, module in model.named_modules()}
     seen = Observation([], [])
     at: Dict[str, ModuleCall] = {}
@@ -155,24 +155,24 @@ def _calls(model: nn.Module, begun: Callable[[], None]) -> Iterator[Observation]
 
 
 def list_ancestors(name: str) -> List[str]:
-    """Names of the modules around a module, the model's own ("") and the outermost first."""
+    """Return the names of the modules around a module, the model's own ("") and the outermost first."""
     parts = name.split(".") if name else []
     return [".".join(parts[:n]) for n in range(len(parts))]
 
 
 def get_storage(tensor: torch.Tensor) -> int:
-    """A number that a tensor shares with those in the same memory."""
+    """Return a number that tensors in the same memory share."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Of the memory that a tensor lies in."""
+    """Return the bytes of the memory in which a tensor lies."""
     dense = tensor.layout is torch.strided
     return int(tensor.untyped_storage().nbytes()) if dense else tensor.numel() * tensor.element_size()
 
 
 def _view(tensor: torch.Tensor) -> Tuple[Any, ...]:
-    """What tensors have in common that show the same numbers of one memory."""
+    """Return a key that tensors share if they show the same numbers of one memory."""
     if tensor.layout is not torch.strided:
         return (id(tensor),)
     return (get_storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -182,7 +182,7 @@ TAKES_MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_
 
 
 def _moved(operation: Any, arguments: Any, result: Any) -> float:
-    """Bytes that an operation reads and writes, each tensor once; 0 of those that look at memory in another way, or take it."""
+    """Return the bytes that an operation reads and writes, each tensor once; 0 for views and allocations."""
     looks = any(r.alias_info is not None and not r.alias_info.is_write for r in operation._schema.returns)
     if looks or operation.overloadpacket.__name__ in TAKES_MEMORY:
         return 0.0
@@ -204,13 +204,13 @@ class _Counter(TorchDispatchMode):
         self._steps = [0]  # by how much more bytes cross before each call than before the one before
 
     def begin(self) -> None:
-        """A call."""
+        """Note that a call begins."""
         self._steps.append(0)
         if self._formulas:
             self._first.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
     def live(self) -> List[int]:
-        """Bytes that cross before each call."""
+        """Return the bytes that cross before each call."""
         return list(itertools.accumulate(self._steps))[: len(self.calls)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -237,7 +237,7 @@ class _Counter(TorchDispatchMode):
         return result
 
     def _of_node(self) -> int:
-        """The call that made the autograd node that runs."""
+        """Return the call that made the autograd node that runs."""
         node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
         if node is None:
             return len(self.calls) - 1
@@ -302,7 +302,7 @@ def _observed(
 
 
 def _run_quietly(model: nn.Module, example: Any, training: bool) -> Any:
-    """One forward that leaves buffers, modes and random states as they were.
+    """Run one forward and leave weights, buffers, modes and random states as they were.
 
     BatchNorm stays in evaluation mode: in training it refuses an example of one value a channel.
     """
@@ -320,7 +320,7 @@ def check_runs_modules(calls: List[ModuleCall]) -> None:
 
 
 def find_running_ancestor(name: str, at_call: Mapping[str, int]) -> str:
-    """The nearest module around `name` (itself included) that runs: it computes with the parameters of `name`."""
+    """Return the nearest module around `name` (itself included) that runs: it computes with the parameters of `name`."""
     while name not in at_call:
         name = name.rpartition(".")[0]
     return name
@@ -331,14 +331,15 @@ def join_name(module: str, name: str) -> str:
 
 
 def list_parameters(model: nn.Module) -> Iterable[Tuple[str, str, nn.Parameter]]:
-    """(module name, parameter's own name, parameter), shared ones once for every owner."""
+    """Iterate over (module name, parameter's own name, parameter), shared ones once for every owner."""
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             yield module_name, name, parameter
 
 
 def group_weights(model: nn.Module, calls: List[ModuleCall]) -> List[Tuple[ModuleCall, List[str]]]:
-    """(module that runs, parameter names) of each weight in the order of execution, a bias joined to the weight before it."""
+    """Return (module that runs, parameter names) of each weight in the order of execution, a bias joined to the previous
+    weight."""
     order = {own.name: own for own in calls}
     at_call = dict.fromkeys(order, 0)
     owned: Dict[str, List[List[str]]] = {}

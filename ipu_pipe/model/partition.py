@@ -47,23 +47,23 @@ class Partition:
         return len(self.stages)
 
     def begin_names(self) -> List[str]:
-        """The modules at which stages 1 and on begin, as a config's `stages` may say them."""
+        """Return the modules at which stages 1 and later begin, as a config's `stages` may say them."""
         names: Dict[int, str] = {}
         for name, stage in self.begins.items():
             names.setdefault(stage, name)
         return [names[stage] for stage in sorted(names) if stage]
 
     def stage_of(self) -> Dict[str, int]:
-        """Stage index of every parameter, by its name in the unsplit model."""
+        """Return the stage index of every parameter, by its name in the unsplit model."""
         return {name: stage.index for stage in self.stages for name in stage.parameters}
 
     def replicas(self, stage: int) -> List[str]:
-        """Names of the weights that a stage uses and an earlier one holds."""
+        """Return the names of the weights that a stage uses and an earlier stage holds."""
         return [name for name, uses in self.shared.items() if stage in [use.stage for use in uses[1:]]]
 
 
 def open_stages(calls: List[ModuleCall], marked: Set[str]) -> Dict[str, int]:
-    """Module name -> stage for the marked modules, in order. A mark opens a stage only if the current one has work."""
+    """Return module name -> stage for the marked modules, in order. A mark opens a stage only if the current one has work."""
     begins: Dict[str, int] = {}
     stage, has_work = 0, False
     for call in calls:
@@ -105,7 +105,7 @@ def check_names(model: nn.Module, calls: List[ModuleCall], names: Sequence[str])
 
 
 def build_partition(model: nn.Module, calls: List[ModuleCall], runs: List[str], begins: Dict[str, int]) -> Partition:
-    """Stages from boundaries between modules: a parameter lies where the module that owns it first runs."""
+    """Build stages from boundaries between modules: a parameter lies where the module that owns it first runs."""
     at_call = map_calls_to_stages(calls, begins)
     owner = {name: at_call[find_running_ancestor(name, at_call)] for name, _ in model.named_modules()}
     stage_of = {join_name(m, p): owner[m] for m, p, _ in list_parameters(model)}
@@ -123,7 +123,7 @@ def map_calls_to_stages(calls: List[ModuleCall], begins: Mapping[str, int]) -> D
 def finish_partition(
     model: nn.Module, runs: List[str], calls: List[ModuleCall], begins: Dict[str, int], stage_of: Dict[str, int]
 ) -> Partition:
-    """Stages from boundaries and the stage in which each parameter is used first by each of its names."""
+    """Build stages from boundaries and from the stage in which each parameter is first used under each of its names."""
     at_call = map_calls_to_stages(calls, begins)
     uses = _uses(model, runs, begins, stage_of, {call.name: at_call[call.name] for call in calls if call.alone})
     count = 1 + max([0, *begins.values(), *stage_of.values()])
@@ -145,8 +145,8 @@ def _uses(
     stage_of: Mapping[str, int],
     alone: Mapping[str, int],
 ) -> Dict[str, Tuple[Use, ...]]:
-    """The stages that use each weight, ascending. `alone`: stages of the modules in which no other runs: what one of them holds
-    of another's it computes with."""
+    """Return the stages that use each weight, ascending. `alone`: stages of the modules in which no other runs: they compute
+    with what they hold of another's weights."""
     found: Dict[int, List[Use]] = {}
     owned: Dict[str, List[Tuple[int, str]]] = {}
     for module, own, parameter in list_parameters(model):
@@ -172,7 +172,7 @@ def _uses(
 
 
 def share_weights(part: Partition, stages: Mapping[str, Sequence[int]], model: nn.Module) -> Partition:
-    """The same with the weights of `model` shared that several `stages` do use, by name."""
+    """Return the partition with the weights shared that several `stages` use, by name."""
     shared = {
         name: part.shared[name]
         if [use.stage for use in part.shared.get(name, ())] == list(own)
@@ -186,7 +186,7 @@ def share_weights(part: Partition, stages: Mapping[str, Sequence[int]], model: n
 
 
 def refuse_shared(part: Partition, why: str) -> None:
-    """Refuse (BadInput) a weight that two stages use; `why`: if there is more to say."""
+    """Raise BadInput if two stages use one weight; `why`: appended to the reason."""
     more, faults = f": {why}" if why else "", []
     for first, *others in part.shared.values():
         for use in others:

@@ -32,7 +32,7 @@ class GivenTypes:
         ]
 
     def give_back(self) -> None:
-        """Cast them back in place, values as trained; gradients of another dtype go."""
+        """Cast parameters and buffers back in place, values as trained; drop gradients of another dtype."""
         for parameter, dtype in self._parameters:
             if parameter.dtype != dtype:
                 parameter.grad = None
@@ -44,7 +44,7 @@ class GivenTypes:
                     module._buffers[name] = buffer.to(dtype)
 
     def others(self, dtype: torch.dtype) -> List[str]:
-        """Names of the dtypes other than `dtype`, such as float32."""
+        """Return the names of the dtypes other than `dtype`, such as float32."""
         held = {own for _, own in self._parameters} - {dtype}
         return sorted(_name(own) for own in held)
 
@@ -71,7 +71,7 @@ def _widened(value: Any) -> Any:
 
 
 def get_given_loss(loss: Any) -> Any:
-    """The loss that was given."""
+    """Return the loss that was given."""
     return loss.each if isinstance(loss, LossInFloat32) else loss
 
 
@@ -83,7 +83,7 @@ class ModelPrecision:
     """
 
     def __init__(self, model: nn.Module, row: str, dtype: torch.dtype, device: torch.device, is_given: bool) -> None:
-        """`dtype`: of the weights."""
+        """Convert the model; `dtype` is that of the weights."""
         self.row, self.is_given, self._model, self._dtype = row, is_given, model, dtype
         self._own = GivenTypes(model) if is_given else None
         self.masters: Optional[Masters] = None
@@ -103,7 +103,7 @@ class ModelPrecision:
             raise
 
     def loss(self, loss: Loss) -> Loss:
-        """A loss of the model's outputs."""
+        """Return the loss of the model's outputs in this precision."""
         if self.row not in ("bfloat16_mixed", "bfloat16_masters") or isinstance(loss, OwnLoss):
             return loss
         if isinstance(loss, LossOfOutput):
@@ -111,26 +111,26 @@ class ModelPrecision:
         return LossInFloat32(loss, self._autocast)
 
     def whole(self, loads: bool = False) -> ContextManager[None]:
-        """Inside, the model's weights are in full, to be saved; `loads`: others are put in."""
+        """Put the full weights into the model, to save them; `loads`: to replace them."""
         return self.masters.in_place(loads) if self.masters is not None else contextlib.nullcontext()
 
     def trained(self, weight: nn.Parameter) -> nn.Parameter:
-        """What an optimizer of this weight changes."""
+        """Return the parameter that an optimizer of this weight changes."""
         return self.masters.of(weight) if self.masters is not None else weight
 
     @property
     def record(self) -> Dict[str, Optional[str]]:
-        """The types of what passes read and compute in, and of what is updated."""
+        """Return the dtypes that passes read and compute in, and the dtype that is updated."""
         masters = "float32" if self.masters is not None else None
         computes = "bfloat16" if self._autocast is not None else None
         return {"weights": _name(self._dtype), "autocast": computes, "masters": masters}
 
     def others(self) -> List[str]:
-        """Dtypes that the caller's model had and does not train in."""
+        """Return the dtypes that the caller's model had and does not train in."""
         return self._own.others(self._dtype) if self._own is not None and self.row != "bfloat16_masters" else []
 
     def give_back(self, keep: bool = False) -> None:
-        """The model as it was, with the weights as trained; `keep`: in the types that it was trained in."""
+        """Give the model back as it was, with the weights as trained; `keep`: in the types that it was trained in."""
         uncast_forward(self._model)
         if not keep and self.masters is not None:
             self.masters.take_over()
@@ -160,17 +160,17 @@ class Masters:
                         module._buffers[name] = buffer.to(LOW)
 
     def of(self, weight: nn.Parameter) -> nn.Parameter:
-        """The master of a weight; itself where it has none."""
+        """Return the master of a weight; the weight itself if it has none."""
         return self._of.get(weight, weight)
 
     def pairs(self, masters: Iterable[nn.Parameter]) -> List[Tuple[nn.Parameter, nn.Parameter]]:
-        """(weight, master) of those of `masters` that are not the weights themselves."""
+        """Return (weight, master) of those of `masters` that are not the weights themselves."""
         weights = {id(master): weight for weight, master in self._of.items()}
         return [(weights[id(master)], master) for master in masters if id(master) in weights]
 
     @contextlib.contextmanager
     def in_place(self, loads: bool = False) -> Iterator[None]:
-        """Inside, the model holds its masters; then their roundings again, new ones where it `loads` something."""
+        """Put the masters into the model; afterwards their roundings again, new ones if it `loads` something."""
         homes = [weight.data for weight in self._of]
         try:
             for weight, master in self._of.items():
@@ -183,7 +183,7 @@ class Masters:
                 weight.data = master.data.to(LOW) if loads else home
 
     def take_over(self) -> None:
-        """The model holds its masters from now on."""
+        """Put the masters into the model for good."""
         for weight, master in self._of.items():
             weight.grad = None
             weight.data = master.data
@@ -193,7 +193,7 @@ Pairs = List[Tuple[nn.Parameter, nn.Parameter]]
 
 
 def collect_gradients(pairs: Pairs) -> None:
-    """After a backward: the weights' gradients are their masters', added to those that are there."""
+    """Add the weights' gradients to their masters', after a backward."""
     for weight, master in pairs:
         if weight.grad is not None:
             if master.grad is None:
@@ -204,7 +204,7 @@ def collect_gradients(pairs: Pairs) -> None:
 
 
 def write_weights(pairs: Pairs) -> None:
-    """After an update: the weights are their masters' roundings."""
+    """Round the masters into the weights, after an update."""
     for weight, master in pairs:
         weight.data.copy_(master.data)
 
@@ -213,22 +213,22 @@ _DEVICE = "_ipu_pipe_autocast"  # of a model: that whose operations are cast
 
 
 def enter_autocast(device: str) -> ContextManager[Any]:
-    """Inside, operations of a kind of device are cast to bfloat16 where PyTorch holds that for safe."""
+    """Cast operations of a kind of device to bfloat16 where PyTorch considers that safe."""
     return torch.autocast(device, torch.bfloat16)
 
 
 def is_cast(model: nn.Module) -> bool:
-    """Whether its forward is."""
+    """Tell whether a model's forward runs under autocast."""
     return _DEVICE in vars(model)
 
 
 def enter_model_autocast(model: nn.Module) -> ContextManager[Any]:
-    """The region of a model's forward, for what runs a part of that; nothing where it has none."""
+    """Enter the autocast of a model's forward, to run a part of it; nothing if it has none."""
     return enter_autocast(vars(model)[_DEVICE]) if is_cast(model) else contextlib.nullcontext()
 
 
 def cast_forward(model: nn.Module, device: str) -> None:
-    """From now on its forward runs so."""
+    """Make a model's forward run under autocast from now on."""
     own = vars(model).get("forward")
 
     @functools.wraps(type(model).forward)
@@ -241,7 +241,7 @@ def cast_forward(model: nn.Module, device: str) -> None:
 
 
 def uncast_forward(model: nn.Module) -> None:
-    """Its forward is its own again."""
+    """Give a model its own forward back."""
     if vars(model).pop(_DEVICE, None) is not None:
         own = vars(model).pop("forward").__func__.own
         vars(model).update({} if own is None else {"forward": own})
@@ -249,7 +249,7 @@ def uncast_forward(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def uncast_temporarily(model: nn.Module) -> Iterator[None]:
-    """Inside, its forward is its own."""
+    """Give a model its own forward back for the time being."""
     device = vars(model).get(_DEVICE)
     uncast_forward(model)
     try:

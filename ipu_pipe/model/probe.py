@@ -67,8 +67,8 @@ def _storage(tensor: torch.Tensor) -> Tuple[int, str]:
 
 
 def observe_footprint(model: nn.Module, part: Partition, loss: Loss, x: Any, y: Any) -> Footprint:
-    """What one microbatch `x`, `y` computes and leaves on each stage and sends over each boundary: by shape, where the
-    model can run so, else of the microbatch itself."""
+    """Measure what one microbatch `x`, `y` computes and leaves on each stage and sends over each boundary: on the meta
+    device if the model can run there, else with the microbatch itself."""
     seen = None
     if is_faster_on_meta(model, x):
         try:
@@ -93,7 +93,7 @@ def observe_footprint(model: nn.Module, part: Partition, loss: Loss, x: Any, y: 
 
 
 def _units(model: nn.Module, part: Partition, seen: Observation, stage_of: Mapping[str, int]) -> Tuple[UnitRow, ...]:
-    """What lies between one place where a stage may begin on every backend, or begins, and the next."""
+    """Return the units: what runs between one place where a stage may begin on every backend, or begins, and the next."""
     first, *others = list_top_places(model, seen.calls, seen.runs)
     places = {*others, *part.begins}
     starts = [0, *(i for i, each in enumerate(seen.calls) if i and each.name in places)]
@@ -170,8 +170,8 @@ def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def find_unkeyed_draws(model: nn.Module, device: torch.device) -> List[str]:
-    """Names of the modules that draw from a state of their own, which no seed of a microbatch reaches: cuDNN's recurrent layers
-    keep one for the dropout between their layers."""
+    """Return the names of the modules that draw from a state of their own, which no seed of a microbatch reaches: cuDNN's
+    recurrent layers keep one for the dropout between their layers."""
     if device.type != "cuda":
         return []
     modules = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.RNNBase)]
@@ -182,7 +182,7 @@ def find_unkeyed_draws(model: nn.Module, device: torch.device) -> List[str]:
 
 
 def find_derived_weights(model: nn.Module, loss: Loss, x: Any, y: Any) -> List[str]:
-    """Names of parameters from which the forward derives a tensor that it saves for the backward.
+    """Return the names of parameters from which the forward derives a tensor that it saves for the backward.
 
     A backward that shall read newer weights gets them written into the parameters' own storage. What the forward derived
     from a weight alone (`w * 1`, weight norm, InstanceNorm's repeated scale, autocast's low-precision copy) keeps the old
@@ -193,7 +193,7 @@ def find_derived_weights(model: nn.Module, loss: Loss, x: Any, y: Any) -> List[s
         return []
 
     def changed_by(parameters: List[nn.Parameter]) -> bool:
-        """Whether one of the suspects differs with other values of these parameters."""
+        """Tell whether one of the suspects differs with other values of these parameters."""
         values = [p.detach().clone() for p in parameters]
         _nudge(parameters)
         after = _saved(model, loss, x, y)
@@ -243,8 +243,8 @@ class _Origins(TorchDispatchMode):
 
 
 def _may_derive(model: nn.Module, loss: Loss, x: Any, y: Any) -> bool:
-    """Whether the forward saves what is computed from weights and not from the input, seen by shape; True where that cannot be
-    seen."""
+    """Tell whether the forward saves what is computed from weights and not from the input, seen on the meta device; True if
+    that cannot be seen."""
     saved: List[int] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -265,7 +265,8 @@ def _may_derive(model: nn.Module, loss: Loss, x: Any, y: Any) -> bool:
 
 
 def _first_state(model: nn.Module, name: str) -> bool:
-    """A recurrent layer's bias: its first state is zero, so what it saves there is an activation that equals the bias."""
+    """Tell whether a parameter is a recurrent layer's bias: its first state is zero, so an activation that it saves equals
+    the bias."""
     module, _, own = name.rpartition(".")
     return isinstance(model.get_submodule(module), nn.RNNBase) and own.startswith("bias")
 
@@ -280,7 +281,7 @@ def _nudge(parameters: List[nn.Parameter]) -> None:
 
 
 def _saved(model: nn.Module, loss: Loss, x: Any, y: Any) -> List[Optional[torch.Tensor]]:
-    """Copies of the tensors saved for the backward, in order; None for those in a weight's or the input's storage."""
+    """Return copies of the tensors saved for the backward, in order; None for those in a weight's or the input's storage."""
     given = {_storage(t) for t in [*model.parameters(), *model.buffers(), *list_tensors((x, y))]}
     saved: List[Optional[torch.Tensor]] = []
 

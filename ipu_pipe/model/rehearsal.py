@@ -64,7 +64,7 @@ def rehearse(model: nn.Module, parts: Sequence[Piece], x: Any) -> Rehearsed:
 
 
 def _few(x: Any) -> Optional[Tuple[Any, Any]]:
-    """The last samples of `x`, and the first; None where it has no more, or has none."""
+    """Return the last samples of `x`, and the first; None if it has no more, or has none."""
     sizes = {len(t) for t in flatten_tensors(x) if t.dim()}
     if len(sizes) != 1 or max(sizes) <= FEW:
         return None
@@ -193,8 +193,8 @@ def _append_to(names: List[str], name: str) -> Callable[..., None]:
 
 
 def _chain(parts: Sequence[Piece], x: Any) -> Any:
-    """The output of the last piece, each given copies of what the one before hands on, as over messages; and what does the
-    backwards of the others once the last one's is done."""
+    """Return the output of the last piece, each piece given copies of what the previous one hands on, as over messages; and
+    a function that runs the backwards of the others once the last one's is done."""
     handed: List[List[torch.Tensor]] = []
     gradients: List[
         List[List[torch.Tensor]]

@@ -90,7 +90,7 @@ def _partition(model: nn.Module, example: Any, stages: StageChoice, between_top:
 
 
 def _read_choice(stages: Any) -> Tuple[int, str, bool]:
-    """(count, cost, finest) of a choice that is no list; count 0 stands for one stage a weight."""
+    """Read (count, cost, finest) of a choice that is not a list; count 0 stands for one stage a weight."""
     if stages == "finest":
         return 0, "flops", True
     if isinstance(stages, int) and not isinstance(stages, bool):
@@ -112,6 +112,6 @@ def _read_choice(stages: Any) -> Tuple[int, str, bool]:
 
 
 def describe_stages(part: Partition, model: nn.Module) -> List[Tuple[int, str, int]]:
-    """(index, first module, number of parameters) of each stage, for printing."""
+    """Return (index, first module, number of parameters) of each stage, for printing."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     return [(s.index, s.name, sum(sizes[n] for n in s.parameters)) for s in part.stages]

@@ -52,7 +52,7 @@ Template = Union[Value, Weight, Constant, Nest]
 
 
 def make_template(value: Any, of_leaf: Callable[[Any], Template]) -> Template:
-    """The template of a nest, of whose leaves (tensors and all that is no nest) `of_leaf` tells theirs."""
+    """Make the template of a nest; `of_leaf` makes that of a leaf (a tensor or anything that is not a nest)."""
     kind = type(value)
     if kind in (tuple, list):
         return Nest(tuple(make_template(part, of_leaf) for part in value), kind, kind)
@@ -77,7 +77,7 @@ def _unflatten(spec: Any, made: List[Any]) -> Any:
 
 
 def iterate_keys(found: Template) -> Iterator[Key]:
-    """The values and weights of a template, in order."""
+    """Iterate over the values and weights of a template, in order."""
     if isinstance(found, (Value, Weight)):
         yield found
     elif isinstance(found, Nest):
@@ -86,7 +86,7 @@ def iterate_keys(found: Template) -> Iterator[Key]:
 
 
 def list_leaves(value: Any) -> Sequence[Any]:
-    """The leaves of a result, in the order by which values are numbered."""
+    """Return the leaves of a result, in the order by which values are numbered."""
     if isinstance(value, torch.Tensor):
         return (value,)
     leaves: List[Any] = []
@@ -97,7 +97,7 @@ def list_leaves(value: Any) -> Sequence[Any]:
 
 
 def flatten_tensors(value: Any) -> List[torch.Tensor]:
-    """The tensors of a nest."""
+    """Return the tensors of a result."""
     return [leaf for leaf in list_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
@@ -105,7 +105,7 @@ Getter = Callable[[List[Any]], Any]  # of all values by then
 
 
 def make_getter(found: Template, get: Callable[[Key], Getter]) -> Getter:
-    """The function that makes what a template stands for, of all values by then. `get`: that of a value or weight."""
+    """Make the function from all values so far to what a template stands for. `get` makes that of a value or weight."""
     if isinstance(found, (Value, Weight)):
         return get(found)
     if isinstance(found, Constant):
@@ -119,7 +119,7 @@ def make_getter(found: Template, get: Callable[[Key], Getter]) -> Getter:
 
 
 def is_alike(a: Template, b: Template, numbers: bool) -> bool:
-    """Whether two templates are the same, but for numbers (sizes, above all) if these may be others."""
+    """Tell whether two templates are the same; `numbers`: numbers (sizes, above all) included."""
     if isinstance(a, Nest) and isinstance(b, Nest):
         same = a.kind == b.kind and len(a.parts) == len(b.parts)
         return same and all(is_alike(x, y, numbers) for x, y in zip(a.parts, b.parts))

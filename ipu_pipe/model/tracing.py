@@ -52,12 +52,12 @@ class AutogradState(NamedTuple):
 
 
 def read_autograd_state(outside: int) -> AutogradState:
-    """`outside`: so many autocast blocks are around the forward."""
+    """Return the grad mode and autocast now; `outside`: the autocast depth around the forward."""
     return AutogradState(torch.is_grad_enabled(), _autocast() if count_autocast_blocks() != outside else ())
 
 
 def count_autocast_blocks() -> int:
-    """How many are around."""
+    """Return the current autocast nesting depth."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
 
@@ -88,19 +88,19 @@ class RecordedCall:
     free: bool = False
 
     def needs(self) -> List[Key]:
-        """What its arguments hold."""
+        """Return the values and weights among its arguments."""
         return [*iterate_keys(self.args), *iterate_keys(self.keywords)]
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return its name for people."""
         if self.target is None or isinstance(self.target, str):
             return self.target or "the model"
         return name_operation(self.target)
 
 
 def name_operation(function: Any) -> str:
-    """A torch function's name, for people; of a property the property's."""
+    """Return a torch function's name for people; for a property the property's."""
     owner = getattr(function, "__self__", None)
     if getattr(function, "__name__", "") in ("__get__", "__set__") and owner is not None:
         return str(getattr(owner, "__name__", owner))
@@ -176,28 +176,28 @@ class Liveness(TorchDispatchMode):
         self._writing: Dict[Any, List[Any]] = {}  # operation -> what it writes: numbers and names of arguments
 
     def enter(self, stage: int) -> None:
-        """The next stage begins."""
+        """Begin the next stage."""
         self.stage = stage
         self._handed = set()
 
     def begin(self) -> None:
-        """A node begins to run."""
+        """Begin a node."""
         self._since = set()
 
     def hand(self, tensor: torch.Tensor) -> None:
-        """This stage has been given `tensor`."""
+        """Note that this stage has been given `tensor`."""
         self._handed.add(get_storage(tensor))
 
     def is_live(self, tensor: torch.Tensor) -> bool:
-        """Whether it depends on the input, or on weights."""
+        """Tell whether a tensor depends on the input or on weights."""
         return get_storage(tensor) in self._made
 
     def is_written(self, tensor: torch.Tensor, stage: int) -> bool:
-        """Whether that stage wrote into its memory."""
+        """Tell whether a stage wrote into a tensor's memory."""
         return get_storage(tensor) in self._written.get(stage, ())
 
     def _keep(self, tensor: torch.Tensor) -> None:
-        """Memory that is freed shall not come again under its number."""
+        """Keep memory from being freed, so that its number does not come again."""
         self._kept.append(StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -256,11 +256,11 @@ class Arguments:
         self._kept: List[Any] = []  # whose ids must stay theirs
 
     def taken(self, value: Any) -> Template:
-        """The template of what a call takes, or the model gives. Raises BadInput."""
+        """Return the template of what a call takes, or the model returns. Raise BadInput."""
         return make_template(value, self._leaf)
 
     def given(self, node: RecordedCall, result: Any) -> None:
-        """What a call gives."""
+        """Note what a call returns."""
         for i, tensor in enumerate(list_leaves(result)):
             if isinstance(tensor, torch.Tensor):
                 value = Value(node.index, i)
@@ -271,7 +271,7 @@ class Arguments:
                 self._differentiable[key] = self._found.tensors[key].requires_grad
 
     def refuse_filled(self, value: Any) -> None:
-        """Objects among what a call took, into which it has put tensors."""
+        """Raise BadInput if a call has put tensors into an object that it took."""
         make_template(value, self._look)
 
     def _leaf(self, value: Any) -> Template:
@@ -304,7 +304,7 @@ class Arguments:
         return Constant(tensor)
 
     def _look(self, value: Any) -> Template:
-        """Refuses an object that collects tensors of this forward."""
+        """Raise BadInput if an object collects tensors of this forward."""
         if not isinstance(value, (torch.Tensor, *PLAIN)) and not callable(value):
             for tensor in _held(value):
                 if id(tensor) not in self._weights and self._liveness.is_live(tensor):
@@ -318,7 +318,7 @@ class Arguments:
 
 
 def _held(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors inside of an object."""
+    """Iterate over the tensors inside an object."""
     seen: Set[int] = set()
     todo: List[Any] = [value]
     while todo and len(seen) < MOST_SEEN:
@@ -394,7 +394,8 @@ class Recorder(TorchFunctionMode):
             )
 
     def _refuse_numbers(self, output: Any) -> None:
-        """What a module gives besides tensors is the recording's each time: it may not come from values, or from chance."""
+        """Raise BadInput if a module returns numbers that come from values or from chance: they are the recording's each
+        time."""
         others = [leaf for leaf in list_leaves(output) if not (leaf is None or isinstance(leaf, torch.Tensor))]
         if others and (self._has_read or self._before != self._drawn()):
             self._place.refuse(
@@ -443,7 +444,7 @@ class Recorder(TorchFunctionMode):
     # --- modules
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A module begins to run."""
+        """Note that a module begins to run."""
         name = self._names[id(module)]
         if id(module) in self._begins:
             self._enter(*self._begins[id(module)])
@@ -466,7 +467,7 @@ class Recorder(TorchFunctionMode):
         self._inside += 1
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """A module has run."""
+        """Note that a module has run."""
         if not self._inside:
             self._place.around.pop()
             return
@@ -491,7 +492,7 @@ class Recorder(TorchFunctionMode):
         self.liveness.enter(stage)
 
     def finish(self, output: Any) -> Recording:
-        """The model has given its output."""
+        """Note the model's output and return the recording."""
         if self._place.stage != self._stages:
             late = next(name for name, stage in self._begins.values() if stage > self._place.stage)
             raise BadInput(
@@ -503,34 +504,34 @@ class Recorder(TorchFunctionMode):
 
 
 def list_cut_modules(begins: Sequence[str]) -> List[str]:
-    """Names of the modules around boundaries."""
+    """Return the names of the modules around boundaries."""
     return list(dict.fromkeys(name for begin in begins for name in list_ancestors(begin)))
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether it stands for others, inside of a transformation of torch.func."""
+    """Tell whether a tensor stands for others, inside a transformation of torch.func."""
     return bool(torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_gradtrackingtensor(tensor))
 
 
 def _counters(model: nn.Module, begins: Sequence[str]) -> Dict[str, Any]:
-    """Numbers that the modules around cuts have as attributes."""
+    """Return the numbers that modules around cuts have as attributes."""
     owners = [(name, model.get_submodule(name)) for name in list_cut_modules(begins)]
     return {join_name(n, own): v for n, o in owners for own, v in vars(o).items() if type(v) in (int, float)}
 
 
 def _random_states() -> Any:
-    """Python's and numpy's own."""
+    """Return the states of Python's and numpy's generators."""
     return random.getstate(), pickle.dumps(np.random.get_state())
 
 
 def _buffers(model: nn.Module, begins: Sequence[str]) -> Dict[str, Any]:
-    """Of the modules around cuts."""
+    """Return the buffers of the modules around cuts."""
     owners = [(name, model.get_submodule(name)) for name in list_cut_modules(begins)]
     return {join_name(name, own): tensor for name, owner in owners for own, tensor in owner._buffers.items()}
 
 
 def _refuse_hooks(model: nn.Module, begins: Sequence[str]) -> None:
-    """Hooks on modules around cuts: these are not called by the pieces."""
+    """Raise BadInput if modules around cuts have hooks: the pieces do not call these modules."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     for name in list_cut_modules(begins):
         if any(getattr(model.get_submodule(name), kind) for kind in kinds):
