@@ -22,7 +22,7 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.evaluation import Position
 from ipu_pipe.report.run_trace import choose_stage_costs, compute_modelled_rates, compute_played_seconds
-from ipu_pipe.report.summary import _utilization, upgrade_summary
+from ipu_pipe.report.summary import compute_busy_shares, upgrade_summary
 from ipu_pipe.run.build import build
 from ipu_pipe.run.folder import read_summary
 from ipu_pipe.run.train import train
@@ -260,10 +260,10 @@ def test_a_long_run_takes_what_it_takes_played_in_full(monkeypatch: pytest.Monke
 def test_measured_shares_are_of_all_devices_time() -> None:
     job: Any = SimpleNamespace(planned_utilization=lambda: 0.9)
     times = [DeviceTimes(10, 80, 10, 100), DeviceTimes(90, 5, 5, 100)]
-    found = _utilization(job, Report([], [], None, [], times=times), None)
+    found = compute_busy_shares(job, Report([], [], None, [], times=times), None)
     assert found["utilization"] == 0.5 and found["bubble_fraction"] == 0.5
     assert found["planned_utilization"] == 0.9 and found["modelled_utilization"] is None
-    assert _utilization(job, Report([], [], None, None), None)["utilization"] is None
+    assert compute_busy_shares(job, Report([], [], None, None), None)["utilization"] is None
 
 
 # ---- earlier summaries

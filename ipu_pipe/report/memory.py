@@ -18,45 +18,51 @@ from ipu_pipe.schedule.versions import count_weight_copies
 
 
 def build_memory_record(job: Job, measured: Report) -> Dict[str, Any]:
-    """The contents of `memory.json`: what each stage's device needs as planned, and the greatest bytes of weight versions
-    besides the newest that were held: by each stage's process, or by the emulator for all; `peak_memory`: the greatest bytes that
-    each device held, by category."""
+    """Return the contents of `memory.json`: the planned memory of each stage's device; the greatest bytes of weight versions
+    besides the newest, of each stage's process or of the emulator; `peak_memory`: the greatest bytes of each device, by
+    category."""
     stages = [{"index": s, **row} for s, row in enumerate(build_memory_table(job, measured.optimizer_bytes))]
     peaks = {} if measured.peak_memory is None else {"peak_memory": measured.peak_memory}
     if measured.links is None:
-        held = sum(measured.version_bytes) if get_backend(job.config).emulates else None
-        return {"stages": stages, "emulator_bytes": held, **peaks}
-    return {"stages": [{**row, "version_bytes": held} for row, held in zip(stages, measured.version_bytes)], **peaks}
+        version_bytes = sum(measured.version_bytes) if get_backend(job.config).emulates else None
+        return {"stages": stages, "emulator_bytes": version_bytes, **peaks}
+    rows = [{**row, "version_bytes": size} for row, size in zip(stages, measured.version_bytes)]
+    return {"stages": rows, **peaks}
 
 
-def build_memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[Dict[str, int]]:
-    """Per stage, as planned: copies, lag, microbatches in flight, and the bytes of each kind that a device needs."""
+def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None) -> List[Dict[str, int]]:
+    """Return a row for each stage, as planned: weight copies, delays, microbatches in flight, and the bytes of each category on
+    its device. `optimizer_bytes`: as measured, by stage."""
     sizes = {name: p.numel() * p.element_size() for name, p in job.model.named_parameters()}
     lags, backward_lags = job.table.greatest_lag(), job.table.greatest_backward_lag()
     of_pipeline = get_backend(job.config).in_flight(job)
     copies = count_weight_copies(job.table)
     in_flight = job.schedule.max_in_flight() if of_pipeline is None else of_pipeline
-    kept = count_kept_microbatches(in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn)
+    kept_microbatches = count_kept_microbatches(
+        in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn
+    )
     if job.config.recompute and of_pipeline is not None:
-        kept.inputs[in_flight == 1] = 0  # such a pipeline does not recompute its last stage
-    moments = MOMENTS.get(_optimizer_kind(job) or "", 0)
-    own = job.width if job.method.rounds is not None else 1  # replicas with weights and optimizer state of their own
-    trained, behind, masters = _trained_bytes(job), _behind_bytes(job), job.count_master_bytes()
+        # such a pipeline does not recompute its last stage
+        kept_microbatches.inputs[in_flight == 1] = 0
+    moments = MOMENTS.get(_find_optimizer_kind(job) or "", 0)
+    # replicas of local SGD have weights and optimizer state of their own
+    copies_of_state = job.width if job.method.rounds is not None else 1
+    trained, shared, masters = _count_trained_bytes(job), _count_shared_layer_bytes(job), job.count_master_bytes()
     rows = []
-    for stage, entering in zip(job.part.stages, _input_bytes(job)):
+    for stage, entering in zip(job.part.stages, _count_input_bytes(job)):
         s = stage.index
-        # of weights that an earlier stage holds, too; one microbatch's gradient is on its way there
-        replicas = sum(sizes[name] for name in job.part.replicas(s))
+        # copies of weights of an earlier stage, to which one microbatch's gradient is on its way
+        tied = sum(sizes[name] for name in job.part.replicas(s))
         planned = sum_stage_bytes(
-            weights=sum(sizes[name] for name in stage.parameters) + behind[s] + replicas,
+            weights=sum(sizes[name] for name in stage.parameters) + shared[s] + tied,
             copies=int(copies[s]),
-            gradients=trained[s] + behind[s] + replicas,
-            optimizer=moments * (trained[s] + behind[s]) * own + masters[s],
+            gradients=trained[s] + shared[s] + tied,
+            optimizer=moments * (trained[s] + shared[s]) * copies_of_state + masters[s],
             accumulators=len(job.rules.entries(s)) * trained[s],
             saved=job.footprint.saved_bytes[s],
             entering=entering,
-            inputs=int(kept.inputs[s]),
-            activations=int(kept.activations[s]),
+            inputs=int(kept_microbatches.inputs[s]),
+            activations=int(kept_microbatches.activations[s]),
         ).round_down()
         state = planned.optimizer + planned.accumulators
         rows.append({
@@ -64,7 +70,7 @@ def build_memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[D
             "weight_copies": int(copies[s]),
             "weight_bytes": planned.weights + planned.versions,
             "gradient_bytes": planned.gradients,
-            "optimizer_bytes": held[s] if held is not None and any(held) else state,
+            "optimizer_bytes": optimizer_bytes[s] if optimizer_bytes is not None and any(optimizer_bytes) else state,
             "activation_bytes": planned.activations,
             "forward_delay": int(lags[s]),
             "backward_delay": int(backward_lags[s]),
@@ -73,29 +79,29 @@ def build_memory_table(job: Job, held: Optional[Sequence[int]] = None) -> List[D
     return rows
 
 
-def _behind_bytes(job: Job) -> List[int]:
-    """Weights of the layer behind that each stage's device holds too, where blocks share layers."""
+def _count_shared_layer_bytes(job: Job) -> List[int]:
+    """Return the bytes of the previous stage's layer that each stage's device holds too, where blocks share layers."""
     blocks = get_blocks(job.model)
     if blocks is None or not blocks.overlap:
         return [0] * len(job.part)
-    own = [sum(p.numel() * p.element_size() for p in piece.parameters()) for piece in blocks.pieces]
-    return [0, *own[:-1]]
+    piece_bytes = [sum(p.numel() * p.element_size() for p in piece.parameters()) for piece in blocks.pieces]
+    return [0, *piece_bytes[:-1]]
 
 
-def _input_bytes(job: Job) -> List[int]:
-    """What enters each stage with a microbatch."""
+def _count_input_bytes(job: Job) -> List[int]:
+    """Return the bytes that enter each stage with a microbatch."""
     return [count_bytes(job.example[0]), *job.footprint.boundary_bytes]
 
 
-def _trained_bytes(job: Job) -> List[int]:
-    """What the optimizer changes of each stage: weights, or their masters."""
+def _count_trained_bytes(job: Job) -> List[int]:
+    """Return the bytes of each stage that the optimizer updates: weights, or their float32 masters."""
     trained = [0] * len(job.part)
     for group in job.groups:
         trained[group["stage"]] += sum(p.numel() * p.element_size() for p in group["params"])
     return trained
 
 
-def _optimizer_kind(job: Job) -> Optional[str]:
+def _find_optimizer_kind(job: Job) -> Optional[str]:
     if isinstance(job.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         return "adam"
     if isinstance(job.optimizer, torch.optim.SGD):
@@ -104,15 +110,15 @@ def _optimizer_kind(job: Job) -> Optional[str]:
 
 
 def compute_memory_figures(job: Job) -> Optional[Dict[str, Any]]:
-    """The papers' figures for this model and method (`schedule.figures.report`); None for optimizers they do not rate."""
-    kind = _optimizer_kind(job)
+    """Return the papers' figures for this model and method; None for optimizers that they do not rate."""
+    kind = _find_optimizer_kind(job)
     if kind is None:
         return None
     sizes = {name: p.numel() * p.element_size() for name, p in job.model.named_parameters()}
     return compute_paper_figures(
         weight_bytes=[sum(sizes[name] for name in stage.parameters) for stage in job.part.stages],
         saved_bytes=job.footprint.saved_bytes,
-        input_bytes=_input_bytes(job),
+        input_bytes=_count_input_bytes(job),
         optimizer=kind,
         t2=any(job.rules.entries(stage.index) for stage in job.part.stages),
         method=job.method,

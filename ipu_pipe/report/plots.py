@@ -1,5 +1,5 @@
-"""Figures as PNG files, by matplotlib, which is loaded when something is drawn. Each stands alone: its title says what it shows,
-a note below the sizes, the seeds and what bands are."""
+"""Figures of studies as PNG files, drawn by matplotlib, which is imported only then. A title says what a figure shows, a note
+below it gives sizes and seeds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.files import atomic_file
 
-LETTERS_AN_INCH = 13  # of the note
+LETTERS_PER_INCH = 13  # of the note
 
 
 def check_plots() -> None:
-    """Refuse (BadInput) where nothing can be drawn."""
+    """Raise `BadInput` if matplotlib is not installed."""
     if util.find_spec("matplotlib") is None:
         raise BadInput("plots need matplotlib, which is not installed: pip install matplotlib")
 
@@ -27,27 +27,27 @@ def check_plots() -> None:
 def open_figure(
     file: Path, size: Tuple[float, float], panels: int = 1, rows: int = 1, *, title: str, note: str
 ) -> Iterator[List[Any]]:
-    """The axes of so many panels side by side, in so many rows, each of `size` inches, with a title above all of them and a note
-    below; written to `file` at the end."""
+    """Yield the axes of `panels` panels in `rows` rows, each of `size` inches, under one title; write the figure to `file` at the
+    end."""
     check_plots()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = -(-panels // rows)
-    drawn = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
-    FigureCanvasAgg(drawn)
-    axes = list(drawn.subplots(rows, columns, squeeze=False).flat)
-    drawn.suptitle(title, fontsize="medium")
-    drawn.supxlabel(textwrap.fill(note, int(size[0] * columns * LETTERS_AN_INCH)), fontsize="small", color="dimgray")
+    drawing = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+    FigureCanvasAgg(drawing)
+    axes = list(drawing.subplots(rows, columns, squeeze=False).flat)
+    drawing.suptitle(title, fontsize="medium")
+    drawing.supxlabel(textwrap.fill(note, int(size[0] * columns * LETTERS_PER_INCH)), fontsize="small", color="dimgray")
     yield axes
-    for each in axes:
-        each.grid(alpha=0.3)
+    for panel in axes:
+        panel.grid(alpha=0.3)
     with atomic_file(file) as temporary:
-        drawn.savefig(temporary, dpi=100, format="png")
+        drawing.savefig(temporary, dpi=100, format="png")
 
 
 def describe_sizes(config: Config) -> str:
-    """What is to be said of a run's sizes below its figure."""
+    """Describe the data and the length of a run for the note of its figure."""
     data, batch = config.data.options(), config.micro_batch_size * config.gradient_accumulation * config.replicas
     parts = [f"{data['size']}x{data['size']}"] if "size" in data else []
     parts += [
@@ -61,14 +61,14 @@ def describe_sizes(config: Config) -> str:
 
 
 def describe_seeds(seeds: Sequence[int]) -> str:
-    """What `plot_mean_with_range` shows of runs with these seeds."""
+    """Describe what `plot_mean_with_range` shows of runs with these seeds."""
     if len(set(seeds)) == 1:
         return f"seed {seeds[0]} alone"
     return f"lines: means over seeds {', '.join(map(str, sorted(set(seeds))))}; bands: from the least to the greatest of them"
 
 
 def plot_mean_with_range(axes: Any, x: Sequence[float], groups: Sequence[Sequence[float]], **how: Any) -> None:
-    """A line through the mean of each group of values, their range shaded."""
+    """Draw a line through the mean of each group of values, and shade their range."""
     (line,) = axes.plot(x, [statistics.mean(group) for group in groups], marker="o", **how)
     low, high = [min(group) for group in groups], [max(group) for group in groups]
     axes.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)

@@ -1,6 +1,6 @@
-"""What a run was made with, besides its config: the commit, versions, the machine, the command, the data.
+"""The provenance of a run besides its config: the commit, versions, the machine, the command, and fingerprints of its data.
 
-Read without asking anyone: a repository's commit from its files; only whether it was changed since is git's to say.
+The commit is read from the repository's files; only whether files have changed since is asked of git.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GIT_SECONDS = 5.0
 
 
 def describe_start(data: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
-    """Of a start that is now, with what is known of its `data`; what is not known is null."""
+    """Return the record of a start of a run that begins now; what is not known is None. `data`: of `fingerprint_data`."""
     return {
         "begun": get_timestamp(),
         "ended": None,
@@ -47,33 +47,32 @@ def describe_start(data: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
 
 
 def get_timestamp() -> str:
-    """UTC, to the second."""
+    """Return the time in UTC, to the second."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def find_commit(folder: Path) -> Optional[Dict[str, Any]]:
-    """The commit of the repository that `folder` is in, and whether files that it knows have changed since (null where git is
-    missing); None outside of one."""
+    """Return the commit of the repository that holds `folder`, and whether tracked files have changed since (None without git);
+    None outside of a repository."""
     for above in (folder, *folder.parents):
-        found = _repository(above / ".git")
-        if found is not None:
-            return {"repository": str(above), "commit": _head(found), "dirty": _is_dirty(above)}
+        git = _find_git_folder(above / ".git")
+        if git is not None:
+            return {"repository": str(above), "commit": _read_head(git), "dirty": _is_dirty(above)}
     return None
 
 
-def _repository(git: Path) -> Optional[Path]:
-    """The folder with HEAD: of a worktree, where its file points to."""
+def _find_git_folder(git: Path) -> Optional[Path]:
+    """Return the folder that holds HEAD; the `.git` of a worktree is a file that names it."""
     try:
         if git.is_file():
-            told = git.read_text(encoding="utf-8").partition("gitdir:")[2].strip()
-            git = git.parent / told
+            git = git.parent / git.read_text(encoding="utf-8").partition("gitdir:")[2].strip()
         return git if (git / "HEAD").is_file() else None
     except (OSError, ValueError):
         return None
 
 
-def _head(git: Path) -> Optional[str]:
-    """The commit that HEAD is: itself, a file of its branch's, or a line of the packed ones."""
+def _read_head(git: Path) -> Optional[str]:
+    """Return the commit of HEAD: HEAD itself, the file of its branch, or a line of packed-refs."""
     try:
         head = (git / "HEAD").read_text(encoding="utf-8").strip()
         if not head.startswith("ref:"):
@@ -100,19 +99,19 @@ def _is_dirty(folder: Path) -> Optional[bool]:
 
 
 def describe_machine() -> Dict[str, Any]:
-    """This process's machine: its CPU and how many of its cores, memory in bytes, GPUs."""
+    """Describe this machine: its CPU and cores, memory in bytes, GPUs, and the threads of torch."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     try:
         memory: Optional[int] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         memory = None
     return {
-        "name": platform.node(), "system": platform.platform(), "cpu": _cpu(), "cores": os.cpu_count(),
+        "name": platform.node(), "system": platform.platform(), "cpu": _find_cpu(), "cores": os.cpu_count(),
         "memory_bytes": memory, "gpus": gpus, "threads": torch.get_num_threads(),
     }  # fmt: skip
 
 
-def _cpu() -> Optional[str]:
+def _find_cpu() -> Optional[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -121,72 +120,72 @@ def _cpu() -> Optional[str]:
     return next(named, platform.processor() or None)
 
 
-MOST_FILES = 1000  # of which each has a hash; of more, their names have one
-SHOWN = 16  # digits of a hash that are told
+MOST_FILES = 1000  # of more, the names are hashed and not the contents
+SHOWN = 16  # digits of a hash in a message
 
 
 def fingerprint_data(job: Job, earlier: Mapping[str, Any]) -> Dict[str, Any]:
-    """Of a start that is now: shapes, types and hash of the first microbatch, as the data source gives it; the files that it says
-    it reads (`data_files`), by their names in the folder that holds them all. A file's hash is taken over from `earlier`, what
-    this gave at an earlier start, where its size and time are the same. Raises BadInput where a file cannot be read."""
+    """Return shapes, types and hash of the first microbatch, and hashes of the files that the data source says it reads
+    (`data_files`). A file's hash is taken from `earlier`, the fingerprint of an earlier start, where its size and time are the
+    same. Raise `BadInput` where a file cannot be read."""
     paths = [os.fspath(file) for file in getattr(job.data, "data_files", ())]
     folder = os.path.dirname(os.path.commonprefix(paths))
     named = {path[len(os.path.join(folder, "")) if folder else 0 :]: Path(path) for path in paths}
-    known = _mapping(earlier.get("files"))
+    known = _as_mapping(earlier.get("files"))
     try:
         files = hash_files(named, known) if len(named) <= MOST_FILES else {}
     except OSError as error:
         raise BadInput(f"data: {error.filename}: {error.strerror or error}") from None
     names = hashlib.sha256("\n".join(sorted(named)).encode()).hexdigest()
     return {
-        **_first_microbatch(job), "folder": os.path.abspath(folder) if paths else None, "files": files,
+        **_hash_first_microbatch(job), "folder": os.path.abspath(folder) if paths else None, "files": files,
         "file_names": {"count": len(named), "sha256": names} if named else None,
     }  # fmt: skip
 
 
 def compare_data(job: Job, before: Mapping[str, Any], now: Mapping[str, Any]) -> List[str]:
-    """Where the data is not what it was, `before` and `now` as `fingerprint_data` gives them: a line a difference, both values.
-    What was not recorded is not compared; nor is the first microbatch of a source that draws another one each time."""
-    faults, files = [], (_mapping(before.get("files")), _mapping(now.get("files")))
+    """Return a line for each difference between two fingerprints of data, with both values. What was not recorded is not
+    compared, nor is the first microbatch of a source that draws another one each time."""
+    faults, files = [], (_as_mapping(before.get("files")), _as_mapping(now.get("files")))
     for name in sorted({*files[0], *files[1]}) if before.get("files") and now.get("files") else ():
-        then, found = (_mapping(each.get(name)) for each in files)
+        then, today = (_as_mapping(record.get(name)) for record in files)
         for key, what in (("sha256", "SHA-256"), ("bytes", "size")):
-            values = then.get(key), found.get(key)
+            values = then.get(key), today.get(key)
             if None not in values and values[0] != values[1]:
-                faults.append(_told(f"{name}: its {what}", values))
+                faults.append(_format_change(f"{name}: its {what}", values))
                 break
-        if not (then and found):
-            faults.append(f"data: {name}: was {'not ' if found else ''}read, is {'' if found else 'not '}now")
-    lists = [_mapping(each.get("file_names")).get("sha256") for each in (before, now)]
+        if not (then and today):
+            faults.append(f"data: {name}: was {'not ' if today else ''}read, is {'' if today else 'not '}now")
+    lists = [_as_mapping(record.get("file_names")).get("sha256") for record in (before, now)]
     if not faults and None not in lists and lists[0] != lists[1]:
-        faults.append(_told("the SHA-256 of the names of its files", lists))
+        faults.append(_format_change("the SHA-256 of the names of its files", lists))
     microbatches = before.get("sha256"), now.get("sha256")
-    if not faults and None not in microbatches and microbatches[0] != microbatches[1] and _repeats(job, now):
-        faults.append(_told("the SHA-256 of the first microbatch", microbatches))
+    if not faults and None not in microbatches and microbatches[0] != microbatches[1] and _is_repeatable(job, now):
+        faults.append(_format_change("the SHA-256 of the first microbatch", microbatches))
     return faults
 
 
-def _told(what: str, values: Sequence[Any]) -> str:
+def _format_change(what: str, values: Sequence[Any]) -> str:
     then, now = (str(value)[:SHOWN] for value in values)
     return f"data: {what} was {then}, is {now}"
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _as_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _repeats(job: Job, now: Mapping[str, Any]) -> bool:
-    """Whether the source gives its first microbatch once more, after one of another epoch: what draws from a state that is not
-    its own does not."""
+def _is_repeatable(job: Job, now: Mapping[str, Any]) -> bool:
+    """Return whether the source gives its first microbatch again, after one of another epoch. A source that draws from shared
+    random state does not."""
     with contextlib.suppress(Exception):  # it may have no other epoch
         job.data.train_batch(1, 0, job.config.micro_batch_size)
-    return bool(_first_microbatch(job)["sha256"] == now.get("sha256"))
+    return bool(_hash_first_microbatch(job)["sha256"] == now.get("sha256"))
 
 
-def _first_microbatch(job: Job) -> Dict[str, Any]:
-    held = list_tensors(job.data.train_batch(0, 0, job.config.micro_batch_size))
+def _hash_first_microbatch(job: Job) -> Dict[str, Any]:
+    microbatch = list_tensors(job.data.train_batch(0, 0, job.config.micro_batch_size))
     digest = hashlib.sha256()
-    for tensor in held:
+    for tensor in microbatch:
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    shown = [f"{str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}" for tensor in held]
+    shown = [f"{str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}" for tensor in microbatch]
     return {"first_microbatch": shown, "sha256": digest.hexdigest()}

@@ -1,4 +1,4 @@
-"""What a run says: the plan before it starts, and the closing words."""
+"""What a run prints: its plan before it starts, and the summary at its end."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ FLOPS_SHOWN = 1e9  # of GFLOPs
 
 
 def format_opening(job: Job, done: int = 0) -> str:
-    """The plan in a few lines, for the start of a run."""
+    """Format the plan in a few lines, for the start of a run; `done`: updates of earlier starts."""
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
     lines = [job.note] if job.note else []
-    lines += _beside(job)
-    lines += [_begun(job.begun)] if job.begun is not None else []
+    lines += _describe_unused_keys(job)
+    lines += [_format_init_from(job.begun)] if job.begun is not None else []
     others = job.numbers.others()
     if others:
         lines.append(
             f"precision: the model given in {' and '.join(others)} is trained in {config.precision}, and cast back at the end"
         )
-    lines += _mixed(job)
+    lines += _describe_mixed_precision(job)
     lines += [
         *describe_left_out(job),
         f"{get_model_name(config)}: {parameters:,} parameters on {len(job.part)} stages; method {job.method.name}, "
@@ -45,8 +45,8 @@ def format_opening(job: Job, done: int = 0) -> str:
     return "\n".join(lines)
 
 
-def _mixed(job: Job) -> List[str]:
-    """Which of its two ways a mixed precision is."""
+def _describe_mixed_precision(job: Job) -> List[str]:
+    """Describe which of its two forms mixed precision takes."""
     if job.config.precision != MIXED:
         return []
     if job.numbers.row != MASTERS:
@@ -57,8 +57,8 @@ def _mixed(job: Job) -> List[str]:
     ]
 
 
-def _beside(job: Job) -> List[str]:
-    """What a config says that does not count, or is of no use."""
+def _describe_unused_keys(job: Job) -> List[str]:
+    """Describe keys of the config that have no effect."""
     config, method, lines = job.config, job.method, []
     if config.steps is not None and "epochs" in config.model_fields_set:
         if job.updates_per_epoch is None or config.epochs * job.updates_per_epoch != config.steps:
@@ -69,7 +69,7 @@ def _beside(job: Job) -> List[str]:
     return lines
 
 
-def _begun(begun: Begun) -> str:
+def _format_init_from(begun: Begun) -> str:
     left = [f"{name} ({why})" for name, why in begun.left_out.items()]
     return (
         f"init_from: {begun.path}: {begun.taken} parameters and buffers are from there; left out: {list_some(left) or 'none'}; "
@@ -78,20 +78,20 @@ def _begun(begun: Begun) -> str:
 
 
 def describe_left_out(job: Job) -> List[str]:
-    """What of the training data no update has, in a line; nothing where all is used, or where that is not known."""
+    """Describe in a line how many training samples no update uses; nothing where all are used, or where it is not known."""
     if job.updates_per_epoch is None:
         return []
     size, used = job.config.micro_batch_size, job.updates_per_epoch * job.batch
-    held = getattr(job.data, "train_samples", None) or size * (job.data.train_batches_per_epoch(size) or 0)
-    if held <= used:
+    samples = getattr(job.data, "train_samples", None) or size * (job.data.train_batches_per_epoch(size) or 0)
+    if samples <= used:
         return []
     return [
-        f"data: {held - used:,} of {held:,} training samples are left out of each epoch: they fill no batch of {job.batch}"
+        f"data: {samples - used:,} of {samples:,} training samples are left out of each epoch: they fill no batch of {job.batch}"
     ]
 
 
 def format_plan(job: Job) -> str:
-    """All that `--dry-run` prints: stages, schedule, delays, planned memory and traffic, FLOPs."""
+    """Format what `--dry-run` prints: stages, schedule, delays, planned memory and traffic, FLOPs."""
     table = build_memory_table(job)
     lines = [
         format_opening(job),
@@ -99,7 +99,7 @@ def format_plan(job: Job) -> str:
         "stage  begins with                      parameters   lag  copies  in flight  memory (MiB)  sends on (KiB)",
     ]
     rows = describe_stages(job.part, job.model)
-    shown = _shown(len(rows))
+    shown = _choose_shown_stages(len(rows))
     for (index, name, size), row in zip(rows, table):
         if index not in shown:
             lines += ["  ..."] if index - 1 in shown else []
@@ -119,34 +119,34 @@ def format_plan(job: Job) -> str:
         "lag: how many updates old the weights are that a forward reads when its gradient is used, greatest in the steady state",
         "memory: weight versions, gradients, optimizer state and activations in flight, as planned from one microbatch",
         f"in all: {weights:.1f} MiB weights, {state:.1f} optimizer, {activations:.1f} activations",
-        *_rated(job),
-        *_work(job),
+        *_format_memory_figures(job),
+        *_format_work(job),
         *format_own_cut(job),
         f"schedule: {job.schedule.slot_count:,} slots, stages busy in {utilization:.1%} of them as planned "
         "(fill and drain included)",
         "",
-        *_schedule_beginning(job),
+        *_draw_schedule_begin(job),
     ]
     return "\n".join(lines)
 
 
-def _work(job: Job) -> List[str]:
-    """FLOPs of each stage for a sample, its share, and bytes of a microbatch that cross to the next."""
-    found = job.footprint
+def _format_work(job: Job) -> List[str]:
+    """Format each stage's FLOPs for a sample, their share, and the bytes that it sends to the next stage for a microbatch."""
+    footprint = job.footprint
     per = [FLOPS_SHOWN * job.config.micro_batch_size] * len(job.part)
-    forward = [flops / size for flops, size in zip(found.forward_flops, per)]
-    backward = [flops / size for flops, size in zip(found.backward_flops or (), per)]
+    forward = [flops / size for flops, size in zip(footprint.forward_flops, per)]
+    backward = [flops / size for flops, size in zip(footprint.backward_flops or (), per)]
     both = [f + b for f, b in zip(forward, backward)] if backward else forward
     whole = sum(both)
     lines = ["", "stage     forward    backward   share   sends on (bytes)"]
-    shown = _shown(len(both))
-    for stage, own in enumerate(both):
+    shown = _choose_shown_stages(len(both))
+    for stage, flops in enumerate(both):
         if stage not in shown:
             lines += ["  ..."] if stage - 1 in shown else []
             continue
         back = f"{backward[stage]:11.4g}" if backward else f"{'-':>11s}"
-        share = f"{own / whole:7.1%}" if whole else f"{'-':>7s}"
-        sends = f"{found.boundary_bytes[stage]:18,d}" if stage < len(both) - 1 else f"{'-':>18s}"
+        share = f"{flops / whole:7.1%}" if whole else f"{'-':>7s}"
+        sends = f"{footprint.boundary_bytes[stage]:18,d}" if stage < len(both) - 1 else f"{'-':>18s}"
         lines.append(f"{stage:5d} {forward[stage]:11.4g} {back} {share} {sends}")
     lines.append(
         f"  all {sum(forward):11.4g} {sum(backward):11.4g}" if backward else f"  all {sum(forward):11.4g} {'-':>11s}"
@@ -157,13 +157,13 @@ def _work(job: Job) -> List[str]:
     return lines
 
 
-def _shown(stages: int) -> Set[int]:
-    """Stages that are printed: of many the first and the last."""
+def _choose_shown_stages(stages: int) -> Set[int]:
+    """Return the stages that are printed: of many the first and the last ones."""
     half = SHOWN_STAGES // 2
     return {s for s in range(stages) if s < half or s >= stages - half}
 
 
-def _rated(job: Job) -> List[str]:
+def _format_memory_figures(job: Job) -> List[str]:
     figures = compute_memory_figures(job)
     if figures is None:
         return []
@@ -173,21 +173,21 @@ def _rated(job: Job) -> List[str]:
     ]
 
 
-def _schedule_beginning(job: Job) -> List[str]:
+def _draw_schedule_begin(job: Job) -> List[str]:
     if len(job.part) > 40:
         return [f"the schedule has {len(job.part)} rows: tools/schedule.py prints it"]
     return ["its beginning:", format_text(job.schedule, last_slot=max(24, 2 * len(job.part) + 6))]
 
 
 def get_model_name(config: Config) -> str:
-    """The config's entry, or the class of the model that Python gave."""
-    given = config.given.model if config.given is not None else None
-    return config.model.entry if given is None else given.name
+    """Return the config's entry of the model, or the class of a model that Python passed."""
+    model = config.given.model if config.given is not None else None
+    return config.model.entry if model is None else model.name
 
 
 def format_closing(report: Mapping[str, Any], folder: Path, predicted: Optional[Tuple[str, float]] = None) -> str:
-    """The readable summary at the end of a run; its last line is the contract's throughput line. `predicted`: for which hardware,
-    and so many samples a second."""
+    """Format the readable summary at the end of a run; its last line is that of the throughput. `predicted`: a hardware's name,
+    and the samples per second predicted on it."""
     first, last = report["initial"], report["final"]
     lags = [stage["forward_delay"] for stage in report["stages"]]
     copies = [stage["weight_copies"] for stage in report["stages"]]
@@ -195,9 +195,9 @@ def format_closing(report: Mapping[str, Any], folder: Path, predicted: Optional[
         "",
         f"{report['method']} on {report['model']['stages']} stages: {report['steps']} updates of "
         f"{report['batch']['global_batch_size']} samples",
-        f"  {', '.join(_tested(first, last))}, training loss {format_number(last['train_loss'], 4)}",
+        f"  {', '.join(_format_tests(first, last))}, training loss {format_number(last['train_loss'], 4)}",
         f"  busy: {format_busy(report)}",
-        f"  greatest lag {_range(lags)} updates; weight copies {_range(copies)} a stage",
+        f"  greatest lag {_format_range(lags)} updates; weight copies {_format_range(copies)} a stage",
         "  where to look:",
         f"    {folder / 'summary.json'}   all numbers",
         f"    {folder / 'trace.json.gz'}  what each device did when: open it in ui.perfetto.dev",
@@ -214,8 +214,8 @@ def format_closing(report: Mapping[str, Any], folder: Path, predicted: Optional[
     return "\n".join([*lines, format_throughput(report)])
 
 
-def _tested(first: Mapping[str, Any], last: Mapping[str, Any]) -> List[str]:
-    """Metrics that are known, and the loss, before and after."""
+def _format_tests(first: Mapping[str, Any], last: Mapping[str, Any]) -> List[str]:
+    """Format the test loss and the known metrics, before and after training."""
     names = [name for name in last if name.startswith("test_") and name != "test_loss"]
     known = [(name, 3) for name in names if first.get(name) is not None or last[name] is not None]
     return [
@@ -225,25 +225,25 @@ def _tested(first: Mapping[str, Any], last: Mapping[str, Any]) -> List[str]:
 
 
 def format_busy(report: Mapping[str, Any]) -> str:
-    """The share of the devices' time in passes and updates, from a summary, each figure with what it is."""
-    said = {
+    """Format the share of the devices' time in passes and updates, from a summary, each figure with its origin."""
+    origins = {
         "utilization": "measured on the devices",
         "modelled_utilization": "modelled (the schedule with the stages' measured passes)",
         "planned_utilization": "planned (of the schedule's unit slots)",
     }
-    return ", ".join(f"{report[key]:.1%} {what}" for key, what in said.items() if report[key] is not None)
+    return ", ".join(f"{report[key]:.1%} {what}" for key, what in origins.items() if report[key] is not None)
 
 
 def format_throughput(report: Mapping[str, Any]) -> str:
-    """The contract's line, from a summary."""
+    """Format the line `throughput: N samples/sec`, from a summary."""
     rate = report["throughput_samples_per_second"]
     return f"throughput: {rate:.1f} samples/sec" if rate is not None else "throughput: not measured (one update only)"
 
 
 def format_number(value: Optional[float], digits: int) -> str:
-    """So many digits behind the point, or that it is not known."""
+    """Format a number with `digits` decimals; "unknown" for None."""
     return "unknown" if value is None else f"{value:.{digits}f}"
 
 
-def _range(values: Sequence[int]) -> str:
+def _format_range(values: Sequence[int]) -> str:
     return str(values[0]) if min(values) == max(values) else f"{min(values)} to {max(values)}"

@@ -1,4 +1,4 @@
-"""`summary.json`: what a run was and what came of it."""
+"""The contents of `summary.json`, and the traffic between stages, as planned and as measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ipu_pipe.report.run_text import get_model_name
 from ipu_pipe.report.run_trace import CostsOfStages, compute_modelled_rates
 
 SCHEMA = 2
-OF_A_STAGE = (
+STAGE_KEYS = (
     "parameters", "weight_copies", "weight_bytes", "optimizer_bytes", "activation_bytes", "forward_delay", "backward_delay",
 )  # fmt: skip
 
@@ -29,8 +29,8 @@ def summarize(
     costs: Optional[CostsOfStages] = None,
     stopped: Optional[str] = None,
 ) -> Dict[str, Any]:
-    """The contents of `summary.json`. `costs`: of the stages, where no device has a clock; `stopped`:
-    why the run ended sooner than planned."""
+    """Return the contents of `summary.json`. `tested`: the last evaluation by block; `costs`: of the stages, where no device has
+    a clock; `stopped`: why the run ended before its last planned update."""
     config = job.config
     rate = position.timed_updates * job.batch / position.seconds if position.seconds else None
     return {
@@ -65,25 +65,25 @@ def summarize(
             **final.to_record(),
         },
         "throughput_samples_per_second": rate,
-        **_utilization(job, measured, costs),
+        **compute_busy_shares(job, measured, costs),
         "stages_begin_at": job.part.begin_names(),
         "phases": job.describe_phases(),
         "stages": [
-            {"index": index, **{key: row[key] for key in OF_A_STAGE}}
+            {"index": index, **{key: row[key] for key in STAGE_KEYS}}
             for index, row in enumerate(build_memory_table(job, measured.optimizer_bytes))
         ],
         "links": plan_links(job)
         if measured.links is None
         else list_measured_links(measured.links, measured.microbatches),
-        **_block_records(job, measured, tested),
+        **_record_blocks(job, measured, tested),
         "memory": compute_memory_figures(job),
     }
 
 
-def _utilization(job: Job, measured: Report, costs: Optional[CostsOfStages]) -> Dict[str, Optional[float]]:
-    """Busy shares. Measured: nanoseconds in passes and updates over those of the whole span, summed over the devices; the bubble
-    is the rest, so waits and communication. Planned: of the schedule's unit slots, PopTorch's own where it has one. Modelled: by
-    the clock with measured costs, None where these were not measured."""
+def compute_busy_shares(job: Job, measured: Report, costs: Optional[CostsOfStages]) -> Dict[str, Optional[float]]:
+    """Return busy shares. Measured: nanoseconds in passes and updates over those of the whole span, summed over the devices; the
+    bubble is the rest, so waits and communication. Planned: of the schedule's unit slots, PopTorch's own where it has one.
+    Modelled: by the clock with measured costs, None where these were not measured."""
     planned = job.planned_utilization() if measured.utilization is None else measured.utilization
     span = sum(device.span_ns for device in measured.times or ())
     busy = sum(device.busy_ns for device in measured.times or ()) / span if span else None
@@ -99,8 +99,8 @@ def _utilization(job: Job, measured: Report, costs: Optional[CostsOfStages]) -> 
 
 
 def upgrade_summary(summary: Dict[str, Any], place: str = "summary.json") -> Dict[str, Any]:
-    """A summary that this or an earlier version wrote, as this one does. In schema 1 `utilization` was what the schedule says.
-    Raises BadInput, with `place`, of a later version's."""
+    """Return a summary of this or an earlier version in this version's schema. In schema 1 `utilization` was that of the
+    schedule. Raise `BadInput`, which names `place`, for a summary of a later version."""
     schema = summary.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
         raise BadInput(
@@ -115,13 +115,13 @@ def upgrade_summary(summary: Dict[str, Any], place: str = "summary.json") -> Dic
     return {**renamed, **unknown, "phases": phases, "schema": SCHEMA}
 
 
-def _block_records(job: Job, measured: Report, tested: Sequence[EvaluationResult]) -> Dict[str, Any]:
-    """Of methods with losses of their own: each block's test loss and accuracy by its own head, the model's own last; and the
-    traffic of gradients of shared layers, apart from `links`."""
+def _record_blocks(job: Job, measured: Report, tested: Sequence[EvaluationResult]) -> Dict[str, Any]:
+    """Return for methods with local losses each block's test metrics by its own head (the model's own last), and the traffic of
+    gradients of shared layers, which `links` does not have."""
     if job.method.structure is None:
         return {}
     first = len(job.part) - len(tested)
-    blocks = [{"index": first + i, **found.to_record()} for i, found in enumerate(tested)]
+    blocks = [{"index": first + i, **result.to_record()} for i, result in enumerate(tested)]
     shared = (
         plan_shared_links(job)
         if measured.shared is None
@@ -131,9 +131,9 @@ def _block_records(job: Job, measured: Report, tested: Sequence[EvaluationResult
 
 
 def plan_links(job: Job) -> List[Dict[str, int]]:
-    """Traffic between stages as planned, one entry a direction: activations on, gradients back where they cross; of weights that
-    several stages use each microbatch's gradient and what each update makes of them. Where a stage holds the layer before its own
-    too, it is given what enters that one (the second stage has the input)."""
+    """Return the planned traffic between stages, a row for each direction: activations on, gradients back where they cross, and
+    for tied weights each microbatch's gradient and each update's weights. Where a stage holds the previous stage's layer too, it
+    is sent the input of that layer (the second stage has the input)."""
     messages = job.schedule.microbatches
     sizes, structure = list(enumerate(job.footprint.boundary_bytes)), job.method.structure
     if structure is not None and structure.overlap:
@@ -143,15 +143,15 @@ def plan_links(job: Job) -> List[Dict[str, int]]:
         for s, size in sizes
         for way in (((s, s + 1),) if structure is not None else ((s, s + 1), (s + 1, s)))
     }
-    for way, (size, count) in _tied(job).items():
-        already = sent.get(way, (0, 0))
-        sent[way] = (already[0] + size, already[1] + count)
-    return [_link(*way, size, count, size // max(messages, 1)) for way, (size, count) in sent.items()]
+    for way, (size, count) in _plan_tied_traffic(job).items():
+        known_size, known_count = sent.get(way, (0, 0))
+        sent[way] = known_size + size, known_count + count
+    return [_build_link(*way, size, count, size // max(messages, 1)) for way, (size, count) in sent.items()]
 
 
-def _tied(job: Job) -> Dict[Tuple[int, int], Tuple[int, int]]:
-    """(source, target) -> (bytes, messages) for weights that several stages use: the gradient of each backward goes to the stage
-    that used the weight before, each update's weights from the first to the others; those between two stages as one message."""
+def _plan_tied_traffic(job: Job) -> Dict[Tuple[int, int], Tuple[int, int]]:
+    """Return (source, target) -> (bytes, messages) for weights that several stages use. The gradient of each backward goes to the
+    previous user, each update's weights go from the first user to the others; what goes between two stages is one message."""
     back: Dict[Tuple[int, int], int] = {}
     out: Dict[Tuple[int, int], int] = {}
     for name, uses in job.part.shared.items():
@@ -168,7 +168,8 @@ def _tied(job: Job) -> Dict[Tuple[int, int], Tuple[int, int]]:
 
 
 def plan_shared_links(job: Job) -> List[Dict[str, int]]:
-    """Gradients of shared layers that neighbours exchange in an update, as planned; none without an overlap."""
+    """Return the planned traffic of gradients of shared layers, which neighbours exchange in each update; none without an
+    overlap."""
     blocks = get_blocks(job.model)
     if blocks is None or not blocks.overlap:
         return []
@@ -176,17 +177,17 @@ def plan_shared_links(job: Job) -> List[Dict[str, int]]:
     for s, piece in enumerate(blocks.pieces[:-1]):
         size = messages * sum(p.numel() * p.element_size() for p in piece.parameters() if p.requires_grad)
         share = size // max(job.schedule.microbatches, 1)
-        entries += [_link(src, dst, size, messages, share) for src, dst in ((s, s + 1), (s + 1, s))]
+        entries += [_build_link(src, dst, size, messages, share) for src, dst in ((s, s + 1), (s + 1, s))]
     return entries
 
 
 def list_measured_links(sent: Mapping[Tuple[int, int], Tuple[int, int]], microbatches: int) -> List[Dict[str, int]]:
-    """Of `microbatches`, those since the run was last resumed."""
+    """Return the measured traffic; `microbatches`: those since the run was last resumed."""
     return [
-        _link(src, dst, size, messages, size // max(microbatches, 1))
+        _build_link(src, dst, size, messages, size // max(microbatches, 1))
         for (src, dst), (size, messages) in sorted(sent.items())
     ]
 
 
-def _link(src: int, dst: int, size: int, messages: int, bytes_per_microbatch: int) -> Dict[str, int]:
+def _build_link(src: int, dst: int, size: int, messages: int, bytes_per_microbatch: int) -> Dict[str, int]:
     return {"src": src, "dst": dst, "bytes": size, "messages": messages, "bytes_per_microbatch": bytes_per_microbatch}

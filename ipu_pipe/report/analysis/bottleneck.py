@@ -39,9 +39,9 @@ def find_bottleneck(evidence: BottleneckEvidence) -> Optional[Dict[str, Any]]:
     if not loads or not busy[slowest]:
         return None
     stages = [stage for stage in evidence.stages if slowest in stage.devices]
-    stage = max(stages, key=lambda each: each.busy_ns).stage if stages else None
+    stage = max(stages, key=lambda stage: stage.busy_ns).stage if stages else None
     outside = max(devices, key=lambda device: device.outside_ns)
-    link = max(evidence.links, key=lambda each: each.busy_ns_per_microbatch, default=None)
+    link = max(evidence.links, key=lambda link: link.busy_ns_per_microbatch, default=None)
     talking = max(devices, key=lambda device: device.communication_ns)
     device, what = slowest, STAGE
     if 2 * outside.outside_ns > outside.span_ns:
@@ -57,7 +57,7 @@ def find_bottleneck(evidence: BottleneckEvidence) -> Optional[Dict[str, Any]]:
             f"for a microbatch, and device {slowest}, which computes longest, takes {format_time(loads[slowest])}"
         )
         do = "begin the stage where less crosses, send smaller numbers (precision), or use a faster link"
-    elif sum(each.communication_ns for each in devices) > sum(busy.values()):
+    elif sum(entry.communication_ns for entry in devices) > sum(busy.values()):
         device, what = talking.device, COMMUNICATION
         why = (
             f"messages under which nothing is computed take {format_share(talking.communication_ns, talking.training_ns)} of the "
@@ -98,7 +98,7 @@ def _explain(evidence: BottleneckEvidence, slowest: int, stage: Optional[int], l
         reasons.append(
             f"the bubble is {evidence.bubble:.1%}, the schedule's own {evidence.planned_bubble:.1%} (planned)"
         )
-    stragglers = [group for each in evidence.stages for group in each.stragglers]
+    stragglers = [group for entry in evidence.stages for group in entry.stragglers]
     worst = max(stragglers, key=lambda group: group["lost_ns"], default=None)
     if worst is not None and worst["lost_ns"] > NOTABLE * devices[0].span_ns:
         reasons.append(

@@ -23,8 +23,8 @@ def measure_memory(counters: Counters, events: Events, begin_ns: int) -> List[Di
     events_of_device = dict(group_places(events.device))
     nothing = np.zeros(0, np.intp)
     return [
-        _measure_device(device, counters.select(chosen[own]), events.select(events_of_device.get(device, nothing)), begin_ns)
-        for device, own in group_places(counters.device[chosen])
+        _measure_device(device, counters.select(chosen[places]), events.select(events_of_device.get(device, nothing)), begin_ns)
+        for device, places in group_places(counters.device[chosen])
     ]  # fmt: skip
 
 

@@ -103,7 +103,9 @@ def _draw_devices(axes: Any, events: Events, devices: Sequence[Dict[str, Any]], 
         for event in events.select(events.is_kind(*_NUMBERED)).rows():
             is_wide = event.end_ns - event.start_ns > (window[1] - window[0]) / 90
             if is_wide and event.device in rows and event.microbatch >= 0:
-                axes.text((event.start_ns + event.end_ns) / 2 / scale, rows[event.device], event.microbatch, **text_style)
+                axes.text(
+                    (event.start_ns + event.end_ns) / 2 / scale, rows[event.device], event.microbatch, **text_style
+                )
     axes.set_xlim(window[0] / scale, max(window[1] / scale, 1e-9))
     axes.set_ylim(len(devices) - 0.45, -0.55)
     step = -(-len(devices) // 24)

@@ -1,4 +1,5 @@
-"""A trace as text within a page: columns packed, and, of more events than a browser draws well, a window and an overview."""
+"""One self-contained HTML page with a trace and its figures. Of more events than a browser draws well it holds a window, and an
+overview of the rest."""
 
 from __future__ import annotations
 
@@ -13,80 +14,87 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ipu_pipe.files import write
-from ipu_pipe.trace.events import COMMUNICATION, KINDS, PAYLOADS, Counters, Events, Trace, build_counter_series
+from ipu_pipe.trace.events import (
+    COMMUNICATION,
+    KINDS,
+    PAYLOADS,
+    Counters,
+    Events,
+    Trace,
+    build_counter_series,
+    group_places,
+)
 
-MOST_EVENTS = 1_000_000  # each with its own box; of more, those in the middle of the run
+MOST_EVENTS = 1_000_000  # of more, the page holds those in the middle of the run
 BINS = 2048  # of the overview
 MOST_MOMENTS = 1000  # of a curve
 MOST_CURVES = 256
-_TYPES = ("u1", "i2", "i4", "u4")  # little-endian, the first that holds a column; else f8
+_TYPES = ("u1", "i2", "i4", "u4")  # little-endian; the first that fits a column is used, else f8
 
 
 def embed_trace(trace: Trace, analysis: Dict[str, Any]) -> Dict[str, Any]:
-    """What the page's scripts read, as JSON: see data.js. Times count from the span's begin, in nanoseconds."""
+    """Return what the page's scripts read (data.js). Times are nanoseconds from the span's begin."""
     events = trace.events.select(np.lexsort((trace.events.end, trace.events.start)))
     moments = [int(column.min()) for column in (events.start, trace.counters.time) if len(column)]
     begin = analysis.get("begin_ns")
     begin = min(moments, default=0) if begin is None else int(begin)
     events = events._replace(start=events.start - begin, end=events.end - begin)
     count, span = len(events.start), int(events.end.max(initial=0))
-    found: Dict[str, Any] = {
+    data: Dict[str, Any] = {
         "metadata": trace.metadata, "notes": trace.notes, "kinds": KINDS, "carried": PAYLOADS, "span_ns": span,
         "communication": COMMUNICATION, "count": count,
-        "devices": np.unique(events.device).tolist(), "curves": _curves(trace.counters, begin),
+        "devices": np.unique(events.device).tolist(), "curves": _thin_curves(trace.counters, begin),
     }  # fmt: skip
     if count > MOST_EVENTS:
-        found["overview"] = _overview(events, span)
+        data["overview"] = _build_overview(events, span)
         first = (count - MOST_EVENTS) // 2
         events = events.select(slice(first, first + MOST_EVENTS))
-        found["window_ns"] = [int(events.start[0]), int(events.start[-1])]
+        data["window_ns"] = [int(events.start[0]), int(events.start[-1])]
     columns = {**events._asdict(), "start": np.diff(events.start, prepend=0), "end": events.end - events.start}
-    return {**found, "columns": {name: _packed(column) for name, column in columns.items()}}
+    return {**data, "columns": {name: _pack(column) for name, column in columns.items()}}
 
 
-def _packed(column: NDArray[Any]) -> Dict[str, str]:
-    """Numbers as the bytes of the narrowest type, compressed (zlib), in base64."""
+def _pack(column: NDArray[Any]) -> Dict[str, str]:
+    """Return a column as the bytes of the narrowest type, compressed by zlib, in base64."""
     low, high = (int(column.min()), int(column.max())) if len(column) and column.dtype.kind in "iu" else (0, 0)
     fitting = (name for name in _TYPES if np.iinfo(name).min <= low and high <= np.iinfo(name).max)
     name = "f8" if column.dtype.kind == "f" else next(fitting, "f8")
     return {"type": name, "base64": base64.b64encode(zlib.compress(column.astype("<" + name).tobytes(), 6)).decode()}
 
 
-def _overview(events: Events, span: int) -> List[Dict[str, Any]]:
-    """Of each device and kind the share of each of BINS equal parts of the span, in 255ths."""
+def _build_overview(events: Events, span: int) -> List[Dict[str, Any]]:
+    """Return for each device and kind its share of each of BINS equal parts of the span, in 255ths."""
     edges = np.linspace(0, span, BINS + 1)
     kinds = np.unique(events.kind).tolist()
-    order = np.argsort(events.device, kind="stable")
-    names, firsts = np.unique(events.device[order], return_index=True)
-    found = []
-    for device, mine in zip(names.tolist(), np.split(order, firsts[1:])):
-        kind, start, end = events.kind[mine], events.start[mine], events.end[mine]
-        shares = {}
+    overview = []
+    for device, places in group_places(events.device):
+        of_device, shares = events.select(places), {}
         for code in kinds:
-            own = kind == code
-            share = np.diff(_until(edges, start[own]) - _until(edges, np.sort(end[own]))) / max(span / BINS, 1)
-            shares[KINDS[code]] = _packed(np.rint(255 * share.clip(0, 1)).astype(np.int64))
-        found.append({"device": device, "shares": shares})
-    return found
+            chosen = of_device.kind == code
+            start, end = of_device.start[chosen], np.sort(of_device.end[chosen])
+            share = np.diff(_sum_distances(edges, start) - _sum_distances(edges, end)) / max(span / BINS, 1)
+            shares[KINDS[code]] = _pack(np.rint(255 * share.clip(0, 1)).astype(np.int64))
+        overview.append({"device": device, "shares": shares})
+    return overview
 
 
-def _until(edges: NDArray[np.float64], moments: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Of each edge, what lies between it and all the moments before it, together."""
+def _sum_distances(edges: NDArray[np.float64], moments: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return for each edge the sum of its distances to all moments before it."""
     before = np.searchsorted(moments, edges)
     return before * edges - np.concatenate([[0.0], np.cumsum(moments, dtype=np.float64)])[before]
 
 
-def _curves(counters: Counters, begin: int) -> List[Dict[str, Any]]:
-    """Memory and other counters; of many moments the greatest of each part."""
+def _thin_curves(counters: Counters, begin: int) -> List[Dict[str, Any]]:
+    """Return memory and other counters; of many moments the greatest of each part."""
     curves = []
     for name, device, times, values in build_counter_series(counters):
-        whole = np.nansum(np.stack([*values.values()]), axis=0)
+        total = np.nansum(np.stack([*values.values()]), axis=0)
         chosen = np.arange(len(times))
         if len(times) > MOST_MOMENTS:
             parts = np.linspace(0, len(times), MOST_MOMENTS + 1).astype(int)
-            chosen = np.array([low + int(whole[low:high].argmax()) for low, high in zip(parts[:-1], parts[1:])])
-        told = {key: [None if v != v else v for v in column[chosen].tolist()] for key, column in values.items()}
-        curves.append({"name": name, "device": device, "times": (times[chosen] - begin).tolist(), "values": told})
+            chosen = np.array([low + int(total[low:high].argmax()) for low, high in zip(parts[:-1], parts[1:])])
+        finite = {key: [None if v != v else v for v in column[chosen].tolist()] for key, column in values.items()}
+        curves.append({"name": name, "device": device, "times": (times[chosen] - begin).tolist(), "values": finite})
     return curves[:MOST_CURVES]
 
 
@@ -94,10 +102,10 @@ _PARTS = ("page.css", "data.js", "timeline.js", "figures.js", "page.js")  # the 
 
 
 def write_page(path: Path, trace: Trace, analysis: Dict[str, Any]) -> None:
-    """Write the page, whole or not at all. `analysis`: as `tools/analyze.py --json` prints it; what it lacks or has as null, the
-    page says is not known. Raises RunFault where the disk refuses."""
-    data = json.dumps(_plain({"analysis": analysis, "trace": embed_trace(trace, analysis)}), allow_nan=False)
-    # within a script's element nothing may begin a tag: what a run is called is not ours to trust
+    """Write the page, completely or not at all. `analysis`: as `tools/analyze.py --json` prints it; the page says of what it
+    lacks or has as null that it is not known. Raise `RunFault` where the disk refuses."""
+    data = json.dumps(_make_plain({"analysis": analysis, "trace": embed_trace(trace, analysis)}), allow_nan=False)
+    # names of runs are not trusted: within a script's element nothing may begin a tag
     data = data.replace("<", "\\u003c")
     here = Path(__file__).parent
     text = (here / "page.html").read_text(encoding="utf-8")
@@ -107,12 +115,12 @@ def write_page(path: Path, trace: Trace, analysis: Dict[str, Any]) -> None:
     write(path, before + data + after)
 
 
-def _plain(value: Any) -> Any:
-    """As JSON can hold it: not a number is null."""
+def _make_plain(value: Any) -> Any:
+    """Return a value that JSON can hold: NaN and infinity become None."""
     if isinstance(value, dict):
-        return {str(key): _plain(held) for key, held in value.items()}
+        return {str(key): _make_plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(held) for held in value]
+        return [_make_plain(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
