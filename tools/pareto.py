@@ -135,7 +135,7 @@ def _costs(args: Any) -> Any:
     made, _ = make_blocks(model, x, Structure(), [f"fc{layer}" for layer in range(2, LAYERS + 1)])
     blocks = get_blocks(made)
     assert blocks is not None
-    return costs.counted_by_paper(blocks, x, 10)
+    return costs.count_by_paper(blocks, x, 10)
 
 
 def _steps_to(folder: Path, cutoff: float) -> Optional[int]:
@@ -163,8 +163,8 @@ def _results(args: Any) -> Dict[str, Any]:
                     steps = _steps_to(args.runs / _label(kind, batch, rate) / "seed-0", cutoff)
                     if steps is not None:
                         spent = (counted, steps, batch, k)
-                        points.append((costs.sequential(law, *spent), costs.total(law, *spent)))
-            rows[kind] = {"points": points, "front": costs.front(points)}
+                        points.append((costs.compute_sequential(law, *spent), costs.compute_total(law, *spent)))
+            rows[kind] = {"points": points, "front": costs.find_front(points)}
         found["cutoffs"].append({"loss": cutoff, "kinds": rows})
     return found
 

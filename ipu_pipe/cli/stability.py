@@ -74,12 +74,12 @@ def _examine_config(args: argparse.Namespace) -> None:
             "--by-stage: not together with --curvature: either each stage's is measured, or one is given for all"
         )
     from ipu_pipe.config.load import load_config
-    from ipu_pipe.studies.run_stability import examine, in_words
+    from ipu_pipe.studies.run_stability import analyze_config, format_stability
 
     config = load_config(find_config(args.what[0]), args.set)
     how = {"samples": args.samples, "iterations": args.iterations, "seed": args.seed, "curvature": args.curvature}
-    result = {"config": args.what[0], **examine(config, **how, by_stage=args.by_stage)}
-    printing(args.quiet and not args.json)(json.dumps(result, indent=1) if args.json else in_words(result))
+    result = {"config": args.what[0], **analyze_config(config, **how, by_stage=args.by_stage)}
+    printing(args.quiet and not args.json)(json.dumps(result, indent=1) if args.json else format_stability(result))
 
 
 def _make_figures(args: argparse.Namespace) -> None:

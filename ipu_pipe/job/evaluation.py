@@ -96,7 +96,7 @@ class Tally:
 
     def __init__(self, loss: Loss, metrics: Sequence[Metric] = DEFAULT, sums: Optional[torch.Tensor] = None) -> None:
         """`sums`: of a tally that is complete: loss, its weight, then those of each metric."""
-        self._loss = loss.each if isinstance(loss, SumOfLosses) else loss
+        self._loss = loss.loss if isinstance(loss, SumOfLosses) else loss
         self._metrics, self._complete = metrics, sums
         self._losses = Counting(self._sum_loss, 2)
         self._counting = [metric.begin() for metric in metrics]

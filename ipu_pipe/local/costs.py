@@ -1,4 +1,4 @@
-"""What local-parallel training costs, by the law of each structure, and the numbers of a model that the laws go by, counted."""
+"""The cost of local-parallel training, by the law of each structure, and the counts of a model that the laws need."""
 
 from __future__ import annotations
 
@@ -13,38 +13,40 @@ from ipu_pipe.local.blocks import Blocks, get_activation
 from ipu_pipe.local.structures import STRUCTURES, Flops, Law
 from ipu_pipe.model.loss import Loss
 
-LOSS_FLOPS = 5  # a class: softmax cross-entropy
+LOSS_FLOPS = 5  # of softmax cross-entropy, per class
 BACKPROPAGATION = "backpropagation"
 LAWS = {BACKPROPAGATION: structures.BACKPROPAGATION, **{name: row.law for name, row in STRUCTURES.items()}}
 
 
-def per_example(method: str, costs: Flops, k: int = 1) -> float:
-    """FLOPs of one example in one step. `k`: blocks of local_chunked, layers of last_layers."""
-    return _law(method).example(costs, k)
+def compute_per_example(method: str, costs: Flops, k: int = 1) -> float:
+    """Return the FLOPs of one example in one update; k is the number of blocks of local_chunked, of layers of last_layers."""
+    return _find_law(method).example(costs, k)
 
 
-def total(method: str, costs: Flops, steps: int, batch: int, k: int = 1) -> float:
-    """FLOPs of `steps` updates of `batch` examples."""
-    return per_example(method, costs, k) * steps * batch + steps * _law(method).update * costs.parameters
+def compute_total(method: str, costs: Flops, steps: int, batch: int, k: int = 1) -> float:
+    """Return the FLOPs of `steps` updates of `batch` examples."""
+    return compute_per_example(method, costs, k) * steps * batch + steps * _find_law(method).update * costs.parameters
 
 
-def sequential(method: str, costs: Flops, steps: int, batch: int, k: int = 1) -> float:
-    """FLOPs of `steps` updates that must follow one another, the paper's time."""
-    return total(method, costs, steps, batch, k) / (batch * _law(method).parallel(costs, k))
+def compute_sequential(method: str, costs: Flops, steps: int, batch: int, k: int = 1) -> float:
+    """Return the FLOPs of `steps` updates that must be done one after another, the paper's time."""
+    return compute_total(method, costs, steps, batch, k) / (batch * _find_law(method).parallel(costs, k))
 
 
-def _law(method: str) -> Law:
+def _find_law(method: str) -> Law:
     if method not in LAWS:
-        raise BadInput(f"method: {method}: has no cost law, must be of {', '.join(LAWS)}")
+        raise BadInput(f"method: {method}: has no cost law, must be one of {', '.join(LAWS)}")
     return LAWS[method]
 
 
 # ---- counting on the modules themselves
 
 
-def counted_by_paper(blocks: Blocks, x: torch.Tensor, classes: int) -> Flops:
-    """The four numbers of a multi-layer perceptron by the paper's counting: a linear layer of I inputs and N outputs
-    (2 I N - I) + N, its ReLU 2 N, softmax cross-entropy 5 a class, r = 1.5. Raises BadInput for other modules."""
+def count_by_paper(blocks: Blocks, x: torch.Tensor, classes: int) -> Flops:
+    """Count a multi-layer perceptron as the paper does, with r = 1.5. Raise `BadInput` for other modules.
+
+    A linear layer of I inputs and N outputs has (2 I N - I) + N FLOPs, its ReLU 2 N, softmax cross-entropy 5 per class.
+    """
     samples = len(x)
     counts = [0.0 for _ in blocks.pieces]
 
@@ -57,11 +59,10 @@ def counted_by_paper(blocks: Blocks, x: torch.Tensor, classes: int) -> Flops:
         if isinstance(module, (nn.Flatten, nn.Identity)):
             return 0.0
         raise BadInput(
-            f"model: {type(module).__name__}: the paper states no count for it, only for linear layers and ReLUs"
+            f"model: {type(module).__name__}: the paper has no count for it, only for linear layers and ReLUs"
         )
 
-    own = _run(blocks, x, count, counts)
-    heads = [own_head + LOSS_FLOPS * classes for own_head in own]
+    heads = [flops + LOSS_FLOPS * classes for flops in _count_forward(blocks, x, count, counts)]
     if not heads:
         raise BadInput("model: one block has no auxiliary head to count")
     auxiliary = sum(heads) / len(heads)
@@ -70,8 +71,8 @@ def counted_by_paper(blocks: Blocks, x: torch.Tensor, classes: int) -> Flops:
     return Flops(forward, auxiliary, 1.5, layers, _parameters(blocks))
 
 
-def _run(blocks: Blocks, x: torch.Tensor, count: Any, counts: List[float]) -> List[float]:
-    """Fill `counts` with each block's FLOPs for an example; returns those of the heads."""
+def _count_forward(blocks: Blocks, x: torch.Tensor, count: Any, counts: List[float]) -> List[float]:
+    """Add the FLOPs of each block for an example to `counts`; return those of the heads."""
     heads = [0.0 for _ in blocks.heads]
     places: Dict[int, Tuple[List[float], int]] = {}
     for index, piece in enumerate(blocks.pieces):
@@ -94,9 +95,11 @@ def _run(blocks: Blocks, x: torch.Tensor, count: Any, counts: List[float]) -> Li
     return heads
 
 
-def counted(blocks: Blocks, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> Flops:
-    """The four numbers of any model, by PyTorch's counter of the FLOPs of products and convolutions, forward and backward
-    (torch 2.1 or later). A multiplication and an addition are two."""
+def count_flops(blocks: Blocks, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> Flops:
+    """Count the FLOPs of products and convolutions, forward and backward, with PyTorch's counter (torch 2.1 or later).
+
+    A multiplication and an addition are two.
+    """
     try:
         from torch.utils.flop_counter import FlopCounterMode
     except ImportError:
@@ -108,12 +111,12 @@ def counted(blocks: Blocks, loss: Loss, x: torch.Tensor, y: torch.Tensor) -> Flo
         return float(counter.get_total_flops()) / len(x), result
 
     first = blocks.pieces[0]
-    first.cut.prepare(x, first.training)  # what it takes to know a microbatch of this size is no cost of it
+    first.cut.prepare(x, first.training)  # recording a microbatch of this size is not part of its cost
     forward, heads, value = 0.0, [], x
     for index, piece in enumerate(blocks.pieces):
         entering = value
-        own, value = flops(lambda: piece(entering))
-        forward += own
+        piece_flops, value = flops(lambda: piece(entering))
+        forward += piece_flops
         head = blocks.head(index)
         if head is not None:
             activation = get_activation(value)
@@ -133,10 +136,11 @@ def _parameters(blocks: Blocks) -> int:
 # ---- fronts
 
 
-def front(points: Sequence[Tuple[float, float]]) -> List[Tuple[float, float]]:
-    """The Pareto front of (sequential, total) costs: the points than which no other is less in one and no more in the other."""
-    kept: List[Tuple[float, float]] = []
+def find_front(points: Sequence[Tuple[float, float]]) -> List[Tuple[float, float]]:
+    """Return the Pareto front of (sequential, total) costs: points that no other point improves in one without loss in the
+    other."""
+    front: List[Tuple[float, float]] = []
     for point in sorted(set(points)):
-        if not kept or point[1] < kept[-1][1]:
-            kept.append(point)
-    return kept
+        if not front or point[1] < front[-1][1]:
+            front.append(point)
+    return front

@@ -1,18 +1,17 @@
-"""The table of structures: which stages form a block with a loss of its own, by method, and what that costs.
+"""The structures of local-parallel training, a row for each method: which stages form a block, and what training costs.
 
-The four of Laskin et al. 2020, Figure 2 and section 4, on a model of stages a b c d:
+Laskin et al. 2020, Figure 2 and section 4, on a model of stages a b c d:
 
-    local_greedy         a | b | c | d          every stage a block
-    local_chunked        a b | c d              so many blocks, or blocks that begin at these names
-    local_overlapping    a | a b | b c | c d    the stage before once more in each (ipu_pipe.local.duplicates)
-    last_layers          (a b) | c d            the last stages the only block that trains
+    local_greedy         a | b | c | d          every stage is a block
+    local_chunked        a b | c d              a number of blocks, or the names at which blocks begin
+    local_overlapping    a | a b | b c | c d    each block trains the previous stage as well
+    last_layers          (a b) | c d            the last stages are the only block that trains
 
-The laws of what local-parallel training costs: total and sequential FLOPs (Laskin et al. 2020, appendix A).
-
-All laws go by four numbers of a model: f, forward FLOPs of a layer (the mean); x, of an auxiliary head with its loss; r, how many
-times its forward a backward costs; L, layers. K: blocks. A step costs its examples and 10 FLOPs a parameter for the optimizer.
-*Total* is all work; *sequential* the work that must follow one another when each example, and each block where blocks do not wait
-for one another, has a processor of its own.
+The cost laws give total and sequential FLOPs (appendix A) from four numbers of a model: f, forward FLOPs of a layer (the mean);
+x, those of an auxiliary head with its loss; r, the cost of a backward as a multiple of its forward; L, the number of layers. K is
+the number of blocks. An update costs its examples and 10 FLOPs per parameter for the optimizer. *Total* is all work. *Sequential*
+is the work that must be done one after another if each example has a processor of its own, and so has each block, where blocks do
+not wait for one another.
 
     method              an example                                     divided by
     backpropagation     (1+r) (f L + x)                                batch
@@ -39,14 +38,13 @@ from ipu_pipe.model.partition import Partition
 from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import Structure
 
-OPTIMIZER_FLOPS = 10  # a parameter and step
-AVERAGING_FLOPS = 2  # a parameter and step, of duplicated layers
+OPTIMIZER_FLOPS = 10  # per parameter and update
+AVERAGING_FLOPS = 2  # per parameter and update, for duplicated layers
 
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of a model for one example: `forward` of a layer (mean), `auxiliary` of a head with its loss, `backward` as a
-    multiple of the forward; `layers`, `parameters` without auxiliary heads."""
+    """The numbers f, x, r and L of a model for one example, and its parameters without auxiliary heads."""
 
     forward: float
     auxiliary: float
@@ -57,8 +55,11 @@ class Flops:
 
 @dataclass(frozen=True)
 class Law:
-    """`example(costs, k)`: FLOPs of one example in one step; `parallel(costs, k)`: what the total is divided by beside the
-    batch; `update`: FLOPs a parameter and step. `k`: blocks of local_chunked, layers of last_layers."""
+    """The cost of a structure; k is the number of blocks of local_chunked, of layers of last_layers.
+
+    `example(flops, k)` are the FLOPs of one example, `parallel(flops, k)` the divisor of the sequential cost beside the
+    batch size, `update` the FLOPs per parameter and update.
+    """
 
     example: Callable[[Flops, int], float]
     parallel: Callable[[Flops, int], float]
@@ -81,8 +82,10 @@ LAST = Law(
 
 
 class StagedModel(NamedTuple):
-    """What blocks are made of: a model, an input of it, its structure, the stages as the config says them; `one_stage`: why a
-    weight lies in one of them."""
+    """A model to be cut into blocks: an input of it, its structure, and the stages that the config names.
+
+    `one_stage` is the reason for which a weight must lie in a single stage.
+    """
 
     model: nn.Module
     x: Any
@@ -90,61 +93,66 @@ class StagedModel(NamedTuple):
     stages: Any
     one_stage: str
 
-    def partition(self) -> Partition:
-        """The stages. A count is balanced between any modules, if only one activation crosses there; else between those of the
-        top level."""
+    def make_partition(self) -> Partition:
+        """Return the stages.
+
+        A count is balanced between any modules if one activation crosses at each boundary, else between top-level modules.
+        """
         part = partition(self.model, self.x, self.stages, one_stage=self.one_stage)
         names = part.begin_names()
         named = self.stages is None or isinstance(self.stages, (list, tuple))
-        if named or len(self.alone(names)) == len(names):
+        if named or len(self.select_single(names)) == len(names):
             return part
         return partition(self.model, self.x, self.stages, between_top=True, one_stage=self.one_stage)
 
-    def alone(self, names: List[str]) -> List[str]:
-        """Those of `names` at which one activation crosses."""
-        crossed = cut_model(self.model, names, self.x)[0].cut.crossings
+    def select_single(self, names: List[str]) -> List[str]:
+        """Return those of `names` at which one activation crosses."""
+        crossings = cut_model(self.model, names, self.x)[0].cut.crossings
         return [
             name
-            for name, crossing in zip(names, crossed)
+            for name, crossing in zip(names, crossings)
             if sum(t.dtype.is_floating_point for t in crossing.tensors) == 1
         ]
 
 
 @dataclass(frozen=True)
 class BlockStructure:
-    """One structure. `begins`: where the second and later blocks begin; raises BadInput. `asked_by`: the field of
-    `schedule.methods.Structure` that asks for it; None: what is there where no field asks. `trains_last`: only the last block
-    trains."""
+    """A row of the table.
+
+    `begins` returns the names at which the second and later blocks begin, or raises `BadInput`. `field` is the field of
+    `schedule.methods.Structure` that selects the row; None is the row without such a field. With `trains_last` only the last
+    block trains.
+    """
 
     begins: Callable[[StagedModel], List[str]]
     law: Law
-    asked_by: Optional[str] = None
+    field: Optional[str] = None
     trains_last: bool = False
 
 
-def _every_stage(staged: StagedModel) -> List[str]:
-    return staged.partition().begin_names()
+def _begin_every_stage(staged: StagedModel) -> List[str]:
+    return staged.make_partition().begin_names()
 
 
-def _chunks(staged: StagedModel) -> List[str]:
+def _begin_chunks(staged: StagedModel) -> List[str]:
     wanted = staged.structure.blocks
     if isinstance(wanted, tuple):
-        # refuses unknown names and a wrong order
+        # raises BadInput for unknown names and a wrong order
         partition(staged.model, staged.x, list(wanted) or 1, one_stage=staged.one_stage)
         return list(wanted)
     assert wanted is not None
-    part = staged.partition()
+    part = staged.make_partition()
     try:
-        return merge_stages(staged.model, part, wanted, staged.x, staged.alone(part.begin_names()))
+        return merge_stages(staged.model, part, wanted, staged.x, staged.select_single(part.begin_names()))
     except BadInput as error:
         key = f"method_args.blocks: {wanted}:"
         raise BadInput([fault.replace(f"stages: {len(part)}:", key) for fault in error.faults]) from None
 
 
-def _last_stages(staged: StagedModel) -> List[str]:
+def _begin_last_stages(staged: StagedModel) -> List[str]:
     layers = staged.structure.layers
     assert layers is not None
-    part = staged.partition()
+    part = staged.make_partition()
     begins = part.begin_names()
     if layers > len(part):
         raise BadInput(f"method_args.layers: {layers}: the model has {len(part)} stages")
@@ -152,36 +160,36 @@ def _last_stages(staged: StagedModel) -> List[str]:
 
 
 STRUCTURES: Dict[str, BlockStructure] = {
-    "local_greedy": BlockStructure(_every_stage, GREEDY),
-    "local_overlapping": BlockStructure(_every_stage, OVERLAPPING, "overlap"),
-    "local_chunked": BlockStructure(_chunks, CHUNKED, "blocks"),
-    "last_layers": BlockStructure(_last_stages, LAST, "layers", trains_last=True),
+    "local_greedy": BlockStructure(_begin_every_stage, GREEDY),
+    "local_overlapping": BlockStructure(_begin_every_stage, OVERLAPPING, "overlap"),
+    "local_chunked": BlockStructure(_begin_chunks, CHUNKED, "blocks"),
+    "last_layers": BlockStructure(_begin_last_stages, LAST, "layers", trains_last=True),
 }
 
 
 def find_structure(structure: Structure) -> BlockStructure:
-    """The row that a structure asks for."""
+    """Return the row of a method's structure."""
     rows = list(STRUCTURES.values())
-    asked = [row for row in rows if row.asked_by is not None and getattr(structure, row.asked_by)]
-    return asked[0] if asked else next(row for row in rows if row.asked_by is None)
+    selected = [row for row in rows if row.field is not None and getattr(structure, row.field)]
+    return selected[0] if selected else next(row for row in rows if row.field is None)
 
 
 def make_blocks(
     model: nn.Module, x: Any, structure: Structure, stages: Any, seed: int = 0, count: Optional[int] = None,
     head: Optional[MakeHead] = None, one_stage: str = "", take: Optional[Take] = None,
 ) -> Tuple[BlockedModel, Partition]:  # fmt: skip
-    """A model in blocks by a method's structure, and the partition with a block a stage. `stages`: as the config says them;
-    `count`: how many blocks there must be (processes); `one_stage`: as `model.stages.partition`; `take`: what the loss is of in
-    the model's output. Raises BadInput."""
+    """Return a model in blocks by a method's structure, and the partition in which each block is a stage.
+
+    `stages` are those of the config, `count` is the required number of blocks (processes), `one_stage` as for
+    `model.stages.partition`; `take` extracts from the model's output what its loss needs. Raise `BadInput`.
+    """
     row = find_structure(structure)
     begins = row.begins(StagedModel(model, x, structure, stages, one_stage))
     if count is not None and len(begins) + 1 != count:
-        raise BadInput(
-            f"stages: {len(begins) + 1} blocks, each in a process of its own: start as many for each replica, not {count}"
-        )
+        raise BadInput(f"stages: {len(begins) + 1} blocks, which need as many processes per replica, got {count}")
     blocks = Blocks(model, begins, x, seed, row.trains_last, head, take)
-    made = BlockedModel(blocks)
-    part = partition(made, x, begins if begins else 1, one_stage=one_stage)
+    blocked = BlockedModel(blocks)
+    part = partition(blocked, x, begins if begins else 1, one_stage=one_stage)
     if structure.overlap:
         blocks.share(structure.overlap)
-    return made, part
+    return blocked, part

@@ -195,7 +195,7 @@ def predict_own_cut(job: Job) -> OwnCut:
     begins = job.part.begin_names()
     made = get_blocks(job.model)
     model = job.model if made is None else made.model
-    loss = job.loss.each if isinstance(job.loss, SumOfLosses) else job.loss
+    loss = job.loss.loss if isinstance(job.loss, SumOfLosses) else job.loss
     units = count_units(model, take_samples(x, FEW), begins, loss, take_samples(y, FEW)).units
     blocks = _blocks_of(config, job.method, model, x, units)
     problem = replace(make_problem(config, units, _sample_bytes(x), hardware), blocks=blocks)

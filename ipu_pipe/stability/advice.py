@@ -99,12 +99,12 @@ Change = Callable[[Recurrence], Optional[Tuple[Recurrence, float]]]
 
 
 def _lower_rate(now: Recurrence) -> Optional[Tuple[Recurrence, float]]:
-    """T1 at its first update."""
+    """Apply T1, as at its first update."""
     return (now, 1 / now.reads[0].delay) if now.reads[0].delay > 1 else None
 
 
 def _correct_discrepancy(now: Recurrence) -> Optional[Tuple[Recurrence, float]]:
-    """T2, where the passes read different weights and nothing else makes up for it."""
+    """Apply T2, where the passes read different weights and nothing else makes up for it."""
     forward, rest = now.reads[0], now.reads[1:]
     if not rest or forward.horizon or any(read.correction for read in rest):
         return None
@@ -141,7 +141,7 @@ def _compensate_and_predict(now: Recurrence) -> Optional[Tuple[Recurrence, float
 
 
 def _drop_momentum(now: Recurrence) -> Optional[Tuple[Recurrence, float]]:
-    """No momentum, at the rate with which a gradient adds up to the same amount in the end."""
+    """Drop the momentum, at the rate with which a gradient adds up to the same amount in the end."""
     if not now.momentum or now.reads[0].by_velocity:
         return None
     return now._replace(momentum=0.0, velocity=1.0, gradient=0.0), now.velocity / (1 - now.momentum) + now.gradient

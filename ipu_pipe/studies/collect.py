@@ -63,7 +63,9 @@ def compare_methods(
     boundaries = config.stages if isinstance(config.stages, list) else []
     configs = {name: switch_method(config, name, steps, boundaries) for name in methods}
     folders = {name: [out / name, *(out / name / f"round-{r}" for r in range(2, rounds + 1))] for name in configs}
-    run_on_main(lambda: check_folders([folder for each in folders.values() for folder in each], False, overwrite))
+    run_on_main(
+        lambda: check_folders([folder for own_folders in folders.values() for folder in own_folders], False, overwrite)
+    )
     jobs = {name: jobs.get(name) or build_for_planning(move_to_emulator(chosen)) for name, chosen in configs.items()}
     summaries: Dict[str, List[Dict[str, Any]]] = {name: [] for name in configs}
     for r in range(rounds if steps != 0 else 0):

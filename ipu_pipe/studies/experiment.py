@@ -96,12 +96,16 @@ class Claim:
 
 
 def check_claims(claims: Sequence[Claim], finals: Finals) -> Dict[str, Any]:
+    """Return the keys "statements", "agrees" and "differences" of the results, by the final values of the rows."""
+    return list_statements({claim.text: bool(claim.holds(finals)) for claim in claims})
+
+
+def list_statements(holds_by_text: Mapping[str, bool]) -> Dict[str, Any]:
     """Return the keys "statements", "agrees" and "differences" of the results."""
-    held = [bool(claim.holds(finals)) for claim in claims]
     return {
-        "statements": [{"statement": claim.text, "reproduced": holds} for claim, holds in zip(claims, held)],
-        "agrees": all(held),
-        "differences": [f"not reproduced: {claim.text}" for claim, holds in zip(claims, held) if not holds],
+        "statements": [{"statement": text, "reproduced": holds} for text, holds in holds_by_text.items()],
+        "agrees": all(holds_by_text.values()),
+        "differences": [f"not reproduced: {text}" for text, holds in holds_by_text.items() if not holds],
     }
 
 

@@ -15,7 +15,7 @@ from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.studies.experiment import Outcome, Request, make_markdown
+from ipu_pipe.studies.experiment import Outcome, Request, list_statements, make_markdown
 
 STAGES = range(2, 41)
 
@@ -76,7 +76,7 @@ def compute_results() -> Dict[str, Any]:
     ]
     deep = [P for P in STAGES if P >= 10]
     fits = {key: fit_exponent(deep, [delays[P][key] for P in deep]) for key in ("mean", "greatest")}
-    held = {
+    holds_by_text = {
         "the greatest is P^2 - P/2, for odd P P^2 - (P+1)/2": all(
             delays[P]["greatest"] == compute_greatest_delay(P) for P in STAGES
         ),
@@ -88,8 +88,7 @@ def compute_results() -> Dict[str, Any]:
     }
     return {
         "experiment": HistoryDelays.name, "title": HistoryDelays.title, "source": HistoryDelays.source, "rows": rows,
-        "exponents": fits, "statements": [{"statement": text, "reproduced": bool(holds)} for text, holds in held.items()],
-        "agrees": all(held.values()), "differences": [f"not reproduced: {text}" for text, holds in held.items() if not holds],
+        "exponents": fits, **list_statements(holds_by_text),
     }  # fmt: skip
 
 

@@ -1,15 +1,15 @@
 """The local-updates paper's speedups and memory on IPUs (Laskin et al. 2020, Tables 1 and 3), predicted.
 
-ResNets at 224 x 224 in 16-bit numbers, SGD with momentum, on IPU-M2000s: pipelined backpropagation, one update for N
-microbatches, against a block on each device with an auxiliary head. Both in lock-step on the same cut. Only the cut of ResNet-34
-on four devices is printed (Table 2); all others are the planner's.
+ResNets at 224 x 224 in 16-bit numbers train by SGD with momentum on IPU-M2000s: pipelined backpropagation, with one update for N
+microbatches, against one block with an auxiliary head on each device. Both run in lock-step on the same cut. The paper prints the
+cut of ResNet-34 on four devices alone (Table 2); all others are the planner's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Sequence, Tuple
 
 import torch
 
@@ -32,7 +32,7 @@ MIB = 2**20
 
 
 class Speedup(NamedTuple):
-    """A row of Table 1: microbatches of so many samples, N of them an update of backpropagation; speedup in percent."""
+    """A row of Table 1: microbatches of `samples`, `accumulate` of them an update of backpropagation; speedup in percent."""
 
     network: str
     devices: int
@@ -42,7 +42,7 @@ class Speedup(NamedTuple):
 
 
 class PrintedMemory(NamedTuple):
-    """A row of Table 3, MiB a device. N is twice the devices."""
+    """A row of Table 3 in MiB per device; N is twice the number of devices."""
 
     network: str
     samples: int
@@ -78,23 +78,23 @@ TABLE_3 = (
 
 @dataclass(frozen=True)
 class Effects:
-    """What a prediction takes into account; each change of it leaves one thing out."""
+    """The effects that a prediction takes into account; each entry of `WITHOUT` leaves one out."""
 
-    hardware: Callable[[Hardware], Hardware] = lambda given: given
-    units: Callable[[Unit], Unit] = lambda given: given
+    hardware: Callable[[Hardware], Hardware] = lambda hardware: hardware
+    units: Callable[[Unit], Unit] = lambda unit: unit
     heads: bool = True
     spares: bool = True
 
 
-def _without_messages(given: Hardware) -> Hardware:
+def _remove_messages(hardware: Hardware) -> Hardware:
     free = {"bandwidth": SizeFigure(value=1e18), "latency": LatencyFigure(value=0.0)}
-    return given.model_copy(update={"links": tuple(level.model_copy(update=free) for level in given.links)})
+    return hardware.model_copy(update={"links": tuple(level.model_copy(update=free) for level in hardware.links)})
 
 
 ALL = Effects()
-LESS: Dict[str, Effects] = {
-    "the link to the host": Effects(hardware=lambda given: given.model_copy(update={"host": None})),
-    "messages between devices": Effects(hardware=_without_messages),
+WITHOUT: Dict[str, Effects] = {
+    "the link to the host": Effects(hardware=lambda hardware: hardware.model_copy(update={"host": None})),
+    "messages between devices": Effects(hardware=_remove_messages),
     "auxiliary heads": Effects(heads=False),
     "the gradients that blocks spare": Effects(spares=False),
     "what other operations than products move": Effects(
@@ -104,7 +104,7 @@ LESS: Dict[str, Effects] = {
 
 
 @lru_cache(maxsize=None)
-def _counted(network: str) -> Tuple[Tuple[Unit, ...], BlockUnits]:
+def _count(network: str) -> Tuple[Tuple[Unit, ...], BlockUnits]:
     with torch.device("meta"):
         model = resolve_entry(f"models.resnet:{network}", "model")()
     x = torch.empty(2, *IMAGE, device="meta")
@@ -121,8 +121,8 @@ def predict(
     recompute: bool = False,
     effects: Effects = ALL,
 ) -> Prediction:
-    """What a method does on the cut of pipelined backpropagation."""
-    units, blocks = _counted(network)
+    """Return the prediction for a method on the cut of pipelined backpropagation."""
+    units, blocks = _count(network)
     heads = tuple(effects.units(head) for head in blocks.heads)
     if not effects.heads:
         heads = tuple(replace(head, forward_flops=0.0, backward_flops=0.0, parameters=0, activation_bytes=0.0,
@@ -134,61 +134,65 @@ def predict(
     problem = Problem(units, 2.0 * numbers, hardware, 1e15, "16.16", "momentum", BlockUnits(heads, first))
     layout, sums = list_layouts(devices, 1)[0], Sums(problem, samples)
     names = [unit.name for unit in units]
-    asked = Candidate(BACKPROPAGATION, devices, 1, samples, accumulate, False)
+    candidate = Candidate(BACKPROPAGATION, devices, 1, samples, accumulate, False)
     printed = PRINTED_CUTS.get((network, devices))
-    starts = [0, *map(names.index, printed)] if printed else Costing(problem, asked, layout, sums).cut()
+    starts = [0, *map(names.index, printed)] if printed else Costing(problem, candidate, layout, sums).cut()
     assert starts is not None  # any cut fits 1e15 bytes
     updates = 1 if method == LOCAL else accumulate  # a block is updated after each microbatch
-    asked = replace(asked, method=method, gradient_accumulation=updates, recompute=recompute)
-    return predict_cut(Costing(problem, asked, layout, sums), starts)
+    candidate = replace(candidate, method=method, gradient_accumulation=updates, recompute=recompute)
+    return predict_cut(Costing(problem, candidate, layout, sums), starts)
 
 
-def speedup(row: Speedup, effects: Effects = ALL) -> float:
-    """Of local training over pipelined backpropagation, percent. Recomputation takes no time there (its appendix E.3)."""
+def predict_speedup(row: Speedup, effects: Effects = ALL) -> float:
+    """Return the speedup of local training over pipelined backpropagation, in percent, without time for recomputation.
+
+    On the paper's IPUs recomputation takes no time (its appendix E.3).
+    """
     local, back = (predict(*row[:4], method=method, effects=effects) for method in (LOCAL, BACKPROPAGATION))
     return 100 * (local.samples_per_second / back.samples_per_second - 1)
 
 
-def bound(row: Speedup) -> float:
-    """Of balanced stages without messages, percent: (N + P - 1) / N."""
+def compute_bound(row: Speedup) -> float:
+    """Return the speedup of balanced stages without messages, (N + P - 1) / N, in percent."""
     return 100 * (row.devices - 1) / row.accumulate
 
 
-def best_factor(predicted: Sequence[float], printed: Sequence[float]) -> float:
-    """By which the ratio of throughputs is to be multiplied for the least mean error."""
-    tried = [
-        (100 + b) / (100 + a) for a, b in zip(predicted, printed)
-    ]  # one of them makes the sum of absolute values least
-    return min(tried, key=lambda factor: compute_mean_error([scaled(a, factor) for a in predicted], list(printed)))
+def find_best_factor(predicted: Sequence[float], printed: Sequence[float]) -> float:
+    """Return the factor of the ratio of throughputs that makes the mean error least: one of the rows' own factors does."""
+    factors = [(100 + b) / (100 + a) for a, b in zip(predicted, printed)]
+    return min(factors, key=lambda factor: compute_mean_error([scale(a, factor) for a in predicted], printed))
 
 
-def scaled(percent: float, factor: float) -> float:
-    """A speedup in percent where the ratio of throughputs is `factor` times as much."""
+def scale(percent: float, factor: float) -> float:
+    """Return a speedup in percent with the ratio of throughputs multiplied by `factor`."""
     return (100 + percent) * factor - 100
 
 
 def predict_speedups() -> PredictedRows:
-    """Its seven speedups, with no constant fitted to them, and with one fitted on the other six."""
+    """Predict the seven speedups, with no constant fitted to them, and with one fitted on the other six."""
     printed = [row.printed for row in TABLE_1]
-    predicted = [speedup(row) for row in TABLE_1]
-    bounds = [bound(row) for row in TABLE_1]
-    left = [
-        scaled(predicted[i], best_factor(*([v for j, v in enumerate(all_) if j != i] for all_ in (predicted, printed))))
-        for i in range(len(TABLE_1))
-    ]
+    predicted = [predict_speedup(row) for row in TABLE_1]
+    bounds = [compute_bound(row) for row in TABLE_1]
+    fitted = []  # each with the factor that fits the other six rows best
+    for i, value in enumerate(predicted):
+        others = predicted[:i] + predicted[i + 1 :], printed[:i] + printed[i + 1 :]
+        fitted.append(scale(value, find_best_factor(*others)))
+
+    def compute_least_error(candidates: Iterable[List[float]]) -> float:
+        return min(compute_mean_error(values, printed) for values in candidates)
+
     errors = {
         "no constant fitted": compute_mean_error(predicted, printed),
-        "one factor of the ratio, fitted on the other six": compute_mean_error(left, printed),
+        "one factor of the ratio, fitted on the other six": compute_mean_error(fitted, printed),
         "balanced bound (N+P-1)/N": compute_mean_error(bounds, printed),
-        "the bound times the best constant": min(
-            compute_mean_error([b * c / 1000 for b in bounds], printed) for c in range(1, 1500)
+        "the bound times the best constant": compute_least_error(
+            [b * c / 1000 for b in bounds] for c in range(1, 1500)
         ),
-        "the bound minus the best constant": min(
-            compute_mean_error([b - c / 10 for b in bounds], printed) for c in range(400)
-        ),
+        "the bound minus the best constant": compute_least_error([b - c / 10 for b in bounds] for c in range(400)),
     }
-    less = {
-        name: compute_mean_error([speedup(row, effects) for row in TABLE_1], printed) for name, effects in LESS.items()
+    errors_without = {
+        name: compute_mean_error([predict_speedup(row, effects) for row in TABLE_1], printed)
+        for name, effects in WITHOUT.items()
     }
     rows: List[Dict[str, Any]] = [
         {
@@ -197,21 +201,21 @@ def predict_speedups() -> PredictedRows:
             "printed": row.printed, "predicted": round(a, 1), "error": round(a - row.printed, 1), "left_out": round(b, 1),
             "bound": round(c, 1),
         }
-        for row, a, b, c in zip(TABLE_1, predicted, left, bounds)
+        for row, a, b, c in zip(TABLE_1, predicted, fitted, bounds)
     ]  # fmt: skip
     notes = [f"mean absolute error, points: {name}: {error:.1f}" for name, error in errors.items()]
-    notes += [f"without {name}: {error:.1f}" for name, error in less.items()]
+    notes += [f"without {name}: {error:.1f}" for name, error in errors_without.items()]
     notes += [f"FLOPs {HOW}"]
     error = errors["no constant fitted"]
     return PredictedRows(rows, notes, [] if error <= 8 else [f"mean error {error:.1f} points, aim at most 8"])
 
 
 def predict_memory() -> PredictedRows:
-    """Its memory per IPU: each error, and pairs of rows in another order than printed."""
+    """Predict the memory per IPU, its errors, and the pairs of rows whose order differs from the paper's."""
     rows: List[Dict[str, Any]] = []
     for row in TABLE_3:
-        found = predict(row.network, row.devices, row.samples, 2 * row.devices, row.method, row.recompute)
-        sizes = [memory.total / MIB for memory in found.memory]
+        prediction = predict(row.network, row.devices, row.samples, 2 * row.devices, row.method, row.recompute)
+        sizes = [memory.total / MIB for memory in prediction.memory]
         average, greatest = sum(sizes) / len(sizes), max(sizes)
         rows.append({
             "network": row.network, "samples": row.samples, "devices": row.devices,
@@ -219,9 +223,12 @@ def predict_memory() -> PredictedRows:
             "printed": row.average, "predicted": round(average, 1), "error": f"{average / row.average - 1:+.0%}",
             "printed_max": row.greatest, "predicted_max": round(greatest, 1), "error_max": f"{greatest / row.greatest - 1:+.0%}",
         })  # fmt: skip
-    differences = [*_disordered(rows, "predicted", "printed"), *_disordered(rows, "predicted_max", "printed_max")]
+    differences = [
+        *_list_swapped_pairs(rows, "predicted", "printed"),
+        *_list_swapped_pairs(rows, "predicted_max", "printed_max"),
+    ]
     pairs = len(rows) * (len(rows) - 1) // 2
-    wrong = [len(_disordered(rows, f"predicted{end}", f"printed{end}")) for end in ("", "_max")]
+    wrong = [len(_list_swapped_pairs(rows, f"predicted{end}", f"printed{end}")) for end in ("", "_max")]
     notes = [
         f"{pairs - wrong[0]} of {pairs} pairs of averages and {pairs - wrong[1]} of greatest values are in the printed order",
         "predictions count weights, gradients, momentum, stashed activations and a stated share of code and exchange (20 %), not"
@@ -230,8 +237,8 @@ def predict_memory() -> PredictedRows:
     return PredictedRows(rows, notes, differences)
 
 
-def _disordered(rows: Sequence[Dict[str, Any]], predicted: str, printed: str) -> List[str]:
-    """Pairs that the paper has in another order."""
+def _list_swapped_pairs(rows: Sequence[Dict[str, Any]], predicted: str, printed: str) -> List[str]:
+    """Return the pairs of rows that the paper has in the other order, in words."""
     what = "greatest" if predicted.endswith("max") else "average"
 
     def name(row: Dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
-"""What theory says of a run before it trains: stage by stage its delay, the largest stable rate, the run's own, and what
-would help.
+"""The stability of a run by theory, before it trains: the delay, learning rate and largest stable rate of each stage, and
+remedies.
 
-The run is built as for training and not trained. Each stage steps as its config says: momentum (Nesterov's too), T2, spike
-compensation, weight prediction, SpecTrain, gradient shrinking, stashed or newest weights, rates with T1; weight decay,
-clipping and a warm-up's synchronous updates are left out, and so are recomputation's weights of their own.
+The run is built as for training and not trained. Each stage is modelled as its config says: momentum (Nesterov's too), T2, spike
+compensation, weight prediction, SpecTrain, gradient shrinking, stashed or newest weights, rates with T1. Weight decay, clipping,
+the synchronous updates of a warm-up and the separate weights of recomputation are left out.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from ipu_pipe.stability.advice import (
     find_largest_joint_rate,
 )
 from ipu_pipe.stability.recurrences import Floats
-from ipu_pipe.studies.curvature import Curvature, sharpest
+from ipu_pipe.studies.curvature import Curvature, measure_curvature
 
-MOST_RATES = 1000  # updates of which the rate is looked at
+MOST_RATES = 1000  # updates at which the rate is evaluated
 
 
-def examine(config: Config, **how: Any) -> Dict[str, Any]:
-    """The findings about the run that a config describes; `how` as of `findings`. Raises BadInput."""
+def analyze_config(config: Config, **options: Any) -> Dict[str, Any]:
+    """Return the stability of the run that a config describes; `options` are those of `analyze_job`. Raise `BadInput`."""
     if not get_backend(config).emulates:
         raise BadInput(
-            f"backend.name: {config.backend.name}: one process looks at the whole model: --set backend.name=emulator"
+            f"backend.name: {config.backend.name}: stability is computed for the whole model in one process; use"
+            " --set backend.name=emulator"
         )
-    return findings(build(config), **how)
+    return analyze_job(build(config), **options)
 
 
-def findings(
+def analyze_job(
     job: Job,
     samples: int = 128,
     iterations: int = 100,
@@ -51,8 +52,11 @@ def findings(
     curvature: Optional[float] = None,
     by_stage: bool = False,
 ) -> Dict[str, Any]:
-    """The findings as plain data. `curvature`: given instead of measured on the first `samples` of the first epoch; `by_stage`:
-    each stage's own, the others' weights held. Raises BadInput for what the theory is not about."""
+    """Return the stability of a job's stages as plain data.
+
+    The curvature is measured on the first `samples` of the first epoch, or is `curvature`. With `by_stage` each stage has
+    its own, with the weights of the others held. Raise `BadInput` for a job that the theory does not cover.
+    """
     faults = list_inapplicable(job)
     if faults:
         raise BadInput(faults)
@@ -60,70 +64,72 @@ def findings(
     differ = any(a != b for a, b in zip(*lags))
     measured = _measure(job, samples, iterations, seed, differ, by_stage) if curvature is None else []
     values = [one.value for one in measured[1:]] if by_stage else [curvature or measured[0].value] * len(job.part)
-    apart = measured[0].discrepancy or 0.0 if measured else 0.0
-    rates, at = _rates(job)
+    discrepancy = measured[0].discrepancy or 0.0 if measured else 0.0
+    rates, at = _find_greatest_rates(job)
     stages = [
-        StageDynamics(s, derive_recurrence(job, s, lags[0][s], lags[1][s], apart), float(rates[s]), value)
+        StageDynamics(s, derive_recurrence(job, s, lags[0][s], lags[1][s], discrepancy), float(rates[s]), value)
         for s, value in enumerate(values)
     ]
-    found = compute_margins(stages)
-    base = float(max(job.rate(k) for k in _looked_at(job)))
+    margins = compute_margins(stages)
+    base = float(max(job.rate(k) for k in _choose_updates(job)))
     return {
         "method": job.method.name,
-        "curvature": _curvature_json(job, measured, curvature, samples, seed, by_stage),
+        "curvature": _describe_curvature(job, measured, curvature, samples, seed, by_stage),
         "rates_of_update": at,
         "stages": [
-            _stage_json(verdict, measured[0].shares[s] if measured else None) for s, verdict in enumerate(found)
+            _describe_stage(margin, measured[0].shares[s] if measured else None) for s, margin in enumerate(margins)
         ],
-        "whole": _whole(stages, measured, base, rates),
-        "advice": describe_margins(found),
+        "whole": _describe_whole(stages, measured, base, rates),
+        "advice": describe_margins(margins),
     }
 
 
-def _looked_at(job: Job) -> List[int]:
-    """Updates after the switch to the method's own: all, or evenly so many."""
+def _choose_updates(job: Job) -> List[int]:
+    """Return the updates after a warm-up at which the rate is evaluated: all, or `MOST_RATES` evenly spread ones."""
     first = min(job.rules.switch, job.updates - 1)
     return sorted(
         {round(k) for k in np.linspace(first, job.updates - 1, min(MOST_RATES, job.updates - first)).tolist()}
     )
 
 
-def _rates(job: Job) -> Tuple[Floats, List[int]]:
-    """Each stage's greatest rate, and of which update it is first."""
-    updates = _looked_at(job)
-    every = np.stack([job.rules.rates(k) for k in updates])  # (updates, stages)
-    return every.max(axis=0), [updates[i] for i in every.argmax(axis=0).tolist()]
+def _find_greatest_rates(job: Job) -> Tuple[Floats, List[int]]:
+    """Return the greatest rate of each stage, and the first update that has it."""
+    updates = _choose_updates(job)
+    rates = np.stack([job.rules.rates(k) for k in updates])  # (updates, stages)
+    return rates.max(axis=0), [updates[i] for i in rates.argmax(axis=0).tolist()]
 
 
 def _measure(job: Job, samples: int, iterations: int, seed: int, differ: bool, by_stage: bool) -> List[Curvature]:
-    """Of the whole model, and then, where asked, of each stage."""
+    """Measure the curvature of the whole model and, with `by_stage`, then of each stage."""
     if job.data.train_batches_per_epoch(samples) == 0:
-        raise BadInput(f"--samples: {samples}: the training set has not so many")
+        raise BadInput(f"--samples: {samples}: the training set has fewer samples")
     x, y = job.prepare_batch(job.data.train_batch(0, 0, samples))
     if job.config.precision == "bfloat16":
         job.model.float()
         x = map_tensors(lambda t: t.float() if t.is_floating_point() else t, x)
-    own: List[List[nn.Parameter]] = [[] for _ in job.part.stages]
+    parameters: List[List[nn.Parameter]] = [[] for _ in job.part.stages]
     for group in job.groups:
-        own[group["stage"]] += group["params"]
-    found = [sharpest(job.model, job.loss, x, y, own, iterations, seed=seed, discrepancy=differ)]
+        parameters[group["stage"]] += group["params"]
+    curvatures = [measure_curvature(job.model, job.loss, x, y, parameters, iterations, seed=seed, discrepancy=differ)]
     if by_stage:
         still = Curvature(0.0, (), 0, 0.0)
-        found += [sharpest(job.model, job.loss, x, y, [p], iterations, seed=seed) if p else still for p in own]
-    return found
+        curvatures += [
+            measure_curvature(job.model, job.loss, x, y, [p], iterations, seed=seed) if p else still for p in parameters
+        ]
+    return curvatures
 
 
-def _whole(
+def _describe_whole(
     stages: Sequence[StageDynamics], measured: Sequence[Curvature], base: float, rates: Floats
 ) -> Optional[Dict[str, Any]]:
-    """All stages along the sharpest direction; none where its shares are not known."""
+    """Return the largest stable rate with the delays of all stages at once; None where the shares of the stages are unknown."""
     if not measured or not base:
         return None
     largest = find_largest_joint_rate(stages, measured[0].shares, base, measured[0].value)
-    return {"rate": base, "largest_stable_rate": _finite(largest), "margin": _finite(largest / base)}
+    return {"rate": base, "largest_stable_rate": _drop_nonfinite(largest), "margin": _drop_nonfinite(largest / base)}
 
 
-def _curvature_json(
+def _describe_curvature(
     job: Job, measured: Sequence[Curvature], given: Optional[float], samples: int, seed: int, by_stage: bool
 ) -> Dict[str, Any]:
     if not measured:
@@ -142,8 +148,8 @@ def _curvature_json(
     }
 
 
-def _stage_json(verdict: StabilityMargin, share: Optional[float]) -> Dict[str, Any]:
-    stage = verdict.stage
+def _describe_stage(margin: StabilityMargin, share: Optional[float]) -> Dict[str, Any]:
+    stage = margin.stage
     return {
         "index": stage.index,
         "delay": stage.delay,
@@ -151,21 +157,25 @@ def _stage_json(verdict: StabilityMargin, share: Optional[float]) -> Dict[str, A
         "curvature": stage.curvature,
         "share": share,
         "rate": stage.rate,
-        "largest_stable_rate": _finite(verdict.largest_rate),
-        "margin": _finite(verdict.margin),
+        "largest_stable_rate": _drop_nonfinite(margin.largest_rate),
+        "margin": _drop_nonfinite(margin.margin),
         "raised_by": [
-            {"rule": r.change, "largest_stable_rate": _finite(r.largest_rate), "margin": _finite(r.margin)}
-            for r in verdict.remedies
+            {
+                "rule": r.change,
+                "largest_stable_rate": _drop_nonfinite(r.largest_rate),
+                "margin": _drop_nonfinite(r.margin),
+            }
+            for r in margin.remedies
         ],
     }
 
 
-def _finite(value: float) -> Optional[float]:
+def _drop_nonfinite(value: float) -> Optional[float]:
     return value if math.isfinite(value) else None
 
 
-def in_words(found: Dict[str, Any]) -> str:
-    """The findings as a table, what they rest on, and what to do."""
+def format_stability(found: Dict[str, Any]) -> str:
+    """Return the stability as text: the curvature, a table of stages, and advice."""
     c = found["curvature"]
     how = c["how"]
     if "iterations" in c:
@@ -183,16 +193,16 @@ def in_words(found: Dict[str, Any]) -> str:
         rows.append([
             str(s["index"]),
             f"{s['delay']}" + (f"/{s['backward_delay']}" if s["backward_delay"] != s["delay"] else ""),
-            _shown(s["share"]), _shown(s["rate"]), _shown(s["largest_stable_rate"]), _shown(s["margin"]),
-            f"{best['rule']} ({_shown(best['margin'])})" if best else "-",
+            _show(s["share"]), _show(s["rate"]), _show(s["largest_stable_rate"]), _show(s["margin"]),
+            f"{best['rule']} ({_show(best['margin'])})" if best else "-",
         ])  # fmt: skip
     if found["whole"] is not None:
         w = found["whole"]
-        rows.append(["all", "", "1", _shown(w["rate"]), _shown(w["largest_stable_rate"]), _shown(w["margin"]), ""])
+        rows.append(["all", "", "1", _show(w["rate"]), _show(w["largest_stable_rate"]), _show(w["margin"]), ""])
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines += ["", *("  ".join(cell.rjust(w) for cell, w in zip(row, widths)).rstrip() for row in rows), ""]
     return "\n".join([*lines, *found["advice"]])
 
 
-def _shown(value: Optional[float]) -> str:
+def _show(value: Optional[float]) -> str:
     return "-" if value is None else f"{value:.3g}"

@@ -226,7 +226,7 @@ BOUNDS = (8, 30, 60, 180, 420)
 
 
 def run_rpd_quadratic(seed: int) -> List[StepRun]:
-    """(a) PipeDream against randomized PipeDream: P = 8, 400 microbatches, so 3200 block updates each."""
+    """Run (a) PipeDream against randomized PipeDream: P = 8, 400 microbatches, so 3200 block updates each."""
     objective, P, M, rates = make_random_quadratic(2000, 512, 100, seed), 8, 400, make_powers(-8, 0)
     least = objective.optimum
     runs = split_curve("PipeDream", "pipedream", {}, rates, run_pipedream(objective, P, M, rates, seed), least)
@@ -243,7 +243,7 @@ LOCAL_STEPS = (2, 5, 30)
 def run_against_local_sgd(
     objective: Objective, P: int, slots: int, rates: Floats, local_rates: Floats, seed: int
 ) -> List[StepRun]:
-    """(b), (d) PipeDream against LocalSGD: PipeDream's microbatches in so many slots.
+    """Run (b) or (d), PipeDream against LocalSGD: PipeDream's microbatches in so many slots.
 
     LocalSGD's timeline of as many jobs is longer; it is cut after as many slots.
     """
@@ -258,13 +258,13 @@ def run_against_local_sgd(
 
 
 def run_local_sgd_quadratic(seed: int) -> List[StepRun]:
-    """(b) P = R = 16, 1230 slots: PipeDream's 600 microbatches."""
+    """Run (b): P = R = 16, 1230 slots: PipeDream's 600 microbatches."""
     objective = make_tridiagonal_quadratic(600, 512, 5, seed)
     return run_against_local_sgd(objective, 16, 1230, make_powers(-12, 2), make_powers(-12, 2), seed)
 
 
 def run_local_sgd_logistic(seed: int) -> List[StepRun]:
-    """(d) P = R = 16, 830 slots: PipeDream's 400 microbatches."""
+    """Run (d): P = R = 16, 830 slots: PipeDream's 400 microbatches."""
     objective = make_logistic_regression(50, 512, 1, 1e-4, 0.5, seed)
     return run_against_local_sgd(objective, 16, 830, make_powers(-12, -3), make_powers(-8, 2), seed)
 
@@ -273,7 +273,7 @@ STAGES = (2, 4, 8, 16, 32, 64, 128)
 
 
 def run_scaling_logistic(seed: int) -> List[StepRun]:
-    """(c) 3180 slots for every P; RPD makes PipeDream's block updates, with PipeDream's greatest delay as bound."""
+    """Run (c): 3180 slots for every P; RPD makes PipeDream's block updates, with PipeDream's greatest delay as bound."""
     objective = make_logistic_regression(50, 512, 1, 1e-4, 0.5, seed)
     least, rates, local_rates, slots = objective.optimum, make_powers(-12, -3), make_powers(-8, 2), 3180
     runs: List[StepRun] = []
@@ -299,7 +299,7 @@ TRANSFORMER = {  # 0.7 M parameters
 
 
 def run_local_sgd_transformer(seed: int, slots: int = SLOTS) -> List[StepRun]:
-    """(e) A character Transformer trained by the emulator: PipeDream, and LocalSGD with K = 1, 4 and 8, in so many slots."""
+    """Run (e): a character Transformer trained by the emulator: PipeDream, and LocalSGD with K = 1, 4 and 8, in so many slots."""
     P = TRANSFORMER_STAGES
     runs = [_train_transformer("PipeDream", "pipedream", {}, count_microbatches(slots, P), 1, slots, seed)]
     for K in (1, 4, 8):

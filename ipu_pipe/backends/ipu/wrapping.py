@@ -110,7 +110,7 @@ class Wrapped(nn.Module):
         hands_on: bool = False,
     ) -> None:
         super().__init__()
-        each = loss.each if isinstance(loss, SumOfLosses) else loss
+        each = loss.loss if isinstance(loss, SumOfLosses) else loss
         self.body = body
         # one for each block: a tensor of the loss's own cannot be on two IPUs
         copies = getattr(body, "losses", 1)
