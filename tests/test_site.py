@@ -53,7 +53,7 @@ def test_no_docstring_explains_a_key_that_is_gone(keys: Any) -> None:
 def test_the_page_of_keys_says_types_defaults_and_what_is_allowed(keys: Any) -> None:
     page = keys.page()
     assert '| `method` | text | `"gpipe"` | naive, gpipe, ' in page
-    assert "| `micro_batch_size` | whole number | `8` | a whole number >= 1 | samples that pass through" in page
+    assert "| `micro_batch_size` | whole number | `8` | a whole number >= 1 | samples of a microbatch" in page
     assert "| [`t1`](#method_argst1) | section | `null` |  | PipeMare's rescheduled rates |" in page
     assert (
         "\n## method_args.t1\n" in page
