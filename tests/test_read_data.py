@@ -94,7 +94,7 @@ def test_a_run_does_not_go_on_with_other_data(folder: Path) -> None:
     was, kept = digest(folder / "data" / "1.npy"), (folder / "data" / "1.npy").read_bytes()
     save(folder / "data" / "1.npy", 5)
     now = digest(folder / "data" / "1.npy")
-    told = f"record.json: data: 1.npy: its SHA-256 was {was[:16]}, is {now[:16]}: the data of a run cannot change: put it back"
+    told = f"record.json: data: 1.npy: its SHA-256 was {was[:16]}, is {now[:16]}: the data of a run cannot change"
     with pytest.raises(BadInput, match=told) as refused:
         own(folder / "run", 4, resume=True)
     assert len(refused.value.faults) == 1

@@ -1,8 +1,8 @@
-"""Data: sets in their official layouts, in a deterministic order, augmented and normalized as tensors.
+"""Data sets in their official layouts, in a deterministic order, augmented and normalized as tensors.
 
-A `DataSource` gives microbatches by (epoch, index). Which samples those are and how they are augmented depends on the seed,
-the epoch and the place in the epoch alone, never on how microbatches are grouped or on what was drawn before, so that a
-resumed run needs no state of its data.
+A `DataSource` gives microbatches by (epoch, index). Which samples those are and how they are augmented depends on the seed, the
+epoch and the place in the epoch alone, never on how microbatches are grouped or on what was drawn before, so that a resumed run
+needs no state of its data.
 """
 
 from ipu_pipe.data.batches import DataSource, TensorData

@@ -1,4 +1,4 @@
-"""From samples to microbatches: what a batch is, the order of samples, augmentation, normalization."""
+"""Batches: the protocol of data sources, sources in memory, and the labels that a loss allows."""
 
 from __future__ import annotations
 
@@ -41,21 +41,27 @@ class DataSource(Protocol):
     """
 
     def train_batches_per_epoch(self, batch_size: int) -> Optional[int]:
-        """Full microbatches of `batch_size` in an epoch; a last one that is not full is dropped. None where that is not known:
-        the run is then so many `steps` of one epoch, number 0, whose microbatches do not end."""
+        """Return how many full microbatches of `batch_size` an epoch has; a last one that is not full is dropped.
+
+        Return None if that is not known: the run then has `steps` updates of one epoch, number 0, whose microbatches do not end.
+        """
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
-        """Microbatch `index` of `epoch`, both from 0, of `batch_size` samples."""
+        """Return microbatch `index` of `epoch`, both counted from 0, of `batch_size` samples."""
 
     def test_batches(self, batch_size: int) -> Iterator[Any]:
-        """The whole test set in order, at most `batch_size` samples at a time."""
+        """Yield the whole test set in order, at most `batch_size` samples at a time."""
 
 
 def split_batch(
     batch: Any, labels: Optional[str] = None, whole: bool = False, asked: Tuple[str, ...] = ()
 ) -> Tuple[Any, Any]:
-    """A batch's inputs and labels. `labels`: their name in a mapping, if it is none of `LABELS`; `whole`: the model gets all of
-    the batch, and the labels may be missing (None); `asked`: what the loss asks for besides labels. Raises BadInput."""
+    """Split a batch into inputs and labels.
+
+    `labels` is their name in a mapping, if it is none of `LABELS`. If `whole`, the model gets all of the batch, and the labels
+    may be missing (None). `asked` are the names that the loss asks for besides labels. Raise `BadInput` if the labels cannot be
+    found.
+    """
     if asked:
         return split_requested_fields(batch, *split_batch(batch, labels), asked)
     if isinstance(batch, Mapping):
@@ -82,7 +88,7 @@ def split_batch(
 
 
 def compute_checksum(batch: Any, before: int = 0) -> int:
-    """Return the CRC-32 of the tensors of a batch, or of several one after another: `before` is that of the earlier ones."""
+    """Return the CRC-32 of the tensors of a batch, continuing `before`, the checksum of earlier batches."""
     for tensor in list_tensors(batch):
         numbers = tensor.detach().cpu().contiguous().reshape(-1)
         before = zlib.crc32(numbers.view(torch.uint8).numpy().data, before)
@@ -92,8 +98,8 @@ def compute_checksum(batch: Any, before: int = 0) -> int:
 class TensorData:
     """Samples held in memory: images as bytes (n, C, H, W) or numbers of any shape, with labels (n,).
 
-    `augment`: random crop out of a zero border of 4 pixels and random mirroring, drawn by (seed, epoch, place).
-    `mean`, `std`: by channel, of values between 0 and 1 where the samples are bytes.
+    If `augment`, images are cropped at random out of a zero border of 4 pixels and mirrored at random, drawn by (seed, epoch,
+    place). `mean` and `std` are by channel, of values between 0 and 1 where the samples are bytes.
     """
 
     def __init__(
@@ -111,16 +117,16 @@ class TensorData:
         self._epoch = -1
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
-        """Full microbatches in an epoch."""
+        """Return how many full microbatches an epoch has."""
         return self.train_samples // batch_size
 
     @property
     def train_samples(self) -> int:
-        """Those of an epoch."""
+        """The samples of an epoch."""
         return len(self.train[0])
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
-        """Microbatch `index` of `epoch`: the places [index b, (index + 1) b) of the epoch's order."""
+        """Return microbatch `index` of `epoch`: the places [index b, (index + 1) b) of the epoch's order."""
         self._prepare(epoch)
         places = slice(index * batch_size, (index + 1) * batch_size)
         chosen = self._order[places]
@@ -130,7 +136,7 @@ class TensorData:
         return self._normalized(x), self.train[1][chosen]
 
     def _prepare(self, epoch: int) -> None:
-        """The order and all random draws of an epoch, by place in it."""
+        """Draw the order and the augmentation of an epoch, by place in it."""
         if epoch == self._epoch:
             return
         count = len(self.train[0])
@@ -142,26 +148,29 @@ class TensorData:
         self._epoch = epoch
 
     def test_batches(self, batch_size: int) -> Iterator[Pair]:
-        """The test set in order."""
+        """Yield the test set in order."""
         for start in range(0, len(self.test[0]), batch_size):
             x, y = (part[start : start + batch_size].clone() for part in self.test)  # what works in place gets its own
             yield self._normalized(x), y
 
     def _normalized(self, x: torch.Tensor) -> torch.Tensor:
-        own = x.dtype == torch.uint8  # then what follows is a copy of ours and can be changed in place
-        if own:
+        is_bytes = x.dtype == torch.uint8  # then what follows is a copy of ours and can be changed in place
+        if is_bytes:
             x = x.float().div_(255)
         if self._mean is None or self._std is None:
             return x
-        return (x.sub_(self._mean) if own else x - self._mean).div_(self._std)
+        return (x.sub_(self._mean) if is_bytes else x - self._mean).div_(self._std)
 
 
 BORDER = 4
 
 
 def crop_and_mirror(x: torch.Tensor, shifts: torch.Tensor, mirrored: torch.Tensor) -> torch.Tensor:
-    """Each image (C, H, W) of `x` (b, C, H, W) out of itself with a border of 4 zeros, at `shifts` (b, 2) from the upper
-    left corner (0 to 8, rows then columns), those of `mirrored` (b,) turned left to right. One gather for all."""
+    """Crop each image (C, H, W) of `x` (b, C, H, W) out of itself with a border of 4 zeros, and mirror some.
+
+    `shifts` (b, 2) are distances from the upper left corner (0 to 8, rows then columns), `mirrored` (b,) says which are turned
+    left to right. One gather does it for all.
+    """
     b, channels, height, width = x.shape
     padded = torch.nn.functional.pad(x, (BORDER,) * 4).flatten(2)  # (b, C, pixels)
     columns = torch.arange(width).expand(b, width)
@@ -177,26 +186,27 @@ def _by_channel(values: Optional[Sequence[float]], x: torch.Tensor) -> Optional[
     return torch.tensor(values, dtype=torch.float32).view(1, -1, *[1] * (x.dim() - 2))
 
 
-def check_limit(key: str, wanted: Optional[int], held: Optional[int] = None) -> None:
-    """Refuse (BadInput) a number that is not whole or not from 1 to `held` (None: without end); `wanted` None is no limit."""
-    if wanted is None or (type(wanted) is int and wanted >= 1 and (held is None or wanted <= held)):
+def check_limit(key: str, wanted: Optional[int], most: Optional[int] = None) -> None:
+    """Raise `BadInput` if the number `wanted` of `key` is not whole, or not from 1 to `most`; None is no limit."""
+    if wanted is None or (type(wanted) is int and wanted >= 1 and (most is None or wanted <= most)):
         return
     raise BadInput(
-        f"data.{key}: {show(wanted)}: must be " + (f"from 1 to {held}" if held is not None else "a whole number >= 1")
+        f"data.{key}: {show(wanted)}: must be " + (f"from 1 to {most}" if most is not None else "a whole number >= 1")
     )
 
 
 def take_subset(train: Pair, test: Pair, subset: Optional[int], test_subset: Optional[int]) -> Tuple[Pair, Pair]:
-    """The first `subset` training and `test_subset` test samples, all where None. Raises BadInput."""
+    """Return the first `subset` training and `test_subset` test samples, all where None. Raise `BadInput`."""
     check_limit("subset", subset, len(train[0]))
     check_limit("test_subset", test_subset, len(test[0]))
     return (train[0][:subset], train[1][:subset]), (test[0][:test_subset], test[1][:test_subset])
 
 
 class SyntheticData:
-    """Random inputs and labels of a stated shape, drawn when asked for: for throughput, memory and traffic.
+    """Random inputs and labels of a stated shape, drawn when asked for: to measure throughput, memory and traffic.
 
-    Each sample is drawn by (seed, epoch, place), so that it is the same in microbatches of any size. `bytes`: inputs are 8-bit.
+    Each sample is drawn by (seed, epoch, place), so that it is the same in microbatches of any size. If `bytes`, inputs are
+    8-bit.
     """
 
     def __init__(
@@ -206,15 +216,15 @@ class SyntheticData:
         self._seed, self._type = seed, torch.uint8 if bytes else torch.float32
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
-        """Full microbatches in an epoch."""
+        """Return how many full microbatches an epoch has."""
         return self.train_samples // batch_size
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
-        """Microbatch `index` of `epoch`."""
+        """Return microbatch `index` of `epoch`."""
         return self._draw(epoch, range(index * batch_size, (index + 1) * batch_size))
 
     def test_batches(self, batch_size: int) -> Iterator[Pair]:
-        """The test samples."""
+        """Yield the test samples."""
         for start in range(0, self._test, batch_size):
             yield self._draw("test", range(start, min(start + batch_size, self._test)))
 
@@ -233,7 +243,7 @@ class SyntheticData:
 
 
 def split_off_test(x: torch.Tensor, y: torch.Tensor, test: int, seed: int = 0) -> List[Pair]:
-    """Training and test part of one set, `test` samples drawn once by `seed`."""
+    """Split one set into [training part, test part], `test` samples drawn once by `seed`."""
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     return [(x[order[test:]], y[order[test:]]), (x[order[:test]], y[order[:test]])]
 
@@ -243,13 +253,13 @@ IGNORED = -100  # of torch's cross-entropy, unless it is told another one
 
 @dataclass(frozen=True)
 class LabelRange:
-    """Labels from 0 to `classes` - 1, and `ignored`."""
+    """The labels that a loss allows: those from 0 to `classes` - 1, and `ignored`."""
 
     classes: int
     ignored: int = IGNORED
 
     def check(self, y: Any) -> None:
-        """Raise BadInput where a label is none of them."""
+        """Raise `BadInput` if a label is not allowed."""
         if not isinstance(y, torch.Tensor) or y.is_floating_point() or not y.numel():
             return
         counted = y[y != self.ignored]
@@ -260,13 +270,16 @@ class LabelRange:
             )
 
     def check_on_host(self, y: Any) -> None:
-        """`check` where it waits for no GPU."""
+        """Check labels unless they are on a GPU, for which this would wait."""
         if isinstance(y, torch.Tensor) and y.device.type == "cpu":
             self.check(y)
 
 
 def find_label_range(loss: Any, output: Any, y: Any) -> Optional[LabelRange]:
-    """What a mean cross-entropy of `output` (b, classes, ...) with whole numbers `y` (b, ...) allows; None for other losses."""
+    """Return the labels that a mean cross-entropy of `output` (b, classes, ...) with integers `y` (b, ...) allows.
+
+    Return None for other losses. A GPU's kernel that meets another label aborts far from its cause, so the host looks first.
+    """
     is_module = isinstance(loss, nn.CrossEntropyLoss)
     if not is_module and loss is not nn.functional.cross_entropy:
         return None

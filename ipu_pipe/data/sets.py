@@ -1,4 +1,4 @@
-"""The named sets, read from their official layouts and checked by size and hash.
+"""The named data sets, read from their official layouts and checked by size and hash.
 
 cifar10        cifar-10-batches-bin/: a label byte, then 1024 red, green and blue bytes a sample (Krizhevsky 2009)
 mnist          train-images-idx3-ubyte and so on, IDX files (LeCun et al. 1998, CC BY-SA 3.0)
@@ -79,12 +79,12 @@ FILES: Dict[str, Dict[str, Tuple[str, int]]] = {
 
 
 def get_default_root() -> Path:
-    """Where sets are kept that come with no root: the folder $IPU_PIPE_DATA, else ~/.cache/ipu_pipe."""
+    """Return the folder of data sets: $IPU_PIPE_DATA, else ~/.cache/ipu_pipe."""
     return Path(os.environ.get("IPU_PIPE_DATA") or Path.home() / ".cache" / "ipu_pipe")
 
 
 def check_files(name: str, folder: Path, root: Union[str, Path, None]) -> None:
-    """Refuse (BadInput, a line a file) what is missing, cut short or altered, and say how to fetch it."""
+    """Raise `BadInput`, one line for each file that is missing, cut short or altered, and say how to fetch it."""
     where = f" --root {root}" if root is not None else ""
     remedy = f"run: python tools/fetch_data.py {name}{where}"
     if not folder.is_dir():
@@ -111,7 +111,7 @@ def _size(path: Path) -> Optional[int]:
 
 
 def _folder(name: str, root: Optional[str]) -> Path:
-    """The folder of a set whose files are those of its official layout. Raises BadInput."""
+    """Return the folder of a set whose files are those of its official layout. Raise `BadInput` if they are not."""
     folder = Path(root or get_default_root()) / FOLDERS[name]
     check_files(name, folder, root)
     return folder
@@ -121,13 +121,13 @@ def _folder(name: str, root: Optional[str]) -> Path:
 
 
 def read_cifar(path: Path) -> Pair:
-    """Images (n, 3, 32, 32) and labels (n,) of one file of CIFAR-10's binary layout."""
+    """Read images (n, 3, 32, 32) and labels (n,) of one file in CIFAR-10's binary layout."""
     rows = torch.from_numpy(np.fromfile(path, dtype=np.uint8)).view(-1, 3073)
     return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long()
 
 
 def read_idx(images: Path, labels: Path) -> Pair:
-    """Images (n, 1, H, W) and labels (n,) of a pair of IDX files."""
+    """Read images (n, 1, H, W) and labels (n,) of a pair of IDX files."""
     raw = np.fromfile(images, dtype=np.uint8)
     magic, count, height, width = raw[:16].view(">i4").tolist()
     tags = np.fromfile(labels, dtype=np.uint8)
@@ -148,7 +148,7 @@ def _cifar10(root: Optional[str], seed: int, augment: bool = True, size: int = 3
 
 
 def _averaged(x: torch.Tensor, factor: int) -> torch.Tensor:
-    """Images (n, C, H, W) of bytes with each square of `factor` pixels a side averaged, for small experiments."""
+    """Average each square of `factor` pixels a side of images (n, C, H, W) of bytes, for small experiments."""
     if factor == 1:
         return x
     n, channels, height, width = x.shape
@@ -206,7 +206,7 @@ def _limited(
     test_subset: Optional[int] = None,
     random_labels: bool = False,
 ) -> DataSource:
-    """The first `subset` training and `test_subset` test samples, all if None."""
+    """Make the data source of the first `subset` training and `test_subset` test samples, all if None."""
     if random_labels:  # drawn for the whole set, so that a subset's are the first of them
         train, test = _relabelled(train, seed, "train"), _relabelled(test, seed, "test")
     return TensorData(*take_subset(train, test, subset, test_subset), seed, augment, mean, std)
@@ -216,7 +216,7 @@ CLASSES = 10  # of each set whose labels can be random
 
 
 def _relabelled(pair: Pair, seed: int, part: str) -> Pair:
-    """The same samples with labels drawn by (seed, part, place), whatever the sample."""
+    """Return the same samples with labels drawn by (seed, part, place), whatever the sample."""
     generator = torch.Generator().manual_seed(derive_seed(seed, "random labels", part))
     return pair[0], torch.randint(0, CLASSES, (len(pair[1]),), generator=generator)
 
@@ -273,10 +273,10 @@ def _hint(name: str, known: Iterable[str]) -> str:
 
 
 def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **options: Any) -> DataSource:
-    """The set called `name`, from the folder `root` (default: `default_root()`), in the order of `seed`.
+    """Load the set called `name` from the folder `root` (default: `get_default_root()`), in the order of `seed`.
 
-    Options of all sets: `subset` and `test_subset`, the first so many samples; of the others see SETS. `random_labels`: labels
-    of both parts drawn by `seed` in place of the samples' own. Raises BadInput for unknown names and options and for data that
+    All sets take `subset` and `test_subset`, the number of first samples to take; for the options of each see SETS. With
+    `random_labels` the labels of both parts are drawn by `seed`. Raise `BadInput` for unknown names and options and for data that
     is missing or damaged.
     """
     if name not in SETS:
@@ -297,10 +297,10 @@ def load_data(name: str, root: Union[str, Path, None] = None, seed: int = 0, **o
     if faults:
         raise BadInput(faults)
     assert inspect.isfunction(SETS[name])
-    made = SETS[name](str(root) if root is not None else None, seed, **options)
+    source = SETS[name](str(root) if root is not None else None, seed, **options)
     if name in FILES:
         folder = Path(root or get_default_root()) / FOLDERS[name]
-        vars(made)["data_files"] = [folder / file for file in FILES[name]]
+        vars(source)["data_files"] = [folder / file for file in FILES[name]]
     elif name == "digits":
-        vars(made)["data_files"] = [_digits_file()]
-    return made
+        vars(source)["data_files"] = [_digits_file()]
+    return source

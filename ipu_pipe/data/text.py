@@ -1,4 +1,4 @@
-"""Text as numbers: windows of characters that predict the next one, and pairs of sentences to translate."""
+"""Text as integers: windows of characters that predict the next one, and pairs of sentences to translate."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ipu_pipe.text import show
 
 
 def _check_least(key: str, value: Any, least: int) -> None:
+    """Raise `BadInput` if the value of `key` is not an integer >= `least`."""
     if type(value) is not int or value < least:
         raise BadInput(f"data.{key}: {show(value)}: must be a whole number >= {least}")
 
@@ -43,8 +44,8 @@ class TextData:
             _check_least("characters", characters, 20)
         check_limit("characters", characters, len(text))
         codes = np.frombuffer(text, dtype=np.uint8)
-        held, numbers = np.unique(codes, return_inverse=True)
-        self.vocabulary, self.vocabulary_size = held.tobytes().decode("latin-1"), len(held)
+        characters_used, numbers = np.unique(codes, return_inverse=True)
+        self.vocabulary, self.vocabulary_size = characters_used.tobytes().decode("latin-1"), len(characters_used)
         numbers = numbers[:characters].astype(np.uint8)
         cut = len(numbers) * 9 // 10
         longest = min(cut // 2, len(numbers) - cut - 1)
@@ -61,11 +62,11 @@ class TextData:
         self._context, self._seed, self._epoch = context, seed, -1
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
-        """Full microbatches in an epoch."""
+        """Return how many full microbatches an epoch has."""
         return self.train_samples // batch_size
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Pair:
-        """Microbatch `index` of `epoch`: the places [index b, (index + 1) b) of the epoch's order."""
+        """Return microbatch `index` of `epoch`: the places [index b, (index + 1) b) of the epoch's order."""
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
             order = torch.randperm(self.train_samples, generator=generator)
@@ -75,7 +76,7 @@ class TextData:
         return self._windows(self._text, self._starts[index * batch_size : (index + 1) * batch_size])
 
     def test_batches(self, batch_size: int) -> Iterator[Pair]:
-        """The test windows in order."""
+        """Yield the test windows in order."""
         starts = torch.arange(self._test_count) * self._context
         for start in range(0, self._test_count, batch_size):
             yield self._windows(self._test_text, starts[start : start + batch_size])
@@ -95,7 +96,7 @@ LONGEST = 512  # no verse has as many
 
 
 def split_into_tokens(line: str) -> List[str]:
-    """Words in small letters and single punctuation marks."""
+    """Split a line into words in lower case and single punctuation marks."""
     return re.findall(r"\w+|[^\w\s]", line.lower())
 
 
@@ -139,7 +140,7 @@ class TranslationData(TensorData):
 
 
 def _most_frequent(lines: Sequence[Sequence[str]], vocabulary: int) -> List[str]:
-    """The special tokens, then the most frequent of `lines`, equally frequent ones by the alphabet."""
+    """List the special tokens, then the most frequent tokens of `lines`, equally frequent ones by the alphabet."""
     counts = Counter(token for line in lines for token in line)
     return SPECIAL + sorted(counts, key=lambda token: (-counts[token], token))[: vocabulary - len(SPECIAL)]
 

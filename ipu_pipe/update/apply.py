@@ -1,4 +1,4 @@
-"""The rules of a run, applied: to the versions that passes read, and to each update of one torch.optim optimizer."""
+"""The update rules of a run, applied to the versions that passes read and to each update of one torch.optim optimizer."""
 
 from __future__ import annotations
 
@@ -33,23 +33,25 @@ class StageState:
 
     @property
     def parameters(self) -> List[torch.nn.Parameter]:
-        """Those of all groups, in order."""
+        """The parameters of all groups, in order."""
         return [p for group in self.groups for p in group["params"]]
 
     def entries(self, name: str) -> Optional[Tensors]:
-        """The optimizer state `name` of each parameter, or None before the first update has made it. What a parameter
-        lacks that never had a gradient is 0."""
-        held = [self.state[p].get(name) if p in self.state else None for p in self.parameters]
-        if all(value is None for value in held):
+        """Return the optimizer state `name` of each parameter, or None before the first update has made it.
+
+        It is 0 for a parameter that never had a gradient.
+        """
+        values = [self.state[p].get(name) if p in self.state else None for p in self.parameters]
+        if all(value is None for value in values):
             return None
-        return [torch.zeros_like(p) if value is None else value for p, value in zip(self.parameters, held)]
+        return [torch.zeros_like(p) if value is None else value for p, value in zip(self.parameters, values)]
 
 
 _Acting = Tuple[Rule, Sequence[Setting]]  # a rule with its setting for each stage of the run, in order
 
 
 class _Moved(NamedTuple):
-    """What moves in an update of one group: parameters with a gradient, and that gradient with weight decay."""
+    """The parameters of one group that an update moves, and their gradients with weight decay added."""
 
     stage: StageState
     group: Mapping[str, Any]
@@ -58,11 +60,11 @@ class _Moved(NamedTuple):
 
 
 class UpdateRules:
-    """All rules of a run over one optimizer. `rate`: learning rate of update k; `switch`: the first asynchronous update;
-    `masters`: where the optimizer's parameters are those of a model's weights; `base`: the rate of which each group's own is a
-    share, where they may differ.
+    """All rules of a run over one optimizer.
 
-    Before the switch updates are plain ones and no accumulator moves.
+    `rate(k)` is the learning rate of update k, `switch` the first asynchronous update: before it updates are plain ones and no
+    accumulator moves. `masters` are given where the optimizer's parameters are master copies of a model's weights; `base` is the
+    rate of which the rate of each parameter group is a share, where they may differ.
     """
 
     def __init__(
@@ -80,10 +82,10 @@ class UpdateRules:
         self._shares = [group["lr"] / base if base else 1.0 for group in optimizer.param_groups]
         self.optimizer, self._rate, self.switch = optimizer, rate, switch
         self.stages = _by_stage(optimizer)
-        own = [p for stage in self.stages.values() for p in stage.parameters]
-        self.rounded = masters.pairs(own) if masters is not None else []  # (weight, master)
+        stage_lag = [p for stage in self.stages.values() for p in stage.parameters]
+        self.rounded = masters.pairs(stage_lag) if masters is not None else []  # (weight, master)
         self._rules: List[_Acting] = [
-            (rule, [Setting(values, s, own, method, accumulate) for s, own in enumerate(lag.tolist())])
+            (rule, [Setting(values, s, stage_lag, method, accumulate) for s, stage_lag in enumerate(lag.tolist())])
             for rule, values in select_rules(args, method)
         ]
         self._every: List[int] = args.get("block_accumulation") or [1] * len(lag)
@@ -94,32 +96,35 @@ class UpdateRules:
 
     @property
     def read_rates(self) -> bool:
-        """Whether a rule corrects what passes read by the learning rate."""
+        """Whether a rule corrects the weights that passes read by the learning rate."""
         return any(rule.read is not None for rule, _ in self._rules)
 
     def entries(self, stage: int) -> List[str]:
-        """Names of what is kept of each parameter of the stage beside the optimizer's own state."""
+        """List the names of the state that rules keep for each parameter of the stage beside the optimizer's own."""
         return [name for rule, setting in self._on(stage) if rule.state is not None for name in rule.state(setting)]
 
     def list_known_entries(self) -> List[str]:
-        """Names of what is kept on any stage, were its lag another."""
-        found = [rule.state(settings[0]) for rule, settings in self._rules if rule.state is not None]
-        return [name for names in found for name in names]
+        """List the names of the state that rules would keep on any stage, were its lag another."""
+        states = [rule.state(settings[0]) for rule, settings in self._rules if rule.state is not None]
+        return [name for names in states for name in names]
 
     def _on(self, stage: int) -> List[Tuple[Rule, Setting]]:
-        """The rules that act on a stage."""
+        """List the rules that act on a stage, with their settings."""
         return [(rule, settings[stage]) for rule, settings in self._rules if rule.acts_on(settings[stage])]
 
     # --- reading
 
     def _code_by_stage(self, code: int) -> IntArray:
-        """`code` where a rule corrects what that pass reads, else PLAIN; shape (P,)."""
+        """Return `code` where a rule corrects the weights that such a pass reads, else PLAIN; shape (P,)."""
         reading = Reading(code == FORWARD, rate=1.0)
         corrects = [any(c for _, c in self._read(stage, reading)) for stage in range(self._count)]
         return np.where(corrects, code, PLAIN)
 
     def _read(self, stage: int, reading: Reading) -> List[Tuple[str, float]]:
-        """Where the lag of a backward is said, by the rules that ask for it alone."""
+        """List (entry, c) pairs of the rules on a stage.
+
+        They are those of the rules that ask for the lag of a backward if it is given, else those of the others.
+        """
         return [
             pair
             for rule, setting in self._on(stage)
@@ -128,11 +133,11 @@ class UpdateRules:
         ]
 
     def encode_forwards(self, versions: IntArray) -> IntArray:
-        """How the forwards that read `versions` (P,) or (P, n) correct them."""
+        """Return how forwards that read `versions` (P,) or (P, n) correct them, as a code for each."""
         return np.where(versions >= self.switch, self._wide(FORWARD, versions), PLAIN)
 
     def encode_backwards(self, versions: IntArray, forward: IntArray) -> IntArray:
-        """How backwards (or recomputations) that read `versions` correct them, `forward` read by the forwards; same shapes."""
+        """Return how backwards (or recomputations) that read `versions` correct them; `forward` were read by the forwards."""
         if self._reads_lag:
             return np.where(versions >= self.switch, forward - versions, PLAIN)
         return np.where(versions >= self.switch, self._wide(BACKWARD, versions), PLAIN)
@@ -142,33 +147,37 @@ class UpdateRules:
         return codes if like.ndim == 1 else codes[:, None]
 
     def compute_corrections(self, stage: int, code: int, version: int) -> List[Tuple[Tensors, float]]:
-        """(x, c) pairs: the weights w of the *newest* version of a stage are corrected to w + c x by each; none where there is
-        nothing to correct yet."""
+        """Return (x, c) pairs: each corrects the weights w of the *newest* version of a stage to w + c x.
+
+        The list is empty as long as there is nothing to correct.
+        """
         rate = self._stage_rate(stage, version, float(self._rate(version)))
         read = self._read(stage, Reading(code == FORWARD, max(-code, 0), rate))
-        found = [(self.stages[stage].entries(entry), c) for entry, c in read if c]
-        return [(x, c) for x, c in found if x is not None]
+        pairs = [(self.stages[stage].entries(entry), c) for entry, c in read if c]
+        return [(x, c) for x, c in pairs if x is not None]
 
     # --- updating
 
     def collect(self) -> None:
-        """After a backward: the gradients of weights are their masters'."""
+        """Hand the gradients of weights to their master copies, after a backward."""
         collect_gradients(self.rounded)
 
     def rates(self, k: int) -> Floats:
-        """Learning rate (P,) of update k."""
+        """Return the learning rates (P,) of update k."""
         base = float(self._rate(k))
         return np.array([self._stage_rate(stage, k, base) for stage in range(self._count)])
 
     def _stage_rate(self, stage: int, k: int, rate: float) -> float:
-        """That of one stage alone, from that of the schedule."""
+        """Return the learning rate of one stage from that of the schedule."""
         for rule, settings in self._rules if k >= self.switch else ():
             rate = rule.rate(settings[stage], rate, k - self.switch) if rule.rate is not None else rate
         return rate
 
     def step(self, k: int, clip: Callable[[], None], stages: Optional[Sequence[int]] = None) -> None:
-        """Update k of these stages (all if None) from the gradients at hand, which are then gone, those of other stages, too;
-        those of blocks that gather more of them stay."""
+        """Carry out update k of these stages (all if None) from the gradients at hand, and delete the gradients of all stages.
+
+        Gradients of blocks that gather several batches before they step stay.
+        """
         active = self._active if k >= self.switch else []
         if stages is not None:
             active = [(stage, rule, at) for stage, rule, at in active if stage.index in stages]
@@ -187,8 +196,8 @@ class UpdateRules:
             moved = [(rule.step, at, _moved(stage)) for stage, rule, at in active if rule.step is not None]
             self.optimizer.step()
             for change, at, groups in moved:
-                for own in groups:
-                    _change_step(change, at, own)
+                for moved_group in groups:
+                    _change_step(change, at, moved_group)
             for stage, entries in followed:
                 now = [p.detach() for p in stage.parameters]
                 _follow(stage, entries, list(torch._foreach_sub(now, before[stage.index])))
@@ -198,7 +207,7 @@ class UpdateRules:
             p.grad = gradient
 
     def _acting_here(self) -> List[Tuple[StageState, Rule, Setting]]:
-        """What acts on the stages at hand, rule by rule."""
+        """List (stage, rule, setting) for all that acts on the stages of this process, rule by rule."""
         return [
             (stage, rule, settings[stage.index])
             for rule, settings in self._rules
@@ -208,14 +217,14 @@ class UpdateRules:
 
 
 def _by_stage(optimizer: torch.optim.Optimizer) -> Dict[int, StageState]:
-    found: Dict[int, List[Dict[str, Any]]] = {}
+    groups_by_stage: Dict[int, List[Dict[str, Any]]] = {}
     for group in optimizer.param_groups:
-        found.setdefault(group["stage"], []).append(group)
-    return {index: StageState(index, groups, optimizer.state) for index, groups in found.items()}
+        groups_by_stage.setdefault(group["stage"], []).append(group)
+    return {index: StageState(index, groups, optimizer.state) for index, groups in groups_by_stage.items()}
 
 
 def _forget_others(every: Mapping[int, StageState], stages: Sequence[int]) -> None:
-    """The gradients of all stages but these are gone: what has none, no optimizer steps."""
+    """Delete the gradients of all stages except `stages`: no optimizer steps a parameter without one."""
     for index, stage in every.items():
         if index not in stages:
             for p in stage.parameters:
@@ -248,8 +257,8 @@ def _change_gradients(change: Callable[[Setting, Tensors], Tensors], at: Setting
 
 
 def _moved(stage: StageState) -> List[_Moved]:
-    """What is about to move, by group."""
-    found = []
+    """List what is about to move, by parameter group."""
+    moved = []
     for group in stage.groups:
         parameters = [p for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in parameters]
@@ -257,12 +266,12 @@ def _moved(stage: StageState) -> List[_Moved]:
             values = [p.detach() for p in parameters]
             gradients = list(torch._foreach_add(gradients, values, alpha=group["weight_decay"]))
         if parameters:
-            found.append(_Moved(stage, group, parameters, gradients))
-    return found
+            moved.append(_Moved(stage, group, parameters, gradients))
+    return moved
 
 
 def _change_step(change: Step, at: Setting, moved: _Moved) -> None:
-    """When the optimizer has stepped: what the rule adds."""
+    """Add what the rule adds to a step that the optimizer has made."""
     state = moved.stage.state
     has_velocity = moved.group["momentum"]
     velocity = [state[p]["momentum_buffer"] for p in moved.parameters] if has_velocity else moved.gradients
@@ -272,14 +281,16 @@ def _change_step(change: Step, at: Setting, moved: _Moved) -> None:
 
 
 def _follow(stage: StageState, entries: Mapping[str, Follow], step: Tensors) -> None:
-    """Move a rule's entries by `step`. A parameter without a gradient has not moved, and must get no state, by which
-    optimizers know what they have not seen yet."""
+    """Move a rule's entries by `step`.
+
+    A parameter without a gradient has not moved, and must get no state, by which optimizers know what they have not seen yet.
+    """
     for entry, follow in entries.items():
         pairs = zip(stage.parameters, step)
         moved = [(p, value) for p, value in pairs if p.grad is not None or entry in stage.state[p]]
         if not moved:
             continue
-        held = [stage.state[p].get(entry) for p, _ in moved]
-        old = [torch.zeros_like(value) if own is None else own for own, (_, value) in zip(held, moved)]
+        states = [stage.state[p].get(entry) for p, _ in moved]
+        old = [torch.zeros_like(value) if x is None else x for x, (_, value) in zip(states, moved)]
         for (p, _), new in zip(moved, follow(old, [value for _, value in moved])):
             stage.state[p][entry] = new

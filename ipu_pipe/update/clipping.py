@@ -1,4 +1,4 @@
-"""Clipping of gradients: by the norm of a stage, of all stages, or of all stages some updates ago."""
+"""Clipping of gradients by the norm of a stage, of all stages, or of all stages some updates ago."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ MARGIN = 1e-6  # added to a norm, as torch's own clipping does
 
 
 def compute_gradient_norms(parameters: Iterable[torch.Tensor]) -> List[torch.Tensor]:
-    """Euclidean norms of the gradients that there are, one tensor a kernel: where a stage has a process of its own and where it
-    has none, the same kernels must give them (torch's own clipping takes all tensors of a GPU at once)."""
+    """Return the Euclidean norm of each gradient that exists, by one kernel a tensor.
+
+    Torch's own clipping takes all tensors of a GPU at once; whether a stage has a process of its own must not change the kernels.
+    """
     return [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
 
 
 def clip_to_norm(norm: float, parameters: Iterable[torch.Tensor], norms: Sequence[torch.Tensor]) -> None:
-    """Scale gradients so that the norm of all of which `norms` are known, these and maybe others, is at most `norm`."""
+    """Scale the gradients of `parameters` so that the norm of all gradients is at most `norm`.
+
+    `norms` are the norms of all of them, those of other parameters included.
+    """
     if not norms:
         return
     total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
@@ -33,15 +38,16 @@ def _multiply(parameters: Iterable[torch.Tensor], scale: Union[float, torch.Tens
 
 
 def compute_norm(parameters: Iterable[torch.Tensor]) -> Optional[float]:
-    """Euclidean norm of the gradients of these parameters; None where there is none."""
+    """Return the Euclidean norm of the gradients of these parameters, or None if there are none."""
     norms = compute_gradient_norms(parameters)
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else None
 
 
 class DelayedGlobalNorm:
-    """Clipping of asynchronous methods by a global norm. A stage updates before the other stages have their gradients, so it
-    takes the newest update that all stages have done before any of them does this one: `lag` updates back. Right after a
-    drain there is none yet, and the stage's own norm clips.
+    """Clipping of asynchronous methods by a global norm.
+
+    A stage updates before the other stages have their gradients, so it takes the norm of the newest update that all stages have
+    done before any of them does this one: `lag` updates back. After a drain there is none yet, and the stage's own norm clips.
     """
 
     def __init__(self, norm: float, schedule: Schedule) -> None:
@@ -50,16 +56,16 @@ class DelayedGlobalNorm:
         self._totals: Dict[int, float] = {}
 
     def source(self, k: int) -> Optional[int]:
-        """The update whose global norm clips update k, or None: the stage's own norm does."""
+        """Return the update whose global norm clips update k, or None if the stage's own norm does."""
         begin, _ = self._schedule.stretch(k)
         return k - self.lag if k - self.lag >= begin else None
 
     def is_needed(self, k: int) -> bool:
-        """Whether the norm of update k clips a later update."""
+        """Return whether the norm of update k clips a later update."""
         return k + self.lag < self._schedule.stretch(k)[1]
 
     def remember(self, k: int, norms: Sequence[Optional[float]]) -> None:
-        """The stages' norms of update k, in order."""
+        """Store the norms of update k, one for each stage in order."""
         self._totals[k] = math.sqrt(sum(n * n for n in norms if n is not None))
         self._totals.pop(k - 2 * self.lag - 1, None)
 
@@ -72,7 +78,7 @@ class DelayedGlobalNorm:
 
 
 def _common_lag(schedule: Schedule) -> int:
-    """The least g such that all stages have done update k - g before any stage does update k, whatever k."""
+    """Return the least g such that all stages have done update k - g before any stage does update k, for all k."""
     longest = max(schedule.stretches, key=lambda part: part.microbatches)
     first = longest.first_microbatch // schedule.accumulate
     count = min(longest.microbatches // schedule.accumulate, 4 * schedule.stages + 8)

@@ -1,5 +1,6 @@
-"""The optimizer's parameter groups: one of each stage, or two with `no_decay`. A group knows its stage (`group["stage"]`), by
-which updates are told apart and the rules treat stages differently.
+"""The optimizer's parameter groups: one for each stage, or two with `no_decay`.
+
+A group knows its stage (`group["stage"]`), by which rates and rules treat stages differently.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _NORMS = (
 
 
 def make_groups(model: nn.Module, part: Partition, no_decay: Union[str, Sequence[str]] = ()) -> Groups:
-    """Parameter groups in stage order. Parameters whose names match `no_decay` (patterns as of a shell, or the word
-    `norms_and_biases`) form a second group of their stage with `weight_decay` 0.
+    """Make parameter groups in stage order.
 
-    Parameters that need no gradient are left out. Raises BadInput where a pattern matches nothing.
+    Parameters whose names match `no_decay` (patterns as in a shell, or the word `norms_and_biases`) form a second group of their
+    stage with `weight_decay` 0. Parameters that need no gradient are left out. Raise `BadInput` if a pattern matches nothing.
     """
     parameters = dict(model.named_parameters())
     undecayed = _undecayed(model, parameters, [no_decay] if isinstance(no_decay, str) else list(no_decay))
@@ -43,24 +44,27 @@ def make_groups(model: nn.Module, part: Partition, no_decay: Union[str, Sequence
 
 
 def replace_parameters(groups: Groups, changed: Callable[[nn.Parameter], nn.Parameter]) -> Groups:
-    """The groups of what an optimizer changes in the place of the weights: of their masters, say."""
+    """Replace each parameter by what the optimizer changes in its place, such as its master copy."""
     return [{**group, "params": [changed(p) for p in group["params"]]} for group in groups]
 
 
 def select_stage(groups: Groups, stage: int) -> Groups:
-    """The groups of one stage alone, for a process that holds no other. A stage without weights gets an empty parameter,
-    since optimizers want one."""
-    own = [group for group in groups if group["stage"] == stage]
-    return own or [{"params": [nn.Parameter(torch.zeros(0))], "stage": stage}]
+    """Return the groups of one stage, for a process that holds no other.
+
+    A stage without weights gets an empty parameter, since optimizers want one.
+    """
+    stage_groups = [group for group in groups if group["stage"] == stage]
+    return stage_groups or [{"params": [nn.Parameter(torch.zeros(0))], "stage": stage}]
 
 
 def select_parameters(groups: Groups, wanted: Set[int]) -> Groups:
-    """The groups with those parameters alone whose id is in `wanted`."""
-    kept = [{**group, "params": [p for p in group["params"] if id(p) in wanted]} for group in groups]
-    return [group for group in kept if group["params"]]
+    """Return the groups with only those parameters whose id is in `wanted`."""
+    narrowed = [{**group, "params": [p for p in group["params"] if id(p) in wanted]} for group in groups]
+    return [group for group in narrowed if group["params"]]
 
 
 def _undecayed(model: nn.Module, names: Iterable[str], patterns: Sequence[str]) -> List[str]:
+    """List the names of the parameters that match a pattern. Raise `BadInput` if a pattern matches nothing."""
     chosen: List[str] = []
     for pattern in patterns:
         if pattern == "norms_and_biases":
@@ -78,5 +82,5 @@ OWN_RATES = "optimizer: parameter groups with learning rates of their own"
 
 
 def has_own_rates(optimizer: torch.optim.Optimizer, base: float) -> bool:
-    """Whether any group's learning rate is another than `base`."""
+    """Return whether any group has another learning rate than `base`."""
     return any(group["lr"] != base for group in optimizer.param_groups)

@@ -1,5 +1,6 @@
-"""torch.optim's optimizers by name. All stages of a process share one, whose state (momentum and the like) is kept by parameter
-and so by stage.
+"""The torch.optim optimizer of a run: how it is made, how much state it keeps, and its state in checkpoints.
+
+All stages of a process share one optimizer, whose state (momentum and the like) is kept by parameter and so by stage.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ OptimizerFactory = Callable[[Groups], torch.optim.Optimizer]
 
 
 def make_factory_by_name(name: str, **settings: Any) -> OptimizerFactory:
-    """`sgd`, `adam` or `adamw` of torch.optim with these settings, as a function of the parameter groups."""
+    """Return a function that makes `sgd`, `adam` or `adamw` of torch.optim with these settings from parameter groups."""
     kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     if name not in kinds:
         raise BadInput(f"optimizer.name: {name}: must be one of {', '.join(kinds)}")
@@ -57,7 +58,14 @@ ALLOWED = (
 
 
 def make_factory_of(given: Any, args: Optional[Mapping[str, Any]] = None) -> OptimizerFactory:
-    """What makes the optimizer that Python gave. Raises BadInput."""
+    """Return a function that makes the optimizer given in Python from parameter groups, one or more for each stage.
+
+        factory     functools.partial(torch.optim.SGD, lr=0.1)          called with the groups
+        class       torch.optim.AdamW with its arguments `args`         the same
+        instance    torch.optim.SGD(model.parameters(), lr=0.1)         its class and the settings of each of its groups, copied
+
+    Raise `BadInput` if it is none of these.
+    """
     if isinstance(given, tuple) and len(given) == 2 and inspect.isclass(given[0]) and isinstance(given[1], Mapping):
         given, args = given[0], {**given[1], **(args or {})}
     if isinstance(given, torch.optim.Optimizer):
@@ -70,7 +78,7 @@ def make_factory_of(given: Any, args: Optional[Mapping[str, Any]] = None) -> Opt
 
 
 class _Calling:
-    """A class or a function with its arguments; what it does not take is told in a line."""
+    """A class or a function with its arguments; arguments that it does not take are reported in one line."""
 
     def __init__(self, made_by: Any, args: Dict[str, Any]) -> None:
         self._made_by, self._args = made_by, args
@@ -89,7 +97,7 @@ class _Calling:
 
 
 class _Like:
-    """Makes an optimizer of the same class and settings as one that exists, of the same parameters."""
+    """A factory of optimizers of the class and settings of one that exists, over the same parameters."""
 
     def __init__(self, own: torch.optim.Optimizer) -> None:
         if own.state:
@@ -107,10 +115,10 @@ class _Like:
     def __call__(self, groups: Groups) -> torch.optim.Optimizer:
         taken = inspect.signature(self._kind.__init__).parameters
         usual = {key: value for key, value in self._defaults.items() if key in taken}
-        return self._kind([own for group in groups for own in self._divided(group)], **usual)
+        return self._kind([subgroup for group in groups for subgroup in self._divided(group)], **usual)
 
     def _divided(self, group: Mapping[str, Any]) -> List[Dict[str, Any]]:
-        """A stage's group in those of the optimizer that is copied, in its order."""
+        """Divide the group of a stage into the groups of the optimizer that is copied, in its order."""
         others = {key: value for key, value in group.items() if key != "params"}
         if not any(p.numel() for p in group["params"]):  # of a stage without weights
             return [dict(group)]
@@ -121,29 +129,31 @@ class _Like:
                 f" {group['stage']}: it must be made of those of the model that is given; what is not to be trained needs"
                 " requires_grad_(False)"
             )
-        found: Dict[int, Dict[str, Any]] = {}
+        groups: Dict[int, Dict[str, Any]] = {}
         for p in group["params"]:
             number, settings = self._settings[id(p)]
-            found.setdefault(number, {**settings, **others, "params": []})["params"].append(p)
-        return [found[number] for number in sorted(found)]
+            groups.setdefault(number, {**settings, **others, "params": []})["params"].append(p)
+        return [groups[number] for number in sorted(groups)]
 
 
 def count_state_bytes(optimizer: torch.optim.Optimizer, stages: int) -> List[int]:
-    """Bytes of optimizer state (momentum, moments, step counts) held for each stage."""
-    held = [0] * stages
+    """Count the bytes of optimizer state (momentum, moments, step counts) of each stage."""
+    stage_bytes = [0] * stages
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, torch.Tensor):
-                    held[group["stage"]] += value.numel() * value.element_size()
-    return held
+                    stage_bytes[group["stage"]] += value.numel() * value.element_size()
+    return stage_bytes
 
 
 def export_state(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
 ) -> Tuple[Dict[str, torch.Tensor], Dict[str, Any]]:
-    """(tensors, plain values) of the optimizer's state, keyed `parameter/entry` by unsplit parameter names; of the parameters
-    that have one in `names`."""
+    """Return (tensors, plain values) of the optimizer's state, keyed `parameter/entry`.
+
+    `names` maps parameters to their names in the model before it was split; others are left out.
+    """
     tensors: Dict[str, torch.Tensor] = {}
     plain: Dict[str, Any] = {}
     for parameter, state in optimizer.state.items():
@@ -163,8 +173,11 @@ def import_state(
     tensors: Mapping[str, torch.Tensor],
     plain: Mapping[str, Any],
 ) -> None:
-    """Put back what `export_state` gave, whatever the number of stages was; of parameters that the optimizer holds."""
-    own = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    """Put back the state that `export_state` returned, whatever the number of stages was then.
+
+    State of parameters that this optimizer does not hold is skipped. Raise `BadInput` for a name that the model does not have.
+    """
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     by_name = {name: parameter for parameter, name in names.items()}
     entries: Dict[str, Dict[str, Any]] = {}
     for key, value in [*tensors.items(), *plain.items()]:
@@ -174,9 +187,9 @@ def import_state(
         entries.setdefault(name, {})[entry] = value
     for name, state in entries.items():
         parameter = by_name[name]
-        if id(parameter) not in own:
+        if id(parameter) not in group_of:
             continue
-        group = own[id(parameter)]
+        group = group_of[id(parameter)]
         counts_there = bool(group.get("fused") or group.get("capturable"))  # others keep step counts on the CPU
         for entry, value in state.items():
             if isinstance(value, torch.Tensor):

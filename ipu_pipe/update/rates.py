@@ -1,5 +1,8 @@
-"""Learning rates: schedules as pure functions of the update index, so that a resumed run continues them exactly; and what follows
-from a rate or a schedule that is given."""
+"""Learning rates as pure functions of the update index, so that a resumed run continues them exactly.
+
+Schedulers of torch.optim are played once over an optimizer that trains nothing: rules rescale a rate, stages read it ahead, and
+so only the rates that a scheduler sets are kept.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from ipu_pipe.text import describe_kind
 
 
 def compute_rate(settings: Any, base: float, k: int, updates: int, updates_per_epoch: Optional[int]) -> float:
-    """Learning rate of update k of `updates` in all, both counted from 0.
+    """Return the learning rate of update k of `updates` in all, both counted from 0.
 
     `settings` has `name`, `warmup_steps` w, `milestones` (in epochs) and `gamma`. With t = (k - w) / (updates - w), the
     share done after the warm-up:
@@ -38,15 +41,20 @@ def compute_rate(settings: Any, base: float, k: int, updates: int, updates_per_e
 
 
 def scale_for_update_size(lr: float, momentum: float, reference: int, size: int) -> Tuple[float, float]:
-    """(lr, momentum) for updates of `size` samples from those for `reference` samples: m = m_r^(N/N_r),
-    lr = lr_r (1 - m) N / ((1 - m_r) N_r) (Chiley et al. 2019; Kosson et al. 2021, equation 9)."""
+    """Return (lr, momentum) for updates of `size` samples, given those for updates of `reference` samples.
+
+    m = m_r^(N/N_r), lr = lr_r (1 - m) N / ((1 - m_r) N_r), N = `size`, N_r = `reference` (Chiley et al. 2019; Kosson et al. 2021,
+    equation 9).
+    """
     scaled = momentum ** (size / reference) if momentum else 0.0
     return lr * (1 - scaled) * size / ((1 - momentum) * reference), scaled
 
 
 def choose_anneal_updates(first_milestone: Optional[int], warmup: int, updates: int) -> int:
-    """K where none is given, in updates: a quarter of the first constant phase of a step schedule, or 5 x the linear warm-up,
-    or a quarter of the run (PipeMare, section 3.1)."""
+    """Return T1's K, in updates, where none is given (PipeMare, section 3.1).
+
+    A quarter of the first constant phase of a step schedule, or 5 x the linear warm-up, or a quarter of the run.
+    """
     return max(first_milestone // 4 if first_milestone else 5 * warmup if warmup else math.ceil(updates / 4), 1)
 
 
@@ -57,11 +65,14 @@ KEY = "lr_schedule"
 def play_scheduler(
     make: SchedulerFactory, optimizer: torch.optim.Optimizer, base: float, updates: int, every: int = 1
 ) -> List[float]:
-    """The rate of each of so many updates. `optimizer`: the run's, with the rate `base`, left as it is; `every`: updates after
-    which the scheduler is stepped. Raises BadInput."""
+    """Return the rate of each of `updates` updates, as the scheduler that `make` makes sets it.
+
+    `optimizer` is the run's, with the rate `base`; it stays as it is. The scheduler is stepped after each `every` updates. Raise
+    `BadInput` if it is not a torch.optim.lr_scheduler, or changes more than the rate.
+    """
     like = _stand_in(optimizer, base)
     (group,) = like.param_groups
-    kept = _others(group)
+    settings = _others(group)
     rates: List[float] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -73,13 +84,13 @@ def play_scheduler(
                     like.step()
                     scheduler.step()
                 rates.append(float(group["lr"]))
-                if _others(group, kept) != kept:
+                if _others(group, settings) != settings:
                     break
         except BadInput:
             raise
         except Exception as error:  # whatever the scheduler raises, such as one that was planned shorter
             raise BadInput(f"{KEY}: {_name(make)}: at update {len(rates)} of {updates}: {summarize(error)}") from error
-    moved = [key for key in kept if group[key] != kept[key]]
+    moved = [key for key in settings if group[key] != settings[key]]
     if moved:
         raise BadInput(
             f"{KEY}: {type(scheduler).__name__}: changes {' and '.join(moved)}: a schedule here sets the learning rate alone"
@@ -91,7 +102,7 @@ def play_scheduler(
 
 
 def _stand_in(optimizer: torch.optim.Optimizer, base: float) -> torch.optim.Optimizer:
-    """An optimizer of one parameter with the run's settings, those of its first group, and the rate `base`."""
+    """Make an optimizer of one parameter with the settings of the run's first group and the rate `base`."""
     like = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base)
     like.defaults = dict(optimizer.defaults)
     settings = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "stage")}
@@ -100,12 +111,13 @@ def _stand_in(optimizer: torch.optim.Optimizer, base: float) -> torch.optim.Opti
 
 
 def _others(group: Any, known: Any = None) -> Any:
-    """All settings but the rate; of those that `known` has."""
+    """Return all settings of a group but the rate, limited to those in `known` if given."""
     left = ("params", "lr", "initial_lr")
     return {key: value for key, value in group.items() if key not in left and (known is None or key in known)}
 
 
 def _refuse_odd(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise `BadInput` for what is not a scheduler of this optimizer whose rates depend on the update alone."""
     kind = type(scheduler).__name__
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise BadInput(

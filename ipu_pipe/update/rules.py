@@ -1,4 +1,4 @@
-"""What an update rule is: a row with its key, source and equation, and a pure function for each thing that it changes.
+"""Update rules that tame staleness: a table of rows with a key, a source, an equation and pure functions.
 
 A rule acts on each stage by that stage's lag D, in updates, over any torch.optim optimizer that it is defined on. An update
 applies the rules in the order of their table, and each of these in turn:
@@ -28,8 +28,11 @@ Tensors = List[torch.Tensor]  # one for each parameter of a stage that it is abo
 
 
 class Setting(NamedTuple):
-    """A rule as it is set for one stage of a run. `values`: of its key in method_args; `lag`: D of the stage, in updates
-    (`VersionTable.rule_lag`); `accumulate`: N."""
+    """The settings of a rule on one stage of a run.
+
+    `values` are those of its key in method_args, `lag` the stage's lag D in updates (`VersionTable.rule_lag`), `accumulate` the
+    microbatches N of an update.
+    """
 
     values: Any
     stage: int
@@ -39,8 +42,11 @@ class Setting(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A pass about to read a version. `is_forward`: or else a backward or a recomputation; `lag`: of this backward, in updates,
-    where the rule asks for it (`reads_lag`), else 0; `rate`: the learning rate of the update that is next at that version."""
+    """A pass about to read a version: a forward, or else a backward or recomputation.
+
+    `lag` is that of this backward, in updates, where the rule asks for it (`reads_lag`), else 0; `rate` the learning rate of the
+    update that is next at that version.
+    """
 
     is_forward: bool
     lag: int = 0
@@ -91,7 +97,7 @@ class Rule:
     reads_lag: bool = False  # its `read` of a backward goes by the lag of that pass
 
     def acts_on(self, setting: Setting) -> bool:
-        """Whether it does anything on the stage."""
+        """Return whether the rule does anything on the stage."""
         return bool(setting.lag) or not self.needs_lag
 
 
@@ -103,20 +109,23 @@ VELOCITY = "momentum_buffer"  # in the state of torch.optim.SGD
 
 
 def shrink_gradients(setting: Setting, gradients: Tensors) -> Tensors:
-    """Gradients times c^D."""
+    """Scale gradients: g <- c^D g, c = `factor`, D = `lag`.
+
+    Gradient shrinking (Zhuang et al. 2019, as cited by Kosson et al. 2021).
+    """
     torch._foreach_mul_(gradients, float(setting.values["factor"]) ** setting.lag)
     return gradients
 
 
 def reschedule_rate(setting: Setting, rate: float, k: int) -> float:
-    """lr / max(D, 1)^p, p = 1 - min(k / K, 1)."""
+    """Lower the rate: lr / max(D, 1)^p, p = 1 - min(k / K, 1), K = `anneal_updates`, D = `lag` (PipeMare, section 3.1, T1)."""
     power = 1 - min(k / setting.values["anneal_updates"], 1.0)
     # Python's own power: NumPy's may differ in the last bit from machine to machine
     return rate / max(setting.lag, 1.0) ** power
 
 
 def scale_block_rate(setting: Setting, rate: float, k: int) -> float:
-    """The block's factor times lr."""
+    """Scale the rate of a block by its factor f_i: lr_i = f_i lr (Laskin et al. 2020, section 3)."""
     return rate * float(setting.values[setting.stage])
 
 
@@ -124,6 +133,7 @@ def scale_block_rate(setting: Setting, rate: float, k: int) -> float:
 
 
 def _momentum_sgd_faults(key: str, settings: Any, kind: str, options: Mapping[str, Any]) -> List[str]:
+    """List why the rule `key`, defined on SGD with plain momentum, is not defined on this optimizer."""
     if kind != "sgd":
         return [
             f"method_args.{key}: {kind}: is defined by the velocity of SGD with momentum (v <- m v + g, w <- w - lr v), and "
@@ -136,7 +146,10 @@ def _momentum_sgd_faults(key: str, settings: Any, kind: str, options: Mapping[st
 
 
 def compute_spike_coefficients(setting: Setting, momentum: float) -> Tuple[float, float]:
-    """(a, b) of a stage: SC_kD with a = m^(kD), b = (1 - m^(kD)) / (1 - m), or any a and b."""
+    """Return (a, b) of a stage (Kosson et al. 2021, section 3.2).
+
+    SC_kD has a = m^(kD), b = (1 - m^(kD)) / (1 - m), k = `scale`, D = `lag`, m = momentum; any a and b may be given.
+    """
     if setting.values.get("a") is not None:
         return float(setting.values["a"]), float(setting.values["b"])
     return recurrences.compute_spike_coefficients(momentum, setting.values["scale"] * setting.lag)
@@ -145,7 +158,7 @@ def compute_spike_coefficients(setting: Setting, momentum: float) -> Tuple[float
 def compensate_spike(
     setting: Setting, options: Mapping[str, Any], velocity: Tensors, gradients: Tensors
 ) -> List[Tuple[Tensors, float]]:
-    """What makes w - lr v_{t+1}, the optimizer's own step, into w - lr (a v_{t+1} + b g_t)."""
+    """Turn the optimizer's step w - lr v into w - lr (a v + b g), with v <- m v + g (Kosson et al. 2021, section 3.2)."""
     a, b = compute_spike_coefficients(setting, options["momentum"])
     return [(velocity, options["lr"] * (1 - a)), (gradients, -options["lr"] * b)]
 
@@ -156,13 +169,16 @@ DELTA = "t2_delta"
 
 
 def compute_discrepancy_decay(setting: Setting) -> float:
-    """gamma: decay^(1/D), or, with decay `optimal`, 1 - 2/(D + 1), the optimum on a quadratic."""
+    """Return gamma = decay^(1/D), D = `lag` (PipeMare, section 3.2, T2).
+
+    With decay `optimal`, gamma = 1 - 2/(D + 1), the optimum on a quadratic.
+    """
     decay = setting.values["decay"]
     return recurrences.compute_discrepancy_decay(None if decay == OPTIMAL else decay, max(setting.lag, 1.0))
 
 
 def track_discrepancy(setting: Setting) -> Mapping[str, Follow]:
-    """delta <- gamma delta + (1 - gamma) (w_{t+1} - w_t)."""
+    """Keep delta <- gamma delta + (1 - gamma) (w_{t+1} - w_t) (PipeMare, section 3.2, T2)."""
     gamma = compute_discrepancy_decay(setting)
 
     def follow(delta: Tensors, step: Tensors) -> Tensors:
@@ -174,12 +190,12 @@ def track_discrepancy(setting: Setting) -> Mapping[str, Follow]:
 
 
 def read_discrepancy(setting: Setting, reading: Reading) -> List[Tuple[str, float]]:
-    """w - n delta in a backward."""
+    """Correct the weights of a backward to w - n delta, n the lag of that pass (PipeMare, section 3.2, T2)."""
     return [] if reading.is_forward else [(DELTA, -float(reading.lag))]
 
 
 def check_discrepancy(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
-    """Both passes must read other weights, and nothing else make up for it."""
+    """List why T2 cannot act: the passes read the same weights, or another rule corrects the same discrepancy."""
     if method.backward_reads is not Reads.NEWEST:
         return [
             f"method_args.t2: with {method.name} here both passes read the same weights: there is nothing to correct"
@@ -195,12 +211,15 @@ LAST_STEP = "last_step"
 
 
 def track_last_step(setting: Setting) -> Mapping[str, Follow]:
-    """Of the form `difference`: w_t - w_{t-1}."""
+    """Keep w_t - w_{t-1}, for the form `difference`."""
     return {LAST_STEP: lambda _, step: step} if setting.values["form"] == "difference" else {}
 
 
 def read_prediction(setting: Setting, reading: Reading) -> List[Tuple[str, float]]:
-    """w - lr T v (`velocity`) or w + T (w_t - w_{t-1}) (`difference`) in a forward, T = scale D."""
+    """Correct the weights of a forward, T = `scale` D (Kosson et al. 2021, section 3.3).
+
+    The form `velocity` reads w - lr T v, the form `difference` w + T (w_t - w_{t-1}).
+    """
     horizon = setting.values["scale"] * setting.lag if reading.is_forward else 0.0
     if setting.values["form"] == "difference":
         return [(LAST_STEP, horizon)]
@@ -208,7 +227,7 @@ def read_prediction(setting: Setting, reading: Reading) -> List[Tuple[str, float
 
 
 def check_prediction(settings: Any, method: Method, given: Sequence[str]) -> List[str]:
-    """It predicts once, and no paper defines it for recomputation."""
+    """List why a prediction cannot be added: the method predicts by itself, or no paper defines it for recomputation."""
     if method.predicts:
         return [f"method_args.weight_prediction: {method.name} is a weight prediction by itself"]
     if method.segments is not None:
@@ -217,7 +236,7 @@ def check_prediction(settings: Any, method: Method, given: Sequence[str]) -> Lis
 
 
 def check_prediction_optimizer(settings: Any, kind: str, options: Mapping[str, Any]) -> List[str]:
-    """The form `velocity` needs one."""
+    """List why the form `velocity` has no velocity to predict by."""
     if settings["form"] == "difference":
         return []
     faults = _momentum_sgd_faults("weight_prediction", settings, kind, options)
@@ -232,25 +251,28 @@ def check_prediction_optimizer(settings: Any, kind: str, options: Mapping[str, A
 
 
 def get_spectrain_settings(rule: Rule, args: Mapping[str, Any], method: Method) -> Optional[Dict[str, Any]]:
-    """It is a method's own prediction, not one that is added."""
+    """Return the settings of a method that predicts by itself, None for others."""
     return {"form": "velocity", "scale": 1.0} if method.predicts else None
 
 
 def compute_spectrain_horizon(setting: Setting, is_forward: bool) -> float:
-    """T: from the backward that time is s steps away (dataflow), s/2 updates (1F1B); the forward is the stage's lag D earlier
-    still."""
+    """Return T, in updates (Chen et al. 2018, SpecTrain).
+
+    A backward of stage s predicts the weights s updates ahead (dataflow) or s/2 (1F1B), in updates of N microbatches; its forward
+    is the stage's lag D earlier still.
+    """
     steps = setting.stage / (1 if setting.method.pipeline is Pipeline.DATAFLOW else 2)
     ahead = float(math.ceil(steps / setting.accumulate))
     return setting.lag + ahead if is_forward else ahead
 
 
 def read_spectrain(setting: Setting, reading: Reading) -> List[Tuple[str, float]]:
-    """w - lr T v in both passes."""
+    """Correct the weights of both passes to w - lr T v (Chen et al. 2018, SpecTrain)."""
     return [(VELOCITY, -reading.rate * compute_spectrain_horizon(setting, reading.is_forward))]
 
 
 def check_spectrain_optimizer(settings: Any, kind: str, options: Mapping[str, Any]) -> List[str]:
-    """As for a prediction by velocity, which here the method asks for."""
+    """List why the method, which predicts by velocity, cannot use this optimizer."""
     return [
         fault.replace("method_args.weight_prediction", "method").replace(": use form: difference", "")
         for fault in check_prediction_optimizer(settings, kind, options)
@@ -261,12 +283,12 @@ def check_spectrain_optimizer(settings: Any, kind: str, options: Mapping[str, An
 
 
 def get_nag_settings(rule: Rule, args: Mapping[str, Any], method: Method) -> Any:
-    """beta."""
+    """Return beta, None for methods without it."""
     return None if method.history is None else method.history.nag
 
 
 def read_nag(setting: Setting, reading: Reading) -> List[Tuple[str, float]]:
-    """w_t + beta (w_t - w_{t-1}) in both passes."""
+    """Correct the weights of both passes to w_t + beta (w_t - w_{t-1}) (the randomized PipeDream paper, appendix I)."""
     return [(LAST_STEP, setting.values)]
 
 
@@ -315,27 +337,27 @@ RULES: Dict[str, Rule] = _table(
 
 
 def select_rules(args: Mapping[str, Any], method: Method) -> List[Tuple[Rule, Any]]:
-    """The rules that act in a run with these method_args (resolved), with their settings, in order."""
-    found = [(rule, rule.set_by(rule, args, method)) for rule in RULES.values()]
-    return [(rule, settings) for rule, settings in found if settings is not None]
+    """Return the rules that act in a run with these method_args (resolved), with their settings, in the order of the table."""
+    settings_of = [(rule, rule.set_by(rule, args, method)) for rule in RULES.values()]
+    return [(rule, settings) for rule, settings in settings_of if settings is not None]
 
 
 def find_faults(args: Mapping[str, Any], method: Method, kind: str, options: Mapping[str, Any]) -> List[str]:
-    """Why the rules in `args` (method_args, resolved) cannot act together with this method and optimizer; empty if they can."""
+    """List why the rules in `args` (method_args, resolved) cannot act together with this method and optimizer."""
     chosen = select_rules(args, method)
-    given = [rule.key for rule, _ in chosen]
+    keys = [rule.key for rule, _ in chosen]
     if not method.is_stale:
         idle = [rule.key for rule, _ in chosen if rule.needs_lag]
         idle += ["warmup"] if args.get("warmup") is not None else []
         if idle:
             why = "no gradient is stale: there is nothing for it to do"
             return [f"method_args.{key}: with {method.name} {why}" for key in idle]
-    found: List[str] = []
+    faults: List[str] = []
     if method.history is not None:
         other = [rule.key for rule, _ in chosen if rule.key != "nag"] + ["warmup"] * (args.get("warmup") is not None)
         why = "its delays are of the history of all stages' updates, for which no rule is defined"
         return [f"method_args.{key}: not with {method.name}: {why}" for key in other]
     for rule, settings in chosen:
-        found += rule.method_faults(settings, method, given) if rule.method_faults is not None else []
-        found += rule.optimizer_faults(settings, kind, options) if rule.optimizer_faults is not None else []
-    return found
+        faults += rule.method_faults(settings, method, keys) if rule.method_faults is not None else []
+        faults += rule.optimizer_faults(settings, kind, options) if rule.optimizer_faults is not None else []
+    return faults
