@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict
-from typing import Any, List
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model import balancing, observation
 from ipu_pipe.model.balance import balance
 from ipu_pipe.model.stages import begin_stage, partition
 
@@ -241,19 +240,3 @@ def test_modules_called_by_keyword_or_working_in_place_can_be_counted(by: str) -
     """Story: `by: time` called the module again without its keywords, and in place on a leaf of the graph."""
     part = partition(Keywords(), torch.randn(2, 4, 4), {"count": 2, "by": by})
     assert sorted(n for s in part.stages for n in s.parameters) == ["a.bias", "a.weight", "b.bias", "b.weight"]
-
-
-def test_times_of_modules_begin_and_end_with_an_idle_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: List[str] = []
-
-    def clock() -> float:
-        log.append("clock")
-        return float(len(log))
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("idle"))
-    monkeypatch.setattr(balancing.time, "perf_counter", clock)
-    balancing._seconds(
-        observation.ModuleCall("layer", nn.Linear(4, 3), True, inputs=((torch.zeros(1, 4),), {})), repeats=2
-    )
-    assert log == ["idle", "clock", "idle", "clock"] * 2

@@ -21,6 +21,7 @@ from ipu_pipe.cli import train as tool
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput, RunFault, run_command
 from ipu_pipe.job.evaluation import evaluate
+from ipu_pipe.model.timing import PassSeconds
 from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.folder import RunFolder, check_folder
@@ -208,6 +209,16 @@ def test_checkpoints_are_pruned_to_the_newest_and_the_best(tmp_path: Path) -> No
     assert {p.name for p in (tmp_path / "run" / "checkpoints").iterdir()} == {"step-10", "step-12"}
 
 
+def slow(name: str) -> Any:
+    """A timer by which one module takes longer than all others."""
+
+    def time_passes(model: Any, losses: Any, begins: Any, parts: int, on_gpu: bool) -> PassSeconds:
+        seconds = [100.0 if i == begins.get(name) else 1.0 for i in range(parts)]
+        return PassSeconds(seconds, seconds, sum(seconds))
+
+    return time_passes
+
+
 def test_stages_measured_by_time_are_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_tool: Any
 ) -> None:
@@ -216,14 +227,14 @@ def test_stages_measured_by_time_are_measured_once(
     from ipu_pipe.model import balancing
 
     chosen = ["stages={count: 2, by: time}", "method=pipedream", "checkpoint.every=5"]
-    monkeypatch.setattr(balancing, "_seconds", lambda call: 100.0 if call.name == "fc1" else 1.0)
+    monkeypatch.setattr(balancing, "time_passes", slow("fc1"))
     monkeypatch.setattr(Emulator, "step", functools.partialmethod(_dying, Emulator.step, 8))
     with pytest.raises(KeyboardInterrupt):
         train(config(*chosen), tmp_path / "run", quiet=True)
     monkeypatch.undo()
     recorded = load_config(tmp_path / "run" / "config.yaml").stages
     assert recorded == ["relu1"]
-    monkeypatch.setattr(balancing, "_seconds", lambda call: 100.0 if call.name == "fc5" else 1.0)
+    monkeypatch.setattr(balancing, "time_passes", slow("fc5"))
     arguments = [DIGITS, *sets(*chosen), "--out", str(tmp_path / "run"), "--against", "gpipe"]
     code, _, complaint = run_tool(*arguments, "--resume")
     assert code == 0, complaint

@@ -14,11 +14,11 @@ from torch import nn
 from ipu_pipe.backends.ranks import are_joined, run_on_main
 from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.placing import Placed
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
+from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.trace.events import Counters, Events

@@ -13,7 +13,6 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 from torch import nn
 
 from ipu_pipe.errors import BadInput, summarize
-from ipu_pipe.hardware.profiling import median_passes, timed_passes
 from ipu_pipe.hardware.unit_costs import MeasuredPasses, Unit
 from ipu_pipe.model.balancing import list_top_places
 from ipu_pipe.model.batch import (
@@ -37,6 +36,7 @@ from ipu_pipe.model.observation import (
 )
 from ipu_pipe.model.precision import get_given_loss, uncast_temporarily
 from ipu_pipe.model.restoring import undisturbed
+from ipu_pipe.model.timing import take_median, time_passes
 
 FEW = 2  # samples of a real forward; a batch norm refuses one
 
@@ -145,7 +145,7 @@ def measure_units(
     begins = {unit.name: i for i, unit in enumerate(costed.units)}
     with undisturbed(model):
         runs = [
-            timed_passes(
+            time_passes(
                 model,
                 lambda: [loss(call_model(model, clone_tensors(x)), y)],
                 begins,
@@ -154,7 +154,7 @@ def measure_units(
             )
             for _ in range(warm_up + repeats)
         ]
-    found = median_passes(runs[warm_up:])
+    found = take_median(runs[warm_up:])
     made = []
     for i, unit in enumerate(costed.units):
         if found.backward:

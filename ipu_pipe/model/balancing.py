@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import bisect
-import copy
-import time
 from dataclasses import replace
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.balance import WeightedCuts, balance, find_greatest
+from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor
 from ipu_pipe.model.observation import (
     ModuleCall,
     find_running_ancestor,
@@ -29,6 +27,9 @@ from ipu_pipe.model.partition import (
     map_calls_to_stages,
     open_stages,
 )
+from ipu_pipe.model.restoring import undisturbed
+from ipu_pipe.model.templates import flatten_tensors
+from ipu_pipe.model.timing import PassSeconds, time_passes
 
 TOP_SLACK = 1.5  # how much more the greatest stage may cost for a cut that every backend can make
 MOST_PLACES = 2000  # among which the best cut is searched, in time and memory of their square
@@ -67,14 +68,13 @@ def balance_stages(
     runs: List[str],
     groups: List[Tuple[ModuleCall, List[str]]],
     count: int,
-    by: str,
+    costs: Sequence[float],
     between_top: bool,
     shares: bool,
 ) -> Partition:
     """Divide the model into exactly `count` stages: between modules of the top-level sequence, where every backend can cut,
     unless a stage then costs over TOP_SLACK times what it must; else at any modules, nested ones too. `shares`: also between
     two uses of one weight."""
-    costs = compute_costs(model, calls, groups, by)
     places = _places(calls, set() if shares else _held_together(model, calls, runs))
     if len(places) < count:  # what is shared cannot be divided: its refusal names it
         places = _places(calls, set())
@@ -219,16 +219,17 @@ def merge_stages(
 
 
 COSTS = ("flops", "parameters", "time")
+REPEATS = 3  # of a pass whose modules are timed
 
 
 def compute_costs(
-    model: nn.Module, calls: List[ModuleCall], groups: List[Tuple[ModuleCall, List[str]]], by: str
+    model: nn.Module, calls: List[ModuleCall], groups: List[Tuple[ModuleCall, List[str]]], by: str, example: Any
 ) -> List[float]:
     """Return the cost of each call, forward and backward: of what runs from there to the next call."""
     if by == "flops":
         return [call.flops + call.backward_flops for call in calls]
     if by == "time":
-        return [_seconds(call) if call.alone else 0.0 for call in calls]
+        return _time_calls(model, calls, example)
     owned: Dict[str, float] = {}
     seen: Set[int] = set()
     for call, names in groups:
@@ -238,26 +239,24 @@ def compute_costs(
     return [owned.get(call.name, 0.0) for call in calls]
 
 
-def _seconds(call: ModuleCall, repeats: int = 3) -> float:
-    """Least time of a forward and backward of a copy of the module alone, on the inputs it saw."""
-    module = copy.deepcopy(call.module)
+def _time_calls(model: nn.Module, calls: List[ModuleCall], example: Any) -> List[float]:
+    """Return the seconds of each call's passes, forward and backward, the least of a few runs."""
+    begins = {call.name: i for i, call in enumerate(calls)}
 
-    def fresh(x: Any) -> Any:  # no leaf of the graph: the module may work in place
-        return x.detach().requires_grad_(x.is_floating_point()).clone() if isinstance(x, torch.Tensor) else x
+    def run() -> List[torch.Tensor]:
+        outputs = flatten_tensors(call_model(model, clone_tensors(example)))
+        return [t.sum() for t in outputs if t.is_floating_point()]
 
-    best = float("inf")
-    for _ in range(repeats):
-        inputs, keywords = tree_map(fresh, call.inputs)
-        _finish_on_gpu()  # what was asked before is not this module's
-        start = time.perf_counter()
-        output = module(*inputs, **keywords)
-        if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.sum().backward()
-        _finish_on_gpu()
-        best = min(best, time.perf_counter() - start)
-    return best
+    with undisturbed(model), torch.enable_grad():
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase):  # in training it refuses one value a channel
+                module.training = False
+        on_gpu = get_first_tensor(example).is_cuda
+        runs = [time_passes(model, run, begins, len(calls), on_gpu) for _ in range(REPEATS)]
+    # torch 2.0 does not tell the parts of a backward apart: it takes twice its forward
+    return [min(times[i] for times in map(_add_passes, runs)) for i in range(len(calls))]
 
 
-def _finish_on_gpu() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def _add_passes(passes: PassSeconds) -> List[float]:
+    backward = passes.backward or [2 * forward for forward in passes.forward]
+    return [forward + own for forward, own in zip(passes.forward, backward)]

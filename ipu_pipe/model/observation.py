@@ -42,7 +42,6 @@ class ModuleCall:
     backward_flops: float = 0.0
     moved: float = 0.0  # bytes that operations without FLOPs read and write, forward, as above
     backward_moved: float = 0.0
-    inputs: Any = ()  # (arguments, keyword arguments)
     saved: Dict[int, int] = field(default_factory=dict)  # storage kept for the backward -> its bytes; weights apart
 
 
@@ -133,7 +132,7 @@ def _calls(model: nn.Module, begun: Callable[[], None]) -> Iterator[Observation]
         seen.runs.append(name)
         if name not in at:
             own = any(True for _ in module.parameters(recurse=False))
-            at[name] = ModuleCall(name, module, own, inputs=(inputs, keywords))
+            at[name] = ModuleCall(name, module, own)
             seen.calls.append(at[name])
             begun()
 
@@ -262,43 +261,41 @@ class _Counter(TorchDispatchMode):
             self.held.append(tensor)
 
 
-def observe_execution(
-    model: nn.Module, example: Any, counted: bool = False, values: bool = False
-) -> Tuple[List[ModuleCall], List[str]]:
-    """First runs of all modules in order, and the names of every run (repeats too), seen in one forward: by shape, unless that
-    cannot be or `values` are asked for. `counted`: with what each costs, forward and backward.
+def observe_execution(model: nn.Module, example: Any, counted: bool = False) -> Tuple[List[ModuleCall], List[str]]:
+    """Return the first runs of all modules in order, and the names of all runs; `counted`: with what each costs.
 
-    In evaluation mode, in which nothing is left to chance (stochastic depth), unless training runs more modules than that.
+    One forward is observed in evaluation mode, in which nothing is left to chance (stochastic depth), and one in training mode,
+    which counts if it runs more modules (auxiliary heads): on the meta device if the model can run there.
     """
-    seen = _observe(model, example, False, counted, values)
-    more = _observe(model, example, True, False, values)
+    seen = _observe(model, example, False, counted)
+    more = _observe(model, example, True, False)
     if set(more.runs) - set(seen.runs):
-        seen = _observe(model, example, True, counted, values) if counted else more
+        seen = _observe(model, example, True, counted) if counted else more
     return seen.calls, seen.runs
 
 
-def _observe(model: nn.Module, example: Any, training: bool, counted: bool, values: bool) -> Observation:
-    look = observe_costs if counted else observe_order
+def _observe(model: nn.Module, example: Any, training: bool, counted: bool) -> Observation:
+    observe = observe_costs if counted else observe_order
+
+    def run(x: Any) -> Observation:
+        return observe(model, x, lambda: _run_quietly(model, x, training))
+
+    def run_anywhere() -> Observation:
+        if is_faster_on_meta(model, example):
+            try:
+                with move_to_meta(model):
+                    return run(to_meta(example))
+            except Exception:  # its forward looks at values: what the user's code raises then may be anything
+                pass
+        return run(example)
+
     try:
         with uncast_temporarily(model):
-            return _observed(model, example, training, look, values)
+            return run_anywhere()
     except Exception:  # it may have a block of its own, whose bfloat16 goes on to layers that count on ours
         if not is_cast(model):
             raise
-        return _observed(model, example, training, look, values)
-
-
-def _observed(
-    model: nn.Module, example: torch.Tensor, training: bool, look: Callable[..., Observation], values: bool
-) -> Observation:
-    if not values and is_faster_on_meta(model, example):
-        try:
-            with move_to_meta(model):
-                x = to_meta(example)
-                return look(model, x, lambda: _run_quietly(model, x, training))
-        except Exception:  # its forward looks at values: what the user's code raises then may be anything
-            pass
-    return look(model, example, lambda: _run_quietly(model, example, training))
+        return run_anywhere()
 
 
 def _run_quietly(model: nn.Module, example: Any, training: bool) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.balancing import COSTS, balance_stages, spread_weights
+from ipu_pipe.model.balancing import COSTS, balance_stages, compute_costs, spread_weights
 from ipu_pipe.model.observation import check_runs_modules, group_weights, observe_execution
 from ipu_pipe.model.partition import (
     Partition,
@@ -73,8 +73,7 @@ def partition(
 
 def _partition(model: nn.Module, example: Any, stages: StageChoice, between_top: bool, shares: bool) -> Partition:
     balances = not (stages is None or isinstance(stages, (list, tuple)) or stages == "finest")
-    by_time = isinstance(stages, Mapping) and stages.get("by") == "time"
-    calls, stages_of_calls = observe_execution(model, example, counted=balances, values=by_time)
+    calls, stages_of_calls = observe_execution(model, example, counted=balances)
     check_runs_modules(calls)
     if stages is None:
         begins = open_stages(calls, {c.name for c in calls if getattr(c.module, "begins_stage", False)})
@@ -86,7 +85,8 @@ def _partition(model: nn.Module, example: Any, stages: StageChoice, between_top:
     groups = group_weights(model, calls)
     if finest or count > len(groups):
         return spread_weights(model, calls, stages_of_calls, groups, count or len(groups))
-    return balance_stages(model, calls, stages_of_calls, groups, count, by, between_top, shares)
+    costs = compute_costs(model, calls, groups, by, example)
+    return balance_stages(model, calls, stages_of_calls, groups, count, costs, between_top, shares)
 
 
 def _read_choice(stages: Any) -> Tuple[int, str, bool]:

@@ -13,12 +13,12 @@ from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.backends.table import get_backend, make_engine
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.errors import RunFault
-from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.evaluation import EvaluationResult, Position, collect_by_block
 from ipu_pipe.job.metrics import ACCURACY
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import exit_words, keep_traceback_of
 from ipu_pipe.local.blocks import get_blocks
+from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.plan.of_config import predict_rate
 from ipu_pipe.report.memory import build_memory_record
 from ipu_pipe.report.provenance import describe_start, get_timestamp
@@ -32,7 +32,9 @@ from ipu_pipe.run.progress import Log, Progress, log_nothing, open_log
 from ipu_pipe.run.resume import make_manifest, restore
 
 
-def write_start(job: Job, run: RunFolder, resumes: bool, position: Position, say: Callable[[str], None]) -> Dict[str, Any]:
+def write_start(
+    job: Job, run: RunFolder, resumes: bool, position: Position, say: Callable[[str], None]
+) -> Dict[str, Any]:
     """Write what is known of a run before it trains. Return the record of this start, the last in `record.json`."""
     if resumes:
         run.forget_after(position.update, say)
@@ -76,7 +78,9 @@ class RunEnd(NamedTuple):
     restored: Optional[int]
 
 
-def write_end(job: Job, engine: Engine, run: Optional[RunFolder], ended: RunEnd, say: Callable[[str], None]) -> Dict[str, Any]:
+def write_end(
+    job: Job, engine: Engine, run: Optional[RunFolder], ended: RunEnd, say: Callable[[str], None]
+) -> Dict[str, Any]:
     """Write the files of a run that has ended and print its closing words. Return its summary, on every process."""
     measured = engine.report()
 
@@ -216,7 +220,9 @@ class TrainingLoop:
                 final = self._end_early(engine, log, bar, final)
         return final
 
-    def _end_early(self, engine: Engine, log: Log, bar: Any, final: Optional[EvaluationResult]) -> Optional[EvaluationResult]:
+    def _end_early(
+        self, engine: Engine, log: Log, bar: Any, final: Optional[EvaluationResult]
+    ) -> Optional[EvaluationResult]:
         """Write, evaluate and save as at the end of a run that was planned this long, unless it has just been done."""
         job, done = self.job, self.position.update
         if self.unwritten:

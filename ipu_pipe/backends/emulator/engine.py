@@ -13,12 +13,12 @@ from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report
 from ipu_pipe.backends.work import Work, list_exactness_faults
 from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.errors import BadInput
-from ipu_pipe.hardware.profiling import StageSeconds
 from ipu_pipe.job.evaluation import EvaluationResult, evaluate
 from ipu_pipe.job.placing import place_whole
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.launcher import read_launch
+from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.update.optimizer import count_state_bytes, export_state
 
 

@@ -10,12 +10,12 @@ from typing import List
 import torch
 
 from ipu_pipe.errors import summarize
-from ipu_pipe.hardware.profiling import PassSeconds, StageSeconds, median_passes, timed_passes
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import compute_losses
 from ipu_pipe.model.batch import call_model, clone_tensors, count_samples, get_first_tensor
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.restoring import undisturbed
+from ipu_pipe.model.timing import PassSeconds, StageSeconds, take_median, time_passes
 
 REPEATS = 3  # the process has trained: nothing is left to warm up
 ENOUGH = 0.5  # seconds, after which there is no repeat
@@ -29,7 +29,7 @@ def profile(job: Job) -> StageSeconds:
         update = _update(job)
     except Exception as error:  # whatever the user's code raises: the run is done, and must not be lost by it
         return StageSeconds((), (), (), f"its stages could not be timed ({summarize(error)})")
-    passes = median_passes(runs)
+    passes = take_median(runs)
     backward = passes.backward or _by_flops(job, passes.whole_backward)
     if job.method.segments is not None:  # the activations are computed again
         backward = [f + b for f, b in zip(passes.forward, backward)]
@@ -45,7 +45,7 @@ def _passes(job: Job) -> List[PassSeconds]:
         job.model.train()
         while not runs or (len(runs) < REPEATS and time.perf_counter() - began < ENOUGH):
             runs.append(
-                timed_passes(
+                time_passes(
                     job.model, lambda: compute_losses(job.loss, call_model(job.model, clone_tensors(x)), clone_tensors(y)),
                     job.part.begins, len(job.part),
                     get_first_tensor(x).is_cuda,

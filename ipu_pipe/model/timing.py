@@ -1,5 +1,7 @@
-"""Seconds of the parts of a model's passes, on the device where it lies: by hooks where a part begins, forward, and before each
-autograd node, backward."""
+"""Seconds of the parts of a model's passes, measured on the device where the model is.
+
+A hook marks where a part begins in the forward, hooks on autograd nodes where it begins in the backward.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +15,37 @@ from torch import nn
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of each part, forward and backward, of one microbatch; where torch does not number its autograd nodes (2.0) there
-    is no `backward` by part. `whole_backward`: of all."""
+    """Seconds of each part, forward and backward, of one microbatch, and of the whole backward. `backward` is empty where PyTorch
+    does not number its autograd nodes (2.0)."""
 
     forward: List[float]
     backward: List[float]
     whole_backward: float
 
 
-def median_passes(runs: Sequence[PassSeconds]) -> PassSeconds:
-    """Of each part the median over some runs."""
+class StageSeconds(NamedTuple):
+    """Seconds of each stage's passes of a microbatch and of its part of an update, measured on this machine, which did them one
+    after another. `forward` is empty if nothing was measured, and `how` says why."""
+
+    forward: Tuple[float, ...]
+    backward: Tuple[float, ...]
+    update: Tuple[float, ...]
+    how: str
+
+
+def take_median(runs: Sequence[PassSeconds]) -> PassSeconds:
+    """Return the median of each part over some runs."""
     forward, backward = ([statistics.median(values) for values in zip(*(run[way] for run in runs))] for way in (0, 1))
     return PassSeconds(forward, backward, statistics.median(run.whole_backward for run in runs))
 
 
-def timed_passes(
+def time_passes(
     model: nn.Module, losses: Callable[[], Sequence[torch.Tensor]], begins: Mapping[str, int], parts: int, on_gpu: bool
 ) -> PassSeconds:
-    """One forward, `losses()`, and its backward. `begins`: module -> the part that begins when it first runs; parts run in
-    order, and what comes after the model is the last one's. Gradients are added to the parameters'."""
+    """Time one forward, `losses()`, and its backward. Gradients are added to the parameters'.
+
+    begins: module -> the part that begins when it first runs; parts run in order, and what follows the model is the last one's.
+    """
     clock = _Clock(parts, on_gpu)
     next_node = getattr(torch._C._autograd, "_get_sequence_nr", None)
     nodes: List[Tuple[int, int]] = [(-1, 0)]  # the first autograd node of a part, and the part
@@ -53,7 +67,9 @@ def timed_passes(
             handle.remove()
     if next_node is not None:
         numbers = [number for number, _ in nodes]
-        _hook([value.grad_fn for value in values], clock, lambda node: nodes[bisect.bisect_right(numbers, node) - 1][1])
+        _hook_nodes(
+            [value.grad_fn for value in values], clock, lambda node: nodes[bisect.bisect_right(numbers, node) - 1][1]
+        )
     start = time.perf_counter()
     clock.enter(parts - 1)
     if values:
@@ -62,19 +78,19 @@ def timed_passes(
     return PassSeconds(forward, backward if next_node is not None else [], time.perf_counter() - start)
 
 
-def _hook(roots: Sequence[Any], clock: "_Clock", part_of: Callable[[int], int]) -> None:
-    """Have the clock count each autograd node behind `roots` that computes for its part: from the end of the node before, so that
-    what hooks on tensors do counts for the node that they are of. What adds gradients up follows the node that made them."""
+def _hook_nodes(roots: Sequence[Any], clock: _Clock, part_of: Callable[[int], int]) -> None:
+    """Have the clock count each autograd node before `roots` that computes for its part: from the end of the previous node, so
+    that hooks on tensors count for their node. Adding up gradients counts for the node that made them."""
     todo, seen = list(roots), set(roots)
     while todo:
         node = todo.pop()
         if node.next_functions:  # a leaf's only adds up
             part = part_of(node._sequence_nr())
-            node.register_prehook(lambda gradients, part=part: clock.is_of(part))
+            node.register_prehook(lambda gradients, part=part: clock.set_part(part))
             node.register_hook(lambda given, gradients: clock.count())
-        found = [other for other, _ in node.next_functions if other is not None and other not in seen]
-        seen.update(found)
-        todo += found
+        others = [other for other, _ in node.next_functions if other is not None and other not in seen]
+        seen.update(others)
+        todo += others
 
 
 class _Clock:
@@ -84,14 +100,14 @@ class _Clock:
         self._seconds, self._part, self._since, self._waits = [0.0] * parts, 0, 0.0, waits
 
     def enter(self, part: int) -> None:
-        """From now on it is this part's time."""
+        """Count time for this part from now on."""
         if part != self._part or not self._since:
             self._stop()
             self._part = part
             self._since = time.perf_counter()
 
-    def is_of(self, part: int) -> None:
-        """What has run since the time was last counted is this part's, and what follows."""
+    def set_part(self, part: int) -> None:
+        """Count the time since the last count, and what follows, for this part."""
         self._part = part
 
     def count(self) -> None:
@@ -100,23 +116,13 @@ class _Clock:
         self._since = time.perf_counter()
 
     def leave(self) -> List[float]:
-        """The seconds of all, from nothing again."""
+        """Return the seconds of all parts and start again from zero."""
         self._stop()
-        found, self._seconds, self._since = self._seconds, [0.0] * len(self._seconds), 0.0
-        return found
+        seconds, self._seconds, self._since = self._seconds, [0.0] * len(self._seconds), 0.0
+        return seconds
 
     def _stop(self) -> None:
         if self._waits:
             torch.cuda.synchronize()
         if self._since:
             self._seconds[self._part] += time.perf_counter() - self._since
-
-
-class StageSeconds(NamedTuple):
-    """Seconds of each stage's passes of a microbatch and of its part of an update, measured on this machine, which did them one
-    after another. Without `forward`: not measured, and `how` says why."""
-
-    forward: Tuple[float, ...]
-    backward: Tuple[float, ...]
-    update: Tuple[float, ...]
-    how: str
