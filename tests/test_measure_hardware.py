@@ -40,19 +40,19 @@ def test_what_two_processes_found_makes_a_description() -> None:
     found = {**measuring._mean(pair), "memory": 8e9, "latency": 1e-5, "bandwidth": 1e8}
     made = read_hardware({"name": "this", **measuring._described(found, 4, 2, "cpu")})
     assert (made.devices, made.most_devices, made.device.memory_bytes.value) == (4, None, 2e9)
-    assert made.device.memory_bandwidth.value == 3e9 and made.rate("float32") == 2e9
+    assert made.device.memory_bandwidth.value == 3e9 and made.find_rate("float32") == 2e9
     assert compute_message_seconds(made.links[0], 1e6) == pytest.approx(1e-5 + 0.01)
-    assert [key for key, figure in made.figures() if not figure.confirmed] == ["device.usable_share"]
+    assert [key for key, figure in made.list_figures() if not figure.confirmed] == ["device.usable_share"]
 
 
 def test_the_command_writes_a_description_that_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "mine.yaml"
     main(["--out", str(out), "--seconds", "0.001"])
     made = read_hardware(str(out))
-    assert set(made.device.rates) == {"float32", "float64", "bfloat16"} and made.rate("bfloat16") > 0
+    assert set(made.device.rates) == {"float32", "float64", "bfloat16"} and made.find_rate("bfloat16") > 0
     assert made.links[0].name == "gloo" and made.device.memory_bytes.value > 1e8
     said = capsys.readouterr().out.splitlines()
-    assert said[-1] == f"written: {out}" and len(said) == 1 + len(made.figures())
+    assert said[-1] == f"written: {out}" and len(said) == 1 + len(made.list_figures())
 
 
 @pytest.mark.parametrize(

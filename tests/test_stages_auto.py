@@ -122,7 +122,7 @@ def test_local_stages_are_the_best_of_all_with_their_heads(method: str, depths: 
     if named:
         job = build(own)
         assert job.part.begin_names() == names
-        assert predict_own_cut(job).found.samples_per_second == pytest.approx(1 / best)
+        assert predict_own_cut(job).prediction.samples_per_second == pytest.approx(1 / best)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
     lines = said.splitlines()
     table = lines[lines.index("predicted on v100x8, nothing here is measured") + 1 :]
     assert "memory  of the usable" in table[0]
-    found = predict_own_cut(build(load_config("configs/mlp_digits.yaml", ["hardware=v100x8"]))).found
+    found = predict_own_cut(build(load_config("configs/mlp_digits.yaml", ["hardware=v100x8"]))).prediction
     assert f"predicted {found.samples_per_second:.4g} samples/s" in said and "predicted to be held back by" in said
     assert [line.split()[0] for line in table[1 : len(found.starts) + 1]] == [str(s) for s in range(len(found.starts))]
     for more in ("method=local_overlapping", "precision=bfloat16", "stages={finest: 40}"):
@@ -200,7 +200,7 @@ def test_stages_inside_modules_are_predicted_too() -> None:
     job = build(config(**keys, data=data, stages=["layer2.0.conv2", "layer3.1"]))
     found = predict_own_cut(job)
     names = [unit.name for unit in found.problem.units]
-    assert [names[start] for start in found.found.starts[1:]] == ["layer2.0.conv2", "layer3.1"]
+    assert [names[start] for start in found.prediction.starts[1:]] == ["layer2.0.conv2", "layer3.1"]
     assert sum(unit.forward_flops for unit in found.problem.units) * 8 == sum(job.footprint.forward_flops)
 
 
@@ -229,6 +229,6 @@ def test_predicted_activations_are_those_of_the_runs_memory_report(keys: Any) ->
     """With the inputs that stages keep for their backward, though the stage before keeps them too, and what the loss keeps: to
     the byte with as many samples as units are counted with; a number or two do not grow with them."""
     job = build(config(**keys))
-    predicted = [memory.activations for memory in predict_own_cut(job).found.memory]
+    predicted = [memory.activations for memory in predict_own_cut(job).prediction.memory]
     reported = [row["activation_bytes"] for row in build_memory_table(job)]
     assert predicted == (reported if job.config.micro_batch_size == FEW else pytest.approx(reported, rel=0.02))

@@ -69,4 +69,4 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     with guard_writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     write(out, text)
-    printing(args.quiet)("\n".join([*read_hardware(str(out)).figure_lines(), f"written: {out}"]))
+    printing(args.quiet)("\n".join([*read_hardware(str(out)).format_figures(), f"written: {out}"]))

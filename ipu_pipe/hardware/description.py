@@ -1,8 +1,8 @@
 """Hardware as data: a device, the links between devices level by level, the host. Every figure says where it comes from.
 
-A description is a YAML file (`read_hardware`), so that an accelerator enters by a file alone. A figure is a number,
-or {value, source, confirmed}; a number alone is one whose source nobody stated. Bytes, seconds, FLOPs and bytes a second
-throughout; a bandwidth is that of one direction.
+A description is a YAML file: a named one of configs/hardware/, the user's own, or `this`, the machine itself, which a command
+measures into the user's cache. A figure is a number, or {value, source, confirmed}; a number alone has no stated source. Bytes,
+seconds, FLOPs and bytes per second throughout; a bandwidth is that of one direction.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Text = Annotated[str, AfterValidator(escape)]
 
 
 class SourcedFigure(Section):
-    """A number of a description. `confirmed`: a primary source (datasheet, paper, measurement) states it; else it is an estimate,
-    and shown as one."""
+    """A number of a description. `confirmed`: a primary source (datasheet, paper, measurement) states it; otherwise it is an
+    estimate, and shown as one."""
 
     value: float
     source: Text = NOT_STATED
@@ -41,51 +41,51 @@ class SourcedFigure(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_a_number(cls, value: Any) -> Any:
+    def _accept_number(cls, value: Any) -> Any:
         return value if isinstance(value, (Mapping, SourcedFigure)) else {"value": value}
 
     @model_validator(mode="after")
-    def _has_a_source(self) -> "SourcedFigure":
+    def _require_source(self) -> "SourcedFigure":
         if self.confirmed and self.source == NOT_STATED:
             raise key_fault("confirmed", "true", "says that a primary source states the figure: needs source")
         return self
 
 
 class SizeFigure(SourcedFigure):
-    """Of a size or rate."""
+    """A size or rate."""
 
     value: Annotated[float, real_number(f">= {LEAST_SIZE:g}", lambda value: value >= LEAST_SIZE)]
 
 
 class LatencyFigure(SourcedFigure):
-    """Of a latency."""
+    """A latency."""
 
     value: Annotated[float, real_number(">= 0", lambda value: value >= 0, MOST_SECONDS, "no message takes so long")]
 
 
 class ShareFigure(SourcedFigure):
-    """A share of all or less."""
+    """A share in (0, 1]."""
 
     value: Annotated[float, real_number(f">= {LEAST_SHARE:g} and <= 1", lambda value: LEAST_SHARE <= value <= 1)]
 
 
 class PartFigure(SourcedFigure):
-    """A share of less than all."""
+    """A share in [0, 1)."""
 
     value: values.Share
 
 
 class Rate(Section):
-    """FLOPs a second in one arithmetic: the peak, and the share of it that training reaches."""
+    """FLOPs per second in one arithmetic: the peak, and the share of it that training reaches."""
 
     peak_flops: SizeFigure
     achievable_share: ShareFigure
 
 
 class Device(Section):
-    """One device. `usable_share` of `memory_bytes` is a run's, of which `code_share` (of the whole memory) goes to code and
-    exchange, on devices that hold their program in it. `bandwidth_share` of `memory_bandwidth` is reached (null: all).
-    `streaming_bytes`: more memory, behind `streaming_bandwidth`."""
+    """One device. A run may use `usable_share` of `memory_bytes`, of which `code_share` (of the whole memory) goes to code and
+    exchange on devices that hold their program in it. `bandwidth_share` of `memory_bandwidth` is reached (null: all).
+    `streaming_bytes`: more memory, at `streaming_bandwidth`."""
 
     memory_bytes: SizeFigure
     usable_share: ShareFigure
@@ -98,21 +98,21 @@ class Device(Section):
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes that a run may fill, its code included where that lies in this memory."""
+        """Return the bytes that a run may fill, its code included where that is in this memory."""
         return self.memory_bytes.value * self.usable_share.value
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second of its memory that training reaches."""
+        """Return the bytes per second of its memory that training reaches."""
         return self.memory_bandwidth.value * (self.bandwidth_share.value if self.bandwidth_share else 1.0)
 
     @property
     def code_bytes(self) -> float:
-        """Bytes of them that code and exchange take."""
+        """Return the usable bytes that code and exchange take."""
         return self.memory_bytes.value * self.code_share.value if self.code_share else 0.0
 
     @model_validator(mode="after")
-    def _fits(self) -> "Device":
+    def _check_together(self) -> "Device":
         if not self.rates:
             raise key_fault("rates", "{}", "must state at least one of float64, float32, bfloat16, float16")
         if self.code_share and self.code_bytes >= self.usable_bytes:
@@ -138,8 +138,8 @@ class LinkLevel(LinkSpeed):
 
 
 class Hardware(Section):
-    """So many `devices`, numbered from 0, in groups of neighbours by `links`, the smallest first. `lockstep`: the stages of a
-    pipeline begin each cycle together, when the slowest is done with the last (PopTorch's pipelines)."""
+    """`devices`, numbered from 0, in groups of neighbours by `links`, the smallest group first. `lockstep`: the stages of a
+    pipeline begin each cycle together, when the slowest has finished the previous one (PopTorch's pipelines)."""
 
     name: Text
     about: Text = ""
@@ -150,7 +150,7 @@ class Hardware(Section):
     host: Optional[LinkSpeed] = None
 
     @model_validator(mode="after")
-    def _nests(self) -> "Hardware":
+    def _check_levels(self) -> "Hardware":
         inner = 1
         for place, level in enumerate(self.links):
             if level.holds is None:
@@ -161,7 +161,7 @@ class Hardware(Section):
                     f"links.{place}.holds", level.holds, f"must be a larger multiple of {inner}, the level's inside"
                 )
             inner = level.holds or inner
-        if not self._holds(self.devices):
+        if not self._can_join(self.devices):
             raise key_fault(
                 "devices", self.devices, f"must be at most {self.most_devices}: no level of links holds more"
             )
@@ -169,43 +169,43 @@ class Hardware(Section):
 
     @property
     def most_devices(self) -> Optional[int]:
-        """How many devices the links can join; None: any number."""
+        """Return how many devices the links can join; None: any number."""
         return self.links[-1].holds if self.links else 1
 
-    def _holds(self, devices: int) -> bool:
+    def _can_join(self, devices: int) -> bool:
         return self.most_devices is None or devices <= self.most_devices
 
     def with_devices(self, devices: int) -> "Hardware":
-        """The same with another number of devices. Raises BadInput where no level of links joins so many."""
-        if devices < 1 or not self._holds(devices):
+        """Return a copy with another number of devices. Raises BadInput where no level of links joins them."""
+        if devices < 1 or not self._can_join(devices):
             most = "" if self.most_devices is None else f" to {self.most_devices}, all that its links join"
-            raise BadInput(f"--devices: {show(devices)}: hardware {self.name}: must be a whole number from 1{most}")
+            raise BadInput(f"--devices: {show(devices)}: hardware {self.name}: must be an integer from 1{most}")
         return self.model_copy(update={"devices": devices})
 
-    def rate(self, precision: str) -> float:
-        """FLOPs a second that training in a config's `precision` reaches on a device. Raises BadInput where none is stated."""
+    def find_rate(self, precision: str) -> float:
+        """Return the FLOPs per second of training in `precision` on a device. Raises BadInput where none are stated."""
         arithmetic = PRECISIONS[precision].arithmetic
-        found: Optional[Rate] = dict(self.device.rates).get(arithmetic)  # type: ignore[call-overload]
-        if found is None:
+        rate: Optional[Rate] = dict(self.device.rates).get(arithmetic)  # type: ignore[call-overload]
+        if rate is None:
             stated = ", ".join(self.device.rates)
             raise BadInput(
                 f"precision: {precision}: hardware {self.name} states no rate for {arithmetic}: device.rates has {stated}"
             )
-        return found.peak_flops.value * found.achievable_share.value
+        return rate.peak_flops.value * rate.achievable_share.value
 
-    def figures(self) -> List[Tuple[str, SourcedFigure]]:
-        """Every figure with its key, as in the file."""
-        return list(_figures("", self))
+    def list_figures(self) -> List[Tuple[str, SourcedFigure]]:
+        """Return every figure with its key, as in the file."""
+        return list(_walk_figures("", self))
 
-    def figure_lines(self) -> List[str]:
-        """Every figure in a line for people: key, value, source, and whether no primary source confirms it."""
+    def format_figures(self) -> List[str]:
+        """Return a line per figure: key, value, source, and whether no primary source confirms it."""
         return [
             f"{key} {figure.value:g} ({figure.source}{'' if figure.confirmed else '; not confirmed'})"
-            for key, figure in self.figures()
+            for key, figure in self.list_figures()
         ]
 
 
-def _figures(key: str, value: Any) -> Iterator[Tuple[str, SourcedFigure]]:
+def _walk_figures(key: str, value: Any) -> Iterator[Tuple[str, SourcedFigure]]:
     if isinstance(value, SourcedFigure):
         yield key, value
         return
@@ -218,8 +218,10 @@ def _figures(key: str, value: Any) -> Iterator[Tuple[str, SourcedFigure]]:
     else:
         return
     for name, part in parts:
-        yield from _figures(f"{key}.{name}" if key else str(name), part)
+        yield from _walk_figures(f"{key}.{name}" if key else str(name), part)
 
+
+# ---- by name or file
 
 HARDWARE_FOLDER = find_configs() / "hardware"
 THIS = "this"
@@ -227,29 +229,31 @@ COMMAND = "python tools/measure_hardware.py"
 
 
 def list_hardware() -> List[str]:
-    """What can be asked for by name."""
+    """Return the names that `read_hardware` knows."""
     return [*sorted(path.stem for path in HARDWARE_FOLDER.glob("*.yaml")), THIS]
 
 
 def find_this_file() -> Path:
-    """Where the measured description of this machine is: by its name, since homes are shared by machines."""
+    """Return the path of this machine's measured description, named by host, since machines share homes."""
     return Path.home() / ".cache" / "ipu_pipe" / "hardware" / f"{socket.gethostname()}.yaml"
 
 
 def read_hardware(asked: Union[str, Mapping[str, Any]], key: str = "--hardware") -> Hardware:
-    """The description that is `asked` for by name or file, or given as a mapping of a file's keys. `key` says in faults who asks.
-    Raises BadInput with every fault found."""
+    """Read the description `asked` for by name or file, or given as a mapping of a file's keys.
+
+    `key`: who asks, for faults. Raises BadInput with every fault.
+    """
     if not isinstance(asked, str):
         origins: Origins = {}
         note_origin(dict(asked), "", key, origins)
-        return _checked({"name": "given", **asked}, origins, key)
-    path = _file(asked, key)
+        return _validate({"name": "given", **asked}, origins, key)
+    path = _find_file(asked, key)
     origins = {}
     raw = read_with_origins(path, origins)
-    return _checked({"name": THIS if asked == THIS else path.stem, **raw}, origins, str(path))
+    return _validate({"name": THIS if asked == THIS else path.stem, **raw}, origins, str(path))
 
 
-def _file(asked: str, key: str) -> Path:
+def _find_file(asked: str, key: str) -> Path:
     if asked == THIS:
         path = find_this_file()
         if not path.is_file():
@@ -265,7 +269,7 @@ def _file(asked: str, key: str) -> Path:
     return path
 
 
-def _checked(raw: Dict[str, Any], origins: Origins, place: str) -> Hardware:
+def _validate(raw: Dict[str, Any], origins: Origins, place: str) -> Hardware:
     try:
         return Hardware.model_validate(raw)
     except ValidationError as error:

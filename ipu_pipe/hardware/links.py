@@ -12,11 +12,11 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import Hardware, LinkLevel, LinkSpeed
 from ipu_pipe.schedule.clock import Transfer
 
-Flow = Tuple[int, int]  # from a device to another
+Flow = Tuple[int, int]  # from one device to another
 
 
 def find_level(hardware: Hardware, devices: Sequence[int]) -> Optional[LinkLevel]:
-    """The smallest level that joins all `devices`; None where they are one. Raises BadInput where none does."""
+    """Return the smallest level that joins all `devices`; None where they are one. Raises BadInput where none does."""
     if len(set(devices)) == 1:
         return None
     for level in hardware.links:
@@ -41,40 +41,41 @@ def count_sharing(hardware: Hardware, flows: Sequence[Flow]) -> List[int]:
 
 
 def compute_message_seconds(link: LinkSpeed, size: float, at_once: int = 1) -> float:
-    """Of `size` bytes while `at_once` such messages share the link: latency + at_once size / bandwidth."""
+    """Return latency + at_once size / bandwidth: `size` bytes while `at_once` such messages share the link."""
     return link.latency.value + at_once * size / link.bandwidth.value
 
 
 def make_transfer(hardware: Hardware, source: int, target: int, size: float, at_once: int = 1) -> Transfer:
-    """The clock's message of `size` bytes: it occupies the way out of the source's neighbours and the way in to the target's.
+    """Return the transfer of `size` bytes; it occupies the way out of the source's neighbours and the way in to the target's.
 
     `at_once`: pipelines that do the same at the same time and share these links, of which the clock plays one.
     """
     level = find_level(hardware, (source, target))
     if level is None:
         return Transfer()
-    ways = (f"{level.name} from {_sharing(level, source)}", f"{level.name} to {_sharing(level, target)}")
+    ways = (f"{level.name} from {_name_sharing(level, source)}", f"{level.name} to {_name_sharing(level, target)}")
     return Transfer(at_once * size / level.bandwidth.value, level.latency.value, ways)
 
 
-def _sharing(level: LinkLevel, device: int) -> str:
+def _name_sharing(level: LinkLevel, device: int) -> str:
+    """Name the neighbours with which a device shares its link."""
     first = device // level.shared_by * level.shared_by
     last = first + level.shared_by - 1
     return f"device {first}" if first == last else f"devices {first} to {last}"
 
 
 def compute_host_seconds(hardware: Hardware, devices: Sequence[int], size: float) -> float:
-    """Until `size` bytes for each of `devices` have come from their hosts, all at once; 0 where no host is described."""
+    """Return the seconds until `size` bytes for each of `devices` have come from their hosts; 0 if no host is described."""
     if hardware.host is None:
         return 0.0
-    crowds = Counter(device // hardware.host.shared_by for device in devices)
-    return compute_message_seconds(hardware.host, size, max(crowds.values()))
+    sharing = Counter(device // hardware.host.shared_by for device in devices)
+    return compute_message_seconds(hardware.host, size, max(sharing.values()))
 
 
 def compute_all_reduce_seconds(link: LinkSpeed, size: float, replicas: int, at_once: int = 1) -> float:
-    """Of `size` bytes over a ring of r `replicas`: 2 (r-1)/r size / bandwidth + 2 (r-1) latencies; 0 for one alone.
+    """Return 2 (r-1)/r size / bandwidth + 2 (r-1) latencies, an all-reduce over a ring of r `replicas`; 0 for one.
 
-    Each sends a part of the size / r to its neighbour 2 (r-1) times: r-1 for the sums, r-1 to hand them round.
+    Each sends a part of size / r to its neighbour 2 (r-1) times: r-1 for the sums, r-1 to hand them round.
     """
     if replicas == 1:
         return 0.0
@@ -83,22 +84,16 @@ def compute_all_reduce_seconds(link: LinkSpeed, size: float, replicas: int, at_o
 
 
 def make_all_reduce(hardware: Hardware, devices: Sequence[int], size: float, at_once: int = 1) -> Transfer:
-    """The clock's message of an all-reduce of `size` bytes among `devices`: it occupies, on the level that joins them, the ways
-    of all. `at_once`: such rings that use these at the same time, of which the clock does not play the others."""
+    """Return the transfer of an all-reduce of `size` bytes among `devices`; it occupies the ways of all on their level.
+
+    `at_once`: such rings that use these at the same time, of which the clock plays one.
+    """
     level = find_level(hardware, devices)
     if level is None:
         return Transfer()
     ways = dict.fromkeys(
-        f"{level.name} {way} {_sharing(level, device)}" for device in devices for way in ("from", "to")
+        f"{level.name} {way} {_name_sharing(level, device)}" for device in devices for way in ("from", "to")
     )
     count = len(devices)
     latency = 2 * (count - 1) * level.latency.value
     return Transfer(compute_all_reduce_seconds(level, size, count, at_once) - latency, latency, tuple(ways))
-
-
-def ring_flows(devices: Sequence[int]) -> List[Flow]:
-    """Who sends to whom in a ring of all `devices`, in the order of their numbers."""
-    if len(devices) == 1:
-        return []
-    ordered = sorted(devices)
-    return list(zip(ordered, [*ordered[1:], ordered[0]]))

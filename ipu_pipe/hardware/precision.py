@@ -1,4 +1,4 @@
-"""What a config's `precision` is in bytes, and at which of a device's rates its products are done."""
+"""The table of precisions: the bytes of each kind of number, and the arithmetic in which products are computed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ MIXED, MASTERS = "bfloat16_mixed", "bfloat16_masters"
 
 
 class Precision(NamedTuple):
-    """Bytes of a number: of `activation`, `weight`, `gradient` (as accumulated), optimizer `state`, and of the `master` copy of
-    the weights that the update changes, with its gradient (0: it changes the weights themselves). `cast`: of the copy of a weight
-    that each microbatch in flight keeps; `given`: of the data, where activations are of other numbers."""
+    """Bytes of a number, and the `arithmetic` of products: one of a device's rates.
+
+    master: of the copy of the weights that the update changes, with its gradient (0: it changes the weights themselves).
+    cast: of the copy of a weight that each microbatch in flight keeps. data_bytes: of the data, 0: those of activations.
+    """
 
     arithmetic: str
     activation: int
@@ -21,12 +23,12 @@ class Precision(NamedTuple):
     state: int
     master: int = 0
     cast: int = 0
-    given: int = 0
+    data_bytes: int = 0
 
     @property
     def data(self) -> int:
-        """Of the data that enters the model."""
-        return self.given or self.activation
+        """Return the bytes of a number that enters the model."""
+        return self.data_bytes or self.activation
 
 
 # float16 is no precision of a run here: it is the mixed one of the 2BW paper's GPUs, for plans alone. As in Megatron, which that
@@ -38,7 +40,7 @@ PRECISIONS: Dict[str, Precision] = {
     "float64": Precision("float64", 8, 8, 8, 8),
     "float32": Precision("float32", 4, 4, 4, 4),
     "bfloat16": Precision("bfloat16", 2, 2, 2, 2),
-    MIXED: Precision("bfloat16", 2, 4, 4, 4, cast=2, given=4),
+    MIXED: Precision("bfloat16", 2, 4, 4, 4, cast=2, data_bytes=4),
     MASTERS: Precision("bfloat16", 2, 2, 4, 4, master=4),
     "float16": Precision("float16", 2, 2, 2, 4, 8),
     "16.16": Precision("float16", 2, 2, 4, 4),
@@ -48,10 +50,10 @@ PRECISIONS: Dict[str, Precision] = {
 
 
 def resolve_precision(precision: str, method: Method) -> str:
-    """The row of PRECISIONS that a config's `precision` is for a method.
+    """Return the row of PRECISIONS that a config's `precision` means for a method.
 
     Autocast keeps for the backward the copies that it cast of the forward's weights. Where the backward must read other weights
-    than its forward these would be the wrong ones, and nobody could tell: there the weights themselves are of low precision.
+    than its forward these would silently be the wrong ones: there the weights themselves are of low precision.
     """
     writes = method.is_stale and method.backward_reads is not Reads.STASHED
     return MASTERS if precision == MIXED and writes else precision

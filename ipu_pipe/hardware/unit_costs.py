@@ -1,7 +1,16 @@
-"""What a piece of a model costs, whatever it runs on: the record from which times, memory and plans are made.
+"""The cost of a unit: a piece of a model as a record of counts, and the seconds of its passes and updates on a device.
 
-A model is a row of units, which run one after another; stages are consecutive units, and a stage of them is a unit again
-(`joined`). Whoever counts (on meta tensors) or measures a model fills the records.
+A model is a row of units, which run one after another; a stage is consecutive units and again a unit (`join_units`). Units are
+counted or measured by `model_units`. Seconds are predicted from FLOPs and bytes, or lie between sizes that were measured.
+
+A pass is two kinds of operations, one after the other. Products (of matrices, convolutions) take as long as their arithmetic at
+the rate that training reaches, or the traffic of the weights, whichever is more (the roofline of Williams et al. 2009): a forward
+reads them, a backward too, and it reads and writes the sums of their gradients; so small microbatches are slow where weights are
+many. All other operations (norms, activation functions, sums) take as long as what they move, each operation's tensors read and
+written once. Where that was not counted (torch 2.0, units written by hand) the traffic of activations is estimated beside the
+weights': a forward writes what is kept and reads it once, a backward moves it twice as often.
+
+The roofline holds operation by operation: sum the seconds of units, rather than asking for those of a stage that joins them.
 """
 
 from __future__ import annotations
@@ -12,9 +21,14 @@ from typing import NamedTuple, Sequence, Tuple
 from ipu_pipe.hardware.description import Hardware
 from ipu_pipe.hardware.precision import PRECISIONS
 
+MOMENTS = {"sgd": 0, "momentum": 1, "adam": 2}  # copies of the weights in an optimizer's state
+
+
+# ---- the record
+
 
 class MeasuredPasses(NamedTuple):
-    """Seconds that the passes of a unit took for a microbatch of so many `samples`."""
+    """Seconds that the passes of a unit took for a microbatch of `samples`."""
 
     samples: int
     forward: float
@@ -23,17 +37,19 @@ class MeasuredPasses(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """A module, or a few, before which a stage may begin; `name` is that at which it would.
+    """A module, or a few, before which a stage may begin; `name` is the module at which it would.
 
-    FLOPs (a multiplication and an addition are two) and bytes are for one sample. `output_bytes`: what crosses to the next
-    device if a stage ends with this unit, whatever else passes by included. `activation_bytes`: what is kept from the forward
-    for the backward, weights and `also_kept` apart: that are pairs (k, bytes) of what it keeps and units before it keep too, the
-    last of them k before, so that a stage which begins behind that one keeps it as well (most often its input).
-    `forward_moved`, `backward_moved`: what operations without FLOPs (norms, activation functions, sums) read and write; both
-    0: not counted. All these are sizes of numbers of `number_bytes`, and scale with the precision. `parameters`: how many
-    trained numbers it owns (a weight used twice is the first unit's). `measured`: what its passes took, for one or more sizes
-    of microbatch; empty: not measured, and times come from FLOPs and bytes. `update_seconds`: of its weights' update, where
-    measured.
+    FLOPs (a multiplication and an addition are two) and bytes are for one sample, bytes for numbers of `number_bytes`; they scale
+    with the precision.
+
+    parameters: trained numbers that it owns (a weight used twice belongs to the first unit).
+    output_bytes: what crosses to the next device if a stage ends with this unit, whatever else passes by included.
+    activation_bytes: what the forward keeps for the backward, without weights and `also_kept`.
+    also_kept: pairs (k, bytes) of what previous units keep too, the last of them k units before (most often its input), so that
+    a stage which begins after that one keeps it as well.
+    forward_moved, backward_moved: what operations without FLOPs read and write; both 0: not counted.
+    measured: its passes for one or more sizes of microbatch; empty: times come from FLOPs and bytes.
+    update_seconds: of its weights' update, where measured.
     """
 
     name: str
@@ -51,11 +67,13 @@ class Unit:
 
 
 def join_units(units: Sequence[Unit]) -> Unit:
-    """Consecutive units as one, such as a stage: sums, the name of the first, the output of the last. It is measured for the
-    sizes of microbatch for which all are."""
+    """Return consecutive units as one, such as a stage: sums, the name of the first, the output of the last.
+
+    It is measured for the sizes of microbatch for which all are.
+    """
     assert units and len({unit.number_bytes for unit in units}) == 1
-    by_size = [{each.samples: each for each in unit.measured} for unit in units]
-    sizes = sorted(set.intersection(*(set(own) for own in by_size)))
+    by_size = [{passes.samples: passes for passes in unit.measured} for unit in units]
+    sizes = sorted(set.intersection(*(set(passes) for passes in by_size)))
     return Unit(
         units[0].name,
         sum(unit.forward_flops for unit in units),
@@ -66,7 +84,9 @@ def join_units(units: Sequence[Unit]) -> Unit:
         + sum(size for i, unit in enumerate(units) for back, size in unit.also_kept if back > i),
         units[0].number_bytes,
         tuple(
-            MeasuredPasses(size, sum(own[size].forward for own in by_size), sum(own[size].backward for own in by_size))
+            MeasuredPasses(
+                size, sum(passes[size].forward for passes in by_size), sum(passes[size].backward for passes in by_size)
+            )
             for size in sizes
         ),
         sum(unit.update_seconds for unit in units),
@@ -75,7 +95,7 @@ def join_units(units: Sequence[Unit]) -> Unit:
     )
 
 
-MOMENTS = {"sgd": 0, "momentum": 1, "adam": 2}  # copies of the weights in an optimizer's state
+# ---- seconds and bytes
 
 
 class UnitSeconds(NamedTuple):
@@ -86,10 +106,10 @@ class UnitSeconds(NamedTuple):
 
 
 def compute_pass_seconds(unit: Unit, hardware: Hardware, precision: str, samples: int) -> UnitSeconds:
-    """Of a microbatch of `samples`. A unit that was measured takes what was measured, whatever the hardware."""
+    """Return the seconds of a microbatch of `samples`. A measured unit takes what was measured, whatever the hardware."""
     if unit.measured:
-        return _between(unit, samples)
-    rate, bandwidth, sizes = hardware.rate(precision), hardware.device.bandwidth, PRECISIONS[precision]
+        return _interpolate(unit, samples)
+    rate, bandwidth, sizes = hardware.find_rate(precision), hardware.device.bandwidth, PRECISIONS[precision]
     scale = samples * sizes.activation / unit.number_bytes
     counted = unit.forward_moved or unit.backward_moved
     activations = 0.0 if counted else 2 * scale * unit.activation_bytes
@@ -101,8 +121,8 @@ def compute_pass_seconds(unit: Unit, hardware: Hardware, precision: str, samples
     )
 
 
-def _between(unit: Unit, samples: int) -> UnitSeconds:
-    """On the line through the two measured sizes next to `samples`; in proportion to one alone."""
+def _interpolate(unit: Unit, samples: int) -> UnitSeconds:
+    """Return the point on the line through the two measured sizes next to `samples`; in proportion to one alone."""
     points = sorted(unit.measured)
     if len(points) == 1:
         scale = samples / points[0].samples
@@ -116,7 +136,7 @@ def _between(unit: Unit, samples: int) -> UnitSeconds:
 
 
 def count_state_bytes(precision: str, optimizer: str) -> int:
-    """Of a weight: what an optimizer (of MOMENTS) keeps beside it, the master copy of a mixed precision included."""
+    """Return the bytes per weight that an optimizer (a key of MOMENTS) keeps, the master copy of a mixed precision included."""
     sizes = PRECISIONS[precision]
     return MOMENTS[optimizer] * sizes.state + sizes.master
 
@@ -124,8 +144,11 @@ def count_state_bytes(precision: str, optimizer: str) -> int:
 def compute_update_seconds(
     unit: Unit, hardware: Hardware, precision: str, optimizer: str, streamed: bool = False
 ) -> float:
-    """Of an update of a unit's weights: memory traffic alone. Weights, state and master copy are read and written, gradients
-    read. `optimizer`: of MOMENTS. `streamed`: state and master copy come from streaming memory before that, and go back."""
+    """Return the seconds of an update of a unit's weights: memory traffic alone.
+
+    Weights, state and master copy are read and written, gradients read. `streamed`: state and master copy come from streaming
+    memory before that, and go back.
+    """
     sizes, state = PRECISIONS[precision], count_state_bytes(precision, optimizer)
     traffic = 2 * (sizes.weight + state) + sizes.gradient
     seconds = unit.update_seconds or unit.parameters * traffic / hardware.device.bandwidth
@@ -133,8 +156,3 @@ def compute_update_seconds(
         assert hardware.device.streaming_bandwidth is not None
         seconds += 2 * unit.parameters * state / hardware.device.streaming_bandwidth.value
     return seconds
-
-
-def compute_boundary_bytes(unit: Unit, precision: str, samples: int) -> float:
-    """What a microbatch takes to the next stage if one ends with `unit`, and its gradient takes back."""
-    return samples * unit.output_bytes * PRECISIONS[precision].activation / unit.number_bytes

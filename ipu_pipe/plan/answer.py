@@ -1,4 +1,4 @@
-"""What a planner answers, in words and as JSON. All of it is predicted."""
+"""A plan as words, as JSON, and as a config that trains it. All of it is predicted."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from ipu_pipe.text import format_bytes
 MAP_SHOWN = 64  # devices of which the map is printed
 
 
-def begin_names(problem: Problem, found: Prediction) -> List[str]:
-    """The modules at which its stages 1 and on begin, as a config's `stages` may say them."""
-    return [problem.units[start].name for start in found.starts[1:]]
+def list_begins(problem: Problem, prediction: Prediction) -> List[str]:
+    """Return the modules at which stages 1 and on begin, as a config's `stages` may name them."""
+    return [problem.units[start].name for start in prediction.starts[1:]]
 
 
 def convert_to_json(answer: Answer) -> Dict[str, Any]:
-    """For programs."""
+    """Return the answer for programs."""
     return {
         "hardware": answer.problem.hardware.name,
         "devices": answer.devices,
         "predicted": True,
         "plans": [
             {
-                "method": found.asked.method,
-                "depth": found.asked.depth,
-                "width": found.asked.width,
-                "micro_batch_size": found.asked.micro_batch_size,
-                "gradient_accumulation": found.asked.gradient_accumulation,
-                "recompute": found.asked.recompute,
-                "stages": begin_names(answer.problem, found),
-                "samples_per_second": found.samples_per_second,
-                "utilization": found.utilization,
-                "global_batch_size": found.asked.global_batch_size,
-                "memory_bytes": [memory.total for memory in found.memory],
+                "method": prediction.asked.method,
+                "depth": prediction.asked.depth,
+                "width": prediction.asked.width,
+                "micro_batch_size": prediction.asked.micro_batch_size,
+                "gradient_accumulation": prediction.asked.gradient_accumulation,
+                "recompute": prediction.asked.recompute,
+                "stages": list_begins(answer.problem, prediction),
+                "samples_per_second": prediction.samples_per_second,
+                "utilization": prediction.utilization,
+                "global_batch_size": prediction.asked.global_batch_size,
+                "memory_bytes": [memory.total for memory in prediction.memory],
                 "binding": str(reason),
-                "devices": found.layout.map(),
+                "devices": prediction.layout.map(),
             }
-            for found, reason in answer.plans
+            for prediction, reason in answer.plans
         ],
         "refused": [{"reason": reason, "count": count} for reason, count in answer.refused.items()],
         "smallest_change": answer.smallest_change,
@@ -57,7 +57,7 @@ def convert_to_json(answer: Answer) -> Dict[str, Any]:
 
 
 def format_answer(answer: Answer) -> str:
-    """For people: a table of the configurations, then the best one's stages, devices and reasons."""
+    """Return the answer for people: a table of the configurations, then the best one's stages, devices and reasons."""
     problem, hardware = answer.problem, answer.problem.hardware
     lines = [
         f"{answer.devices} devices of {hardware.name}, {format_bytes(problem.memory_bytes)} usable on each; "
@@ -67,72 +67,78 @@ def format_answer(answer: Answer) -> str:
     if problem.streamed:
         lines[1:1] = [f"optimizer state in streaming memory: {STREAMED}"]
     if answer.plans:
-        lines += [*_table(answer), "", *_best(problem, *answer.plans[0]), ""]
+        lines += [*_format_table(answer), "", *_format_best(problem, *answer.plans[0]), ""]
     else:
         lines += [f"nothing fits; the smallest change that would: {answer.smallest_change}", ""]
     lines += [f"{count} other configurations: {reason}" for reason, count in answer.refused.items()]
-    doubted = [line for line, (_, figure) in zip(hardware.figure_lines(), hardware.figures()) if not figure.confirmed]
-    if doubted:
-        lines += ["", "figures of the hardware that no primary source confirms:", *(f"  {line}" for line in doubted)]
+    unconfirmed = [
+        line for line, (_, figure) in zip(hardware.format_figures(), hardware.list_figures()) if not figure.confirmed
+    ]
+    if unconfirmed:
+        lines += [
+            "",
+            "figures of the hardware that no primary source confirms:",
+            *(f"  {line}" for line in unconfirmed),
+        ]
     return "\n".join(lines)
 
 
-def _table(answer: Answer) -> List[str]:
+def _format_table(answer: Answer) -> List[str]:
     lines = [
         "    samples/s  method            depth x width  microbatch x accumulation  recompute  busy  fullest device  held back by"
     ]
-    for place, (found, reason) in enumerate(answer.plans, 1):
-        asked = found.asked
+    for place, (prediction, reason) in enumerate(answer.plans, 1):
+        asked = prediction.asked
         lines.append(
-            f"{place:2d} {found.samples_per_second:10.4g}  {asked.method:16s} {asked.depth:6d} x {asked.width:<5d}"
+            f"{place:2d} {prediction.samples_per_second:10.4g}  {asked.method:16s} {asked.depth:6d} x {asked.width:<5d}"
             f" {asked.micro_batch_size:11d} x {asked.gradient_accumulation:<12d} {'yes' if asked.recompute else 'no':>9s} "
-            f"{found.utilization:6.0%} {format_bytes(max(m.total for m in found.memory)):>15s}  {reason.kind}"
+            f"{prediction.utilization:6.0%} {format_bytes(max(m.total for m in prediction.memory)):>15s}  {reason.kind}"
             f" ({reason.share:.0%})"
         )
     return lines
 
 
-def _best(problem: Problem, found: Prediction, reason: Binding) -> List[str]:
-    work, total = found.work, sum(found.work)
+def _format_best(problem: Problem, prediction: Prediction, reason: Binding) -> List[str]:
+    work, total = prediction.work, sum(prediction.work)
     lines = [
         "the best one's stages",
         "stage  begins with                      share of the work     memory  of it activations",
     ]
-    for s, (start, memory) in enumerate(zip(found.starts, found.memory)):
+    for s, (start, memory) in enumerate(zip(prediction.starts, prediction.memory)):
         name = problem.units[start].name or "(the model's beginning)"
         lines.append(
             f"{s:5d}  {name:30s} {work[s] / total:18.1%} {format_bytes(memory.total):>10s} "
             f"{format_bytes(memory.activations):>15s}"
         )
     lines += ["", f"held back by {reason}"]
-    devices = found.asked.devices
-    if found.asked.width > 1 and found.asked.depth > 1 and devices <= MAP_SHOWN:
+    devices = prediction.asked.devices
+    if prediction.asked.width > 1 and prediction.asked.depth > 1 and devices <= MAP_SHOWN:
         lines += ["", "devices of each replica's stages, neighbours numbered next to one another:"]
-        lines += [f"  replica {r}: {' '.join(map(str, row))}" for r, row in enumerate(found.layout.map())]
+        lines += [f"  replica {r}: {' '.join(map(str, row))}" for r, row in enumerate(prediction.layout.map())]
     return lines
 
 
 def format_own_cut(job: Job) -> List[str]:
-    """For `--dry-run`: what the config's stages would do on the hardware that it names; nothing where it names none."""
+    """Return lines for `--dry-run`: what the config's stages would do on the hardware that it names; none if it names none."""
     if job.config.hardware is None:
         return []
     name = job.config.hardware if isinstance(job.config.hardware, str) else "the hardware given"
     try:
-        problem, found, reason = predict_own_cut(job)
+        problem, prediction, reason = predict_own_cut(job)
     except BadInput as error:
         return [*(f"not predicted on {name}: {fault}" for fault in error.faults), ""]
-    limit, costs = problem.memory_bytes, found.costs
+    limit, costs = problem.memory_bytes, prediction.costs
     lines = [
         f"predicted on {problem.hardware.name}, nothing here is measured",
         "stage  forward (ms)  backward (ms)     memory  of the usable",
     ]
-    for s, memory in enumerate(found.memory):
-        said = f"{memory.total / limit:14.1%}{'  does not fit' if memory.total > limit else ''}"
+    for s, memory in enumerate(prediction.memory):
+        share = f"{memory.total / limit:14.1%}{'  does not fit' if memory.total > limit else ''}"
         lines.append(
-            f"{s:5d} {1e3 * costs.forward[s]:13.4g} {1e3 * costs.backward[s]:14.4g} {format_bytes(memory.total):>10s} {said}"
+            f"{s:5d} {1e3 * costs.forward[s]:13.4g} {1e3 * costs.backward[s]:14.4g} {format_bytes(memory.total):>10s} {share}"
         )
     lines += [
-        f"predicted {found.samples_per_second:.4g} samples/s, devices busy {found.utilization:.0%} of the time, "
+        f"predicted {prediction.samples_per_second:.4g} samples/s, devices busy {prediction.utilization:.0%} of the time, "
         f"{format_bytes(int(limit))} usable on each",
         f"predicted to be held back by {reason}",
         "",
@@ -140,21 +146,23 @@ def format_own_cut(job: Job) -> List[str]:
     return lines
 
 
-def _off_chip(backend: Any) -> Any:
-    """The backend with the optimizer's state in streaming memory."""
+def _move_off_chip(backend: Any) -> Any:
+    """Return the backend with the optimizer's state in streaming memory."""
     locations = backend.ipu.tensor_locations
     optimizer = locations.optimizer.model_copy(update={"on_chip": False})
     ipu = backend.ipu.model_copy(update={"tensor_locations": locations.model_copy(update={"optimizer": optimizer})})
     return backend.model_copy(update={"ipu": ipu})
 
 
-def make_planned_config(config: Config, problem: Problem, found: Prediction, hardware: Any) -> str:
-    """The text of the config `config` changed to what was found; `hardware` as the user named it. Settings of the method
-    (`method_args`) stay where the method does. Raises BadInput where that is no config that trains."""
-    asked = found.asked
+def make_planned_config(config: Config, problem: Problem, prediction: Prediction, hardware: Any) -> str:
+    """Return the text of `config` changed to a prediction; `hardware` as the user named it.
+
+    Settings of the method (`method_args`) stay where the method does. Raises BadInput where that is not a valid config.
+    """
+    asked = prediction.asked
     changes = {
         "method": asked.method,
-        "stages": begin_names(problem, found) or 1,
+        "stages": list_begins(problem, prediction) or 1,
         "micro_batch_size": asked.micro_batch_size,
         "gradient_accumulation": asked.gradient_accumulation,
         "replicas": asked.width,
@@ -162,14 +170,14 @@ def make_planned_config(config: Config, problem: Problem, found: Prediction, har
         "precision": problem.precision,
         "hardware": hardware,
     }
-    own, local = config.method_args, METHODS[asked.method].structure is not None
+    method_args, local = config.method_args, METHODS[asked.method].structure is not None
     if asked.method != config.method:
-        own = MethodArgs(head=config.method_args.head if local else None)
+        method_args = MethodArgs(head=config.method_args.head if local else None)
     if asked.method == "local_chunked":
-        own = own.model_copy(update={"blocks": begin_names(problem, found) or 1})
-    changes["method_args"] = own
+        method_args = method_args.model_copy(update={"blocks": list_begins(problem, prediction) or 1})
+    changes["method_args"] = method_args
     if problem.streamed and config.backend.ipu is not None:
-        changes["backend"] = _off_chip(config.backend)
+        changes["backend"] = _move_off_chip(config.backend)
     text = dump_config(config.model_copy(update=changes))
     try:
         configure(**parse_yaml(text, "--write"))  # checked before anything is written

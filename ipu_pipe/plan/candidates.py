@@ -14,7 +14,7 @@ from ipu_pipe.schedule.methods import METHODS, Pipeline, Reads
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration but for its boundaries. `depth`: stages. `width`: replicas of the pipeline. `recompute`: activations are
+    """A configuration but for its boundaries: `depth` stages, `width` replicas of the pipeline. `recompute`: activations are
     computed again before the backward from each stage's input."""
 
     method: str
@@ -26,40 +26,42 @@ class Candidate:
 
     @property
     def devices(self) -> int:
-        """How many it takes."""
+        """Return the number of devices."""
         return self.depth * self.width
 
     @property
     def shape(self) -> Tuple[str, int, int, bool]:
-        """All but how an update's samples are divided."""
+        """Return all but how an update's samples are divided."""
         return self.method, self.depth, self.width, self.recompute
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of an update."""
+        """Return the samples of an update."""
         return self.micro_batch_size * self.gradient_accumulation * self.width
 
 
 def list_candidates(
     methods: Sequence[str], devices: int, units: int, greatest_batch: int, recomputes: Sequence[bool] = (False, True)
 ) -> Iterator[Candidate]:
-    """All configurations of a model of so many `units` on all of so many `devices`, for updates of at most `greatest_batch`
-    samples. Microbatches are powers of two; the accumulation fills the batch.
+    """Yield all configurations of a model of `units` units on all `devices`, for updates of at most `greatest_batch` samples.
 
-    One stage is no pipeline: it is planned once, for the first of the methods.
+    Microbatches are powers of two; the accumulation fills the batch. One stage is no pipeline: it is planned once, for the first
+    of the methods.
     """
     for depth in (d for d in range(1, min(devices, units) + 1) if devices % d == 0):
         width = devices // depth
-        for size in _powers_of_two(greatest_batch // width):
+        for size in _list_powers_of_two(greatest_batch // width):
             for method in methods if depth > 1 else methods[:1]:
-                for accumulate in _accumulations(method, depth, greatest_batch // (size * width)):
+                for accumulate in _list_accumulations(method, depth, greatest_batch // (size * width)):
                     for recompute in recomputes:
                         yield Candidate(method, depth, width, size, accumulate, recompute)
 
 
-def _accumulations(method: str, depth: int, most: int) -> List[int]:
-    """Microbatches of an update: the most that the batch holds. GPipe holds the activations of all of them and may do with
-    fewer; two weight versions are enough (2BW) for no fewer than there are stages."""
+def _list_accumulations(method: str, depth: int, most: int) -> List[int]:
+    """Return the microbatches per update to try: the most that the batch holds.
+
+    GPipe holds the activations of all of them and may do with fewer; two weight versions (2BW) need as many as stages.
+    """
     row = METHODS[method]
     if row.forward_reads is Reads.DOUBLE_BUFFERED and most < depth:
         return []
@@ -68,5 +70,5 @@ def _accumulations(method: str, depth: int, most: int) -> List[int]:
     return [most]
 
 
-def _powers_of_two(most: int) -> List[int]:
+def _list_powers_of_two(most: int) -> List[int]:
     return [1 << k for k in range(most.bit_length())]

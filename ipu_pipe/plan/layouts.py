@@ -1,4 +1,4 @@
-"""Which device holds which stage of which replica, and what messages between them cost for a byte.
+"""Which device holds which stage of which replica, and what messages between them cost per byte.
 
 Devices are numbered so that neighbours are close. Of the two ways to lay a pipeline's replicas out, one keeps the stages of a
 replica together, the other the replicas of a stage:
@@ -27,44 +27,43 @@ class ReplicaLayout:
     width: int
     replicas_together: bool
 
-    def device(self, replica: int, stage: int) -> int:
-        """Number of the device."""
+    def get_device(self, replica: int, stage: int) -> int:
+        """Return the device of a replica's stage."""
         return stage * self.width + replica if self.replicas_together else replica * self.depth + stage
 
-    def replicas(self, stage: int) -> List[int]:
-        """The devices of all replicas of a stage."""
-        return [self.device(replica, stage) for replica in range(self.width)]
+    def list_replicas(self, stage: int) -> List[int]:
+        """Return the devices of all replicas of a stage."""
+        return [self.get_device(replica, stage) for replica in range(self.width)]
 
     def map(self) -> List[List[int]]:
-        """The device of each stage, replica by replica."""
-        return [[self.device(replica, stage) for stage in range(self.depth)] for replica in range(self.width)]
+        """Return the device of each stage, replica by replica."""
+        return [[self.get_device(replica, stage) for stage in range(self.depth)] for replica in range(self.width)]
 
 
 def list_layouts(depth: int, width: int) -> Tuple[ReplicaLayout, ...]:
-    """Those that differ."""
+    """Return the layouts that differ."""
     stages = ReplicaLayout(depth, width, False)
     return (stages,) if depth == 1 or width == 1 else (stages, ReplicaLayout(depth, width, True))
 
 
 def make_boundary_transfer(hardware: Hardware, layout: ReplicaLayout, stage: int, back: bool = False) -> Transfer:
-    """Of one byte from `stage` to the next, or back, while every replica sends one; of the replica on which it is slowest."""
+    """Return the transfer of one byte from `stage` to the next, or back, while every replica sends one; the slowest replica's."""
     ends = (stage + 1, stage) if back else (stage, stage + 1)
-    flows = [(layout.device(r, ends[0]), layout.device(r, ends[1])) for r in range(layout.width)]
-    sent = [
-        make_transfer(hardware, *flow, 1.0, sharing) for flow, sharing in zip(flows, count_sharing(hardware, flows))
-    ]
-    return max(sent, key=lambda each: (each.seconds, each.latency))
+    flows = [(layout.get_device(r, ends[0]), layout.get_device(r, ends[1])) for r in range(layout.width)]
+    sharing = count_sharing(hardware, flows)
+    transfers = [make_transfer(hardware, *flow, 1.0, at_once) for flow, at_once in zip(flows, sharing)]
+    return max(transfers, key=lambda transfer: (transfer.seconds, transfer.latency))
 
 
 class BoundaryTransfers(NamedTuple):
-    """The messages of one byte across each boundary between stages, onward and back."""
+    """The transfers of one byte across each boundary between stages, onward and back."""
 
     onward: List[Transfer]
     back: List[Transfer]
 
 
 def make_transfers(hardware: Hardware, layout: ReplicaLayout) -> BoundaryTransfers:
-    """Of all boundaries of a layout."""
+    """Return the transfers of all boundaries of a layout."""
     inner = range(layout.depth - 1)
     return BoundaryTransfers(
         [make_boundary_transfer(hardware, layout, s) for s in inner],
@@ -73,10 +72,10 @@ def make_transfers(hardware: Hardware, layout: ReplicaLayout) -> BoundaryTransfe
 
 
 def make_reduce_transfer(hardware: Hardware, layout: ReplicaLayout, stage: int, size: float) -> Transfer:
-    """The all-reduce of `size` bytes of gradients among the replicas of a stage."""
-    return make_all_reduce(hardware, layout.replicas(stage), size)
+    """Return the all-reduce of `size` bytes of gradients among the replicas of a stage."""
+    return make_all_reduce(hardware, layout.list_replicas(stage), size)
 
 
 def scale_transfer(per_byte: Transfer, size: float) -> Transfer:
-    """A message of `size` bytes, from that of one byte."""
+    """Return the transfer of `size` bytes from that of one byte."""
     return per_byte._replace(seconds=per_byte.seconds * size)

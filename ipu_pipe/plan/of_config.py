@@ -1,6 +1,6 @@
-"""The planner on a config: the stages that `stages: auto` and `{count: P, by: hardware}` are, and what its own cut would do.
+"""The planner on a config: the stages of `stages: auto` and `{count: P, by: hardware}`, and what its own cut would do.
 
-All of it is predicted, for the config's own method, microbatch, accumulation, replicas and recomputation.
+All of it is predicted, for the config's method, microbatch, accumulation, replicas and recomputation.
 """
 
 from __future__ import annotations
@@ -39,11 +39,15 @@ def make_problem(
     config: Config, units: Sequence[Unit], entering: float, hardware: Hardware, *, memory: Optional[float] = None,
     precision: Optional[str] = None,
 ) -> Problem:  # fmt: skip
-    """What is to be planned for a config's model. `entering`: bytes of a sample that enter the first unit. `memory`: usable bytes
-    of a device, and `precision`, in place of the hardware's and the config's. Raises BadInput."""
+    """Return what is to be planned for a config's model.
+
+    `entering`: bytes of a sample that enter the first unit. `memory`: usable bytes of a device, and `precision`, in place of the
+    hardware's and the config's. Raises BadInput where the hardware has no rate for the precision.
+    """
     precision = precision or config.precision
-    hardware.rate(precision)  # refuses one without a rate
-    kinds = {"adam": "adam", "adamw": "adam", GIVEN: "adam"}  # of one given in Python the most that it may keep
+    hardware.find_rate(precision)  # raises BadInput without one
+    # of an optimizer given in Python, the most that it may keep
+    kinds = {"adam": "adam", "adamw": "adam", GIVEN: "adam"}
     optimizer = kinds.get(config.optimizer.name, "momentum" if config.optimizer.momentum else "sgd")
     scale = PRECISIONS[precision].data / units[0].number_bytes
     usable = hardware.device.usable_bytes if memory is None else memory
@@ -54,14 +58,14 @@ def make_problem(
 
 
 def make_candidate(config: Config, depth: int) -> Candidate:
-    """The config on so many stages."""
+    """Return the config as a candidate with `depth` stages."""
     return Candidate(
         config.method, depth, config.replicas, config.micro_batch_size, config.gradient_accumulation, config.recompute
     )
 
 
 def is_chosen(stages: Any) -> bool:
-    """Whether a config's `stages` leave the cut to the planner."""
+    """Return whether a config's `stages` leave the cut to the planner."""
     return stages == "auto" or (isinstance(stages, dict) and stages.get("by") == "hardware")
 
 
@@ -69,14 +73,14 @@ def choose_stages(
     config: Config, method: Method, model: nn.Module, loss: Loss, example: Tuple[Any, Any],
     processes: Optional[int] = None,
 ) -> List[str]:  # fmt: skip
-    """Names of the modules at which stages 1 and on begin, of a config whose `stages` leave them to the planner.
+    """Return the modules at which stages 1 and on begin, of a config whose `stages` leave them to the planner.
 
     As many stages as `processes` (of each replica, None: not on processes) or as `count` says; else the number, of those for
-    which the hardware has devices, with the greatest predicted throughput. By the hardware's times within its memory, or where a
-    config names none by FLOPs. Raises BadInput.
+    which the hardware has devices, with the greatest predicted throughput. By the hardware's times within its memory, or by FLOPs
+    where a config names none. Raises BadInput where no cut is possible.
     """
     said = "auto" if config.stages == "auto" else f"{{count: {config.stages['count']}, by: hardware}}"
-    unplanned = _unplanned(method)
+    unplanned = _explain_unplanned(method)
     if unplanned is not None:
         raise BadInput(f"stages: {said}: {unplanned}: must be names, a count or finest")
     count = processes if config.stages == "auto" else config.stages["count"]
@@ -85,21 +89,21 @@ def choose_stages(
         count = method.structure.blocks  # a block a stage
     x, y = example
     units = count_units(model, take_samples(x, FEW), (), loss, take_samples(y, FEW)).units
-    blocks = _blocks_of(config, method, model, x, units)
+    blocks = _count_blocks(config, method, model, x, units)
     starts: Optional[Sequence[int]]
     if config.hardware is None:
-        starts = _by_flops(units, count, blocks)
+        starts = _cut_by_flops(units, count, blocks)
         if starts is None:
             raise BadInput(
                 f"stages: {said}: {count} processes: the model has {len(units)} places where a stage may begin"
             )
     else:
-        starts = _by_times(config, method, units, blocks, x, said, count)
+        starts = _cut_by_times(config, method, units, blocks, x, said, count)
     return [units[start].name for start in starts[1:]]
 
 
-def _unplanned(method: Method) -> Optional[str]:
-    """Why a method's stages are not the planner's to cut or to predict."""
+def _explain_unplanned(method: Method) -> Optional[str]:
+    """Return why the planner cannot cut or predict a method's stages; None where it can."""
     structure = method.structure
     if structure is None:
         return None
@@ -110,21 +114,23 @@ def _unplanned(method: Method) -> Optional[str]:
     return None
 
 
-def _blocks_of(config: Config, method: Method, model: nn.Module, x: Any, units: Sequence[Unit]) -> Optional[BlockUnits]:
-    """What blocks with losses of their own cost beside the units, with the config's heads; None: the method has none."""
+def _count_blocks(
+    config: Config, method: Method, model: nn.Module, x: Any, units: Sequence[Unit]
+) -> Optional[BlockUnits]:
+    """Return what blocks with their own losses cost beside the units, with the config's heads; None: the method has none."""
     if method.structure is None:
         return None
     entry = config.method_args.head
     return count_blocks(model, take_samples(x, FEW), units, resolve_entry(entry, "method_args.head") if entry else None)
 
 
-def _by_flops(units: Sequence[Unit], count: Optional[int], blocks: Optional[BlockUnits]) -> Optional[List[int]]:
+def _cut_by_flops(units: Sequence[Unit], count: Optional[int], blocks: Optional[BlockUnits]) -> Optional[List[int]]:
     assert count is not None  # the config's check
-    work = [_flops(unit) for unit in units]
+    work = [_sum_flops(unit) for unit in units]
     heads, spared = np.zeros(len(units) + 1), np.zeros(len(units) + 1)
     if blocks is not None:
-        heads[1:-1] = [_flops(head) for head in blocks.heads]
-        spared[1:-1] = [_flops(unit) - _flops(first) for unit, first in zip(units[1:], blocks.first[1:])]
+        heads[1:-1] = [_sum_flops(head) for head in blocks.heads]
+        spared[1:-1] = [_sum_flops(unit) - _sum_flops(first) for unit, first in zip(units[1:], blocks.first[1:])]
     until = np.concatenate([[0.0], np.cumsum(work)])
 
     def costs(first: IntArray, end: IntArray) -> StagePrices:
@@ -134,11 +140,11 @@ def _by_flops(units: Sequence[Unit], count: Optional[int], blocks: Optional[Bloc
     return find_best_cut((np.array(work) - spared[:-1]).tolist(), count, costs)
 
 
-def _flops(unit: Unit) -> float:
+def _sum_flops(unit: Unit) -> float:
     return unit.forward_flops + unit.backward_flops
 
 
-def _by_times(
+def _cut_by_times(
     config: Config, method: Method, units: Sequence[Unit], blocks: Optional[BlockUnits], x: Any, said: str,
     count: Optional[int],
 ) -> Sequence[int]:  # fmt: skip
@@ -146,9 +152,9 @@ def _by_times(
     hardware, width = read_hardware(config.hardware, "hardware"), config.replicas
     if count is None and width > hardware.devices:
         raise BadInput(f"replicas: {width}: stages: {said}: hardware {hardware.name} has {hardware.devices} devices")
-    problem = replace(make_problem(config, units, _sample_bytes(x), hardware), blocks=blocks)
+    problem = replace(make_problem(config, units, _count_sample_bytes(x), hardware), blocks=blocks)
     depths = [count] if count is not None else range(1, min(hardware.devices // width, len(units)) + 1)
-    asked = [make_candidate(config, depth) for depth in depths if count is not None or _runs(config, method, depth)]
+    asked = [make_candidate(config, depth) for depth in depths if count is not None or _can_run(config, method, depth)]
     best = search(problem, asked, 1).best
     if best:
         return best[0].starts
@@ -161,8 +167,8 @@ def _by_times(
     )
 
 
-def _runs(config: Config, method: Method, depth: int) -> bool:
-    """Whether the method and the backend would run the config on so many stages."""
+def _can_run(config: Config, method: Method, depth: int) -> bool:
+    """Return whether the method and the backend would run the config on `depth` stages."""
     try:
         check_sizes(method, depth, config.gradient_accumulation, config.gradient_accumulation)
     except BadInput:
@@ -170,7 +176,7 @@ def _runs(config: Config, method: Method, depth: int) -> bool:
     return not check_stages(config, method, depth)
 
 
-def _sample_bytes(x: Any) -> float:
+def _count_sample_bytes(x: Any) -> float:
     return count_bytes(x) / count_samples(x)
 
 
@@ -178,42 +184,44 @@ class OwnCut(NamedTuple):
     """What a config's own stages would do on its hardware."""
 
     problem: Problem
-    found: Prediction
+    prediction: Prediction
     reason: Binding
 
 
 def predict_own_cut(job: Job) -> OwnCut:
-    """Of a job whose config names hardware. Raises BadInput where that cannot be predicted."""
+    """Predict the stages of a job whose config names hardware. Raises BadInput where that is not possible."""
     config, (x, y) = job.config, job.example
     assert config.hardware is not None
     hardware, depth = read_hardware(config.hardware, "hardware"), len(job.part)
     if job.method.structure is not None and (job.method.structure.overlap or job.method.structure.layers):
-        raise BadInput(f"method: {_unplanned(job.method)}")
+        raise BadInput(f"method: {_explain_unplanned(job.method)}")
     if job.part.spread:
         raise BadInput("stages: single weights are spread over them: the planner predicts stages of whole modules")
     hardware = hardware.with_devices(max(hardware.devices, depth * config.replicas))
     begins = job.part.begin_names()
-    made = get_blocks(job.model)
-    model = job.model if made is None else made.model
+    blocked = get_blocks(job.model)
+    model = job.model if blocked is None else blocked.model
     loss = job.loss.loss if isinstance(job.loss, SumOfLosses) else job.loss
     units = count_units(model, take_samples(x, FEW), begins, loss, take_samples(y, FEW)).units
-    blocks = _blocks_of(config, job.method, model, x, units)
-    problem = replace(make_problem(config, units, _sample_bytes(x), hardware), blocks=blocks)
+    blocks = _count_blocks(config, job.method, model, x, units)
+    problem = replace(make_problem(config, units, _count_sample_bytes(x), hardware), blocks=blocks)
     names = [unit.name for unit in units]
     starts = [0, *[names.index(name) for name in begins]]
     asked = make_candidate(config, depth)
-    sums = Sums(problem.of(asked.method), asked.micro_batch_size)
+    sums = Sums(problem.resolve(asked.method), asked.micro_batch_size)
     costings = [Costing(problem, asked, layout, sums) for layout in list_layouts(depth, asked.width)]
-    found = max((predict_cut(each, starts) for each in costings), key=lambda each: each.samples_per_second)
-    return OwnCut(problem, found, find_binding(problem, found))
+    prediction = max(
+        (predict_cut(costing, starts) for costing in costings), key=lambda prediction: prediction.samples_per_second
+    )
+    return OwnCut(problem, prediction, find_binding(problem, prediction))
 
 
 def predict_rate(job: Job) -> Optional[Tuple[str, float]]:
-    """The hardware's name and the samples a second that are predicted on it; None where its config names none, or they cannot."""
+    """Return the hardware's name and the predicted samples per second; None without hardware or where it cannot be predicted."""
     if job.config.hardware is None:
         return None
     try:
-        own = predict_own_cut(job)
+        own_cut = predict_own_cut(job)
     except BadInput:
         return None
-    return own.problem.hardware.name, own.found.samples_per_second
+    return own_cut.problem.hardware.name, own_cut.prediction.samples_per_second

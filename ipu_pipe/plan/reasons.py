@@ -21,7 +21,8 @@ SMALL = 0.02  # shares of the time below it hold nothing back
 
 
 class Binding(NamedTuple):
-    """`kind`: memory, link, bubble, imbalance or compute. `share` of the time that it takes; `what` it is; what `lifts` it."""
+    """What holds a configuration back. `kind`: memory, link, bubble, imbalance or compute; the `share` of the time that it takes;
+    `what` it is and what `lifts` it, in words."""
 
     kind: str
     share: float
@@ -32,33 +33,34 @@ class Binding(NamedTuple):
         return f"{self.kind}: {self.what}; {self.lifts}"
 
 
-def find_binding(problem: Problem, found: Prediction) -> Binding:
-    """What takes most of a configuration's time besides the work itself; and what streamed optimizer state takes of it."""
-    greatest = max(_held_back(problem, found), key=lambda each: each.share)
+def find_binding(problem: Problem, prediction: Prediction) -> Binding:
+    """Return what takes most of a configuration's time besides the work itself, and what streamed optimizer state takes of it."""
+    greatest = max(_list_bindings(problem, prediction), key=lambda binding: binding.share)
     if greatest.share < SMALL:
-        greatest = Binding("compute", found.utilization, f"devices are busy {found.utilization:.0%} of the time",
+        greatest = Binding("compute", prediction.utilization, f"devices are busy {prediction.utilization:.0%} of the time",
                            "only faster or more devices would do more")  # fmt: skip
     if not problem.streamed:
         return greatest
-    share = _streaming_seconds(problem, found) / found.seconds
-    said = f"{greatest.what}; optimizer state in streaming memory, whose traffic takes {share:.0%} of the time"
-    return greatest._replace(what=said)
+    share = _sum_streaming_seconds(problem, prediction) / prediction.seconds
+    words = f"{greatest.what}; optimizer state in streaming memory, whose traffic takes {share:.0%} of the time"
+    return greatest._replace(what=words)
 
 
-def _streaming_seconds(problem: Problem, found: Prediction) -> float:
-    """Of an update, the longest of all stages'."""
+def _sum_streaming_seconds(problem: Problem, prediction: Prediction) -> float:
+    """Return the seconds of an update that streaming takes on the stage where it takes longest."""
     on_chip = replace(problem, streamed=False)
-    edges = [*found.starts, len(problem.units)]
-    longer = [problem.update_seconds(unit) - on_chip.update_seconds(unit) for unit in problem.units]
+    edges = [*prediction.starts, len(problem.units)]
+    longer = [problem.get_update_seconds(unit) - on_chip.get_update_seconds(unit) for unit in problem.units]
     return max(sum(longer[a:b]) for a, b in zip(edges, edges[1:]))
 
 
-def _held_back(problem: Problem, found: Prediction) -> List[Binding]:
-    asked, work, seconds = found.asked, found.work, found.seconds
+def _list_bindings(problem: Problem, prediction: Prediction) -> List[Binding]:
+    """Return everything that holds a configuration back, in no order."""
+    asked, work, seconds = prediction.asked, prediction.work, prediction.seconds
     count, mean, greatest = asked.gradient_accumulation, sum(work) / asked.depth, max(work)
-    quiet = compute_batch_time(METHODS[asked.method], asked.depth, count, remove_transfers(found.costs)).seconds
+    quiet = compute_batch_time(METHODS[asked.method], asked.depth, count, remove_transfers(prediction.costs)).seconds
     slowest = work.index(greatest)
-    name = problem.units[found.starts[slowest]].name or "the model's beginning"
+    name = problem.units[prediction.starts[slowest]].name or "the model's beginning"
     idle = max(quiet - count * greatest, 0.0) / seconds
     reasons = [
         Binding(
@@ -84,39 +86,40 @@ def _held_back(problem: Problem, found: Prediction) -> List[Binding]:
             else "more microbatches an update would lift it",
         ),
     ]
-    if found.link_busy:
-        link = max(found.link_busy, key=lambda each: found.link_busy[each])
-        reduces = any(link in each.links for each in found.costs.reduce)
+    if prediction.link_busy:
+        link = max(prediction.link_busy, key=lambda link: prediction.link_busy[link])
+        reduces = any(link in transfer.links for transfer in prediction.costs.reduce)
         what = "all-reduces of gradients" if reduces else "activations and their gradients"
         what = "samples" if link == HOST else what
-        waited, busy = (seconds - quiet) / seconds, min(found.link_busy[link] / seconds, 1.0)
+        waited, busy = (seconds - quiet) / seconds, min(prediction.link_busy[link] / seconds, 1.0)
         late = busy < waited / 2  # most of what is waited for is latency
-        said = f"{waited:.0%} of the time is waited for messages, "
+        words = f"{waited:.0%} of the time is waited for messages, "
         if late:
-            said += f"most of that for their latency; {link} itself is busy {busy:.2%} of the time, with {what}"
+            words += f"most of that for their latency; {link} itself is busy {busy:.2%} of the time, with {what}"
         else:
-            said += f"{link} is busy {busy:.0%} of it, with {what}"
+            words += f"{link} is busy {busy:.0%} of it, with {what}"
         faster = "links of less latency" if late else "a faster link"
         fewer = "or a greater micro_batch_size, of which there are fewer" if late else "or a cut where less crosses"
         lifts = f"{faster}, {'or more microbatches an update' if reduces else fewer}, would lift it"
-        reasons.append(Binding("link", waited, said, lifts))
-    if asked.recompute and not _fits_without(problem, found):
-        fullest = max(range(asked.depth), key=lambda s: found.memory[s].total)
-        again = count * sum(found.costs.forward) / asked.depth / seconds
+        reasons.append(Binding("link", waited, words, lifts))
+    if asked.recompute and not _fits_without_recomputing(problem, prediction):
+        fullest = max(range(asked.depth), key=lambda s: prediction.memory[s].total)
+        again = count * sum(prediction.costs.forward) / asked.depth / seconds
         reasons.append(
             Binding(
                 "memory",
                 again,
-                f"stage {fullest} holds {format_bytes(found.memory[fullest].total)} of {format_bytes(int(problem.memory_bytes))};"
-                f" recomputing, which fits, takes {again:.0%} of the time",
+                f"stage {fullest} holds {format_bytes(prediction.memory[fullest].total)} of"
+                f" {format_bytes(int(problem.memory_bytes))}; recomputing, which fits, takes {again:.0%} of the time",
                 "more memory a device or more stages would lift it",
             )
         )
     return reasons
 
 
-def _fits_without(problem: Problem, found: Prediction) -> bool:
-    asked = replace(found.asked, recompute=False)
+def _fits_without_recomputing(problem: Problem, prediction: Prediction) -> bool:
+    asked = replace(prediction.asked, recompute=False)
     return (
-        Costing(problem, asked, found.layout, Sums(problem.of(asked.method), asked.micro_batch_size)).cut() is not None
+        Costing(problem, asked, prediction.layout, Sums(problem.resolve(asked.method), asked.micro_batch_size)).cut()
+        is not None
     )

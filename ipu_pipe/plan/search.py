@@ -1,9 +1,13 @@
 """The best configurations: every candidate is bounded, and only those that may be among the best are cut and played.
 
-A candidate's throughput is at most that of stages balanced perfectly; then at most that of its slowest stage, cut as if memory
-were enough and messages took no time; once cut, that of what it has, then that with messages that never wait for one another;
-once played by the clock, what it is. The one with the
-greatest bound is looked at next. So what comes out first, all steps done, is the best of all, and what follows the next best.
+    [1] stages balanced perfectly                       a bound of the throughput
+    [2] its slowest stage, if memory and messages were free          tighter
+    [3] once cut: its stages, links and microbatches in flight       tighter
+    [4] played with messages that never wait for one another         tighter
+    [5] played by the clock                             the prediction
+
+The candidate with the greatest bound takes the next step. So the first one that has taken all is the best of all, and the next
+one the next best.
 """
 
 from __future__ import annotations
@@ -15,17 +19,10 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 from ipu_pipe.model.balance import bound_slowest
 from ipu_pipe.plan.batches import Batches
+from ipu_pipe.plan.bounds import bound_seconds
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.layouts import BoundaryTransfers, ReplicaLayout, list_layouts, make_transfers
-from ipu_pipe.plan.prediction import (
-    Costing,
-    Prediction,
-    Problem,
-    Sums,
-    bound_seconds,
-    make_batches,
-    predict_cut,
-)
+from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, make_batches, predict_cut
 from ipu_pipe.schedule.methods import METHODS
 
 NO_ROOM = "the fullest stage needs more memory than a device has, however the model is cut"
@@ -42,107 +39,110 @@ class Found(NamedTuple):
 
 
 @dataclass
-class _Looked:
-    """A candidate with a layout as far as it has been looked at: bounded (twice), cut, played `apart`, or played."""
+class _Progress:
+    """A candidate with a layout, as far as it has come: costing [2], cut [3], played uncontended [4], prediction [5]."""
 
     asked: Candidate
     layout: ReplicaLayout
     costing: Optional[Costing] = None
     starts: Optional[List[int]] = None
     batches: Optional[Batches] = None
-    apart: bool = False
-    played: Optional[Prediction] = None
+    is_bounded: bool = False
+    prediction: Optional[Prediction] = None
 
 
 class _Costings:
-    """Of the candidates of a problem; what several have in common is made once."""
+    """The costings of a problem's candidates; what several have in common is made once."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._sums: Dict[Tuple[int, str], Sums] = {}
-        self._messages: Dict[ReplicaLayout, BoundaryTransfers] = {}
+        self._transfers: Dict[ReplicaLayout, BoundaryTransfers] = {}
         self._work: Dict[Tuple[int, bool, bool, str], List[float]] = {}
 
-    def of(self, asked: Candidate, layout: ReplicaLayout) -> Costing:
-        """Of one."""
-        problem = self._problem.of(asked.method)
+    def make(self, asked: Candidate, layout: ReplicaLayout) -> Costing:
+        """Return the costing of a candidate."""
+        problem = self._problem.resolve(asked.method)
         key = asked.micro_batch_size, problem.precision
         if key not in self._sums:
             self._sums[key] = Sums(problem, asked.micro_batch_size)
-        if layout not in self._messages:
-            self._messages[layout] = make_transfers(self._problem.hardware, layout)
-        return Costing(problem, asked, layout, self._sums[key], self._messages[layout])
+        if layout not in self._transfers:
+            self._transfers[layout] = make_transfers(self._problem.hardware, layout)
+        return Costing(problem, asked, layout, self._sums[key], self._transfers[layout])
 
-    def work(self, asked: Candidate) -> List[float]:
-        """Seconds of each unit for a microbatch: of all candidates with one microbatch and recomputation the same."""
-        row = self._problem.of(asked.method).precision
+    def get_work(self, asked: Candidate) -> List[float]:
+        """Return the seconds of each unit for a microbatch: the same for all with one microbatch and recomputation."""
+        row = self._problem.resolve(asked.method).precision
         key = asked.micro_batch_size, asked.recompute, METHODS[asked.method].structure is None, row
         if key not in self._work:
-            self._work[key] = self.of(asked, list_layouts(asked.depth, asked.width)[0]).work.tolist()
+            self._work[key] = self.make(asked, list_layouts(asked.depth, asked.width)[0]).work.tolist()
         return self._work[key]
 
 
 def search(problem: Problem, asked: Iterable[Candidate], count: int) -> Found:
-    """The `count` candidates with the greatest predicted throughput, each with its best cut and layout; of those that differ in
-    microbatch and accumulation alone, the best. Exact: what is not cut or not played cannot be better."""
-    every = list(asked)
+    """Return the `count` candidates with the greatest predicted throughput, each with its best cut and layout.
+
+    Of those that differ in microbatch and accumulation alone, only the best. Exact: what is not cut or not played cannot be
+    better.
+    """
+    candidates = list(asked)
     shown: Set[Tuple[Any, ...]] = set()
     costings = _Costings(problem)
-    waiting: List[Tuple[float, int, int, _Looked]] = []  # by least seconds a sample, then as they came
-    for order, candidate in enumerate(every):
-        bound = bound_seconds(candidate, sum(costings.work(candidate))) / candidate.global_batch_size
+    waiting: List[Tuple[float, int, int, _Progress]] = []  # by least seconds per sample, then as they came
+    for order, candidate in enumerate(candidates):
+        bound = bound_seconds(candidate, sum(costings.get_work(candidate))) / candidate.global_batch_size
         for place, layout in enumerate(list_layouts(candidate.depth, candidate.width)):
-            waiting.append((bound, order, place, _Looked(candidate, layout)))
+            waiting.append((bound, order, place, _Progress(candidate, layout)))
     heapq.heapify(waiting)
     best: List[Prediction] = []
     no_room: Set[Candidate] = set()
     while waiting and len(best) < count:
-        bound, order, place, looked = heapq.heappop(waiting)
-        one, batch = looked.asked, looked.asked.global_batch_size
-        if one in no_room or one.shape in shown:  # by one that is faster
+        bound, order, place, progress = heapq.heappop(waiting)
+        candidate = progress.asked
+        if candidate in no_room or candidate.shape in shown:  # by one that is faster
             continue
-        if looked.played is not None:
-            best.append(looked.played)
-            shown.add(one.shape)
+        if progress.prediction is not None:
+            best.append(progress.prediction)
+            shown.add(candidate.shape)
+            continue
+        seconds = _take_step(progress, costings)
+        if seconds is None:
+            no_room.add(candidate)
         else:
-            seconds = _looked_further(looked, costings)
-            if seconds is None:
-                no_room.add(one)
-            else:
-                heapq.heappush(waiting, (max(bound, seconds / batch), order, place, looked))
-    alike = sum(one.shape in shown for one in every) - len(best)
-    without = sum(one.shape not in shown for one in no_room)
-    refused = {NO_ROOM: without, ALIKE: alike, SLOWER: len(every) - len(best) - alike - without}
+            heapq.heappush(waiting, (max(bound, seconds / candidate.global_batch_size), order, place, progress))
+    alike = sum(candidate.shape in shown for candidate in candidates) - len(best)
+    without = sum(candidate.shape not in shown for candidate in no_room)
+    refused = {NO_ROOM: without, ALIKE: alike, SLOWER: len(candidates) - len(best) - alike - without}
     return Found(best, {reason: number for reason, number in refused.items() if number})
 
 
-def _looked_further(looked: _Looked, costings: _Costings) -> Optional[float]:
-    """The next step with a candidate: what its batch takes at least, by that; None where it does not fit."""
-    asked = looked.asked
-    if looked.costing is None:
-        looked.costing = costings.of(asked, looked.layout)
-        slowest = bound_slowest(costings.work(asked), asked.depth)
+def _take_step(progress: _Progress, costings: _Costings) -> Optional[float]:
+    """Take the next step with a candidate; return what its batch takes at least, by that; None where it does not fit."""
+    asked = progress.asked
+    if progress.costing is None:  # [2]
+        progress.costing = costings.make(asked, progress.layout)
+        slowest = bound_slowest(costings.get_work(asked), asked.depth)
         return asked.gradient_accumulation * slowest if slowest < math.inf else None
-    if looked.starts is None:
-        looked.starts = looked.costing.cut() if looked.costing.may_fit() else None
-        if looked.starts is None:
+    if progress.starts is None:  # [3]
+        progress.starts = progress.costing.cut() if progress.costing.may_fit() else None
+        if progress.starts is None:
             return None
-        looked.batches = make_batches(looked.costing, looked.starts)
-        return looked.costing.least_seconds(looked.batches.costs)
-    assert looked.batches is not None
-    if not looked.apart:
-        looked.apart = True
-        return (1 - ROUNDING) * looked.batches.least_seconds(asked.gradient_accumulation)
-    looked.played = predict_cut(looked.costing, looked.starts, looked.batches)
-    return looked.played.seconds
+        progress.batches = make_batches(progress.costing, progress.starts)
+        return progress.costing.least_seconds(progress.batches.costs)
+    assert progress.batches is not None
+    if not progress.is_bounded:  # [4]
+        progress.is_bounded = True
+        return (1 - ROUNDING) * progress.batches.least_seconds(asked.gradient_accumulation)
+    progress.prediction = predict_cut(progress.costing, progress.starts, progress.batches)  # [5]
+    return progress.prediction.seconds
 
 
 def find_least_memory(problem: Problem, asked: Iterable[Candidate]) -> Optional[Tuple[float, Candidate]]:
-    """The fewest bytes a device with which one of the candidates fits, and that candidate; None where there are none."""
+    """Return the fewest bytes per device with which one of the candidates fits, and that candidate; None if there are none."""
     best: Optional[Tuple[float, Candidate]] = None
     for candidate in asked:
         layout = list_layouts(candidate.depth, candidate.width)[0]
-        sums = Sums(problem.of(candidate.method), candidate.micro_batch_size)
+        sums = Sums(problem.resolve(candidate.method), candidate.micro_batch_size)
         needed = Costing(problem, candidate, layout, sums).least_memory()
         if needed is not None and (best is None or needed < best[0]):
             best = needed, candidate
