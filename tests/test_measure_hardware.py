@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import List
 
 import pytest
 import torch
@@ -56,20 +55,17 @@ def test_the_command_writes_a_description_that_reads(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "key, value",
     [
-        (["--threads", "0"], ["--threads: 0: must be a whole number from 1 to 1024"]),
-        (["--seconds", "nan"], ["--seconds: nan: must be a number > 0 and <= 60"]),
-        (["--out", "x.json"], ["--out: x.json: must be a YAML file, so that --hardware takes it for one"]),
-        (["--out", "/nowhere/x.yaml"], ["--out: /nowhere/x.yaml: no such folder /nowhere"]),
-        (["--seconds", "0", "--threads", "2000"], ["--threads: 2000: must be", "--seconds: 0.0: must be"]),
+        ("--threads", "0"), ("--threads", "2000"), ("--seconds", "nan"), ("--seconds", "0"), ("--out", "x.json"),
+        ("--out", "/nowhere/x.yaml"),
     ],
-)
-def test_arguments_that_cannot_be_are_told_at_once(arguments: List[str], said: List[str]) -> None:
+)  # fmt: skip
+def test_arguments_that_cannot_be_are_refused_by_key(key: str, value: str) -> None:
     with pytest.raises(BadInput) as caught:
-        main(arguments)
-    assert len(caught.value.faults) == len(said)
-    assert all(fault.startswith(start) for fault, start in zip(caught.value.faults, said))
+        main([key, value])
+    (fault,) = caught.value.faults
+    assert fault.startswith(f"{key}: {value}")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
