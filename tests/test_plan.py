@@ -298,5 +298,6 @@ def test_bad_input_is_told(arguments: List[str], said: str, capsys: Any) -> None
     assert any(said in fault for fault in caught.value.faults)
 
 
-def test_sizes_are_bytes() -> None:
-    assert [command._size(text) for text in ("16GB", "900MiB", "16e9", "1.5TB")] == [16e9, 900 * 2**20, 16e9, 1.5e12]
+@pytest.mark.parametrize("text, size", [("16GB", 16e9), ("900MiB", 900 * 2**20), ("16e9", 16e9), ("1.5TB", 1.5e12)])
+def test_sizes_are_bytes(text: str, size: float) -> None:
+    assert command.parser().parse_args(["--memory", text]).memory == size
