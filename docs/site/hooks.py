@@ -92,7 +92,7 @@ def commands() -> str:
     os.environ["COLUMNS"] = "110"
     lines = ["# Commands", "", f"`{COMMAND} COMMAND` anywhere is `python tools/COMMAND.py` in a clone.", ""]
     for name, says in COMMANDS.items():
-        parser = importlib.import_module(f"ipu_pipe.cli.{name}").parser()
+        parser = importlib.import_module(f"ipu_pipe.cli.{name}").make_parser()
         lines += [f"## {name.replace('_', '-')}", "", f"{says[0].upper()}{says[1:]}.", ""]
         lines += ["```text", name_commands(parser.format_help(), COMMAND).rstrip(), "```", ""]
     return "\n".join(lines)

@@ -32,7 +32,7 @@ def run(command: Optional[str] = None) -> NoReturn:
     interrupts.end_at_once()  # before the imports that take time
     from ipu_pipe.errors import Parser, run_command
 
-    def named() -> None:
+    def run_named() -> None:
         shown = {name.replace("_", "-"): says for name, says in COMMANDS.items()}
         parser = Parser(
             prog=get_program() or COMMAND,
@@ -45,4 +45,4 @@ def run(command: Optional[str] = None) -> NoReturn:
         del sys.argv[1]
         importlib.import_module(f"{__name__}.{chosen.replace('-', '_')}").main()
 
-    run_command(named if command is None else importlib.import_module(f"{__name__}.{command}").main)
+    run_command(run_named if command is None else importlib.import_module(f"{__name__}.{command}").main)

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Tuple
 
-from ipu_pipe.cli.arguments import add_quiet, add_traceback, printing, saying
+from ipu_pipe.cli.arguments import add_quiet, add_traceback, get_say, get_tell
 from ipu_pipe.errors import BadInput, Parser, show_traceback
 
 EPILOG = """
@@ -23,7 +23,7 @@ examples:
 """
 
 
-def parser() -> Parser:
+def make_parser() -> Parser:
     """Return the command's parser."""
     p = Parser(prog="tools/analyze.py", description=__doc__, epilog=EPILOG)
     p.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or a trace file")
@@ -38,7 +38,7 @@ def parser() -> Parser:
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
-    args = parser().parse_args(arguments)
+    args = make_parser().parse_args(arguments)
     with show_traceback(args.traceback):
         _run(args)
 
@@ -51,7 +51,7 @@ def _run(args: argparse.Namespace) -> None:
         _print_profile(args)
         return
     trace, analysis = _analyze(args.run)
-    say = saying(args.quiet)
+    say = get_say(args.quiet)
     other = None if args.against is None else _analyze(args.against)[1]
     if args.png is not None:
         from ipu_pipe.report.analysis.picture import draw_timeline
@@ -99,7 +99,7 @@ def _print(analysis: Dict[str, Any], other: Optional[Dict[str, Any]], args: argp
         )
         print(json.dumps({**analysis, **more}, indent=1))
         return
-    tell = printing(args.quiet)
+    tell = get_tell(args.quiet)
     tell(format_analysis(analysis))
     if other is not None:
         tell("\n" + format_comparison(analysis, other))

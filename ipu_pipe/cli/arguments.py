@@ -56,7 +56,7 @@ def add_set(parser: argparse.ArgumentParser, says: str = "change keys of the con
     parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help=says)
 
 
-def config_of(args: argparse.Namespace, example: str) -> str:
+def take_config(args: argparse.Namespace, example: str) -> str:
     """Return the path of the config that CONFIG names: a file, or an example that comes with the library.
 
     CONFIG may also stand behind the last --set (--set a=1 CONFIG). Raise `BadInput`, which names `example`, if it is missing.
@@ -88,12 +88,12 @@ def tell(text: str) -> None:
     print(escape_lines(text))
 
 
-def saying(quiet: bool) -> Callable[[str], None]:
+def get_say(quiet: bool) -> Callable[[str], None]:
     """Return `say`, or a function that prints nothing if `quiet`."""
     return _ignore if quiet else say
 
 
-def printing(quiet: bool) -> Callable[[str], None]:
+def get_tell(quiet: bool) -> Callable[[str], None]:
     """Return `tell`, or a function that prints nothing if `quiet`."""
     return _ignore if quiet else tell
 

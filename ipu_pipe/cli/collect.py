@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, config_of, folder, printing, saying, whole
+from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, folder, get_say, get_tell, take_config, whole
 from ipu_pipe.config.values import MOST_UPDATES
 from ipu_pipe.errors import BadInput, Parser, show_traceback
 
@@ -21,7 +21,7 @@ examples:
 """
 
 
-def parser() -> Parser:
+def make_parser() -> Parser:
     """Return the command's parser."""
     p = Parser(prog="tools/collect.py", description=__doc__, epilog=EPILOG)
     p.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file")
@@ -51,8 +51,8 @@ def parser() -> Parser:
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
-    args = parser().parse_args(arguments)
-    args.config = config_of(args, "configs/resnet34_ipu4.yaml")
+    args = make_parser().parse_args(arguments)
+    args.config = take_config(args, "configs/resnet34_ipu4.yaml")
     if args.out is None:
         raise BadInput("--out: missing: must be the folder to write into")
     with show_traceback(args.traceback):
@@ -73,10 +73,10 @@ def _run(args: argparse.Namespace) -> None:
         raise BadInput(f"--methods: {args.methods}: must be names of methods, by commas")
     with report_once():
         comparison = compare_methods(
-            config, methods, args.out, args.steps, args.overwrite, saying(args.quiet or not is_main()), args.rounds
+            config, methods, args.out, args.steps, args.overwrite, get_say(args.quiet or not is_main()), args.rounds
         )
         leave()
     if is_main():
-        files, tell = write_comparison(comparison, args.out), printing(args.quiet)
+        files, tell = write_comparison(comparison, args.out), get_tell(args.quiet)
         tell(make_comparison_table(comparison))
         tell("where to look:\n  " + "\n  ".join(map(str, files)))

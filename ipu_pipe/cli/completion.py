@@ -23,7 +23,7 @@ It completes the command ipu-pipe, and is made by shtab (pip install shtab). Tes
 """
 
 
-def parser() -> Parser:
+def make_parser() -> Parser:
     """Return the command's parser."""
     p = Parser(prog="tools/completion.py", description=__doc__, epilog=EPILOG)
     p.add_argument("shell", metavar="SHELL", choices=SHELLS, help=f"one of {', '.join(SHELLS)}")
@@ -32,7 +32,7 @@ def parser() -> Parser:
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
-    shell = parser().parse_args(arguments).shell
+    shell = make_parser().parse_args(arguments).shell
     if importlib.util.find_spec("shtab") is None:
         raise BadInput("completion is made by shtab, which is not installed: pip install shtab")
     import shtab
@@ -53,7 +53,7 @@ def make_script(shell: str) -> str:
     whole.add_argument("--version", action="store_true", help="print the version")
     subparsers = whole.add_subparsers()
     for command, summary in COMMANDS.items():
-        parent = importlib.import_module(f"ipu_pipe.cli.{command}").parser()
+        parent = importlib.import_module(f"ipu_pipe.cli.{command}").make_parser()
         for action in parent._actions:
             _set_completion(action, command)
         subparsers.add_parser(command.replace("_", "-"), parents=[parent], add_help=False, help=summary)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_quiet, printing
+from ipu_pipe.cli.arguments import add_quiet, get_tell
 from ipu_pipe.errors import Parser
 
 
-def parser() -> Parser:
+def make_parser() -> Parser:
     """Return the command's parser."""
     from ipu_pipe.data.fetch import PACKAGES
 
@@ -30,5 +30,5 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
     from ipu_pipe.data.fetch import fetch
 
-    args = parser().parse_args(arguments)
-    fetch(args.name, args.root, printing(args.quiet))
+    args = make_parser().parse_args(arguments)
+    fetch(args.name, args.root, get_tell(args.quiet))

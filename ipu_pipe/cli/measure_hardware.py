@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_quiet, printing, whole
+from ipu_pipe.cli.arguments import add_quiet, get_tell, whole
 from ipu_pipe.config.values import MOST_THREADS
 from ipu_pipe.errors import BadInput, Parser
 
 
-def parser() -> Parser:
+def make_parser() -> Parser:
     """Return the command's parser."""
     from ipu_pipe.hardware.description import find_this_file
 
@@ -45,7 +45,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     from ipu_pipe.config.yaml_files import dump_yaml as as_yaml
     from ipu_pipe.hardware.description import find_this_file, read_hardware
 
-    args = parser().parse_args(arguments)
+    args = make_parser().parse_args(arguments)
     out: Path = args.out or find_this_file()
     faults = []
     if not 0 < args.seconds <= 60:
@@ -69,4 +69,4 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     with guard_writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     write(out, text)
-    printing(args.quiet)("\n".join([*read_hardware(str(out)).format_figures(), f"written: {out}"]))
+    get_tell(args.quiet)("\n".join([*read_hardware(str(out)).format_figures(), f"written: {out}"]))

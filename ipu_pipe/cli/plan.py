@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, List, Optional, Sequence, Tuple
 
-from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, config_of, count, printing, saying, whole
+from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, count, get_say, get_tell, take_config, whole
 from ipu_pipe.config.values import MOST_STAGES
 from ipu_pipe.errors import BadInput, Parser, show_traceback
 
@@ -45,7 +45,7 @@ def _parse_size(text: str) -> float:
     return size
 
 
-def parser() -> Parser:
+def make_parser() -> Parser:
     """Return the command's parser."""
     p = Parser(prog="tools/plan.py", description=__doc__, epilog=EPILOG)
     p.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file")
@@ -81,8 +81,8 @@ def parser() -> Parser:
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
-    args = parser().parse_args(arguments)
-    args.config = config_of(args, "configs/resnet50_ipu4.yaml")
+    args = make_parser().parse_args(arguments)
+    args.config = take_config(args, "configs/resnet50_ipu4.yaml")
     if args.write is not None and args.write.is_file() and not args.overwrite:
         raise BadInput(f"--write: {args.write}: exists already: take another name, or --overwrite")
     with show_traceback(args.traceback):
@@ -105,7 +105,7 @@ def _run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(answer.convert_to_json(plan), indent=1))
     else:
-        printing(args.quiet)(f"{answer.format_answer(plan)}\n\nthe model: {how}")
+        get_tell(args.quiet)(f"{answer.format_answer(plan)}\n\nthe model: {how}")
     if not plan.plans:
         raise BadInput(
             f"no configuration fits {problem.hardware.name}: {plan.smallest_change or 'the batch is too small'}"
@@ -114,7 +114,7 @@ def _run(args: argparse.Namespace) -> None:
         named = args.hardware if args.hardware is not None else config.hardware
         args.write.parent.mkdir(parents=True, exist_ok=True)
         write(args.write, make_planned_config(config, plan.problem, plan.plans[0][0], named))
-        saying(args.quiet)(
+        get_say(args.quiet)(
             f"written: {args.write}: {_format_commands(config, args.write, plan.plans[0][0].asked.devices)}"
         )
 
@@ -168,6 +168,6 @@ def _choose_methods(config: Any, args: argparse.Namespace, lockstep: bool) -> Li
             raise BadInput(faults or f"--methods: {args.methods}: must be names of methods, by commas")
         return asked
     if METHODS[config.method].structure is not None and config.method not in LOCAL:
-        saying(args.quiet)(f"method: {config.method}: is not planned: pipelines of one loss are, in its place")
+        get_say(args.quiet)(f"method: {config.method}: is not planned: pipelines of one loss are, in its place")
     configured = [config.method] if config.method in (LOCAL if lockstep else planned) else []
     return list(dict.fromkeys([*configured, *(IN_LOCKSTEP if lockstep else USUAL)]))

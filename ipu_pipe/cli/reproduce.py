@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_quiet, folder, printing, saying, whole
+from ipu_pipe.cli.arguments import add_quiet, folder, get_say, get_tell, whole
 from ipu_pipe.errors import BadInput, Parser
 
 EPILOG = """\
@@ -24,7 +24,7 @@ Exit codes: 0 done (also where results differ from the paper: the table says so)
 """
 
 
-def parser() -> Parser:
+def make_parser() -> Parser:
     """Return the command's parser."""
     p = Parser(prog="tools/reproduce.py", description="Run the papers' experiments.", epilog=EPILOG)
     p.add_argument("experiment", metavar="EXPERIMENT", nargs="*", help="names, files, or all; none lists them")
@@ -51,13 +51,13 @@ def parser() -> Parser:
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
-    args = parser().parse_args(arguments)
+    args = make_parser().parse_args(arguments)
     if args.seeds and len(set(args.seeds)) < len(args.seeds):
         raise BadInput(f"--seeds: {' '.join(map(str, args.seeds))}: must be different")
     from ipu_pipe.studies.catalogue import find_experiments, list_experiments  # they import torch
     from ipu_pipe.studies.experiment import Request
 
-    tell = printing(args.quiet or args.json)
+    tell = get_tell(args.quiet or args.json)
     if not args.experiment:
         listed = list_experiments()
         if args.json:
@@ -65,7 +65,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         for e in listed:
             tell(f"{e.name:30s} {e.title} ({e.source}); {e.describe_size()}")
         return
-    request = Request(args.runs, args.seeds or (), args.rows or (), args.full, args.jobs, saying(args.quiet))
+    request = Request(args.runs, args.seeds or (), args.rows or (), args.full, args.jobs, get_say(args.quiet))
     experiments = find_experiments(args.experiment)
     if args.experiment != ["all"]:  # options that an experiment has no use for are refused, but not of all at once
         for experiment in experiments:

@@ -32,7 +32,7 @@ MOST_PASSES = {"text": 10_000_000, "csv": 2_000_000, "json": 2_000_000}
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
-    args = parser().parse_args(arguments)
+    args = make_parser().parse_args(arguments)
     method = resolve_method(args.method, {"schedule": args.schedule, "turn": args.turn, "stash": args.stash})
     if method.history is not None:
         raise BadInput(
@@ -64,7 +64,7 @@ def _check_size(args: argparse.Namespace) -> None:
         raise BadInput(faults)
 
 
-def parser() -> Parser:
+def make_parser() -> Parser:
     """Return the command's parser."""
     p = Parser(prog="tools/schedule.py", description=__doc__)
     p.add_argument("method", metavar="METHOD", help=f"one of {', '.join(METHODS)}")

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, folder, positive, printing, saying, whole
+from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, folder, get_say, get_tell, positive, whole
 from ipu_pipe.errors import BadInput, Parser, show_traceback
 from ipu_pipe.shipped import find_config
 from ipu_pipe.text import find_nearest, show
@@ -27,7 +27,7 @@ they run the experiments of tools/reproduce.py.
 """
 
 
-def parser() -> Parser:
+def make_parser() -> Parser:
     """Return the command's parser."""
     p = Parser(prog="tools/stability.py", description=__doc__, epilog=EPILOG)
     p.add_argument("what", metavar="CONFIG|FIGURE", nargs="*", help="a YAML file, or figures' names, or all")
@@ -56,7 +56,7 @@ def parser() -> Parser:
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
-    args = parser().parse_args(arguments)
+    args = make_parser().parse_args(arguments)
     if not args.what and args.set and "=" not in args.set[-1]:  # --set a=1 CONFIG
         args.what = [args.set.pop()]
     with show_traceback(args.traceback):
@@ -79,7 +79,7 @@ def _examine_config(args: argparse.Namespace) -> None:
     config = load_config(find_config(args.what[0]), args.set)
     how = {"samples": args.samples, "iterations": args.iterations, "seed": args.seed, "curvature": args.curvature}
     result = {"config": args.what[0], **analyze_config(config, **how, by_stage=args.by_stage)}
-    printing(args.quiet and not args.json)(json.dumps(result, indent=1) if args.json else format_stability(result))
+    get_tell(args.quiet and not args.json)(json.dumps(result, indent=1) if args.json else format_stability(result))
 
 
 def _make_figures(args: argparse.Namespace) -> None:
@@ -98,9 +98,11 @@ def _make_figures(args: argparse.Namespace) -> None:
         raise BadInput("--set: changes keys of a config, and figures have none: name a YAML file")
     if not args.what:
         listed = {name: (make.__doc__ or "").strip() for name, make in FIGURES.items()}
-        listed.update({name: f"Training runs: tools/reproduce.py {own}." for name, own in EXPERIMENTS.items()})
+        listed.update(
+            {name: f"Training runs: tools/reproduce.py {experiment}." for name, experiment in EXPERIMENTS.items()}
+        )
         words = "\n".join(f"{k:12s} {v}" for k, v in listed.items())
-        printing(args.quiet and not args.json)(json.dumps(listed, indent=1) if args.json else words)
+        get_tell(args.quiet and not args.json)(json.dumps(listed, indent=1) if args.json else words)
         return
     from ipu_pipe.report.plots import check_plots
 
@@ -123,14 +125,14 @@ def _make_figure(name: str, args: argparse.Namespace) -> Any:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"--out: {out}: cannot be written: {error.strerror or error}") from None
-    saying(args.quiet)(f"{name} ...")
+    get_say(args.quiet)(f"{name} ...")
     figure = FIGURES[name]()
     data: Dict[str, Any] = {"figure": name, **convert_to_json(figure), "command": f"python tools/stability.py {name}"}
     draw(figure, out / f"{name}.png")
     write(out / f"{name}.json", json.dumps(data) + "\n")
     title = figure.title.replace("\n", " ")
     text = f"{name}: {title}\n  {figure.source}\n  {figure.seen}\n  {out / name}.json, {out / name}.png"
-    printing(args.quiet or args.json)(text)
+    get_tell(args.quiet or args.json)(text)
     return data
 
 

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Dict, Optional, Sequence
 
-from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, config_of, counts, folder, tell, whole
+from ipu_pipe.cli.arguments import add_quiet, add_set, add_traceback, counts, folder, take_config, tell, whole
 from ipu_pipe.errors import BadInput, Parser, show_traceback
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ tools/fetch_data.py fills. Exit codes: 0 done, 2 bad input, 1 fault while runnin
 """
 
 
-def parser() -> Parser:
+def make_parser() -> Parser:
     """Return the command's parser."""
     p = Parser(prog="tools/train.py", description="Train a staged model as a config file says.", epilog=EPILOG)
     p.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file, such as those in configs/")
@@ -69,8 +69,8 @@ def parser() -> Parser:
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Run the command."""
-    args = parser().parse_args(arguments)
-    args.config = config_of(args, "configs/mlp_digits.yaml")
+    args = make_parser().parse_args(arguments)
+    args.config = take_config(args, "configs/mlp_digits.yaml")
     option = "--resume" if args.resume else "--resume-from"
     if (args.resume or args.resume_from is not None) and args.out is None:
         raise BadInput(f"{option}: needs --out DIR, the folder of the run to resume")

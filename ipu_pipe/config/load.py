@@ -80,8 +80,8 @@ def _validate(raw: Dict[str, Any], origins: Origins, place: str, faults: List[st
         faults += put_place([re.sub(r"^method_args: ", "method_args.", fault) for fault in against])
     if config is not None and not faults:
         method = resolve_method(config.method, config.method_settings())
-        always, own = _check_rules(config, method)
-        config._optimizer_faults = tuple(put_place(own))
+        always, of_optimizer = _check_rules(config, method)
+        config._optimizer_faults = tuple(put_place(of_optimizer))
         faults += put_place([*always, *check_backend(config, method)])
     if faults or config is None:
         raise BadInput(faults)
@@ -103,5 +103,5 @@ def _check_rules(config: Config, method: Method) -> Tuple[List[str], List[str]]:
 
     optimizer, args = config.optimizer, config.method_settings()
     always = rules.find_faults(args, method, "sgd", {"momentum": 0.9})  # an optimizer to which no rule objects
-    own = [f for f in rules.find_faults(args, method, optimizer.name, optimizer.settings()) if f not in always]
-    return always, own
+    of_optimizer = [f for f in rules.find_faults(args, method, optimizer.name, optimizer.settings()) if f not in always]
+    return always, of_optimizer

@@ -35,7 +35,7 @@ class T2(Section):
 
     @field_validator("decay")
     @classmethod
-    def _decay(cls, value: Any) -> Any:
+    def _validate_decay(cls, value: Any) -> Any:
         share = to_number(value)
         if value == "optimal" or (share is not None and 0 < share < 1):
             return value if value == "optimal" else share
@@ -63,7 +63,7 @@ class Hogwild(Section):
 
     @field_validator("mean")
     @classmethod
-    def _mean(cls, value: Any) -> Any:
+    def _validate_mean(cls, value: Any) -> Any:
         several = isinstance(value, (list, tuple))
         means = [to_number(item) for item in (value if several else [value])]
         if value is None or (means and all(mean is not None and mean >= 0 for mean in means)):
@@ -85,7 +85,7 @@ class SpikeCompensation(Section):
     b: Optional[NotNegative] = None
 
     @model_validator(mode="after")
-    def _fits(self) -> "SpikeCompensation":
+    def _check_keys(self) -> "SpikeCompensation":
         if (self.a is None) != (self.b is None):
             key, value = ("a", self.a) if self.a is not None else ("b", self.b)
             raise key_fault(key, value, "a and b go together")

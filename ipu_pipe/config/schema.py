@@ -49,7 +49,7 @@ class BackendConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _filled(cls, value: Any) -> Any:
+    def _fill_validate_ipu(cls, value: Any) -> Any:
         """Give poptorch its section in full, also where the config has none."""
         if isinstance(value, Mapping) and value.get("name") == "poptorch" and value.get("ipu") is None:
             return {**value, "ipu": {}}
@@ -57,7 +57,7 @@ class BackendConfig(Section):
 
     @field_validator("ipu", mode="before")
     @classmethod
-    def _ipu(cls, value: Any) -> Any:
+    def _validate_ipu(cls, value: Any) -> Any:
         if isinstance(value, Mapping):
             return find_section("ipu").model_validate(value)
         if value is None or isinstance(value, Section):
@@ -65,7 +65,7 @@ class BackendConfig(Section):
         raise ValueError("must be a mapping of keys to values")
 
     @model_validator(mode="after")
-    def _fits(self) -> "BackendConfig":
+    def _check_keys(self) -> "BackendConfig":
         if self.ipu is not None and self.name != "poptorch":
             raise key_fault("ipu", "given", f"belongs to backend.name poptorch, not {self.name}: set backend.ipu=null")
         for key, usual in (("deterministic", True), ("tf32", False)):
@@ -127,23 +127,23 @@ class Config(Section):
 
     @field_validator("metrics", mode="before")
     @classmethod
-    def _metrics(cls, value: Any) -> Any:
+    def _validate_metrics(cls, value: Any) -> Any:
         return validate_entries(value, "names such as accuracy, or import strings module:name")
 
     @field_validator("callbacks", mode="before")
     @classmethod
-    def _callbacks(cls, value: Any) -> Any:
+    def _validate_callbacks(cls, value: Any) -> Any:
         return validate_entries(value, "import strings module:name")
 
     @field_validator("precision", mode="before")
     @classmethod
-    def _precision(cls, value: Any) -> Any:
+    def _convert_precision(cls, value: Any) -> Any:
         """Convert 16.16 to text: without quotes it is a number to YAML."""
         return f"{value:.2f}" if isinstance(value, float) else value
 
     @field_validator("hardware", mode="before")
     @classmethod
-    def _hardware(cls, value: Any) -> Any:
+    def _validate_hardware(cls, value: Any) -> Any:
         """Validate null, a name or file (which is read with the config), or a mapping of a file's keys."""
         if isinstance(value, Mapping):
             find_section("hardware").model_validate({"name": "given", **value})
@@ -154,7 +154,7 @@ class Config(Section):
 
     @field_validator("stages")
     @classmethod
-    def _stages(cls, value: Any) -> Any:
+    def _validate_stages(cls, value: Any) -> Any:
         """Validate null, "finest", "auto", a count, names, {count, by} or {finest}."""
         whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         names = isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
@@ -170,7 +170,7 @@ class Config(Section):
         )
 
     @model_validator(mode="after")
-    def _measures_what_stops(self) -> "Config":
+    def _check_stopping(self) -> "Config":
         chosen = self.early_stopping.metric if self.early_stopping is not None else "loss"
         names = ["loss", *(name if isinstance(name, str) else name.entry for name in self.metrics)]
         known = [name.rpartition(":")[2] for name in names]
@@ -180,13 +180,13 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _keeps_optimizer(self) -> "Config":
+    def _check_optimizer(self) -> "Config":
         if self.optimizer.name == GIVEN and (self.given is None or self.given.optimizer is None):
             raise key_fault("optimizer.name", GIVEN, "without given.optimizer: must be sgd, adam or adamw")
         return self
 
     @model_validator(mode="after")
-    def _knows_devices(self) -> "Config":
+    def _check_devices(self) -> "Config":
         by_hardware = isinstance(self.stages, dict) and self.stages.get("by") == "hardware"
         alone = self.stages == "auto" and self.backend.name != "distributed"
         if self.hardware is None and (alone or by_hardware):
@@ -195,7 +195,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _has_one_recompute(self) -> "Config":
+    def _check_recompute(self) -> "Config":
         method = METHODS.get(self.method)
         if not self.recompute or method is None or self.method_args.recompute:
             return self

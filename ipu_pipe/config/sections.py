@@ -57,7 +57,7 @@ class ModelConfig(Section):
 
     @field_validator("output", mode="before")
     @classmethod
-    def _output(cls, value: Any) -> Any:
+    def _validate_output(cls, value: Any) -> Any:
         if value is None or (isinstance(value, (int, str)) and not isinstance(value, bool)):
             return value
         raise ValueError("must be null, a field's name, an index, or module:function")
@@ -98,7 +98,7 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _own_rate(cls, value: Any) -> Any:
+    def _drop_rate(cls, value: Any) -> Any:
         """Leave the learning rate of another optimizer to its own default if it is not given."""
         if isinstance(value, Mapping) and is_entry(value.get("name"), OPTIMIZERS) and "lr" not in value:
             return {**value, "lr": None}
@@ -106,7 +106,7 @@ class OptimizerConfig(Section):
 
     @field_validator("name", mode="before")
     @classmethod
-    def _name(cls, value: Any) -> Any:
+    def _validate_name(cls, value: Any) -> Any:
         if isinstance(value, str) and (value in ("sgd", "adam", "adamw", GIVEN) or is_entry(value, OPTIMIZERS)):
             return value
         raise ValueError("must be sgd, adam or adamw, a class such as torch.optim.RMSprop, or module:name")
@@ -118,13 +118,13 @@ class OptimizerConfig(Section):
 
     @field_validator("no_decay", mode="before")
     @classmethod
-    def _patterns(cls, value: Any) -> Any:
+    def _validate_patterns(cls, value: Any) -> Any:
         if isinstance(value, str) or (isinstance(value, list) and all(isinstance(pattern, str) for pattern in value)):
             return value
         raise ValueError("must be norms_and_biases or a list of name patterns such as *.bias")
 
     @model_validator(mode="after")
-    def _fits(self) -> "OptimizerConfig":
+    def _check_keys(self) -> "OptimizerConfig":
         if self.lr is None and self.name != GIVEN and not self.is_other:
             raise key_fault("lr", None, "must be a number >= 0")
         if self.args and not self.is_other:
@@ -134,10 +134,10 @@ class OptimizerConfig(Section):
                 if getattr(self, key) is not None:
                     why = f"of {self.name} belongs into optimizer.args, or null leaves it out"
                     raise key_fault(key, getattr(self, key), why)
-        own = ("momentum", "nesterov") if self.name == "sgd" else ("betas", "eps")
+        known = ("momentum", "nesterov") if self.name == "sgd" else ("betas", "eps")
         for key in ("momentum", "nesterov", "betas", "eps"):
-            if getattr(self, key) is not None and key not in own:
-                why = f"{self.name} has no such setting, it has {', '.join(own)}; null leaves it out"
+            if getattr(self, key) is not None and key not in known:
+                why = f"{self.name} has no such setting, it has {', '.join(known)}; null leaves it out"
                 raise key_fault(key, getattr(self, key), why)
         if self.reference_batch_size and self.name != "sgd":
             raise key_fault(
@@ -149,8 +149,8 @@ class OptimizerConfig(Section):
 
     def settings(self) -> Dict[str, Any]:
         """Return the keyword arguments of the torch.optim class."""
-        given = self.model_dump(exclude={"name", "no_decay", "reference_batch_size", "args"})
-        return {**{key: value for key, value in given.items() if value is not None}, **(self.args or {})}
+        values = self.model_dump(exclude={"name", "no_decay", "reference_batch_size", "args"})
+        return {**{key: value for key, value in values.items() if value is not None}, **(self.args or {})}
 
 
 class LrSchedule(Section):
@@ -170,7 +170,7 @@ class LrSchedule(Section):
 
     @field_validator("name", mode="before")
     @classmethod
-    def _name(cls, value: Any) -> Any:
+    def _validate_name(cls, value: Any) -> Any:
         known = ("constant", "step", "cosine", "linear", GIVEN)
         if isinstance(value, str) and (value in known or is_entry(value, SCHEDULERS)):
             return value
@@ -184,7 +184,7 @@ class LrSchedule(Section):
         return self.name == GIVEN or is_entry(self.name, SCHEDULERS)
 
     @model_validator(mode="after")
-    def _fits(self) -> "LrSchedule":
+    def _check_keys(self) -> "LrSchedule":
         for key in ("args", "interval"):
             if getattr(self, key) is not None and not self.is_played:
                 raise key_fault(
@@ -260,7 +260,7 @@ class TraceConfig(Section):
     every: Count = 1
 
     @model_validator(mode="after")
-    def _fits(self) -> "TraceConfig":
+    def _check_keys(self) -> "TraceConfig":
         if self.end is not None and self.end <= self.begin:
             raise key_fault("end", self.end, f"must be greater than begin, {self.begin}, or null")
         return self
@@ -284,7 +284,7 @@ class LogConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _renamed(cls, value: Any) -> Any:
+    def _refuse_old_key(cls, value: Any) -> Any:
         if isinstance(value, Mapping) and OLD_TRACE in value:
             now = "is now trace: {begin, end, every}, which counts updates, not microbatches"
             raise key_fault(OLD_TRACE, value[OLD_TRACE], now)
@@ -292,7 +292,7 @@ class LogConfig(Section):
 
     @field_validator("trace", mode="before")
     @classmethod
-    def _off(cls, value: Any) -> Any:
+    def _convert_bool(cls, value: Any) -> Any:
         if isinstance(value, bool):
             return {} if value else None
         return value
@@ -343,13 +343,13 @@ class InitFrom(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _path_alone(cls, value: Any) -> Any:
+    def _expand_path(cls, value: Any) -> Any:
         if not isinstance(value, (str, Mapping)):
             raise ValueError("must be a path, or {path, strict}")
         return {"path": check_path(value)} if isinstance(value, str) else value
 
     @model_serializer
-    def _as_given(self) -> Union[str, Dict[str, Any]]:
+    def _write_path(self) -> Union[str, Dict[str, Any]]:
         return self.path if self.strict else {"path": self.path, "strict": False}
 
 

@@ -82,32 +82,32 @@ def describe_overrides(
 
     What a key could say itself (a loss's name, an output's) it says. The optimizer is described when it is made.
     """
-    given: Dict[str, Any] = {}
+    descriptions: Dict[str, Any] = {}
     changes: Dict[str, Any] = {}
     if model is not None:
-        given["model"] = Description(name=qualify(type(model)))
+        descriptions["model"] = Description(name=qualify(type(model)))
         changes["model"] = ModelConfig(entry=GIVEN, output=config.model.output)
     if output is not None:
         if callable(output):
-            given["output"], output = describe(output), GIVEN
+            descriptions["output"], output = describe(output), GIVEN
         changes["model"] = changes.get("model", config.model).model_copy(update={"output": output})
     if data is not None:
-        given["data"], changes["data"] = Description(name=qualify(type(data))), DataConfig(name=GIVEN)
+        descriptions["data"], changes["data"] = Description(name=qualify(type(data))), DataConfig(name=GIVEN)
     if isinstance(loss, str):
         changes["loss"] = loss
     elif loss is not None:
-        given["loss"], changes["loss"] = describe(loss), GIVEN
+        descriptions["loss"], changes["loss"] = describe(loss), GIVEN
     if optimizer is not None:
-        given["optimizer"] = None
+        descriptions["optimizer"] = None
         changes["optimizer"] = OptimizerConfig(name=GIVEN, lr=None, no_decay=config.optimizer.no_decay)
     if lr_scheduler is not None:
-        given["lr_scheduler"] = describe(lr_scheduler)
+        descriptions["lr_scheduler"] = describe(lr_scheduler)
         changes["lr_schedule"] = LrSchedule(name=GIVEN, interval=config.lr_schedule.interval)
     if metrics is not None:
-        given["metrics"], changes["metrics"] = _describe_all(metrics), [GIVEN]
+        descriptions["metrics"], changes["metrics"] = _describe_all(metrics), [GIVEN]
     if callbacks is not None:
-        given["callbacks"], changes["callbacks"] = _describe_all(callbacks), []
-    return config.model_copy(update={**changes, "given": _update_given(config, given)}) if changes else config
+        descriptions["callbacks"], changes["callbacks"] = _describe_all(callbacks), []
+    return config.model_copy(update={**changes, "given": _update_given(config, descriptions)}) if changes else config
 
 
 def describe_made_optimizer(config: Config, optimizer: torch.optim.Optimizer) -> Config:
@@ -125,7 +125,7 @@ def refuse_missing(config: Config, **objects: Any) -> None:
     if missing:
         described = {key: getattr(config.given, key) for key in missing}
         names = {
-            key: one.name if isinstance(one, Description) else ", ".join(each.name for each in one)
+            key: one.name if isinstance(one, Description) else ", ".join(part.name for part in one)
             for key, one in described.items()
         }
         raise BadInput(

@@ -69,8 +69,8 @@ class Setup:
     @property
     def data_name(self) -> str:
         """The config's name of the data, or the class of what Python gave."""
-        given = type(getattr(self.data, "dataset", self.data)).__name__
-        return given if self.config.data.name == GIVEN else self.config.data.name
+        class_name = type(getattr(self.data, "dataset", self.data)).__name__
+        return class_name if self.config.data.name == GIVEN else self.config.data.name
 
     def split_batch(self, batch: Any) -> Tuple[Any, Any]:
         """Return a batch of the data as inputs and labels; a model with its own loss has the labels among its inputs too.
@@ -224,8 +224,8 @@ class Job(Setup):
         if self.updates > warm:
             drains = [k for k in list_drains(self.config, self.updates, self.updates_per_epoch, self.done) if k > warm]
             marks = [(k - warm) * accumulate for k in drains]
-            own = make_schedule(self.method, stages, (self.updates - warm) * accumulate, accumulate, marks)
-            phases.append((self.method.name, self.updates - warm, own))
+            schedule = make_schedule(self.method, stages, (self.updates - warm) * accumulate, accumulate, marks)
+            phases.append((self.method.name, self.updates - warm, schedule))
         return phases
 
     def describe_phases(self) -> List[Dict[str, Any]]:
