@@ -89,9 +89,9 @@ def keep_traceback_of(folder: Path) -> Iterator[None]:
 
 
 class StageWatch:
-    """The stage of an unsplit model that runs: the one whose first module was entered last.
+    """The stage of an unsplit model that runs, by hooks on the first module of each stage.
 
-    Set `stage` to 0 before each forward.
+    Set `stage` to 0 before each forward. A context manager that removes its hooks; so does `remove`.
     """
 
     def __init__(self, model: nn.Module, part: Partition) -> None:
@@ -100,13 +100,20 @@ class StageWatch:
         self._hooks: List[Any] = []
         for name, stage in part.begins.items():
             if name in modules:
-                self._hooks.append(modules[name].register_forward_pre_hook(self._enter(stage)))
+                self._hooks.append(modules[name].register_forward_pre_hook(self._make_hook(stage)))
 
-    def _enter(self, stage: int) -> Callable[[nn.Module, Any], None]:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            self.stage = stage
+    def __enter__(self) -> StageWatch:
+        return self
 
-        return hook
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+    def _make_hook(self, stage: int) -> Callable[[nn.Module, Any], None]:
+        def enter(module: nn.Module, inputs: Any) -> None:
+            # a module that an earlier stage used before does not lead back to that stage
+            self.stage = max(self.stage, stage)
+
+        return enter
 
     def remove(self) -> None:
         """Remove the hooks."""

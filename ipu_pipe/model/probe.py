@@ -37,28 +37,6 @@ class Footprint:
     units: Tuple[UnitRow, ...] = ()
 
 
-class StageClock:
-    """Which stage is running, kept by hooks on the modules at which the stage changes."""
-
-    def __init__(self, model: nn.Module, part: Partition) -> None:
-        self.stage = 0
-        self._model, self._part = model, part
-        self._handles: List[Any] = []
-
-    def __enter__(self) -> "StageClock":
-        for name, stage in self._part.begins.items():
-
-            def enter(module: nn.Module, inputs: Any, stage: int = stage) -> None:
-                self.stage = max(self.stage, stage)
-
-            self._handles.append(self._model.get_submodule(name).register_forward_pre_hook(enter))
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
 def _storage(tensor: torch.Tensor) -> Tuple[int, str]:
     return tensor.untyped_storage().data_ptr(), str(tensor.device)
 

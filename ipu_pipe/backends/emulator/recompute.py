@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ipu_pipe.errors import BadInput
+from ipu_pipe.job.user_code import StageWatch
 from ipu_pipe.model.partition import Partition
-from ipu_pipe.model.probe import StageClock
 from ipu_pipe.model.restoring import buffers_restored
 
 Place = Tuple[int, int]  # operation, argument
@@ -35,14 +35,14 @@ class Recomputation:
     def record(self, run: Callable[[], Any]) -> Any:
         """`run()`, a forward of the model without a graph; remembers what crosses into later segments."""
         self._entered = {}
-        with torch.no_grad(), StageClock(self._model, self._part) as clock:
-            with _Crossing(clock, self._segment_of, self._entered, repeats=False):
+        with torch.no_grad(), StageWatch(self._model, self._part) as watch:
+            with _Crossing(watch, self._segment_of, self._entered, repeats=False):
                 return run()
 
     def repeat(self, run: Callable[[], Any]) -> Any:
         """`run()`, the same forward with the parameters as they are now, buffers (running statistics) left as they are."""
-        with buffers_restored(self._model), StageClock(self._model, self._part) as clock:
-            with _Crossing(clock, self._segment_of, self._entered, repeats=True):
+        with buffers_restored(self._model), StageWatch(self._model, self._part) as watch:
+            with _Crossing(watch, self._segment_of, self._entered, repeats=True):
                 result = run()
         self._entered = {}
         return result
@@ -52,16 +52,16 @@ class _Crossing(TorchFunctionMode):
     """Sees every operation with its arguments, and knows in which segment each tensor was made."""
 
     def __init__(
-        self, clock: StageClock, segment_of: List[int], entered: Dict[Place, torch.Tensor], repeats: bool
+        self, watch: StageWatch, segment_of: List[int], entered: Dict[Place, torch.Tensor], repeats: bool
     ) -> None:
         super().__init__()
-        self._clock, self._segment_of, self._entered, self._repeats = clock, segment_of, entered, repeats
+        self._watch, self._segment_of, self._entered, self._repeats = watch, segment_of, entered, repeats
         self._made: Dict[int, Tuple[int, torch.Tensor]] = {}  # the tensor is held so that its id stays its own
         self._replaced: Dict[int, torch.Tensor] = {}
         self._operation = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        segment = self._segment_of[self._clock.stage]
+        segment = self._segment_of[self._watch.stage]
         flat, shape = tree_flatten((args, kwargs or {}))
         for place, value in enumerate(flat):
             if isinstance(value, torch.Tensor) and self._made.get(id(value), (segment, value))[0] < segment:
