@@ -1,4 +1,4 @@
-"""Fine-tuning: a model trained on five digits goes on with ten, under a new head: python examples/fine_tuning.py [UPDATES]"""
+"""Fine-tuning: a model trained on five digits is trained on ten with a new head: python examples/fine_tuning.py [UPDATES]"""
 
 import functools
 import sys
@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 
 def digits(below, size):
-    """The images of the digits `below`, in microbatches of `size`."""
+    """Return the images of the digits less than `below`, in microbatches of `size`."""
     x, y = (torch.tensor(each) for each in load_digits(return_X_y=True))
     x, y = x[y < below].float() / 16, y[y < below]
     train_set, test_set = TensorDataset(x[:-200], y[:-200]), TensorDataset(x[-200:], y[-200:])

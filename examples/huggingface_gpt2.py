@@ -1,7 +1,7 @@
 """A small GPT-2 of Hugging Face learns the letters of this file: python examples/huggingface_gpt2.py [UPDATES]
 
 Its embedding on the first stage and its output on the last one are one weight. Under pipedream_2bw all stages read one version of
-the weights for a microbatch, so that such a weight, too, is trained exactly.
+the weights for a microbatch, so that a shared weight is trained exactly, too.
 """
 
 import functools
@@ -41,7 +41,7 @@ summary = ipu_pipe.train(
     ),
     output=lambda found: found.logits.transpose(1, 2),  # cross-entropy wants classes before places
     loss=torch.nn.functional.cross_entropy,
-    optimizer=functools.partial(torch.optim.AdamW, lr=5e-4),  # greater ones do not bear a delay of one update
+    optimizer=functools.partial(torch.optim.AdamW, lr=5e-4),  # larger ones diverge with a delay of one update
     overwrite=True,
 )
 print(f"loss of the next letter {summary['initial']['test_loss']:.3f} -> {summary['final']['test_loss']:.3f}")

@@ -1,4 +1,4 @@
-"""A small vision transformer of timm on handwritten digits, a block a stage: python examples/timm_vit.py [UPDATES]"""
+"""A small vision transformer of timm on handwritten digits, one block per stage: python examples/timm_vit.py [UPDATES]"""
 
 import functools
 import sys

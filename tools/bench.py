@@ -1,4 +1,4 @@
-"""How much the emulator costs over plain training of the same model, side by side in one run: python tools/bench.py"""
+"""The cost of the emulator over plain training of the same model, side by side in one run: python tools/bench.py"""
 
 from __future__ import annotations
 
