@@ -1,7 +1,7 @@
 """One stage per process; both get the whole model back: torchrun --nproc_per_node 2 examples/two_processes.py [UPDATES]
 
-Both processes run this file. The first one prints, writes and runs the callbacks. The run ends when the test loss no longer falls, and
-leaves the best weights in the model.
+Both processes run this file. The first one prints, writes and runs the callbacks. The run ends when the test loss no longer
+falls, and leaves the best weights in the model.
 """
 
 import functools
