@@ -84,20 +84,20 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
 
 @contextlib.contextmanager
 def _give_stderr_a_file() -> Iterator[None]:
-    """PopTorch, when imported, has crashes told on sys.stderr, which must be a file then; a notebook's is none."""
-    held = sys.stderr
+    """Give sys.stderr a file while PopTorch is imported, which has crashes written to it; a notebook's stderr is not one."""
+    stderr = sys.stderr
     try:
-        held.fileno()
+        stderr.fileno()
     except (AttributeError, OSError, ValueError):
         sys.stderr = sys.__stderr__ or open(os.devnull, "w")  # kept open: a crash is written to it
     try:
         yield
     finally:
-        sys.stderr = held
+        sys.stderr = stderr
 
 
 def faults(job: Job) -> List[str]:
-    """Reasons why PopTorch cannot run the job; empty if none is known before compiling."""
+    """Return the reasons why PopTorch cannot run the job, one line each; empty if none is known before compiling."""
     config = job.config
     unfit = _check_batch(job)
     if has_own_rates(job.optimizer, job.base_rate):
@@ -109,7 +109,7 @@ def faults(job: Job) -> List[str]:
 
 
 def _check_batch(job: Job) -> List[str]:
-    """What of the data and of the loss's reading PopTorch is not given here: its models take one tensor and its labels."""
+    """Return why the batches or the loss do not fit: models on IPUs take one tensor and its labels."""
     where = "IPUs (backend.name: poptorch)"
     if job.asks:
         return [
@@ -128,7 +128,7 @@ def _check_batch(job: Job) -> List[str]:
 
 
 def note(job: Job) -> str:
-    """How PopTorch will run the stages, for the user."""
+    """Describe for the user how PopTorch will run the stages."""
     config, stages = job.config, len(job.part)
     ipu = config.ipu
     if ipu.local == "decoupled":
@@ -145,7 +145,7 @@ def note(job: Job) -> str:
 
 
 def make(job: Job, first_update: int) -> Engine:
-    """The engine of this process."""
+    """Return the engine of this process."""
     if job.config.ipu.local == "decoupled":
         return ipu_blocks.BlockEngine(job, first_update)
     return PoptorchEngine(job, first_update)

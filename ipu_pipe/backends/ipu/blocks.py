@@ -48,13 +48,13 @@ class Messages:
         self.sent = [0, 0]
 
     def receive(self, shape: Tuple[int, ...], tag: int) -> torch.Tensor:
-        """Activations of the block before."""
-        held = torch.empty(shape, dtype=self._dtype)
-        dist.recv(held, self._rank - 1, tag=tag)
-        return held
+        """Receive the activations of the previous block."""
+        activations = torch.empty(shape, dtype=self._dtype)
+        dist.recv(activations, self._rank - 1, tag=tag)
+        return activations
 
     def send(self, tensor: torch.Tensor, tag: int) -> None:
-        """Activations to the next block."""
+        """Send activations to the next block."""
         self.post(tensor.to(self._dtype).contiguous(), self._rank + 1, tag)
 
     def post(self, tensor: torch.Tensor, target: int, tag: int) -> None:
@@ -86,10 +86,10 @@ class BlockTrainer:
         self._ipu = self._config.ipu
         self.messages = Messages(rank, OUTSTANDING * (1 + every), job.config.precision.startswith("16"))
         wrapped = wrap_block(job.model, job.loss, rank, job.config.precision, self._ipu)
-        held = import_state(job.optimizer)
-        check_state(held, job.optimizer, self._ipu)
+        saved = import_state(job.optimizer)
+        check_state(saved, job.optimizer, self._ipu)
         job.optimizer.state.clear()  # PopTorch's entries mean nothing to it
-        self.executors = Executors(job, wrapped, self._options, held, first_update, timeline, "IPU")
+        self.executors = Executors(job, wrapped, self._options, saved, first_update, timeline, "IPU")
 
     def _options(self, training: bool) -> Any:
         ids = self._ipu.ipu_ids
@@ -103,7 +103,7 @@ class BlockTrainer:
             )
 
     def train(self, updates: range) -> List[torch.Tensor]:
-        """What the model gives for the updates of which this block makes one, in one call; the activations go on."""
+        """Make this block's one update of `updates` in one call, hand its activations on, and return what the model gives."""
         job, accumulate = self.job, self.job.config.gradient_accumulation
         pairs = [job.microbatch(m) for m in range(updates.start * accumulate, updates.stop * accumulate)]
         y = torch.cat([pair[1] for pair in pairs])
@@ -112,23 +112,23 @@ class BlockTrainer:
         else:
             x = torch.cat([pair[0] for pair in pairs])
         x, y = convert_input(x, job.config.precision), convert_label(y)
-        found = list(self.executors.call(updates, updates[-1], x, y))
+        outputs = list(self.executors.call(updates, updates[-1], x, y))
         if not self.is_last:
             sent = self.messages.sent
-            for k, part in zip(updates, found.pop().chunk(self.every)):
+            for k, part in zip(updates, outputs.pop().chunk(self.every)):
                 sent[0], sent[1] = sent[0] + part.numel() * part.element_size(), sent[1] + 1
                 self.messages.send(part, k + 1)
-        return found
+        return outputs
 
     def _shape(self, microbatches: int) -> Tuple[int, ...]:
-        """Of the activations of so many microbatches that come to this block."""
+        """Return the shape of the activations of that many microbatches that come to this block."""
         one = self._crossings[self.rank - 1].tensors[0].shape
         return (microbatches * one[0], *one[1:])
 
     # --- evaluation
 
     def evaluate(self) -> torch.Tensor:
-        """Sums of the test set through this block, on the same IPU. See Tally."""
+        """Return the sums of the test set through this block, on the same IPU. See Tally."""
         inference = self.executors.enter_evaluation(self._example, detach=True)
         sums = self._tally(inference)
         self.executors.leave_evaluation(detach=True)
@@ -139,7 +139,7 @@ class BlockTrainer:
         return int(self._config.micro_batch_size * iterations)
 
     def _example(self, inference: Any) -> torch.Tensor:
-        """Of what comes to this block in an evaluation's call."""
+        """Return an example of what comes to this block in an evaluation's call."""
         like = self.job.example[0]
         if self.rank:
             like = torch.zeros(self._crossings[self.rank - 1].tensors[0].shape)
@@ -153,24 +153,24 @@ class BlockTrainer:
             if self.rank:
                 value = self.messages.receive(self._shape(rows // self._config.micro_batch_size), tag)
             with describe_errors("evaluation"):
-                found = list(inference(convert_input(value, self._config.precision)))
+                outputs = list(inference(convert_input(value, self._config.precision)))
             if not self.is_last:
-                self.messages.send(found.pop(), tag)
-            tally.add(trim_output(found[0], count), y[:count], count)
+                self.messages.send(outputs.pop(), tag)
+            tally.add(trim_output(outputs[0], count), y[:count], count)
         return tally.sums
 
     # --- state
 
     def state(self) -> Tuple[Dict[str, torch.Tensor], Dict[str, torch.Tensor], Dict[str, Any]]:
-        """Weights, and tensors and plain values of the optimizer's state, of this block alone."""
-        held = self.executors.snapshot(0)
+        """Return the weights, and the tensors and plain values of the optimizer's state, of this block alone."""
+        snapshot = self.executors.snapshot(0)
         names = [get_unsplit_name(name) for name, _ in self.executors.wrapped.named_parameters()]
-        own = [name for name in names if name is not None]
-        return (held.model, *export_state(held.optimizer, own))
+        parameters = [name for name in names if name is not None]
+        return (snapshot.model, *export_state(snapshot.optimizer, parameters))
 
 
 def split_config(config: Config, rank: int) -> Config:
-    """The config with a block's share of what is told by IPU."""
+    """Return the config with the share of one block in what is said per IPU."""
     backend, ipu = config.backend, config.ipu
     shares = ipu.available_memory_proportion
     if not isinstance(shares, list):
@@ -265,11 +265,11 @@ class BlockEngine(Engine):
     # --- evaluation
 
     def evaluate(self) -> List[EvaluationResult]:
-        """The test set through all blocks, on the same IPUs."""
+        """Evaluate the test set through all blocks, on the same IPUs."""
         with describe_block_errors(self.rank, "evaluation"):
-            own = self.block.evaluate()
-            sums = torch.zeros(self.depth, len(own), dtype=torch.float64)
-            sums[self.rank] = own
+            sums_here = self.block.evaluate()
+            sums = torch.zeros(self.depth, len(sums_here), dtype=torch.float64)
+            sums[self.rank] = sums_here
             self.block.messages.flush()
             dist.all_reduce(sums)
             return [Tally.of(self.job, row).evaluation for row in sums]
@@ -296,9 +296,9 @@ class BlockEngine(Engine):
 
     def report(self) -> Optional[Report]:
         with describe_block_errors(self.rank, "report"):
-            own = (self._optimizer_bytes, self.block.messages.sent, Events.from_rows(self._timeline.events))
+            figures = (self._optimizer_bytes, self.block.messages.sent, Events.from_rows(self._timeline.events))
             gathered = self._gather(
-                (*own, Counters.from_rows(self._timeline.counters), self._timeline.latency, self._timeline.cycles)
+                (*figures, Counters.from_rows(self._timeline.counters), self._timeline.latency, self._timeline.cycles)
             )
         if gathered is None:
             return None
@@ -315,7 +315,7 @@ class BlockEngine(Engine):
         )  # fmt: skip
 
     def close(self) -> None:
-        """The newest weights of this block in the user's model."""
+        """Copy the newest weights of this block into the user's model and give the IPU back."""
         with describe_block_errors(self.rank, "end"):
             self.block.messages.flush()
             model, tensors, _ = self.block.state()

@@ -17,8 +17,8 @@ PRECISIONS = ("float32", "16.16", "16.32", "32.32")
 
 
 def check_config(config: Config, method: Method) -> List[str]:
-    """What no IPU can do of a whole Config, whose method is given in full, `key: value: what is allowed`, before model and data
-    are made; and what of the keys of IPUs another backend cannot."""
+    """Return what no IPU can do of a config whose method is resolved, `key: value: what is allowed`, before model and data are
+    made; for other backends, which of its keys need PopTorch."""
     backend = config.backend
     if backend.name != "poptorch":
         if config.precision in ("16.16", "16.32", "32.32"):
@@ -96,7 +96,7 @@ def _check_execution(config: Config, ipu: IpuConfig, method: Method) -> List[str
 
 
 def _check_iterations(config: Config, iterations: int) -> List[str]:
-    """A call is D updates: nothing can happen between them."""
+    """Return what would have to happen between the updates of a call, which are made in one go."""
     key, faults = show_key("device_iterations", iterations), []
     for name, value in (("steps", config.steps), ("checkpoint.every", config.checkpoint.every)):
         if value is not None and value % iterations:
@@ -193,7 +193,7 @@ def _check_target(ipu: IpuConfig) -> List[str]:
 
 
 def _check_stages(config: Config, ipu: IpuConfig, method: Method) -> List[str]:
-    """Where the config itself says how many stages there are."""
+    """Return the faults of the placement where the config itself says how many stages there are."""
     stages = config.stages
     count = stages["count"] if isinstance(stages, dict) and "count" in stages else stages
     count = len(stages) + 1 if isinstance(stages, list) else count

@@ -164,8 +164,8 @@ _UNREAD = ("maximize", "differentiable", "capturable", "amsgrad")
 
 
 def check_model(config: Config, method: Method, facts: ModelFacts, local_replicas: Optional[int] = None) -> List[str]:
-    """Reasons why PopTorch cannot run the job, each with its remedy; empty if none is known. `local_replicas`: of this process,
-    where poprun started several."""
+    """Return why PopTorch cannot run the job, each reason with its remedy; empty if none is known. `local_replicas`: of this
+    process, where poprun started several."""
     ipu = config.ipu
     if local_replicas is not None:
         config = config.model_copy(update={"replicas": local_replicas})
@@ -256,7 +256,7 @@ def _check_forward(facts: ModelFacts, precision: str) -> List[str]:
 
 
 def _check_optimizer(optimizer: Tuple[str, Sequence[Mapping[str, Any]]], config: Config) -> List[str]:
-    """What PopTorch has not of the optimizer that trains, whatever the config's own says."""
+    """Return what PopTorch does not have of the optimizer that trains, whatever the config's own says."""
     (kind, groups), ipu, clips = optimizer, config.ipu, config.clip is not None
     if kind not in ACCUMULATORS:
         return [f"optimizer: {kind}: PopTorch has none such: must be torch.optim's {', '.join(ACCUMULATORS)}"]
@@ -281,8 +281,9 @@ def _check_optimizer(optimizer: Tuple[str, Sequence[Mapping[str, Any]]], config:
 
 
 def _check_nesterov(config: Config) -> List[str]:
-    """PopART's Nesterov step takes the accumulator as it is (compoundscalarhelper.cpp: NesterovDampeningScaleFactor times
-    DampeningScaleFactor is 1 / loss scale, whatever the mean's divisor): the mean only where that is kept running."""
+    """Return why Nesterov momentum would differ from PyTorch's. PopART's step takes the accumulator as it is
+    (compoundscalarhelper.cpp: NesterovDampeningScaleFactor times DampeningScaleFactor is 1 / loss scale, whatever the mean's
+    divisor): it is the mean only where that is kept running."""
     ipu, key = config.ipu, "optimizer.nesterov: true"
     if ipu.use_combined_accum:
         return [

@@ -22,9 +22,9 @@ def _check_io_tiles(value: Any) -> int:
 
 
 def _check_proportion(value: Any) -> Any:
-    """Null, a share of each IPU's memory, or one for each IPU."""
-    given = value if isinstance(value, (list, tuple)) else [value]
-    shares = [to_number(share) for share in given]
+    """Validate null, a share of each IPU's memory, or a list with one share per IPU."""
+    values = value if isinstance(value, (list, tuple)) else [value]
+    shares = [to_number(share) for share in values]
     if value is None or (shares and all(share is not None and 0 <= share <= 1 for share in shares)):
         return value if value is None else shares if isinstance(value, (list, tuple)) else shares[0]
     raise ValueError("must be null, a number from 0 to 1, or a list of such, one an IPU")
@@ -133,6 +133,6 @@ class IpuConfig(Section):
 
 
 def show_key(name: str, value: Any) -> str:
-    """A key of the section and its value, as the lines about them begin."""
+    """Return a key of the section and its value, as the lines about them begin."""
     shown = {True: "true", False: "false"}.get(value, value) if isinstance(value, bool) else value
     return f"backend.ipu.{name}: {shown}"

@@ -89,7 +89,7 @@ class PoptorchEngine(Engine):
     # --- faults of the device
 
     def _guarded(self, work: Callable[[Session], Result]) -> Result:
-        """`work`; after a recoverable device error once more, from the last checkpoint's state."""
+        """Run `work`; after a recoverable device error run it once more, from the last checkpoint's state."""
         import poptorch
 
         assert self._session is not None, "the engine is closed"
@@ -108,11 +108,11 @@ class PoptorchEngine(Engine):
 
     @property
     def _others(self) -> bool:
-        """Whether poprun's other instances take part, which cannot go back."""
+        """Tell whether other instances of poprun take part, which cannot go back."""
         return are_joined() and dist.get_world_size() > 1
 
     def _recover(self, said: str) -> None:
-        """A new session, brought to where the lost one was. `said`: of the error."""
+        """Start a new session and bring it to where the lost one was. `said`: the error in words."""
         assert self._session is not None
         self._may_retry = False
         if self.is_main:
@@ -146,10 +146,10 @@ class PoptorchEngine(Engine):
         assert not self._results, "an evaluation inside a call"
         start = time.perf_counter_ns()
         with self._channel.tracepoint("evaluate"):
-            found = self._guarded(lambda session: session.evaluate())
+            results = self._guarded(lambda session: session.evaluate())
             self._fetch(self._guarded(lambda session: session.snapshot(self._done, with_optimizer=False)))
         self._timeline.add("evaluate", self._done, start, time.perf_counter_ns())
-        return found
+        return results
 
     def state(self) -> Optional[CheckpointState]:
         assert not self._results, "a checkpoint inside a call"
@@ -175,7 +175,7 @@ class PoptorchEngine(Engine):
         return _make_report(self.job, self._place, self._last.optimizer, self._timeline) if self.is_main else None
 
     def close(self) -> None:
-        """Newest weights in the user's model, nothing left on the IPUs."""
+        """Copy the newest weights into the user's model and give the IPUs back."""
         if self._session is None:
             return
         if self._last.update != self._done:
@@ -192,7 +192,7 @@ class PoptorchEngine(Engine):
 
 
 def _make_report(job: Job, place: Placement, optimizer: Optional[IpuState], timeline: ipu_profile.CallTimes) -> Report:
-    """What the IPUs' pipeline is by its placement, and what the calls told. `optimizer`: PopTorch's state."""
+    """Build the report: the pipeline by its placement, and what the calls measured."""
     config = job.config
     names = [name for name, _ in job.model.named_parameters()]
     tensors, _ = export_state(optimizer, names)
@@ -217,7 +217,7 @@ def _make_report(job: Job, place: Placement, optimizer: Optional[IpuState], time
 
 
 def _give_up(error: Any, done: int, others: bool) -> RunFault:
-    """A device error from which there is no way back here, after so many updates."""
+    """Return the fault for a device error after `done` updates from which this run cannot go back."""
     forget_frames(error)
     if others:
         return RunFault(

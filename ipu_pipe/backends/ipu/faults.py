@@ -49,7 +49,7 @@ def forget_frames(error: Optional[BaseException]) -> None:
 
 @contextlib.contextmanager
 def describe_errors(doing: str) -> Iterator[None]:
-    """What PopTorch raises, of either family, becomes one line; errors that it calls recoverable pass."""
+    """Turn what PopTorch raises, of either family of exceptions, into a RunFault of one line; let recoverable errors pass."""
     import poptorch
 
     try:
@@ -65,7 +65,7 @@ def describe_errors(doing: str) -> Iterator[None]:
 
 
 def describe_error(error: Any) -> str:
-    """What an error of PopTorch says: its kind, its message, and what helps where that is known."""
+    """Return an error's kind and message, and what helps where that is known."""
     text = " ".join(str(error.message).split())
     hint = next((hint for words, hint in HINTS if any(word in text for word in words)), "")
     return f"{error.type}: {text[:400]}" + (f": {hint}" if hint else "")
@@ -86,7 +86,7 @@ def check_hardware(ipu: IpuConfig, count: int) -> None:
 
 
 def check_finite(config: Config, update: int, losses: Sequence[float]) -> None:
-    """Raises RunFault for a loss that is no finite number, unless that is allowed."""
+    """Raise RunFault for a loss that is not a finite number, unless the config allows it."""
     if not config.allow_nonfinite:
         scaling = ", with half precision another backend.ipu.loss_scaling"
         refuse_nonfinite(config.method, update, losses, scaling)
@@ -94,7 +94,7 @@ def check_finite(config: Config, update: int, losses: Sequence[float]) -> None:
 
 @contextlib.contextmanager
 def describe_block_errors(rank: int, doing: str) -> Iterator[None]:
-    """What goes wrong here, told with rank and block. A device error ends the run: the other blocks cannot go back."""
+    """Add rank and block to a fault. A device error ends the run, since the other blocks cannot go back."""
     import poptorch
 
     try:

@@ -26,14 +26,14 @@ from ipu_pipe.errors import BadInput, RunFault, summarize
 
 
 def convert_input(value: torch.Tensor, precision: str) -> torch.Tensor:
-    """A tensor of a microbatch in the precision of the IPU's inputs."""
+    """Convert a tensor of a microbatch to the precision of the IPU's inputs."""
     if not value.is_floating_point():
         return value
     return value.half() if precision.startswith("16") else value.float()
 
 
 def convert_label(value: torch.Tensor) -> torch.Tensor:
-    """Labels of a microbatch: losses are taken in float32 whatever the inputs' precision."""
+    """Convert labels of a microbatch: losses are computed in float32 whatever the inputs' precision."""
     return value.float() if value.is_floating_point() else value
 
 
@@ -140,7 +140,7 @@ class Feed:
             raise
 
     def take(self) -> Tuple[torch.Tensor, torch.Tensor]:
-        """(x, y) of the next call. Raises BadInput or RunFault with the worker's fault."""
+        """Return (x, y) of the next call. Raises BadInput or RunFault with the worker's fault."""
         if self._source is None:
             self._next += 1
             return self._calls[self._next - 1]
@@ -160,9 +160,9 @@ class Feed:
                 f"poptorch: loading data: the worker process ended without a word ({summarize(error)}): is there room for "
                 "its buffers in /dev/shm? A smaller backend.ipu.data_loading.buffer_size takes less"
             ) from error
-        told = json.loads(text)
-        kind = BadInput if told["bad_input"] else RunFault
-        raise kind(told["said"] if told["bad_input"] else f"poptorch: loading data: {told['said']}") from error
+        report = json.loads(text)
+        kind = BadInput if report["bad_input"] else RunFault
+        raise kind(report["said"] if report["bad_input"] else f"poptorch: loading data: {report['said']}") from error
 
     def close(self) -> None:
         """End the worker, if there is one."""
@@ -177,26 +177,26 @@ class Feed:
 
 
 def split_into_calls(batches: Iterator[Tuple[Any, Any]], rows: int) -> Iterator[Tuple[Any, Any, int]]:
-    """Batches of any size as calls of `rows` samples, the last filled up, and how many are the test set's own."""
-    held: List[Tuple[Any, Any]] = []
+    """Yield the batches as calls of `rows` samples, the last one filled up, each with the number of samples that count."""
+    pending: List[Tuple[Any, Any]] = []
     count = 0
     for x, y in batches:
-        held.append((x, y))
+        pending.append((x, y))
         count += len(x)
         while count >= rows:
-            joined = tuple(torch.cat([pair[i] for pair in held]) for i in range(2))
+            joined = tuple(torch.cat([pair[i] for pair in pending]) for i in range(2))
             yield joined[0][:rows], joined[1][:rows], rows
-            held, count = [(joined[0][rows:], joined[1][rows:])], count - rows
+            pending, count = [(joined[0][rows:], joined[1][rows:])], count - rows
     if count:
-        x, y = (torch.cat([pair[i] for pair in held]) for i in range(2))
+        x, y = (torch.cat([pair[i] for pair in pending]) for i in range(2))
         yield fill_up(x, rows), fill_up(y, rows), count
 
 
 def fill_up(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """x, its last sample repeated up to so many."""
+    """Return x with its last sample repeated up to `rows` samples."""
     return torch.cat([x, x[-1:].expand(rows - len(x), *x.shape[1:])]) if len(x) < rows else x[:rows]
 
 
 def trim_output(output: Any, count: int) -> Any:
-    """The first so many samples of an output, its floats as float32."""
+    """Return the first `count` samples of an output, its floats as float32."""
     return tree_map(lambda t: (t.float() if t.is_floating_point() else t)[:count], output)

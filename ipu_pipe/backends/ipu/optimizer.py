@@ -34,8 +34,9 @@ def translate_optimizer(
     ipu: IpuConfig,
     clip_norm: Optional[float] = None,
 ) -> Any:
-    """The poptorch.optim optimizer that does what torch.optim's does. `names`: of its parameters; `own`: those on the IPU by the
-    same names, others are left out. Of its settings the rate alone may change later: the others are constants of the graph."""
+    """Return the poptorch.optim optimizer that does what torch.optim's does. `names`: of its parameters; `own`: those on the IPU
+    by the same names, others are left out. Only the learning rate may change later: the other settings are constants of the
+    graph."""
     import poptorch
 
     kind = type(optimizer).__name__
@@ -46,25 +47,25 @@ def translate_optimizer(
             groups.append({"params": chosen, "stage": group["stage"], **_settings(kind, group)})
     if not groups:
         raise BadInput("model: it has no parameter that needs a gradient here: nothing to train")
-    given: Dict[str, Any] = {key: value for key, value in groups[0].items() if key not in ("params", "stage")}
+    settings: Dict[str, Any] = {key: value for key, value in groups[0].items() if key not in ("params", "stage")}
     if kind == "RMSprop":
-        given["centered"] = bool(optimizer.param_groups[0]["centered"])
-    constant = [key for key in given if key not in ("lr", "centered")]
+        settings["centered"] = bool(optimizer.param_groups[0]["centered"])
+    constant = [key for key in settings if key not in ("lr", "centered")]
     if ipu.loss_scaling != 1.0:
-        given["loss_scaling"] = ipu.loss_scaling
+        settings["loss_scaling"] = ipu.loss_scaling
     if ipu.use_combined_accum:
-        given["use_combined_accum"] = True
+        settings["use_combined_accum"] = True
         if ipu.loss_scaling != 1.0:
-            given["velocity_scaling"] = ipu.loss_scaling  # PopTorch copies it for the separate variant alone
+            settings["velocity_scaling"] = ipu.loss_scaling  # PopTorch copies it for the separate variant alone
     for key in ACCUMULATORS[kind]:
         if getattr(ipu, key) == "float16":
-            given[key] = torch.float16
+            settings[key] = torch.float16
     if clip_norm is not None:
-        given["max_grad_norm"] = float(clip_norm)
-    made = getattr(poptorch.optim, kind)(groups, **given)
+        settings["max_grad_norm"] = float(clip_norm)
+    translated = getattr(poptorch.optim, kind)(groups, **settings)
     for key in constant:
-        made.variable_attrs.markAsConstant(key)
-    return made
+        translated.variable_attrs.markAsConstant(key)
+    return translated
 
 
 def set_rates(optimizer: Any, rates: Any) -> bool:
@@ -78,14 +79,14 @@ def set_rates(optimizer: Any, rates: Any) -> bool:
 
 
 def _settings(kind: str, group: Mapping[str, Any]) -> Dict[str, Any]:
-    found: Dict[str, Any] = {}
+    settings: Dict[str, Any] = {}
     for key in _SETTINGS[kind]:
         value = group[key]
         if key == "nesterov":
-            found[key] = bool(value)
+            settings[key] = bool(value)
         else:
-            found[key] = tuple(float(one) for one in value) if key == "betas" else float(value)
-    return found
+            settings[key] = tuple(float(one) for one in value) if key == "betas" else float(value)
+    return settings
 
 
 # ---- its state in checkpoints
@@ -114,12 +115,12 @@ def read_state(optimizer: Any) -> Optional[IpuState]:
 
 def write_state(executor: Any, optimizer: Any, saved: Optional[IpuState]) -> None:
     """Put a checkpoint's state into a compiled and attached executor whose optimizer has none yet: all that the executor keeps,
-    velocities in its own scale. Raises BadInput where a name is missing or a shape differs: PopTorch would only warn."""
+    velocities in its tensor scale. Raises BadInput where a name is missing or a shape differs: PopTorch would only warn."""
     wanted = read_state(optimizer)
     if wanted is None:
         return
     tensors = saved.tensors if saved is not None else {}
-    needed = {name: value for name, value in wanted.tensors.items() if "___" in name}  # else a loss scale's own state
+    needed = {name: value for name, value in wanted.tensors.items() if "___" in name}  # else a loss scale's tensor state
     missing = [name for name in needed if name not in tensors]
     wrong = [name for name in needed if name in tensors and tensors[name].shape != needed[name].shape]
     if missing or wrong:
@@ -129,12 +130,12 @@ def write_state(executor: Any, optimizer: Any, saved: Optional[IpuState]) -> Non
         )
     state = {}
     for name, value in wanted.tensors.items():
-        own = tensors.get(name, value)
+        tensor = tensors.get(name, value)
         if saved is not None and saved.scale is not None and name.startswith(tuple(_VELOCITY.values())):
-            own = own.float() * ((wanted.scale or 1.0) / saved.scale)
-        state[name] = own.to(value.dtype)
-    held = optimizer.get_state_dict()
-    optimizer.load_state_dict({**held, STATE: state})
+            tensor = tensor.float() * ((wanted.scale or 1.0) / saved.scale)
+        state[name] = tensor.to(value.dtype)
+    state_dict = optimizer.get_state_dict()
+    optimizer.load_state_dict({**state_dict, STATE: state})
     executor.setOptimizer(optimizer)
 
 
@@ -196,10 +197,10 @@ def import_state(optimizer: torch.optim.Optimizer) -> Optional[IpuState]:
 
 
 def count_state_bytes(tensors: Mapping[str, torch.Tensor], part: Partition) -> List[int]:
-    """Bytes of optimizer state by stage, from `export_state`'s tensors."""
-    held, stage_of = [0] * len(part), part.stage_of()
+    """Count the bytes of optimizer state by stage, from `export_state`'s tensors."""
+    sizes, stage_of = [0] * len(part), part.stage_of()
     for place, value in tensors.items():
         name = place.rpartition("/")[0]
         if name in stage_of:
-            held[stage_of[name]] += value.numel() * value.element_size()
-    return held
+            sizes[stage_of[name]] += value.numel() * value.element_size()
+    return sizes

@@ -19,9 +19,9 @@ def make_options(
     config: Config, method: Method, place: Placement, training: bool, seed: int, base: Optional[Any] = None,
     ipu_id: Optional[int] = None, accumulation: Optional[int] = None,
 ) -> Any:  # fmt: skip
-    """poptorch.Options of a run's training or inference model. `base`: options to fill in, those of popdist, which has set
-    replicas and processes. `ipu_id`: of gc-info, None: any device. `accumulation`: microbatches an update, None: the config's.
-    """
+    """Return the poptorch.Options of a run's training or inference model. `base`: options to fill in, those of popdist, which has
+    set replicas and processes. `ipu_id`: of gc-info, None for any device. `accumulation`: microbatches of an update, None for the
+    config's."""
     import poptorch  # only here
 
     ipu = config.ipu
@@ -46,12 +46,12 @@ def make_options(
 
 
 def find_member(enum: Any, key: str) -> Any:
-    """The member of a PopTorch enum that a config calls `key`: EveryN is every_n, ForkServer is forkserver."""
+    """Return the member of a PopTorch enum that a config calls `key`: every_n is EveryN, forkserver is ForkServer."""
     return next(getattr(enum, name) for name in dir(enum) if name.lower() == key.replace("_", ""))
 
 
 def name_stage(stage: int) -> str:
-    """The block with which a stage begins."""
+    """Return the name of the block with which a stage begins."""
     return f"stage{stage}"
 
 
@@ -81,7 +81,8 @@ def _set_execution(
 
 
 def count_inference_iterations(ipu: IpuConfig, place: Placement, pipelined: bool) -> int:
-    """Microbatches of an evaluation's call: as many as keep the pipeline's stages busy, unless said otherwise."""
+    """Count the microbatches of an evaluation's call: as many as keep the pipeline's stages busy, unless the config says
+    otherwise."""
     return ipu.inference_device_iterations or (place.forward_stages if pipelined else 1)
 
 
@@ -164,12 +165,12 @@ def _set_target(options: Any, ipu: IpuConfig) -> None:
 
 
 def name_model(training: bool) -> str:
-    """The folder of a model's profile."""
+    """Return the name of a model, which is the folder of its profile."""
     return "training" if training else "inference"
 
 
 def _set_profile(options: Any, ipu: IpuConfig, training: bool) -> None:
-    """Engine options are merged here: setEngineOptions replaces the whole map."""
+    """Set names, cycle counts and engine options, merged here since setEngineOptions replaces the whole map."""
     options.logCycleCount(ipu.log_cycle_count)
     options.modelName(name_model(training))
     engine = dict(ipu.engine_options)

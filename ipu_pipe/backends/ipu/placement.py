@@ -65,8 +65,8 @@ _NEAREST = {
 
 
 def get_execution(method: Method) -> Optional[Execution]:
-    """How PopTorch runs the method; None where no row says that it does. What a row does not state must be as in a plain
-    method: a field that is new to methods is refused where it says anything."""
+    """Return how PopTorch runs the method; None where no row says that it does. What a row does not state must be as in a plain
+    method, so that a new field of methods is refused where it says anything."""
     blocks = method.structure is not None
     for row in RUNS:
         stated = {**row._asdict(), "turn": 0}
@@ -81,17 +81,18 @@ def get_execution(method: Method) -> Optional[Execution]:
 
 
 def _is_plain(structure: Structure) -> bool:
-    """Whether blocks, however many and whichever train, share no layer."""
+    """Tell whether blocks, however many and whichever train, share no layer."""
     return replace(structure, blocks=None, layers=None) == Structure()
 
 
 def is_pipelined(method: Method) -> bool:
-    """Whether PopTorch runs the method as a pipeline. What it does not run is judged as one: its other faults are told, too."""
+    """Tell whether PopTorch runs the method as a pipeline. A method that it does not run is judged as one, so that its other
+    faults are told, too."""
     return get_execution(method) is not Execution.SHARDED
 
 
 def check_method(method: Method) -> List[str]:
-    """Why PopTorch cannot run the method, and which near one it can."""
+    """Return why PopTorch cannot run the method, and which similar one it can."""
     if get_execution(method) is not None:
         return []
     nearest = _NEAREST.get(method.name, "gpipe or pipedream_flush")
@@ -121,32 +122,33 @@ class Placement(NamedTuple):
 
     @property
     def runs(self) -> List[Tuple[int, List[int]]]:
-        """(IPU, stages): neighbours on one IPU are one of PopTorch's stages."""
-        found: List[Tuple[int, List[int]]] = []
+        """List (IPU, stages): neighbouring stages on one IPU are one of PopTorch's stages."""
+        runs: List[Tuple[int, List[int]]] = []
         for stage, ipu in enumerate(self.ipu_of):
-            if found and found[-1][0] == ipu:
-                found[-1][1].append(stage)
+            if runs and runs[-1][0] == ipu:
+                runs[-1][1].append(stage)
             else:
-                found.append((ipu, [stage]))
-        return found
+                runs.append((ipu, [stage]))
+        return runs
 
     @property
     def forward_stages(self) -> int:
-        """F: how often the IPU changes in a forward, plus one."""
+        """Count F: how often the IPU changes in a forward, plus one."""
         return len(self.runs)
 
     @property
     def ipus(self) -> int:
-        """IPUs of one replica, idle ones below the highest included."""
+        """Count the IPUs of one replica, idle ones below the highest included."""
         return max(self.ipu_of) + 1
 
     @property
     def least_accumulation(self) -> int:
-        """Microbatches that an update must have in a pipeline: as many as stages in training, 2F - 1."""
+        """Count the microbatches that an update of a pipeline needs: as many as it has stages in training, 2F - 1."""
         return 2 * self.forward_stages - 1
 
     def cycles(self, accumulation: int) -> int:
-        """Pipeline cycles of an update, fill and flush included: a cycle holds a forward and a backward of every stage."""
+        """Count the pipeline cycles of an update, fill and flush included: a cycle holds a forward and a backward of every
+        stage."""
         return accumulation + 2 * self.forward_stages - 2
 
 
@@ -156,12 +158,12 @@ def place_stages(ipu: IpuConfig, stages: int) -> Placement:
 
 
 def round_up_ipus(ipus: int) -> int:
-    """The power of two that PopTorch attaches for so many IPUs."""
+    """Return the power of two that PopTorch attaches for that many IPUs."""
     return 1 << (ipus - 1).bit_length()
 
 
 def check_placement(config: Config, ipu: IpuConfig, method: Method, stages: int) -> List[str]:
-    """What is wrong with so many stages on their IPUs."""
+    """Return what is wrong with that many stages on their IPUs."""
     if ipu.ipus is not None and len(ipu.ipus) != stages:
         return [f"{show_key('ipus', ipu.ipus)}: must name an IPU for each of {stages} stages"]
     place, faults = place_stages(ipu, stages), []
@@ -191,7 +193,7 @@ def check_placement(config: Config, ipu: IpuConfig, method: Method, stages: int)
 
 
 def is_under_poprun() -> bool:
-    """Whether Graphcore's launcher started several processes: each then counts its own replicas, once it has asked."""
+    """Tell whether Graphcore's launcher started several processes; each then counts its own replicas."""
     if importlib.util.find_spec("popdist") is None:
         return False
     import popdist

@@ -22,7 +22,7 @@ class Instance(NamedTuple):
 
 
 def read_instance(config: Config) -> Instance:
-    """What this process does of the run. Raises BadInput where poprun started another number of replicas."""
+    """Return this process's share of the run. Raises BadInput where poprun started another number of replicas."""
     if not is_under_poprun():
         return Instance(0, config.replicas)
     import popdist
@@ -38,15 +38,15 @@ def read_instance(config: Config) -> Instance:
 
 
 def join_poprun(deadline: float) -> None:
-    """poprun's instances also meet in a gloo group, by which the first one's word goes to all (not run on hardware). MASTER_ADDR
-    and MASTER_PORT say where, 127.0.0.1 and 29500 by default."""
+    """Join poprun's instances in a gloo group too, by which the first one's decisions reach all (not run on hardware).
+    MASTER_ADDR and MASTER_PORT say where, 127.0.0.1 and 29500 by default."""
     import popdist
 
     popdist.init()
     rank, world = popdist.getInstanceIndex(), popdist.getNumInstances()
     announce_rank(rank, world)
     if world > 1 and not dist.is_initialized():
-        told = read_launch()
-        where = f"tcp://{told.address or '127.0.0.1'}:{told.port or 29500}"
+        launch = read_launch()
+        where = f"tcp://{launch.address or '127.0.0.1'}:{launch.port or 29500}"
         patience = datetime.timedelta(seconds=max(deadline, 3600.0))  # one compiles while the others wait
         dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world, timeout=patience)

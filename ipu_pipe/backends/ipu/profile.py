@@ -33,7 +33,8 @@ class CallTimes:
     def add_call(
         self, executor: Any, k: int, iterations: int, start_ns: int, end_ns: int, samples: int, sent: int, received: int
     ) -> None:
-        """Updates k and on, `iterations` of them, in one call of so many samples, `sent` and `received` bytes."""
+        """Add the events of one call that made `iterations` updates from k on, of so many samples, `sent` and `received`
+        bytes."""
         self.latency = _read_latencies(executor)
         if executor.options._Popart.options.get("instrumentWithHardwareCycleCounter"):
             self.cycles = _read_figure(executor.cycleCount)
@@ -54,13 +55,13 @@ class CallTimes:
             self.counters.append(Counter(self._device, "IPU cycles an update", start_ns, self.cycles / iterations))
 
     def add(self, kind: str, k: int, start_ns: int, end_ns: int) -> None:
-        """An evaluation or checkpoint after k updates."""
+        """Add an evaluation or checkpoint after k updates."""
         self.events.append(Event(self._stage, self._device, kind, -1, start_ns, end_ns, k, None))
 
 
 def _read_figure(figure: Callable[[], Any]) -> Any:
-    """A figure of PopTorch's; None where it has none to give: it asserts that its host's time stamps fit, and a run does not
-    end for want of a time. A lost device is told by the next call."""
+    """Return a figure of PopTorch's, or None: it asserts that its host's time stamps fit, and a run does not end for want of a
+    time. A lost device shows at the next call."""
     try:
         return figure()
     except Exception:
@@ -74,48 +75,48 @@ def _read_latencies(executor: Any) -> Dict[str, float]:
         "ipu_to_host": executor.getIpuHostLatency,
         "round_trip": executor.getLatency,
     }
-    found = {name: _read_figure(getter) for name, getter in asked.items()}
-    return {name: times[2] for name, times in found.items() if times is not None}
+    latencies = {name: _read_figure(getter) for name, getter in asked.items()}
+    return {name: times[2] for name, times in latencies.items() if times is not None}
 
 
 def open_channel() -> Any:
-    """A channel of PopVision's system trace; it writes where the SDK's libpvti is there and PVTI_OPTIONS was set."""
+    """Open a channel of PopVision's system trace; it writes where the SDK's libpvti is there and PVTI_OPTIONS was set."""
     import poptorch
 
     return poptorch.profiling.Channel("ipu_pipe")
 
 
 def read_profiles(ipu: IpuConfig) -> Optional[Dict[str, Any]]:
-    """Per model (training, inference) what its profile.pop says, once its engine is gone; None where none was asked for."""
+    """Read each model's profile.pop (training, inference) once its engine is gone; None where none was asked for."""
     if ipu.profile.directory is None:
         return None
     if importlib.util.find_spec("pva") is None:
         return {"note": f"libpva is not installed: open the profiles in {ipu.profile.directory} with PopVision"}
-    found: Dict[str, Any] = {}
+    profiles: Dict[str, Any] = {}
     for training in (True, False):
         folder = Path(ipu.profile.directory) / name_model(training)
         if (folder / "profile.pop").is_file():
-            found[folder.name] = read_profile(folder / "profile.pop")
-    return found
+            profiles[folder.name] = read_profile(folder / "profile.pop")
+    return profiles
 
 
 def read_profile(path: Path) -> Dict[str, Any]:
-    """Memory, cycles and exchange bytes by IPU, by libpva, from a profile.pop. Memory is the sum over an IPU's tiles; a model
-    fits where its fullest tile does. What the report does not hold is null."""
+    """Read memory, cycles and exchange bytes by IPU from a profile.pop with libpva. Memory is the sum over an IPU's tiles; a
+    model fits where its fullest tile does. What the report does not hold is null."""
     import pva
 
     debug = path.parent.parent / "debug.cbor"
     report = pva.openReport(str(path), str(debug)) if debug.is_file() else pva.openReport(str(path))
     target = report.compilation.target
-    each, ipus = target.tilesPerIpu, target.numIPUs
+    tiles_per_ipu, ipus = target.tilesPerIpu, target.numIPUs
     tiles = [tile.memory.total.includingGaps for tile in report.compilation.tiles]
     always = [tile.memory.alwaysLiveBytes for tile in report.compilation.tiles]
     devices: List[Dict[str, Any]] = [
         {
             "ipu": index,
-            "memory_bytes": sum(tiles[index * each : (index + 1) * each]),
-            "greatest_tile_bytes": max(tiles[index * each : (index + 1) * each], default=None),
-            "always_live_bytes": sum(always[index * each : (index + 1) * each]),
+            "memory_bytes": sum(tiles[index * tiles_per_ipu : (index + 1) * tiles_per_ipu]),
+            "greatest_tile_bytes": max(tiles[index * tiles_per_ipu : (index + 1) * tiles_per_ipu], default=None),
+            "always_live_bytes": sum(always[index * tiles_per_ipu : (index + 1) * tiles_per_ipu]),
             "cycles": None,
             "exchange_in_bytes": None,
             "exchange_out_bytes": None,
@@ -126,10 +127,10 @@ def read_profile(path: Path) -> Dict[str, Any]:
     with contextlib.suppress(AttributeError, RuntimeError):  # an execution profile was not asked for, or did not fit
         steps = report.execution.steps
         for index, device in enumerate(devices):
-            own = [step.ipus[index] for step in steps]
-            device["cycles"] = sum(one.cycles for one in own)
-            device["exchange_in_bytes"] = sum(one.dataIn for one in own)
-            device["exchange_out_bytes"] = sum(one.dataOut for one in own)
+            steps_here = [step.ipus[index] for step in steps]
+            device["cycles"] = sum(one.cycles for one in steps_here)
+            device["exchange_in_bytes"] = sum(one.dataIn for one in steps_here)
+            device["exchange_out_bytes"] = sum(one.dataOut for one in steps_here)
         cycles = report.execution.totalCycles.total
     live = [step.notAlwaysLiveMemory.bytes for step in report.compilation.livenessProgramSteps]
     return {

@@ -28,13 +28,14 @@ from ipu_pipe.model.restoring import modes_restored
 
 
 def count_losses(job: Job) -> int:
-    """How many losses the model has: one, or one of each block that trains."""
+    """Count the model's losses: one, or one for each block that trains."""
     blocks = get_blocks(job.model)
     return 1 if blocks is None else len(blocks.heads) + 1
 
 
 def make_results(job: Job, k: int, found: Sequence[torch.Tensor]) -> List[StepResult]:
-    """Of update k and the others of its call: mean losses and shares of right answers over what the output mode gives."""
+    """Return the results of update k and the others of its call: mean losses and shares of right answers over what the output
+    mode gives."""
     config, ipu, blocks = job.config, job.config.ipu, count_losses(job)
     iterations = ipu.device_iterations
     losses = found[1].double().reshape(-1, blocks)
@@ -54,15 +55,15 @@ def make_results(job: Job, k: int, found: Sequence[torch.Tensor]) -> List[StepRe
             counted = right[min(i, parts - 1)]
             shares = (counted[:, 0] / counted[:, 1].clamp(min=1)).tolist()
         check_finite(config, k + i, row)
-        each = tuple(zip(row, shares)) if blocks > 1 else ()
-        results.append(StepResult(row[-1], shares[-1], samples, each))
+        by_block = tuple(zip(row, shares)) if blocks > 1 else ()
+        results.append(StepResult(row[-1], shares[-1], samples, by_block))
     return results
 
 
 def _average_instances(
     means: torch.Tensor, right: Optional[torch.Tensor]
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """Over poprun's instances, where there are several."""
+    """Average means and sum right answers over poprun's instances, where there are several."""
     if not are_joined():
         return means, right
     dist.all_reduce(means)
@@ -87,17 +88,18 @@ class Executors:
         self, job: Job, wrapped: Wrapped, options: Callable[[bool], Any], optimizer: Optional[IpuState],
         first_update: int, timeline: CallTimes, where: str,
     ) -> None:  # fmt: skip
-        """`options`: of the training (True) or inference model. `optimizer`: PopTorch's state to start from."""
+        """Make the training model. `options`: of the training (True) or inference model. `optimizer`: PopTorch's state to start
+        from."""
         import poptorch
 
         self.job, self.wrapped, self.options, self.timeline, self._where = job, wrapped, options, timeline, where
-        own = {
+        parameters = {
             name: p for name, p in ((get_unsplit_name(n), p) for n, p in wrapped.named_parameters()) if name is not None
         }
         names = {p: name for name, p in job.model.named_parameters()}
         clip = job.config.clip.norm if job.config.clip else None
         with describe_errors("making the optimizer"):
-            self.optimizer: Any = translate_optimizer(job.optimizer, names, own, job.config.ipu, clip)
+            self.optimizer: Any = translate_optimizer(job.optimizer, names, parameters, job.config.ipu, clip)
         self._saved, self._starts_anew = optimizer, first_update == 0
         self._set_rates(first_update)
         with describe_errors("making the training model"):
@@ -128,7 +130,7 @@ class Executors:
         self._saved = None
 
     def call(self, updates: range, rates_of: int, x: torch.Tensor, y: torch.Tensor) -> Sequence[torch.Tensor]:
-        """What the model gives for these updates, made in one call at the rates of one update."""
+        """Make these updates in one call at the rates of update `rates_of`, and return what the model gives."""
         self.compile(x, y)
         if not self.training.isAttachedToDevice():
             with describe_errors(f"attaching to the {self._where}"):
@@ -140,28 +142,28 @@ class Executors:
                 self.training.setOptimizer(self.optimizer)
         start_ns = time.perf_counter_ns()
         with describe_errors(f"update {updates[0]}"):
-            found: Sequence[torch.Tensor] = self.training(x, y)
+            outputs: Sequence[torch.Tensor] = self.training(x, y)
         end_ns = time.perf_counter_ns()
-        sent, received = (sum(t.numel() * t.element_size() for t in tensors) for tensors in ((x, y), found))
+        sent, received = (sum(t.numel() * t.element_size() for t in tensors) for tensors in ((x, y), outputs))
         self.timeline.add_call(self.training, updates[0], len(updates), start_ns, end_ns, len(x), sent, received)
-        return found
+        return outputs
 
     # --- evaluation
 
     def make_inference(self, example: Callable[[Any], torch.Tensor]) -> Any:
-        """The inference model, made after the training model and compiled in evaluation mode. `example`: what its input is like,
-        of the model."""
+        """Return the inference model, made after the training model and compiled in evaluation mode. `example`: makes an input
+        like its own."""
         import poptorch
 
         if self.inference is None:
             with modes_restored(self.wrapped), describe_errors("compiling the inference model"):
-                made = poptorch.inferenceModel(self.wrapped.eval(), self.options(False))
-                made.compile(convert_input(example(made), self.job.config.precision))
-            self.inference = made
+                inference = poptorch.inferenceModel(self.wrapped.eval(), self.options(False))
+                inference.compile(convert_input(example(inference), self.job.config.precision))
+            self.inference = inference
         return self.inference
 
     def enter_evaluation(self, example: Callable[[Any], torch.Tensor], detach: bool) -> Any:
-        """The inference model, attached, with the training model's weights. `detach`: there is no room for both."""
+        """Return the inference model, attached, with the training model's weights. `detach`: there is no room for both models."""
         with describe_errors("making room for the evaluation"):
             if self._is_training_attached:
                 if detach:
@@ -186,15 +188,15 @@ class Executors:
     # --- state
 
     def snapshot(self, update: int, with_optimizer: bool = True) -> Snapshot:
-        """Weights and optimizer state as they are, copies."""
+        """Return copies of weights and optimizer state as they are."""
         with describe_errors("reading the weights"):
             if self._is_training_attached:
                 self.training.copyWeightsToHostIfNeeded()
             model = {}
             for name, value in self.wrapped.state_dict().items():
-                own = get_unsplit_name(name)
-                if own is not None:
-                    model[own] = value.detach().clone()
+                unsplit = get_unsplit_name(name)
+                if unsplit is not None:
+                    model[unsplit] = value.detach().clone()
             optimizer = read_state(self.optimizer) if with_optimizer else None
         like = self.job.model.state_dict()
         return Snapshot(update, {name: value.to(like[name].dtype) for name, value in model.items()}, optimizer)
@@ -246,30 +248,30 @@ class Session:
         self.make_inference()
 
     def call(self, k: int) -> List[StepResult]:
-        """Updates k to k + D of one call."""
+        """Make the updates k to k + D of one call."""
         x, y = self._feed.take()
-        found = self.executors.call(range(k, k + self.ipu.device_iterations), k, x, y)
-        return make_results(self.job, k, found)
+        outputs = self.executors.call(range(k, k + self.ipu.device_iterations), k, x, y)
+        return make_results(self.job, k, outputs)
 
     def make_inference(self) -> Any:
-        """The inference model, compiled."""
+        """Return the inference model, compiled."""
         return self.executors.make_inference(self._example)
 
     def _example(self, inference: Any) -> torch.Tensor:
         return fill_up(self.job.example[0], self._rows(inference))
 
     def _rows(self, inference: Any) -> int:
-        """Samples of an evaluation's call."""
+        """Count the samples of an evaluation's call."""
         options = inference.options
         return int(self.job.config.micro_batch_size * options.device_iterations * options.replication_factor)
 
     def evaluate(self) -> List[EvaluationResult]:
-        """The test set on the inference model, with the training model's weights."""
+        """Evaluate the test set on the inference model, with the training model's weights."""
         detach = self.ipu.detach_for_evaluation
         inference = self.executors.enter_evaluation(self._example, detach)
-        found = self._tally(inference)
+        results = self._tally(inference)
         self.executors.leave_evaluation(detach)
-        return found
+        return results
 
     def _tally(self, inference: Any) -> List[EvaluationResult]:
         tallies = [Tally.of(self.job) for _ in range(count_losses(self.job))]
@@ -281,7 +283,7 @@ class Session:
         return [tally.evaluation for tally in tallies]
 
     def snapshot(self, update: int, with_optimizer: bool = True) -> Snapshot:
-        """Weights and optimizer state as they are, copies."""
+        """Return copies of weights and optimizer state as they are."""
         return self.executors.snapshot(update, with_optimizer)
 
     def drop(self) -> None:
@@ -291,7 +293,7 @@ class Session:
 
 
 def _load(wrapped: Wrapped, tensors: Dict[str, torch.Tensor]) -> None:
-    own = {get_unsplit_name(name): t for name, t in wrapped.state_dict(keep_vars=True).items()}
+    tensors_by_name = {get_unsplit_name(name): t for name, t in wrapped.state_dict(keep_vars=True).items()}
     with torch.no_grad():
         for name, value in tensors.items():
-            own[name].copy_(value)
+            tensors_by_name[name].copy_(value)

@@ -39,7 +39,7 @@ class Whole(nn.Module):
         self.model = copy.deepcopy(model)
 
     def walk(self, x: torch.Tensor) -> Iterator[Tuple[Any, Any]]:
-        """The model's output, and nothing to hand on."""
+        """Yield the model's output, and nothing to hand on."""
         yield self.model(x), None
 
 
@@ -57,13 +57,13 @@ class LocalBlocks(nn.Module):
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> "LocalBlocks":
         model, heads = copy.deepcopy(self.model, memo), copy.deepcopy(self.heads, memo)
-        memo[id(self)] = made = LocalBlocks(model, heads, self._pieces, self._first)
-        made.training = self.training
-        return made
+        memo[id(self)] = copied = LocalBlocks(model, heads, self._pieces, self._first)
+        copied.training = self.training
+        return copied
 
     def walk(self, x: torch.Tensor) -> Iterator[Tuple[Any, Any]]:
-        """(outputs, activations handed on without a gradient) of each block that has a loss, the model's own last; what asks for
-        the next one runs it."""
+        """Yield (outputs, activations handed on without a gradient) of each block that has a loss, the model's own last; asking
+        for the next one runs it."""
         value: Any = x
         for index, piece in enumerate(self._pieces, self._first):
             piece.training = self.training
@@ -77,7 +77,7 @@ class LocalBlocks(nn.Module):
 
 
 def copy_piece(piece: Piece) -> nn.Module:
-    """A module that holds copies of one piece's modules and weights, and no others, under the model's names."""
+    """Return a module that holds copies of one piece's modules and weights, and no others, under the model's names."""
     root, memo = nn.Module(), {}  # type: ignore[var-annotated]
     for name, link in zip(piece.names, piece.links):
         owner, _, last = name.rpartition(".")
@@ -90,7 +90,7 @@ def copy_piece(piece: Piece) -> nn.Module:
 
 
 def _make_path(root: nn.Module, path: str) -> nn.Module:
-    """The module at `path`, made where there is none."""
+    """Return the module at `path`, made where there is none."""
     for part in filter(None, path.split(".")):
         root._modules.setdefault(part, nn.Module())
         root = root._modules[part]  # type: ignore[assignment]
@@ -110,42 +110,42 @@ class Wrapped(nn.Module):
         hands_on: bool = False,
     ) -> None:
         super().__init__()
-        each = loss.loss if isinstance(loss, SumOfLosses) else loss
+        block_loss = loss.loss if isinstance(loss, SumOfLosses) else loss
         self.body = body
         # one for each block: a tensor of the loss's own cannot be on two IPUs
         copies = getattr(body, "losses", 1)
-        self.loss: Any = [each] * copies
-        if isinstance(each, nn.Module):
-            self.loss = nn.ModuleList([copy.deepcopy(each) for _ in range(copies)])
+        self.loss: Any = [block_loss] * copies
+        if isinstance(block_loss, nn.Module):
+            self.loss = nn.ModuleList([copy.deepcopy(block_loss) for _ in range(copies)])
         self._narrow, self._overlap, self._hands_on = narrow, overlap, hands_on
 
     def forward(self, x: torch.Tensor, y: Optional[torch.Tensor] = None) -> Any:
-        """x: a microbatch, y: its labels in training. See above for what it gives."""
+        """Run a microbatch x with its labels y, in training; the module's docstring says what it returns."""
         import poptorch
 
         poptorch.Block.start(name_stage(0))  # what comes before the first boundary would belong to no listed block
         if self._overlap is not None:
             x = poptorch.set_overlap_for_input(x, getattr(poptorch.OverlapMode, self._overlap))
-        found, handed = [], ()
+        results, handed = [], ()
         for loss, (output, onward) in zip(self.loss, self.body.walk(x)):  # type: ignore[operator]
-            found.append(output if y is None else self._judge(loss, output, y))
+            results.append(output if y is None else self._judge(loss, output, y))
             handed = (onward,) if self._hands_on else ()  # type: ignore[assignment]
-        return (*found, *handed) if y is None else (*self._together(found), *handed)
+        return (*results, *handed) if y is None else (*self._together(results), *handed)
 
     def _together(self, found: Sequence[Tuple[torch.Tensor, Optional[torch.Tensor]]]) -> Sequence[torch.Tensor]:
-        """The final loss, the losses, the right answers where they have a meaning."""
+        """Return the final loss, the losses, and the right answers where they have a meaning."""
         import poptorch
 
         losses = [loss for loss, _ in found]
         total = losses[0]
         for loss in losses[1:]:
             total = total + loss
-        given = (poptorch.identity_loss(total, "none"), torch.stack([loss.detach().reshape(()) for loss in losses]))
+        returned = (poptorch.identity_loss(total, "none"), torch.stack([loss.detach().reshape(()) for loss in losses]))
         answers = [right for _, right in found if right is not None]
-        return (*given, torch.stack(answers)) if len(answers) == len(found) else given
+        return (*returned, torch.stack(answers)) if len(answers) == len(found) else returned
 
     def _judge(self, each: Loss, output: Any, y: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-        """Loss and right answers of one block's outputs."""
+        """Return loss and right answers of one block's outputs."""
         if self._narrow:
             output = tree_map(lambda t: t.float() if t.is_floating_point() else t, output)
         return each(output, y), count_right(output, y)
@@ -155,15 +155,15 @@ _PREFIXES = (("body.model.", ""), ("body.heads.", f"{HEADS}."))
 
 
 def get_unsplit_name(name: str) -> Optional[str]:
-    """The name in the user's model of a tensor of Wrapped; None for the loss's own."""
-    for prefix, own in _PREFIXES:
+    """Return the name in the user's model of a tensor of Wrapped; None for the loss's own."""
+    for prefix, prefix_here in _PREFIXES:
         if name.startswith(prefix):
-            return own + name[len(prefix) :]
+            return prefix_here + name[len(prefix) :]
     return None
 
 
 def wrap(model: nn.Module, loss: Loss, part: Partition, precision: str, ipu: IpuConfig) -> Wrapped:
-    """A copy of the model as PopTorch wants it, its stages marked. The user's own stays as it is."""
+    """Return a copy of the model as PopTorch wants it, its stages marked. The user's own stays as it is."""
     import poptorch
 
     blocks = get_blocks(model)
@@ -189,7 +189,8 @@ def _set_types(body: nn.Module, precision: str) -> None:
 
 
 def wrap_block(model: nn.Module, loss: Loss, index: int, precision: str, ipu: IpuConfig) -> Wrapped:
-    """A copy of one block with a loss of its own, for an IPU of its own; it hands its activations on unless it is the last."""
+    """Return a copy of one block with a loss of its own, for an IPU of its own; it hands its activations on unless it is the
+    last."""
     blocks = get_blocks(model)
     assert blocks is not None
     piece, head = blocks.pieces[index], blocks.head(index)
