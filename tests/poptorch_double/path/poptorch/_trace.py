@@ -31,7 +31,7 @@ AUTOGRAD = frozenset("backward grad register_hook register_post_accumulate_grad_
 # Operations that PopTorch has handlers of: those of the models and losses that are tried here. Others are refused.
 OPERATIONS = frozenset(
     "_set_grad_enabled __eq__ __get__ __getitem__ adaptive_avg_pool2d add add_ arange argmax batch_norm bmm cat chunk clone "
-    "contiguous conv1d conv2d cross_entropy detach dim div dropout embedding expand flatten float gelu group_norm "
+    "contiguous conv1d conv2d cross_entropy detach dim div dropout embedding eq expand flatten float gelu group_norm "
     "is_floating_point l1_loss layer_norm linear log_softmax masked_fill matmul max_pool2d mean mse_loss mul mul_ ne nll_loss "
     "ones permute pow relu reshape scaled_dot_product_attention sigmoid size softmax square squeeze stack sub sum tanh to "
     "transpose unbind unflatten unsqueeze view view_as zeros".split()
