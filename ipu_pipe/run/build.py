@@ -1,4 +1,4 @@
-"""Config -> job: the model, data, stages, schedule and version table of one run, all checked, before anything trains."""
+"""From a config to a job: the model, data, stages, schedule and version table of one run, all checked before anything trains."""
 
 from __future__ import annotations
 
@@ -72,8 +72,10 @@ def set_up(
     metrics: Union[None, Sequence[Any], Mapping[str, Any]] = None,
     output: Optional[Output] = None,
 ) -> Setup:
-    """The model, loss, data and metrics that `config` describes, ready to run. What is given takes the place of the config's
-    entry; `by_shape`: model and microbatches are shapes without numbers (see `ipu_pipe.run.planning`)."""
+    """Make the model, loss, data and metrics that `config` describes, ready to run; what is given takes the place of its entry.
+
+    If `by_shape`, the model and the microbatches are shapes without numbers (see `ipu_pipe.run.planning`).
+    """
     refuse_missing(config, model=model, output=output, data=data, loss=loss, metrics=metrics)
     device = _device(config)
     kind = device.type
@@ -108,7 +110,10 @@ def set_up(
 
 
 def _begin(model: nn.Module, begin: InitFrom, heads_too: bool = True) -> Optional[Begun]:
-    """Give the model the weights that the run begins with; what of them, where they need not all fit. Raises BadInput."""
+    """Load the weights that the run begins with into the model. Raise `BadInput` if they do not fit.
+
+    Return what was loaded where the weights need not all fit, else None.
+    """
     try:
         path = find_newest(Path(begin.path))
         tensors, place = read_weights(path), f"init_from: {path}"
@@ -125,23 +130,23 @@ def _begin(model: nn.Module, begin: InitFrom, heads_too: bool = True) -> Optiona
 
 
 def _refuse_tensors(model: nn.Module) -> None:
-    """Refuse what precision, checkpoints or optimizers cannot do with the model's tensors."""
+    """Raise `BadInput` for tensors of the model that precision, checkpoints or optimizers do not support."""
     named, state = [*model.named_parameters(), *model.named_buffers()], model.state_dict()
     modules = [(name, m) for name, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    found = {
+    names_by_fault = {
         "complex: parameters and buffers must be real": [name for name, t in named if t.dtype.is_complex],
         "no dense tensor: checkpoints hold nothing else": [
             name for name, t in state.items() if not isinstance(t, torch.Tensor) or t.layout != torch.strided
         ],
         "gradients must be dense: sparse=False gives the same numbers": [name for name, m in modules if m.sparse],
     }
-    faults = [f"model: {list_some(names)}: {fault}" for fault, names in found.items() if names]
+    faults = [f"model: {list_some(names)}: {fault}" for fault, names in names_by_fault.items() if names]
     if faults:
         raise BadInput(faults)
 
 
 def _refuse_unkeyed(model: nn.Module, device: torch.device) -> None:
-    """Refuse modules whose draws cannot be repeated on the device."""
+    """Raise `BadInput` for modules whose random draws cannot be repeated on the device."""
     names = find_unkeyed_draws(model, device)
     if names:
         raise BadInput(
@@ -163,12 +168,11 @@ def build(
     lr_scheduler: Optional[SchedulerFactory] = None,
     output: Optional[Output] = None,
 ) -> Job:
-    """Build the job that `config` describes. What is given as an object takes the place of the config's entry; `done`: updates
-    of the run that are done already, in a checkpoint that it goes on from; `by_shape`: as in `set_up`.
+    """Build the job that `config` describes; an object given takes the place of the config's entry.
 
-    `optimizer`: a function from parameter groups to a torch.optim optimizer, such as
-    `functools.partial(torch.optim.SGD, lr=0.1)`. Raises BadInput where anything does not fit, what the user's own code raises
-    as it is.
+    `done` is the number of updates done already, in the checkpoint that the run resumes from; `by_shape` is as in `set_up`.
+    `optimizer` is a function from parameter groups to a torch.optim optimizer, such as `functools.partial(torch.optim.SGD,
+    lr=0.1)`. Raise `BadInput` if anything does not fit; exceptions of the user's own code are raised as they are.
     """
     with attribute_faults(lambda: "before training"):
         given: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
@@ -190,6 +194,7 @@ def build(
 def _assemble(
     setup: Setup, optimizer: Optional[update.OptimizerFactory], scheduler: Optional[SchedulerFactory], done: int
 ) -> Job:
+    """Build the job of a model, loss and data that are ready."""
     config = setup.config
     model, chosen_loss, data, device = setup.model, setup.loss, setup.data, setup.device
     args = config.method_settings()
@@ -267,16 +272,20 @@ def _described(loss: Loss) -> Description:
 def _with_chosen_stages(
     config: Config, method: Method, model: nn.Module, loss: Loss, example: Tuple[Any, Any]
 ) -> Config:
-    """The config with the names of the modules at which the planner has stages begin, the same on all processes: each may have
-    measured its own machine."""
+    """Return the config with the modules at which the planner begins stages.
+
+    The main process chooses them for all: each may have measured its own machine.
+    """
     processes = read_launch().world // config.replicas if config.backend.name == "distributed" else None
     begins = run_on_main(lambda: choose_stages(config, method, model, loss, example, processes))
     return config.model_copy(update={"stages": begins or 1})
 
 
 def _length(config: Config, data: DataSource, width: int) -> Tuple[Optional[int], int]:
-    """Updates of an epoch (None where that is not known) and of the run, of `width` microbatches each times those accumulated.
-    Raises BadInput."""
+    """Return (updates of an epoch or None, updates of the run). Raise `BadInput` if an epoch does not fill one batch.
+
+    A batch takes `width` microbatches times those accumulated.
+    """
     microbatches = data.train_batches_per_epoch(config.micro_batch_size)
     if microbatches is None:
         _refuse_epochs(config)
@@ -296,7 +305,7 @@ def _length(config: Config, data: DataSource, width: int) -> Tuple[Optional[int]
 
 
 def _refuse_epochs(config: Config) -> None:
-    """Refuse (BadInput, every fault) what counts in epochs where the data has no length."""
+    """Raise `BadInput` for every setting that counts in epochs, for data without a length."""
     milestones, warmup, evaluate = config.lr_schedule.milestones, config.method_args.warmup, config.evaluate
     delays = resolve_method(config.method, config.method_settings()).history
     said = {
@@ -316,7 +325,7 @@ def _refuse_epochs(config: Config) -> None:
 
 
 def _check_length(config: Config, updates: int, per_epoch: Optional[int]) -> None:
-    """Whether the run can be planned: what that takes grows with its updates and with the stops among them."""
+    """Raise `BadInput` if the run cannot be planned: planning time grows with its updates and the stops among them."""
     if updates > MOST_UPDATES:
         raise BadInput(
             f"epochs: {config.epochs}: {updates} updates, at most {MOST_UPDATES}: a run is planned before it starts"
@@ -346,7 +355,7 @@ def _rules(
     played: Optional[Sequence[float]],
     masters: Optional[Masters],
 ) -> UpdateRules:
-    """The run's update rules; T1's K, where it is not given, from the learning-rate schedule."""
+    """Make the update rules of the run; T1's K comes from the learning-rate schedule where it is not given."""
     if "t1" in args and args["t1"]["anneal_updates"] is None:
         schedule = config.lr_schedule
         first = round(min(schedule.milestones) * per_epoch) if schedule.milestones and per_epoch else None
@@ -367,7 +376,7 @@ def _played(
     updates: int,
     per_epoch: Optional[int],
 ) -> Optional[List[float]]:
-    """The rate of every update where a torch.optim.lr_scheduler gives them, which is made here."""
+    """Return the rate of every update as a torch.optim.lr_scheduler sets it, None if the config has another schedule."""
     if not config.lr_schedule.is_played:
         return None
     if config.lr_schedule.interval == "epoch" and per_epoch is None:
@@ -377,7 +386,7 @@ def _played(
 
 
 def _check_groups(optimizer: Any) -> None:
-    """Whether what the user's function made is an optimizer of the parameter groups that it was given."""
+    """Raise `BadInput` if the user's function did not make an optimizer of the parameter groups that it was given."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise BadInput(f"optimizer: gave {describe_kind(optimizer)}, must give a torch.optim.Optimizer")
     if not all("stage" in group for group in optimizer.param_groups):
@@ -388,6 +397,7 @@ def _check_groups(optimizer: Any) -> None:
 
 
 def _device(config: Config) -> torch.device:
+    """Return the device of the run and apply the backend's numerics and threads. Raise `BadInput` if there is no such device."""
     if config.backend.device == "cuda" and not torch.cuda.is_available():
         raise BadInput("backend.device: cuda: this machine has no usable CUDA device: use cpu")
     set_numerics(config.backend)

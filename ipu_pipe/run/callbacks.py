@@ -1,4 +1,4 @@
-"""The user's own code in a run: called after steps, evaluations and checkpoints, and at the end; it may end the run."""
+"""Callbacks: the user's own code, called after updates, evaluations and checkpoints and at the end; it may end the run."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ from ipu_pipe.text import describe_kind, list_some, show
 
 @dataclass(frozen=True)
 class Stop:
-    """What a callback returns to end the run: what is in the pipeline is done, then the run is evaluated, saved and summed up as
-    one that was planned that long. `reason`: for `summary.json` and the closing words."""
+    """A callback's return value that ends the run; `reason` is for `summary.json` and the closing words.
+
+    Microbatches in the pipeline are completed; then the run is evaluated, saved and summed up as one that was planned that long.
+    """
 
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a run is, as callbacks see it.
+    """The state of a run, as callbacks see it.
 
-    `step`: updates done; `epoch`: as many, None of data without a length; `losses`: mean training loss of the newest update, of
-    each block where these have their own, the model's last; empty where none is known; `rate`: its learning rate; `metrics`: of
-    the newest evaluation, by their names in `metrics.jsonl` (test_loss, test_accuracy, ...), empty before the first; `model`: the
-    whole model with the newest weights, None where these are on other devices: in several processes, and on IPUs after a step
-    (evaluations and checkpoints fetch them); `checkpoint`: the newest one's folder;
-    `stopped`: why the run ends sooner than planned, at its end.
+    `step` is the number of updates done, `epoch` the same in epochs (None for data without a length). `losses` are the mean
+    training losses of the newest update, one for each block that has its own and last the model's; empty if none is known. `rate`
+    is its learning rate, `metrics` are those of the newest evaluation by their names in `metrics.jsonl` (test_loss,
+    test_accuracy, ...), empty before the first. `model` is the whole model with the newest weights, None where its stages are in
+    several processes or on other devices. `checkpoint` is the newest one's folder, `stopped` says at the end why the run ended
+    sooner than planned.
     """
 
     step: int
@@ -52,43 +54,46 @@ class Moment:
 
     @property
     def loss(self) -> Optional[float]:
-        """Of the model's own output."""
+        """The loss of the model's own output, None if it is not known."""
         return self.losses[-1] if self.losses else None
 
 
 class Callback:
-    """To be derived from; each method may return a `Stop`, else None. On processes they are called on rank 0 alone, with what all
-    have measured. `state` and `load` carry what must be the same when a run is resumed."""
+    """The base class of callbacks; each method may return a `Stop`, else None.
+
+    On processes they are called on rank 0 alone, with what all ranks have measured. `state` and `load` carry what must be the
+    same when a run is resumed.
+    """
 
     def on_step(self, now: Moment) -> Optional[Stop]:
-        """After each update."""
+        """Handle the end of an update."""
         return None
 
     def on_evaluation(self, now: Moment) -> Optional[Stop]:
-        """After each evaluation but the one before training."""
+        """Handle the end of an evaluation, except the one before training."""
         return None
 
     def on_checkpoint(self, now: Moment) -> Optional[Stop]:
-        """After each checkpoint, which is on disk."""
+        """Handle a checkpoint that has been written."""
         return None
 
     def on_end(self, now: Moment) -> Optional[Stop]:
-        """At the end of a run that nothing broke off, whose files are all written."""
+        """Handle the end of a run that was not broken off, when all its files are written."""
         return None
 
     def state(self) -> Any:
-        """For checkpoints: what JSON holds, None for nothing."""
+        """Return what checkpoints shall hold, as JSON can; None for nothing."""
         return None
 
     def load(self, state: Any) -> None:
-        """Go on from what `state` gave."""
+        """Restore what `state` returned."""
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class Callbacks:
-    """A run's, in order. `asked`: why the run is to end, None while it goes on."""
+    """The callbacks of a run, in order. `asked` is the reason to end the run, None while it goes on."""
 
     def __init__(self, own: Sequence[Callback]) -> None:
         self.own = list(own)
@@ -96,11 +101,11 @@ class Callbacks:
 
     @property
     def at_steps(self) -> bool:
-        """Whether any wants to be called after each update."""
+        """Whether any callback handles the end of an update."""
         return any(type(callback).on_step is not Callback.on_step for callback in self.own)
 
     def call(self, method: str, now: Moment) -> None:
-        """Call all, whatever one of them asks for. Raises what they raise, with the place."""
+        """Call a method of all callbacks, whatever one of them asks for. Raise what they raise, with the place."""
         for callback in self.own:
             name = f"{type(callback).__qualname__}.{method}"
             with attribute_faults(lambda name=name: f"callback {name} after update {now.step}"):  # type: ignore[misc]
@@ -112,19 +117,19 @@ class Callbacks:
                     f"callback {name}: gave a {type(answer).__name__}, must give None or ipu_pipe.Stop(reason)"
                 )
 
-    def best_steps(self) -> List[int]:
-        """Steps whose checkpoints one of them asks to keep, as `best_step`."""
-        found = (getattr(callback, "best_step", None) for callback in self.own)
-        return [step for step in found if isinstance(step, int)]
+    def list_best_steps(self) -> List[int]:
+        """List the steps whose checkpoints callbacks want to keep (their attribute `best_step`)."""
+        steps = (getattr(callback, "best_step", None) for callback in self.own)
+        return [step for step in steps if isinstance(step, int)]
 
-    def restored_step(self) -> Optional[int]:
-        """The step whose weights the model has when the run ends, of the first that asks for its best; None: the newest."""
-        found = (getattr(one, "best_step", None) for one in self.own if getattr(one, "restore_best", False))
-        return next((step for step in found if isinstance(step, int)), None)
+    def get_restored_step(self) -> Optional[int]:
+        """Return the best step of the first callback that wants its weights at the end, None for the newest weights."""
+        steps = (getattr(one, "best_step", None) for one in self.own if getattr(one, "restore_best", False))
+        return next((step for step in steps if isinstance(step, int)), None)
 
-    def states(self) -> List[Any]:
-        """Of each, for a checkpoint. Raises RunFault where JSON cannot hold one."""
-        found = []
+    def collect_states(self) -> List[Any]:
+        """Collect the states of all callbacks for a checkpoint. Raise `RunFault` if JSON cannot hold one."""
+        states = []
         for callback in self.own:
             name = f"{type(callback).__qualname__}.state"
             with attribute_faults(lambda name=name: f"callback {name}"):  # type: ignore[misc]
@@ -133,11 +138,11 @@ class Callbacks:
                 json.dumps(state, allow_nan=False)
             except (TypeError, ValueError) as error:
                 raise RunFault(f"callback {name}: cannot be put into a checkpoint as JSON: {error}") from error
-            found.append({"name": type(callback).__qualname__, "state": state})
-        return found
+            states.append({"name": type(callback).__qualname__, "state": state})
+        return states
 
     def load(self, saved: Any) -> None:
-        """What `states` gave, each to the callback of the same name and place among those of that name."""
+        """Hand each saved state to the callback of the same name and position among those of that name."""
         left: Dict[str, List[Any]] = {}
         for one in saved if isinstance(saved, list) else ():
             if isinstance(one, dict) and one.get("state") is not None:
@@ -150,31 +155,31 @@ class Callbacks:
 
 
 def make_callbacks(config: Config, given: Optional[Sequence[Any]]) -> List[Callback]:
-    """Those that Python gave, or else the config's. Raises BadInput, a line each."""
+    """Return the callbacks given in Python, or else make the config's. Raise `BadInput`, one line for each fault."""
     if given is None:
         return _each(config.callbacks, _made)
     return _each(given, lambda value: _checked(value, "callbacks"))
 
 
 def check_callbacks(config: Config) -> None:
-    """Refuse (BadInput, a line each) those of the config that cannot be made, without making them."""
+    """Raise `BadInput`, one line for each callback of the config that cannot be made, without making any."""
     _each(config.callbacks, lambda value: check_arguments(*_named(value)))
 
 
 def _each(values: Sequence[Any], make: Callable[[Any], Any]) -> List[Any]:
-    found, faults = [], []
+    callbacks, faults = [], []
     for value in values:
         try:
-            found.append(make(value))
+            callbacks.append(make(value))
         except BadInput as error:
             faults += error.faults
     if faults:
         raise BadInput(faults)
-    return found
+    return callbacks
 
 
 def _named(value: Union[str, Entry]) -> Tuple[Callable[..., Any], Mapping[str, Any], str]:
-    """What a config names, its arguments, and the place for what is wrong with these."""
+    """Return the callable that a config names, its arguments, and the place to name in a fault."""
     name, args = (value.entry, value.args) if isinstance(value, Entry) else (value, {})
     return resolve_entry(name, "callbacks"), args, f"callbacks.{name}"
 
@@ -204,9 +209,12 @@ GREATER = ("accuracy", "top", "r2")  # beginnings of metrics of which more is be
 
 
 class EarlyStopping(Callback):
-    """Stops after `patience` evaluations in a row whose `metric` (loss, accuracy, ... as in `metrics.jsonl`, without test_) is
-    not better than the best by more than `min_delta`. `mode`: min, max, or by the metric's name where None. The checkpoint of the
-    best is kept; `restore_best`: its weights are put into the model when the run ends."""
+    """A callback that ends a run whose evaluations have stopped getting better.
+
+    It ends the run after `patience` evaluations in a row whose `metric` (loss, accuracy, ... as in `metrics.jsonl`, without
+    test_) is not better than the best by more than `min_delta`. `mode` is min, max, or None to choose by the metric's name. The
+    checkpoint of the best evaluation is kept; if `restore_best`, its weights are loaded into the model when the run ends.
+    """
 
     def __init__(
         self,
@@ -234,12 +242,12 @@ class EarlyStopping(Callback):
         self.waited = 0
 
     @classmethod
-    def of(cls, config: EarlyStoppingConfig) -> "EarlyStopping":
-        """By the config's section."""
+    def from_config(cls, config: EarlyStoppingConfig) -> "EarlyStopping":
+        """Make one from the config's section."""
         return cls(config.metric, config.mode, config.patience, config.min_delta, config.restore_best)
 
     def refuse_unmeasured(self, metrics: Sequence[Metric]) -> None:
-        """Refuse (BadInput) a metric that no evaluation of `metrics` gives."""
+        """Raise `BadInput` if no evaluation measures the metric."""
         known = ["loss", *(metric.name for metric in metrics)]
         if self.metric not in known:
             raise BadInput(
@@ -247,7 +255,7 @@ class EarlyStopping(Callback):
             )
 
     def on_evaluation(self, now: Moment) -> Optional[Stop]:
-        """Compare with the best so far."""
+        """Compare with the best evaluation so far."""
         value = now.metrics.get(f"test_{self.metric}")
         if value is None:
             raise BadInput(
@@ -265,10 +273,10 @@ class EarlyStopping(Callback):
         )
 
     def state(self) -> Dict[str, Any]:
-        """What is known of the best."""
+        """Return the best evaluation and how many have followed it."""
         return {"metric": self.metric, "best": self.best, "best_step": self.best_step, "waited": self.waited}
 
     def load(self, state: Dict[str, Any]) -> None:
-        """Go on, if it is the same metric."""
+        """Continue from a saved state, if it is of the same metric."""
         if state.get("metric") == self.metric:
             self.best, self.best_step, self.waited = state["best"], state["best_step"], int(state["waited"])

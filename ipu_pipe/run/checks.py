@@ -1,4 +1,4 @@
-"""Why a job that is built cannot run: one ordered list of checks, each a function from the job to its reasons."""
+"""Checks before training: whether model, loss, data and metrics fit, by one forward, and whether the backend supports the job."""
 
 from __future__ import annotations
 
@@ -42,16 +42,15 @@ BLOCK_KEYS = ("block_rates", "block_accumulation", "head")
 
 
 def find_faults(job: Job, placed: Sequence[str] = ()) -> List[str]:
-    """All reasons to refuse the job, in order. `placed`: faults of a config's own optimizer, with the places that they come
-    from."""
-    found = [reason for check in CHECKS for reason in check(job)]
+    """List all reasons to refuse the job. `placed` are faults of a config's optimizer with the places that they come from."""
+    reasons = [reason for check in CHECKS for reason in check(job)]
     rules_found = _rules(job)
-    found += [next((line for line in placed if line.endswith(fault)), fault) for fault in rules_found]
-    return list(dict.fromkeys(found))
+    reasons += [next((line for line in placed if line.endswith(fault)), fault) for fault in rules_found]
+    return list(dict.fromkeys(reasons))
 
 
 def backend(job: Job) -> List[str]:
-    """What its backend cannot."""
+    """List what the backend does not support."""
     return get_backend(job.config).faults(job)
 
 
@@ -63,7 +62,7 @@ def compiled(job: Job) -> List[str]:
 
 
 def clipped_warmup(job: Job) -> List[str]:
-    """Norms of the synchronous warm-up are not delayed."""
+    """Refuse delayed clipping with a warm-up: the norms of the synchronous warm-up are not delayed."""
     clip = job.config.clip
     if clip is not None and clip.scope == "delayed_global" and "warmup" in job.config.method_settings():
         return [
@@ -73,8 +72,10 @@ def clipped_warmup(job: Job) -> List[str]:
 
 
 def own_buffers(job: Job) -> List[str]:
-    """Why replicas cannot be resumed exactly: a checkpoint holds the buffers of the first one. BatchNorm's do not matter in
-    training."""
+    """Refuse buffers by which copies of a layer would differ: a checkpoint has those of the first copy only.
+
+    BatchNorm's do not matter in training.
+    """
     if job.config.replicas == 1 and not (job.method.structure is not None and job.method.structure.overlap):
         return []
     names = job.effects.buffers
@@ -87,7 +88,7 @@ def own_buffers(job: Job) -> List[str]:
 
 
 def asynchrony(job: Job) -> List[str]:
-    """What methods with block updates, or with replicas of their own, have no meaning for."""
+    """Refuse settings that have no meaning with updates of single blocks, or with replicas that step by themselves."""
     config, method = job.config, job.method
     if method.history is None and method.rounds is None:
         return []
@@ -96,24 +97,24 @@ def asynchrony(job: Job) -> List[str]:
         if method.rounds is None
         else "has replicas that step by themselves (method_args.replicas)"
     )
-    found = [
+    faults = [
         f"{key}: {getattr(config, key)}: {method.name} {why}: must be 1"
         for key in ("replicas", "gradient_accumulation")
         if getattr(config, key) > 1
     ]
     if config.clip is not None and config.clip.scope != "stage":
-        found.append(f"clip.scope: {config.clip.scope}: {method.name} {why}: must be stage")
+        faults.append(f"clip.scope: {config.clip.scope}: {method.name} {why}: must be stage")
     names = job.effects.buffers if method.rounds is not None else []
     if names:
-        found.append(
+        faults.append(
             f"model: {list_some(names)}: buffers that training changes and reads: each replica of {method.name} would have its"
             " own: leave them out"
         )
-    return found
+    return faults
 
 
 def blocks(job: Job) -> List[str]:
-    """Whether rates and accumulation by block fit the blocks and the run, and clipping and replicas the method."""
+    """Refuse rates and accumulation by block that do not fit the blocks and the run, and clipping and replicas with local methods."""
     config, args, method = job.config, job.config.method_settings(), job.method
     blocks, updates = len(job.part), job.updates
     faults = []
@@ -148,19 +149,19 @@ def blocks(job: Job) -> List[str]:
 
 
 def group_rates(job: Job) -> List[str]:
-    """Where parameter groups have rates of their own."""
+    """Refuse parameter groups with rates of their own where a rule corrects weights by the rate."""
     if job.rules.read_rates and has_own_rates(job.optimizer, job.base_rate):
         return [f"{OWN_RATES}: not with a rule that corrects weights by the rate: must have one"]
     return []
 
 
 def _rules(job: Job) -> List[str]:
-    """Whether the rules are defined on the optimizer that trains, in all its groups."""
+    """Refuse update rules that are not defined on the optimizer, in any of its groups."""
     args, kind = job.config.method_settings(), update.get_kind(job.optimizer)
-    found = [
+    faults = [
         fault for group in job.optimizer.param_groups for fault in rules.find_faults(args, job.method, kind, group)
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(faults))
 
 
 CHECKS = (backend, compiled, asynchrony, clipped_warmup, own_buffers, blocks, group_rates)
@@ -228,8 +229,10 @@ def check_model(model: nn.Module, loss: Loss, example: Tuple[Any, Any], labels: 
 
 
 def check_metrics(setup: Setup) -> None:
-    """Have the metrics look at a batch of the test set, as evaluations will, so that one that does not fit is told before
-    anything is written. Raises BadInput."""
+    """Run the metrics on a batch of the test set, as evaluations will, before anything is written.
+
+    Raise `BadInput` for one that fails.
+    """
     metrics = [metric for metric in setup.metrics if metric not in DEFAULT]  # which fits all
     if not metrics or setup.device.type == "meta":
         return
@@ -253,8 +256,10 @@ def _likely(output: Any) -> Any:
 
 
 def _few(model: nn.Module, x: Any) -> Any:
-    """Outputs of the shape that the microbatch's have, with the numbers of its first samples over and over. None where that does
-    not tell what all of its samples would: where the forward of all fails by shape, or looks at values."""
+    """Return outputs of the shape of the microbatch's, with the numbers of its first samples repeated.
+
+    Return None where these do not tell what all samples would: where the forward of all fails by shape, or looks at values.
+    """
     if not isinstance(x, torch.Tensor) or len(x) <= FEW or not x.is_floating_point() or not is_faster_on_meta(model, x):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What a config names, made: the model, the data, the loss, the optimizer."""
+"""Objects made from what a config names: the model, the data, the loss, the optimizer and its scheduler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ipu_pipe.update.rates import SchedulerFactory, scale_for_update_size
 
 
 def make_model(config: Config) -> nn.Module:
-    """The config's model, built on the CPU in float32."""
+    """Make the config's model, on the CPU in float32."""
     model = call_entry(resolve_entry(config.model.entry, "model.entry"), config.model.args, "model.args")
     if not isinstance(model, nn.Module):
         raise BadInput(f"model.entry: {config.model.entry}: gave a {type(model).__name__}, must give a torch.nn.Module")
@@ -40,7 +40,7 @@ WRAPPERS = {
 
 
 def check_wrappers(model: nn.Module) -> None:
-    """Raise `BadInput` if a module of the model is inside a wrapper, or is lazy and has no weights yet; name the module."""
+    """Raise `BadInput` for a model inside a wrapper, or with a module inside one, naming the wrapper."""
     for name, module in model.named_modules():
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
             place = f"model: {name or type(module).__name__}"
@@ -58,7 +58,7 @@ def check_wrappers(model: nn.Module) -> None:
 
 
 def make_data(config: Config) -> DataSource:
-    """The config's data set, or what its import string gives."""
+    """Make the config's data source."""
     options = config.data.options()
     if ":" in config.data.name:
         made = call_entry(resolve_entry(config.data.name, "data.name"), options, "data")
@@ -74,8 +74,11 @@ Output = Union[int, str, Callable[[Any], Any]]  # what of a model's output its l
 
 
 def make_loss(config: Config, given: Union[Loss, str, None] = None, output: Optional[Output] = None) -> Loss:
-    """The config's loss, of what its `model.output` says of the model's output. A loss or an `output` given as a function takes
-    the place of the config's. Raises BadInput where a loss takes what it cannot be given."""
+    """Make the loss of a run, over the part of the model's output that `model.output` names.
+
+    A loss or an `output` given as a function takes the place of the config's. Raise `BadInput` if the loss asks for something
+    that it cannot be given.
+    """
     take = output if callable(output) else make_take(config)
     chosen = given if callable(given) else None if config.loss == OWN else make_plain_loss(config)
     if chosen is None:
@@ -85,7 +88,7 @@ def make_loss(config: Config, given: Union[Loss, str, None] = None, output: Opti
 
 
 def make_plain_loss(config: Config) -> Loss:
-    """Mean cross-entropy, or the config's own loss (outputs, labels) -> scalar; a module class is made into one."""
+    """Return mean cross-entropy, or the config's own loss (outputs, labels) -> scalar; a module class is instantiated."""
     if config.loss == "cross_entropy":
         return nn.functional.cross_entropy
     chosen: Any = resolve_entry(config.loss, "loss")
@@ -96,7 +99,7 @@ def make_plain_loss(config: Config) -> Loss:
 
 
 def check_loss(loss: nn.Module, model: nn.Module) -> None:
-    """Refuse a loss with parameters that no optimizer would train."""
+    """Raise `BadInput` for a loss with parameters of its own, which no optimizer would train."""
     own = {id(p) for p in model.parameters()}
     names = [name for name, p in loss.named_parameters() if p.requires_grad and id(p) not in own]
     if names:
@@ -107,7 +110,7 @@ def check_loss(loss: nn.Module, model: nn.Module) -> None:
 
 
 def make_scheduler(config: Config) -> SchedulerFactory:
-    """The config's torch.optim.lr_scheduler, as a function of an optimizer."""
+    """Return the config's torch.optim.lr_scheduler as a function of an optimizer."""
     name, args = config.lr_schedule.name, config.lr_schedule.args
     made_by = resolve_entry(_entry(name), "lr_schedule.name")
     check_arguments(functools.partial(made_by, None), args or {}, "lr_schedule.args")  # besides the optimizer
@@ -115,12 +118,12 @@ def make_scheduler(config: Config) -> SchedulerFactory:
 
 
 def _entry(name: str) -> str:
-    """The import string of what is in a module of PyTorch."""
+    """Return the import string of an object in a module of PyTorch."""
     return name if ":" in name else ":".join(name.rsplit(".", 1))
 
 
 def make_factory(config: Config) -> update.OptimizerFactory:
-    """The config's optimizer, as a function of the parameter groups."""
+    """Return the config's optimizer as a function of parameter groups."""
     if config.optimizer.is_other:
         return make_factory_of(
             resolve_entry(_entry(config.optimizer.name), "optimizer.name"), config.optimizer.settings()

@@ -1,7 +1,7 @@
-"""One run a folder: the process that writes there holds the folder's lock, and its end, however it comes, frees it.
+"""The folder of a run: its lock, what may be in it, and its files, which are never half-written.
 
 The lock is the operating system's (flock) on a file `.lock` in the folder, not the file itself: one that a killed run left behind
-locks nothing. It names its holder, for the one who is refused.
+locks nothing. It names its holder, for the run that is refused.
 """
 
 from __future__ import annotations
@@ -111,19 +111,19 @@ def check_unlocked(folder: Path) -> None:
 
 
 def _locked(file: Path) -> Optional[int]:
-    """A descriptor of `file` that holds its lock, None where another has it. Raises OSError."""
+    """Return a descriptor of `file` that holds its lock, None if another process has it. Raise `OSError`."""
     if fcntl is None:
         raise OSError(errno.ENOSYS, "no locks")
     until = time.monotonic() + PATIENCE
     while True:
         descriptor = os.open(str(file), os.O_RDWR | os.O_CREAT, 0o666)
-        kept = False
+        is_locked = False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(descriptor, file):
                 _open_here.add(descriptor)
                 _name_holder(descriptor)
-                kept = True
+                is_locked = True
                 return descriptor
         except OSError as error:
             if error.errno in NO_LOCKS:
@@ -134,12 +134,12 @@ def _locked(file: Path) -> Optional[int]:
                 return None
             time.sleep(0.02)
         finally:
-            if not kept:
+            if not is_locked:
                 _close(descriptor)
 
 
 def _is_at(descriptor: int, file: Path) -> bool:
-    """Whether the file is still the one that was opened: its last holder may have removed it meanwhile."""
+    """Return whether the file is still the one that was opened: its last holder may have removed it meanwhile."""
     try:
         there = os.stat(str(file))
     except FileNotFoundError:
@@ -203,15 +203,18 @@ SPELT_OUT = {
 
 
 def parse_folder(out: Union[str, Path]) -> Path:
-    """The folder that `out` names. Raises BadInput where it names none: an empty text would be the current folder."""
+    """Return the folder that `out` names. Raise `BadInput` for an empty text, which would be the current folder."""
     if not isinstance(out, (str, os.PathLike)) or not str(out).strip():
         raise BadInput(f"--out: {out!r}: must name a folder")
     return Path(out)
 
 
 def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> List[str]:
-    """What the folder holds of a run. Raises BadInput if that is another run and neither resuming nor overwriting was asked
-    for, if what is to be overwritten is no run, or if nothing can be written there. Changes nothing."""
+    """List the outputs of a run in the folder `path`, changing nothing.
+
+    Raise `BadInput` if they are of another run and neither resuming nor overwriting was asked for, if what is to be overwritten
+    is not a run, or if nothing can be written there.
+    """
     try:
         above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not above.is_dir():
@@ -237,29 +240,29 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
 
 
 def read_summary(path: Path) -> Optional[Dict[str, Any]]:
-    """The summary of the run in the folder `path` if it has ended, or None."""
+    """Return the summary of the run in the folder `path`, None if it has not ended."""
     try:
         file = path / "summary.json"
         if not file.is_file():  # a pipe would be waited for
             return None
-        found = dict(json.loads(file.read_text()))
+        summary = dict(json.loads(file.read_text()))
     except (OSError, ValueError):
         return None
-    return upgrade_summary(found, str(file))
+    return upgrade_summary(summary, str(file))
 
 
 def read_starts(path: Path) -> List[Any]:
-    """What a run's folder says of its starts so far; nothing where it was not written, or cannot be read."""
+    """Return what a run's folder records of its starts so far, [] if that is missing or unreadable."""
     try:
         file = path / "record.json"
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+        starts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
     except (OSError, ValueError):
         return []
-    return found if isinstance(found, list) else []
+    return starts if isinstance(starts, list) else []
 
 
 def _foreign(path: Path, held: Sequence[str]) -> Optional[str]:
-    """Why the folder, which holds something, is not a run's (or several runs'); None where it is, or is empty."""
+    """Return why a folder with files in it is not that of a run (or of several runs), None if it is, or is empty."""
     if held:
         return None if _is_run(path) else f"{held[0]} is there, but no config.yaml of a run"
     others = [entry for entry in _entries(path) if _entries(entry) or not entry.is_dir()]  # what is empty is no one's
@@ -268,12 +271,12 @@ def _foreign(path: Path, held: Sequence[str]) -> Optional[str]:
 
 
 def _entries(path: Path) -> List[Path]:
-    """What is in the folder, but for the lock."""
+    """List the entries of the folder except the lock."""
     return sorted(entry for entry in path.iterdir() if entry.name != LOCK) if path.is_dir() else []
 
 
 def _is_run(path: Path) -> bool:
-    """Whether `path` is the folder of a run: whether its config.yaml is one that a run wrote."""
+    """Return whether the folder has a config.yaml that a run wrote."""
     file = path / "config.yaml"
     try:
         return file.is_file() and SPELT_OUT <= read_yaml(file).keys()
@@ -308,7 +311,7 @@ class RunFolder:
             self.write_json("init_from.json", begun._asdict())
 
     def forget_after(self, update: int, say: Callable[[str], None]) -> None:
-        """What a finished run says of itself, and checkpoints after `update`, from which the run goes on: deleted, and told."""
+        """Delete the summary of a finished run and the checkpoints after `update`, from which it is resumed, and say so."""
         for name in ("summary.json", "trace/modelled.trace"):
             with contextlib.suppress(FileNotFoundError):
                 (self.path / name).unlink()
@@ -318,7 +321,7 @@ class RunFolder:
             say(f"deleted, to be made again: step-{', step-'.join(map(str, later))}")
 
     def forget_trace(self) -> None:
-        """What ranks of an earlier start wrote, where there are none now: it is not this one's."""
+        """Delete the traces of an earlier start's ranks, where this one has no ranks."""
         with guard_writing(self.path / "trace"):
             if (self.path / "trace").is_dir():
                 _remove(self.path / "trace")
@@ -326,7 +329,7 @@ class RunFolder:
     def open_metrics(self, last_step: int) -> None:
         """Open metrics.jsonl for more lines, dropping those after update `last_step` (they will be made again)."""
         path = self.path / "metrics.jsonl"
-        kept: List[str] = []
+        lines_kept: List[str] = []
         try:
             if path.exists() and not path.is_file():  # reading a pipe or a device might never end
                 raise RunFault(f"{path}: is no file")
@@ -334,10 +337,10 @@ class RunFolder:
             for line in lines:
                 try:
                     if json.loads(line)["step"] <= last_step:
-                        kept.append(line)
+                        lines_kept.append(line)
                 except (ValueError, KeyError, TypeError):
                     pass  # the line at which the run was killed
-            self.write_text("metrics.jsonl", "".join(line + "\n" for line in kept))
+            self.write_text("metrics.jsonl", "".join(line + "\n" for line in lines_kept))
             self._metrics = open(path, "a")
         except OSError as error:
             raise RunFault(f"{path}: cannot be opened: {error.strerror or error}") from error
@@ -378,7 +381,7 @@ def _remove(path: Path) -> None:
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """The value with every float that is not finite replaced by None: JSON has no such numbers."""
+    """Replace every float that is not finite by None: JSON has no such numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

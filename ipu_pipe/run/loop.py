@@ -55,9 +55,9 @@ def save_checkpoint(
     state = engine.state()
     if run is None or state is None:
         return None
-    manifest = make_manifest(job, position, state.plain, callbacks.states())
+    manifest = make_manifest(job, position, state.plain, callbacks.collect_states())
     folder = checkpoint.save(run.checkpoints, position.update, state.model, state.optimizer, manifest)
-    checkpoint.prune(run.checkpoints, job.config.checkpoint.keep, position.best_step, callbacks.best_steps())
+    checkpoint.prune(run.checkpoints, job.config.checkpoint.keep, position.best_step, callbacks.list_best_steps())
     return folder
 
 
@@ -190,7 +190,7 @@ class TrainingLoop:
         finally:
             if self.run:
                 self.run.close()
-        restored = run_on_main(self.callbacks.restored_step)
+        restored = run_on_main(self.callbacks.get_restored_step)
         ended = RunEnd(position, final, self.tested, profile, self.now.stopped, record, restored)
         report = write_end(job, engine, self.run, ended, self.progress.say)
         if restored is not None:

@@ -28,7 +28,7 @@ from ipu_pipe.run.factories import make_data, make_loss, make_model
 
 
 def build_for_planning(config: Config) -> Job:
-    """The job that `config` describes, for its figures alone. Raises BadInput as `run.build.build` does."""
+    """Build the job that `config` describes for its figures alone. Raise `BadInput` as `run.build.build` does."""
     check_callbacks(config)
     if _may_be_shapes(config):
         try:
@@ -47,7 +47,7 @@ def _may_be_shapes(config: Config) -> bool:
 
 
 def _tells(job: Job) -> bool:
-    """Of few numbers all is computed as it is, and so it is where the CPU's own kernels keep other things (recurrent layers)."""
+    """Return whether shapes tell as much as numbers: not for small models, computed as they are, nor for recurrent layers."""
     held = count_numbers(job.example[0]) + sum(p.numel() for p in job.model.parameters())
     return held > SMALL and not any(isinstance(module, nn.RNNBase) for module in job.model.modules())
 
@@ -61,9 +61,11 @@ class ConfigUnits(NamedTuple):
 
 
 def count_config_units(config: Config, measured: bool = False, blocks: bool = False) -> ConfigUnits:
-    """Those of the model and its loss. Counted by shape, without memory for the weights where the model can be made so;
-    `measured`: timed here, with microbatches of the config's size and of twice that. `blocks`: for methods whose blocks have
-    losses of their own. Raises BadInput."""
+    """Count the costs of the units of the config's model and loss. Raise `BadInput`.
+
+    They are counted by shape, without memory for the weights if the model can be made so; if `measured`, timed here with
+    microbatches of the config's size and of twice that. With `blocks` the cost of local losses is added.
+    """
     if measured:
         model, costed, x = _measured(config)
     else:

@@ -29,13 +29,12 @@ def predict(
     into: Optional[nn.Module] = None,
     batch_size: int = 128,
 ) -> Any:
-    """The outputs of `model` for all inputs of `data`, in order, in evaluation mode: a tensor, or what the model gives with
-    tensors (samples, ...) in it, on the CPU.
+    """Return the outputs of `model` for all inputs of `data`, in order, in evaluation mode, on the CPU.
 
-    `model`: a model, left as it was; or a run's folder (its newest checkpoint) or a checkpoint's, whose weights go into
-    `into`, or into the model that the run's config names. `data`: a DataSource (its test set), a loader or other iterable
-    of batches, whose labels are left out, or the inputs themselves, a tensor or a mapping of tensors, taken `batch_size`
-    at a time. Raises BadInput.
+    The result is a tensor (samples, ...), or what the model returns with such tensors in it. `model` is a model, left as it was,
+    or the folder of a run (its newest checkpoint) or of a checkpoint, whose weights are loaded into `into`, or into the model
+    that the run's config names. `data` is a DataSource (its test set), a loader or other iterable of batches, whose labels are
+    left out, or the inputs themselves, a tensor or a mapping of tensors, taken `batch_size` at a time. Raise `BadInput`.
     """
     if not (isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size >= 1):
         raise BadInput(f"predict: batch_size: {describe_kind(batch_size)}: must be a whole number >= 1")
@@ -51,19 +50,19 @@ def predict(
         raise BadInput("predict: into: goes with the folder of a run or checkpoint, whose weights it gets")
     first = next(model.parameters(), None)
     like = first if first is not None else torch.zeros(0)
-    found: List[Any] = []
+    outputs: List[Any] = []
     with torch.no_grad(), modes_restored(model):
         model.eval()
         for x in _inputs(data, batch_size):
             check_holds_tensors(x, "inputs")
-            found.append(tree_map(_on_host, call_model(model, map_tensors(lambda value: _as(value, like), x))))
-    if not found:
+            outputs.append(tree_map(_on_host, call_model(model, map_tensors(lambda value: _as(value, like), x))))
+    if not outputs:
         raise BadInput("predict: data: holds no samples")
-    return _joined(found)
+    return _joined(outputs)
 
 
 def _with_weights(path: Path, into: Optional[nn.Module]) -> nn.Module:
-    """The model with the weights of a run or checkpoint."""
+    """Return the model with the weights of a run or checkpoint."""
     if not path.exists():
         raise BadInput(f"predict: {path}: no such folder or file")
     above = list(path.absolute().parents)[:2]
@@ -83,7 +82,7 @@ def _with_weights(path: Path, into: Optional[nn.Module]) -> nn.Module:
 
 
 def _inputs(data: Any, size: int) -> Iterator[Any]:
-    """Batches of inputs."""
+    """Yield batches of inputs."""
     if isinstance(data, DataSource):
         yield from (_input(batch, getattr(data, "labels", None)) for batch in data.test_batches(size))
     elif isinstance(data, (torch.Tensor, Mapping)) or not isinstance(data, Iterable):
@@ -99,7 +98,7 @@ def _inputs(data: Any, size: int) -> Iterator[Any]:
 
 
 def _input(batch: Any, labels: Optional[str]) -> Any:
-    """A batch without its labels, where it has any."""
+    """Return a batch without its labels, if it has any."""
     if isinstance(batch, Mapping):
         known = [name for name in (labels, *LABELS) if name in batch]
         return split_batch(batch, labels)[0] if known else batch
@@ -109,7 +108,7 @@ def _input(batch: Any, labels: Optional[str]) -> Any:
 
 
 def _as(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """On the model's device, floats in its precision."""
+    """Move a tensor to the model's device, floats to its precision."""
     return value.to(like.device, like.dtype) if value.is_floating_point() else value.to(like.device)
 
 
@@ -118,7 +117,7 @@ def _on_host(value: Any) -> Any:
 
 
 def _joined(found: List[Any]) -> Any:
-    """Outputs of batches as one of all samples; what is no tensor (b, ...) as the first one gave it."""
+    """Join the outputs of batches to one of all samples; anything but a tensor (b, ...) is that of the first batch."""
     leaves, shape = tree_flatten(found[0])
     every = [tree_flatten(output)[0] for output in found]
     joined = [

@@ -1,4 +1,4 @@
-"""Training a config: what a run begins with, whether it may, and the run itself."""
+"""Training a config: how a run starts or resumes, and `train`, `check` and `evaluate_checkpoint` as users call them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,11 @@ Metrics = Union[Sequence[Any], Mapping[str, Any]]
 
 
 class _Start(NamedTuple):
-    """How a run begins. `config`: to train by; `done`: updates that its checkpoint has, 0 without one; `ended`: the summary of
-    a run that is finished; `resumes`: whether there is a run to go on with."""
+    """How a run begins.
+
+    `config` is what it trains by, `done` the updates in its checkpoint (0: none), `ended` the summary of a finished run,
+    `resumes` whether there is a run to resume.
+    """
 
     config: Config
     done: int = 0
@@ -68,19 +71,21 @@ def train(
     quiet: bool = False,
     keep_dtype: bool = False,
 ) -> Dict[str, Any]:
-    """Train by `config` and write the run into the folder `out`; returns the summary (as in `summary.json`).
+    """Train by `config` and write the run into the folder `out`. Return the summary (as in `summary.json`).
 
     A model, data source, loss, optimizer, lr_scheduler, metrics or callbacks given here take the place of the config's entry
-    (docs/loop.md says what each may be). `loss` may also be a name as there; `output`: what of the model's output the loss is of,
-    where that is an object, a mapping or a tuple: a name or an index as in `model.output`, or a function of the output. `resume`
-    goes on
-    from the newest checkpoint, with the same numbers as if never interrupted; `resume_from` from that of this step, and what
-    came after it is deleted. Raises BadInput before anything is written where the job is not possible, RunFault where the loss
-    is not finite, and what the model, loss, data source or optimizer raise as it is, with the place (a UserFault) at the end of
-    its chain of causes. On the distributed backend every process calls this alike; the first one writes, all return the summary.
-    A model given here is trained in place, in the config's precision, and has its own dtypes again at the end, whatever way that
-    comes, unless it shall `keep_dtype` of the training; so have its modules their modes. On processes every rank's is whole then
-    (after a fault each has its own stage alone, not-a-number elsewhere: the newest checkpoint has the whole).
+    (docs/loop.md says what each may be). `loss` may also be a name as there; `output` is the part of the model's output that the
+    loss takes, where that is an object, a mapping or a tuple: a name or an index as in `model.output`, or a function of the
+    output. `resume` goes on from the newest checkpoint, with the same numbers as if never interrupted; `resume_from` from that of
+    this step, and later checkpoints are deleted.
+
+    Raise `BadInput` before anything is written if the job is not possible, `RunFault` if the loss is not finite; exceptions of
+    the model, loss, data source or optimizer are raised as they are, with the place (a UserFault) at the end of their chain of
+    causes.
+
+    On the distributed backend every process calls this alike; the first one writes, all return the summary. A model given here is
+    trained in place, in the config's precision, and has its own dtypes again at the end (unless `keep_dtype`), and its modules
+    their modes. On processes every rank has the whole model then; after a fault each has its own stage, not-a-number elsewhere.
     """
     given: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
     asked: Dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
@@ -97,7 +102,7 @@ def train(
     with attribute_faults(lambda: "before training"):
         called = make_callbacks(config, callbacks)
         if config.early_stopping is not None:
-            called.append(EarlyStopping.of(config.early_stopping))
+            called.append(EarlyStopping.from_config(config.early_stopping))
     config = describe_overrides(config, model, data, loss, optimizer, output, callbacks=callbacks, **given)
     say = Progress(quiet or not is_main()).say
     resume = resume or resume_from is not None
@@ -130,8 +135,10 @@ def train(
 def reserve_folder(
     out: Path, *, resume: bool = False, overwrite: bool = False, say: Callable[[str], None] = print
 ) -> Iterator[None]:
-    """Keep other runs out of the folder `out`. Raises BadInput, on all processes of this one, where one is on there, or where
-    the folder cannot be used. The main process holds the lock."""
+    """Keep other runs out of the folder `out`; the main process holds the lock.
+
+    Raise `BadInput`, on all processes, if another run writes there or the folder cannot be used.
+    """
     lock = FolderLock(out, say)
 
     def take() -> None:
@@ -169,9 +176,9 @@ def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwr
 def _checked(
     config: Config, out: Path, resume: bool, step: Optional[int], overwrite: bool, say: Callable[[str], None]
 ) -> _Start:
-    """How to begin. `step`: that of the checkpoint asked for. What goes on otherwise is told. Raises BadInput."""
-    held = check_folder(out, resume, overwrite)
-    if resume and not held and step is None:  # as a job that is queued anew asks, wherever its first start got to
+    """Return how the run begins, saying what has changed since its last start. Raise `BadInput` if it cannot."""
+    outputs = check_folder(out, resume, overwrite)
+    if resume and not outputs and step is None:  # as a job that is queued anew asks, wherever its first start got to
         say(f"--resume: {out}: holds no run yet: it starts from the beginning")
         return _Start(config)
     if not resume:
@@ -193,18 +200,18 @@ def _checked(
             "lr_scheduler": config.lr_schedule.name,
         }
         refuse_missing(recorded, **{key: value if value == GIVEN else None for key, value in now.items()})
-    found = classify_changes(recorded, config)
-    if found.refused:
-        raise BadInput([f"--resume: {saved}: {change}" for change in found.refused])
+    changes = classify_changes(recorded, config)
+    if changes.refused:
+        raise BadInput([f"--resume: {saved}: {change}" for change in changes.refused])
     done = choose_step(out / "checkpoints", step)
-    ended = read_summary(out) if step is None and not found.longer else None
-    for change in found.free if ended is None else ():
+    ended = read_summary(out) if step is None and not changes.longer else None
+    for change in changes.free if ended is None else ():
         say(f"the run goes on with another {change}")
     return _Start(config, done, ended, True)
 
 
 def _with_recorded_counts(old: Config, new: Config) -> Config:
-    """`new` with the number of blocks or of the method's replicas that a run of `old` chose where `new` leaves it open."""
+    """Return `new` with the number of blocks or replicas that a run of `old` chose, where `new` leaves it open."""
     method = METHODS[new.method]
     key = "blocks" if method.structure is not None else "replicas" if method.rounds is not None else None
     if key is None or new.method != old.method or getattr(new.method_args, key) is not None:
@@ -214,14 +221,14 @@ def _with_recorded_counts(old: Config, new: Config) -> Config:
 
 
 def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any]:
-    """Test loss and metrics of the weights in a checkpoint folder or a plain state dict, without training."""
+    """Return test loss and metrics of the weights in a checkpoint folder or a plain state dict."""
     path = Path(path)
     setup = set_up(config.model_copy(update={"init_from": None}))
     with setup.numbers.whole(loads=True):
         checkpoint.load_weights(setup.model, checkpoint.read_weights(path), str(path))
     with attribute_faults(lambda: "evaluation"):
-        found = evaluate(setup)[-1]
-    return {"weights": str(path), **found.to_record()}
+        result = evaluate(setup)[-1]
+    return {"weights": str(path), **result.to_record()}
 
 
 def _is_function(value: Any) -> bool:
@@ -271,7 +278,7 @@ _KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
 
 
 def check_arguments(config: Config, **given: Any) -> None:
-    """Refuse (BadInput, every fault) arguments of `ipu_pipe.train` that are no such thing, or that are missing."""
+    """Raise `BadInput`, one line for each argument of `ipu_pipe.train` of another kind, or that is missing."""
     faults: List[str] = []
     for name, value in {"config": config, **given}.items():
         fits, allowed = _KINDS[name]
