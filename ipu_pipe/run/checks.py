@@ -114,7 +114,7 @@ def asynchrony(job: Job) -> List[str]:
 
 
 def blocks(job: Job) -> List[str]:
-    """Refuse rates and accumulation by block that do not fit the blocks and the run, and clipping and replicas with local methods."""
+    """Refuse rates and accumulation by block that do not fit the blocks, and clipping and replicas with local methods."""
     config, args, method = job.config, job.config.method_settings(), job.method
     blocks, updates = len(job.part), job.updates
     faults = []
