@@ -22,7 +22,7 @@ from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.loss import Labels, Loss, OwnLoss, get_labels
 from ipu_pipe.model.partition import Partition
 from ipu_pipe.model.precision import ModelPrecision
-from ipu_pipe.model.probe import Effects, Footprint, observe_effects
+from ipu_pipe.model.probe import Footprint, ForwardEffects, observe_effects
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import METHODS, Method
 from ipu_pipe.schedule.table import Schedule
@@ -136,7 +136,7 @@ class Job(Setup):
     pieces: Sequence[Piece] = ()  # the model cut into its stages, on processes
 
     @cached_property
-    def effects(self) -> Effects:
+    def effects(self) -> ForwardEffects:
         """Return what a training forward of a microbatch draws and writes, seen in one."""
         return observe_effects(self.model, self.example[0])
 

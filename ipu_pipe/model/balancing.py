@@ -21,7 +21,7 @@ from ipu_pipe.model.observation import (
 )
 from ipu_pipe.model.partition import (
     Partition,
-    Stage,
+    PartitionStage,
     build_partition,
     finish_partition,
     map_calls_to_stages,
@@ -57,9 +57,9 @@ def spread_weights(
         stage_of.update(dict.fromkeys(names, stage))
         if stage and call.name not in begins and stage not in begins.values():
             begins[call.name] = stage
-    made = finish_partition(model, runs, calls, begins, stage_of)
-    empty = tuple(Stage(s, "", ()) for s in range(len(made), count))
-    return replace(made, stages=made.stages + empty, spread=True)
+    part = finish_partition(model, runs, calls, begins, stage_of)
+    empty = tuple(PartitionStage(s, "", ()) for s in range(len(part), count))
+    return replace(part, stages=part.stages + empty, spread=True)
 
 
 def balance_stages(
@@ -88,10 +88,10 @@ def balance_stages(
             deepest = max(place.through for place in places)
             places = [place for place in places if place.through < deepest]
         order = {call.name: i for i, call in enumerate(calls)}
-        own = [0] * len(calls)
+        weight_counts = [0] * len(calls)
         for call, _ in groups:
-            own[order[call.name]] += 1
-        weights = [int(total) for total in _sums(own, places)]
+            weight_counts[order[call.name]] += 1
+        weights = [int(total) for total in _sums(weight_counts, places)]
         cuts = WeightedCuts(_sums(costs, places), weights, [place.through for place in places])
         if starts is None or find_greatest(units, starts) > TOP_SLACK * cuts.find_least(count):
             chosen, starts = places, cuts.find_best(count)
@@ -114,18 +114,18 @@ def find_top_places(model: nn.Module, example: Any, names: Sequence[str]) -> Dic
     calls, _ = observe_execution(model, example)
     alone = [i for i, call in enumerate(calls) if call.alone]
     places = _places(calls, set())
-    found = {}
+    tops = {}
     for i, call in enumerate(calls):
         if call.name in names:
             k = bisect.bisect_left(alone, i)
             if k < len(alone) and places[k].through == 0:
-                found[call.name] = places[k].name
-    return found
+                tops[call.name] = places[k].name
+    return tops
 
 
 def _places(calls: List[ModuleCall], together: Set[int]) -> List[_Place]:
     """List where stages may begin, the model's beginning first: each place holds a module inside which no other runs."""
-    found: List[_Place] = []
+    places: List[_Place] = []
     begun: Dict[str, int] = {}
     since = 0  # the first call after the last module that works alone
     for i, call in enumerate(calls):
@@ -139,12 +139,12 @@ def _places(calls: List[ModuleCall], together: Set[int]) -> List[_Place]:
             for around in list_ancestors(name)
             if around and begun.get(around, outer) < since and not _is_sequence(calls[begun[around]].module)
         ]
-        if not found:
-            found.append(_Place(0, name, 0))
+        if not places:
+            places.append(_Place(0, name, 0))
         elif not together.intersection(range(since, outer + 1)):
-            found.append(_Place(outer, name, len(through)))
+            places.append(_Place(outer, name, len(through)))
         since = i + 1
-    return found
+    return places
 
 
 def _is_sequence(module: nn.Module) -> bool:
@@ -187,7 +187,10 @@ def count_stage_flops(model: nn.Module, part: Partition, example: Any) -> List[S
     stages: List[List[ModuleCall]] = [[] for _ in range(len(part))]
     for call in calls:
         stages[at_call[call.name]].append(call)
-    return [StageFlops(sum(c.flops for c in own), sum(c.backward_flops for c in own)) for own in stages]
+    return [
+        StageFlops(sum(c.flops for c in stage_calls), sum(c.backward_flops for c in stage_calls))
+        for stage_calls in stages
+    ]
 
 
 def merge_stages(
@@ -213,7 +216,7 @@ def merge_stages(
             + (f": {inside} of its stages begin where several activations cross" if inside else "")
         )
     edges = [0, *starts, len(part)]  # names are of stages 1 and on
-    flops = [own.forward for own in count_stage_flops(model, part, x)]
+    flops = [stage.forward for stage in count_stage_flops(model, part, x)]
     costs = [sum(flops[a:b]) for a, b in zip(edges, edges[1:])]
     return [tops.get(names[edges[k] - 1], names[edges[k] - 1]) for k in balance(costs, count)[1:]]
 
@@ -259,4 +262,4 @@ def _time_calls(model: nn.Module, calls: List[ModuleCall], example: Any) -> List
 
 def _add_passes(passes: PassSeconds) -> List[float]:
     backward = passes.backward or [2 * forward for forward in passes.forward]
-    return [forward + own for forward, own in zip(passes.forward, backward)]
+    return [forward + seconds for forward, seconds in zip(passes.forward, backward)]

@@ -20,10 +20,10 @@ def map_tensors(change: Callable[[torch.Tensor], Any], nest: Any) -> Any:
     if isinstance(nest, Mapping):
         return {key: map_tensors(change, value) for key, value in nest.items()}
     if isinstance(nest, (tuple, list)):
-        made = [map_tensors(change, value) for value in nest]
+        parts = [map_tensors(change, value) for value in nest]
         if isinstance(nest, list):
-            return made
-        return type(nest)(*made) if hasattr(nest, "_fields") else tuple(made)  # a named tuple keeps its names
+            return parts
+        return type(nest)(*parts) if hasattr(nest, "_fields") else tuple(parts)  # a named tuple keeps its names
     return nest
 
 
@@ -32,18 +32,18 @@ def sort_keys(nest: Any) -> Any:
     if isinstance(nest, Mapping):
         return {key: sort_keys(nest[key]) for key in sorted(nest, key=str)}
     if isinstance(nest, (tuple, list)):
-        made = [sort_keys(value) for value in nest]
-        return made if isinstance(nest, list) else type(nest)(*made) if hasattr(nest, "_fields") else tuple(made)
+        parts = [sort_keys(value) for value in nest]
+        return parts if isinstance(nest, list) else type(nest)(*parts) if hasattr(nest, "_fields") else tuple(parts)
     return nest
 
 
 def walk_leaves(nest: Any, name: str = "") -> Iterator[Tuple[str, Any]]:
     """Iterate over (name, leaf) of a nest in order: "" names a single leaf, `key.0.key` a deeper one."""
-    held = nest.items() if isinstance(nest, Mapping) else enumerate(nest) if isinstance(nest, (tuple, list)) else None
-    if held is None:
+    items = nest.items() if isinstance(nest, Mapping) else enumerate(nest) if isinstance(nest, (tuple, list)) else None
+    if items is None:
         yield name, nest
         return
-    for key, value in held:
+    for key, value in items:
         yield from walk_leaves(value, f"{name}.{key}" if name else str(key))
 
 
@@ -118,11 +118,11 @@ def check_holds_tensors(nest: Any, what: str) -> None:
 
 def check_same_shapes(x: Any, example: Any, m: int) -> None:
     """Raise BadInput if inputs of microbatch m differ in shape or dtype from the example's."""
-    wanted, found = ({name: t for name, t in walk_leaves(nest) if t is not None} for nest in (example, x))
-    for name in {**wanted, **found}:
-        own, first = found.get(name), wanted.get(name)
+    wanted, actual = ({name: t for name, t in walk_leaves(nest) if t is not None} for nest in (example, x))
+    for name in {**wanted, **actual}:
+        tensor, first = actual.get(name), wanted.get(name)
         for what in ("shape", "dtype"):
-            a, b = getattr(own, what, None), getattr(first, what, None)
+            a, b = getattr(tensor, what, None), getattr(first, what, None)
             if a != b:
                 a, b = (tuple(size) if isinstance(size, torch.Size) else size for size in (a, b))
                 raise BadInput(
@@ -135,13 +135,13 @@ def check_same_samples(x: Any) -> None:
     """Raise BadInput if the first dimension of the input tensors is not the same batch of samples."""
     if isinstance(x, torch.Tensor):
         return
-    found = [(name, value) for name, value in walk_leaves(x) if value is not None]
-    count = len(found[0][1]) if found[0][1].dim() else None
-    for name, value in found:
+    leaves = [(name, value) for name, value in walk_leaves(x) if value is not None]
+    count = len(leaves[0][1]) if leaves[0][1].dim() else None
+    for name, value in leaves:
         if not value.dim() or len(value) != count:
             raise BadInput(
-                f"data: {name} has the shape {tuple(value.shape)}, {found[0][0]} {tuple(found[0][1].shape)}: the first dimension "
-                "of each input must be the batch's samples"
+                f"data: {name} has the shape {tuple(value.shape)}, {leaves[0][0]} {tuple(leaves[0][1].shape)}: the first "
+                "dimension of each input must be the batch's samples"
             )
 
 

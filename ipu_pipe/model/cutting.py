@@ -100,21 +100,21 @@ class Crossing:
 
     def flatten(self, value: Any) -> List[torch.Tensor]:
         """Turn a value that crosses into messages. Raise BadInput if a tensor has another shape than the recorded one."""
-        found = value if isinstance(value, tuple) else (value,)
-        for t, shape in zip(found, self.tensors):
+        values = value if isinstance(value, tuple) else (value,)
+        for t, shape in zip(values, self.tensors):
             if (tuple(t.shape), t.dtype) != (shape.shape, shape.dtype):
                 raise BadInput(
                     f"model: hands on a tensor of shape {tuple(t.shape)}, {t.dtype}, where a stage ends, and of shape"
                     f" {shape.shape}, {shape.dtype} in the forward that was recorded: what crosses must be of one shape"
                 )
-        return [t.permute(shape.order) if shape.order else t for t, shape in zip(found, self.tensors)]
+        return [t.permute(shape.order) if shape.order else t for t, shape in zip(values, self.tensors)]
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the value whose messages are `tensors`."""
-        found = tuple(
+        values = tuple(
             t.permute(invert_order(shape.order)) if shape.order else t for t, shape in zip(tensors, self.tensors)
         )
-        return found[0] if len(found) == 1 else found
+        return values[0] if len(values) == 1 else values
 
     def enter(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
         """Have a backward leave a gradient on the messages for which one goes back. A leaf's own `grad` takes the leaf's memory
@@ -130,13 +130,13 @@ class Crossing:
 
     def leave(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
         """Return the gradients that a backward left on what entered, as messages."""
-        found = []
+        gradients = []
         for t, shape in zip(messages, self.tensors):
             if shape.differentiable:
                 gradient = t.raw_gradient.pop() if getattr(t, "raw_gradient", None) else t.grad  # type: ignore[attr-defined]
                 gradient = torch.zeros_like(t) if gradient is None else gradient
-                found.append(gradient.permute(shape.gradient_order) if shape.gradient_order else gradient)
-        return found
+                gradients.append(gradient.permute(shape.gradient_order) if shape.gradient_order else gradient)
+        return gradients
 
     def gradients(self, messages: Sequence[torch.Tensor]) -> List[torch.Tensor]:
         """Return the gradients that came back as `messages`, one for each tensor that is differentiable."""
@@ -233,10 +233,10 @@ class _Split:
                 for needed in self._found.nodes[key.node].needs():
                     self._need(needed, stage, name)
             return
-        made = self._made(key)
-        if made > stage:  # of a weight
+        home = self._made(key)
+        if home > stage:  # of a weight
             raise BadInput(
-                f"model: {self.told(key)}: {name} uses it on stage {stage}, and it lies on stage {made}, where its module first"
+                f"model: {self.told(key)}: {name} uses it on stage {stage}, and it lies on stage {home}, where its module first"
                 " runs: begin that stage before"
             )
         self._last[key] = max(self._last.get(key, 0), stage)
@@ -329,9 +329,9 @@ class Program:
     def _last_uses(self, part: StageCalls) -> Dict[int, List[int]]:
         """Return node -> places of the values that no later node needs."""
         last = {key: node.index for node in part.nodes for key in node.needs() if key in self._places}
-        kept, done = set(iterate_keys(part.leaves)), {}  # type: ignore[var-annotated]
+        handed_on, done = set(iterate_keys(part.leaves)), {}  # type: ignore[var-annotated]
         for key, index in last.items():
-            if key not in kept:
+            if key not in handed_on:
                 done.setdefault(index, []).append(self._places[key])
         return done
 
@@ -426,9 +426,9 @@ class Recordings:
         latest = self.latest(training)
         if latest.parts[stage].entering == shapes:
             return latest
-        for key, found in reversed(list(self._found.items())):
-            if key[0] == training and found.parts[stage].entering == shapes:
-                return found
+        for key, recording in reversed(list(self._found.items())):
+            if key[0] == training and recording.parts[stage].entering == shapes:
+                return recording
         raise BadInput(
             f"model: {type(self.model).__name__}: stage {stage} is given tensors of shapes {list(shapes)}, and no such forward"
             " was recorded: microbatches must be of one size"
@@ -437,35 +437,35 @@ class Recordings:
     def record(self, x: Any, training: bool) -> StagedRecording:
         """Record one more forward of `x`. It leaves all but attributes as they were."""
         try:
-            made = self._record(x, training, traced=False)
+            staged = self._record(x, training, traced=False)
         except ReadsValues:  # where models read values they may leave that out while they are traced
-            made = self._record(x, training, traced=True)
+            staged = self._record(x, training, traced=True)
         if not self.homes:
-            self.homes = dict(made.homes)
+            self.homes = dict(staged.homes)
         else:
-            self._refuse_elsewhere(made)
-        return made
+            self._refuse_elsewhere(staged)
+        return staged
 
     def _record(self, x: Any, training: bool, traced: bool) -> StagedRecording:
         model = self.model
-        given = tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, sort_keys(x))
+        batch = tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, sort_keys(x))
         devices = [t.device for t in flatten_tensors(x)[:1] if t.is_cuda]
         with torch.random.fork_rng(devices=devices), buffers_restored(model), modes_restored(model), weights_restored(
             model
         ):
             model.train(training)
             with torch.set_grad_enabled(training or torch.is_grad_enabled()):
-                found, liveness = record_forward(model, self.begins, given, traced)
-                return split_recording(found, liveness, len(self.begins) + 1, self.homes)
+                recording, liveness = record_forward(model, self.begins, batch, traced)
+                return split_recording(recording, liveness, len(self.begins) + 1, self.homes)
 
     def _refuse_elsewhere(self, made: StagedRecording) -> None:
         """Raise BadInput if a module runs on a stage that does not hold it."""
-        held = next(iter(self._found.values())).modules
+        names_by_stage = next(iter(self._found.values())).modules
         for stage, names in enumerate(made.modules):
             for name in names:
                 home, module = self.homes[find_running_ancestor(name, self.homes)], self.model.get_submodule(name)
                 if (
-                    name not in held[stage]
+                    name not in names_by_stage[stage]
                     and home != stage
                     and any(True for _ in (*module.parameters(), *module.buffers()))
                 ):
@@ -479,7 +479,7 @@ def record_twice(model: nn.Module, begins: Sequence[str], x: Any, then: Any) -> 
     """Record the first training forward, of `x`, and the next one, of an input of the same shapes: a model that counts its
     forwards, or looks at values, may do something else then."""
     with attributes_restored(model):
-        one, other = (Recordings(model, begins).record(given, training=True) for given in (x, then))
+        one, other = (Recordings(model, begins).record(batch, training=True) for batch in (x, then))
     return one, other
 
 
@@ -517,15 +517,17 @@ class Cut:
 
     def on(self, model: nn.Module) -> Cut:
         """Return the same cut of a copy of the model, or of the part of it that exists."""
-        made = copy.copy(self)
-        made.model, made._programs = model, {}
-        return made
+        other = copy.copy(self)
+        other.model, other._programs = model, {}
+        return other
 
     def remember_gradients(self, orders: Sequence[Sequence[Tuple[int, ...]]]) -> None:
         """Note the order in which the dimensions of each crossing tensor's gradient lie in memory."""
-        self.gradient_orders = [list(own) for own in orders]
-        for i, (crossing, own) in enumerate(zip(self.crossings, orders)):
-            self.crossings[i] = Crossing(tuple(t.with_gradient_in(order) for t, order in zip(crossing.tensors, own)))
+        self.gradient_orders = [list(tensor_orders) for tensor_orders in orders]
+        for i, (crossing, tensor_orders) in enumerate(zip(self.crossings, orders)):
+            self.crossings[i] = Crossing(
+                tuple(t.with_gradient_in(order) for t, order in zip(crossing.tensors, tensor_orders))
+            )
 
     def compile(self) -> None:
         """Have pieces call modules that torch.compile has compiled, from now on."""
@@ -543,14 +545,14 @@ class Cut:
     def program(self, stage: int, value: Any, training: bool) -> Program:
         """Return the program of a stage that is given `value`."""
         if torch.jit.is_tracing() or self.model is not self.recordings.model:  # a copy sees microbatches of one size
-            found = self.recordings.latest(training)
+            staged = self.recordings.latest(training)
         elif stage == 0:
-            found = self.recordings.of(value, training)
+            staged = self.recordings.of(value, training)
         else:
-            found = self.recordings.entering(stage, value, training)
-        key = (id(found), stage)
+            staged = self.recordings.entering(stage, value, training)
+        key = (id(staged), stage)
         if key not in self._programs:
-            self._programs[key] = Program(self.model, found.parts[stage], found.base, self.compiles)
+            self._programs[key] = Program(self.model, staged.parts[stage], staged.base, self.compiles)
         return self._programs[key]
 
 
@@ -572,9 +574,9 @@ class Piece(nn.Module):
 
     def on(self, model: nn.Module) -> Piece:
         """Return the same piece of a copy of its model, or of the part of it that lies here."""
-        made = Piece(self.cut.on(model), self.stage)
-        made.copies_input = self.copies_input
-        return made
+        other = Piece(self.cut.on(model), self.stage)
+        other.copies_input = self.copies_input
+        return other
 
     def forward(self, value: Any) -> Any:
         """Return what the next piece takes, or the model's output."""
@@ -587,13 +589,13 @@ class Piece(nn.Module):
 
     def state(self) -> Dict[str, torch.Tensor]:
         """Return the part of the model's state dict that lies here."""
-        own = {id(t) for t in self.tensors()}
-        return {name: t.detach() for name, t in self.cut.model.state_dict(keep_vars=True).items() if id(t) in own}
+        ids = {id(t) for t in self.tensors()}
+        return {name: t.detach() for name, t in self.cut.model.state_dict(keep_vars=True).items() if id(t) in ids}
 
     def weights(self) -> List[str]:
         """Return the names of the trained parameters that lie here, each by its first name in the model."""
-        own = {id(p) for p in self.parameters() if p.requires_grad}
-        return [name for name, p in self.cut.model.named_parameters() if id(p) in own]
+        ids = {id(p) for p in self.parameters() if p.requires_grad}
+        return [name for name, p in self.cut.model.named_parameters() if id(p) in ids]
 
     def weights_handed_on(self) -> List[str]:
         """Return those of `weights` that a later piece is given with the activations."""

@@ -43,15 +43,15 @@ def _uncounted() -> Dict[Any, Formula]:
     """Return formulas of CPU operations that the counter does not know, and of one that it counts too high: the gradient of
     a convolution's weights in groups."""
     attention, recurrent = "_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer"
-    own: Dict[str, Formula] = {
+    by_name: Dict[str, Formula] = {
         attention: _attention,
         f"{attention}_backward": _attention_backward,
         "convolution_backward": _convolution_backward,
         recurrent: _recurrent,
         f"{recurrent}_backward": _recurrent_backward,
     }
-    found = {getattr(torch.ops.aten, name, None): formula for name, formula in own.items()}
-    return {operation: formula for operation, formula in found.items() if operation is not None}
+    by_operation = {getattr(torch.ops.aten, name, None): formula for name, formula in by_name.items()}
+    return {operation: formula for operation, formula in by_operation.items() if operation is not None}
 
 
 def _attention(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> int:
@@ -95,12 +95,12 @@ def separate_attention() -> Iterator[None]:
         with torch.enable_grad():  # with gradients they do not take it
             yield
         return
-    held = switches.get_fastpath_enabled()
+    was_enabled = switches.get_fastpath_enabled()
     switches.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        switches.set_fastpath_enabled(held)
+        switches.set_fastpath_enabled(was_enabled)
 
 
 def count_by_formula(module: nn.Module, inputs: Any, output: Any) -> float:

@@ -46,9 +46,11 @@ class OwnLoss:
 
     def __call__(self, output: Any, y: Any) -> torch.Tensor:
         """Return the loss in a model's output; the model has seen the labels."""
-        held = _field(output, LOSS)
-        found = [held] if held is not None else list(output) if isinstance(output, (tuple, list)) else [output]
-        losses = [value for value in found if isinstance(value, torch.Tensor) and value.numel() == 1]
+        loss_field = _field(output, LOSS)
+        values = (
+            [loss_field] if loss_field is not None else list(output) if isinstance(output, (tuple, list)) else [output]
+        )
+        losses = [value for value in values if isinstance(value, torch.Tensor) and value.numel() == 1]
         if len(losses) != 1:
             raise BadInput(
                 f"loss: model: the model returns {describe_output(output)}: must be one number, or hold it as {LOSS}, or "
@@ -96,8 +98,8 @@ def _scores(output: Any) -> Any:
 def _field(output: Any, key: Union[int, str]) -> Any:
     """Return a field or element of an output; None if there is none."""
     if isinstance(key, int):
-        held = list(output.values()) if isinstance(output, Mapping) else output
-        return held[key] if isinstance(held, (tuple, list)) and -len(held) <= key < len(held) else None
+        elements = list(output.values()) if isinstance(output, Mapping) else output
+        return elements[key] if isinstance(elements, (tuple, list)) and -len(elements) <= key < len(elements) else None
     return output.get(key) if isinstance(output, Mapping) else getattr(output, key, None)
 
 
@@ -107,16 +109,16 @@ def list_fields(output: Any) -> List[Union[int, str]]:
         return [key for key in output if isinstance(key, str)]
     if isinstance(output, (tuple, list)):
         return [*getattr(output, "_fields", range(len(output)))]
-    own = getattr(output, "__dict__", {})
-    return [] if isinstance(output, torch.Tensor) else [key for key, value in own.items() if value is not None]
+    attributes = getattr(output, "__dict__", {})
+    return [] if isinstance(output, torch.Tensor) else [key for key, value in attributes.items() if value is not None]
 
 
 def describe_output(output: Any) -> str:
     """Describe an output for the user: its type and its fields."""
     if isinstance(output, torch.Tensor):
         return f"a tensor of shape {tuple(output.shape)}"
-    held = ", ".join(map(str, list_fields(output)))
-    return f"{type(output).__name__}({held})"
+    names = ", ".join(map(str, list_fields(output)))
+    return f"{type(output).__name__}({names})"
 
 
 WHOLE = "batch"  # what asks for all of it
@@ -155,13 +157,13 @@ def list_requested_fields(loss: Any) -> Tuple[str, ...]:
 def split_requested_fields(batch: Any, x: Any, y: Any, names: Tuple[str, ...]) -> Tuple[Any, Labels]:
     """Return inputs and labels of a batch, `x` and `y`, for a loss that asks for the fields `names`. Raise BadInput if a
     field is missing."""
-    held = x if isinstance(x, Mapping) else {}
-    lacking = [name for name in names if name != WHOLE and name not in held]
+    fields = x if isinstance(x, Mapping) else {}
+    lacking = [name for name in names if name != WHOLE and name not in fields]
     if lacking:
-        there = f"has {', '.join(map(str, held))}" if held else "has no fields by name"
+        there = f"has {', '.join(map(str, fields))}" if fields else "has no fields by name"
         raise BadInput(
             f"loss: takes {', '.join(lacking)} of the batch, which besides labels {there}: must be among these, or {WHOLE}, "
             "all of it"
         )
-    rest = {name: value for name, value in held.items() if name not in names} if held else x
-    return rest, Labels(y, {name: batch if name == WHOLE else held[name] for name in names})
+    rest = {name: value for name, value in fields.items() if name not in names} if fields else x
+    return rest, Labels(y, {name: batch if name == WHOLE else fields[name] for name in names})

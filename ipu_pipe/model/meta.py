@@ -73,9 +73,9 @@ def move_to_meta(model: nn.Module) -> Iterator[None]:
         if tensor.is_meta:
             return tensor
         if id(tensor) not in twins:
-            made = torch.empty_like(tensor, device="meta")
+            shape = torch.empty_like(tensor, device="meta")
             is_weight = isinstance(tensor, nn.Parameter)
-            twins[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_weight else made
+            twins[id(tensor)] = nn.Parameter(shape, tensor.requires_grad) if is_weight else shape
         return twins[id(tensor)]
 
     with attributes_restored(model):
@@ -158,14 +158,14 @@ def _attention(
     def on_cpu(tensor: Any) -> Any:
         if tensor is None:
             return None
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)  # never written: takes no memory
-        return made.requires_grad_(tensor.requires_grad)
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)  # never written: takes no memory
+        return empty.requires_grad_(tensor.requires_grad)
 
     if not query.is_meta:
         return plain(query, key, value, attn_mask, dropout_p, is_causal, **keywords)
-    given = [on_cpu(tensor) for tensor in (query, key, value, attn_mask)]
+    stand_ins = [on_cpu(tensor) for tensor in (query, key, value, attn_mask)]
     choice: Any = torch._fused_sdp_choice  # type: ignore[attr-defined]
-    if choice(*given, dropout_p, is_causal, **keywords) != FLASH or enable_gqa:
+    if choice(*stand_ins, dropout_p, is_causal, **keywords) != FLASH or enable_gqa:
         return plain(query, key, value, attn_mask, dropout_p, is_causal, **keywords)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)

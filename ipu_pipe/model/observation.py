@@ -64,13 +64,13 @@ class Observation:
 
     def crossing(self, stage_of: Mapping[str, int], count: int) -> List[int]:
         """Return the bytes that cross each of the boundaries of `count` stages."""
-        found = [0] * (count - 1)
+        sizes = [0] * (count - 1)
         before = 0
         for call, size in zip(self.calls, self.live):
             for boundary in range(before, stage_of[call.name]):
-                found[boundary] = size
+                sizes[boundary] = size
             before = max(before, stage_of[call.name])
-        return found
+        return sizes
 
 
 def count_saved_bytes(calls: Sequence[ModuleCall]) -> int:
@@ -131,8 +131,8 @@ def _calls(model: nn.Module, begun: Callable[[], None]) -> Iterator[Observation]
         name = names[id(module)]
         seen.runs.append(name)
         if name not in at:
-            own = any(True for _ in module.parameters(recurse=False))
-            at[name] = ModuleCall(name, module, own)
+            owns_weights = any(True for _ in module.parameters(recurse=False))
+            at[name] = ModuleCall(name, module, owns_weights)
             seen.calls.append(at[name])
             begun()
 
@@ -312,7 +312,7 @@ def _run_quietly(model: nn.Module, example: Any, training: bool) -> Any:
 
 
 def check_runs_modules(calls: List[ModuleCall]) -> None:
-    if not any(own.works for own in calls):
+    if not any(call.works for call in calls):
         raise BadInput("model: no module of it runs in forward: nothing to divide into stages")
 
 
@@ -337,7 +337,7 @@ def list_parameters(model: nn.Module) -> Iterable[Tuple[str, str, nn.Parameter]]
 def group_weights(model: nn.Module, calls: List[ModuleCall]) -> List[Tuple[ModuleCall, List[str]]]:
     """Return (module that runs, parameter names) of each weight in the order of execution, a bias joined to the previous
     weight."""
-    order = {own.name: own for own in calls}
+    order = {call.name: call for call in calls}
     at_call = dict.fromkeys(order, 0)
     owned: Dict[str, List[List[str]]] = {}
     for module, name, _ in list_parameters(model):
@@ -346,4 +346,4 @@ def group_weights(model: nn.Module, calls: List[ModuleCall]) -> List[Tuple[Modul
             groups[-1].append(join_name(module, name))
         else:
             groups.append([join_name(module, name)])
-    return [(own, group) for own in calls for group in owned.get(own.name, [])]
+    return [(call, group) for call in calls for group in owned.get(call.name, [])]

@@ -13,7 +13,7 @@ from ipu_pipe.text import find_nearest
 
 
 @dataclass(frozen=True)
-class Stage:
+class PartitionStage:
     """One stage: its `index` from 0, the `name` of the module it begins with, and its parameters' unsplit names."""
 
     index: int
@@ -38,7 +38,7 @@ class Partition:
     replica.
     """
 
-    stages: Tuple[Stage, ...]
+    stages: Tuple[PartitionStage, ...]
     begins: Mapping[str, int]
     spread: bool = False
     shared: Mapping[str, Tuple[Use, ...]] = field(default_factory=dict)
@@ -134,8 +134,10 @@ def finish_partition(
     names: List[List[str]] = [[] for _ in range(count)]
     for name, _ in model.named_parameters():
         names[uses[name][0].stage].append(name)
-    stages = tuple(Stage(s, first_module.get(s, ""), tuple(names[s])) for s in range(count))
-    return Partition(stages, begins, shared={name: own for name, own in uses.items() if len(own) > 1})
+    stages = tuple(PartitionStage(s, first_module.get(s, ""), tuple(names[s])) for s in range(count))
+    return Partition(
+        stages, begins, shared={name: weight_uses for name, weight_uses in uses.items() if len(weight_uses) > 1}
+    )
 
 
 def _uses(
@@ -147,27 +149,27 @@ def _uses(
 ) -> Dict[str, Tuple[Use, ...]]:
     """Return the stages that use each weight, ascending. `alone`: stages of the modules in which no other runs: they compute
     with what they hold of another's weights."""
-    found: Dict[int, List[Use]] = {}
+    uses_by_weight: Dict[int, List[Use]] = {}
     owned: Dict[str, List[Tuple[int, str]]] = {}
-    for module, own, parameter in list_parameters(model):
-        name = join_name(module, own)
-        found.setdefault(id(parameter), []).append(Use(stage_of[name], name))
+    for module, weight_uses, parameter in list_parameters(model):
+        name = join_name(module, weight_uses)
+        uses_by_weight.setdefault(id(parameter), []).append(Use(stage_of[name], name))
         owned.setdefault(module, []).append((id(parameter), name))
     known = {name for name, _ in model.named_modules()}
-    for module, held in model.named_modules(remove_duplicate=False):
+    for module, owner in model.named_modules(remove_duplicate=False):
         around = find_running_ancestor(module, {"": 0, **alone})
         if module not in known and around in alone:
-            for name, parameter in held.named_parameters(module, recurse=False):
-                found[id(parameter)].append(Use(alone[around], name))
+            for name, parameter in owner.named_parameters(module, recurse=False):
+                uses_by_weight[id(parameter)].append(Use(alone[around], name))
     reach: Dict[str, int] = {}
     stage = 0
     for module in runs:  # one that runs again later uses its weights there
         stage = max(stage, begins.get(module, stage))
         if reach.setdefault(module, stage) != stage:
             for weight, name in owned.get(module, ()):
-                found[weight].append(Use(stage, name, again=True))
+                uses_by_weight[weight].append(Use(stage, name, again=True))
     names = {id(p): name for name, p in model.named_parameters()}
-    by_stage = {names[weight]: {use.stage: use for use in reversed(uses)} for weight, uses in found.items()}
+    by_stage = {names[weight]: {use.stage: use for use in reversed(uses)} for weight, uses in uses_by_weight.items()}
     return {name: tuple(uses[stage] for stage in sorted(uses)) for name, uses in by_stage.items()}
 
 
@@ -175,14 +177,14 @@ def share_weights(part: Partition, stages: Mapping[str, Sequence[int]], model: n
     """Return the partition with the weights shared that several `stages` use, by name."""
     shared = {
         name: part.shared[name]
-        if [use.stage for use in part.shared.get(name, ())] == list(own)
-        else tuple(Use(stage, name) for stage in own)
-        for name, own in stages.items()
+        if [use.stage for use in part.shared.get(name, ())] == list(indices)
+        else tuple(Use(stage, name) for stage in indices)
+        for name, indices in stages.items()
     }
     holder = {**part.stage_of(), **{name: uses[0].stage for name, uses in shared.items()}}
     names = [name for name, _ in model.named_parameters()]
-    held = (replace(s, parameters=tuple(n for n in names if holder[n] == s.index)) for s in part.stages)
-    return replace(part, stages=tuple(held), shared=shared)
+    new_stages = (replace(s, parameters=tuple(n for n in names if holder[n] == s.index)) for s in part.stages)
+    return replace(part, stages=tuple(new_stages), shared=shared)
 
 
 def refuse_shared(part: Partition, why: str) -> None:

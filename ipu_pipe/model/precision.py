@@ -45,8 +45,8 @@ class GivenTypes:
 
     def others(self, dtype: torch.dtype) -> List[str]:
         """Return the names of the dtypes other than `dtype`, such as float32."""
-        held = {own for _, own in self._parameters} - {dtype}
-        return sorted(_name(own) for own in held)
+        kinds = {kind for _, kind in self._parameters} - {dtype}
+        return sorted(_name(kind) for kind in kinds)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -146,11 +146,11 @@ class Masters:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         norms = [module.float() for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-        own = {id(t) for norm in norms for t in [*norm.parameters(), *norm.buffers()]}
+        norm_tensors = {id(t) for norm in norms for t in [*norm.parameters(), *norm.buffers()]}
         model.to(device)
         self._of: Dict[nn.Parameter, nn.Parameter] = {}
         for weight in model.parameters():
-            if weight.is_floating_point() and id(weight) not in own:
+            if weight.is_floating_point() and id(weight) not in norm_tensors:
                 self._of[weight] = nn.Parameter(weight.detach().float(), weight.requires_grad)
                 weight.data = weight.data.to(LOW)
         for module in model.modules():
@@ -229,22 +229,24 @@ def enter_model_autocast(model: nn.Module) -> ContextManager[Any]:
 
 def cast_forward(model: nn.Module, device: str) -> None:
     """Make a model's forward run under autocast from now on."""
-    own = vars(model).get("forward")
+    own_forward = vars(model).get("forward")
 
     @functools.wraps(type(model).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with enter_model_autocast(self):
-            return own(*args, **kwargs) if own is not None else type(self).forward(self, *args, **kwargs)
+            return (
+                own_forward(*args, **kwargs) if own_forward is not None else type(self).forward(self, *args, **kwargs)
+            )
 
-    forward.own = own  # type: ignore[attr-defined]
+    forward.own = own_forward  # type: ignore[attr-defined]
     vars(model).update({_DEVICE: device, "forward": types.MethodType(forward, model)})  # a copy's is the copy's
 
 
 def uncast_forward(model: nn.Module) -> None:
     """Give a model its own forward back."""
     if vars(model).pop(_DEVICE, None) is not None:
-        own = vars(model).pop("forward").__func__.own
-        vars(model).update({} if own is None else {"forward": own})
+        own_forward = vars(model).pop("forward").__func__.own
+        vars(model).update({} if own_forward is None else {"forward": own_forward})
 
 
 @contextlib.contextmanager

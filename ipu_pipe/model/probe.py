@@ -59,12 +59,12 @@ def observe_footprint(model: nn.Module, part: Partition, loss: Loss, x: Any, y: 
         with undisturbed(model):
             seen = observe_costs(model, x, lambda: loss(call_model(model, x), y))
     stages, at_call = len(part), map_calls_to_stages(seen.calls, part.begins)
-    own = seen.by_stage(at_call, stages)
-    backward = tuple(sum(each.backward_flops for each in calls) for calls in own) if seen.backward else None
+    calls_by_stage = seen.by_stage(at_call, stages)
+    backward = tuple(sum(call.backward_flops for call in calls) for calls in calls_by_stage) if seen.backward else None
     return Footprint(
-        tuple(map(count_saved_bytes, own)),
+        tuple(map(count_saved_bytes, calls_by_stage)),
         tuple(seen.crossing(at_call, stages)),
-        tuple(sum(each.flops for each in calls) for calls in own),
+        tuple(sum(call.flops for call in calls) for calls in calls_by_stage),
         backward,
         _units(model, part, seen, at_call),
     )
@@ -74,13 +74,13 @@ def _units(model: nn.Module, part: Partition, seen: Observation, stage_of: Mappi
     """Return the units: what runs between one place where a stage may begin on every backend, or begins, and the next."""
     first, *others = list_top_places(model, seen.calls, seen.runs)
     places = {*others, *part.begins}
-    starts = [0, *(i for i, each in enumerate(seen.calls) if i and each.name in places)]
+    starts = [0, *(i for i, call in enumerate(seen.calls) if i and call.name in places)]
     return tuple(
         UnitRow(
             name=seen.calls[a].name if a else first,
             stage=stage_of[seen.calls[a].name],
-            forward_flops=sum(each.flops for each in seen.calls[a:b]),
-            backward_flops=sum(each.backward_flops for each in seen.calls[a:b]),
+            forward_flops=sum(call.flops for call in seen.calls[a:b]),
+            backward_flops=sum(call.backward_flops for call in seen.calls[a:b]),
             crossing_bytes=seen.live[a],
         )
         for a, b in zip(starts, [*starts[1:], len(seen.calls)])
@@ -90,7 +90,7 @@ def _units(model: nn.Module, part: Partition, seen: Observation, stage_of: Mappi
 # ---- randomness
 
 
-class Effects(NamedTuple):
+class ForwardEffects(NamedTuple):
     """What a training forward does besides giving its output.
 
     draws: the modules whose own forward draws random numbers (dropout and the like), and how often each runs
@@ -103,7 +103,7 @@ class Effects(NamedTuple):
     weights: List[str]
 
 
-def observe_effects(model: nn.Module, x: Any) -> Effects:
+def observe_effects(model: nn.Module, x: Any) -> ForwardEffects:
     """Run one training forward of `x` and return what it did; the model is left as it was."""
     names = {id(module): name for name, module in model.named_modules()}
     norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)}
@@ -140,7 +140,7 @@ def observe_effects(model: nn.Module, x: Any) -> Effects:
         now = dict(model.named_buffers())
         changed = [name for name, value in buffers.items() if name in now and not _is_equal(now[name], value)]
         written = [name for name, p, value in weights if not _is_equal(p, value)]
-    return Effects({name: runs[name] for name in sorted(drawn)}, changed, written)
+    return ForwardEffects({name: runs[name] for name in sorted(drawn)}, changed, written)
 
 
 def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -245,8 +245,8 @@ def _may_derive(model: nn.Module, loss: Loss, x: Any, y: Any) -> bool:
 def _first_state(model: nn.Module, name: str) -> bool:
     """Tell whether a parameter is a recurrent layer's bias: its first state is zero, so an activation that it saves equals
     the bias."""
-    module, _, own = name.rpartition(".")
-    return isinstance(model.get_submodule(module), nn.RNNBase) and own.startswith("bias")
+    module, _, parameter = name.rpartition(".")
+    return isinstance(model.get_submodule(module), nn.RNNBase) and parameter.startswith("bias")
 
 
 def _shuffled(x: torch.Tensor) -> torch.Tensor:
@@ -260,12 +260,12 @@ def _nudge(parameters: List[nn.Parameter]) -> None:
 
 def _saved(model: nn.Module, loss: Loss, x: Any, y: Any) -> List[Optional[torch.Tensor]]:
     """Return copies of the tensors saved for the backward, in order; None for those in a weight's or the input's storage."""
-    given = {_storage(t) for t in [*model.parameters(), *model.buffers(), *list_tensors((x, y))]}
+    storages = {_storage(t) for t in [*model.parameters(), *model.buffers(), *list_tensors((x, y))]}
     saved: List[Optional[torch.Tensor]] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         # whole numbers (a max pool's indices) are no weights
-        plain = tensor.layout == torch.strided and tensor.is_floating_point() and _storage(tensor) not in given
+        plain = tensor.layout == torch.strided and tensor.is_floating_point() and _storage(tensor) not in storages
         saved.append(tensor.detach().clone() if plain else None)
         return tensor
 

@@ -17,7 +17,7 @@ from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.model.batch import call_model
 from ipu_pipe.model.cutting import Piece, cut_model, find_difference, get_memory_order, invert_order, record_twice
 from ipu_pipe.model.precision import is_cast
-from ipu_pipe.model.probe import Effects, observe_effects
+from ipu_pipe.model.probe import ForwardEffects, observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed
 from ipu_pipe.model.restoring import modes_restored, undisturbed
 from ipu_pipe.model.templates import flatten_tensors
@@ -29,7 +29,7 @@ class Rehearsed(NamedTuple):
     """What a rehearsal saw of the whole model: its `effects`, buffers that its backward moves (a checkpoint in it runs modules
     again), and modules that its backward runs again while the pieces' backward does not (the checkpoint itself is cut)."""
 
-    effects: Effects
+    effects: ForwardEffects
     moved: List[str]
     again: List[str]
 
@@ -45,7 +45,7 @@ def rehearse(model: nn.Module, parts: Sequence[Piece], x: Any) -> Rehearsed:
     was recorded of some is compared on others, so that what depends on values shows. The model is left as it was.
     """
     if any(t.is_meta for t in flatten_tensors(x)):  # no values, nothing to compare
-        return Rehearsed(Effects({}, [], []), [], [])
+        return Rehearsed(ForwardEffects({}, [], []), [], [])
     cut, few = parts[0].cut, _few(x)
     begins = cut.recordings.begins
     if few is not None:
@@ -141,14 +141,14 @@ def _run(
 ) -> Found:  # fmt: skip
     """Return all that a forward gives, in order; in training what modules give out, gradients and buffers, too. Into `moved` go
     the names of buffers that the backward changes, into `again` those of modules that it runs."""
-    found: Found = {}
+    results_by_name: Found = {}
     handles: List[Any] = []
 
     def keep(name: str) -> Any:
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
             for i, tensor in enumerate(flatten_tensors(output)):
                 what = f"output {name}" if not i else f"output {name} [{i}]"
-                found[what] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                results_by_name[what] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
         return after
 
@@ -161,11 +161,13 @@ def _run(
             for part in parts if training else ():  # in evaluation hooks would keep some modules off their fast ways
                 handles += [link.register_forward_hook(keep(name)) for name, link in zip(part.names, part.links)]
             torch.manual_seed(derive_seed("rehearsal"))
-            given = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, x)
+            batch = tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, x)
             with randomness.forward(0):
-                outputs, backward = _chain(parts, given) if chained else (call_model(model, given), None)
+                outputs, backward = _chain(parts, batch) if chained else (call_model(model, batch), None)
             results = [t for t in flatten_tensors(outputs) if t.requires_grad]
-            found.update({f"result [{i}]": t.detach().clone() for i, t in enumerate(flatten_tensors(outputs))})
+            results_by_name.update(
+                {f"result [{i}]": t.detach().clone() for i, t in enumerate(flatten_tensors(outputs))}
+            )
             generator = torch.Generator().manual_seed(derive_seed("rehearsal"))
             before = {name: b.clone() for name, b in model.named_buffers()}
             directions = [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in results]
@@ -183,9 +185,9 @@ def _run(
         if moved is not None:
             moved += [name for name, b in model.named_buffers() if not _same(b, before[name])]
         named = model.named_parameters()
-        found.update({f"gradient {name}": None if p.grad is None else p.grad.clone() for name, p in named})
-        found.update({f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()})
-    return found
+        results_by_name.update({f"gradient {name}": None if p.grad is None else p.grad.clone() for name, p in named})
+        results_by_name.update({f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()})
+    return results_by_name
 
 
 def _append_to(names: List[str], name: str) -> Callable[..., None]:

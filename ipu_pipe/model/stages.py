@@ -20,13 +20,7 @@ from torch import nn
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.balancing import COSTS, balance_stages, compute_costs, spread_weights
 from ipu_pipe.model.observation import check_runs_modules, group_weights, observe_execution
-from ipu_pipe.model.partition import (
-    Partition,
-    build_partition,
-    check_names,
-    open_stages,
-    refuse_shared,
-)
+from ipu_pipe.model.partition import Partition, build_partition, check_names, open_stages, refuse_shared
 
 Module = TypeVar("Module", bound=nn.Module)
 StageChoice = Union[None, str, int, Sequence[str], Mapping[str, Any]]

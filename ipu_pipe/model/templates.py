@@ -113,8 +113,8 @@ def make_getter(found: Template, get: Callable[[Key], Getter]) -> Getter:
         return lambda values: value
     parts, build = [make_getter(part, get) for part in found.parts], found.build
     if found.kind in (tuple, slice) and all(isinstance(part, Constant) for part in found.parts):
-        made = build([part.value for part in found.parts])
-        return lambda values: made
+        constant = build([part.value for part in found.parts])
+        return lambda values: constant
     return lambda values: build([part(values) for part in parts])
 
 
@@ -124,7 +124,7 @@ def is_alike(a: Template, b: Template, numbers: bool) -> bool:
         same = a.kind == b.kind and len(a.parts) == len(b.parts)
         return same and all(is_alike(x, y, numbers) for x, y in zip(a.parts, b.parts))
     if isinstance(a, Constant) and isinstance(b, Constant):
-        told = (bool, str, type(None), *((int, float, complex, torch.Size) if numbers else ()))
-        same = type(a.value) is type(b.value) and (not isinstance(a.value, told) or a.value == b.value)
+        compared = (bool, str, type(None), *((int, float, complex, torch.Size) if numbers else ()))
+        same = type(a.value) is type(b.value) and (not isinstance(a.value, compared) or a.value == b.value)
         return same or (type(a.value) is type(b.value) is float and a.value != a.value and b.value != b.value)
     return a == b

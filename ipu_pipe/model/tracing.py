@@ -63,15 +63,15 @@ def count_autocast_blocks() -> int:
 
 
 def _autocast() -> Autocast:
-    found: List[Tuple[str, bool, Any]] = []
+    settings: List[Tuple[str, bool, Any]] = []
     for device in DEVICES:
         if hasattr(torch, "get_autocast_dtype"):
-            found.append((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
+            settings.append((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
         elif device == "cpu":
-            found.append((device, torch.is_autocast_cpu_enabled(), torch.get_autocast_cpu_dtype()))
+            settings.append((device, torch.is_autocast_cpu_enabled(), torch.get_autocast_cpu_dtype()))
         else:
-            found.append((device, torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype()))
-    return tuple(found)
+            settings.append((device, torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype()))
+    return tuple(settings)
 
 
 @dataclass
@@ -202,19 +202,19 @@ class Liveness(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {get_storage(t) for t in iterate_tensors((*args, *kwargs.values()))}
-        stages = [self._made[place] for place in given if place in self._made]
+        storages_read = {get_storage(t) for t in iterate_tensors((*args, *kwargs.values()))}
+        stages = [self._made[place] for place in storages_read if place in self._made]
         if stages:
             name = func.overloadpacket.__name__
             if name in VALUE_READS:
                 self._read(name)
-            earlier = [s for s in given if ANYWHERE < self._made.get(s, ANYWHERE) < self.stage]
+            earlier = [s for s in storages_read if ANYWHERE < self._made.get(s, ANYWHERE) < self.stage]
             if any(place not in self._handed for place in earlier):
                 self._hidden(name)
         result = func(*args, **kwargs)
         for tensor in iterate_tensors((result,)):
             place = get_storage(tensor)
-            if place in given:
+            if place in storages_read:
                 continue
             self._since.add(place)
             self._keep(tensor)
@@ -234,8 +234,8 @@ class Liveness(TorchDispatchMode):
                 for i, argument in enumerate(arguments)
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
-        found = [args[i] if i < len(args) else kwargs.get(name) for i, name in self._writing[func]]
-        return [get_storage(t) for t in iterate_tensors(found)]
+        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in self._writing[func]]
+        return [get_storage(t) for t in iterate_tensors(written)]
 
 
 PLAIN = (
@@ -516,7 +516,9 @@ def _is_wrapped(tensor: torch.Tensor) -> bool:
 def _counters(model: nn.Module, begins: Sequence[str]) -> Dict[str, Any]:
     """Return the numbers that modules around cuts have as attributes."""
     owners = [(name, model.get_submodule(name)) for name in list_cut_modules(begins)]
-    return {join_name(n, own): v for n, o in owners for own, v in vars(o).items() if type(v) in (int, float)}
+    return {
+        join_name(n, attribute): v for n, o in owners for attribute, v in vars(o).items() if type(v) in (int, float)
+    }
 
 
 def _random_states() -> Any:
@@ -527,7 +529,9 @@ def _random_states() -> Any:
 def _buffers(model: nn.Module, begins: Sequence[str]) -> Dict[str, Any]:
     """Return the buffers of the modules around cuts."""
     owners = [(name, model.get_submodule(name)) for name in list_cut_modules(begins)]
-    return {join_name(name, own): tensor for name, owner in owners for own, tensor in owner._buffers.items()}
+    return {
+        join_name(name, attribute): tensor for name, owner in owners for attribute, tensor in owner._buffers.items()
+    }
 
 
 def _refuse_hooks(model: nn.Module, begins: Sequence[str]) -> None:
@@ -565,8 +569,8 @@ def _watched(model: nn.Module, recorder: Recorder, traced: bool) -> Iterator[Non
         torch.set_autocast_cache_enabled(caches)
         for handle in handles:
             handle.remove()
-        for table, held in zip(tables, hooks):
-            table.update(held)
+        for table, saved_hooks in zip(tables, hooks):
+            table.update(saved_hooks)
 
 
 class ReadsValues(BadInput):
@@ -581,7 +585,7 @@ def record_forward(model: nn.Module, begins: Sequence[str], x: Any, traced: bool
     recorder = Recorder(model, begins, x)
     with _watched(model, recorder, traced):
         output = call_model(model, x)
-    found = recorder.finish(output)
+    recording = recorder.finish(output)
     for name, tensor in _buffers(model, begins).items():
         if tensor is not buffers.get(name):
             raise BadInput(
@@ -599,4 +603,4 @@ def record_forward(model: nn.Module, begins: Sequence[str], x: Any, traced: bool
             f"model: {type(model).__name__}: its forward draws from Python's random or numpy's, which no seed of a microbatch "
             "reaches: draw from torch"
         )
-    return found, recorder.liveness
+    return recording, recorder.liveness

@@ -46,7 +46,7 @@ Forward = Tuple[Any, List[torch.Tensor]]  # output, losses
 class Emulator:
     """Trains `model` in place as `work` says, one `step` an update.
 
-    `draws`: the modules that draw random numbers, where they are known (`ipu_pipe.model.probe.Effects`).
+    `draws`: the modules that draw random numbers, where they are known (`ipu_pipe.model.probe.ForwardEffects`).
     `replicas`: copies of the pipeline that train on microbatches of their own, gradients averaged. Ask `list_exactness_faults`
     first: what it names would run, but not exactly.
     """
