@@ -13,7 +13,13 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from ipu_pipe.config.compare import describe_changes, dump_config, keep_recorded_stages
+from ipu_pipe.config.compare import (
+    compare_deciding,
+    describe_changes,
+    dump_config,
+    keep_recorded_stages,
+    select_deciding,
+)
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
@@ -442,6 +448,15 @@ def test_stages_measured_by_time_are_the_same_as_the_names_they_came_to() -> Non
         assert keep_recorded_stages(names, staged(other)) == staged(other)
         assert len(describe_changes(names, keep_recorded_stages(names, staged(other)))) >= 1
     assert keep_recorded_stages(measured, measured) == measured
+
+
+def test_a_key_that_an_earlier_version_lacked_counts_as_its_default() -> None:
+    """A checkpoint without `model.compile`, which was new, was refused: null is not false."""
+    now = select_deciding(configure().to_dict())
+    saved = {key: value for key, value in now.items() if key != "model.compile"}
+    assert compare_deciding(saved, now) == [] == compare_deciding(now, saved)
+    assert compare_deciding(saved, {**now, "model.compile": True}) == [("model.compile", False, True)]
+    assert [key for key, _, _ in compare_deciding(saved, {**now, "seed": 3})] == ["seed"]
 
 
 # ---- what YAML can say and a config cannot mean

@@ -95,8 +95,14 @@ def select_deciding(resolved: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def compare_deciding(saved: Mapping[str, Any], current: Mapping[str, Any]) -> List[Tuple[str, Any, Any]]:
-    """Return (key, saved value, current value) where two results of `select_deciding` differ; a missing key counts as null."""
-    pairs = [(key, saved.get(key), current.get(key)) for key in sorted({*saved, *current})]
+    """Return (key, saved value, current value) where two results of `select_deciding` differ.
+
+    A missing key counts as its default: a checkpoint of an earlier version lacks the keys that are new.
+    """
+    nothing: Dict[str, Any] = {"model": {"entry": ""}, "data": {"name": ""}}
+    defaults = flatten(Config.model_validate(nothing).to_dict())
+    keys = sorted({*saved, *current})
+    pairs = [(key, saved.get(key, defaults.get(key)), current.get(key, defaults.get(key))) for key in keys]
     return [(key, a, b) for key, a, b in pairs if json.dumps(a, sort_keys=True) != json.dumps(b, sort_keys=True)]
 
 
