@@ -23,21 +23,21 @@ def test_of_the_times_of_some_work_the_median_counts_and_the_first_one_does_not(
     def work() -> None:
         now[0] += next(takes)
 
-    assert measuring.typical(work, HERE, 6.0, lambda: now[0]) == 2.0
+    assert measuring.time_median(work, HERE, 6.0, lambda: now[0]) == 2.0
     takes = iter([9.0, 4.0])
-    assert measuring.typical(work, HERE, 0.0, lambda: now[0]) == 4.0  # once, however short it may take
+    assert measuring.time_median(work, HERE, 0.0, lambda: now[0]) == 4.0  # once, however short it may take
 
 
 def test_a_long_message_takes_its_latency_and_its_bytes() -> None:
-    found = measuring._latency_and_bandwidth(1e-4, 1e-4 + measuring.LONG / 1e9)
+    found = measuring.split_latency(1e-4, 1e-4 + measuring.LONG / 1e9)
     assert found["latency"] == 1e-4 and found["bandwidth"] == pytest.approx(1e9)
-    assert measuring._latency_and_bandwidth(1.0, 0.5)["bandwidth"] == measuring.LONG / 0.5  # disturbed
+    assert measuring.split_latency(1.0, 0.5)["bandwidth"] == measuring.LONG / 0.5  # disturbed
 
 
 def test_what_two_processes_found_makes_a_description() -> None:
     pair = [{"rates": {"float32": [1e9, 4e9]}, "copied": 2e9}, {"rates": {"float32": [3e9, 6e9]}, "copied": 4e9}]
-    found = {**measuring._mean(pair), "memory": 8e9, "latency": 1e-5, "bandwidth": 1e8}
-    made = read_hardware({"name": "this", **measuring._described(found, 4, 2, "cpu")})
+    found = {**measuring.average(pair), "memory": 8e9, "latency": 1e-5, "bandwidth": 1e8}
+    made = read_hardware({"name": "this", **measuring.describe(found, 4, 2, "cpu")})
     assert (made.devices, made.most_devices, made.device.memory_bytes.value) == (4, None, 2e9)
     assert made.device.memory_bandwidth.value == 3e9 and made.find_rate("float32") == 2e9
     assert compute_message_seconds(made.links[0], 1e6) == pytest.approx(1e-5 + 0.01)

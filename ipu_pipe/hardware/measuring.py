@@ -1,11 +1,11 @@
-"""The description of this machine, measured: what a process computes and copies in a second, what two tell each other.
+"""This machine's description, measured: what a process computes and copies per second, and messages between two.
 
     rates     the faster of a matrix product and a convolution, forward, in each arithmetic that runs here; the slower one's part
               of it stands for the share that training reaches
     memory    a copy of 64 MiB (on a GPU 256), its reading and its writing; what a device has is the machine's by the number of
               devices
     links     messages between two processes by gloo, there and back: short ones are the latency, long ones the bandwidth; of
-              several the fastest, since a process that is kept waiting for a core says nothing of the link
+              several the fastest, since a process that waits for a core says nothing of the link
 
 A device is a process of so many threads, as processes run stages on a CPU; the two that measure links compute at the same time
 where the machine has room for both. With CUDA a device is a GPU, and links are copies between two (not run: no GPU was at hand).
@@ -39,7 +39,7 @@ Work = Callable[[], Any]
 
 
 class Sizes(NamedTuple):
-    """Of what is computed and copied on a kind of device: enough to occupy it, not more."""
+    """Sizes of what is computed and copied on a kind of device: enough to occupy it, not more."""
 
     arithmetic: Tuple[str, ...]
     copied: int  # bytes of a tensor
@@ -54,24 +54,27 @@ SIZES = {
 
 
 def measure(threads: int, device: str = "cpu", seconds: float = 0.3) -> Dict[str, Any]:
-    """The keys of a description of this machine's devices: processes of `threads` threads, or GPUs. `seconds`: at least so long
-    for each figure. Raises RunFault where a process fails."""
+    """Measure this machine's devices, processes of `threads` threads or GPUs; return the keys of their description.
+
+    `seconds`: the least time for each figure. Raises RunFault where a process fails.
+    """
     devices = torch.cuda.device_count() if device == "cuda" else max(1, (os.cpu_count() or 1) // threads)
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         arguments = (folder, os.getpid(), threads, device, devices > 1, seconds)
-        processes = [context.Process(target=_process, args=(rank, *arguments), daemon=True) for rank in range(2)]
+        processes = [context.Process(target=_run_process, args=(rank, *arguments), daemon=True) for rank in range(2)]
         for process in processes:
             process.start()
         for process in processes:
             process.join()
         if any(process.exitcode for process in processes):
             raise RunFault("measure_hardware: a process that measures failed: see above")
-        found: Dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
-    return _described(found, devices, threads, device)
+        figures: Dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
+    return describe(figures, devices, threads, device)
 
 
-def _described(found: Dict[str, Any], devices: int, threads: int, device: str) -> Dict[str, Any]:
+def describe(figures: Dict[str, Any], devices: int, threads: int, device: str) -> Dict[str, Any]:
+    """Return the keys of a description with these measured figures."""
     source = f"measured {time.strftime('%Y-%m-%d')} on {platform.node()}, torch {torch.__version__}"
 
     def measured(value: float) -> Dict[str, Any]:
@@ -79,17 +82,17 @@ def _described(found: Dict[str, Any], devices: int, threads: int, device: str) -
 
     rates = {
         name: {"peak_flops": measured(max(pair)), "achievable_share": measured(min(pair) / max(pair))}
-        for name, pair in found["rates"].items()
+        for name, pair in figures["rates"].items()
     }
     what = f"{devices} GPUs" if device == "cuda" else f"{devices} processes of {threads} threads each"
-    link = {"bandwidth": measured(found["bandwidth"]), "latency": measured(found["latency"])}
+    link = {"bandwidth": measured(figures["bandwidth"]), "latency": measured(figures["latency"])}
     return {
         "about": f"{platform.node()}: {what}",
         "devices": devices,
         "device": {
-            "memory_bytes": measured(found["memory"] / (devices if device == "cpu" else 1)),
+            "memory_bytes": measured(figures["memory"] / (devices if device == "cpu" else 1)),
             "usable_share": {"value": 0.9, "source": "estimate"},
-            "memory_bandwidth": measured(found["copied"]),
+            "memory_bandwidth": measured(figures["copied"]),
             "rates": rates,
         },
         "links": [{"name": "copies between GPUs" if device == "cuda" else "gloo", **link}],
@@ -99,43 +102,48 @@ def _described(found: Dict[str, Any], devices: int, threads: int, device: str) -
 # ---- in the processes
 
 
-def _process(rank: int, folder: str, parent: int, threads: int, device: str, together: bool, seconds: float) -> None:
+def _run_process(
+    rank: int, folder: str, parent: int, threads: int, device: str, together: bool, seconds: float
+) -> None:
     end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a Ctrl-C: the parent ends, and this one with it
     torch.set_num_threads(threads)
     store = dist.FileStore(str(Path(folder) / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT))
     place = torch.device(device, rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
-    own = _computed(place, seconds) if rank == 0 or together else None
+    figures = _time_computing(place, seconds) if rank == 0 or together else None
     dist.barrier()
     link: Dict[str, float] = {}
     if device == "cpu" or not together:
-        link = _by_gloo(rank, seconds)
+        link = _time_gloo(rank, seconds)
     elif rank == 0:
-        link = _across_gpus(seconds)
+        link = _time_gpu_copies(seconds)
     both: List[Any] = [None, None]
-    dist.all_gather_object(both, own)
+    dist.all_gather_object(both, figures)
     if rank == 0:
-        mean = _mean([each for each in both if each is not None])
-        (Path(folder) / "found.json").write_text(json.dumps({**mean, **link, "memory": _memory(place)}))
+        mean = average([one for one in both if one is not None])
+        (Path(folder) / "found.json").write_text(json.dumps({**mean, **link, "memory": _count_memory(place)}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _mean(found: List[Dict[str, Any]]) -> Dict[str, Any]:
-    by_name = {name: zip(*(each["rates"][name] for each in found)) for name in found[0]["rates"]}
+def average(figures: List[Dict[str, Any]]) -> Dict[str, Any]:
+    """Return the mean of what several processes measured."""
+    by_name = {name: zip(*(one["rates"][name] for one in figures)) for name in figures[0]["rates"]}
     rates = {name: [statistics.mean(values) for values in pairs] for name, pairs in by_name.items()}
-    return {"rates": rates, "copied": statistics.mean(each["copied"] for each in found)}
+    return {"rates": rates, "copied": statistics.mean(one["copied"] for one in figures)}
 
 
-def _memory(place: torch.device) -> int:
+def _count_memory(place: torch.device) -> int:
     if place.type == "cuda":
         return int(torch.cuda.get_device_properties(place).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def typical(work: Work, place: torch.device, seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """The median time of `work`, done again and again for `seconds`, at least once; a first time before that is not counted."""
+def time_median(
+    work: Work, place: torch.device, seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Return the median time of `work`, repeated for `seconds`, at least once, after one time that is not counted."""
 
     def once() -> float:
         start = clock()
@@ -151,31 +159,31 @@ def typical(work: Work, place: torch.device, seconds: float, clock: Callable[[],
     return statistics.median(times)
 
 
-def _computed(place: torch.device, seconds: float) -> Dict[str, Any]:
-    """Rates by arithmetic, those left out that have no such product or convolution here, and bytes copied a second."""
+def _time_computing(place: torch.device, seconds: float) -> Dict[str, Any]:
+    """Return FLOPs per second by arithmetic, as far as products and convolutions exist in it, and bytes copied per second."""
     sizes = SIZES[place.type]
     rates = {}
     for name in sizes.arithmetic:
         with contextlib.suppress(RuntimeError):
-            rates[name] = _rates(getattr(torch, name), place, sizes, seconds)
+            rates[name] = _time_products(getattr(torch, name), place, sizes, seconds)
     a = torch.ones(sizes.copied // 4, device=place)
     b = torch.empty_like(a)
-    return {"rates": rates, "copied": 2 * sizes.copied / typical(lambda: b.copy_(a), place, seconds)}
+    return {"rates": rates, "copied": 2 * sizes.copied / time_median(lambda: b.copy_(a), place, seconds)}
 
 
-def _rates(dtype: torch.dtype, place: torch.device, sizes: Sizes, seconds: float) -> List[float]:
-    """FLOPs a second of a matrix product and of a convolution."""
+def _time_products(dtype: torch.dtype, place: torch.device, sizes: Sizes, seconds: float) -> List[float]:
+    """Return the FLOPs per second of a matrix product and of a convolution."""
     a = torch.ones(sizes.product, sizes.product, dtype=dtype, device=place)
     x = torch.ones(sizes.images, 64, 28, 28, dtype=dtype, device=place)
     kernel = torch.ones(64, 64, 3, 3, dtype=dtype, device=place)
-    product = 2 * sizes.product**3 / typical(lambda: a @ a, place, seconds)
-    convolution = typical(lambda: torch.nn.functional.conv2d(x, kernel, padding=1), place, seconds)
+    product = 2 * sizes.product**3 / time_median(lambda: a @ a, place, seconds)
+    convolution = time_median(lambda: torch.nn.functional.conv2d(x, kernel, padding=1), place, seconds)
     return [product, 2 * x.numel() * 64 * 9 / convolution]
 
 
-def _by_gloo(rank: int, seconds: float) -> Dict[str, float]:
-    """From half of a round trip between the two processes; as many rounds on both, however long they take."""
-    found = []
+def _time_gloo(rank: int, seconds: float) -> Dict[str, float]:
+    """Return latency and bandwidth from half of a round trip; as many rounds on both processes, however long they take."""
+    halves = []
     for size in (SHORT, LONG):
         message = torch.ones(size // 4)
 
@@ -188,19 +196,19 @@ def _by_gloo(rank: int, seconds: float) -> Dict[str, float]:
             start = time.perf_counter()
             round_trip()
             times.append(time.perf_counter() - start)
-        found.append(min(times[1:]) / 2)
-    return _latency_and_bandwidth(*found)
+        halves.append(min(times[1:]) / 2)
+    return split_latency(*halves)
 
 
-def _across_gpus(seconds: float) -> Dict[str, float]:
+def _time_gpu_copies(seconds: float) -> Dict[str, float]:
     places = [torch.device("cuda", index) for index in range(2)]
-    found = []
+    times = []
     for size in (SHORT, LONG):
         a, b = (torch.ones(size // 4, device=place) for place in places)
-        found.append(typical(lambda a=a, b=b: b.copy_(a), places[1], seconds))  # type: ignore[misc]
-    return _latency_and_bandwidth(*found)
+        times.append(time_median(lambda a=a, b=b: b.copy_(a), places[1], seconds))  # type: ignore[misc]
+    return split_latency(*times)
 
 
-def _latency_and_bandwidth(short: float, long: float) -> Dict[str, float]:
-    """From the seconds of a short message and of a long one, which the short one's are part of, unless they were disturbed."""
+def split_latency(short: float, long: float) -> Dict[str, float]:
+    """Return latency and bandwidth from the seconds of a short and a long message, which include the short one's."""
     return {"latency": short, "bandwidth": LONG / (long - short if long > 2 * short else long)}

@@ -1,4 +1,4 @@
-"""What blocks with losses of their own cost beside a model's units: auxiliary heads, and the gradients that they do not compute.
+"""What blocks with their own losses cost beside a model's units: auxiliary heads, and the gradients that they do not compute.
 
     units       a   b | c   d | e          three blocks, each on a device of its own
     beside            head    head         a head at the end of each but the last
@@ -26,8 +26,8 @@ from ipu_pipe.model.observation import ModuleCall, observe_costs
 
 @dataclass(frozen=True)
 class BlockUnits:
-    """`heads[i]`: that of a block which ends with unit i (n - 1 of them, the last block has none). `first[i]`: unit i where a
-    block begins with it; its backward is the shorter by the gradient of its input."""
+    """`heads[i]`: of a block which ends with unit i (n - 1 of them, the last block has none). `first[i]`: unit i if a block
+    begins with it; its backward computes no gradient of its input."""
 
     heads: Tuple[Unit, ...]
     first: Tuple[Unit, ...]
@@ -40,9 +40,11 @@ def count_blocks(
     head: Optional[MakeHead] = None,
     take: Optional[Take] = None,
 ) -> BlockUnits:
-    """Those of a model whose `units` are known, figures for a sample; `x`: as they were counted with. `head` makes the heads,
-    else the model's `local_head` or that of its family, of what `take` takes of the model's output. Raises BadInput where a block
-    cannot begin at every unit (a skip connection crosses) or no head is known."""
+    """Count the blocks of a model whose `units` were counted with `x`; figures are for a sample.
+
+    `head` makes the heads, else the model's `local_head` or that of its family, from what `take` takes of the model's output.
+    Raises BadInput where a block cannot begin at every unit (a skip connection crosses) or no head is known.
+    """
     make = (
         head or getattr(model, "local_head", None) or (lambda activation, output: make_head(model, activation, output))
     )
@@ -51,7 +53,7 @@ def count_blocks(
             whole = _EveryUnit(model, [unit.name for unit in units[1:]])
             with torch.no_grad():
                 call_model(whole, to_meta(x))
-            _refuse_crossed(units, whole.ends, count_samples(x))
+            _check_crossings(units, whole.ends, count_samples(x))
             output = whole.output if take is None else take(whole.output)
             for value in whole.ends:
                 whole.heads.append(make(value, output).to("meta"))
@@ -61,7 +63,7 @@ def count_blocks(
         raise
     except Exception as error:  # whatever the user's code raises
         raise BadInput(f"model: its blocks cannot be counted by shape: {summarize(error)}") from error
-    own, behind = _parts(seen.calls, [unit.name for unit in units])
+    own, behind = _split_calls(seen.calls, [unit.name for unit in units])
     first = tuple(
         replace(
             unit,
@@ -71,7 +73,7 @@ def count_blocks(
         for unit, calls in zip(units, own)
     )
     heads = tuple(
-        _head(unit, made, calls, {place for each in before for place in each.saved}, count_samples(x))
+        _make_head_unit(unit, made, calls, {place for each in before for place in each.saved}, count_samples(x))
         for unit, made, calls, before in zip(units, whole.heads, behind, own)
     )
     return BlockUnits(heads, first)
@@ -88,7 +90,7 @@ class _EveryUnit(nn.Module):
         self.output: Any = None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The model's output, and every head's."""
+        """Return the model's output and every head's."""
         self.ends = []
 
         def enter(module: nn.Module, inputs: Any) -> Any:
@@ -104,10 +106,10 @@ class _EveryUnit(nn.Module):
         return [self.output, *[head(value) for head, value in zip(self.heads, self.ends)]]
 
 
-def _refuse_crossed(units: Sequence[Unit], ends: Sequence[torch.Tensor], samples: int) -> None:
-    """More crosses a boundary than the one activation that is detached there."""
+def _check_crossings(units: Sequence[Unit], ends: Sequence[torch.Tensor], samples: int) -> None:
+    """Raise BadInput where more crosses a boundary than the one activation that is detached there."""
     faults = [
-        f"method: blocks of a loss of their own cannot begin at {unit.name}: a skip connection crosses there"
+        f"method: blocks with their own losses cannot begin at {unit.name}: a skip connection crosses there"
         for unit, before, value in zip(units[1:], units, ends)
         if before.output_bytes * samples > value.numel() * value.element_size() * (1 + 1e-9)
     ]
@@ -115,8 +117,10 @@ def _refuse_crossed(units: Sequence[Unit], ends: Sequence[torch.Tensor], samples
         raise BadInput(faults)
 
 
-def _parts(calls: Sequence[ModuleCall], names: Sequence[str]) -> Tuple[List[List[ModuleCall]], List[List[ModuleCall]]]:
-    """The calls of each unit, and of each head."""
+def _split_calls(
+    calls: Sequence[ModuleCall], names: Sequence[str]
+) -> Tuple[List[List[ModuleCall]], List[List[ModuleCall]]]:
+    """Return the calls of each unit, and of each head."""
     at: Dict[str, int] = {f"model.{name}" if name else "model": i for i, name in enumerate(names)}
     own: List[List[ModuleCall]] = [[] for _ in names]
     heads: List[List[ModuleCall]] = [[] for _ in names[1:]]
@@ -131,8 +135,8 @@ def _parts(calls: Sequence[ModuleCall], names: Sequence[str]) -> Tuple[List[List
     return own, heads
 
 
-def _head(unit: Unit, head: nn.Module, calls: Sequence[ModuleCall], kept: Any, samples: int) -> Unit:
-    """A head as a unit; what its block keeps anyhow (`kept`) is not its own."""
+def _make_head_unit(unit: Unit, head: nn.Module, calls: Sequence[ModuleCall], kept: Any, samples: int) -> Unit:
+    """Return a head as a unit, without the tensors that its block keeps anyhow (`kept`)."""
     saved = {place: size for each in calls for place, size in each.saved.items() if place not in kept}
     return Unit(
         f"head behind {unit.name}",
