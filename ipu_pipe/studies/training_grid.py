@@ -303,6 +303,16 @@ def summarize(grid: TrainingGrid, runs: Sequence[GridRun], full: bool) -> Dict[s
             "diverged": sum(run.diverged is not None for run in runs_of_row),
             "normalized_time": statistics.mean(times) if times else None,
         })  # fmt: skip
+    by_label = {row["label"]: row for row in rows}
+    checked = check_claims(
+        grid.make_claims(), {row["label"]: -1.0 if row["final"] is None else row["final"] for row in rows}
+    )
+    checked["differences"] = [
+        f"not reproduced: {statement['statement']}: {_show_accuracy(by_label[entry['better']])} against"
+        f" {_show_accuracy(by_label[entry['than']])}"
+        for entry, statement in zip(grid.expect, checked["statements"])
+        if not statement["reproduced"]
+    ]
     return {
         "experiment": grid.name,
         "title": grid.title,
@@ -311,9 +321,7 @@ def summarize(grid: TrainingGrid, runs: Sequence[GridRun], full: bool) -> Dict[s
         "full_size": full,
         "seeds": sorted({run.seed for run in runs}),
         "rows": rows,
-        **check_claims(
-            grid.make_claims(), {row["label"]: -1.0 if row["final"] is None else row["final"] for row in rows}
-        ),
+        **checked,
     }
 
 
