@@ -191,7 +191,11 @@ def test_a_run_by_a_given_scheduler_is_recorded_and_goes_on_with_it_alone(tmp_pa
 
 
 def test_checkpoints_of_before_these_keys_are_gone_on_with() -> None:
-    """A key that a manifest does not have counts as null: a new one whose default is something else would refuse them."""
+    """A key that a manifest does not have counts as null or false: a new one with another default would refuse them.
+
+    Story: `model.compile: false` was such a key, and no checkpoint written before it could be resumed.
+    """
     keys = select_deciding(ipu_pipe.configure().to_dict())
-    new = [key for key in keys if key in ("lr_schedule.args", "lr_schedule.interval", "optimizer.args")]
-    assert len(new) == 3 and not compare_deciding({key: value for key, value in keys.items() if key not in new}, keys)
+    names = ("lr_schedule.args", "lr_schedule.interval", "optimizer.args", "model.compile")
+    new = [key for key in keys if key in names]
+    assert len(new) == 4 and not compare_deciding({key: value for key, value in keys.items() if key not in new}, keys)
