@@ -120,7 +120,7 @@ def write_state(executor: Any, optimizer: Any, saved: Optional[IpuState]) -> Non
     if wanted is None:
         return
     tensors = saved.tensors if saved is not None else {}
-    needed = {name: value for name, value in wanted.tensors.items() if "___" in name}  # else a loss scale's tensor state
+    needed = {name: value for name, value in wanted.tensors.items() if "___" in name}  # others: the loss scaling's
     missing = [name for name in needed if name not in tensors]
     wrong = [name for name in needed if name in tensors and tensors[name].shape != needed[name].shape]
     if missing or wrong:

@@ -26,7 +26,7 @@ class CallTimes:
         self.events: List[Event] = []
         self.counters: List[Counter] = []
         self.cycles: Optional[int] = None  # of the last call, of the first replica
-        self.latency: Dict[str, float] = {}  # seconds, means over the last call's device iterations; what PopTorch told
+        self.latency: Dict[str, float] = {}  # seconds, means over the last call's microbatches, by PopTorch
         self._updates = updates
         self._stage, self._device = stage, device
 

@@ -36,6 +36,7 @@ OPERATIONS = frozenset(
     "ones permute pow relu reshape scaled_dot_product_attention sigmoid size softmax square squeeze stack sub sum tanh to "
     "transpose unbind unflatten unsqueeze view view_as zeros".split()
 )
+SEES_INDEXING = not torch.__version__.startswith("2.0")  # there tensor[index] is not told to a TorchFunctionMode
 SHAPES_FROM_VALUES = frozenset("nonzero unique unique_consecutive masked_select argwhere".split())
 
 
@@ -98,6 +99,8 @@ class Trace(TorchFunctionMode):
         self._names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
         self._kept: List[Any] = list(inputs)  # so that no identity is used twice
         self._known = {*self._names, *map(id, inputs)}  # tensors that are on the IPU
+        attributes = [value for module in model.modules() for value in vars(module).values()]
+        self._hosts = {id(value) for value in attributes if isinstance(value, torch.Tensor)} - self._known
 
     # -- blocks
 
@@ -165,7 +168,7 @@ class Trace(TorchFunctionMode):
                 f"{name} takes a tensor made by {type(tensor.grad_fn).__name__}: Python code of autograd "
                 "(torch.autograd.Function) does not run on an IPU"
             )
-        if id(tensor) not in self._known:
+        if id(tensor) in self._hosts or (SEES_INDEXING and id(tensor) not in self._known):
             raise cpp_error(f"{name}: expected an IPU tensor, got a CPU tensor of shape {list(tensor.shape)}")
 
     def _refuse(self, name: str) -> None:
