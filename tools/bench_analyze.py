@@ -1,8 +1,8 @@
-"""How long the analysis of a large trace takes, and how much memory: python tools/bench_analyze.py --events 10000000
+"""Time and memory of the analysis of large traces: python tools/bench_analyze.py --events 10000000
 
-Two made-up traces: a run's folder with a file a rank, eight ranks under one forward and one backward in turn, with
-messages, waits, updates and counters of memory; and one rank's Chrome trace as PyTorch's profiler writes it. `tools/analyze.py
---json` reads each in a process of its own, whose time and greatest resident memory are printed.
+It writes two synthetic traces: a run's folder with one file for each of eight ranks (passes, messages, waits, updates and counters of
+memory), and one rank's Chrome trace as PyTorch's profiler writes it. `tools/analyze.py --json` reads each in its own process, whose
+time and peak resident memory are printed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PER_MICROBATCH = ("wait", "forward", "send", "wait", "backward", "send", "update
 LIMIT_SECONDS, LIMIT_GB = 60, 4
 
 
-def parser() -> Parser:
-    """The command line."""
+def make_parser() -> Parser:
+    """Return the command line's parser."""
     p = Parser(prog="tools/bench_analyze.py", description=__doc__)
     p.add_argument("--events", type=int, default=10_000_000, help="of the run's folder (default 10,000,000)")
     p.add_argument("--foreign", type=int, default=1_000_000, help="of the Chrome trace (default 1,000,000)")
@@ -46,8 +46,8 @@ def parser() -> Parser:
 
 def main() -> None:
     """Run the command line."""
-    args = parser().parse_args()
-    found: List[Dict[str, Any]] = []
+    args = make_parser().parse_args()
+    rows: List[Dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for name, count, make in (
             ("own files", args.events, make_run),
@@ -56,24 +56,24 @@ def main() -> None:
             if count:
                 path = Path(folder) / name.replace(" ", "-").replace("'", "")
                 path.mkdir()
-                made = make(path, count)
-                found.append({"trace": name, "events": made, **measured(path)})
+                events = make(path, count)
+                rows.append({"trace": name, "events": events, **measure(path)})
                 if not args.json:
-                    print(told(found[-1]), flush=True)
+                    print(format_row(rows[-1]), flush=True)
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(rows, indent=1))
 
 
-def told(row: Dict[str, Any]) -> str:
-    """A line."""
+def format_row(row: Dict[str, Any]) -> str:
+    """Format a measurement as a line."""
     return (
         f"{row['trace']}: {row['events']:,} events, {row['file_bytes'] / 1e6:,.0f} MB on disk, analyzed in {row['seconds']:.1f} s"
         f" ({row['cpu_seconds']:.1f} s of a core; limit {LIMIT_SECONDS}) with {row['peak_bytes'] / 1e9:.2f} GB (limit {LIMIT_GB})"
     )
 
 
-def measured(path: Path) -> Dict[str, Any]:
-    """The analysis in a process of its own: measured seconds and bytes."""
+def measure(path: Path) -> Dict[str, Any]:
+    """Analyze a trace in another process. Return its seconds and bytes."""
     before = time.perf_counter()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", CHILD, str(path)]
@@ -96,11 +96,11 @@ print(used.ru_maxrss * {1 if sys.platform == "darwin" else 1024}, used.ru_utime 
 
 
 def make_run(path: Path, events: int) -> int:
-    """A run's folder of about so many events. Returns how many."""
-    each = max(1, events // (RANKS * len(PER_MICROBATCH)))
+    """Write a run's folder of about `events` events. Return their number."""
+    microbatches = max(1, events // (RANKS * len(PER_MICROBATCH)))
     rng = np.random.default_rng(0)
     metadata = {
-        "method": "pipedream", "method_args": {}, "stages": RANKS, "accumulate": 1, "microbatches": each, "backend": "made up",
+        "method": "pipedream", "method_args": {}, "stages": RANKS, "accumulate": 1, "microbatches": microbatches, "backend": "made up",
         "device_of_stage": list(range(RANKS)),
         "units": [
             {"name": f"layer{i}", "stage": i // 4, "forward_flops": 1e9, "backward_flops": 2e9, "crossing_bytes": 1 << 20}
@@ -109,15 +109,15 @@ def make_run(path: Path, events: int) -> int:
     }  # fmt: skip
     for rank in range(RANKS):
         writer = TraceWriter(path / "trace" / f"rank-{rank}.trace", metadata)
-        writer.write_events(_rank(rank, each, rng))
-        writer.write_counters(_held(rank, each))
+        writer.write_events(_make_events(rank, microbatches, rng))
+        writer.write_counters(_make_counters(rank, microbatches))
         writer.close()
-    return each * RANKS * len(PER_MICROBATCH)
+    return microbatches * RANKS * len(PER_MICROBATCH)
 
 
-def _rank(rank: int, each: int, rng: Any) -> Events:
+def _make_events(rank: int, microbatches: int, rng: Any) -> Events:
     width = len(PER_MICROBATCH)
-    count = each * width
+    count = microbatches * width
     lasts = rng.integers(50_000, 150_000, count)
     ends = np.cumsum(lasts) + rank * 1_000_000
     place = np.arange(count) % width
@@ -127,22 +127,24 @@ def _rank(rank: int, each: int, rng: Any) -> Events:
     onward, back = PAYLOADS.index("activations"), PAYLOADS.index("gradients")
     carries = np.array([onward, 0, onward, back, 0, back, 0], np.int8)[place]
     microbatch = (np.arange(count) // width).astype(np.int32)
-    same = np.full(count, rank, np.int32)
     version = np.where(place == width - 1, microbatch + 1, np.maximum(microbatch - (RANKS - rank), 0)).astype(np.int32)
     size = np.where(kind == KINDS.index("send"), 1 << 20, -1).astype(np.int64)
-    return Events(same, same, kind, microbatch, ends - lasts, ends, version, size, peer, carries)
+    return Events.from_columns(
+        count, stage=rank, device=rank, kind=kind, microbatch=microbatch, start=ends - lasts, end=ends, version=version, bytes=size,
+        peer=peer, carries=carries,
+    )  # fmt: skip
 
 
-def _held(rank: int, each: int) -> Counters:
-    count = each // 10
+def _make_counters(rank: int, microbatches: int) -> Counters:
+    count = microbatches // 10
     time_ns = np.arange(count, dtype=np.int64) * 7_000_000
-    held = (np.arange(count) % 17).astype(np.float64) * 1e6
+    values = (np.arange(count) % 17).astype(np.float64) * 1e6
     names = (MEMORY["activations"], MEMORY["gradients"])
-    return Counters(np.full(count, rank, np.int32), (np.arange(count) % 2).astype(np.int16), time_ns, held, names)
+    return Counters(np.full(count, rank, np.int32), (np.arange(count) % 2).astype(np.int16), time_ns, values, names)
 
 
 def make_foreign(path: Path, events: int) -> int:
-    """One rank's trace as PyTorch's profiler writes it, with so many events."""
+    """Write one rank's trace as PyTorch's profiler writes it. Return the number of events."""
     keys = {"schemaVersion": 1, "distributedInfo": {"backend": "nccl", "rank": 0}, "baseTimeNanoseconds": 17 * 10**17}
     sends, computes = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "void gemm_kernel_{}<float>"
     with (path / "rank0.json").open("w", encoding="utf-8") as file:

@@ -29,8 +29,8 @@ MODELS = {  # entry, arguments, stages, shape of a sample
 RESAMPLED = 2000  # medians of turns drawn again, for the interval
 
 
-def parser() -> Parser:
-    """The command line."""
+def make_parser() -> Parser:
+    """Return the command line's parser."""
     p = Parser(
         prog="tools/bench_trace.py",
         description="Time steps of pipedream on two processes of one thread each, traced and not in turns within one run;\n"
@@ -47,64 +47,64 @@ def parser() -> Parser:
 
 def main() -> None:
     """Run the command line."""
-    args = parser().parse_args()
+    args = make_parser().parse_args()
     if args.turns < 11 or args.updates < 1:
         raise BadInput("--turns: at least 11; --updates: at least 1")
-    found = measure(args.model, args.turns, args.updates)
+    overhead = measure(args.model, args.turns, args.updates)
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(overhead, indent=1))
         return
     print(
-        f"{args.model}: {found['events_an_update']:.1f} events an update; median of {args.turns} turns, 95 % interval"
+        f"{args.model}: {overhead['events_an_update']:.1f} events an update; median of {args.turns} turns, 95 % interval"
     )
     for clock, what in (("wall", "time"), ("cpu", "CPU time of the thread that trains")):
-        own = found[clock]
-        low, high = (100 * edge for edge in own["interval"])
+        row = overhead[clock]
+        low, high = (100 * edge for edge in row["interval"])
         print(
-            f"  {what}: {own['untraced_ms']:.3f} ms an update untraced, {own['traced_ms']:.3f} traced: overhead "
-            f"{100 * own['overhead']:.2f} % ({low:.2f} to {high:.2f} %)"
+            f"  {what}: {row['untraced_ms']:.3f} ms an update untraced, {row['traced_ms']:.3f} traced: overhead "
+            f"{100 * row['overhead']:.2f} % ({low:.2f} to {high:.2f} %)"
         )
 
 
 def measure(model: str, turns: int, updates: int) -> Dict[str, Any]:
-    """Overhead as a share of the untraced time, by two processes."""
-    with socket.socket() as own, tempfile.TemporaryDirectory() as folder:
-        own.bind(("localhost", 0))
-        port = own.getsockname()[1]
-        own.close()
+    """Measure the overhead of tracing as a share of the untraced time, on two processes."""
+    with socket.socket() as listener, tempfile.TemporaryDirectory() as folder:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+        listener.close()
         context = multiprocessing.get_context("spawn")
         os.environ["OMP_NUM_THREADS"] = "1"
-        ranks = [context.Process(target=_process, args=(r, port, folder, model, turns, updates)) for r in range(2)]
+        ranks = [context.Process(target=_run_rank, args=(r, port, folder, model, turns, updates)) for r in range(2)]
         for rank in ranks:
             rank.start()
         for rank in ranks:
             rank.join()
         if any(rank.exitcode for rank in ranks):
             raise RunFault("a process of the benchmark failed: see above")
-        told = [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(2)]
+        times = [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(2)]
     # a turn's time is that of the slower process
-    found: Dict[str, Any] = {"model": model, "turns": turns, "updates": updates}
-    found["events_an_update"] = told[0]["events"] / ((turns + 1) * updates)
+    overhead: Dict[str, Any] = {"model": model, "turns": turns, "updates": updates}
+    overhead["events_an_update"] = times[0]["events"] / ((turns + 1) * updates)
     for clock in ("wall", "cpu"):
         traced, untraced = (
-            [max(pair) for pair in zip(*(rank[f"{how} {clock}"] for rank in told))] for how in ("traced", "untraced")
+            [max(pair) for pair in zip(*(rank[f"{how} {clock}"] for rank in times))] for how in ("traced", "untraced")
         )
         shares = [a / b - 1 for a, b in zip(traced, untraced)]
-        found[clock] = {
+        overhead[clock] = {
             "traced_ms": 1e3 * statistics.median(traced) / updates, "untraced_ms": 1e3 * statistics.median(untraced) / updates,
-            "overhead": statistics.median(shares), "interval": interval(shares), "shares": shares,
+            "overhead": statistics.median(shares), "interval": bootstrap_interval(shares), "shares": shares,
         }  # fmt: skip
-    return found
+    return overhead
 
 
-def interval(shares: List[float]) -> Tuple[float, float]:
-    """Of 95 %, for the median of what these are a sample of."""
+def bootstrap_interval(shares: List[float]) -> Tuple[float, float]:
+    """Return the 95 % interval of the median of `shares`, by bootstrap over turns."""
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(shares, k=len(shares))) for _ in range(RESAMPLED))
     return medians[RESAMPLED * 25 // 1000], medians[RESAMPLED * 975 // 1000]
 
 
-def _process(rank: int, port: int, folder: str, model: str, turns: int, updates: int) -> None:
+def _run_rank(rank: int, port: int, folder: str, model: str, turns: int, updates: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     import time
 
