@@ -1,8 +1,8 @@
 """Time and memory of the analysis of large traces: python tools/bench_analyze.py --events 10000000
 
-It writes two synthetic traces: a run's folder with one file for each of eight ranks (passes, messages, waits, updates and counters of
-memory), and one rank's Chrome trace as PyTorch's profiler writes it. `tools/analyze.py --json` reads each in its own process, whose
-time and peak resident memory are printed.
+It writes two synthetic traces: a run's folder with one file for each of eight ranks (passes, messages, waits, updates and
+counters of memory), and one rank's Chrome trace as PyTorch's profiler writes it. `tools/analyze.py --json` reads each in its own
+process, whose time and peak resident memory are printed.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def make_run(path: Path, events: int) -> int:
     microbatches = max(1, events // (RANKS * len(PER_MICROBATCH)))
     rng = np.random.default_rng(0)
     metadata = {
-        "method": "pipedream", "method_args": {}, "stages": RANKS, "accumulate": 1, "microbatches": microbatches, "backend": "made up",
+        "method": "pipedream", "method_args": {}, "stages": RANKS, "accumulate": 1,
+        "microbatches": microbatches, "backend": "made up",
         "device_of_stage": list(range(RANKS)),
         "units": [
             {"name": f"layer{i}", "stage": i // 4, "forward_flops": 1e9, "backward_flops": 2e9, "crossing_bytes": 1 << 20}
@@ -130,8 +131,8 @@ def _make_events(rank: int, microbatches: int, rng: Any) -> Events:
     version = np.where(place == width - 1, microbatch + 1, np.maximum(microbatch - (RANKS - rank), 0)).astype(np.int32)
     size = np.where(kind == KINDS.index("send"), 1 << 20, -1).astype(np.int64)
     return Events.from_columns(
-        count, stage=rank, device=rank, kind=kind, microbatch=microbatch, start=ends - lasts, end=ends, version=version, bytes=size,
-        peer=peer, carries=carries,
+        count, stage=rank, device=rank, kind=kind, microbatch=microbatch, start=ends - lasts, end=ends,
+        version=version, bytes=size, peer=peer, carries=carries,
     )  # fmt: skip
 
 
