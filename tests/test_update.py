@@ -8,17 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from ipu_pipe.backends.clipping import Clipping, Elsewhere
-from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import begin_stage, partition
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
-from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update import clipping
 from ipu_pipe.update import optimizer as update
-from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.clipping import DelayedGlobalNorm
 from ipu_pipe.update.groups import make_groups
 from ipu_pipe.update.optimizer import count_moments, count_state_bytes, get_kind, import_state
@@ -51,10 +47,8 @@ def test_what_cannot_be_trained_is_refused() -> None:
 
 def clip(optimizer: torch.optim.Optimizer, norm: float, scope: str) -> None:
     """As a run's update does, all stages in one process."""
-    method = resolve_method("gpipe")
-    table = VersionTable(make_schedule(method, 2, 4, 2), method)
-    rules = UpdateRules({}, method, table.rule_lag(), 2, optimizer, lambda k: 0.1)
-    Clipping(Work(nn.functional.mse_loss, table, rules, (norm, scope)), Elsewhere())(0)
+    stages = {group["stage"]: group["params"] for group in optimizer.param_groups}
+    clipping.GradientClipping((norm, scope), stages, make_schedule(resolve_method("gpipe"), 2, 4, 2))(0)
 
 
 @pytest.mark.parametrize("scope", ["global", "stage"])

@@ -1,9 +1,14 @@
-"""Clipping of gradients by the norm of a stage, of all stages, or of all stages some updates ago."""
+"""Clipping of gradients by their norm, the same on all backends.
+
+    stage            each stage by its own norm
+    global           all stages by that of all: if the pipeline is empty before every update
+    delayed_global   all by the norm of the newest update that all stages have done before any does this one (`DelayedGlobalNorm`)
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Dict, Iterable, List, Optional, Sequence, Union
+from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -13,18 +18,16 @@ MARGIN = 1e-6  # added to a norm, as torch's own clipping does
 
 
 def compute_gradient_norms(parameters: Iterable[torch.Tensor]) -> List[torch.Tensor]:
-    """Return the Euclidean norm of each gradient that exists, by one kernel a tensor.
+    """Return the Euclidean norm of each gradient that is there.
 
-    Torch's own clipping takes all tensors of a GPU at once; whether a stage has a process of its own must not change the kernels.
+    One kernel for each tensor, since the same kernels must run whether or not a stage has a process of its own: torch's clipping
+    takes all tensors of a GPU at once.
     """
     return [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
 
 
 def clip_to_norm(norm: float, parameters: Iterable[torch.Tensor], norms: Sequence[torch.Tensor]) -> None:
-    """Scale the gradients of `parameters` so that the norm of all gradients is at most `norm`.
-
-    `norms` are the norms of all of them, those of other parameters included.
-    """
+    """Scale gradients so that the norm over all tensors with these `norms`, which may be more than these, is at most `norm`."""
     if not norms:
         return
     total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
@@ -38,25 +41,25 @@ def _multiply(parameters: Iterable[torch.Tensor], scale: Union[float, torch.Tens
 
 
 def compute_norm(parameters: Iterable[torch.Tensor]) -> Optional[float]:
-    """Return the Euclidean norm of the gradients of these parameters, or None if there are none."""
+    """Return the Euclidean norm of all gradients of these parameters, None if there is none."""
     norms = compute_gradient_norms(parameters)
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else None
 
 
 class DelayedGlobalNorm:
-    """Clipping of asynchronous methods by a global norm.
+    """Clips asynchronous methods by a global norm.
 
-    A stage updates before the other stages have their gradients, so it takes the norm of the newest update that all stages have
-    done before any of them does this one: `lag` updates back. After a drain there is none yet, and the stage's own norm clips.
+    A stage updates before the other stages have their gradients. So it takes the norm of the newest update that all stages have
+    done before any of them does this one, `lag` updates back. Right after a drain there is none, and the stage's own norm clips.
     """
 
     def __init__(self, norm: float, schedule: Schedule) -> None:
         self._norm, self._schedule = norm, schedule
-        self.lag = _common_lag(schedule)
+        self.lag = _find_common_lag(schedule)
         self._totals: Dict[int, float] = {}
 
     def source(self, k: int) -> Optional[int]:
-        """Return the update whose global norm clips update k, or None if the stage's own norm does."""
+        """Return the update whose global norm clips update k, None if the stage's own norm does."""
         begin, _ = self._schedule.stretch(k)
         return k - self.lag if k - self.lag >= begin else None
 
@@ -65,20 +68,20 @@ class DelayedGlobalNorm:
         return k + self.lag < self._schedule.stretch(k)[1]
 
     def remember(self, k: int, norms: Sequence[Optional[float]]) -> None:
-        """Store the norms of update k, one for each stage in order."""
+        """Keep the norm over all stages of update k; `norms`: of the stages."""
         self._totals[k] = math.sqrt(sum(n * n for n in norms if n is not None))
         self._totals.pop(k - 2 * self.lag - 1, None)
 
-    def clip(self, k: int, parameters: Sequence[torch.Tensor], own: Optional[float]) -> None:
-        """Scale a stage's gradients of update k, whose own norm is `own`."""
+    def clip(self, k: int, parameters: Sequence[torch.Tensor], norm: Optional[float]) -> None:
+        """Scale a stage's gradients of update k, of which `norm` is the stage's own."""
         source = self.source(k)
-        total = own if source is None else self._totals[source]
+        total = norm if source is None else self._totals[source]
         if total is not None:
             _multiply(parameters, min(self._norm / (total + MARGIN), 1.0))
 
 
-def _common_lag(schedule: Schedule) -> int:
-    """Return the least g such that all stages have done update k - g before any stage does update k, for all k."""
+def _find_common_lag(schedule: Schedule) -> int:
+    """Return the least g such that all stages have done update k - g before any stage does update k, for any k."""
     longest = max(schedule.stretches, key=lambda part: part.microbatches)
     first = longest.first_microbatch // schedule.accumulate
     count = min(longest.microbatches // schedule.accumulate, 4 * schedule.stages + 8)
@@ -88,3 +91,74 @@ def _common_lag(schedule: Schedule) -> int:
         if (latest[:-lag] < earliest[lag:]).all():
             return lag
     return max(count, 1)
+
+
+class OtherStages:
+    """The norms of stages on other ranks. Here there are none: all stages are in this process."""
+
+    def gather_norms(self, norms: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+        """Return the norm of every parameter's gradient, in the order of the stages; `norms`: of the stages that are here."""
+        return list(norms)
+
+    def send(self, k: int, norms: Mapping[int, Optional[float]]) -> None:
+        """Send the norms of the stages that are here, of update k, to the others; None where a stage has no gradient."""
+
+    def receive(self, k: int) -> Dict[int, Optional[float]]:
+        """Return the norms of the other stages of update k."""
+        return {}
+
+    def discard(self, k: int) -> None:
+        """Receive the norms of update k, which are not needed any more."""
+
+
+class GradientClipping:
+    """Clips the gradients of the stages that are here, at each update.
+
+    `clip`: (norm, scope) or None for no clipping; `stages`: the parameters of each stage that is here; `others`: the other stages.
+    """
+
+    def __init__(
+        self,
+        clip: Optional[Tuple[float, str]],
+        stages: Mapping[int, Sequence[torch.nn.Parameter]],
+        schedule: Schedule,
+        others: Optional[OtherStages] = None,
+    ) -> None:
+        self._clip, self._stages, self._count = clip, stages, schedule.stages
+        self._others = others or OtherStages()
+        self._norms: Dict[int, Dict[int, Optional[float]]] = {}  # by update and stage, until a later update is clipped by them
+        self.delayed: Optional[DelayedGlobalNorm] = None
+        if clip is not None and clip[1] == "delayed_global":
+            self.delayed = DelayedGlobalNorm(clip[0], schedule)
+
+    def __call__(self, k: int) -> None:
+        """Scale the gradients of update k."""
+        if self._clip is None:
+            return
+        norm, scope = self._clip
+        if self.delayed is not None:
+            self._clip_by_delayed_norm(self.delayed, k)
+        elif scope == "global":
+            parameters = [p for stage in self._stages.values() for p in stage]
+            clip_to_norm(norm, parameters, self._others.gather_norms(compute_gradient_norms(parameters)))
+        else:
+            for stage in self._stages.values():
+                clip_to_norm(norm, stage, compute_gradient_norms(stage))
+
+    def discard_rest(self) -> None:
+        """Receive the norms that later updates of the planned run would have needed: it ended sooner."""
+        for k in sorted(self._norms):
+            self._others.discard(k)
+        self._norms.clear()
+
+    def _clip_by_delayed_norm(self, delayed: DelayedGlobalNorm, k: int) -> None:
+        norms = {s: compute_norm(parameters) for s, parameters in self._stages.items()}
+        source = delayed.source(k)
+        if source is not None:
+            at_source = {**self._norms.pop(source), **self._others.receive(source)}
+            delayed.remember(source, [at_source.get(s) for s in range(self._count)])
+        for s, parameters in self._stages.items():
+            delayed.clip(k, parameters, norms[s])
+        if delayed.is_needed(k):
+            self._norms[k] = norms
+            self._others.send(k, norms)

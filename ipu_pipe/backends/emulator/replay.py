@@ -21,7 +21,6 @@ from typing import Any, Iterable, List, Mapping, Optional, Tuple
 import torch
 from torch import nn
 
-from ipu_pipe.backends.clipping import Clipping, Elsewhere
 from ipu_pipe.backends.emulator.measuring import BatchResults, Measurements
 from ipu_pipe.backends.emulator.recompute import Recomputation
 from ipu_pipe.backends.emulator.single_stage import BuffersOfOneStage
@@ -38,6 +37,7 @@ from ipu_pipe.model.partition import Partition
 from ipu_pipe.model.probe import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.schedule.recompute import find_segment_ends
+from ipu_pipe.update.clipping import GradientClipping
 
 Microbatch = Tuple[Any, Any]  # x, y
 Forward = Tuple[Any, List[torch.Tensor]]  # output, losses
@@ -67,13 +67,14 @@ class Emulator:
         self._replay: Optional[Replay] = None
         self._microbatch = work.microbatch
         self.weights = make_weight_store(work, range(len(part)), self._plan.made(self._number))
-        self._clipping = Clipping(work, Elsewhere())
+        stages = {s: state.parameters for s, state in work.rules.stages.items()}
+        self._clipping = GradientClipping(work.clip, stages, work.schedule)
         self._measured = Measurements(work)
         draws = observe_effects(model, example[0]).draws if draws is None else draws
         self._random = KeyedRandomness(model, draws, seed, get_first_tensor(example[0]).device)
         self._width = replicas
         self._own = IndependentReplicas.of(work, model)
-        trained = [p for stage in work.rules.stages.values() for p in stage.parameters]
+        trained = [p for parameters in stages.values() for p in parameters]
         self._replicas = GradientReplicas(model, trained, replicas) if replicas > 1 and self._own is None else None
         self._watch, self._last_stage = StageWatch(model, part), len(part) - 1
         self._buffers = BuffersOfOneStage(model, self._watch) if work.block_updates > 1 else None

@@ -285,7 +285,7 @@ class Interpreter:
     def close(self) -> None:
         """Let all messages through, put the newest weights into the parameters and take the hooks off the model."""
         for update in self.updates.values():
-            update.clipping.forget_rest()
+            update.clipping.discard_rest()
         self.load_newest()
         self.mail.flush()
         self.remove_hooks()

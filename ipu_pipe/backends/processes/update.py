@@ -8,7 +8,6 @@ from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping,
 
 import torch
 
-from ipu_pipe.backends.clipping import Clipping, Elsewhere
 from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.losses import COLUMNS, average
 from ipu_pipe.backends.processes.layout import RankLayout
@@ -19,6 +18,7 @@ from ipu_pipe.backends.work import Work
 from ipu_pipe.errors import RunFault
 from ipu_pipe.model.cutting import Shape
 from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.update.clipping import GradientClipping, OtherStages
 
 NO_GRADIENT = -1.0  # in the place of the norm of a gradient that is not there
 NORM_SHAPE = (Shape((1,), torch.float64, False),)
@@ -36,7 +36,8 @@ class StageUpdate:
         stages = work.rules.stages
         self.parameters = stages[model.stage].parameters if model.stage in stages else []
         self._norms = OtherRanksNorms(work, model.layout, mail, recorder, len(self.parameters), self._interrupt)
-        self.clipping = Clipping(work, self._norms)
+        clipped = {s: state.parameters for s, state in stages.items()}
+        self.clipping = GradientClipping(work.clip, clipped, work.schedule, self._norms)
         self._update, self._start = -1, recorder.mark()
 
     def needs(self, k: int) -> Iterator[Tuple[int, Message, Shapes]]:
@@ -103,7 +104,7 @@ def average_over_replicas(parameters: Sequence[torch.nn.Parameter], mail: Mail, 
             p.grad = part.view_as(p)
 
 
-class OtherRanksNorms(Elsewhere):
+class OtherRanksNorms(OtherStages):
     """The norms of the gradients of the same replica's other stages. `count`: parameters of the stage that is here; `interrupt`:
     around what belongs to messages and not to the update; `expected`: updates whose norms the mail expects."""
 
@@ -118,21 +119,21 @@ class OtherRanksNorms(Elsewhere):
         if work.clip is not None and work.clip[1] == "global":
             self._counts = [int(n) for n in mail.all_gather(torch.tensor([count]))]
 
-    def all_norms(self, own: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+    def gather_norms(self, norms: Sequence[torch.Tensor]) -> List[torch.Tensor]:
         padded = torch.full((max(self._counts),), NO_GRADIENT, dtype=torch.float64)
-        if own:
-            padded[: len(own)] = torch.stack([norm.double().cpu() for norm in own])
+        if norms:
+            padded[: len(norms)] = torch.stack([norm.double().cpu() for norm in norms])
         with self._interrupt():
             start = self._recorder.mark()
             gathered = self._mail.all_gather(padded)
             self._recorder.add("wait", self._recorder.update, start, carries="norms")
         first = self._layout.rank_of(0)
         of_replica = slice(first, first + self._layout.stages)
-        norms = torch.cat([norms[:count] for norms, count in zip(gathered[of_replica], self._counts[of_replica])])
+        every = torch.cat([rank[:count] for rank, count in zip(gathered[of_replica], self._counts[of_replica])])
         parameter = self._rules.stages[self._layout.stage].parameters[0]
-        return list(norms[norms != NO_GRADIENT].to(parameter.device, parameter.dtype))
+        return list(every[every != NO_GRADIENT].to(parameter.device, parameter.dtype))
 
-    def ask(self, k: int) -> Dict[int, Optional[float]]:
+    def receive(self, k: int) -> Dict[int, Optional[float]]:
         norms: Dict[int, Optional[float]] = {}
         with self._interrupt():
             self.expected.discard(k)
@@ -141,14 +142,14 @@ class OtherRanksNorms(Elsewhere):
                 norms[stage] = None if norm == NO_GRADIENT else norm
         return norms
 
-    def tell(self, k: int, norms: Mapping[int, Optional[float]]) -> None:
+    def send(self, k: int, norms: Mapping[int, Optional[float]]) -> None:
         norm = norms.get(self._layout.stage)
         with self._interrupt():
             for stage in self._layout.other_stages:
                 value = torch.tensor([NO_GRADIENT if norm is None else norm], dtype=torch.float64)
                 self._mail.send(self._layout.rank_of(stage), Message(NORM, k), [value])
 
-    def forget(self, k: int) -> None:
+    def discard(self, k: int) -> None:
         for stage in self._layout.other_stages:
             rank = self._layout.rank_of(stage)
             if k not in self.expected:
