@@ -101,7 +101,7 @@ def test_draws_are_a_function_of_seed_and_iteration_alone() -> None:
         for got, all_of_them in zip(some[:4], one[:4]):
             if got is not None and all_of_them is not None:
                 assert (got == all_of_them[..., first:last]).all()
-        assert (parts.made(first) == one.updates[:, :first].sum(axis=1)).all()
+        assert (parts.count_updates(first) == one.updates[:, :first].sum(axis=1)).all()
     assert (replays({}, M=3000, seed=5).window(0, 90).forward != one.forward[:, :90]).any()
 
 

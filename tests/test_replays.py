@@ -44,7 +44,7 @@ class Listed:
     def __init__(self, replays: List[Stated], reach: int, stashes: bool = False) -> None:
         self.replays, self.count, self.reach, self.stashes = replays, len(replays), reach, stashes
 
-    def made(self, number: int) -> IntArray:
+    def count_updates(self, number: int) -> IntArray:
         return np.zeros(len(self.replays[0].forward), np.int64)
 
     def window(self, first: int, last: int) -> ReplayWindow:
@@ -137,7 +137,7 @@ def test_updates_of_single_stages_are_those_of_the_literal_replay(
     literally(twin, replays, data)
     for ours, theirs in zip(whole(modules).state_dict().values(), whole(twin).state_dict().values()):
         assert torch.equal(ours, theirs)
-    assert [int(p.item()) for p in emulator._plan.made(len(replays) - 1)] == [
+    assert [int(p.item()) for p in emulator._plan.count_updates(len(replays) - 1)] == [
         sum(s in r.updates for r in replays[:-1]) for s in range(len(modules))
     ]
 
@@ -220,4 +220,4 @@ def test_a_schedules_replays_take_turns_by_replica_and_update_when_a_batch_is_fu
     assert list(found) == expected[1 : source.count]
     columns = [m for m, _, _ in expected[1 : source.count]]
     assert (window.forward == table.forward(0, 1300)[:, columns]).all()
-    assert source.made(7 * 2 * width).tolist() == [7, 7, 7]
+    assert source.count_updates(7 * 2 * width).tolist() == [7, 7, 7]

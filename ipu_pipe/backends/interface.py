@@ -1,4 +1,4 @@
-"""What every backend is: the record of its functions, its engines, and what these give.
+"""The interface of a backend: the record of its functions, its engines, and what these return.
 
 Every process of a run has an engine and calls the same methods in the same order; the main one (rank 0) also writes.
 """
@@ -46,8 +46,8 @@ class CheckpointState(NamedTuple):
 
 
 class DeviceTimes(NamedTuple):
-    """How a device with a clock spent the steps that count for throughput, in nanoseconds: in passes and updates, waiting for
-    others, on messages where it did nothing else; the span is the whole."""
+    """How a device with a clock spent the steps that count for throughput: in passes and updates, waiting for others, on messages
+    while it did nothing else; `span_ns` is the whole."""
 
     busy_ns: int
     wait_ns: int
@@ -56,24 +56,19 @@ class DeviceTimes(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the devices measured: by stage, bytes of optimizer state and greatest bytes of weight versions besides the newest;
-    messages sent, (source, target) -> (bytes, messages); events of all ranks; microbatches that these two are of; messages with
-    the gradients of shared layers; counters of the trace; busy share of the devices' own schedule, where it is not the job's;
-    JSON files of the backend's own, by name; how each device spent the steps of this start that count for throughput; the
-    greatest bytes that each device held, by category, and of all at once ("total"), the emulator being one device. None where a
-    backend cannot know."""
+    """What the devices measured; None is what a backend cannot know."""
 
-    optimizer_bytes: List[int]
-    version_bytes: List[int]
-    links: Optional[Dict[Tuple[int, int], Tuple[int, int]]]
-    events: Optional[Events]
-    microbatches: int = 0
-    shared: Optional[Dict[Tuple[int, int], Tuple[int, int]]] = None
+    optimizer_bytes: List[int]  # of state, by stage
+    version_bytes: List[int]  # the most of weight versions besides the newest, by stage
+    links: Optional[Dict[Tuple[int, int], Tuple[int, int]]]  # (source, target) -> bytes, messages
+    events: Optional[Events]  # of all ranks
+    microbatches: int = 0  # that links and events are of
+    shared: Optional[Dict[Tuple[int, int], Tuple[int, int]]] = None  # as links, with the gradients of shared layers
     counters: Optional[Counters] = None
-    utilization: Optional[float] = None
-    files: Optional[Dict[str, Any]] = None
-    times: Optional[List[DeviceTimes]] = None
-    peak_memory: Optional[List[Dict[str, int]]] = None
+    utilization: Optional[float] = None  # busy share of the devices' own schedule, if it is not the job's
+    files: Optional[Dict[str, Any]] = None  # JSON files of the backend's own, by name
+    times: Optional[List[DeviceTimes]] = None  # by device, of the steps of this start that count for throughput
+    peak_memory: Optional[List[Dict[str, int]]] = None  # by device, the most bytes by category and at once ("total")
 
 
 class Engine:
@@ -87,17 +82,20 @@ class Engine:
         self.names = {parameter: name for name, parameter in job.get_trained().items()}
 
     def step(self, k: int) -> StepResult:
-        """Update k. The result is meant for the main process; others may get zeros."""
+        """Carry out update k and return its result; on other processes than the main one it may be empty."""
         raise NotImplementedError
 
     def advance(self, k: int, read: bool) -> List[StepResult]:
-        """Update k, and what was measured since this last told it: where reading would hold a GPU up nothing unless `read`."""
+        """Carry out update k and return the results since the last call; none unless `read` if reading would hold a GPU up."""
         return [self.step(k)]
 
     def end(self, done: int, asked: bool) -> int:
-        """How many updates the run has, when `done` are: as many as planned, or fewer where the main process has `asked` to end
-        it, now or before. Every process calls it then, and ends at the same one: when what is in the pipeline is done."""
-        if self.job.schedule.stretch(done - 1)[1] > done:  # it is not empty: told where it is
+        """Return how many updates the run has, when `done` are: fewer than planned if the main process has `asked` to end it.
+
+        Every process calls this after each update, and ends at the same one: when what is in the pipeline is done.
+        """
+        # only where the pipeline is empty
+        if self.job.schedule.stretch(done - 1)[1] > done:
             return self.job.updates
         return done if run_on_main(lambda: asked) else self.job.updates
 
@@ -106,31 +104,33 @@ class Engine:
         return None if are_joined() else self.job.model
 
     def evaluate(self) -> List[EvaluationResult]:
-        """Test loss and metrics with the pipeline drained, of each block that has a loss of its own, the model's own last; the
-        same on every process."""
+        """Return test loss and metrics of each block that has a loss of its own, the model's own last, on every process alike.
+
+        The pipeline is drained.
+        """
         raise NotImplementedError
 
     def state(self) -> Optional[CheckpointState]:
-        """State for a checkpoint, on the main process, else None."""
+        """Return the state for a checkpoint, on the main process, else None."""
         raise NotImplementedError
 
     def report(self) -> Optional[Report]:
-        """At the end, on the main process, else None."""
+        """Return what was measured, at the end, on the main process, else None."""
         raise NotImplementedError
 
     def profile(self) -> Optional[StageSeconds]:
-        """At the end, before `close`: what each stage's passes take, where the devices have no clocks; else None."""
+        """Return what each stage's passes take, at the end before `close`; None if the devices have clocks."""
         return None
 
     def close(self) -> None:
-        """Newest weights in the model, nothing left behind."""
+        """Put the newest weights into the model and leave nothing behind."""
 
     def abort(self) -> None:
-        """After a fault: nothing left behind in the user's model, without waiting for anyone."""
+        """Leave nothing behind in the user's model after a fault, without waiting for anyone."""
         self.close()
 
     def release_blocks(self) -> None:
-        """The model as it was before it was cut into blocks, where it was."""
+        """Let a model that was cut into blocks train as a whole again."""
         blocks = get_blocks(self.job.model)
         if blocks is not None:
             blocks.release()
@@ -139,12 +139,12 @@ class Engine:
 class Backend(NamedTuple):
     """A row of the table of backends.
 
-    `check_launch`: refuses (BadInput) a launcher that does not fit. `launch(config, asked)`: joins the run's other processes;
-    refuses where these were asked for something else. `place`: which stages are here. `faults`: why the job cannot be run, a
-    line each. `note`: how the stages will run, where the user should know. `engine(job, first_update)`: this
-    process's. `emulates`: all versions of the weights are in this process. `pins_memory`: a GPU's batches may be pinned, since no
-    message waits meanwhile. `trains_on`: what trains, where it is not the config's device. `in_flight`: microbatches that each
-    stage holds at most, (P,), where the backend has a pipeline of its own; None where the schedule says it.
+    `check_launch` raises `BadInput` for a launcher that does not fit. `launch(config, asked)` joins the run's other processes, or
+    raises `BadInput` if these were asked for something else. `place` returns the stages, and which are here. `faults` returns why
+    a job cannot be run, a line each. `note` returns how the stages will run, if the user should know. `engine(job, first_update)`
+    returns this process's engine. `emulates`: all versions of the weights are in this process. `pins_memory`: a GPU's batches may
+    be pinned, since no message waits meanwhile. `trains_on`: the device that trains, if it is not the config's. `in_flight` returns the
+    microbatches that each stage holds at most, (P,), where the backend has a pipeline of its own; None if the schedule says it.
     """
 
     check_launch: Callable[[BackendConfig], None]
@@ -163,7 +163,7 @@ MARK = "poptorch"  # of the optimizer state that is PopTorch's own
 
 
 def refuse_poptorch_state(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse (BadInput) PopTorch's optimizer state on another backend."""
+    """Raise `BadInput` for PopTorch's optimizer state on another backend."""
     if any(str(entry).startswith(f"{MARK}:") for state in optimizer.state.values() for entry in state):
         raise BadInput(
             "--resume: the checkpoint's optimizer state is PopTorch's, which backend.name poptorch alone can load: "

@@ -29,8 +29,11 @@ BLOCK = 4096  # iterations that share a generator, and after each of which the u
 
 
 class RandomizedReplays:
-    """P block updates for each microbatch of `table`'s schedule, which is PipeDream's: it says where the run drains, and the
-    order and delays where these are to be its own. `batches`: microbatches of an epoch, of which one is drawn."""
+    """P block updates for each microbatch of a schedule.
+
+    `table`: of PipeDream's schedule, which says where the run drains, and the order and the delays of updates if `history` takes
+    them from it. `batches`: microbatches of an epoch, of which one is drawn.
+    """
 
     def __init__(self, table: VersionTable, history: History, batches: int, seed: int) -> None:
         self._table, self._history, self._batches, self._seed = table, history, batches, seed
@@ -40,7 +43,7 @@ class RandomizedReplays:
         # PipeDream's windows of at most 3P slots, of P block updates each at most; one more iterate for the extrapolation
         exact = history.delays == "schedule"
         self.reach = 2 + (3 * self.stages**2 if exact else history.bound_for(self.stages))
-        self._made: Dict[int, IntArray] = {0: np.zeros(self.stages, np.int64)}  # by block of iterations
+        self._updates: Dict[int, IntArray] = {0: np.zeros(self.stages, np.int64)}  # by block of iterations
         self._drawn: Tuple[int, NDArray[np.float64]] = (-1, np.zeros((0, 0)))
         self._order: Optional[Tuple[IntArray, IntArray]] = None
         if history.order == "schedule":
@@ -48,15 +51,15 @@ class RandomizedReplays:
 
     # --- the source
 
-    def made(self, number: int) -> IntArray:
-        """Updates of the stages (P,) before iteration `number`."""
+    def count_updates(self, number: int) -> IntArray:
+        """Return the updates of each stage (P,) before iteration `number`."""
         block, rest = divmod(number, BLOCK)
-        for i in range(max(known for known in self._made if known <= block), block):
-            self._made[i + 1] = self._made[i] + self._counts(i * BLOCK, (i + 1) * BLOCK)
-        return self._made[block] + self._counts(number - rest, number)
+        for i in range(max(known for known in self._updates if known <= block), block):
+            self._updates[i + 1] = self._updates[i] + self._count_between(i * BLOCK, (i + 1) * BLOCK)
+        return self._updates[block] + self._count_between(number - rest, number)
 
     def window(self, first: int, last: int) -> ReplayWindow:
-        """The iterations [first, last)."""
+        """Return the iterations [first, last)."""
         stage = self.stages_of(first, last)
         updates = np.arange(self.stages)[:, None] == stage
         replica = np.zeros(len(stage), np.int64)
@@ -68,33 +71,35 @@ class RandomizedReplays:
         low = max(first - self.reach, 0)
         before = self.stages_of(low, last)
         steps = (np.arange(self.stages)[:, None] == before).astype(np.int64)
-        made = np.concatenate([self.made(low)[:, None], steps], axis=1).cumsum(
-            axis=1
-        )  # (P, n + 1): at iterate low, ...
+        # of each stage at iterate low, low + 1, ...: (P, n + 1)
+        counts = np.concatenate([self.count_updates(low)[:, None], steps], axis=1).cumsum(axis=1)
         iterate = np.arange(first, last) - self.delays(first, last) - low  # (P, n)
-        versions = np.take_along_axis(made, iterate, axis=1)
+        versions = np.take_along_axis(counts, iterate, axis=1)
         if self._history.nag is None:
             return ReplayWindow(microbatch, replica, versions, None, None, updates)
-        moved = versions > np.take_along_axis(made, np.maximum(iterate - 1, 0), axis=1)
+        moved = versions > np.take_along_axis(counts, np.maximum(iterate - 1, 0), axis=1)
         return ReplayWindow(microbatch, replica, versions, None, None, updates, moved)
 
     # --- what is drawn
 
     def stages_of(self, first: int, last: int) -> IntArray:
-        """The stages (n,) that the iterations [first, last) update."""
+        """Return the stages (n,) that the iterations [first, last) update."""
         if self._order is not None:
             return self._order[0][first:last]
         return _index(self._uniform(first, last)[-2], self.stages)
 
     def microbatches_of(self, first: int, last: int) -> IntArray:
-        """Their microbatches (n,)."""
+        """Return the microbatches (n,) of the iterations [first, last)."""
         if self._order is not None:
             return self._order[1][first:last]
         epoch = np.arange(first, last) // self.stages // self._batches
         return epoch * self._batches + _index(self._uniform(first, last)[-1], self._batches)
 
     def delays(self, first: int, last: int) -> IntArray:
-        """Their delays (P, n) by block, in block updates; not those of the schedule, which are versions from the beginning."""
+        """Return the delays (P, n) of the iterations [first, last), in block updates.
+
+        Those of the schedule are not known here: it gives versions.
+        """
         number = np.arange(first, last)
         since = number - self._stretch_begin(number // self.stages) * self.stages
         if self._constant is not None:
@@ -103,7 +108,7 @@ class RandomizedReplays:
         return _index(self._uniform(first, last)[: self.stages], most + 1)
 
     def _uniform(self, first: int, last: int) -> NDArray[np.float64]:
-        """Numbers in [0, 1), (P + 2, n): for the delays, the stage and the microbatch."""
+        """Return numbers in [0, 1), (P + 2, n): for the delays, the stage and the microbatch."""
         parts = []
         for block in range(first // BLOCK, -(-last // BLOCK)):
             if self._drawn[0] != block:
@@ -113,11 +118,11 @@ class RandomizedReplays:
             parts.append(self._drawn[1][:, max(first - begin, 0) : last - begin])
         return np.concatenate(parts, axis=1) if parts else np.zeros((self.stages + 2, 0))
 
-    def _counts(self, first: int, last: int) -> IntArray:
+    def _count_between(self, first: int, last: int) -> IntArray:
         return np.bincount(self.stages_of(first, last), minlength=self.stages)
 
     def _stretch_begin(self, step: IntArray) -> IntArray:
-        """The first microbatch of the stretch between drains in which each is."""
+        """Return the first microbatch of the stretch between drains in which each of `step` is."""
         begin = np.zeros_like(step)
         for part in self._schedule.stretches:
             inside = (part.first_microbatch <= step) & (step < part.end_microbatch)
@@ -126,12 +131,12 @@ class RandomizedReplays:
 
 
 def order_of_updates(schedule: Schedule) -> Tuple[IntArray, IntArray]:
-    """Stage and microbatch of every block update of a schedule, in the order of (slot, stage)."""
+    """Return stage and microbatch of every block update of a schedule, in the order of (slot, stage)."""
     slots = schedule.slots(Kind.BACKWARD, 0, schedule.microbatches)
     order = np.argsort(slots.T.ravel() * schedule.stages + np.tile(np.arange(schedule.stages), slots.shape[1]))
     return order % schedule.stages, order // schedule.stages
 
 
 def _index(uniform: NDArray[np.float64], count: object) -> IntArray:
-    """Whole numbers from 0 to below `count` of numbers in [0, 1)."""
+    """Return integers in [0, count) for numbers in [0, 1)."""
     return np.minimum(uniform * np.asarray(count), np.asarray(count) - 1).astype(np.int64)

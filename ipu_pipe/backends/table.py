@@ -23,13 +23,16 @@ BACKENDS: Dict[str, Backend] = {
 
 
 def get_backend(config: Config) -> Backend:
-    """The row that a config names."""
+    """Return the backend that a config names."""
     return BACKENDS[config.backend.name]
 
 
 def launch(config: Config, asked: Optional[Mapping[str, object]] = None) -> None:
-    """Join the other processes of the run, where there are any. Raises BadInput, on each of them, where another one was `asked`
-    (option -> value) for something else or has another config, and where the way that this one was started does not fit."""
+    """Join the other processes of the run, if there are any.
+
+    Raise `BadInput`, on each of them, if another one was `asked` (option -> value) for something else or has another config, or
+    if the way in which this one was started does not fit the backend.
+    """
     where, backend = read_launch(), get_backend(config)
     if where.faults:
         raise BadInput(where.faults)
@@ -42,11 +45,11 @@ def launch(config: Config, asked: Optional[Mapping[str, object]] = None) -> None
 
 
 def leave() -> None:
-    """When all is done: part from the other processes."""
+    """Leave the other processes, when all is done."""
     if is_distributed():
         leave_group()
 
 
 def make_engine(job: Job, first_update: int) -> Engine:
-    """The engine of this process, to go on with update `first_update`."""
+    """Return this process's engine, which goes on with update `first_update`."""
     return get_backend(job.config).engine(job, first_update)

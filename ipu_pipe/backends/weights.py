@@ -1,4 +1,4 @@
-"""Weight versions in one process: what each pass of a microbatch must find in the parameters, and what is kept for later.
+"""Weight versions in one process: what each pass of a microbatch reads in the parameters, and what is kept for later.
 
 A pass reads, on each stage, a *view*: a version and the way a rule corrects it (`ipu_pipe.update.apply`; 0 is the plain weights).
 Two ways to put a view where a pass reads it:
@@ -35,27 +35,29 @@ Offset = Callable[[int, int, int], List[Tuple[Tensors, float]]]  # (stage, code,
 
 
 class WeightStore:
-    """Methods in which every pass reads the newest weights: nothing to do."""
+    """The store of methods in which every pass reads the newest weights: it does nothing, and says what a store must do."""
 
     peak_bytes = 0
-    held_bytes = 0  # now, in tensors besides the newest version's, those that wait to be used again included
+    held_bytes = 0  # now, in tensors besides the newest version's; those that wait to be used again included
 
     def load(self, read: Views) -> None:
-        """Put what a pass reads into the parameters."""
+        """Put the views that a pass reads into the parameters."""
 
     def release(self, oldest: IntArray) -> None:
-        """After a microbatch; `oldest`: versions that are read from now on."""
+        """Drop views that nothing reads any more, after a microbatch; `oldest`: versions that are read from now on, (P,)."""
 
     def before_update(self, keep: Sequence[Set[int]], updates: Optional[Sequence[int]] = None) -> None:
-        """Before the optimizer steps the stages `updates` (all if None); `keep`: per stage, the codes with which the newest
-        version will be read later."""
+        """Keep what will be read later, before the optimizer steps the stages `updates` (all if None).
+
+        `keep`: per stage, the codes with which the newest version will be read when it is not the newest any more.
+        """
 
     def rest(self) -> None:
         """Put the newest weights into the parameters."""
 
 
 class _VersionedStore(WeightStore):
-    """Views kept by stage, with a pool of tensors to reuse (fresh memory costs more than copying into old)."""
+    """Keeps views by stage, with a pool of tensors to reuse: fresh memory costs more than copying into old."""
 
     def __init__(
         self,
@@ -64,8 +66,8 @@ class _VersionedStore(WeightStore):
         offset: Optional[Offset] = None,
         masters: Optional[Mapping[torch.nn.Parameter, torch.nn.Parameter]] = None,
     ) -> None:
-        """`version`: that of all stages now, or of each. `offset`: how the newest version is corrected. `masters`: of weights
-        that are their roundings, and so are their corrected versions."""
+        """`version`: of all stages now, or of each. `offset`: returns how the newest version is corrected. `masters`: the exact
+        weights of which the parameters are roundings; corrected versions are, too."""
         self._parameters = [list(stage) for stage in stages]
         self._offset, self._masters = offset, masters or {}
         self._newest = [version] * len(stages) if isinstance(version, int) else list(version)
@@ -79,7 +81,7 @@ class _VersionedStore(WeightStore):
 
     @property
     def held_bytes(self) -> int:  # type: ignore[override]
-        """Of all views kept, and of the pool."""
+        """Bytes of all views that are kept, and of the pool."""
         return self._held + sum(len(pool) * size for pool, size in zip(self._pool, self._size))
 
     def _fresh(self, stage: int) -> Tensors:
@@ -105,7 +107,7 @@ class _VersionedStore(WeightStore):
 
     @property
     def _plain(self) -> Views:
-        """The newest weights of all stages."""
+        """The newest weights of all stages, uncorrected."""
         return Views(np.array(self._newest, np.int64), np.full(len(self._newest), PLAIN))
 
     def rest(self) -> None:
@@ -124,15 +126,15 @@ class _VersionedStore(WeightStore):
         raise NotImplementedError
 
     def _correct(self, stage: int, code: int, to: Tensors) -> None:
-        """Change `to`, which holds the plain weights of the newest version."""
+        """Correct the tensors `to`, which hold the plain weights of the newest version."""
         if code == PLAIN or not to:
             return
         assert self._offset is not None
-        found = [self._masters.get(p) for p in self._parameters[stage]]
-        exact = [own if master is None else master.detach().clone() for own, master in zip(to, found)]
+        masters = [self._masters.get(p) for p in self._parameters[stage]]
+        exact = [w if master is None else master.detach().clone() for w, master in zip(to, masters)]
         for x, c in self._offset(stage, code, self._newest[stage]):
             torch._foreach_add_(exact, x, alpha=c)
-        rounded = [i for i, master in enumerate(found) if master is not None]
+        rounded = [i for i, master in enumerate(masters) if master is not None]
         copy_all([to[i] for i in rounded], [exact[i] for i in rounded])
 
     def before_update(self, keep: Sequence[Set[int]], updates: Optional[Sequence[int]] = None) -> None:
@@ -144,12 +146,12 @@ class _VersionedStore(WeightStore):
         self._loaded = self._plain
 
     def _keep(self, stages: Sequence[int], keep: Sequence[Set[int]]) -> None:
-        """Of these stages, whose newest weights are in the parameters and about to change, the views that are read later."""
+        """Keep the views of `keep` of these stages, whose newest weights are in the parameters and about to change."""
         raise NotImplementedError
 
 
 class OverwritingStore(_VersionedStore):
-    """Views written into the parameters' own storage."""
+    """Writes views into the parameters' own storage."""
 
     def __init__(self, stages: Sequence[Sequence[torch.nn.Parameter]], *args: Any, **keywords: Any) -> None:
         super().__init__(stages, *args, **keywords)
@@ -159,16 +161,16 @@ class OverwritingStore(_VersionedStore):
         saved, written = _Copies(), _Copies()
         corrected: List[Tuple[int, int]] = []
         for stage, view in views:
-            kept, home, newest = self._kept[stage], self._home[stage], (self._newest[stage], PLAIN)
-            if newest not in kept:  # it is in the parameters, about to be overwritten
-                kept[newest] = self._fresh(stage)
-                saved.add(kept[newest], home)
-            if view in kept:
-                written.add(home, kept[view])
+            views_of_stage, home, newest = self._kept[stage], self._home[stage], (self._newest[stage], PLAIN)
+            if newest not in views_of_stage:  # it is in the parameters, about to be overwritten
+                views_of_stage[newest] = self._fresh(stage)
+                saved.add(views_of_stage[newest], home)
+            if view in views_of_stage:
+                written.add(home, views_of_stage[view])
             else:
                 assert view[0] == newest[0], f"stage {stage}: view {view} is read but was not kept"
                 if not self._holds_newest(stage):
-                    written.add(home, kept[newest])
+                    written.add(home, views_of_stage[newest])
                 corrected.append((stage, view[1]))
         saved.do()
         written.do()
@@ -177,7 +179,7 @@ class OverwritingStore(_VersionedStore):
 
     def _keep(self, stages: Sequence[int], keep: Sequence[Set[int]]) -> None:
         copies = _Copies()
-        made: List[Tuple[int, int, Tensors]] = []
+        new: List[Tuple[int, int, Tensors]] = []
         for stage in stages:
             codes, newest = keep[stage], self._newest[stage]
             if PLAIN not in codes:
@@ -187,24 +189,24 @@ class OverwritingStore(_VersionedStore):
                 if view not in self._kept[stage]:
                     self._kept[stage][view] = self._fresh(stage)
                     copies.add(self._kept[stage][view], self._home[stage])
-                    made.append((stage, code, self._kept[stage][view]))
+                    new.append((stage, code, self._kept[stage][view]))
         copies.do()
-        for stage, code, tensors in made:
+        for stage, code, tensors in new:
             self._correct(stage, code, tensors)
 
 
 class SwappingStore(_VersionedStore):
-    """Parameters pointed at the tensors of the view both passes read."""
+    """Points parameters at the tensors of the view that both passes read."""
 
     def _put(self, views: Sequence[Tuple[int, View]]) -> None:
         for stage, view in views:
-            kept, newest = self._kept[stage], (self._newest[stage], PLAIN)
+            views_of_stage, newest = self._kept[stage], (self._newest[stage], PLAIN)
             if self._holds_newest(stage):
-                kept[newest] = [p.data for p in self._parameters[stage]]
-            if view not in kept:
+                views_of_stage[newest] = [p.data for p in self._parameters[stage]]
+            if view not in views_of_stage:
                 assert view[0] == newest[0], f"stage {stage}: view {view} is read but was not kept"
-                self._make(stage, view[1], kept[newest])
-            self._point(stage, kept[view])
+                self._make(stage, view[1], views_of_stage[newest])
+            self._point(stage, views_of_stage[view])
 
     def _make(self, stage: int, code: int, plain: Tensors) -> None:
         tensors = self._fresh(stage)
@@ -221,38 +223,38 @@ class SwappingStore(_VersionedStore):
     def _keep(self, stages: Sequence[int], keep: Sequence[Set[int]]) -> None:
         copies = _Copies()
         for stage in stages:
-            codes, kept, newest = keep[stage], self._kept[stage], self._newest[stage]
-            own = [p.data for p in self._parameters[stage]]
+            codes, views, newest = keep[stage], self._kept[stage], self._newest[stage]
+            tensors = [p.data for p in self._parameters[stage]]
             for code in codes - {PLAIN}:
-                if (newest, code) not in kept:
-                    self._make(stage, code, own)
-            for view in [v for v in kept if v[0] == newest and v[1] not in codes and v[1] != PLAIN]:
+                if (newest, code) not in views:
+                    self._make(stage, code, tensors)
+            for view in [v for v in views if v[0] == newest and v[1] not in codes and v[1] != PLAIN]:
                 self._drop(stage, view)
-            kept.pop((newest, PLAIN), None)
+            views.pop((newest, PLAIN), None)
             if PLAIN in codes:  # the parameters' tensors stay as they are, the update steps a copy
-                kept[newest, PLAIN] = own
+                views[newest, PLAIN] = tensors
                 new = self._fresh(stage)
                 self._point(stage, new)
-                copies.add(new, own)
+                copies.add(new, tensors)
         copies.do()
 
 
-def make_weight_store(work: Work, stages: Sequence[int], made: Optional[IntArray] = None) -> WeightStore:
-    """The versions that a job's passes read on `stages`, which are here. `made`: each one's now, where they differ."""
+def make_weight_store(work: Work, stages: Sequence[int], versions: Optional[IntArray] = None) -> WeightStore:
+    """Return the store for what the passes of a job read on `stages`, which are here; `versions`: of each now, if they differ."""
     if not work.method.reads_old(work.schedule.stages):
         return WeightStore()
-    held, weights = work.rules.stages, {master: weight for weight, master in work.rules.rounded}
+    states, weights = work.rules.stages, {master: weight for weight, master in work.rules.rounded}
     kind = SwappingStore if work.method.backward_reads is Reads.STASHED else OverwritingStore
     return kind(
-        [[weights.get(p, p) for p in held[s].parameters] if s in held else [] for s in stages],
-        work.update if made is None else made.tolist(),
+        [[weights.get(p, p) for p in states[s].parameters] if s in states else [] for s in stages],
+        work.update if versions is None else versions.tolist(),
         lambda index, code, version: work.rules.compute_corrections(stages[index], code, version),
         dict(work.rules.rounded),
     )
 
 
 class _Copies:
-    """Copies to be done in one call."""
+    """Copies that are done in one call."""
 
     def __init__(self) -> None:
         self._to: Tensors = []

@@ -1,4 +1,4 @@
-"""What emulator and processes carry out of a job, and the check of losses that all backends have in common."""
+"""What emulator and processes carry out of a job, what they cannot carry out exactly, and the check of losses of all backends."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ipu_pipe.update.apply import UpdateRules
 
 @dataclass(frozen=True)
 class Work:
-    """What is done, wherever the stages are.
+    """What is to be computed, wherever the stages are.
 
-    `table`: who reads what, over the schedule. `rules`: the update rules, over an optimizer that holds the parameters of the
-    stages that are here. `clip`: (norm, scope) or None. `allow_nonfinite`: a loss that is no finite number ends nothing.
-    `microbatch`: the first to come, after a resume. `replays`: what is read and updated, where that is not the table's.
-    `explain_divergence`: returns what theory says of a loss that is not finite at an update.
-    `block_updates`: of single stages, that are one step.
+    `table`: the versions that passes read, over the schedule. `rules`: the update rules, over an optimizer that holds the
+    parameters of the stages that are here. `clip`: (norm, scope) or None. `allow_nonfinite`: a loss that is not a finite number
+    does not end the run. `microbatch`: the first to come, after a resume. `replays`: where they are not the table's.
+    `block_updates`: updates of single stages that are one step. `explain_divergence`: returns what theory says of a loss that is
+    not finite at an update.
     """
 
     loss: Loss
@@ -45,7 +45,7 @@ class Work:
 
     @classmethod
     def of(cls, job: Job, first_update: int) -> Work:
-        """A job's, to go on with update `first_update`."""
+        """Return the work of a job, which goes on with update `first_update`."""
         config = job.config
         clip = (config.clip.norm, config.clip.scope) if config.clip else None
         first = first_update * (config.gradient_accumulation if job.method.rounds is None else job.width)
@@ -68,24 +68,24 @@ class Work:
         )
 
     def source(self, replicas: Sequence[int]) -> Replays:
-        """The replays of these replicas of the pipeline."""
+        """Return the replays of these replicas of the pipeline."""
         if self.method.rounds is not None:
             return RoundReplays(self.schedule)
         return self.replays if self.replays is not None else TableReplays(self.table, replicas)
 
     @property
     def method(self) -> Method:
-        """That of the table."""
+        """The method of the version table."""
         return self.table.method
 
     @property
     def schedule(self) -> Schedule:
-        """That of the table."""
+        """The schedule of the version table."""
         return self.table.schedule
 
     @property
     def accumulate(self) -> int:
-        """Microbatches of an update; where replicas have weights of their own, of each one's."""
+        """Microbatches of an update; of one replica's update where replicas have weights of their own."""
         return 1 if self.method.rounds is not None else self.table.schedule.accumulate
 
     @property
@@ -94,19 +94,21 @@ class Work:
         return self.microbatch // self.schedule.accumulate
 
     def first_replay(self, replicas: int) -> int:
-        """The number of the first replay to come, of so many replicas that take turns."""
+        """Return the number of the first replay to come; `replicas`: how many take turns."""
         return self.microbatch * (1 if self.method.rounds is not None else replicas) * self.block_updates
 
-    def step_of(self, update: int, stage: int, made: int) -> int:
-        """The step whose learning rate an update has, which is `update` of the run and `made` of its stage: for single stages in
-        the schedule's order that of the pipeline, whose stages are not at one step."""
+    def find_step(self, update: int, stage: int, stage_update: int) -> int:
+        """Return the step whose learning rate an update has: number `update` of the run, number `stage_update` of its stage.
+
+        Where single stages are updated in the schedule's order it is the stage's: the pipeline's stages are not at one step.
+        """
         history = self.method.history
         if history is None or self.block_updates == 1:
             return update
-        return made if history.order == "schedule" else update // self.block_updates
+        return stage_update if history.order == "schedule" else update // self.block_updates
 
     def refuse_nonfinite(self, k: int, losses: Iterable[float]) -> None:
-        """Raises RunFault where a loss of update k is not a finite number, unless that is allowed."""
+        """Raise `RunFault` if a loss of update k is not a finite number, unless that is allowed."""
         if not self.allow_nonfinite:
             refuse_nonfinite(self.method.name, k, losses, explain_divergence=self.explain_divergence)
 
@@ -118,7 +120,7 @@ def refuse_nonfinite(
     more_advice: str = "",
     explain_divergence: Callable[[int], str] = lambda update: "",
 ) -> None:
-    """Raises RunFault where a loss of update k is not a finite number; `explain_divergence` adds what theory says."""
+    """Raise `RunFault` if a loss of update k is not a finite number; `explain_divergence` adds what theory says."""
     wrong = [loss for loss in losses if not math.isfinite(loss)]
     if wrong:
         raise RunFault(
@@ -128,7 +130,7 @@ def refuse_nonfinite(
 
 
 def list_exactness_faults(job: Job) -> List[str]:
-    """Reasons why a job cannot be run exactly; empty if it can."""
+    """Return the reasons why emulator and processes cannot run a job exactly."""
     method, stages, reasons = job.method, len(job.part), []
     scope = job.config.clip.scope if job.config.clip else None
     if scope == "delayed_global" and method.flushes:

@@ -87,7 +87,7 @@ def run_randomized(
     P, d, G, S, count = sources[0].stages, objective.dimension, len(rates), len(sources), sources[0].count
     block = d // P
     noise = draw_noise(objective, count, block, seed)
-    updates_by_block = sources[0].made(count)
+    updates_by_block = sources[0].count_updates(count)
     first_version = np.concatenate(
         [[0], np.cumsum(updates_by_block + 1)[:-1]]
     )  # of each block, one after another in history

@@ -114,7 +114,7 @@ class OtherStages:
 class GradientClipping:
     """Clips the gradients of the stages that are here, at each update.
 
-    `clip`: (norm, scope) or None for no clipping; `stages`: the parameters of each stage that is here; `others`: the other stages.
+    `clip`: (norm, scope), None for no clipping; `stages`: the parameters of each stage that is here; `others`: the other ones.
     """
 
     def __init__(

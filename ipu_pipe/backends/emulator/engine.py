@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
-from ipu_pipe.backends.emulator.measuring import combine_block_updates
 from ipu_pipe.backends.emulator.profiling import profile
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult, refuse_poptorch_state
@@ -23,7 +22,7 @@ from ipu_pipe.update.optimizer import count_state_bytes, export_state
 
 
 class EmulatorEngine(Engine):
-    """The exact emulator."""
+    """The exact emulator as an engine: one process, all stages."""
 
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
@@ -32,24 +31,40 @@ class EmulatorEngine(Engine):
         self._emulator = Emulator(work, job.model, job.part, job.example, config.seed, job.width, job.effects.draws)
 
     def step(self, k: int) -> StepResult:
-        with attribute_faults(lambda: self._emulator.whereabouts):
-            done = [self._emulator.step(self._microbatches()) for _ in range(self._block_updates)]
-        return combine_block_updates(done, self._block_updates)[0]
+        with attribute_faults(lambda: self._emulator.place):
+            results = [self._emulator.step(self._microbatches()) for _ in range(self._block_updates)]
+        return self._combine(results)[0]
 
     def advance(self, k: int, read: bool) -> List[StepResult]:
-        if not reading_waits(self.job.device):
+        if not does_reading_wait(self.job.device):
             return [self.step(k)]
         for _ in range(self._block_updates):
             self._emulator.advance(self._microbatches())
-        return combine_block_updates(self._emulator.read(), self._block_updates) if read else []
+        return self._combine(self._emulator.read()) if read else []
 
     def _microbatches(self) -> Iterator[Tuple[Any, Any]]:
-        """Those of the replays up to the next that updates, each when it is that one's turn."""
+        """Yield the microbatches of the replays up to the next that updates, each when its turn has come."""
         is_done = False
         while not is_done:
             replay = self._emulator.replay
             is_done = len(replay.updates) > 0
             yield self.job.microbatch(replay.microbatch, replay.replica)
+
+    def _combine(self, results: Sequence[StepResult]) -> List[StepResult]:
+        """Return the results of steps, each of which consists of several updates of single stages where a replay updates one.
+
+        A step's samples are those of one microbatch: its updates stand for the gradients of all P stages of that microbatch.
+        """
+        count = self._block_updates
+        if count == 1:
+            return list(results)
+        steps = []
+        for first in range(0, len(results), count):
+            of_step = results[first : first + count]
+            shares = [result.accuracy for result in of_step if result.accuracy is not None]
+            accuracy = sum(shares) / count if len(shares) == count else None
+            steps.append(StepResult(sum(result.loss for result in of_step) / count, accuracy, of_step[0].samples))
+        return steps
 
     def end(self, done: int, asked: bool) -> int:
         if asked:
@@ -67,16 +82,16 @@ class EmulatorEngine(Engine):
 
     def report(self) -> Optional[Report]:
         state = count_state_bytes(self.job.optimizer, len(self.job.part))
-        held = [own + masters for own, masters in zip(state, self.job.count_master_bytes())]
+        optimizer = [size + masters for size, masters in zip(state, self.job.count_master_bytes())]
         model, versions = self.job.model, self._emulator.peak_bytes
         trained = [p for p in self.job.get_trained().values() if p.requires_grad]
         peaks = {
-            "weights": _bytes([*model.parameters(), *model.buffers()]),
+            "weights": _count_bytes([*model.parameters(), *model.buffers()]),
             "versions": versions,
-            "gradients": _bytes(trained),  # at each update all are there
-            "optimizer": sum(held),
+            "gradients": _count_bytes(trained),  # at each update all are there
+            "optimizer": sum(optimizer),
         }
-        return Report(held, [versions], None, None, peak_memory=[peaks])
+        return Report(optimizer, [versions], None, None, peak_memory=[peaks])
 
     def profile(self) -> Optional[StageSeconds]:
         return profile(self.job)
@@ -86,17 +101,17 @@ class EmulatorEngine(Engine):
         self.release_blocks()
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def reading_waits(device: torch.device) -> bool:
-    """Whether to read a tensor is to wait for all that the device was asked before."""
+def does_reading_wait(device: torch.device) -> bool:
+    """Return whether reading a tensor waits for all that the device was asked to do before."""
     return device.type == "cuda"
 
 
 def check_launch(backend: BackendConfig) -> None:
-    """Refuse (BadInput) to be one of several processes."""
+    """Raise `BadInput` if this is one of several processes."""
     if read_launch().world > 1:
         raise BadInput(
             "backend.name: emulator: runs in one process: start it without torchrun, or set backend.name=distributed"
@@ -104,7 +119,7 @@ def check_launch(backend: BackendConfig) -> None:
 
 
 def make(job: Job, first_update: int) -> EmulatorEngine:
-    """The engine, to go on with update `first_update`."""
+    """Return the engine, which goes on with update `first_update`."""
     refuse_poptorch_state(job.optimizer)
     return EmulatorEngine(job, first_update)
 

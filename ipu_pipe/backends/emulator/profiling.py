@@ -1,4 +1,4 @@
-"""What each stage's passes take on this machine: some passes of a microbatch after training, of which nothing stays."""
+"""The time of each stage's passes and updates on this machine, from a few passes of a microbatch after training."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ ENOUGH = 0.5  # seconds, after which there is no repeat
 
 
 def profile(job: Job) -> StageSeconds:
-    """Medians over passes of the job's example. Weights, buffers, gradients and random states are as before; where the user's
-    model, loss or optimizer cannot do another pass, there is nothing but the reason."""
+    """Return medians over passes of the job's example, or only the reason if the user's code cannot do another pass.
+
+    Weights, buffers, gradients and random states stay as they are.
+    """
     try:
-        runs = _passes(job)
-        update = _update(job)
+        runs = _time_passes(job)
+        update = _time_updates(job)
     except Exception as error:  # whatever the user's code raises: the run is done, and must not be lost by it
         return StageSeconds((), (), (), f"its stages could not be timed ({summarize(error)})")
     passes = take_median(runs)
-    backward = passes.backward or _by_flops(job, passes.whole_backward)
+    backward = passes.backward or _divide_by_flops(job, passes.whole_backward)
     if job.method.segments is not None:  # the activations are computed again
         backward = [f + b for f, b in zip(passes.forward, backward)]
     how = f"medians of {len(runs)} passes of {count_samples(job.example[0])} samples when the training was done"
     return StageSeconds(tuple(passes.forward), tuple(backward), tuple(update), how)
 
 
-def _passes(job: Job) -> List[PassSeconds]:
+def _time_passes(job: Job) -> List[PassSeconds]:
     x, y = job.example
     runs: List[PassSeconds] = []
     began = time.perf_counter()
@@ -54,33 +56,35 @@ def _passes(job: Job) -> List[PassSeconds]:
     return runs
 
 
-def _by_flops(job: Job, whole: float) -> List[float]:
-    """Torch 2.0 does not tell the stages' backwards apart: the whole, divided as the FLOPs are."""
-    found = job.footprint
-    flops = found.backward_flops or tuple(BACKWARD * each for each in found.forward_flops)
+def _divide_by_flops(job: Job, whole: float) -> List[float]:
+    """Return the time of each stage's backward: the whole, divided like the FLOPs. Torch 2.0 does not tell the stages apart."""
+    footprint = job.footprint
+    flops = footprint.backward_flops or tuple(BACKWARD * f for f in footprint.forward_flops)
     total = sum(flops) or 1.0
-    return [whole * each / total for each in flops]
+    return [whole * f / total for f in flops]
 
 
-def _update(job: Job) -> List[float]:
-    """Of a copy of the optimizer, stage by stage; what rules add is left out, and all of an optimizer that is not torch's, which
-    may look at its steps."""
+def _time_updates(job: Job) -> List[float]:
+    """Return the time of a step of a copy of the optimizer, for each stage; without what rules add.
+
+    It is 0 for an optimizer that is not torch's: that may count its steps.
+    """
     if not type(job.optimizer).__module__.startswith("torch.optim."):
         return [0.0] * len(job.part)
     optimizer = copy.deepcopy(job.optimizer)
-    groups, found = optimizer.param_groups, []
+    groups, seconds = optimizer.param_groups, []
     for stage in range(len(job.part)):
         optimizer.param_groups = [group for group in groups if group["stage"] == stage]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for p in parameters:
             p.grad = torch.zeros_like(p)
-        found.append(
-            statistics.median(_timed_step(optimizer, job.device.type) for _ in range(REPEATS)) if parameters else 0.0
+        seconds.append(
+            statistics.median(_time_step(optimizer, job.device.type) for _ in range(REPEATS)) if parameters else 0.0
         )
-    return found
+    return seconds
 
 
-def _timed_step(optimizer: torch.optim.Optimizer, device: str) -> float:
+def _time_step(optimizer: torch.optim.Optimizer, device: str) -> float:
     start = time.perf_counter()
     optimizer.step()
     if device == "cuda":

@@ -26,21 +26,21 @@ Place = Tuple[int, int]  # operation, argument
 
 
 class Recomputation:
-    """Runs a model twice. `segment_of`: the segment of each stage, ascending from 0."""
+    """Runs a model twice. `segment_of`: the last stage of each stage's segment."""
 
     def __init__(self, model: nn.Module, part: Partition, segment_of: Sequence[int]) -> None:
         self._model, self._part, self._segment_of = model, part, list(segment_of)
         self._entered: Dict[Place, torch.Tensor] = {}
 
     def record(self, run: Callable[[], Any]) -> Any:
-        """`run()`, a forward of the model without a graph; remembers what crosses into later segments."""
+        """Return `run()`, a forward of the model without a graph, and remember what crosses into later segments."""
         self._entered = {}
         with torch.no_grad(), StageWatch(self._model, self._part) as watch:
             with _Crossing(watch, self._segment_of, self._entered, repeats=False):
                 return run()
 
     def repeat(self, run: Callable[[], Any]) -> Any:
-        """`run()`, the same forward with the parameters as they are now, buffers (running statistics) left as they are."""
+        """Return `run()`, the same forward with the parameters as they are now, and leave buffers as they are."""
         with buffers_restored(self._model), StageWatch(self._model, self._part) as watch:
             with _Crossing(watch, self._segment_of, self._entered, repeats=True):
                 result = run()
@@ -49,14 +49,17 @@ class Recomputation:
 
 
 class _Crossing(TorchFunctionMode):
-    """Sees every operation with its arguments, and knows in which segment each tensor was made."""
+    """Sees every operation of a forward with its arguments, and knows in which segment each tensor was computed.
+
+    `entered`: tensors that cross into a later segment, by operation and argument; `repeats`: they replace those of this forward.
+    """
 
     def __init__(
         self, watch: StageWatch, segment_of: List[int], entered: Dict[Place, torch.Tensor], repeats: bool
     ) -> None:
         super().__init__()
         self._watch, self._segment_of, self._entered, self._repeats = watch, segment_of, entered, repeats
-        self._made: Dict[int, Tuple[int, torch.Tensor]] = {}  # the tensor is held so that its id stays its own
+        self._segments: Dict[int, Tuple[int, torch.Tensor]] = {}  # by id of a tensor, which is held so that no other gets its id
         self._replaced: Dict[int, torch.Tensor] = {}
         self._operation = 0
 
@@ -64,14 +67,14 @@ class _Crossing(TorchFunctionMode):
         segment = self._segment_of[self._watch.stage]
         flat, shape = tree_flatten((args, kwargs or {}))
         for place, value in enumerate(flat):
-            if isinstance(value, torch.Tensor) and self._made.get(id(value), (segment, value))[0] < segment:
+            if isinstance(value, torch.Tensor) and self._segments.get(id(value), (segment, value))[0] < segment:
                 flat[place] = self._cross(func, value, (self._operation, place))
         self._operation += 1
         args, kwargs = tree_unflatten(flat, shape)
         result = func(*args, **kwargs)
         for value in tree_flatten(result)[0]:
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                self._made[id(value)] = (segment, value)
+                self._segments[id(value)] = (segment, value)
         return result
 
     def _cross(self, func: Any, value: torch.Tensor, place: Place) -> torch.Tensor:
@@ -89,7 +92,7 @@ class _Crossing(TorchFunctionMode):
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The second argument's value, the first's gradient."""
+    """Returns the value of the second argument; the gradient goes to the first."""
 
     @staticmethod
     def forward(ctx: Any, repeated: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:

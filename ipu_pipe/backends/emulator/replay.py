@@ -1,7 +1,7 @@
 """The exact single-process emulator: replays, one after another, on the whole, unsplit model.
 
 Why this is exact: a stage's forward and backward read weights that only updates made by *earlier* replays have reached (the plan
-of the replays checks it), so the microbatches that a pipeline works on at once can be done one after another:
+of the replays checks it). So the microbatches that a pipeline works on at once can be done one after another:
 
     for each replay:   [1] load what the forwards read    [2] forward
                        [3] load what the backwards read   [4] backward
@@ -16,15 +16,14 @@ of the microbatches and never versioned: a stage of the pipeline does its forwar
 
 from __future__ import annotations
 
-from typing import Any, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
 import torch
 from torch import nn
 
-from ipu_pipe.backends.emulator.measuring import BatchResults, Measurements
 from ipu_pipe.backends.emulator.recompute import Recomputation
-from ipu_pipe.backends.emulator.single_stage import BuffersOfOneStage
 from ipu_pipe.backends.interface import StepResult
+from ipu_pipe.backends.losses import MicrobatchResult, average, tabulate
 from ipu_pipe.backends.replays import Replay, ReplayPlan
 from ipu_pipe.backends.replicas import GradientReplicas, IndependentReplicas
 from ipu_pipe.backends.weights import make_weight_store
@@ -40,15 +39,15 @@ from ipu_pipe.schedule.recompute import find_segment_ends
 from ipu_pipe.update.clipping import GradientClipping
 
 Microbatch = Tuple[Any, Any]  # x, y
-Forward = Tuple[Any, List[torch.Tensor]]  # output, losses
+Forward = Tuple[Any, List[torch.Tensor]]  # output, a loss for each block that has its own
 
 
 class Emulator:
     """Trains `model` in place as `work` says, one `step` an update.
 
-    `draws`: the modules that draw random numbers, where they are known (`ipu_pipe.model.probe.ForwardEffects`).
-    `replicas`: copies of the pipeline that train on microbatches of their own, gradients averaged. Ask `list_exactness_faults`
-    first: what it names would run, but not exactly.
+    `replicas`: copies of the pipeline that train on microbatches of their own, gradients averaged. `draws`: the modules that draw
+    random numbers, where they are known (`ipu_pipe.model.probe.ForwardEffects`). Jobs with faults of `list_exactness_faults` would
+    run, but not exactly.
     """
 
     def __init__(
@@ -65,99 +64,109 @@ class Emulator:
         self.update, self._number = work.update * work.block_updates, work.first_replay(replicas)
         self._plan = ReplayPlan(work.source(range(replicas)), work.rules, self._number)
         self._replay: Optional[Replay] = None
-        self._microbatch = work.microbatch
-        self.weights = make_weight_store(work, range(len(part)), self._plan.made(self._number))
+        self.weights = make_weight_store(work, range(len(part)), self._plan.count_updates(self._number))
         stages = {s: state.parameters for s, state in work.rules.stages.items()}
         self._clipping = GradientClipping(work.clip, stages, work.schedule)
-        self._measured = Measurements(work)
         draws = observe_effects(model, example[0]).draws if draws is None else draws
         self._random = KeyedRandomness(model, draws, seed, get_first_tensor(example[0]).device)
-        self._width = replicas
-        self._own = IndependentReplicas.of(work, model)
-        trained = [p for parameters in stages.values() for p in parameters]
-        self._replicas = GradientReplicas(model, trained, replicas) if replicas > 1 and self._own is None else None
+        self._replica_count = replicas
+        self._independent = IndependentReplicas.create(work, model)
+        self._averaged: Optional[GradientReplicas] = None
+        if replicas > 1 and self._independent is None:
+            parameters = [p for of_stage in stages.values() for p in of_stage]
+            self._averaged = GradientReplicas(model, parameters, replicas)
         self._watch, self._last_stage = StageWatch(model, part), len(part) - 1
-        self._buffers = BuffersOfOneStage(model, self._watch) if work.block_updates > 1 else None
-        self._doing = "data"
+        self._buffers = StageBuffers(model, self._watch) if work.block_updates > 1 else None
         self._recomputation: Optional[Recomputation] = None
         if work.method.segments is not None and work.method.reads_old(len(part)):
-            self._recomputation = Recomputation(
-                model, part, find_segment_ends(len(part), work.method.segments).tolist()
-            )
+            self._recomputation = Recomputation(model, part, find_segment_ends(len(part), work.method.segments).tolist())
+        self._unread: List[Tuple[int, int, List[List[MicrobatchResult]]]] = []  # update, samples, results by block
+        self._doing, self._microbatch = "data", work.microbatch  # for the words of a fault
+
+    # ---- steps
 
     def step(self, microbatches: Iterable[Microbatch]) -> StepResult:
-        """The replays up to the next that updates, each with its microbatch (x, y) of those given, then the update. With
-        replicas: each one's first microbatch, then each one's second, and so on."""
-        replay = self._batch(microbatches)
+        """Carry out the replays up to the next that updates, each on its microbatch (x, y), and the update.
+
+        With replicas the microbatches are the first of each replica, then the second of each, and so on.
+        """
+        replay = self._run_batch(microbatches)
         result = self.read()[-1]
         self._update(replay)
         return result
 
     def advance(self, microbatches: Iterable[Microbatch]) -> None:
-        """`step`, of which `read` tells what it measured: a GPU goes on meanwhile. A loss that is not finite is told as late."""
-        self._update(self._batch(microbatches))
+        """Do as `step` does without reading the result, for which the host would wait for a GPU: `read` returns it later."""
+        self._update(self._run_batch(microbatches))
 
     def read(self) -> List[StepResult]:
-        """What was measured since the last reading, by update. Raises RunFault where a loss is not finite."""
-        return self._measured.read()
+        """Return the results since the last reading, by update. Raise `RunFault` if a loss is not finite."""
+        unread, self._unread = self._unread, []
+        steps = []
+        for k, samples, by_block in unread:
+            blocks = [average(tabulate(results)) for results in by_block]
+            self.work.refuse_nonfinite(k, [loss for loss, _ in blocks])
+            steps.append(StepResult(*blocks[-1], samples, tuple(blocks) if len(blocks) > 1 else ()))
+        return steps
 
     @property
     def replay(self) -> Replay:
-        """The one that is next."""
+        """The next replay."""
         if self._replay is None:
             self._replay = self._plan.replay(self._number)
             self._microbatch = self._replay.microbatch
         return self._replay
 
-    def _batch(self, microbatches: Iterable[Microbatch]) -> Replay:
-        """The replays of an update, the last of which says which stages it is of."""
-        results = BatchResults()
+    def _run_batch(self, microbatches: Iterable[Microbatch]) -> Replay:
+        """Run the replays of an update, and return the last, which says which stages it updates."""
+        by_microbatch: List[List[MicrobatchResult]] = []
+        samples = 0
         for x, y in microbatches:
             replay = self.replay
-            results.add(*self._pass(replay, x, y), count_samples(x))
+            by_microbatch.append(self._run(replay, x, y))
+            samples += count_samples(x)
             self._doing = "data"  # of the next one, if there is any
-        assert results.count and len(replay.updates), (
-            f"{results.count} microbatches given: not those up to the next update"
-        )
-        self._measured.add(self.update // self.work.block_updates, results)
+        assert by_microbatch and len(replay.updates), f"{len(by_microbatch)} microbatches: not those up to the next update"
+        by_block = [list(results) for results in zip(*by_microbatch)]
+        self._unread.append((self.update // self.work.block_updates, samples, by_block))
         return replay
 
-    def _pass(self, replay: Replay, x: Any, y: Any) -> Tuple[List[torch.Tensor], List[Optional[torch.Tensor]]]:
-        """Loss and right answers of the output; of each block's where they have losses of their own."""
-        if self._replicas:
-            self._replicas.enter(replay.replica)
-        if self._own:
-            self._own.enter(replay.replica)
+    def _run(self, replay: Replay, x: Any, y: Any) -> List[MicrobatchResult]:
+        """Carry out the passes of a replay; return the result of the model, or of each block that has a loss of its own."""
+        if self._averaged:
+            self._averaged.enter(replay.replica)
+        if self._independent:
+            self._independent.enter(replay.replica)
         if self._buffers:
             self._buffers.stage = int(replay.updates[0])
-        (output, losses), to_backward = self._forward(replay, x, y)
+        (output, losses), losses_for_backward = self._forward(replay, x, y)
         self.weights.load(replay.backward)
         self._doing = "backward"
-        with self._random.backward(self._drawn_as(replay)):  # where checkpoints run forwards again
-            torch.autograd.backward([loss / self.work.accumulate for loss in to_backward])
+        with self._random.backward(self._draw_key(replay)):  # where checkpoints run forwards again
+            torch.autograd.backward([loss / self.work.accumulate for loss in losses_for_backward])
         self.work.rules.collect()
-        if self._replicas:
-            self._replicas.leave(replay.replica)
-        if self._own:  # its step: the others' do not wait for it, nor it for them
+        if self._averaged:
+            self._averaged.leave(replay.replica)
+        if self._independent:  # it steps at once: other replicas do not wait for it, nor it for them
             self.work.rules.step(self.update, lambda: self._clipping(self.update))
         self._number, self._replay = self._number + 1, None
-        self.weights.release(self._plan.oldest(self._number))
+        self.weights.release(self._plan.find_oldest(self._number))
         outputs = output if isinstance(output, BlockOutputs) else [output]
-        return [loss.detach() for loss in losses], [
-            count_right(extract_scores(self.work.loss, own), y) for own in outputs
+        return [
+            MicrobatchResult(loss.detach(), count_right(extract_scores(self.work.loss, of_block), y))
+            for loss, of_block in zip(losses, outputs)
         ]
 
-    def _drawn_as(self, replay: Replay) -> int:
+    def _draw_key(self, replay: Replay) -> int:
         """Return the number of a microbatch among those of all replicas, which keys its draws."""
-        return replay.microbatch * self._width + replay.replica
+        return replay.microbatch * self._replica_count + replay.replica
 
     def _forward(self, replay: Replay, x: Any, y: Any) -> Tuple[Forward, List[torch.Tensor]]:
-        """The forward that counts, and the losses that the backward starts from: those of a second one where activations are
-        recomputed."""
+        """Return the result of the forward, and the losses to start the backward from: a second forward's with recomputation."""
 
         def forward() -> Forward:
             self._watch.stage = 0
-            with self._random.forward(self._drawn_as(replay)):
+            with self._random.forward(self._draw_key(replay)):
                 output = call_model(self.model, x)
             self._watch.stage = self._last_stage
             return output, compute_losses(self.work.loss, output, y)
@@ -165,40 +174,43 @@ class Emulator:
         self.weights.load(replay.forward)
         self._doing = "forward"
         if self._recomputation is None or replay.recompute is None:
-            done = forward()
-            return done, done[1]
-        done = self._recomputation.record(forward)
+            result = forward()
+            return result, result[1]
+        result = self._recomputation.record(forward)
         self.weights.load(replay.recompute)
         self._doing = "recomputation"
-        return done, self._recomputation.repeat(forward)[1]
+        return result, self._recomputation.repeat(forward)[1]
 
     def _update(self, replay: Replay) -> None:
         self._doing, done = "update", self._number - 1
-        if self._own:
-            self._own.end_step(self.work, self.update)
+        if self._independent:
+            self._independent.end_step(self.work, self.update)
             self.update, self._doing = self.update + 1, "data"
             return
         stages = None if len(replay.updates) == self._last_stage + 1 else replay.updates.tolist()
-        self.weights.before_update(self._plan.read_later(self._plan.made(done), done), stages)
-        if self._replicas:
-            self._replicas.average()
+        versions = self._plan.count_updates(done)
+        self.weights.before_update(self._plan.find_later_reads(versions, done), stages)
+        if self._averaged:
+            self._averaged.average()
         if self._blocks is not None:
             self._blocks.average_duplicates()
         first = int(replay.updates[0])
-        step = self.work.step_of(self.update, first, int(self._plan.made(done)[first]))
+        step = self.work.find_step(self.update, first, int(versions[first]))
         self.work.rules.step(step, lambda: self._clipping(step), stages)
         self.update += 1
-        self.weights.release(self._plan.oldest(self._number))
+        self.weights.release(self._plan.find_oldest(self._number))
         self._doing = "data"
+
+    # ---- around the steps
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of weights held at once besides those in the model."""
-        return self.weights.peak_bytes if self._own is None else self._own.held_bytes
+        """The most bytes of weights that were held at once besides those in the model."""
+        return self.weights.peak_bytes if self._independent is None else self._independent.held_bytes
 
     @property
-    def whereabouts(self) -> str:
-        """What it is doing, in words for a fault. The backward of the whole model does not tell its stages apart."""
+    def place(self) -> str:
+        """What the emulator is doing, in words for a fault. The backward of the whole model does not tell its stages apart."""
         place = f"{'block ' * (self.work.block_updates > 1)}update {self.update}"
         if self._doing == "update":
             return place
@@ -212,3 +224,37 @@ class Emulator:
         self._watch.remove()
         if self._buffers:
             self._buffers.remove()
+
+
+class StageBuffers:
+    """Lets a forward move the buffers (running statistics) of one stage only, where a replay updates one stage.
+
+    A forward of the whole model would move the statistics of each stage P times as often as the pipeline it stands for. So the
+    buffers of all other stages are put back as soon as the module that holds them has run in training. `stage`: that of the next
+    forward.
+    """
+
+    def __init__(self, model: nn.Module, watch: StageWatch) -> None:
+        self.stage, self._watch = 0, watch
+        self._saved: Dict[nn.Module, List[Any]] = {}
+        self._hooks: List[Any] = []
+        for module in model.modules():
+            if module._buffers:
+                self._hooks.append(module.register_forward_pre_hook(self._save))
+                self._hooks.append(module.register_forward_hook(self._restore))
+
+    def _save(self, module: nn.Module, inputs: Any) -> None:
+        if module.training and self._watch.stage != self.stage:
+            buffers = module._buffers.items()
+            self._saved[module] = [(name, b, None if b is None else b.detach().clone()) for name, b in buffers]
+
+    def _restore(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        for name, buffer, value in self._saved.pop(module, ()):
+            module._buffers[name] = buffer
+            if buffer is not None:
+                buffer.data.copy_(value)
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()

@@ -60,7 +60,7 @@ def spell_row(work: Work, stage: int) -> Iterator[List[Action]]:
         backward = schedule.slots(Kind.BACKWARD, begin, end, here)[0]
         # the replays that update this stage
         ends = np.flatnonzero(source.window(begin, end).updates[stage])
-        updates = source.made(begin)[stage] + np.arange(len(ends))
+        updates = source.count_updates(begin)[stage] + np.arange(len(ends))
         rows = [(BACKWARD, backward, np.arange(begin, end)), (UPDATE, backward[ends], updates)]
         for kind, slots_of in ahead.items():
             first, last = next_of[kind], min(end + source.reach, schedule.microbatches)
@@ -160,7 +160,7 @@ class Interpreter:
         self._parameters = [p for update in self.updates.values() for p in update.parameters]
         filled = work.update + self.layout.stages + 2
         self.memory = MemoryCounters(model.tensors, work.rules, self._parameters, mail, recorder, filled)
-        self._replicas = IndependentReplicas.of(work, model.piece)
+        self._replicas = IndependentReplicas.create(work, model.piece)
         self._untouched, self._posts_by_stretch = channels, channels is not None or ends_empty
         self._table: Optional[torch.Tensor] = None  # of the newest update's microbatches
         self._carry_out: Dict[str, Callable[[Stage, int], None]] = {

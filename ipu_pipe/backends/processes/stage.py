@@ -326,7 +326,7 @@ class Stage:
         codes = {int(read.codes[0]) for read in reads if read.versions[0] == self.update}
         if method.forward_reads is Reads.DOUBLE_BUFFERED:
             versions = np.full(self._work.schedule.stages, self.update)
-            codes |= self._plan.read_later(versions, self.forwarded)[self.model.stage]
+            codes |= self._plan.find_later_reads(versions, self.forwarded)[self.model.stage]
         return codes
 
     def _release(self) -> None:
