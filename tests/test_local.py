@@ -316,7 +316,6 @@ def test_a_run_reports_every_head_and_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "how, told",
     [
-<<<<<<< HEAD
         (["method=local_greedy", "method_args.t2={}"], "method_args.t2: "),
         (["method=gpipe", "method_args.blocks=2"], "method_args.blocks: 2: "),
         (["method=local_greedy", "method_args.layers=2"], "method_args.layers: 2: "),
@@ -335,26 +334,6 @@ def test_a_run_reports_every_head_and_resumes(tmp_path: Path) -> None:
         (["method=local_overlapping", "replicas=2"], "replicas: 2: "),
         (["method=local_greedy", "method_args.head=tests.test_local:wrong_head"], "method_args.head: "),
         (["method=local_greedy", "method_args.head=tests.test_local:nothing"], "method_args.head: "),
-=======
-        (["method=local_greedy", "method_args.t2={}"], "method_args.t2: with local_greedy no gradient is stale"),
-        (["method=gpipe", "method_args.blocks=2"], "method_args.blocks: 2: "),
-        (["method=local_greedy", "method_args.layers=2"], "method_args.layers: 2: "),
-        (["method=local_chunked", "method_args.blocks=0"], "method_args.blocks: 0: "),
-        (["method=local_chunked", "method_args.blocks=[nothing]"], "nothing: the model has no module of that name"),
-        (["method=local_chunked", "method_args.blocks=40"], "method_args.blocks: 40: the model can be cut into at most"),
-        (["method=last_layers", "method_args.layers=9"], "method_args.layers: 9: the model has 4 stages"),
-        (["method=local_greedy", "method_args.block_rates=[1.0]"], "must be one for each of 4 blocks"),
-        (["method=gpipe", "method_args.block_rates=[1.0]"], "gpipe has no blocks"),
-        (["method=local_chunked", "method_args.block_accumulation=[1, 4]"], "it must come after a multiple of 4"),
-        (["method=local_greedy", "clip={norm: 1.0, scope: global}"], "clip.scope: global: a block knows no gradient but its own"),
-        (["method=local_overlapping", "clip={norm: 1.0, scope: stage}"], "clip: local_overlapping"),
-        (["method=local_overlapping", "method_args.block_accumulation=[1, 1, 1, 1]"], "not with local_overlapping"),
-        (["method=local_overlapping", "method_args.overlap=2"], "overlap: 2: must be 1"),
-        (["method=local_greedy", "stages={count: 4, by: time}"], "blocks are what is trained: must be flops or parameters"),
-        (["method=local_overlapping", "replicas=2"], "replicas: 2: not with local_overlapping"),
-        (["method=local_greedy", "method_args.head=tests.test_local:wrong_head"], "must give (8, 10)"),
-        (["method=local_greedy", "method_args.head=tests.test_local:nothing"], "method_args.head"),
->>>>>>> 348bc72 (Tests of local methods pin keys and values; of profiling its public functions)
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(how: List[str], told: str, tmp_path: Path) -> None:

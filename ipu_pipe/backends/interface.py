@@ -143,8 +143,8 @@ class Backend(NamedTuple):
     raises `BadInput` if these were asked for something else. `place` returns the stages, and which are here. `faults` returns why
     a job cannot be run, a line each. `note` returns how the stages will run, if the user should know. `engine(job, first_update)`
     returns this process's engine. `emulates`: all versions of the weights are in this process. `pins_memory`: a GPU's batches may
-    be pinned, since no message waits meanwhile. `trains_on`: the device that trains, if it is not the config's. `in_flight` returns the
-    microbatches that each stage holds at most, (P,), where the backend has a pipeline of its own; None if the schedule says it.
+    be pinned, since no message waits meanwhile. `trains_on`: the device that trains, if it is not the config's. `in_flight` gives
+    the microbatches that each stage holds at most, (P,), if the backend has a pipeline of its own, else None.
     """
 
     check_launch: Callable[[BackendConfig], None]
