@@ -46,8 +46,8 @@ class Emulator:
     """Trains `model` in place as `work` says, one `step` an update.
 
     `replicas`: copies of the pipeline that train on microbatches of their own, gradients averaged. `draws`: the modules that draw
-    random numbers, where they are known (`ipu_pipe.model.probe.ForwardEffects`). Jobs with faults of `list_exactness_faults` would
-    run, but not exactly.
+    random numbers, where they are known (`ipu_pipe.model.probe.ForwardEffects`). A job with faults of `list_exactness_faults`
+    would run, but not exactly.
     """
 
     def __init__(
