@@ -104,10 +104,12 @@ def count_stashed(method: Method, stages: int, accumulate: int, recompute: bool,
     batches = 1 if method.flushes else -(-4 * (stages + accumulate) // accumulate)
     make = make_lockstep_schedule if lockstep else make_schedule
     schedule = make(method, stages, batches * accumulate, accumulate)
-    kept = count_kept_microbatches(schedule.max_in_flight().tolist(), recompute, method.segments, method.turn)
+    microbatches_kept = count_kept_microbatches(
+        schedule.max_in_flight().tolist(), recompute, method.segments, method.turn
+    )
     if recompute and lockstep:
-        kept.inputs[-1] = 0
-    return StashCounts(count_weight_copies(VersionTable(schedule, method)), *kept)
+        microbatches_kept.inputs[-1] = 0
+    return StashCounts(count_weight_copies(VersionTable(schedule, method)), *microbatches_kept)
 
 
 def sum_stage_bytes(
@@ -128,8 +130,8 @@ def sum_stage_bytes(
     `weights`: of one version. `gradients`, `optimizer`, `accumulators`: of all sums and state. `saved`: all that one microbatch
     leaves for its backward, `entering`: its input. `copies`, `inputs`, `activations`: a stage's row of `StashCounts`.
     """
-    kept = inputs * entering + activations * saved
-    return StageMemory(weights, weights * (copies - 1), gradients, optimizer, accumulators, kept, code)
+    activation_bytes = inputs * entering + activations * saved
+    return StageMemory(weights, weights * (copies - 1), gradients, optimizer, accumulators, activation_bytes, code)
 
 
 def compute_stage_memory(

@@ -63,11 +63,11 @@ def compute_worker_footprint(
     """
 
     def sum_worker(copies: int, in_flight: int) -> float:
-        kept = count_kept_microbatches([in_flight], recompute)
+        microbatches_kept = count_kept_microbatches([in_flight], recompute)
         return sum_stage_bytes(
             weights=weight_bytes / depth, copies=copies, gradients=0.0, optimizer=0.0, accumulators=0.0,
             saved=total_activation_bytes / depth, entering=input_activation_bytes,
-            inputs=int(kept.inputs[0]), activations=int(kept.activations[0]),
+            inputs=int(microbatches_kept.inputs[0]), activations=int(microbatches_kept.activations[0]),
         ).total  # fmt: skip
 
     return {
@@ -123,9 +123,11 @@ def compute_paper_figures(
         "recompute_ratio_order": None,
     }
     if method.pipeline is Pipeline.DATAFLOW and P > 1:
-        kept = count_kept_microbatches(in_flight, False, method.segments or 0, method.turn)
-        stash = kept.inputs + kept.activations
-        figures["activation_bytes_with_recompute"] = int((entering * kept.inputs + saved * kept.activations).sum())
+        microbatches_kept = count_kept_microbatches(in_flight, False, method.segments or 0, method.turn)
+        stash = microbatches_kept.inputs + microbatches_kept.activations
+        figures["activation_bytes_with_recompute"] = int(
+            (entering * microbatches_kept.inputs + saved * microbatches_kept.activations).sum()
+        )
         figures["stash_microbatches_with_recompute"] = stash.tolist()
         figures["recompute_ratio_counted"] = float(stash.sum() / flying.sum())
         figures["recompute_ratio_order"] = compute_recompute_order(P)

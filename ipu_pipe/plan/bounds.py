@@ -36,8 +36,8 @@ def bound_by_costs(asked: Candidate, costs: Costs, in_flight: IntArray, local: b
     work: FloatArray = np.add(costs.forward, costs.backward)
     reduce = costs.reduce or (Transfer(),) * len(work)
     back = () if local else costs.back
-    flows = [(count, each) for each in (*costs.onward, *back)] + [(1, each) for each in reduce]
-    updates = [update + each.seconds + each.latency for update, each in zip(costs.update, reduce)]
+    flows = [(count, transfer) for transfer in (*costs.onward, *back)] + [(1, transfer) for transfer in reduce]
+    updates = [update + transfer.seconds + transfer.latency for update, transfer in zip(costs.update, reduce)]
     bounds = [float((count * work + updates).max()) + count * costs.enter, *sum_link_times(flows).values()]
     if local:
         return max(bound_seconds(asked, whole_work), *bounds)
@@ -76,9 +76,9 @@ def bound_by_reduces(costs: Costs, count: int, flushes: bool, in_flight: IntArra
         through = path - forward + count * (forward + backward)
         through = np.maximum.accumulate(through[::-1])[::-1]
         return [float((through[sharing] + np.cumsum(reduce[sharing])).max()) for sharing in stages.values()]
-    kept = count - in_flight
-    through = np.array(costs.update) + (kept + 1) * forward + kept * backward - path
-    through = np.where(kept < 0, -np.inf, through)
+    done = count - in_flight
+    through = np.array(costs.update) + (done + 1) * forward + done * backward - path
+    through = np.where(done < 0, -np.inf, through)
     return [
         float(
             (through[sharing] + np.cumsum(reduce[sharing][::-1])[::-1]).max()

@@ -41,14 +41,14 @@ def make_plan(
         if not 1 <= value <= most:
             raise BadInput(f"--{key}: {show(value)}: must be an integer from 1 to {most}")
     asked = tuple(list_candidates(methods, devices, len(problem.units), greatest_batch))
-    found, change = search(problem, asked, count), None
-    if not found.best and _may_stream(problem):
+    result, change = search(problem, asked, count), None
+    if not result.best and _may_stream(problem):
         problem, change = replace(problem, streamed=True), f"{STREAMED}, as planned here"
-        found = search(problem, asked, count)
-    plans = tuple((prediction, find_binding(problem, prediction)) for prediction in found.best)
+        result = search(problem, asked, count)
+    plans = tuple((prediction, find_binding(problem, prediction)) for prediction in result.best)
     if not plans:
         change = _find_smallest_change(problem, asked, methods, devices, greatest_batch)
-    return Answer(problem, devices, plans, found.refused, change)
+    return Answer(problem, devices, plans, result.refused, change)
 
 
 def _may_stream(problem: Problem) -> bool:

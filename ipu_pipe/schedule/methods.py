@@ -267,8 +267,8 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     if method.rounds is not None:
         return replace(method, rounds=Rounds(settings.get("replicas"), settings.get("local_steps", Rounds.steps)))
     if method.structure is not None:
-        own: Dict[str, Any] = {key: tuple(v) if isinstance(v, (list, tuple)) else v for key, v in settings.items()}
-        return replace(method, structure=replace(method.structure, **own)) if own else method
+        changes: Dict[str, Any] = {key: tuple(v) if isinstance(v, (list, tuple)) else v for key, v in settings.items()}
+        return replace(method, structure=replace(method.structure, **changes)) if changes else method
     return _change_axes(method, settings)
 
 
