@@ -216,7 +216,7 @@ def test_images_are_read_by_a_forked_process(poptorch: Any, tmp_path: Path) -> N
                 image.new("RGB", (9, 9), (label * 60, number * 60, 0)).save(
                     tmp_path / part / str(label) / f"{number}.png"
                 )
-    source = ImageFolder(str(tmp_path), seed=1, size=8)
+    source = ImageFolder(str(tmp_path), seed=1, size=8, threads=1)
     first = source.train_batch(0, 0, 2)  # its threads are there
     settings = config(gradient_accumulation=2, method="naive")
     calls = Calls(source, settings, 4, 0, 2, 0, 1)
