@@ -82,7 +82,7 @@ def set_up(
     seed = derive_seed(config.seed, "model")
     torch.manual_seed(seed)
     RandomStates.seeded(seed).write()  # models and data sources may draw from Python's and numpy's generators, too
-    given = model is not None
+    is_given = model is not None
     if by_shape:
         device = torch.device("meta")
     if model is None:
@@ -101,12 +101,12 @@ def set_up(
     measured = make_metrics(config.metrics if metrics is None else metrics)
     row = resolve_precision(config.precision, resolve_method(config.method, config.method_settings()))
     # last: what fails before leaves a caller's model as it was
-    numbers = ModelPrecision(model.train(), row, DTYPES[row], device, given)
-    made = Setup(config, model, numbers.loss(chosen_loss), data, device, numbers)
-    made.begun, made.metrics, made.asks = begun, measured, getattr(chosen_loss, "asks", ())
+    numbers = ModelPrecision(model.train(), row, DTYPES[row], device, is_given)
+    setup = Setup(config, model, numbers.loss(chosen_loss), data, device, numbers)
+    setup.begun, setup.metrics, setup.asks = begun, measured, getattr(chosen_loss, "asks", ())
     backend = get_backend(config)
-    made.device_kind, made.pins_memory = backend.trains_on or kind, backend.pins_memory
-    return made
+    setup.device_kind, setup.pins_memory = backend.trains_on or kind, backend.pins_memory
+    return setup
 
 
 def _begin(model: nn.Module, begin: InitFrom, heads_too: bool = True) -> Optional[Begun]:
@@ -119,14 +119,14 @@ def _begin(model: nn.Module, begin: InitFrom, heads_too: bool = True) -> Optiona
         tensors, place = read_weights(path), f"init_from: {path}"
     except BadInput as error:
         raise BadInput([f"init_from: {fault}" for fault in error.faults]) from None
-    own = model.state_dict()
+    state = model.state_dict()
     try:
         left_out, new = load_weights(model, tensors, place, heads_too, begin.strict)
     except BadInput as error:
-        fits = any(name in own and own[name].shape == value.shape for name, value in tensors.items())
+        fits = any(name in state and state[name].shape == value.shape for name, value in tensors.items())
         way = "; init_from: {path: ..., strict: false} takes what fits" if fits else "; nothing in it fits"
         raise BadInput([*error.faults[:-1], error.faults[-1] + way]) from None
-    return None if begin.strict else Begun(str(path), len(own) - len(new), left_out, new)
+    return None if begin.strict else Begun(str(path), len(state) - len(new), left_out, new)
 
 
 def _refuse_tensors(model: nn.Module) -> None:
@@ -175,10 +175,10 @@ def build(
     lr=0.1)`. Raise `BadInput` if anything does not fit; exceptions of the user's own code are raised as they are.
     """
     with attribute_faults(lambda: "before training"):
-        given: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
-        refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, **given)
+        others: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
+        refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, **others)
         factory = None if optimizer is None else make_factory_of(optimizer)
-        described = describe_overrides(config, model, data, loss, optimizer, output, **given)
+        described = describe_overrides(config, model, data, loss, optimizer, output, **others)
         setup = set_up(described, model, data, loss, by_shape, metrics, output)
     thawed = [p for p in setup.model.parameters() if p.requires_grad]
     try:
@@ -209,7 +209,7 @@ def _assemble(
     if is_chosen(config.stages):
         config = _with_chosen_stages(config, method, model, chosen_loss, example)
     placed = get_backend(config).place(config, method, model, example[0])
-    model, part, own = placed.model, placed.part, placed.own
+    model, part, own_stage = placed.model, placed.part, placed.own
     if method.structure is not None:
         if config.init_from:  # again, now with the heads that it may hold
             _begin(model, config.init_from, heads_too=False)
@@ -236,23 +236,23 @@ def _assemble(
     if method.segments is not None:
         find_segment_ends(len(part), method.segments)  # refuses more than there are stages
     groups = replace_parameters(make_groups(model, part, config.optimizer.no_decay), setup.numbers.trained)
-    held = groups if own is None else select_stage(groups, own)
+    local_groups = groups if own_stage is None else select_stage(groups, own_stage)
     blocks = get_blocks(model)
-    if own and blocks is not None and blocks.overlap:  # this process's duplicate of the stage before
-        shared = {id(p) for p in blocks.pieces[own - 1].parameters()}
-        held = [*held, *select_parameters(select_stage(groups, own - 1), shared)]
+    if own_stage and blocks is not None and blocks.overlap:  # this process's duplicate of the stage before
+        shared = {id(p) for p in blocks.pieces[own_stage - 1].parameters()}
+        local_groups = [*local_groups, *select_parameters(select_stage(groups, own_stage - 1), shared)]
     factory = optimizer or make_factory(config)
-    made = factory(held)
-    _check_groups(made)
-    whole = made if held is groups else factory(groups)  # a process holds its own stage's alone
+    stage_optimizer = factory(local_groups)
+    _check_groups(stage_optimizer)
+    whole = stage_optimizer if local_groups is groups else factory(groups)  # a process holds its own stage's alone
     if optimizer is not None:
         config = describe_made_optimizer(config, whole)
     used = Given(optimizer=describe_optimizer(whole), loss=_described(get_given_loss(get_plain_loss(setup.loss))))
     base = float(whole.param_groups[0]["lr"])
     played = _played(config, scheduler, whole, base, updates, per_epoch)
     job = Job(
-        config, model, chosen_loss, data, device, setup.numbers, part, method, schedule, table, groups, made,
-        _rules(config, args, table, made, base, updates, per_epoch, switch, played, setup.numbers.masters),
+        config, model, chosen_loss, data, device, setup.numbers, part, method, schedule, table, groups, stage_optimizer,
+        _rules(config, args, table, stage_optimizer, base, updates, per_epoch, switch, played, setup.numbers.masters),
         base, per_epoch, updates, example, measure_footprint(model, part, chosen_loss, example), placed.note, done, used,
     )  # fmt: skip
     job.begun, job.pieces = setup.begun, placed.pieces

@@ -194,14 +194,14 @@ def _checked(value: Any, place: str) -> Callback:
         raise BadInput(f"{place}: {describe_kind(value)}: must be an object of a class derived from ipu_pipe.Callback")
     unknown = [name for name in dir(value) if name.startswith("on_") and name not in HOOKS]
     if unknown:
-        own = f"{type(value).__qualname__}.{list_some(unknown)}"
-        raise BadInput(f"{place}: {own}: a run calls {', '.join(HOOKS)} and nothing else that is called on_")
+        method = f"{type(value).__qualname__}.{list_some(unknown)}"
+        raise BadInput(f"{place}: {method}: a run calls {', '.join(HOOKS)} and nothing else that is called on_")
     for name in HOOKS:
         try:
             inspect.signature(getattr(value, name)).bind(None)
         except TypeError:
-            own = f"{type(value).__qualname__}.{name}"
-            raise BadInput(f"{place}: {own}: must take one argument, the ipu_pipe.Moment") from None
+            method = f"{type(value).__qualname__}.{name}"
+            raise BadInput(f"{place}: {method}: must take one argument, the ipu_pipe.Moment") from None
     return value
 
 

@@ -222,10 +222,10 @@ def _check_file(file: Path, sha256: str) -> None:
     if not os.path.isfile(file):
         raise BadInput(f"{file}: corrupt checkpoint: the file is missing{_advise(file.parent)}")
     try:
-        found = hash_file(file, "sha256")
+        digest = hash_file(file, "sha256")
     except OSError as error:
         raise BadInput(f"{file}: cannot be read: {error.strerror or error}") from None
-    if found != sha256:
+    if digest != sha256:
         raise BadInput(
             f"{file}: corrupt checkpoint: its SHA-256 is not the one that was saved{_advise(file.parent)}"
         )
@@ -311,21 +311,21 @@ def load_weights(
     local losses are loaded if they are there and fit, and stay as they are otherwise. A tied weight may be there under one of
     its names only.
     """
-    own = model.state_dict()
-    heads = {name: value for name, value in own.items() if name.startswith(HEADS)}
+    state = model.state_dict()
+    heads = {name: value for name, value in state.items() if name.startswith(HEADS)}
     if not heads or not heads_too:  # auxiliary heads are for training only
         fitting = {n: v for n, v in tensors.items() if n in heads and heads[n].shape == v.shape}
         tensors = {**{n: v for n, v in tensors.items() if not n.startswith(HEADS)}, **heads, **fitting}
-    left_out = {name: "the model has no such parameter or buffer" for name in tensors if name not in own}
+    left_out = {name: "the model has no such parameter or buffer" for name in tensors if name not in state}
     for names in _list_tied_names(model):
         present = [name for name in names if name in tensors]
         for name in present[1:]:
             if not torch.equal(tensors[name], tensors[present[0]]):
                 left_out[name] = f"differs from {present[0]}, which is the same weight of the model"
         tensors = {**{name: tensors[present[0]] for name in names if present}, **tensors}
-    for name in own:
-        if name in tensors and own[name].shape != tensors[name].shape:
-            left_out[name] = f"shape {tuple(tensors[name].shape)}, the model has {tuple(own[name].shape)}"
+    for name in state:
+        if name in tensors and state[name].shape != tensors[name].shape:
+            left_out[name] = f"shape {tuple(tensors[name].shape)}, the model has {tuple(state[name].shape)}"
     fitting = {name: value for name, value in tensors.items() if name not in left_out}
     if strict or not fitting:
         prefix = next((p for p in WRAPPERS if tensors and all(name.startswith(p) for name in tensors)), None)
@@ -333,10 +333,10 @@ def load_weights(
             raise BadInput(
                 f"{place}: all names begin with {prefix}, the prefix of a wrapper: save the state dict of the model inside it"
             )
-        missing = [f"{name}: missing, the model needs it" for name in own if name not in tensors]
+        missing = [f"{name}: missing, the model needs it" for name in state if name not in tensors]
         raise_faults(place, missing + [f"{name}: {why}" for name, why in left_out.items()])
-    load_state(model, {**own, **fitting})
-    return Loaded(left_out, [name for name in own if name not in fitting])
+    load_state(model, {**state, **fitting})
+    return Loaded(left_out, [name for name in state if name not in fitting])
 
 
 def _list_tied_names(model: torch.nn.Module) -> List[List[str]]:

@@ -204,10 +204,10 @@ def check_model(model: nn.Module, loss: Loss, example: Tuple[Any, Any], labels: 
             ) from error
         if output is not None and value is None:
             key = "model.output" if taken is None and isinstance(loss, LossOfOutput) else "loss"
-            given = describe_output(output) + (
+            returned = describe_output(output) + (
                 f" and labels {describe_tensors(get_labels(y))}" if key == "loss" else ""
             )
-            raise BadInput(f"{key}: it fails on what the model returns, {given}: {summarize(error)}") from error
+            raise BadInput(f"{key}: it fails on what the model returns, {returned}: {summarize(error)}") from error
         labelled = ", which loss: model calls with the labels too" if isinstance(get_plain_loss(loss), OwnLoss) else ""
         raise BadInput(
             f"model: it fails on a microbatch of shape {describe_tensors(x)}{labelled}: {summarize(error)}"
@@ -239,8 +239,8 @@ def check_metrics(setup: Setup) -> None:
     devices = [setup.device] if setup.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad(), undisturbed(setup.model):
         setup.model.eval()
-        for x, given in itertools.islice(load_test_batches(setup), 1):
-            taken, y = take_scores(setup.loss, call_model(setup.model, x)), get_labels(given)
+        for x, labels in itertools.islice(load_test_batches(setup), 1):
+            taken, y = take_scores(setup.loss, call_model(setup.model, x)), get_labels(labels)
             for metric in metrics:
                 try:
                     metric.begin().add(taken, y, count_samples(x))
@@ -269,10 +269,10 @@ def _few(model: nn.Module, x: Any) -> Any:
             return None
         few = model(x[:FEW].clone())
         again = torch.arange(len(x)) % FEW
-        made = tree_map(lambda t: t[again] if isinstance(t, torch.Tensor) else t, few)
+        repeated = tree_map(lambda t: t[again] if isinstance(t, torch.Tensor) else t, few)
     except Exception:  # a model for microbatches of one size, say: all samples tell
         return None
     shapes = [
-        [t.shape if isinstance(t, torch.Tensor) else t for t in tree_flatten(value)[0]] for value in (whole, made)
+        [t.shape if isinstance(t, torch.Tensor) else t for t in tree_flatten(value)[0]] for value in (whole, repeated)
     ]
-    return made if shapes[0] == shapes[1] else None
+    return repeated if shapes[0] == shapes[1] else None

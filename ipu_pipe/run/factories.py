@@ -61,12 +61,12 @@ def make_data(config: Config) -> DataSource:
     """Make the config's data source."""
     options = config.data.options()
     if ":" in config.data.name:
-        made = call_entry(resolve_entry(config.data.name, "data.name"), options, "data")
-        if not isinstance(made, DataSource):
+        source = call_entry(resolve_entry(config.data.name, "data.name"), options, "data")
+        if not isinstance(source, DataSource):
             raise BadInput(
-                f"data.name: {config.data.name}: gave a {type(made).__name__}, must give an ipu_pipe.data.DataSource"
+                f"data.name: {config.data.name}: gave a {type(source).__name__}, must give an ipu_pipe.data.DataSource"
             )
-        return made
+        return source
     return load_data(config.data.name, seed=config.seed, **options)
 
 
@@ -100,8 +100,8 @@ def make_plain_loss(config: Config) -> Loss:
 
 def check_loss(loss: nn.Module, model: nn.Module) -> None:
     """Raise `BadInput` for a loss with parameters of its own, which no optimizer would train."""
-    own = {id(p) for p in model.parameters()}
-    names = [name for name, p in loss.named_parameters() if p.requires_grad and id(p) not in own]
+    parameters = {id(p) for p in model.parameters()}
+    names = [name for name, p in loss.named_parameters() if p.requires_grad and id(p) not in parameters]
     if names:
         raise BadInput(
             f"loss: {type(loss).__name__}: {list_some(names)}: no optimizer would train what a loss has of its own: put it into "

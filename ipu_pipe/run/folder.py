@@ -221,22 +221,22 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
             raise BadInput(f"--out: {above}: is a file, must be a folder")
         if not os.access(above, os.W_OK | os.X_OK):
             raise BadInput(f"--out: {above}: no permission to write")
-        held = [name for name in OUTPUTS if (path / name).exists()]
-        foreign = _foreign(path, held) if overwrite else None
+        outputs = [name for name in OUTPUTS if (path / name).exists()]
+        foreign = _foreign(path, outputs) if overwrite else None
     except OSError as error:
         raise BadInput(f"--out: {path}: {error.strerror or error}") from None
-    odd = [name for name in held if (path / name).is_dir() != (name in FOLDERS)]
+    odd = [name for name in outputs if (path / name).is_dir() != (name in FOLDERS)]
     if odd:
         raise BadInput(
             f"--out: {path}: {odd[0]} is {'a folder' if odd[0] not in FOLDERS else 'no folder'}, which no run writes"
         )
-    if held and not (resume or overwrite):
-        raise BadInput(f"--out: {path}: holds another run ({held[0]}): give --resume, --overwrite or another folder")
+    if outputs and not (resume or overwrite):
+        raise BadInput(f"--out: {path}: holds another run ({outputs[0]}): give --resume, --overwrite or another folder")
     if foreign is not None:
         raise BadInput(
             f"--overwrite: {path}: {foreign}: what is there is no run to replace: give another folder, or empty it"
         )
-    return held
+    return outputs
 
 
 def read_summary(path: Path) -> Optional[Dict[str, Any]]:
@@ -291,11 +291,11 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self._metrics: Optional[TextIO] = None
-        held = check_folder(path, resume, overwrite)
+        outputs = check_folder(path, resume, overwrite)
         try:
             path.mkdir(parents=True, exist_ok=True)
             if overwrite:
-                for name in reversed(held):  # config.yaml last: what is half deleted is still known for a run
+                for name in reversed(outputs):  # config.yaml last: what is half deleted is still known for a run
                     _remove(path / name)
                     _remove(path / f".{name}.part")
             if resume:
@@ -370,9 +370,9 @@ class RunFolder:
 def _remove(path: Path) -> None:
     """Delete an output of a run. Of a folder of outputs what a run wrote there; the folder itself if nothing is left in it."""
     if path.is_dir():
-        own = FOLDERS[path.name]
+        pattern = FOLDERS[path.name]
         for entry in path.iterdir():
-            if own.fullmatch(entry.name):
+            if pattern.fullmatch(entry.name):
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         with contextlib.suppress(OSError):  # not empty, or a link to a folder elsewhere
             path.rmdir()

@@ -48,8 +48,8 @@ def _may_be_shapes(config: Config) -> bool:
 
 def _tells(job: Job) -> bool:
     """Return whether shapes tell as much as numbers: not for small models, computed as they are, nor for recurrent layers."""
-    held = count_numbers(job.example[0]) + sum(p.numel() for p in job.model.parameters())
-    return held > SMALL and not any(isinstance(module, nn.RNNBase) for module in job.model.modules())
+    numbers = count_numbers(job.example[0]) + sum(p.numel() for p in job.model.parameters())
+    return numbers > SMALL and not any(isinstance(module, nn.RNNBase) for module in job.model.modules())
 
 
 class ConfigUnits(NamedTuple):

@@ -121,7 +121,7 @@ def _joined(found: List[Any]) -> Any:
     leaves, shape = tree_flatten(found[0])
     every = [tree_flatten(output)[0] for output in found]
     joined = [
-        torch.cat([own[i] for own in every]) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+        torch.cat([flat[i] for flat in every]) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
         for i, leaf in enumerate(leaves)
     ]
     return tree_unflatten(joined, shape)

@@ -98,11 +98,11 @@ def _compare_keys(job: Job, manifest: Mapping[str, Any], path: Path) -> List[str
 def _compare_tensors(job: Job, saved: Checkpoint) -> List[str]:
     """List the tensors of another type or shape than in this run. `load_weights` compares names and shapes of weights."""
     with job.numbers.whole():
-        own = job.model.state_dict()
+        state = job.model.state_dict()
     faults = [
-        f"model: {name}: is {_describe(value)}, this run has {_describe(own[name])}"
+        f"model: {name}: is {_describe(value)}, this run has {_describe(state[name])}"
         for name, value in saved.model.items()
-        if name in own and own[name].shape == value.shape and own[name].dtype != value.dtype
+        if name in state and state[name].shape == value.shape and state[name].dtype != value.dtype
     ]
     parameters = job.get_trained()
     for key, value in saved.optimizer.items():

@@ -87,14 +87,14 @@ def train(
     trained in place, in the config's precision, and has its own dtypes again at the end (unless `keep_dtype`), and its modules
     their modes. On processes every rank has the whole model then; after a fault each has its own stage, not-a-number elsewhere.
     """
-    given: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
+    others_given: Dict[str, Any] = {"metrics": metrics, "lr_scheduler": lr_scheduler}
     asked: Dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite}
     objects: Dict[str, Any] = {"model": model, "data": data, "loss": loss, "output": output, "callbacks": callbacks}
     others: Dict[str, Any] = {"optimizer_args": optimizer_args, "quiet": quiet, "keep_dtype": keep_dtype}
-    check_arguments(config, **objects, **given, **others, **asked)
+    check_arguments(config, **objects, **others_given, **others, **asked)
     out = parse_folder(out)
     launch(config, {"out": out, **asked})
-    refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, **given)
+    refuse_missing(config, model=model, output=output, data=data, loss=loss, optimizer=optimizer, **others_given)
     if optimizer is not None:
         optimizer = make_factory_of(optimizer, optimizer_args)
     elif optimizer_args is not None:
@@ -103,7 +103,7 @@ def train(
         called = make_callbacks(config, callbacks)
         if config.early_stopping is not None:
             called.append(EarlyStopping.from_config(config.early_stopping))
-    config = describe_overrides(config, model, data, loss, optimizer, output, callbacks=callbacks, **given)
+    config = describe_overrides(config, model, data, loss, optimizer, output, callbacks=callbacks, **others_given)
     say = Progress(quiet or not is_main()).say
     resume = resume or resume_from is not None
     with reserve_folder(out, resume=resume, overwrite=overwrite, say=say), modes_restored(
@@ -118,7 +118,7 @@ def train(
         began = start.config.init_from
         if start.done:  # the checkpoint takes the place of the weights that the run began with
             start = start._replace(config=start.config.model_copy(update={"init_from": None}))
-        job = build(start.config, model, data, loss, optimizer, start.done, output=output, **given)
+        job = build(start.config, model, data, loss, optimizer, start.done, output=output, **others_given)
         job.config = job.config.model_copy(update={"init_from": began})
         try:
             for stopping in called:
@@ -216,8 +216,8 @@ def _with_recorded_counts(old: Config, new: Config) -> Config:
     key = "blocks" if method.structure is not None else "replicas" if method.rounds is not None else None
     if key is None or new.method != old.method or getattr(new.method_args, key) is not None:
         return new
-    own = new.method_args.model_copy(update={key: getattr(old.method_args, key)})
-    return new.model_copy(update={"method_args": own})
+    method_args = new.method_args.model_copy(update={key: getattr(old.method_args, key)})
+    return new.model_copy(update={"method_args": method_args})
 
 
 def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any]:

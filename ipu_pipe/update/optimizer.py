@@ -57,7 +57,7 @@ ALLOWED = (
 )
 
 
-def make_factory_of(given: Any, args: Optional[Mapping[str, Any]] = None) -> OptimizerFactory:
+def make_factory_of(optimizer: Any, args: Optional[Mapping[str, Any]] = None) -> OptimizerFactory:
     """Return a function that makes the optimizer given in Python from parameter groups, one or more for each stage.
 
         factory     functools.partial(torch.optim.SGD, lr=0.1)          called with the groups
@@ -66,15 +66,15 @@ def make_factory_of(given: Any, args: Optional[Mapping[str, Any]] = None) -> Opt
 
     Raise `BadInput` if it is none of these.
     """
-    if isinstance(given, tuple) and len(given) == 2 and inspect.isclass(given[0]) and isinstance(given[1], Mapping):
-        given, args = given[0], {**given[1], **(args or {})}
-    if isinstance(given, torch.optim.Optimizer):
+    if isinstance(optimizer, tuple) and len(optimizer) == 2 and inspect.isclass(optimizer[0]) and isinstance(optimizer[1], Mapping):
+        optimizer, args = optimizer[0], {**optimizer[1], **(args or {})}
+    if isinstance(optimizer, torch.optim.Optimizer):
         if args:
             raise BadInput("optimizer_args: not together with an optimizer that is made: its own settings are taken")
-        return _Like(given)
-    if (inspect.isclass(given) and not issubclass(given, torch.optim.Optimizer)) or not callable(given):
-        raise BadInput(f"optimizer: {describe_kind(given)}: must be {ALLOWED}")
-    return _Calling(given, dict(args or {}))
+        return _Like(optimizer)
+    if (inspect.isclass(optimizer) and not issubclass(optimizer, torch.optim.Optimizer)) or not callable(optimizer):
+        raise BadInput(f"optimizer: {describe_kind(optimizer)}: must be {ALLOWED}")
+    return _Calling(optimizer, dict(args or {}))
 
 
 class _Calling:
