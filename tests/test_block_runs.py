@@ -21,7 +21,7 @@ from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.studies import step_grids, vector_runs
 from ipu_pipe.studies.experiment import Claim
-from ipu_pipe.studies.history_delays import HistoryDelays, fit_exponent
+from ipu_pipe.studies.history_delays import HistoryDelayStudy, fit_exponent
 from ipu_pipe.studies.objectives import (
     Logistic,
     Quadratic,
@@ -351,7 +351,7 @@ def test_the_step_grids_are_listed_and_the_quadratic_runs(capsys: pytest.Capture
 
 
 def test_delay_statistics_and_their_fit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
-    reproduce.main([HistoryDelays.name, "--json", "--out", str(tmp_path)])
+    reproduce.main([HistoryDelayStudy.name, "--json", "--out", str(tmp_path)])
     found = json.loads(capsys.readouterr().out)
     by_stages = {row["args"]["stages"]: row for row in found["rows"]}
     assert sorted(by_stages) == list(range(2, 41)) and found["agrees"] and not found["differences"]
@@ -361,7 +361,7 @@ def test_delay_statistics_and_their_fit(tmp_path: Path, capsys: pytest.CaptureFi
         "greatest": 60,
     }
     assert all(
-        (tmp_path / HistoryDelays.name / name).stat().st_size > 10_000 for name in ("delays.png", "timelines.png")
+        (tmp_path / HistoryDelayStudy.name / name).stat().st_size > 10_000 for name in ("delays.png", "timelines.png")
     )
     assert fit_exponent([2, 4, 8], [12, 48, 192]) == pytest.approx(2)
 

@@ -13,7 +13,7 @@ from typing import Dict, List, Sequence
 from ipu_pipe.errors import BadInput
 from ipu_pipe.shipped import find_configs
 from ipu_pipe.studies.experiment import Experiment
-from ipu_pipe.studies.history_delays import HistoryDelays
+from ipu_pipe.studies.history_delays import HistoryDelayStudy
 from ipu_pipe.studies.predicted_2bw import TABLE_2BW
 from ipu_pipe.studies.predicted_local import MEMORY_TABLE, SPEEDUP_TABLE
 from ipu_pipe.studies.step_grids import STEP_GRIDS
@@ -32,7 +32,7 @@ def list_files() -> Dict[str, Path]:
 
 def list_records() -> Dict[str, Experiment]:
     """Return the experiments that are records in this folder, by name."""
-    records: Sequence[Experiment] = (SPEEDUP_TABLE, MEMORY_TABLE, TABLE_2BW, HistoryDelays(), *STEP_GRIDS.values())
+    records: Sequence[Experiment] = (SPEEDUP_TABLE, MEMORY_TABLE, TABLE_2BW, HistoryDelayStudy(), *STEP_GRIDS.values())
     return {record.name: record for record in records}
 
 

@@ -20,7 +20,7 @@ from ipu_pipe.studies.experiment import Outcome, Request, list_statements, make_
 STAGES = range(2, 41)
 
 
-class HistoryDelays:
+class HistoryDelayStudy:
     """The experiment rpd_delays: it computes and draws, and runs nothing."""
 
     name = "rpd_delays"
@@ -87,7 +87,7 @@ def compute_results() -> Dict[str, Any]:
         ),
     }
     return {
-        "experiment": HistoryDelays.name, "title": HistoryDelays.title, "source": HistoryDelays.source, "rows": rows,
+        "experiment": HistoryDelayStudy.name, "title": HistoryDelayStudy.title, "source": HistoryDelayStudy.source, "rows": rows,
         "exponents": fits, **list_statements(holds_by_text),
     }  # fmt: skip
 

@@ -66,7 +66,8 @@ def make_factory_of(optimizer: Any, args: Optional[Mapping[str, Any]] = None) ->
 
     Raise `BadInput` if it is none of these.
     """
-    if isinstance(optimizer, tuple) and len(optimizer) == 2 and inspect.isclass(optimizer[0]) and isinstance(optimizer[1], Mapping):
+    is_pair = isinstance(optimizer, tuple) and len(optimizer) == 2
+    if is_pair and inspect.isclass(optimizer[0]) and isinstance(optimizer[1], Mapping):
         optimizer, args = optimizer[0], {**optimizer[1], **(args or {})}
     if isinstance(optimizer, torch.optim.Optimizer):
         if args:

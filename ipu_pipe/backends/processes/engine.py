@@ -15,7 +15,7 @@ from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report
 from ipu_pipe.backends.processes import collect, trace
 from ipu_pipe.backends.processes.cuda import make_channels
 from ipu_pipe.backends.processes.deadlines import detect_lost_rank, name_faults
-from ipu_pipe.backends.processes.interpreter import EarlyStopping, Interpreter
+from ipu_pipe.backends.processes.interpreter import BatchAnnouncements, Interpreter
 from ipu_pipe.backends.processes.launch import check_launch, join, make_group
 from ipu_pipe.backends.processes.layout import RankLayout, place
 from ipu_pipe.backends.processes.local import LocalBlock
@@ -54,10 +54,10 @@ class ProcessEngine(Engine):
         self._mail = TorchMail(
             layout.rank, job.device, self._recorder, config.backend.deadline, None, channels, 8 * (layout.stages + 1)
         )
-        self._early: Optional[EarlyStopping] = None
+        self._early: Optional[BatchAnnouncements] = None
         if job.may_stop:
             batch, updates = job.schedule.accumulate, job.updates
-            self._early = EarlyStopping(self._mail, layout.rank, batch, updates, first_update, channels is None)
+            self._early = BatchAnnouncements(self._mail, layout.rank, batch, updates, first_update, channels is None)
         stage = Stage(work, model, self._mail, self._recorder)
         self._interpreter = Interpreter(
             work, {layout.stage: stage}, self._mail, self._recorder, groups[layout.stage], self._early,

@@ -33,7 +33,7 @@ CHUNK = 512  # microbatches of which the row is spelled out at a time
 ORDER = (FORWARD, RECOMPUTE, BACKWARD, UPDATE)  # within a slot
 
 
-class Action(NamedTuple):
+class RowAction(NamedTuple):
     """One action of a row: its kind, the number of its microbatch or update, its stage."""
 
     kind: str
@@ -41,7 +41,7 @@ class Action(NamedTuple):
     stage: int
 
 
-def spell_row(work: Work, stage: int) -> Iterator[List[Action]]:
+def spell_row(work: Work, stage: int) -> Iterator[List[RowAction]]:
     """Yield the actions of a stage from the work's first microbatch on, in order, in chunks that end with an update.
 
     A chunk has the backwards of some batches, their updates, and the forwards and recomputations up to the last of these slots.
@@ -73,11 +73,11 @@ def spell_row(work: Work, stage: int) -> Iterator[List[Action]]:
             np.stack([slots, np.full_like(slots, ORDER.index(kind)), index], axis=1) for kind, slots, index in rows
         ])  # (actions, 3): slot, order within the slot, index
         table = table[np.lexsort((table[:, 1], table[:, 0]))]
-        yield [Action(ORDER[order], index, stage) for _, order, index in table.tolist()]
+        yield [RowAction(ORDER[order], index, stage) for _, order, index in table.tolist()]
 
 
-class EarlyStopping:
-    """Whether another batch starts, in a run that may be asked to end: rank 0 says so to every rank, batch by batch.
+class BatchAnnouncements:
+    """Early stopping across ranks: rank 0 announces to every rank, batch by batch, whether another batch starts.
 
     rank 0   U2 | asked to end | F8: the first of batch 4 ...     batches 3 and what has started of it are in flight: they end
                   says "no" to all before batch 4
@@ -113,7 +113,7 @@ class EarlyStopping:
                 self.end = b
         return b < self.started
 
-    def filter(self, actions: Iterable[Action]) -> Iterator[Action]:
+    def filter(self, actions: Iterable[RowAction]) -> Iterator[RowAction]:
         """Yield a row's actions without those of batches that do not start."""
         for action in actions:
             if action.kind == UPDATE or self.starts(action.number // self._batch):
@@ -149,7 +149,7 @@ class Interpreter:
 
     def __init__(
         self, work: Work, stages: Mapping[int, Stage], mail: Mail, recorder: TraceRecorder, replicas: Any = None,
-        early: Optional[EarlyStopping] = None, ends_empty: bool = False, channels: Optional[Mapping[Link, Any]] = None,
+        early: Optional[BatchAnnouncements] = None, ends_empty: bool = False, channels: Optional[Mapping[Link, Any]] = None,
     ) -> None:  # fmt: skip
         assert len(stages) == 1, "several stages on a rank are not carried out yet"
         self.stages, self.mail, self.recorder, self._work, self._early = stages, mail, recorder, work, early
@@ -185,7 +185,7 @@ class Interpreter:
             return f"update {index}"
         return f"update {int(index) // self._work.schedule.accumulate}, microbatch {index}, action {self.doing}"
 
-    def _read_row(self, stage: int) -> Iterator[Action]:
+    def _read_row(self, stage: int) -> Iterator[RowAction]:
         for chunk in spell_row(self._work, stage):
             messages: Dict[int, List[Tuple[Message, Shapes]]] = {}
             for action in chunk:
@@ -195,7 +195,7 @@ class Interpreter:
                 self.mail.expect(source, of_source)
             yield from chunk if self._early is None else self._early.filter(chunk)
 
-    def _list_needs(self, action: Action) -> Iterator[Tuple[int, Message, Shapes]]:
+    def _list_needs(self, action: RowAction) -> Iterator[Tuple[int, Message, Shapes]]:
         if action.kind == UPDATE:
             yield from self.updates[action.stage].needs(action.number)
         else:
