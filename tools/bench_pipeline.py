@@ -138,7 +138,7 @@ def _process(rank: int, folder: str, accumulate: int, methods: List[str], rounds
             if number >= 2:  # the first turns fill pipelines and caches
                 times[name].append(time.perf_counter() - begun)
     events = engines["pipedream_flush"].recorder.events()
-    events = events.where(events.microbatch >= accumulate)
+    events = events.select(events.microbatch >= accumulate)
     costs = {kind: _pass_seconds(events, kind) for kind in ("forward", "backward", "update")}
     (Path(folder) / f"{rank}.json").write_text(json.dumps({"times": times, "costs": costs}))
     dist.barrier()
@@ -147,7 +147,7 @@ def _process(rank: int, folder: str, accumulate: int, methods: List[str], rounds
 
 def _pass_seconds(events: Any, kind: str) -> float:
     """Median time of a pass."""
-    own = events.where(events.of_kind(kind))
+    own = events.select(events.is_kind(kind))
     return statistics.median(((own.end - own.start) / 1e9).tolist()) if len(own.start) else 0.0
 
 
