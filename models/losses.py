@@ -7,9 +7,10 @@ from torch import nn
 
 
 def smoothed_cross_entropy(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy against 0.9 of the label and 0.1 spread over all classes (Szegedy et al. 2016, section 7).
+    """Return the mean cross-entropy with label smoothing 0.1: 0.9 on the label, 0.1 spread evenly over all classes.
 
-    `outputs`: (B, classes), `labels`: (B,). Written out, since torch's own masks labels in place, which IPUs need not do.
+    `outputs`: logits (B, classes), `labels`: (B,) -> scalar. Source: Szegedy et al. 2016, section 7.
     """
-    shares = outputs.log_softmax(dim=1)  # (B, classes), logarithms
-    return 0.9 * nn.functional.nll_loss(shares, labels) - 0.1 * shares.mean()
+    # Not torch's label_smoothing: it masks the labels in place, an operation that IPUs can do without.
+    log_probabilities = outputs.log_softmax(dim=1)  # (B, classes)
+    return 0.9 * nn.functional.nll_loss(log_probabilities, labels) - 0.1 * log_probabilities.mean()

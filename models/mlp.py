@@ -1,4 +1,4 @@
-"""Multi-layer perceptron, a stage a linear layer."""
+"""Multi-layer perceptron with one stage per linear layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ipu_pipe.model.stages import begin_stage
 
 
 def mlp(inputs: int = 64, width: int = 128, layers: int = 4, classes: int = 10) -> nn.Sequential:
-    """`layers` hidden layers of `width` with ReLU, then a linear head: `layers + 1` stages.
+    """Build a perceptron of `layers` hidden layers of `width` with ReLU and a linear head: `layers + 1` stages.
 
-    Input of shape (B, ...) with `inputs` numbers a sample, output (B, classes).
+    Input (B, ...) with `inputs` values per sample, output (B, classes). Raise `BadInput` if a size is out of range.
     """
     for name, value in (("inputs", inputs), ("width", width), ("layers", layers), ("classes", classes)):
         if isinstance(value, int) and value > 100_000:

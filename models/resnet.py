@@ -1,10 +1,12 @@
-"""Residual networks, annotated: post-activation ones of He et al. 2015 and pre-activation ones of He et al. 2016.
+"""Residual networks with annotated stages: post-activation (He et al. 2015) and pre-activation (He et al. 2016).
 
-Post-activation, as torchvision has them (names, counts, the stride in a bottleneck's 3x3): a stage a residual block.
+The post-activation networks equal torchvision's in names, parameter counts and the stride of a bottleneck's 3x3 convolution.
+Each residual block is a stage.
 
     conv1 bn1 relu maxpool | layer1.0 | layer1.1 | ... | layer4.2 avgpool flatten fc          ResNet-50: 17 stages
 
-Pre-activation, as in Kosson et al. 2021: a stage a convolution with the norm and ReLU before it, a stage a sum.
+The pre-activation networks are cut as in Kosson et al. 2021: each convolution is a stage, together with the norm and the ReLU
+before it, and each sum is a stage.
 
     conv1 | norm1 relu conv1 | norm2 relu conv2 | add | ...                                    an ordinary block
           | norm1 relu shortcut | conv1 | norm2 relu conv2 | add | ...                         a strided block
@@ -31,7 +33,7 @@ Norm = Callable[[int], nn.Module]
 
 
 def _norm(kind: str, groups: int) -> Norm:
-    """`batch`: BatchNorm2d; `group`: GroupNorm with a fixed number of groups."""
+    """Return a function from channels to a norm: BatchNorm2d for `batch`, GroupNorm with `groups` groups for `group`."""
     if kind == "batch":
         return nn.BatchNorm2d
     if kind == "group":
@@ -40,42 +42,44 @@ def _norm(kind: str, groups: int) -> Norm:
 
 
 def _conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
+    """Build a convolution without bias, (B, inputs, H, W) -> (B, outputs, H / stride, W / stride); `size` is odd."""
     return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
 
 
 def _initialize(model: nn.Module) -> None:
-    """He initialization of the convolutions, by fan-out."""
+    """Initialize the convolutions as He et al. 2015, by fan-out."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
 def _check_classes(classes: int) -> None:
+    """Raise `BadInput` if there is no class."""
     if classes < 1:
         raise BadInput(f"classes: {classes}: must be at least 1")
 
 
 class Add(nn.Module):
-    """The sum at the end of a residual block, a module so that it can be a stage."""
+    """Sum at the end of a residual block. It is a module so that it can be a stage."""
 
     def forward(self, x: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
-        """x, shortcut: the same shape."""
+        """Return the sum. x, shortcut: any equal shapes -> the same shape."""
         return x + shortcut
 
 
 class FromBytes(nn.Module):
-    """Images of bytes normalized by the mean and deviation of ImageNet's channels, in the precision that the model has."""
+    """Normalization of uint8 images by the mean and deviation of ImageNet's channels, in the precision of the model."""
 
     mean: torch.Tensor
     std: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        for name, shares in (("mean", MEAN), ("std", STD)):
-            self.register_buffer(name, 255 * torch.tensor(shares).view(1, 3, 1, 1), persistent=False)
+        for name, fractions in (("mean", MEAN), ("std", STD)):  # of 255, by channel
+            self.register_buffer(name, 255 * torch.tensor(fractions).view(1, 3, 1, 1), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (B, 3, H, W), uint8 -> the same shape."""
+        """Return the normalized images. x: (B, 3, H, W), uint8 -> the same shape, floating point."""
         if x.dtype.is_floating_point:
             raise ValueError("its images must be bytes (data.bytes: true)")
         return (x.to(self.mean.dtype) - self.mean) / self.std
@@ -85,7 +89,7 @@ class FromBytes(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut."""
+    """Residual block of two 3x3 convolutions, the first one strided."""
 
     expansion = 1
 
@@ -97,14 +101,14 @@ class BasicBlock(nn.Module):
         self.downsample = _downsample(inputs, width, stride, norm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (B, inputs, H, W) -> (B, width, H / stride, W / stride)."""
+        """Return the block's output. x: (B, inputs, H, W) -> (B, width, H / stride, W / stride)."""
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
         return self.relu(out + (x if self.downsample is None else self.downsample(x)))
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 (with the stride) and 1x1 convolutions and a shortcut."""
+    """Residual block of a 1x1, a strided 3x3 and a 1x1 convolution."""
 
     expansion = 4
 
@@ -117,7 +121,7 @@ class Bottleneck(nn.Module):
         self.downsample = _downsample(inputs, 4 * width, stride, norm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (B, inputs, H, W) -> (B, 4 width, H / stride, W / stride)."""
+        """Return the block's output. x: (B, inputs, H, W) -> (B, 4 width, H / stride, W / stride)."""
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
         out = self.bn3(self.conv3(out))
@@ -125,6 +129,7 @@ class Bottleneck(nn.Module):
 
 
 def _downsample(inputs: int, outputs: int, stride: int, norm: Norm) -> Any:
+    """Build the projection of a shortcut; None where the block keeps the shape."""
     if stride == 1 and inputs == outputs:
         return None
     return nn.Sequential(_conv(inputs, outputs, 1, stride), norm(outputs))
@@ -134,6 +139,7 @@ def _resnet(
     block: Union[Type[BasicBlock], Type[Bottleneck]], depths: Sequence[int], classes: int, small_images: bool, norm: str,
     bytes: bool,
 ) -> nn.Sequential:  # fmt: skip
+    """Build a post-activation ResNet whose layer i has `depths[i]` blocks."""
     _check_classes(classes)
     make_norm = _norm(norm, groups=32)
     stem = _conv(3, 64, 3) if small_images else _conv(3, 64, 7, 2)
@@ -158,10 +164,10 @@ def _resnet(
 def resnet18(
     classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
 ) -> nn.Sequential:
-    """ResNet-18. `small_images`: a 3x3 stem without stride and pooling, for 32x32; `norm`: batch or group (32 groups);
-    `bytes`: images come as 8-bit numbers (`data.bytes: true`) and are normalized where the model is.
+    """Build ResNet-18: 9 stages, 11,689,512 parameters with 1000 classes. Input (B, 3, H, W), output (B, classes).
 
-    Input (B, 3, H, W), output (B, classes). 11,689,512 parameters with 1000 classes; 9 stages.
+    `small_images`: use a 3x3 stem without stride and pooling, for 32x32. `norm`: batch or group (32 groups).
+    `bytes`: take uint8 images (`data.bytes: true`) and normalize them on the model's device.
     """
     return _resnet(BasicBlock, (2, 2, 2, 2), classes, small_images, norm, bytes)
 
@@ -169,28 +175,29 @@ def resnet18(
 def resnet34(
     classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
 ) -> nn.Sequential:
-    """ResNet-34, arguments as of `resnet18`. 21,797,672 parameters; 17 stages."""
+    """Build ResNet-34, with the arguments of `resnet18`. 21,797,672 parameters; 17 stages."""
     return _resnet(BasicBlock, (3, 4, 6, 3), classes, small_images, norm, bytes)
 
 
 def resnet50(
     classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
 ) -> nn.Sequential:
-    """ResNet-50, arguments as of `resnet18`. 25,557,032 parameters (23,520,842 for CIFAR-10); 17 stages, finest 107."""
+    """Build ResNet-50, with the arguments of `resnet18`. 25,557,032 parameters (23,520,842 for CIFAR-10); 17 stages,
+    107 with `stages: finest`."""
     return _resnet(Bottleneck, (3, 4, 6, 3), classes, small_images, norm, bytes)
 
 
 def resnet101(
     classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
 ) -> nn.Sequential:
-    """ResNet-101, arguments as of `resnet18`. 44,549,160 parameters; 34 stages."""
+    """Build ResNet-101, with the arguments of `resnet18`. 44,549,160 parameters; 34 stages."""
     return _resnet(Bottleneck, (3, 4, 23, 3), classes, small_images, norm, bytes)
 
 
 def resnet152(
     classes: int = 1000, small_images: bool = False, norm: str = "batch", bytes: bool = False
 ) -> nn.Sequential:
-    """ResNet-152, arguments as of `resnet18`. 60,192,808 parameters; 51 stages."""
+    """Build ResNet-152, with the arguments of `resnet18`. 60,192,808 parameters; 51 stages."""
     return _resnet(Bottleneck, (3, 8, 36, 3), classes, small_images, norm, bytes)
 
 
@@ -198,7 +205,7 @@ def resnet152(
 
 
 class PreActivationBlock(nn.Module):
-    """norm, ReLU and convolution, twice, and a sum; a projection on the shortcut where the shape changes."""
+    """Residual block of norm, ReLU and convolution, twice, and a sum; the shortcut is projected where the shape changes."""
 
     def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
         super().__init__()
@@ -207,7 +214,7 @@ class PreActivationBlock(nn.Module):
         changes = stride != 1 or inputs != width
         self.shortcut = _conv(inputs, width, 1, stride) if changes else None
         self.conv1 = _conv(inputs, width, 3, stride)
-        if changes:  # the shared pre-activation and the projection are a stage before it
+        if changes:  # the shared pre-activation and the projection make up the previous stage
             begin_stage(self.conv1)
         self.norm2 = begin_stage(norm(width))
         self.relu2 = nn.ReLU()
@@ -215,7 +222,7 @@ class PreActivationBlock(nn.Module):
         self.add = begin_stage(Add())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (B, inputs, H, W) -> (B, width, H / stride, W / stride)."""
+        """Return the block's output. x: (B, inputs, H, W) -> (B, width, H / stride, W / stride)."""
         out = self.relu1(self.norm1(x))
         shortcut = x if self.shortcut is None else self.shortcut(out)
         out = self.conv1(out)
@@ -224,7 +231,10 @@ class PreActivationBlock(nn.Module):
 
 
 class PreActivationBottleneck(nn.Module):
-    """norm, ReLU and convolution, thrice (1x1, 3x3 with the stride, 1x1), and a sum; a projection as above."""
+    """Residual block of norm, ReLU and convolution, three times (1x1, strided 3x3, 1x1), and a sum.
+
+    The shortcut is projected where the shape changes.
+    """
 
     def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
         super().__init__()
@@ -233,7 +243,7 @@ class PreActivationBottleneck(nn.Module):
         changes = stride != 1 or inputs != 4 * width
         self.shortcut = begin_stage(_conv(inputs, 4 * width, 1, stride)) if changes else None
         self.conv1 = _conv(inputs, width, 1)
-        if changes:  # the shared pre-activation is a stage before the projection, and that one before it
+        if changes:  # the shared pre-activation, the projection and this convolution are three stages
             begin_stage(self.conv1)
         self.norm2 = begin_stage(norm(width))
         self.relu2 = nn.ReLU()
@@ -244,7 +254,7 @@ class PreActivationBottleneck(nn.Module):
         self.add = begin_stage(Add())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (B, inputs, H, W) -> (B, 4 width, H / stride, W / stride)."""
+        """Return the block's output. x: (B, inputs, H, W) -> (B, 4 width, H / stride, W / stride)."""
         out = self.relu1(self.norm1(x))
         shortcut = x if self.shortcut is None else self.shortcut(out)
         out = self.conv1(out)
@@ -254,7 +264,7 @@ class PreActivationBottleneck(nn.Module):
 
 
 def _preact(children: List[Any], inputs: int, classes: int, make_norm: Norm) -> nn.Sequential:
-    """The stem and layers in `children`, then what follows them: last norm, pool, linear and loss, a stage each."""
+    """Build a network of the stem and layers in `children`, then the last norm, pool, linear layer and loss, a stage each."""
     children = [
         *children,
         ("norm", begin_stage(make_norm(inputs))),
@@ -262,7 +272,7 @@ def _preact(children: List[Any], inputs: int, classes: int, make_norm: Norm) -> 
         ("avgpool", begin_stage(nn.AdaptiveAvgPool2d(1))),
         ("flatten", nn.Flatten()),
         ("fc", begin_stage(nn.Linear(inputs, classes))),
-        ("loss", begin_stage(nn.Identity())),  # the loss, computed after the model, is a stage of its own
+        ("loss", begin_stage(nn.Identity())),  # the stage of the loss, which is computed after the model
     ]
     model = nn.Sequential(OrderedDict(children))
     _initialize(model)
@@ -270,8 +280,9 @@ def _preact(children: List[Any], inputs: int, classes: int, make_norm: Norm) -> 
 
 
 def _preact_resnet(depth: int, classes: int, norm: str) -> nn.Sequential:
+    """Build a pre-activation ResNet of `depth` = 6 n + 2 layers for 32x32 images."""
     _check_classes(classes)
-    make_norm = _norm(norm, groups=8)  # groups of 2 channels in the first layer, the number of groups kept
+    make_norm = _norm(norm, groups=8)  # groups of 2 channels in the first layer; every layer has as many groups
     children: List[Any] = [("conv1", _conv(3, 16, 3))]
     inputs = 16
     for number, width in enumerate((16, 32, 64)):
@@ -284,7 +295,7 @@ def _preact_resnet(depth: int, classes: int, norm: str) -> nn.Sequential:
 
 
 def preact_resnet20(classes: int = 10, norm: str = "group") -> nn.Sequential:
-    """Pre-activation ResNet-20 for 32x32 images, GroupNorm with 8 groups (or `norm="batch"`); 34 stages.
+    """Build pre-activation ResNet-20 for 32x32 images, GroupNorm with 8 groups (or `norm="batch"`); 34 stages.
 
     Input (B, 3, 32, 32), output (B, classes).
     """
@@ -292,32 +303,32 @@ def preact_resnet20(classes: int = 10, norm: str = "group") -> nn.Sequential:
 
 
 def preact_resnet32(classes: int = 10, norm: str = "group") -> nn.Sequential:
-    """Pre-activation ResNet-32, as `preact_resnet20`; 52 stages."""
+    """Build pre-activation ResNet-32, with the arguments of `preact_resnet20`; 52 stages."""
     return _preact_resnet(32, classes, norm)
 
 
 def preact_resnet44(classes: int = 10, norm: str = "group") -> nn.Sequential:
-    """Pre-activation ResNet-44, as `preact_resnet20`; 70 stages."""
+    """Build pre-activation ResNet-44, with the arguments of `preact_resnet20`; 70 stages."""
     return _preact_resnet(44, classes, norm)
 
 
 def preact_resnet56(classes: int = 10, norm: str = "group") -> nn.Sequential:
-    """Pre-activation ResNet-56, as `preact_resnet20`; 88 stages."""
+    """Build pre-activation ResNet-56, with the arguments of `preact_resnet20`; 88 stages."""
     return _preact_resnet(56, classes, norm)
 
 
 def preact_resnet110(classes: int = 10, norm: str = "group") -> nn.Sequential:
-    """Pre-activation ResNet-110, as `preact_resnet20`; 169 stages."""
+    """Build pre-activation ResNet-110, with the arguments of `preact_resnet20`; 169 stages."""
     return _preact_resnet(110, classes, norm)
 
 
 def preact_resnet50(classes: int = 1000, norm: str = "group") -> nn.Sequential:
-    """Pre-activation ResNet-50 for ImageNet, GroupNorm with 32 groups (or `norm="batch"`); 78 stages.
+    """Build pre-activation ResNet-50 for ImageNet, GroupNorm with 32 groups (or `norm="batch"`); 78 stages.
 
     Input (B, 3, H, W) of 32x32 or more (224x224 in the paper), output (B, classes). 25,549,352 parameters.
     """
     _check_classes(classes)
-    make_norm = _norm(norm, groups=32)  # groups of 2 channels in the first layer, the number of groups kept
+    make_norm = _norm(norm, groups=32)  # groups of 2 channels in the first layer; every layer has as many groups
     children: List[Any] = [("conv1", _conv(3, 64, 7, 2)), ("maxpool", begin_stage(nn.MaxPool2d(3, 2, 1)))]
     inputs = 64
     for number, depth in enumerate((3, 4, 6, 3)):

@@ -1,12 +1,12 @@
-"""Transformers, annotated: a causal language model (Radford et al. 2019) and a translating one (Vaswani et al. 2017).
+"""Transformers with annotated stages: a causal language model (Radford et al. 2019), a translation model (Vaswani et al. 2017).
 
-The language model, norm before each sublayer, learned positions: a stage a block.
+The language model has a norm before each sublayer and learned positions. Each block is a stage.
 
     embedding | block1 | ... | block4 | norm head                                                6 stages with 4 blocks
 
-The translating one, norm after each sublayer, sinusoidal positions, sized as fairseq's for IWSLT14: a stage a layer.
-Queries, keys and values are made by one weight and no weight is tied, which gives the 93 weights that PipeMare (Yang et
-al. 2021) has.
+The translation model has a norm after each sublayer and sinusoidal positions, with the sizes of fairseq's model for IWSLT14. Each
+layer is a stage. One weight projects queries, keys and values, and no weights are tied, which gives the 93 weights of PipeMare
+(Yang et al. 2021).
 
     source_embedding | encoder1 | ... | encoder6 | target_embedding | decoder1 | ... | decoder6 | head       15 stages
 
@@ -32,6 +32,7 @@ PADDING = 0
 
 
 def _check(model: str, heads: int, width: int, dropout: float, **sizes: int) -> None:
+    """Raise `BadInput` if an argument of `model` is out of range."""
     for name, value in (*sizes.items(), ("width", width), ("heads", heads)):
         if value < 1:
             raise BadInput(f"{model}: {name}: {value}: must be at least 1")
@@ -42,17 +43,20 @@ def _check(model: str, heads: int, width: int, dropout: float, **sizes: int) -> 
 
 
 def _causal(x: torch.Tensor) -> torch.Tensor:
-    """x: (B, T, W) -> (T, T), true where the row's place may read the column's. Places are compared: PopTorch has no tril, and
-    a mask that is kept would need a longest T."""
-    places = torch.arange(x.shape[1], device=x.device)
-    return places[:, None] >= places
+    """Return the causal mask. x: (B, T, W) -> (T, T), true where the row's position attends to the column's."""
+    # Comparing positions, since PopTorch has no tril, and a mask in a buffer would need a greatest T.
+    positions = torch.arange(x.shape[1], device=x.device)
+    return positions[:, None] >= positions
 
 
 class Projection(nn.Linear):
-    """Queries, keys and values by one weight (3 W, W): a third of its rows each."""
+    """Linear layer whose weight (3 W, W) projects queries, keys and values, with a third of the rows each."""
 
     def forward(self, input: torch.Tensor, memory: Optional[torch.Tensor] = None) -> torch.Tensor:
-        """input: (B, T, W) gives the queries, memory (itself if not given) keys and values -> (B, T, 3 W)."""
+        """Return the queries of the input, then the keys and values of memory (default: of the input).
+
+        input: (B, T, W), memory: (B, T, W) -> (B, T, 3 W).
+        """
         if memory is None:
             return F.linear(input, self.weight, self.bias)
         width = self.in_features
@@ -61,7 +65,7 @@ class Projection(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Multi-head attention, written out, so that it computes the same with every torch and on every device."""
+    """Multi-head attention, written out so that it computes the same with every torch version and on every device."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -70,25 +74,26 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor, keep: torch.Tensor, memory: Optional[torch.Tensor] = None) -> torch.Tensor:
-        """x: (B, T, W) reads memory (itself if not given) where keep, (T, T) or (B, 1, 1, T), is true -> (B, T, W).
+        """Return the attention of x to memory (default: to x) where `keep` is true.
 
-        A row that may read nothing reads everything alike: there is no division by zero.
+        x, memory: (B, T, W), keep: (T, T) or (B, 1, 1, T) -> (B, T, W). A row whose mask is false everywhere attends to all
+        positions equally: there is no division by zero.
         """
-        made = self.projection(x) if memory is None else self.projection(x, memory)
-        queries, keys, values = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in made.chunk(3, -1))
+        projected = self.projection(x) if memory is None else self.projection(x, memory)
+        queries, keys, values = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in projected.chunk(3, -1))
         scores = queries @ keys.transpose(-1, -2) / math.sqrt(queries.shape[-1])
         scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
         return self.output((scores.softmax(-1) @ values).transpose(1, 2).flatten(2))
 
 
 class Logits(nn.Linear):
-    """A linear layer without bias whose classes lie in dimension 1, where cross-entropy looks for them."""
+    """Linear layer without bias whose output has the classes in dimension 1, as `cross_entropy` expects."""
 
     def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__(width, vocabulary, bias=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """input: (B, T, W) -> (B, vocabulary, T)."""
+        """Return the logits. input: (B, T, W) -> (B, vocabulary, T)."""
         return super().forward(input).transpose(1, 2)
 
 
@@ -96,7 +101,7 @@ class Logits(nn.Linear):
 
 
 class LearnedEmbedding(nn.Module):
-    """Tokens and learned positions."""
+    """Embedding of tokens plus learned positions."""
 
     def __init__(self, vocabulary: int, context: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -105,16 +110,16 @@ class LearnedEmbedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: tokens (B, T) -> (B, T, W)."""
+        """Return the embedded tokens. x: tokens (B, T) -> (B, T, W)."""
         context = self.positions.num_embeddings
         if x.dim() != 2 or x.shape[1] > context:
             raise BadInput(f"x: {tuple(x.shape)}: must be tokens (B, T), T at most the context, {context}")
-        places = torch.arange(x.shape[1], device=x.device)
-        return self.dropout(self.tokens(x) + self.positions(places))
+        positions = torch.arange(x.shape[1], device=x.device)
+        return self.dropout(self.tokens(x) + self.positions(positions))
 
 
 class Block(nn.Module):
-    """Causal attention and two linear layers with a GELU between, each after a norm and added to its input."""
+    """Transformer block: causal attention, then two linear layers with a GELU, each after a norm and added to its input."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -128,7 +133,7 @@ class Block(nn.Module):
         self.dropout2 = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (B, T, W) -> (B, T, W)."""
+        """Return the block's output. x: (B, T, W) -> (B, T, W)."""
         x = x + self.dropout1(self.attention(self.norm1(x), _causal(x)))
         return x + self.dropout2(self.fc2(self.gelu(self.fc1(self.norm2(x)))))
 
@@ -143,11 +148,12 @@ def transformer_lm(
     tied: bool = False,
     gpt2: bool = True,
 ) -> nn.Sequential:
-    """Causal language model of `blocks` blocks: `blocks + 2` stages. Output at place t depends on tokens up to t.
+    """Build a causal language model of `blocks` blocks: `blocks + 2` stages. The output at position t depends on tokens up to t.
 
-    Input tokens (B, T), T at most `context`, output (B, vocabulary, T), for labels (B, T). `tied`: the head's weight is
-    the embedding's, for methods whose stages read one version of it. `gpt2`: begins as GPT-2 does, else as torch's layers do,
-    which plain SGD leaves faster. 867,072 parameters as it stands, 834,304 tied.
+    Input tokens (B, T), T at most `context`; output (B, vocabulary, T), for labels (B, T). 867,072 parameters by default,
+    834,304 tied. `tied`: share one weight between head and embedding, for methods whose stages read one version of it.
+    `gpt2`: initialize as GPT-2; otherwise as torch's layers, from which plain SGD makes faster progress.
+    Raise `BadInput` if an argument is out of range.
     """
     _check("transformer_lm", heads, width, dropout, vocabulary=vocabulary, blocks=blocks, context=context)
     children: List[Any] = [("embedding", LearnedEmbedding(vocabulary, context, width, dropout))]
@@ -163,7 +169,7 @@ def transformer_lm(
 
 
 def _initialize_lm(model: nn.Module, blocks: int) -> None:
-    """GPT-2's: normal with deviation 0.02, less by sqrt(2 blocks) in the layers whose outputs are summed; no biases."""
+    """Initialize as GPT-2: normal with deviation 0.02, divided by sqrt(2 blocks) where a sublayer ends; zero biases."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             summed = name.endswith(("attention.output", "fc2"))
@@ -176,7 +182,7 @@ def _initialize_lm(model: nn.Module, blocks: int) -> None:
 
 
 class SinusoidalEmbedding(nn.Module):
-    """Tokens times sqrt(width), and positions as sines and cosines of wavelengths from 2 pi to 20,000 pi."""
+    """Embedding of tokens times sqrt(width), plus sines and cosines of the position with wavelengths from 2 pi to 20,000 pi."""
 
     def __init__(self, vocabulary: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -184,18 +190,18 @@ class SinusoidalEmbedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: tokens (B, T) -> (B, T, W)."""
+        """Return the embedded tokens. x: tokens (B, T) -> (B, T, W)."""
         width = self.tokens.embedding_dim
-        places = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
+        positions = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
         rates = 10000.0 ** (-torch.arange(0, width, 2, device=x.device, dtype=torch.float32) / width)
-        angles = places[:, None] * rates
+        angles = positions[:, None] * rates  # (T, W / 2)
         embedded = self.tokens(x)
-        positions = torch.cat((angles.sin(), angles.cos()), -1).to(embedded.dtype)
-        return self.dropout(embedded * math.sqrt(width) + positions)
+        waves = torch.cat((angles.sin(), angles.cos()), -1).to(embedded.dtype)  # (T, W)
+        return self.dropout(embedded * math.sqrt(width) + waves)
 
 
 class EncoderLayer(nn.Module):
-    """Attention and two linear layers with a ReLU between, each added to its input before a norm."""
+    """Encoder layer: attention, then two linear layers with a ReLU, each added to its input before a norm."""
 
     def __init__(self, width: int, heads: int, feedforward: int, dropout: float) -> None:
         super().__init__()
@@ -209,13 +215,13 @@ class EncoderLayer(nn.Module):
         self.norm2 = nn.LayerNorm(width)
 
     def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        """x: (B, T, W), keep: (B, 1, 1, T), true at source tokens -> (B, T, W)."""
+        """Return the layer's output. x: (B, T, W), keep: (B, 1, 1, T), true at source tokens -> (B, T, W)."""
         x = self.norm1(x + self.dropout1(self.attention(x, keep)))
         return self.norm2(x + self.dropout2(self.fc2(self.relu(self.fc1(x)))))
 
 
 class DecoderLayer(nn.Module):
-    """Causal attention, attention to the encoder's output, two linear layers, each added to its input before a norm."""
+    """Decoder layer: causal attention, attention to the encoder, two linear layers, each added to its input before a norm."""
 
     def __init__(self, width: int, heads: int, feedforward: int, dropout: float) -> None:
         super().__init__()
@@ -232,14 +238,17 @@ class DecoderLayer(nn.Module):
         self.norm3 = nn.LayerNorm(width)
 
     def forward(self, x: torch.Tensor, memory: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        """x, memory (the encoder's output): (B, T, W), keep: (B, 1, 1, T), true at source tokens -> (B, T, W)."""
+        """Return the layer's output.
+
+        x: (B, T, W), memory: the encoder's output (B, T, W), keep: (B, 1, 1, T), true at source tokens -> (B, T, W).
+        """
         x = self.norm1(x + self.dropout1(self.attention(x, _causal(x))))
         x = self.norm2(x + self.dropout2(self.cross(x, keep, memory)))
         return self.norm3(x + self.dropout3(self.fc2(self.relu(self.fc1(x)))))
 
 
 class Translation(nn.Module):
-    """Encoder, then decoder; its children stand and run in one order."""
+    """Encoder and decoder. The children are registered in the order in which they run."""
 
     def __init__(
         self,
@@ -263,7 +272,7 @@ class Translation(nn.Module):
         self.head = begin_stage(Logits(width, target_vocabulary))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (B, 2, T), source tokens and target tokens shifted right, 0 where padded -> (B, target_vocabulary, T)."""
+        """Return the logits. x: (B, 2, T), source and shifted target tokens, 0 is padding -> (B, target_vocabulary, T)."""
         if x.dim() != 3 or x.shape[1] != 2:
             raise BadInput(f"x: {tuple(x.shape)}: must be (B, 2, T), source and shifted target tokens")
         keep = (x[:, 0] != PADDING)[:, None, None]
@@ -285,10 +294,11 @@ def transformer_translation(
     feedforward: int = 1024,
     dropout: float = 0.3,
 ) -> Translation:
-    """Translating Transformer, `layers` encoder and `layers` decoder layers: 15 stages and 93 weights with 6.
+    """Build a Transformer for translation of `layers` encoder and `layers` decoder layers: with 6, 15 stages and 93 weights.
 
-    Input tokens (B, 2, T): source, and target shifted right; 0 is padding, at a target's end. Output
-    (B, target_vocabulary, T), for labels (B, T) with -100 where padded. 46,903,296 parameters as it stands.
+    Input tokens (B, 2, T): source, and target shifted right; 0 is padding, in a target only at its end. Output
+    (B, target_vocabulary, T), for labels (B, T) with -100 where padded. 46,903,296 parameters by default.
+    Raise `BadInput` if an argument is out of range.
     """
     sizes = {"source_vocabulary": source_vocabulary, "target_vocabulary": target_vocabulary}
     _check("transformer_translation", heads, width, dropout, **sizes, layers=layers, feedforward=feedforward)
@@ -300,12 +310,13 @@ def transformer_translation(
 
 
 def _initialize_translation(model: nn.Module, width: int) -> None:
-    """fairseq's: Glorot's uniform, no biases; embeddings and head normal with variance 1 / width, padding zero."""
+    """Initialize as fairseq: Glorot uniform, zero biases; embeddings and head normal with variance 1 / width, padding zero."""
     for module in model.modules():
         if isinstance(module, (nn.Embedding, Logits)):
             nn.init.normal_(module.weight, std=width**-0.5)
         elif isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)  # on (3 W, W) it is Glorot's of its parts, less by sqrt(2)
+            # a projection (3 W, W) begins with Glorot's bound of its thirds, divided by sqrt(2)
+            nn.init.xavier_uniform_(module.weight)
             nn.init.zeros_(module.bias)
         if isinstance(module, nn.Embedding):
             with torch.no_grad():

@@ -1,7 +1,7 @@
-"""VGG networks of Simonyan and Zisserman 2014 for 32x32 images, annotated as in Kosson et al. 2021.
+"""VGG networks (Simonyan and Zisserman 2014) for 32x32 images, with stages as in Kosson et al. 2021.
 
-After Fu 2019 (pytorch-vgg-cifar10): 3x3 convolutions with bias, no norm, a classifier of two hidden layers with
-dropout. A stage a convolution, a ReLU, a max pool, a layer of the classifier, and the loss.
+The networks follow Fu 2019 (pytorch-vgg-cifar10): 3x3 convolutions with bias, no norm, a classifier of two hidden layers with
+dropout. Each convolution, ReLU, max pool and layer of the classifier is a stage, and so is the loss.
 
     conv1_1 | relu1_1 | ... | pool1 | conv2_1 | ... | pool5 flatten                              VGG11: 29 stages
             | dropout6 | fc6 | relu6 | dropout7 | fc7 | relu7 | fc8 | loss                       VGG13: 33, VGG16: 39
@@ -19,7 +19,7 @@ from ipu_pipe.model.stages import begin_stage
 
 
 def _initialize(model: nn.Module) -> None:
-    """He initialization of the convolutions, by fan-out, without bias; linear layers start as torch has them."""
+    """Initialize the convolutions as He et al. 2015, by fan-out, with zero biases; linear layers keep torch's initial values."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -28,6 +28,7 @@ def _initialize(model: nn.Module) -> None:
 
 
 def _check(classes: int, norm: str, dropout: float, width: int) -> None:
+    """Raise `BadInput` if an argument is out of range."""
     for name, value in (("classes", classes), ("width", width)):
         if value < 1:
             raise BadInput(f"{name}: {value}: must be at least 1")
@@ -40,7 +41,7 @@ def _check(classes: int, norm: str, dropout: float, width: int) -> None:
 
 
 def _vgg(depths: Sequence[int], classes: int, norm: str, dropout: float, width: int) -> nn.Sequential:
-    """`depths`: convolutions before each of the five pools."""
+    """Build a VGG network with `depths[i]` convolutions before pool i, of five pools."""
     _check(classes, norm, dropout, width)
     children: List[Tuple[str, nn.Module]] = []
     inputs = 3
@@ -48,7 +49,7 @@ def _vgg(depths: Sequence[int], classes: int, norm: str, dropout: float, width: 
         outputs = width * min(2 ** (block - 1), 8)
         for index in range(1, depth + 1):
             children.append((f"conv{block}_{index}", begin_stage(nn.Conv2d(inputs, outputs, 3, padding=1))))
-            if norm == "group":  # in the convolution's stage; the number of groups is kept
+            if norm == "group":  # in the convolution's stage; every layer has as many groups
                 children.append((f"norm{block}_{index}", nn.GroupNorm(width // 2, outputs)))
             children.append((f"relu{block}_{index}", begin_stage(nn.ReLU())))
             inputs = outputs
@@ -59,25 +60,25 @@ def _vgg(depths: Sequence[int], classes: int, norm: str, dropout: float, width: 
         children.append((f"fc{layer}", begin_stage(nn.Linear(inputs, inputs))))
         children.append((f"relu{layer}", begin_stage(nn.ReLU())))
     children.append(("fc8", begin_stage(nn.Linear(inputs, classes))))
-    children.append(("loss", begin_stage(nn.Identity())))  # the loss, computed after the model, is a stage of its own
+    children.append(("loss", begin_stage(nn.Identity())))  # the stage of the loss, which is computed after the model
     model = nn.Sequential(OrderedDict(children))
     _initialize(model)
     return model
 
 
 def vgg11(classes: int = 10, norm: str = "none", dropout: float = 0.5, width: int = 64) -> nn.Sequential:
-    """VGG11. `norm`: none (the paper's) or group (`width / 2` groups); `width`: of the first convolution.
+    """Build VGG11: 29 stages, 9,750,922 parameters with 10 classes. Input (B, 3, 32, 32), output (B, classes).
 
-    Input (B, 3, 32, 32), output (B, classes). 9,750,922 parameters with 10 classes; 29 stages.
+    `norm`: none (as in the paper) or group (`width / 2` groups). `width`: channels of the first convolution.
     """
     return _vgg((1, 1, 2, 2, 2), classes, norm, dropout, width)
 
 
 def vgg13(classes: int = 10, norm: str = "none", dropout: float = 0.5, width: int = 64) -> nn.Sequential:
-    """VGG13, arguments as of `vgg11`. 9,935,434 parameters; 33 stages."""
+    """Build VGG13, with the arguments of `vgg11`. 9,935,434 parameters; 33 stages."""
     return _vgg((2, 2, 2, 2, 2), classes, norm, dropout, width)
 
 
 def vgg16(classes: int = 10, norm: str = "none", dropout: float = 0.5, width: int = 64) -> nn.Sequential:
-    """VGG16, arguments as of `vgg11`. 15,245,130 parameters; 39 stages."""
+    """Build VGG16, with the arguments of `vgg11`. 15,245,130 parameters; 39 stages."""
     return _vgg((2, 2, 3, 3, 3), classes, norm, dropout, width)
