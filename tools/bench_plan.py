@@ -1,8 +1,9 @@
-"""How well the planner's predictions agree with what two processes here do: python tools/bench_plan.py
+"""Error of the planner's predictions on two processes of this machine: python tools/bench_plan.py
 
-One profile, seconds of each part of a pre-activation ResNet-20 in a process of one thread with two sizes of microbatch, predicts
-the throughput of six configurations of which it timed none: two methods, three cuts, two other sizes of microbatch. Each is then
-trained by two processes (gloo). Each round begins with a profile of its own, since a shared machine is not as fast all the time.
+A profile holds the seconds of each part of a pre-activation ResNet-20, in a process of one thread, for two sizes of microbatch.
+From it the planner predicts the throughput of six configurations that were not timed: two methods, three cuts, two other sizes of
+microbatch. Then two processes (gloo) train each configuration. Each round measures a new profile, since the speed of a shared
+machine changes.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ gradient_accumulation: 8
 optimizer: {name: sgd, lr: 0.01, momentum: 0.9}
 steps: 2
 """
-PROFILED = (8, 32)  # samples of a microbatch
-CASES = [  # method, where the second stage begins, samples of a microbatch
+PROFILED = (8, 32)  # samples per microbatch
+CASES = [  # method, first module of the second stage, samples per microbatch
     ("pipedream_flush", "layer2.1", 16),
     ("pipedream", "layer2.1", 16),
     ("pipedream_flush", "layer1.2", 16),
@@ -45,18 +46,18 @@ CASES = [  # method, where the second stage begins, samples of a microbatch
 ]
 
 
-def parser() -> Parser:
-    """The command line."""
+def make_parser() -> Parser:
+    """Build the parser of the command line."""
     p = Parser(prog="tools/bench_plan.py", description=__doc__)
-    p.add_argument("--rounds", type=int, default=3, help="turns each; the median counts (default 3)")
-    p.add_argument("--updates", type=int, default=12, help="updates a turn (default 12)")
+    p.add_argument("--rounds", type=int, default=3, help="turns of each configuration; medians are printed (default 3)")
+    p.add_argument("--updates", type=int, default=12, help="updates per turn (default 12)")
     p.add_argument("--json", action="store_true", help="print JSON")
     return p
 
 
 def main() -> None:
     """Run the command line."""
-    args = parser().parse_args()
+    args = make_parser().parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         config.write_text(CONFIG)
@@ -64,8 +65,8 @@ def main() -> None:
         for number in range(args.rounds):
             problem = _profile(config)
             for k, case in enumerate(CASES):
-                measured = _measured(config, Path(folder) / f"{number}-{k}", args.updates, *case)
-                turns[k].append((_predicted(problem, *case), measured))
+                measured = _measure(config, Path(folder) / f"{number}-{k}", args.updates, *case)
+                turns[k].append((_predict(problem, *case), measured))
     rows: List[Dict[str, Any]] = []
     for case, pairs in zip(CASES, turns):
         errors = [predicted / measured - 1 for predicted, measured in pairs]
@@ -85,20 +86,20 @@ def main() -> None:
     print(f"mean error {statistics.mean(abs(row['error']) for row in rows):.1%}")
 
 
-def _predicted(problem: Any, method: str, cut: str, size: int) -> float:
-    """Samples a second."""
+def _predict(problem: Any, method: str, cut: str, size: int) -> float:
+    """Return the predicted samples per second."""
     from ipu_pipe.plan.candidates import Candidate
     from ipu_pipe.plan.layouts import list_layouts
     from ipu_pipe.plan.prediction import Costing, Sums, predict_cut
 
     names = [unit.name for unit in problem.units]
-    asked = Candidate(method, 2, 1, size, 8, False)
-    costing = Costing(problem, asked, list_layouts(2, 1)[0], Sums(problem, size))
+    candidate = Candidate(method, 2, 1, size, 8, False)
+    costing = Costing(problem, candidate, list_layouts(2, 1)[0], Sums(problem, size))
     return predict_cut(costing, [0, names.index(cut)]).samples_per_second
 
 
 def _profile(config: Path) -> Any:
-    """The model timed, on links of two processes here."""
+    """Time the model's parts, and return the planner's problem for two processes of this machine."""
     import torch
 
     from ipu_pipe.config.load import load_config
@@ -118,17 +119,17 @@ def _profile(config: Path) -> Any:
     return Problem(costed.units, 4.0 * 3 * 32 * 32, hardware, 1e12, "float32", "momentum")
 
 
-def _measured(config: Path, out: Path, updates: int, method: str, cut: str, size: int) -> float:
-    """Samples a second of two processes."""
+def _measure(config: Path, out: Path, updates: int, method: str, cut: str, size: int) -> float:
+    """Return the samples per second that two processes train."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(ROOT / "tools" / "train.py"), str(config),
         "--out", str(out), "--set", "backend.name=distributed", f"method={method}", f"stages=[{cut}]", f"micro_batch_size={size}",
         f"steps={updates}", "evaluate={every: 0}", "log={tensorboard: false}",
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    if ran.returncode:
-        raise RunFault(f"{method} cut at {cut}: {ran.stderr.strip().splitlines()[-1:]}")
+    finished = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if finished.returncode:
+        raise RunFault(f"{method} cut at {cut}: {finished.stderr.strip().splitlines()[-1:]}")
     return float(json.loads((out / "summary.json").read_text())["throughput_samples_per_second"])
 
 

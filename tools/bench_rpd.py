@@ -1,8 +1,9 @@
-"""Block updates a second of randomized PipeDream on the random quadratic, delay bound 420: python tools/bench_rpd.py
+"""Benchmark of randomized PipeDream on the random quadratic, delay bound 420: python tools/bench_rpd.py
 
-The fast runs (all steps of the grid at once, alone and together with the other delay bounds of the experiment, float64) against a
-plain replay that copies its history of 420 iterates for each block update, on the same draws; and how far their last iterates are
-apart. Processor time of one thread, which others on the machine disturb less than a clock.
+It compares block updates per second of the vectorized runs (all learning rates of the grid at once, alone and together with the
+other delay bounds of the experiment, float64) with a plain replay that copies its history of 420 iterates for each block update.
+Both use the same draws, and the difference of their last iterates is printed. Times are processor time of one thread, which other
+processes disturb less than wall-clock time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-for library in ("OMP", "OPENBLAS", "MKL"):  # before NumPy: its products shall be one thread's
+for library in ("OMP", "OPENBLAS", "MKL"):  # before NumPy is imported, so that its products use one thread
     os.environ[f"{library}_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,23 +32,23 @@ from tests.support.vectors import PLAIN  # noqa: E402
 STAGES, MICROBATCHES, BOUND = 8, 400, 420
 OTHER_BOUNDS = (8, 30, 60, 180)
 RATES = np.asarray(2.0 ** np.arange(-8, 1))
-COMPARED = 3  # steps, the least ones, which do not diverge
+COMPARED = 3  # learning rates: the smallest ones, which do not diverge
 
 
 def main() -> None:
-    """Time all, and compare."""
+    """Time both kinds of runs, and compare their iterates."""
     objective = make_random_quadratic(2000, 512, 100)
-    objective.compute_gradient(np.zeros((512, 1)), 0)  # the products are made once
+    objective.compute_gradient(np.zeros((512, 1)), 0)  # computes the products that all runs share
     sources = [
         make_randomized_source(STAGES, MICROBATCHES, objective.batches, {"delay_bound": bound}, 0)
         for bound in (BOUND, *OTHER_BOUNDS)
     ]
     source, count = sources[0], sources[0].count
     for name, chosen in (("grid", sources[:1]), ("grid and bounds", sources)):
-        seconds, found = [], []
+        seconds, runs = [], []
         for _ in range(5):
             start = time.process_time()
-            found = run_randomized(objective, chosen, RATES, 0, points=1)
+            runs = run_randomized(objective, chosen, RATES, 0, points=1)
             seconds.append(time.process_time() - start)
         updates = count * len(RATES) * len(chosen)
         print(f"fast, {name}: {updates / min(seconds):,.0f} block updates/s ({updates:,} of them)")
@@ -60,7 +61,7 @@ def main() -> None:
             start = time.process_time()
             x = replay(objective, source, BOUND, float(RATES[g]), count)
             seconds.append(time.process_time() - start)
-            apart = max(apart, float(np.abs(found[0].x[:, g] - x).max() / np.abs(x).max()))
+            apart = max(apart, float(np.abs(runs[0].x[:, g] - x).max() / np.abs(x).max()))
         plain[name] = count / min(seconds)
         print(f"plain, history copied as {name}: {plain[name]:,.0f} block updates/s: ratio {fast / plain[name]:.1f}")
     print(f"last iterates differ by {apart:.1e} of the greatest coordinate")

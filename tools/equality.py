@@ -1,4 +1,4 @@
-"""Train the same by processes and by the emulator, and compare the weights bit for bit: python tools/equality.py"""
+"""Bitwise comparison of weights trained by processes and by the emulator: python tools/equality.py"""
 
 from __future__ import annotations
 
@@ -58,19 +58,23 @@ CASES: Dict[str, Dict[str, Any]] = {
     "local_overlapping": {"method": "local_overlapping"},
     "last_layers": {"method": "last_layers"},
 }
-THIRD_PARTY = "third-party"  # all models of other libraries that the tests have, small and with random weights
+THIRD_PARTY = "third-party"  # stands for all third-party models of the tests, which are small and have random weights
 IMPORTED = ("torch._dynamo", "ipu_pipe.run.train", "ipu_pipe.backends.processes.engine", "ipu_pipe.data.sets")
 REFUSED = ".refused"
-LOCAL = ("local_greedy", "local_overlapping", "last_layers")  # their blocks are the stages, one a process
+LOCAL = (
+    "local_greedy",
+    "local_overlapping",
+    "last_layers",
+)  # the blocks of these methods are the stages, one on each process
 
 
-def parser() -> Parser:
-    """The command line."""
+def make_parser() -> Parser:
+    """Build the parser of the command line."""
     p = Parser(
         prog="tools/equality.py",
-        description="Train each method on each model by processes (one thread each, gloo) and by the emulator, 6 updates of 4\n"
-        "microbatches, and print whether the final weights are equal bit for bit, or why processes refuse it. Takes minutes.\n"
-        "Exits 1 where any differ.",
+        description="Train each method on each model by processes (one thread each, gloo) and by the emulator, for 6 updates of\n"
+        "4 microbatches. Print whether the final weights are equal bit for bit, or why the processes refuse the run.\n"
+        "Takes minutes. Exit 1 if any weights differ.",
     )
     p.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="P", help="processes (default 2 4)")
     p.add_argument(
@@ -78,21 +82,23 @@ def parser() -> Parser:
         nargs="+",
         default=list(MODELS),
         metavar="MODEL",
-        help=f"of {', '.join(MODELS)}; or {THIRD_PARTY}: small models of torchvision, timm and Hugging Face"
-        " (tests/third_party_models.py), with stages that begin inside their modules, or some of these by name",
+        help=f"models to train: {', '.join(MODELS)} (default: all of these); {THIRD_PARTY}: small models of torchvision, timm and"
+        " Hugging Face (tests/third_party_models.py), with stages that begin inside their modules; or some of these by name",
     )
-    p.add_argument("--cases", nargs="+", default=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
-    p.add_argument("--precision", default="float32", metavar="P", help="of a config (default float32)")
+    p.add_argument(
+        "--cases", nargs="+", default=list(CASES), metavar="CASE", help=f"methods (default: all): {', '.join(CASES)}"
+    )
+    p.add_argument("--precision", default="float32", metavar="P", help="precision of the config (default float32)")
     p.add_argument("--json", action="store_true", help="print JSON")
     return p
 
 
 def main() -> None:
     """Run the command line."""
-    args = parser().parse_args()
+    args = make_parser().parse_args()
     if THIRD_PARTY in args.models:
-        args.models = [name for name in args.models if name != THIRD_PARTY] + list(_third_party())
-    for key, chosen, known in (("models", args.models, _known(args.models)), ("cases", args.cases, CASES)):
+        args.models = [name for name in args.models if name != THIRD_PARTY] + list(_import_third_party())
+    for key, chosen, known in (("models", args.models, _list_models(args.models)), ("cases", args.cases, CASES)):
         for name in chosen:
             if name not in known:
                 raise BadInput(f"--{key}: {name}: must be of {', '.join(known)}")
@@ -101,8 +107,8 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for ranks in args.ranks:
-            pairs = [(case, model) for case in args.cases for model in args.models if _can(case, model, ranks)]
-            _processes(ranks, pairs, folder, args.precision)
+            pairs = [(case, model) for case in args.cases for model in args.models if _can_run(case, model, ranks)]
+            _train_in_processes(ranks, pairs, folder, args.precision)
             rows += [_compare(case, model, ranks, folder, args.precision) for case, model in pairs]
     if args.json:
         print(json.dumps({"rows": rows}, indent=1))
@@ -112,37 +118,43 @@ def main() -> None:
         raise RunFault("not all weights are equal: see the table")
 
 
-def _can(case: str, model: str, ranks: int) -> bool:
-    """Whether there is such a run: the last layers and the frozen ones are two stages; a translator's decoder, and what is cut
-    inside of its modules, hands on more than one activation."""
+def _can_run(case: str, model: str, ranks: int) -> bool:
+    """Return whether the method can train the model on `ranks` processes.
+
+    `last_layers` has two stages: the frozen layers and the trained ones. Local methods need a single activation between stages;
+    the decoder of the translation model, and models with stages that begin inside their modules, pass on more.
+    """
     if case == "last_layers":
         return ranks == 2 and model in MODELS
     return not ((model == "translation" or model not in MODELS) and CASES[case]["method"].startswith("local_"))
 
 
-def _third_party() -> Any:
+def _import_third_party() -> Any:
+    """Return the third-party models of the tests, by name; only here are their libraries imported."""
     from tests.third_party_models import CASES as models
 
     return models
 
 
-def _known(asked: List[str]) -> List[str]:
-    return [*MODELS, *(_third_party() if any(name not in MODELS for name in asked) else ())]
+def _list_models(asked: List[str]) -> List[str]:
+    """List the names that --models takes; those of third-party models only if `asked` has one that is not built in."""
+    return [*MODELS, *(_import_third_party() if any(name not in MODELS for name in asked) else ())]
 
 
-def _settings(case: str, model: str, ranks: int, precision: str) -> Any:
+def _make_config(case: str, model: str, ranks: int, precision: str) -> Any:
+    """Return the config of a run on processes."""
     from ipu_pipe.config.load import configure
 
     if model in MODELS:
         chosen: Dict[str, Any] = {**MODELS[model], "stages": ranks if case in LOCAL else None}
     else:
-        own = _third_party()[model]
+        third_party = _import_third_party()[model]
         chosen = {
-            "model": {"entry": f"tests.third_party_models:{own.entry}"},
-            "data": own.data,
-            "stages": own.stages(ranks),
+            "model": {"entry": f"tests.third_party_models:{third_party.entry}"},
+            "data": third_party.data,
+            "stages": third_party.stages(ranks),
         }
-    rate = 0.02 if model in MODELS else 0.0002  # at which none diverges with stale weights
+    rate = 0.02 if model in MODELS else 0.0002  # none diverges at these rates, even with stale weights
     return configure(
         **CASES[case], **chosen,
         micro_batch_size=2, gradient_accumulation=4, steps=6,
@@ -152,24 +164,28 @@ def _settings(case: str, model: str, ranks: int, precision: str) -> Any:
     )  # fmt: skip
 
 
-def _processes(ranks: int, pairs: List[Tuple[str, str]], folder: str, precision: str) -> None:
+def _train_in_processes(ranks: int, pairs: List[Tuple[str, str]], folder: str, precision: str) -> None:
+    """Train each pair of case and model on `ranks` new processes; raise `RunFault` if a process fails."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")  # which imports once for all of them
+    context = multiprocessing.get_context("forkserver")  # imports the modules below once for all processes
     context.set_forkserver_preload(
         [*IMPORTED, *({"tests.third_party_models"} if any(m not in MODELS for _, m in pairs) else ())]
     )
-    made = [context.Process(target=_rank, args=(rank, ranks, pairs, folder, port, precision)) for rank in range(ranks)]
-    for process in made:
+    processes = [
+        context.Process(target=_run_rank, args=(rank, ranks, pairs, folder, port, precision)) for rank in range(ranks)
+    ]
+    for process in processes:
         process.start()
-    for process in made:
+    for process in processes:
         process.join()
-    if any(process.exitcode for process in made):
+    if any(process.exitcode for process in processes):
         raise RunFault(f"one of {ranks} processes failed: see above")
 
 
-def _rank(rank: int, ranks: int, pairs: List[Tuple[str, str]], folder: str, port: int, precision: str) -> None:
+def _run_rank(rank: int, ranks: int, pairs: List[Tuple[str, str]], folder: str, port: int, precision: str) -> None:
+    """Train each pair as one rank of the process group."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="localhost", MASTER_PORT=str(port)
     )
@@ -177,33 +193,35 @@ def _rank(rank: int, ranks: int, pairs: List[Tuple[str, str]], folder: str, port
     from ipu_pipe.run.train import train
 
     for case, model in pairs:
-        out = _folder(folder, case, model, ranks)
+        out = _make_path(folder, case, model, ranks)
         try:
-            train(_settings(case, model, ranks, precision), out, quiet=True)
-        except BadInput as error:  # on every rank alike
+            train(_make_config(case, model, ranks, precision), out, quiet=True)
+        except BadInput as error:  # every rank raises the same
             out.with_suffix(REFUSED).write_text(str(error))
     leave()
     end_process(0)
 
 
-def _folder(folder: str, case: str, model: str, ranks: int) -> Path:
+def _make_path(folder: str, case: str, model: str, ranks: int) -> Path:
+    """Return the output folder of a run."""
     return Path(folder) / f"{ranks}-{model}-{case.replace(' ', '')}"
 
 
 def _compare(case: str, model: str, ranks: int, folder: str, precision: str) -> Dict[str, Any]:
+    """Train the run of the processes on the emulator too, and return how the final weights differ."""
     import torch
     from safetensors.torch import load_file
 
     from ipu_pipe.config.load import load_config
     from ipu_pipe.run.train import train
 
-    there = _folder(folder, case, model, ranks)
+    there = _make_path(folder, case, model, ranks)
     row: Dict[str, Any] = {"case": case, "model": model, "ranks": ranks}
     if there.with_suffix(REFUSED).exists():
         return {**row, "refused": there.with_suffix(REFUSED).read_text(), "difference": None, "bytes": None}
     report = json.loads((there / "summary.json").read_text())
     placed = report["stages_begin_at"]
-    settings, backend = _settings(case, model, ranks, precision), load_config(there / "config.yaml").backend
+    settings, backend = _make_config(case, model, ranks, precision), load_config(there / "config.yaml").backend
     changes: Dict[str, Any] = {"backend": backend.model_copy(update={"name": "emulator"})}
     if case == "local_chunked":
         changes["method_args"] = settings.method_args.model_copy(update={"blocks": placed})
@@ -219,24 +237,26 @@ def _compare(case: str, model: str, ranks: int, folder: str, precision: str) -> 
         )
     apart = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
     gaps = [float((ours[name].double() - theirs[name].double()).abs().max()) for name in apart]
-    difference = max((gap if gap > 0 else float("inf") for gap in gaps), default=0.0)  # not a number: infinite
+    difference = max((gap if gap > 0 else float("inf") for gap in gaps), default=0.0)  # a NaN counts as infinite
     sent = sum(link["bytes"] for link in report["links"])
     return {**row, "refused": None, "difference": difference, "bytes": sent}
 
 
 def _print(rows: List[Dict[str, Any]], cases: List[str], models: List[str], ranks: List[int]) -> None:
+    """Print a Markdown table, a row per method, and the reasons of refused runs."""
     columns = [(model, count) for model in models for count in ranks]
     print("| method | " + " | ".join(f"{model}, {count} ranks" for model, count in columns) + " |")
     print("| --- |" + " --- |" * len(columns))
     for case in cases:
-        found = {(row["model"], row["ranks"]): _told(row) for row in rows if row["case"] == case}
-        print(f"| {case} | " + " | ".join(found.get(column, "-") for column in columns) + " |")
+        cells = {(row["model"], row["ranks"]): _format_result(row) for row in rows if row["case"] == case}
+        print(f"| {case} | " + " | ".join(cells.get(column, "-") for column in columns) + " |")
     for row in rows:
         if row["refused"]:
             print(f"refused: {row['case']}, {row['model']}, {row['ranks']} ranks: {row['refused']}")
 
 
-def _told(row: Dict[str, Any]) -> str:
+def _format_result(row: Dict[str, Any]) -> str:
+    """Format a cell of the table."""
     return "refused" if row["refused"] else f"differs by {row['difference']:.1e}" if row["difference"] else "equal"
 
 

@@ -1,11 +1,11 @@
-"""Hostile inputs: seeded mutations of configs, command lines, checkpoints, run folders and data files.
+"""Fuzzing by seeded mutations of configs, command lines, checkpoints, run folders and data files.
 
-python tools/hostile.py                            2,000 cases, as CI runs them
-python tools/hostile.py --cases 20000 --seed 7     more of them
-python tools/hostile.py --only configs:17          one case alone, with all that it said
+python tools/hostile.py                            2,000 cases, as in CI
+python tools/hostile.py --cases 20000 --seed 7     more cases
+python tools/hostile.py --only configs:17          a single case, with its whole output
 
-Every case must end within 30 s with exit code 0, or 1 or 2 and a line that says why; what is resumed must be what was saved.
-Anything else is told with the case's name, and the exit code is 1. Linux only.
+Every case must end within 30 s, with exit code 0, or with 1 or 2 and a line that gives the reason. A resumed run must continue
+from the saved state. Any other outcome is printed with the case's name, and the exit code is 1. Linux only.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ def main() -> None:
     """Run the command line."""
     parser = Parser(prog="tools/hostile.py", description=__doc__)
     parser.add_argument(
-        "--cases", type=int, default=2000, metavar="N", help="how many, the kinds in turn (default: 2000)"
+        "--cases", type=int, default=2000, metavar="N", help="number of cases, the kinds in turn (default: 2000)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="which (default: 0)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="at a time (default: the cores)")
-    parser.add_argument("--only", metavar="KIND:NUMBER", help="one case alone")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the mutations (default: 0)")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="cases in parallel (default: number of cores)"
+    )
+    parser.add_argument("--only", metavar="KIND:NUMBER", help="run a single case")
     args = parser.parse_args()
 
     from tests.hostile.running import KINDS, choose, prepare, run_cases, table
