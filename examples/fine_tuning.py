@@ -1,4 +1,4 @@
-"""Fine-tuning: a model trained on five digits is trained on ten with a new head: python examples/fine_tuning.py [UPDATES]"""
+"""Fine-tuning: train on five digits, then on ten digits with a new head: python examples/fine_tuning.py [UPDATES]"""
 
 import functools
 import sys
@@ -25,8 +25,8 @@ class Net(nn.Module):
 
 
 def digits(below, size):
-    """Return the images of the digits less than `below`, in microbatches of `size`."""
-    x, y = (torch.tensor(each) for each in load_digits(return_X_y=True))
+    """Load the images of the digits less than `below`, in microbatches of `size`."""
+    x, y = (torch.tensor(array) for array in load_digits(return_X_y=True))
     x, y = x[y < below].float() / 16, y[y < below]
     train_set, test_set = TensorDataset(x[:-200], y[:-200]), TensorDataset(x[-200:], y[-200:])
     return ipu_pipe.from_loader(
@@ -35,6 +35,7 @@ def digits(below, size):
 
 
 def train(folder, classes, rate, **keys):
+    """Train a new model on the digits less than `classes`; return the summary of the run."""
     return ipu_pipe.train(
         ipu_pipe.configure(method="pipedream", micro_batch_size=16, gradient_accumulation=2, steps=updates, **keys),
         folder,
@@ -47,7 +48,7 @@ def train(folder, classes, rate, **keys):
 
 
 first = train("runs/five_digits", 5, 0.05)
-# the newest checkpoint of that run, but for the old head, which has no place here; the new one begins as it was made
+# Start from the newest checkpoint of that run. Its head has another shape and is left out: the new head keeps its initial values.
 second = train("runs/fine_tuning", 10, 0.02, init_from={"path": "runs/five_digits", "strict": False})
 for summary in (first, second):
     print(f"test accuracy {summary['initial']['test_accuracy']:.3f} -> {summary['final']['test_accuracy']:.3f}")

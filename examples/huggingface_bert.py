@@ -1,7 +1,7 @@
-"""A small BERT of Hugging Face on made-up sentences, with attention masks: python examples/huggingface_bert.py [UPDATES]
+"""A small BERT of Hugging Face on random sentences, with attention masks: python examples/huggingface_bert.py [UPDATES]
 
-Batches are dictionaries, as tokenizers and collators make them: all but the labels are keyword arguments of the model. The model
-returns an object; its `logits` go into the loss.
+Batches are dictionaries, as tokenizers and collators return them: all entries except the labels are keyword arguments of the
+model. The model returns an object; the loss takes its `logits`.
 """
 
 import functools
@@ -15,7 +15,7 @@ import ipu_pipe
 
 updates = int(sys.argv[1]) if sys.argv[1:] else 60
 
-# sentences of 4 to 16 words; the label is whether word 7 is among them
+# Sentences of 4 to 16 words. The label says whether word 7 occurs.
 generator = torch.Generator().manual_seed(0)
 sentences = torch.randint(1, 32, (1400, 16), generator=generator)
 lengths = torch.randint(4, 17, (1400,), generator=generator)

@@ -1,7 +1,7 @@
 """A small GPT-2 of Hugging Face learns the letters of this file: python examples/huggingface_gpt2.py [UPDATES]
 
-Its embedding on the first stage and its output on the last one are one weight. Under pipedream_2bw all stages read one version of
-the weights for a microbatch, so that a shared weight is trained exactly, too.
+The embedding on the first stage and the output layer on the last stage share a weight. With pipedream_2bw all stages read one
+version of the weights for a microbatch, so the training of the shared weight is exact, too.
 """
 
 import functools
@@ -39,9 +39,9 @@ summary = ipu_pipe.train(
     data=ipu_pipe.from_loader(
         DataLoader(windows, batch_size=8, shuffle=True, drop_last=True), DataLoader(windows[::8], batch_size=50)
     ),
-    output=lambda found: found.logits.transpose(1, 2),  # cross-entropy wants classes before places
+    output=lambda outputs: outputs.logits.transpose(1, 2),  # cross-entropy expects (B, classes, T)
     loss=torch.nn.functional.cross_entropy,
-    optimizer=functools.partial(torch.optim.AdamW, lr=5e-4),  # larger ones diverge with a delay of one update
+    optimizer=functools.partial(torch.optim.AdamW, lr=5e-4),  # larger rates diverge with a delay of one update
     overwrite=True,
 )
 print(f"loss of the next letter {summary['initial']['test_loss']:.3f} -> {summary['final']['test_loss']:.3f}")

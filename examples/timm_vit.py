@@ -1,4 +1,4 @@
-"""A small vision transformer of timm on handwritten digits, one block per stage: python examples/timm_vit.py [UPDATES]"""
+"""A small vision transformer of timm on handwritten digits, with one block per stage: python examples/timm_vit.py [UPDATES]"""
 
 import functools
 import sys
@@ -31,7 +31,7 @@ model = timm.create_model(
 summary = ipu_pipe.train(
     ipu_pipe.configure(
         method="pipedream",
-        stages=[f"blocks.{i}" for i in (1, 2, 3)],  # names inside names too
+        stages=[f"blocks.{i}" for i in (1, 2, 3)],  # names of nested modules work too
         micro_batch_size=16,
         gradient_accumulation=2,
         steps=updates,

@@ -1,4 +1,4 @@
-"""A ResNet-18 of torchvision on handwritten digits, cut at its layers: python examples/torchvision_resnet18.py [UPDATES]"""
+"""A ResNet-18 of torchvision on handwritten digits, in four stages: python examples/torchvision_resnet18.py [UPDATES]"""
 
 import functools
 import sys
@@ -12,7 +12,7 @@ import ipu_pipe
 
 updates = int(sys.argv[1]) if sys.argv[1:] else 50
 
-# 1,797 images of 8x8, as RGB of 16x16
+# 1,797 images of 8x8, converted to RGB of 16x16
 digits = load_digits()
 x = torch.tensor(digits.images, dtype=torch.float32)[:, None].repeat(1, 3, 1, 1) / 16  # (N, 3, 8, 8)
 x, y = torch.nn.functional.interpolate(x, size=16), torch.tensor(digits.target)

@@ -1,7 +1,7 @@
-"""One stage per process; both get the whole model back: torchrun --nproc_per_node 2 examples/two_processes.py [UPDATES]
+"""One stage on each of two processes: torchrun --nproc_per_node 2 examples/two_processes.py [UPDATES]
 
-Both processes run this file. The first one prints, writes and runs the callbacks. The run ends when the test loss no longer
-falls, and leaves the best weights in the model.
+Both processes run this file, and both have the whole model after training. Rank 0 prints, writes files and runs the callbacks.
+The run ends when the test loss no longer falls, and leaves the best weights in the model.
 """
 
 import functools
@@ -17,11 +17,11 @@ from ipu_pipe import begin_stage
 
 updates = int(sys.argv[1]) if sys.argv[1:] else 400
 
-x, y = (torch.tensor(each) for each in load_digits(return_X_y=True))
+x, y = (torch.tensor(array) for array in load_digits(return_X_y=True))
 x = x.float() / 16
 train_set, test_set = TensorDataset(x[:1500], y[:1500]), TensorDataset(x[1500:], y[1500:])
 
-torch.manual_seed(0)  # the same model everywhere
+torch.manual_seed(0)  # every process needs the same initial model
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), begin_stage(nn.Linear(128, 128)), nn.ReLU(), nn.Linear(128, 10))
 summary = ipu_pipe.train(
     ipu_pipe.configure(

@@ -1,6 +1,7 @@
-"""What the site has besides docs/: the README and its neighbours as pages, and the references, made from the library itself.
+"""MkDocs hooks: add the README and its neighbours as pages, and generate the reference pages from the library.
 
-Links are those of the repository, so that they hold there too; here a link to a file outside docs/ gets a copy of the file.
+The sources link to paths of the repository, so that the links work there too. On the site, a link to a file outside docs/ leads
+to a copy of the file.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ sys.path[:0] = [str(ROOT), str(HERE)]
 import keys  # noqa: E402
 
 PAGES = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
-FETCHED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=.?https?:[^ >]*")
+EXTERNAL = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=.?https?:[^ >]*")
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[#)])")
-PROTOCOLS = {  # what users write themselves, or may
+PROTOCOLS = {  # interfaces that users may implement
     "ipu_pipe.data.DataSource": "",
     "ipu_pipe.backends.interface.Backend": "",
     "ipu_pipe.backends.interface.Engine": "",
@@ -31,27 +32,27 @@ PROTOCOLS = {  # what users write themselves, or may
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are made."""
+    """Add the generated pages to the site's files."""
     for name, source in PAGES.items():
         files.append(File.generated(config, name, content=(ROOT / source).read_text(encoding="utf-8")))
     files.append(File.generated(config, "site.css", abs_src_path=str(HERE / "site.css")))
-    made = {"api": api(), "config": keys.page(), "commands": commands()}
-    for name, text in made.items():
+    text_by_page = {"api": api(), "config": keys.page(), "commands": commands()}
+    for name, text in text_by_page.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turn the links of the repository into the site's."""
+    """Return the page with links to paths of the repository replaced by links to pages of the site."""
     name = page.file.src_uri
     folder = (ROOT / PAGES[name]).parent if name in PAGES else (DOCS / name).parent
 
-    def here(found: "re.Match[str]") -> str:
-        target = (folder / found.group(1)).resolve()
+    def translate(match: "re.Match[str]") -> str:
+        target = (folder / match.group(1)).resolve()
         if not target.exists():
-            return found.group(1)  # mkdocs tells it
+            return match.group(1)  # mkdocs warns of it
         if target.is_dir():
-            target = next((target / each for each in ("README.md", "table.md") if (target / each).is_file()), target)
+            target = next((target / index for index in ("README.md", "table.md") if (target / index).is_file()), target)
         if target.is_relative_to(DOCS):
             uri = target.relative_to(DOCS).as_posix()
         else:
@@ -61,38 +62,43 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
                 files.append(File.generated(config, uri, abs_src_path=str(target)))
         return os.path.relpath(uri, os.path.dirname(name) or ".")
 
-    return LINK.sub(here, markdown)
+    return LINK.sub(translate, markdown)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Refuse what a reader's browser would fetch from elsewhere."""
-    fetched = FETCHED.search(output)
-    if fetched:
-        raise PluginError(f"{page.file.src_uri}: fetches {fetched.group()}")
+    """Return the page; raise `PluginError` if a reader's browser would fetch anything from another site."""
+    external = EXTERNAL.search(output)
+    if external:
+        raise PluginError(f"{page.file.src_uri}: fetches {external.group()}")
     return output
 
 
 def api() -> str:
-    """The public names, by what they are for."""
+    """Return the Markdown of the Python reference: the public names, then the interfaces that users may implement."""
     import ipu_pipe
 
-    lines = ["# Python", "", "What `import ipu_pipe` gives, and what one writes for oneself.", ""]
-    for name in [*(f"ipu_pipe.{each}" for each in ipu_pipe.__all__), *PROTOCOLS]:
+    lines = ["# Python", "", "The public names of `import ipu_pipe`, and the interfaces that you may implement.", ""]
+    for name in [*(f"ipu_pipe.{public}" for public in ipu_pipe.__all__), *PROTOCOLS]:
         lines += [f"::: {name}", ""]
     return "\n".join(lines)
 
 
 def commands() -> str:
-    """The commands with their --help."""
+    """Return the Markdown of the reference of commands: each with its --help."""
     import importlib
 
     from ipu_pipe.cli import COMMANDS
     from ipu_pipe.shipped import COMMAND, name_commands
 
     os.environ["COLUMNS"] = "110"
-    lines = ["# Commands", "", f"`{COMMAND} COMMAND` anywhere is `python tools/COMMAND.py` in a clone.", ""]
-    for name, says in COMMANDS.items():
+    lines = [
+        "# Commands",
+        "",
+        f"`{COMMAND} COMMAND` works in any folder; in a clone, `python tools/COMMAND.py` is the same.",
+        "",
+    ]
+    for name, summary in COMMANDS.items():
         parser = importlib.import_module(f"ipu_pipe.cli.{name}").make_parser()
-        lines += [f"## {name.replace('_', '-')}", "", f"{says[0].upper()}{says[1:]}.", ""]
+        lines += [f"## {name.replace('_', '-')}", "", f"{summary[0].upper()}{summary[1:]}.", ""]
         lines += ["```text", name_commands(parser.format_help(), COMMAND).rstrip(), "```", ""]
     return "\n".join(lines)

@@ -1,5 +1,7 @@
-"""The keys of a config as a page, from its schema: type and default from the fields, meaning from the docstrings, what is allowed
-from the line that a wrong value would get."""
+"""The reference page of a config's keys, generated from the schema.
+
+Types and defaults come from the fields, meanings from the docstrings, and allowed values from the error message of a wrong value.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,12 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import StageCount, StageFinest
 from ipu_pipe.errors import BadInput
 
-# of keys of any type, their sections
+# the sections of keys whose annotation names none
 FORMS: Dict[str, Tuple[Type[BaseModel], ...]] = {"stages": (StageCount, StageFinest), "ipu": (find_section("ipu"),)}
-# a key, or several, with a colon, in a docstring
+# one or several keys and a colon, in a docstring
 ENTRY = re.compile(r"((?:`\w+`(?:, | and )?)+): ")
-SAID_BY_TYPE = (
+# faults of the type, which the table has in a column of its own
+TYPE_ERRORS = (
     "missing",
     "literal_error",
     "model_type",
@@ -44,7 +47,7 @@ WORDS = {
 
 
 class Key(NamedTuple):
-    """A row of the table."""
+    """Row of the table: a key, with Markdown text in each column."""
 
     key: str
     type: str
@@ -54,30 +57,36 @@ class Key(NamedTuple):
 
 
 def sections() -> Dict[Type[BaseModel], List[str]]:
-    """Every section with the places that it has in a config, the config itself first."""
-    found: Dict[Type[BaseModel], List[str]] = {}
+    """Return each section's places in a config (`optimizer`, ...), with the config itself, at place '', first."""
+    places_by_section: Dict[Type[BaseModel], List[str]] = {}
     todo: List[Tuple[str, Type[BaseModel]]] = [("", Config)]
     while todo:
         place, section = todo.pop(0)
-        found.setdefault(section, []).append(place)
+        places_by_section.setdefault(section, []).append(place)
         for name, field in section.model_fields.items():
-            inner = FORMS.get(name) or _sections_in(field.annotation)
-            todo += [(f"{place}.{name}".lstrip("."), each) for each in inner if name not in WRITTEN]
-    return found
+            inner = FORMS.get(name) or _find_sections(field.annotation)
+            todo += [(f"{place}.{name}".lstrip("."), nested) for nested in inner if name not in WRITTEN]
+    return places_by_section
 
 
 def keys(section: Type[BaseModel]) -> List[Key]:
-    """The rows of a section."""
+    """List the rows of a section."""
     _, meanings = explained(section)
     return [
-        Key(name, kind(field.annotation), _default(field), _allowed(section, name), meanings.get(name, ""))
+        Key(
+            name,
+            kind(field.annotation),
+            _format_default(field),
+            _describe_allowed(section, name),
+            meanings.get(name, ""),
+        )
         for name, field in section.model_fields.items()
         if name not in WRITTEN
     ]
 
 
 def explained(section: Type[BaseModel]) -> Tuple[str, Dict[str, str]]:
-    """What a section's docstring says of it all, and of each key."""
+    """Split a section's docstring into its description of the section and its meanings by key."""
     parts = ENTRY.split(" ".join(inspect.getdoc(section).split()))
     meanings = {}
     for names, meaning in zip(parts[1::2], parts[2::2]):
@@ -86,78 +95,82 @@ def explained(section: Type[BaseModel]) -> Tuple[str, Dict[str, str]]:
 
 
 def kind(annotation: Any) -> str:
-    """A field's type in words."""
+    """Describe a field's type in words."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
         return "section"
     if str(origin) in ("typing.Annotated", "<class 'typing.Annotated'>"):
         return kind(arguments[0])
     if origin is typing.Union:
-        given = [kind(each) for each in arguments if each is not type(None)]
-        null = type(None) in arguments and given != ["section"]
-        return ", ".join(dict.fromkeys(given)) + (" or null" if null else "")
+        kinds = [kind(argument) for argument in arguments if argument is not type(None)]
+        null = type(None) in arguments and kinds != ["section"]
+        return ", ".join(dict.fromkeys(kinds)) + (" or null" if null else "")
     if origin is typing.Literal or "Literal" in str(origin):
-        return ", ".join(f"`{each}`" for each in arguments)
+        return ", ".join(f"`{value}`" for value in arguments)
     if origin in (list, tuple):
         return f"list of {kind(arguments[0])}"
     return WORDS.get(origin or annotation, "see there")
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the Markdown of the page."""
     lines = [
         "# Keys of a config",
         "",
-        "Made from the schema that checks a config. How to use it: [configuration](../configuration.md).",
+        "Generated from the schema that checks a config. How to use it: [configuration](../configuration.md).",
         "",
     ]
     for section, places in sections().items():
         whole, meanings = explained(section)
         columns = Key._fields if meanings else Key._fields[:-1]
-        lines += [*(f"## {place or 'A config'}" for place in places), "", _linked(whole), ""]
+        lines += [*(f"## {place or 'A config'}" for place in places), "", _link_pages(whole), ""]
         lines += [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
         for key in keys(section):
             inner = re.sub("[^a-z0-9_]", "", f"{places[0]}{key.key}")
             name = f"[`{key.key}`](#{inner})" if key.type == "section" else f"`{key.key}`"
             cells = key._replace(
-                key=name, default=f"`{key.default}`" if key.default else "", meaning=_linked(key.meaning)
+                key=name, default=f"`{key.default}`" if key.default else "", meaning=_link_pages(key.meaning)
             )
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells[: len(columns)]) + " |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _linked(text: str) -> str:
-    """Pages that are named become links."""
+def _link_pages(text: str) -> str:
+    """Return the text with the names of documentation pages as links."""
     return re.sub(r"docs/(\w+)\.md", r"[\1](../\1.md)", text)
 
 
-def _default(field: Any) -> str:
+def _format_default(field: Any) -> str:
+    """Format the default of a field as JSON; '' for a section."""
     if field.is_required():
         return "(must be given)"
     value = field.get_default(call_default_factory=True)
     return "" if isinstance(value, BaseModel) else json.dumps(value)
 
 
-def _allowed(section: Type[BaseModel], name: str) -> str:
-    """What the line about a value that nothing takes says; "" where the type says it."""
-    said: List[str] = []
+def _describe_allowed(section: Type[BaseModel], name: str) -> str:
+    """Return the allowed values, from the error message of a value that no key takes; "" if the type tells them all."""
+    messages: List[str] = []
     try:
         section.model_validate({name: object()})
     except ValidationError as error:
-        own = [detail for detail in error.errors() if detail["loc"][0] == name and detail["type"] not in SAID_BY_TYPE]
-        said = [line for detail in own for line in format_faults([detail], {}, "", Config, {})]
+        details = [
+            detail for detail in error.errors() if detail["loc"][0] == name and detail["type"] not in TYPE_ERRORS
+        ]
+        messages = [line for detail in details for line in format_faults([detail], {}, "", Config, {})]
     if section is Config and kind(section.model_fields[name].annotation) == "text":
         try:
             configure(**{name: "?"})
         except BadInput as error:
-            said = [fault for fault in error.faults if f"{name}: ?" in fault]
-    found = [
-        re.search(r"must be (?:one of )?(.*?)(?:; did you mean.*|: no run has so many)?$", line) for line in said
+            messages = [fault for fault in error.faults if f"{name}: ?" in fault]
+    matches = [
+        re.search(r"must be (?:one of )?(.*?)(?:; did you mean.*|: no run has so many)?$", line) for line in messages
     ]
-    return " or ".join(dict.fromkeys(match.group(1) for match in found if match))
+    return " or ".join(dict.fromkeys(match.group(1) for match in matches if match))
 
 
-def _sections_in(annotation: Any) -> Tuple[Type[BaseModel], ...]:
-    given = (annotation, *typing.get_args(annotation))
-    return tuple(each for each in given if inspect.isclass(each) and issubclass(each, BaseModel))
+def _find_sections(annotation: Any) -> Tuple[Type[BaseModel], ...]:
+    """Return the sections in an annotation, such as `Optional[Section]`."""
+    types = (annotation, *typing.get_args(annotation))
+    return tuple(t for t in types if inspect.isclass(t) and issubclass(t, BaseModel))
