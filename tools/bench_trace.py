@@ -134,20 +134,20 @@ def _run_rank(rank: int, port: int, folder: str, model: str, turns: int, updates
     times: Dict[str, List[float]] = {
         f"{how} {clock}": [] for how in ("traced", "untraced") for clock in ("wall", "cpu")
     }
-    timeline = engine._timeline
+    recorder = engine._recorder
     for turn in range(2 * (turns + 1)):
         how = "traced" if turn % 4 in (0, 3) else "untraced"  # ABBA
-        timeline._traced = range(total) if how == "traced" else range(0)
-        timeline.at(engine._player.update)
+        recorder._traced = range(total) if how == "traced" else range(0)
+        recorder.begin_update(engine._interpreter.update)
         dist.barrier()
         begun, worked = time.perf_counter(), time.thread_time()
         for k in range(turn * updates, (turn + 1) * updates):
             engine.step(k)
-        timeline.flush()
+        recorder.flush()
         if turn >= 2:  # the first turns fill pipelines and caches
             times[f"{how} wall"].append(time.perf_counter() - begun)
             times[f"{how} cpu"].append(time.thread_time() - worked)
-    timeline.close()
+    recorder.close()
     events = read_store(Path(folder) / "trace" / f"rank-{rank}.trace").events
     (Path(folder) / f"{rank}.json").write_text(json.dumps({**times, "events": len(events.start)}))
     dist.barrier()
