@@ -127,6 +127,7 @@ def _run_rank(rank: int, port: int, folder: str, model: str, turns: int, updates
         log={"trace": {"end": total}},
     )  # fmt: skip
     launch(config, {})
+    torch.manual_seed(0)  # both ranks must read the same data
     x, y = torch.randn(64, *shape), torch.randint(10, (64,))
     job = build(config, data=TensorData((x, y), (x, y), seed=0))
     job.folder = Path(folder)
