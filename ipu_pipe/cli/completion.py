@@ -1,4 +1,4 @@
-"""Completion of commands, options, methods and configs for a shell, as a script that the shell reads."""
+"""Completion of commands, options and methods for a shell, as a script that the shell reads."""
 
 from __future__ import annotations
 
