@@ -34,7 +34,8 @@ def _change_chrome(path: Path, rng: random.Random) -> str:
             if isinstance(item, (dict, list))
         ]
         section = rng.choice(inner) if inner else section
-    key = rng.choice(list(section) if isinstance(section, dict) else list(range(len(section))) or [0])
+    keys = list(section) if isinstance(section, dict) else list(range(len(section)))
+    key = rng.choice(keys or [0])
     if isinstance(section, dict) or section:
         section[key] = rng.choice([rng.choice(HUGE), rng.choice(FLOATS), value(rng)])
     text = json.dumps(trace)
