@@ -283,7 +283,7 @@ def test_what_the_analysis_does_not_know_is_said_to_be_not_known(opened: Callabl
     ):
         page = opened(trace, held)
         assert "not known" in page.text("#answer") and page.settled()[1] > 0
-    empty = trace._replace(events=trace.events.where(slice(0)), counters=type(trace.counters).of([]), metadata={})
+    empty = trace._replace(events=trace.events.select(slice(0)), counters=type(trace.counters).from_rows([]), metadata={})
     assert "0 events" in opened(empty, {}).text("#subtitle")
 
 
