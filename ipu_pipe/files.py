@@ -19,7 +19,8 @@ def atomic_file(file: Path, what: str = "") -> Iterator[Path]:
     """Yield a temporary path; when the block ends well, what was written there becomes `file`.
 
     A regular file is replaced in one step, so that a reader sees the old one or the new one. A symbolic link is followed. A
-    device or a pipe cannot be replaced: it receives the bytes. Raise `RunFault`, which calls the file `what`, if it fails.
+    device or a pipe cannot be replaced: it receives the bytes. Raise `RunFault`, which calls the file `what`, if it fails,
+    also where nobody reads the pipe.
     """
     with guard_writing(file, what):
         target = Path(os.path.realpath(file))
@@ -28,10 +29,13 @@ def atomic_file(file: Path, what: str = "") -> Iterator[Path]:
         if target.is_dir():
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
         if target.exists() and not target.is_file():
-            with tempfile.TemporaryDirectory() as folder:
+            # Opening a pipe that nobody reads would wait forever: without waiting it is an error (ENXIO).
+            descriptor = os.open(target, os.O_WRONLY | os.O_NONBLOCK)
+            os.set_blocking(descriptor, True)
+            with open(descriptor, "wb") as sink, tempfile.TemporaryDirectory() as folder:
                 temporary = Path(folder) / target.name
                 yield temporary
-                with open(temporary, "rb") as source, open(target, "wb") as sink:
+                with open(temporary, "rb") as source:
                     shutil.copyfileobj(source, sink)
             return
         temporary = target.with_name(f".{target.name}.part")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import warnings
 from pathlib import Path
 from typing import Any, Dict
@@ -18,6 +17,7 @@ from torch import nn
 from ipu_pipe import BadInput, RunFault, configure, train
 from ipu_pipe.cli import analyze, plan, stability
 from ipu_pipe.files import write, write_json
+from ipu_pipe.trace.reading import read_trace
 from tests.command_line import run_here
 
 CONFIG = "configs/mlp_digits.yaml"
@@ -62,13 +62,22 @@ def test_a_device_gets_what_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
 def test_a_pipe_gets_what_is_written(tmp_path: Path) -> None:
-    pipe, received = tmp_path / "pipe", []
+    pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: received.append(pipe.read_text()), daemon=True)
-    reader.start()
+    with pytest.raises(RunFault, match="^" + str(pipe)):  # without a reader it waited for one, forever
+        write(pipe, "text")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     write(pipe, "text")
-    reader.join(60)
-    assert received == ["text"] and pipe.is_fifo()
+    assert os.read(reader, 100) == b"text" and pipe.is_fifo()
+    os.close(reader)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+@pytest.mark.parametrize("name", ["rank0.trace", "trace.json"])
+def test_a_trace_that_is_a_pipe_is_refused(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)  # the reader waited for whoever might write
+    with pytest.raises(BadInput, match="^" + str(tmp_path / name)):
+        read_trace(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["loop", "folder"])

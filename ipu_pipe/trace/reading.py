@@ -74,8 +74,6 @@ def _find_files(path: Path) -> List[Path]:
     if not path.is_dir():
         if not path.exists():
             raise BadInput(f"{path}: no such run or trace: must be a run's folder or a trace file")
-        if not path.is_file():
-            raise BadInput(f"{path}: is not a file: must be a run's folder or a trace file")
         return [path]
     ours = find_store_files(path) or sorted(path.glob(f"*{SUFFIX}"))
     if ours or (path / CHROME).is_file():
@@ -91,6 +89,8 @@ def _find_files(path: Path) -> List[Path]:
 
 
 def _is_store(path: Path) -> bool:
+    if path.exists() and not path.is_file():  # reading a pipe or a device might never end
+        raise BadInput(f"{path}: is not a file: must be a run's folder or a trace file")
     with path.open("rb") as file:
         begin = file.read(len(MAGIC))
     if begin == MAGIC or path.suffix == SUFFIX:
