@@ -16,7 +16,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, RunFault, end_process
 from ipu_pipe.report.run_text import format_opening
 from ipu_pipe.run.build import build
-from ipu_pipe.run.factories import check_wrappers
+from ipu_pipe.run.checks import check_modules
 from ipu_pipe.run.train import train
 from tests.test_train import DIGITS, config, run_tool, sets  # noqa: F401
 
@@ -99,7 +99,7 @@ WRAPPED = {
 @pytest.mark.filterwarnings("ignore")
 def test_a_wrapped_model_is_refused_by_the_wrappers_name(said: str) -> None:
     with pytest.raises(BadInput) as error:
-        check_wrappers(WRAPPED[said]())
+        check_modules(WRAPPED[said](), torch.device("cpu"))
     assert len(error.value.faults) == 1 and error.value.faults[0].startswith(said)
 
 
@@ -167,7 +167,7 @@ def test_ddp_and_fsdp_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(nn.Module, "compile"), reason="modules of this torch have no compile()")
 def test_a_model_compiled_in_place_is_refused() -> None:
     with pytest.raises(BadInput, match="model: is wrapped by torch.compile: "):
-        check_wrappers(compiled_in_place())
+        check_modules(compiled_in_place(), torch.device("cpu"))
 
 
 # ---- what does not count

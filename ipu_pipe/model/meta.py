@@ -8,7 +8,7 @@ raises, and who asked takes the tensors themselves.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, Set, Tuple
+from typing import Any, Dict, Iterator, Tuple
 
 import torch
 from torch import nn
@@ -95,31 +95,6 @@ class _ToMeta(TorchDispatchMode):
         if len({tensor.is_meta for tensor in iterate_tensors((*args, *kwargs.values()))}) > 1:
             args, kwargs = to_meta((args, kwargs))
         return func(*args, **kwargs)
-
-
-# ---- operations that look at values
-
-
-class _Looks(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-# what refuses some numbers: places out of range, probabilities, matrices; a conversion to whole numbers leads there
-CHOOSY = ("embedding", "index", "gather", "scatter", "take", "put", "multinomial", "linalg", "cholesky", "one_hot", "bincount",
-          "nll", "_assert", "unpool", "grid_sample", "bucketize", "searchsorted")  # fmt: skip
-
-
-@contextlib.contextmanager
-def watch_value_checks() -> Iterator[Callable[[], bool]]:
-    """Give a function that tells whether anything that ran inside may refuse a sample for its values."""
-    with _Looks() as seen:
-        yield lambda: any(part in name for part in CHOOSY for name in seen.names)
 
 
 # ---- attention

@@ -34,28 +34,17 @@ from ipu_pipe.local.blocks import SumOfLosses, get_blocks, measure_footprint
 from ipu_pipe.model.batch import clone_tensors
 from ipu_pipe.model.loss import Loss, OwnLoss, get_plain_loss
 from ipu_pipe.model.meta import build_on_meta
-from ipu_pipe.model.precision import Masters, ModelPrecision, get_given_loss
-from ipu_pipe.model.probe import find_unkeyed_draws
+from ipu_pipe.model.precision import ModelPrecision, get_given_loss
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.plan.of_config import choose_stages, is_chosen
-from ipu_pipe.run import checks
 from ipu_pipe.run.checkpoint import find_newest, load_weights, read_weights
-from ipu_pipe.run.checks import check_metrics, check_model
-from ipu_pipe.run.factories import (
-    Output,
-    check_loss,
-    check_wrappers,
-    make_data,
-    make_factory,
-    make_loss,
-    make_model,
-    make_scheduler,
-)
-from ipu_pipe.schedule.methods import Method, check_sizes, resolve_method
+from ipu_pipe.run.checks import check_loss, check_metrics, check_model, check_modules, find_faults
+from ipu_pipe.run.factories import Output, make_data, make_factory, make_loss, make_model, make_scheduler
+from ipu_pipe.schedule.methods import METHODS, Method, check_sizes, resolve_method
 from ipu_pipe.schedule.recompute import find_segment_ends
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.text import describe_kind, list_some
+from ipu_pipe.text import describe_kind
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.apply import UpdateRules
 from ipu_pipe.update.groups import make_groups, replace_parameters, select_parameters, select_stage
@@ -77,7 +66,7 @@ def set_up(
     If `by_shape`, the model and the microbatches are shapes without numbers (see `ipu_pipe.run.planning`).
     """
     refuse_missing(config, model=model, output=output, data=data, loss=loss, metrics=metrics)
-    device = _device(config)
+    device = _choose_device(config)
     kind = device.type
     seed = derive_seed(config.seed, "model")
     torch.manual_seed(seed)
@@ -88,9 +77,7 @@ def set_up(
     if model is None:
         with build_on_meta() if by_shape else contextlib.nullcontext():
             model = make_model(config)
-    check_wrappers(model)
-    _refuse_tensors(model)
-    _refuse_unkeyed(model, device)
+    check_modules(model, device)
     begun = _begin(model, config.init_from) if config.init_from else None
     data = data if data is not None else make_data(config)
     chosen_loss = make_loss(config, loss, output)
@@ -109,6 +96,16 @@ def set_up(
     return setup
 
 
+def _choose_device(config: Config) -> torch.device:
+    """Return the device of the run and apply the backend's numerics and threads. Raise `BadInput` if there is no such device."""
+    if config.backend.device == "cuda" and not torch.cuda.is_available():
+        raise BadInput("backend.device: cuda: this machine has no usable CUDA device: use cpu")
+    set_numerics(config.backend)
+    if config.backend.threads:
+        torch.set_num_threads(config.backend.threads)
+    return torch.device(config.backend.device)
+
+
 def _begin(model: nn.Module, begin: InitFrom, heads_too: bool = True) -> Optional[Begun]:
     """Load the weights that the run begins with into the model. Raise `BadInput` if they do not fit.
 
@@ -116,43 +113,17 @@ def _begin(model: nn.Module, begin: InitFrom, heads_too: bool = True) -> Optiona
     """
     try:
         path = find_newest(Path(begin.path))
-        tensors, place = read_weights(path), f"init_from: {path}"
+        tensors = read_weights(path)
     except BadInput as error:
         raise BadInput([f"init_from: {fault}" for fault in error.faults]) from None
     state = model.state_dict()
     try:
-        left_out, new = load_weights(model, tensors, place, heads_too, begin.strict)
+        left_out, new = load_weights(model, tensors, f"init_from: {path}", heads_too, begin.strict)
     except BadInput as error:
         fits = any(name in state and state[name].shape == value.shape for name, value in tensors.items())
         way = "; init_from: {path: ..., strict: false} takes what fits" if fits else "; nothing in it fits"
         raise BadInput([*error.faults[:-1], error.faults[-1] + way]) from None
     return None if begin.strict else Begun(str(path), len(state) - len(new), left_out, new)
-
-
-def _refuse_tensors(model: nn.Module) -> None:
-    """Raise `BadInput` for tensors of the model that precision, checkpoints or optimizers do not support."""
-    named, state = [*model.named_parameters(), *model.named_buffers()], model.state_dict()
-    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    names_by_fault = {
-        "complex: parameters and buffers must be real": [name for name, t in named if t.dtype.is_complex],
-        "no dense tensor: checkpoints hold nothing else": [
-            name for name, t in state.items() if not isinstance(t, torch.Tensor) or t.layout != torch.strided
-        ],
-        "gradients must be dense: sparse=False gives the same numbers": [name for name, m in modules if m.sparse],
-    }
-    faults = [f"model: {list_some(names)}: {fault}" for fault, names in names_by_fault.items() if names]
-    if faults:
-        raise BadInput(faults)
-
-
-def _refuse_unkeyed(model: nn.Module, device: torch.device) -> None:
-    """Raise `BadInput` for modules whose random draws cannot be repeated on the device."""
-    names = find_unkeyed_draws(model, device)
-    if names:
-        raise BadInput(
-            f"model: {list_some(names)}: on a GPU cuDNN draws a recurrent layer's dropout from a state of its own, "
-            "which no seed reaches: use dropout=0 with nn.Dropout between layers of num_layers=1, or backend.device: cpu"
-        )
 
 
 def build(
@@ -195,37 +166,32 @@ def _assemble(
     setup: Setup, optimizer: Optional[update.OptimizerFactory], scheduler: Optional[SchedulerFactory], done: int
 ) -> Job:
     """Build the job of a model, loss and data that are ready."""
-    config = setup.config
-    model, chosen_loss, data, device = setup.model, setup.loss, setup.data, setup.device
-    args = config.method_settings()
-    method = resolve_method(config.method, args)
+    config, model, chosen_loss, data = setup.config, setup.model, setup.loss, setup.data
+    method = resolve_method(config.method, config.method_settings())
     rounds = method.rounds
-    width = config.replicas if rounds is None else rounds.replicas or 1
-    per_epoch, updates = _length(config, data, width)
+    per_epoch, updates = _count_updates(config, data, config.replicas if rounds is None else rounds.replicas or 1)
     taken = setup.split_batch(data.train_batch(0, 0, config.micro_batch_size))
     example = clone_tensors(setup.move_to_device(*taken))  # a model that works in place must not change the data
     setup.label_range = check_model(model, chosen_loss, example, taken[1])
     check_metrics(setup)
     if is_chosen(config.stages):
-        config = _with_chosen_stages(config, method, model, chosen_loss, example)
+        config = _choose_stages(config, method, model, chosen_loss, example)
     placed = get_backend(config).place(config, method, model, example[0])
     model, part, own_stage = placed.model, placed.part, placed.own
     if method.structure is not None:
         if config.init_from:  # again, now with the heads that it may hold
             _begin(model, config.init_from, heads_too=False)
         if method.structure.blocks is not None and config.method_args.blocks is None:  # as many as processes
-            args_of = config.method_args.model_copy(update={"blocks": len(part)})
-            config = config.model_copy(update={"method_args": args_of})
+            config = _set_method_arg(config, "blocks", len(part))
         chosen_loss = SumOfLosses(chosen_loss)
     if rounds is not None and rounds.replicas is None:  # as many as stages
-        args_of = config.method_args.model_copy(update={"replicas": len(part)})
-        config = config.model_copy(update={"method_args": args_of})
-        args = config.method_settings()
-        method = resolve_method(config.method, args)
-        per_epoch, updates = _length(config, data, len(part))
+        config = _set_method_arg(config, "replicas", len(part))
+        method = resolve_method(config.method, config.method_settings())
+        per_epoch, updates = _count_updates(config, data, len(part))
     if isinstance(config.stages, dict) and config.stages.get("by") == "time" and part.begins and not part.spread:
         config = config.model_copy(update={"stages": list(part.begins)})
 
+    args = config.method_settings()
     # replicas with weights of their own take turns in one timeline
     accumulate = config.gradient_accumulation if method.rounds is None else method.rounds.replicas or 1
     check_sizes(method, len(part), updates * accumulate, accumulate)
@@ -247,31 +213,40 @@ def _assemble(
     whole = stage_optimizer if local_groups is groups else factory(groups)  # a process holds its own stage's alone
     if optimizer is not None:
         config = describe_made_optimizer(config, whole)
-    used = Given(optimizer=describe_optimizer(whole), loss=_described(get_given_loss(get_plain_loss(setup.loss))))
+    of_loss = get_given_loss(get_plain_loss(setup.loss))
+    loss_used = Description(name=OWN) if isinstance(of_loss, OwnLoss) else describe(of_loss)
     base = float(whole.param_groups[0]["lr"])
-    played = _played(config, scheduler, whole, base, updates, per_epoch)
-    job = Job(
-        config, model, chosen_loss, data, device, setup.numbers, part, method, schedule, table, groups, stage_optimizer,
-        _rules(config, args, table, stage_optimizer, base, updates, per_epoch, switch, played, setup.numbers.masters),
-        base, per_epoch, updates, example, measure_footprint(model, part, chosen_loss, example), placed.note, done, used,
+    played = None
+    if config.lr_schedule.is_played:
+        if config.lr_schedule.interval == "epoch" and per_epoch is None:
+            raise BadInput("lr_schedule.interval: epoch: the data have no epochs: must be update")
+        every = per_epoch if config.lr_schedule.interval == "epoch" and per_epoch else 1
+        played = play_scheduler(scheduler or make_scheduler(config), whole, base, updates, every)
+    if "t1" in args and args["t1"]["anneal_updates"] is None:  # T1's K comes from the learning-rate schedule
+        rates = config.lr_schedule
+        first = round(min(rates.milestones) * per_epoch) if rates.milestones and per_epoch else None
+        anneal = choose_anneal_updates(first, rates.warmup_steps, rates.total_steps or updates)
+        args = {**args, "t1": {"anneal_updates": anneal}}
+    rules = UpdateRules(
+        args, method, table.rule_lag(), config.gradient_accumulation, stage_optimizer,
+        lambda k: compute_rate(config, base, k, updates, per_epoch) if played is None else played[min(k, updates - 1)],
+        switch, setup.numbers.masters, base,
     )  # fmt: skip
-    job.begun, job.pieces = setup.begun, placed.pieces
-    job.label_range, job.device_kind, job.pins_memory = setup.label_range, setup.device_kind, setup.pins_memory
-    job.metrics, job.played, job.asks = setup.metrics, played, setup.asks
-    reasons = checks.find_faults(job, config.optimizer_faults() if optimizer is None else ())
+    job = Job(
+        config, model, chosen_loss, data, setup.device, setup.numbers, part, method, schedule, table, groups, stage_optimizer,
+        rules, base, per_epoch, updates, example, measure_footprint(model, part, chosen_loss, example), placed.note, done,
+        Given(optimizer=describe_optimizer(whole), loss=loss_used), played, pieces=placed.pieces,
+    )  # fmt: skip
+    for name in ("begun", "label_range", "device_kind", "pins_memory", "metrics", "asks"):
+        setattr(job, name, getattr(setup, name))
+    reasons = find_faults(job, config.optimizer_faults() if optimizer is None else ())
     if reasons:
         raise BadInput(reasons)
     job.note = job.note or get_backend(config).note(job)
     return job
 
 
-def _described(loss: Loss) -> Description:
-    return Description(name=OWN) if isinstance(loss, OwnLoss) else describe(loss)
-
-
-def _with_chosen_stages(
-    config: Config, method: Method, model: nn.Module, loss: Loss, example: Tuple[Any, Any]
-) -> Config:
+def _choose_stages(config: Config, method: Method, model: nn.Module, loss: Loss, example: Tuple[Any, Any]) -> Config:
     """Return the config with the modules at which the planner begins stages.
 
     The main process chooses them for all: each may have measured its own machine.
@@ -281,108 +256,52 @@ def _with_chosen_stages(
     return config.model_copy(update={"stages": begins or 1})
 
 
-def _length(config: Config, data: DataSource, width: int) -> Tuple[Optional[int], int]:
-    """Return (updates of an epoch or None, updates of the run). Raise `BadInput` if an epoch does not fill one batch.
+def _set_method_arg(config: Config, key: str, value: int) -> Config:
+    return config.model_copy(update={"method_args": config.method_args.model_copy(update={key: value})})
 
-    A batch takes `width` microbatches times those accumulated.
+
+def _count_updates(config: Config, data: DataSource, width: int) -> Tuple[Optional[int], int]:
+    """Return (updates of an epoch or None, updates of the run). A batch takes `width` microbatches times those accumulated.
+
+    Raise `BadInput` if an epoch does not fill a batch, if data without a length have settings that count in epochs, or if the run
+    cannot be planned: planning time grows with its updates and the stops among them.
     """
-    microbatches = data.train_batches_per_epoch(config.micro_batch_size)
-    if microbatches is None:
-        _refuse_epochs(config)
-        assert config.steps is not None
-        _check_length(config, config.steps, None)
-        return None, config.steps
-    per_epoch = microbatches // (config.gradient_accumulation * width)
-    if per_epoch < 1:
-        raise BadInput(
-            f"data: {microbatches} microbatches an epoch do not fill one batch of "
-            f"gradient_accumulation {config.gradient_accumulation} x replicas {width}: lower them, micro_batch_size, "
-            "or take more data"
+    faults: List[str] = []
+    microbatches, rates, evaluation = data.train_batches_per_epoch(config.micro_batch_size), config.lr_schedule, config.evaluate
+    per_epoch = None if microbatches is None else microbatches // (config.gradient_accumulation * width)
+    if per_epoch is None:
+        warmup = config.method_args.warmup
+        counts_epochs = {
+            "steps: null: must be the updates of the run": config.steps is None,
+            f"lr_schedule.milestones: {rates.milestones}: must be none (linear and cosine go by updates)": rates.milestones,
+            f"evaluate.every: {evaluation.every}: must be 1 or 0, after the last update, or with evaluate.steps, in updates":
+                evaluation.every not in (0, 1) and evaluation.steps is None,
+            f"method_args.warmup: {warmup and warmup.epochs} epochs: must be none": warmup,
+            f"method: {config.method}: draws delays by the epoch: must be another": METHODS[config.method].history,
+        }  # fmt: skip
+        why = "the training data has no length, so that it has no epochs"
+        faults = [f"{fault}: {why}" for fault, is_so in counts_epochs.items() if is_so]
+    elif per_epoch < 1:
+        faults.append(
+            f"data: {microbatches} microbatches an epoch do not fill one batch of gradient_accumulation "
+            f"{config.gradient_accumulation} x replicas {width}: lower them, micro_batch_size, or take more data"
         )
-    updates = config.steps if config.steps is not None else config.epochs * per_epoch
-    _check_length(config, updates, per_epoch)
-    return per_epoch, updates
-
-
-def _refuse_epochs(config: Config) -> None:
-    """Raise `BadInput` for every setting that counts in epochs, for data without a length."""
-    milestones, warmup, evaluate = config.lr_schedule.milestones, config.method_args.warmup, config.evaluate
-    delays = resolve_method(config.method, config.method_settings()).history
-    said = {
-        "steps: null: must be the updates of the run": config.steps is None,
-        f"lr_schedule.milestones: {milestones}: must be none (linear and cosine go by updates)": bool(milestones),
-        f"evaluate.every: {evaluate.every}: must be 1 or 0, after the last update alone, or with evaluate.steps, in updates": (
-            evaluate.every not in (0, 1) and evaluate.steps is None
-        ),
-        f"method_args.warmup: {warmup and warmup.epochs} epochs: must be none": warmup is not None,
-        f"method: {config.method}: draws delays by the epoch: must be another": delays is not None,
-    }
-    faults = [
-        f"{fault}: the training data has no length, so that it has no epochs" for fault, is_so in said.items() if is_so
-    ]
     if faults:
         raise BadInput(faults)
-
-
-def _check_length(config: Config, updates: int, per_epoch: Optional[int]) -> None:
-    """Raise `BadInput` if the run cannot be planned: planning time grows with its updates and the stops among them."""
+    updates = config.steps if config.steps is not None else config.epochs * (per_epoch or 0)
+    planned = "a run is planned before it starts"
     if updates > MOST_UPDATES:
-        raise BadInput(
-            f"epochs: {config.epochs}: {updates} updates, at most {MOST_UPDATES}: a run is planned before it starts"
-        )
-    total = config.lr_schedule.total_steps
-    if total is not None and total < updates:
-        raise BadInput(
-            f"lr_schedule.total_steps: {total}: the run has {updates} updates, and its rate falls to 0 before: must be no less"
-        )
-    for key, every in (("checkpoint", config.checkpoint.every), ("evaluate", config.evaluate.interval(per_epoch))):
+        faults.append(f"epochs: {config.epochs}: {updates} updates, at most {MOST_UPDATES}: {planned}")
+    if rates.total_steps is not None and rates.total_steps < updates:
+        why = f"the run has {updates} updates, and its rate falls to 0 before: must be no less"
+        faults.append(f"lr_schedule.total_steps: {rates.total_steps}: {why}")
+    for key, every in (("checkpoint", config.checkpoint.every), ("evaluate", evaluation.interval(per_epoch))):
         if every and updates // every > MOST_STOPS:
-            raise BadInput(
-                f"{key}.every: {getattr(config, key).every}: {updates // every} times in {updates} updates, at most"
-                f" {MOST_STOPS}: a run is planned before it starts"
-            )
-
-
-def _rules(
-    config: Config,
-    args: Dict[str, Any],
-    table: VersionTable,
-    optimizer: torch.optim.Optimizer,
-    base: float,
-    updates: int,
-    per_epoch: Optional[int],
-    switch: int,
-    played: Optional[Sequence[float]],
-    masters: Optional[Masters],
-) -> UpdateRules:
-    """Make the update rules of the run; T1's K comes from the learning-rate schedule where it is not given."""
-    if "t1" in args and args["t1"]["anneal_updates"] is None:
-        schedule = config.lr_schedule
-        first = round(min(schedule.milestones) * per_epoch) if schedule.milestones and per_epoch else None
-        lasting = schedule.total_steps or updates
-        args = {**args, "t1": {"anneal_updates": choose_anneal_updates(first, schedule.warmup_steps, lasting)}}
-    return UpdateRules(
-        args, table.method, table.rule_lag(), config.gradient_accumulation, optimizer,
-        lambda k: compute_rate(config, base, k, updates, per_epoch) if played is None else played[min(k, updates - 1)],
-        switch, masters, base,
-    )  # fmt: skip
-
-
-def _played(
-    config: Config,
-    scheduler: Optional[SchedulerFactory],
-    optimizer: torch.optim.Optimizer,
-    base: float,
-    updates: int,
-    per_epoch: Optional[int],
-) -> Optional[List[float]]:
-    """Return the rate of every update as a torch.optim.lr_scheduler sets it, None if the config has another schedule."""
-    if not config.lr_schedule.is_played:
-        return None
-    if config.lr_schedule.interval == "epoch" and per_epoch is None:
-        raise BadInput("lr_schedule.interval: epoch: the data have no epochs: must be update")
-    every = per_epoch if config.lr_schedule.interval == "epoch" and per_epoch else 1
-    return play_scheduler(scheduler or make_scheduler(config), optimizer, base, updates, every)
+            times = f"{updates // every} times in {updates} updates, at most {MOST_STOPS}"
+            faults.append(f"{key}.every: {getattr(config, key).every}: {times}: {planned}")
+    if faults:
+        raise BadInput(faults)
+    return per_epoch, updates
 
 
 def _check_groups(optimizer: Any) -> None:
@@ -394,13 +313,3 @@ def _check_groups(optimizer: Any) -> None:
             "optimizer: made of other parameters: must be made of the groups it is given, as functools.partial(torch.optim.SGD, "
             "lr=0.1) is"
         )
-
-
-def _device(config: Config) -> torch.device:
-    """Return the device of the run and apply the backend's numerics and threads. Raise `BadInput` if there is no such device."""
-    if config.backend.device == "cuda" and not torch.cuda.is_available():
-        raise BadInput("backend.device: cuda: this machine has no usable CUDA device: use cpu")
-    set_numerics(config.backend)
-    if config.backend.threads:
-        torch.set_num_threads(config.backend.threads)
-    return torch.device(config.backend.device)

@@ -8,7 +8,6 @@ from typing import Any, Callable, Dict, Optional, Union
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import OWN
@@ -17,7 +16,6 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.job.import_strings import call_entry, check_arguments, resolve_entry
 from ipu_pipe.job.placing import make_take
 from ipu_pipe.model.loss import Loss, LossOfOutput, OwnLoss, list_requested_fields
-from ipu_pipe.text import list_some
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.optimizer import make_factory_of
 from ipu_pipe.update.rates import SchedulerFactory, scale_for_update_size
@@ -29,32 +27,6 @@ def make_model(config: Config) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise BadInput(f"model.entry: {config.model.entry}: gave a {type(model).__name__}, must give a torch.nn.Module")
     return model
-
-
-# Classes that put another's module inside: whose names, hooks and order of work are not the model's own.
-WRAPPERS = {
-    "OptimizedModule": "torch.compile", "DataParallel": "DataParallel", "DistributedDataParallel": "DistributedDataParallel",
-    "FullyShardedDataParallel": "FullyShardedDataParallel", "FSDPModule": "fully_shard", "ScriptModule": "torch.jit",
-    "PoplarExecutor": "a PopTorch executor", "DeepSpeedEngine": "DeepSpeed",
-}  # fmt: skip
-
-
-def check_wrappers(model: nn.Module) -> None:
-    """Raise `BadInput` for a model inside a wrapper, or with a module inside one, naming the wrapper."""
-    for name, module in model.named_modules():
-        if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
-            place = f"model: {name or type(module).__name__}"
-            raise BadInput(
-                f"{place}: is lazy: its weights have no shape yet: state its sizes, or run a batch through the model first"
-            )
-        kinds = [WRAPPERS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in WRAPPERS]
-        if getattr(module, "_compiled_call_impl", None) is not None:  # by module.compile(), which leaves its class
-            kinds.append("torch.compile")
-        if kinds:
-            place = f"model: {name}" if name else "model"
-            raise BadInput(
-                f"{place}: is wrapped by {kinds[0]}: give the model itself, which the backend divides over its devices"
-            )
 
 
 def make_data(config: Config) -> DataSource:
@@ -96,17 +68,6 @@ def make_plain_loss(config: Config) -> Loss:
         chosen = call_entry(chosen, {}, "loss")
     called: Callable[[Any, Any], torch.Tensor] = chosen
     return called
-
-
-def check_loss(loss: nn.Module, model: nn.Module) -> None:
-    """Raise `BadInput` for a loss with parameters of its own, which no optimizer would train."""
-    parameters = {id(p) for p in model.parameters()}
-    names = [name for name, p in loss.named_parameters() if p.requires_grad and id(p) not in parameters]
-    if names:
-        raise BadInput(
-            f"loss: {type(loss).__name__}: {list_some(names)}: no optimizer would train what a loss has of its own: put it into "
-            "the model, or requires_grad_(False)"
-        )
 
 
 def make_scheduler(config: Config) -> SchedulerFactory:
