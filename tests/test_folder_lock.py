@@ -20,7 +20,7 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.run import folder
 from ipu_pipe.run import folder as rundir
-from ipu_pipe.run.folder import FolderLock, RunFolder, check_folder, check_unlocked
+from ipu_pipe.run.folder import RunFolder, check_folder, check_unlocked, lock_folder
 from ipu_pipe.run.train import reserve_folder, train
 from ipu_pipe.studies.collect import compare_methods
 from tests.test_train import command
@@ -48,8 +48,8 @@ def files(folder: Path) -> Dict[str, bytes]:
 @contextlib.contextmanager
 def holder(folder: Path, body: str = "print('held', flush=True); input()") -> Iterator["subprocess.Popen[str]"]:
     """Another process with the folder's lock."""
-    code = f"from pathlib import Path\nfrom ipu_pipe.run.folder import FolderLock\nimport os\n" \
-           f"FolderLock(Path({str(folder)!r})).take()\n{body}"  # fmt: skip
+    code = f"from pathlib import Path\nfrom ipu_pipe.run.folder import lock_folder\nimport os\n" \
+           f"lock = lock_folder(Path({str(folder)!r}))\nlock.__enter__()\n{body}"  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -164,26 +164,28 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
         try:
             os.kill(other.pid, signal.SIGKILL)
             other.wait()
-            with FolderLock(tmp_path):
+            with lock_folder(tmp_path):
                 pass
         finally:
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_lock_is_of_one_process_at_a_time_though_the_file_is_removed_each_time(tmp_path: Path) -> None:
-    """Whoever locks a file that its holder has just removed holds nothing."""
-    first = FolderLock(tmp_path)
-    first.take()
-    stale = os.open(str(tmp_path / ".lock"), os.O_RDWR)
-    first.release()
-    second = FolderLock(tmp_path)
-    second.take()
-    assert not folder._is_at(stale, tmp_path / ".lock")
-    os.close(stale)
-    with pytest.raises(BadInput, match=f"process {os.getpid()} writes"):
-        FolderLock(tmp_path).take()
-    second.release()
-    second.release()
+def test_a_lock_of_a_file_that_its_holder_has_just_removed_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, calls = folder.fcntl.flock, []
+
+    def racing(descriptor: int, how: int) -> None:
+        if not calls:
+            (tmp_path / ".lock").unlink()
+        calls.append(descriptor)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(folder.fcntl, "flock", racing)
+    with lock_folder(tmp_path):
+        assert len(calls) == 2 and (tmp_path / ".lock").exists()
+        with pytest.raises(BadInput, match=f"process {os.getpid()} writes"), lock_folder(tmp_path):
+            pass
 
 
 def test_a_folder_made_for_a_run_that_is_refused_is_gone_again(tmp_path: Path) -> None:

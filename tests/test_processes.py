@@ -26,7 +26,7 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import end_process
 from ipu_pipe.model.cutting import Shape
 from ipu_pipe.run.checkpoint import FILES
-from ipu_pipe.run.folder import FolderLock
+from ipu_pipe.run.folder import lock_folder
 from ipu_pipe.run.train import train
 from tests import forked
 
@@ -271,7 +271,7 @@ def test_ranks_end_with_their_launcher_and_the_run_goes_on(tmp_path: Path) -> No
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes in /proc")
 def test_a_folder_in_use_is_told_once_and_ctrl_c_to_the_launcher_ends_all(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with FolderLock(out):
+    with lock_folder(out):
         code, _, error = run(2, out, "stages=2")
     told = [line for line in error.splitlines() if line.startswith("error: ")]
     assert code != 0 and len(told) == 1 and f"process {os.getpid()} writes a run there" in told[0]

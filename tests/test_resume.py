@@ -82,23 +82,6 @@ def list_faults(job: Any, path: Path, change: Callable[[Dict[str, torch.Tensor]]
     return []
 
 
-def write_schema_2(path: Path) -> None:
-    """Rewrite a checkpoint as the version before schema 3 wrote it."""
-    manifest = checkpoint.load(path).manifest
-    state = {key: manifest[key] for key in ("position", "optimizer", "callbacks")}
-    (path / "state.json").write_text(json.dumps({**state, "schema": 2, "step": manifest["step"]}, indent=1))
-    files = {
-        name: {"bytes": (path / name).stat().st_size, "sha256": hashlib.sha256((path / name).read_bytes()).hexdigest()}
-        for name in (*checkpoint.FILES, "state.json")
-    }
-    body = {
-        "sha256": "0" * 64, "schema": 2, "step": manifest["step"], "updates": manifest["updates"], "stages": [2, 2, 2],
-        "files": files, "keys_sha256": "1" * 64, "keys": manifest["keys"],
-    }  # fmt: skip
-    text = json.dumps(body, indent=1) + "\n"
-    (path / "manifest.json").write_text(text.replace("0" * 64, hashlib.sha256(text.encode()).hexdigest(), 1))
-
-
 def write_schema_1(path: Path) -> None:
     """Rewrite a checkpoint as the versions before manifests wrote it."""
     manifest = checkpoint.load(path).manifest
@@ -342,17 +325,6 @@ def test_a_run_whose_trace_was_counted_in_microbatches_goes_on(trained: Path, cu
     assert same(weights(cut), weights(trained))
 
 
-def test_a_checkpoint_of_schema_2_is_resumed(trained: Path, cut: Path) -> None:
-    folder = cut / "checkpoints" / "step-8"
-    write_schema_2(folder)
-    resumed(cut)
-    assert same(weights(cut), weights(trained))
-    (folder / "state.json").write_text((folder / "state.json").read_text().replace('"update": 8', '"update": 0'))
-    with pytest.raises(BadInput) as error:
-        checkpoint.load(folder)
-    assert error.value.faults[0].startswith(f"{folder / 'state.json'}: corrupt checkpoint")
-
-
 def test_a_checkpoint_without_a_manifest_is_refused_with_a_way_to_go_on(cut: Path, tmp_path: Path) -> None:
     folder = cut / "checkpoints" / "step-8"
     write_schema_1(folder)
@@ -404,41 +376,6 @@ def test_leftovers_are_cleared_away(cut: Path) -> None:
     (folder / ".step-9.part" / "model.safetensors").write_text("half")
     resumed(cut)
     assert {path.name for path in folder.iterdir()} == {"step-4", "step-8", "step-12"}
-
-
-@pytest.mark.parametrize("left", ["old", "part"])
-def test_a_kill_between_two_renames_loses_nothing(left: str, cut: Path, trained: Path) -> None:
-    folder = cut / "checkpoints"
-    shutil.rmtree(folder / "step-4")
-    (folder / "step-8").rename(folder / f".step-8.{left}")
-    half = folder / (".step-12.part" if left == "old" else ".step-8.old")
-    half.mkdir()
-    (half / "manifest.json").write_text("{")
-    resumed(cut)
-    assert same(weights(cut), weights(trained))
-    assert {path.name for path in folder.iterdir()} == {"step-8", "step-12"}
-
-
-@pytest.mark.parametrize("call", [0, 1])
-def test_a_checkpoint_replaced_when_the_disk_refuses_stays(
-    call: int, cut: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import os
-
-    folder, calls, replace = cut / "checkpoints", [], os.replace
-    saved = checkpoint.load(folder / "step-8")
-
-    def refusing(source: Any, target: Any) -> None:
-        calls.append(source)
-        if len(calls) == call + 1:
-            raise OSError(5, "Input/output error")
-        replace(source, target)
-
-    with monkeypatch.context() as patched, pytest.raises(RunFault, match="earlier checkpoints are whole"):
-        patched.setattr(os, "replace", refusing)
-        checkpoint.save(folder, 8, saved.model, saved.optimizer, saved.manifest)
-    assert {path.name for path in folder.iterdir()} == {"step-4", "step-8"}
-    checkpoint.load(folder / "step-8")
 
 
 @pytest.mark.parametrize("limit", [100, 1000, 2500])

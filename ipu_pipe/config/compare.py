@@ -50,15 +50,15 @@ def flatten(value: Any, key: str = "") -> Dict[str, Any]:
     return flat
 
 
-def list_changes(old: Config, new: Config) -> List[Tuple[str, Any, Any]]:
-    """Return (key, old value, new value) for every value in which two configs differ; a key that one lacks counts as null."""
-    a, b = flatten(old.to_dict()), flatten(new.to_dict())
-    return [(key, a.get(key), b.get(key)) for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
+def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> List[Tuple[str, Any, Any]]:
+    """Return (key, old value, new value) where two results of `flatten` differ; a key that one lacks counts as null."""
+    return [(key, old.get(key), new.get(key)) for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
 
 
 def describe_changes(old: Config, new: Config) -> List[str]:
     """Return `key: old -> new` for every value in which two configs differ."""
-    return [f"{show(key)}: {show(before)} -> {show(after)}" for key, before, after in list_changes(old, new)]
+    changes = list_changes(flatten(old.to_dict()), flatten(new.to_dict()))
+    return [f"{show(key)}: {show(before)} -> {show(after)}" for key, before, after in changes]
 
 
 def keep_recorded_stages(old: Config, new: Config) -> Config:
@@ -73,6 +73,16 @@ def keep_recorded_stages(old: Config, new: Config) -> Config:
     if chosen and not again and (isinstance(old.stages, list) or old.stages == 1):
         return new.model_copy(update={"stages": old.stages})
     return new
+
+
+def keep_recorded_counts(old: Config, new: Config) -> Config:
+    """Return `new` with the number of blocks or replicas that a run of `old` chose, where `new` leaves it open."""
+    method = METHODS[new.method]
+    key = "blocks" if method.structure is not None else "replicas" if method.rounds is not None else None
+    if key is None or new.method != old.method or getattr(new.method_args, key) is not None:
+        return new
+    method_args = new.method_args.model_copy(update={key: getattr(old.method_args, key)})
+    return new.model_copy(update={"method_args": method_args})
 
 
 def find_role(key: str, method: str) -> Role:
@@ -99,11 +109,9 @@ def compare_deciding(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Li
 
     A missing key counts as its default: a checkpoint of an earlier version lacks the keys that are new.
     """
-    nothing: Dict[str, Any] = {"model": {"entry": ""}, "data": {"name": ""}}
-    defaults = flatten(Config.model_validate(nothing).to_dict())
-    keys = sorted({*saved, *current})
-    pairs = [(key, saved.get(key, defaults.get(key)), current.get(key, defaults.get(key))) for key in keys]
-    return [(key, a, b) for key, a, b in pairs if json.dumps(a, sort_keys=True) != json.dumps(b, sort_keys=True)]
+    empty: Dict[str, Any] = {"model": {"entry": ""}, "data": {"name": ""}}
+    defaults = flatten(Config.model_validate(empty).to_dict())
+    return list_changes({**defaults, **saved}, {**defaults, **current})
 
 
 def list_length_dependent(config: Config) -> List[str]:
@@ -127,7 +135,7 @@ class Changes(NamedTuple):
 def classify_changes(old: Config, new: Config) -> Changes:
     """Return what differs in `new` for a run of `old` that is resumed."""
     refused, free, longer = [], [], False
-    for key, before, after in list_changes(old, new):
+    for key, before, after in list_changes(flatten(old.to_dict()), flatten(new.to_dict())):
         if key.startswith(MADE_LATER):
             continue
         change, role = f"{key}: {show_value(before)} -> {show_value(after)}", find_role(key, old.method)

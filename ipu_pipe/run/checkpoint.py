@@ -10,7 +10,6 @@ and renamed when all of it is on disk: a checkpoint that exists is complete.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -31,12 +30,12 @@ from ipu_pipe.text import show
 
 MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
 FILES = (MODEL, OPTIMIZER)
-SCHEMA = 3  # in schema 2 a file state.json held the position and the optimizer's plain values; in schema 1 there was no manifest
+SCHEMA = 3  # before it a file state.json held the position and the optimizer's plain values
 WRAPPERS = ("module.", "_orig_mod.")  # prefixes of names in the state dict of DataParallel and torch.compile
 MOST_FAULTS = 5  # of one checkpoint that are printed; the others are counted
 SAFE_TORCH = (2, 6)  # before it torch.load could run a file's code in spite of weights_only (CVE-2025-32434)
 _STEP = re.compile(r"step-(\d+)$")
-_LEFTOVER = re.compile(r"\.step-(\d+)\.(part|old)$")
+_LEFTOVER = re.compile(r"\.step-\d+\.(part|old)$")
 _NO_HASH = "0" * 64
 
 
@@ -62,7 +61,7 @@ def save(
     facts: Mapping[str, Any],
 ) -> Path:
     """Write `folder/step-K` and return it; `facts` are put into the manifest as JSON. Raise `RunFault` if the disk refuses."""
-    final, temporary, old = folder / f"step-{step}", folder / f".step-{step}.part", folder / f".step-{step}.old"
+    final, temporary = folder / f"step-{step}", folder / f".step-{step}.part"
     try:
         _delete(temporary)
         temporary.mkdir(parents=True)
@@ -75,18 +74,13 @@ def save(
         (temporary / MANIFEST).write_text(_seal(json.dumps({"sha256": _NO_HASH, **manifest}, indent=1) + "\n"))
         for file in (*temporary.iterdir(), temporary):
             _flush(file)
-        if final.exists():  # the same step, reached again; after a kill between the two renames `tidy` finds both
-            _delete(old)
-            os.replace(final, old)
+        if final.exists():
+            delete_steps(folder, [step])
         os.replace(temporary, final)
         for path in (folder, folder.parent):
             _flush(path)
-        _delete(old)
     except (OSError, SafetensorError, TypeError, ValueError) as error:
         _delete(temporary)
-        if old.exists() and not final.exists():
-            with contextlib.suppress(OSError):  # `tidy` does it otherwise
-                os.replace(old, final)
         raise RunFault(f"{final}: cannot write the checkpoint: {error}; earlier checkpoints are whole") from error
     return final
 
@@ -117,41 +111,14 @@ def list_steps(folder: Path) -> List[int]:
     return sorted(int(match.group(1)) for match in matches if match)
 
 
-def list_resumable(folder: Path) -> List[int]:
-    """List the steps that a run can be resumed from: the complete checkpoints, or the one that `tidy` would bring back."""
-    steps = list_steps(folder)
-    whole = _find_whole_leftover(folder) if not steps else None
-    return [whole[0]] if whole else steps
-
-
 def tidy(folder: Path) -> None:
-    """Delete the half-written and half-deleted checkpoints of a killed run. Raise `RunFault` if the disk refuses.
-
-    If no complete checkpoint exists, a whole one among them is brought back: a kill between the two renames of `save` loses
-    nothing.
-    """
+    """Delete the half-written and half-deleted checkpoints of a killed run. Raise `RunFault` if the disk refuses."""
     try:
-        whole = _find_whole_leftover(folder) if not list_steps(folder) else None
-        if whole:
-            os.replace(whole[1], folder / f"step-{whole[0]}")
-        for _, path in _list_leftovers(folder):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in list(folder.iterdir()) if folder.is_dir() else ():
+            if _LEFTOVER.match(path.name):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
     except OSError as error:
         raise RunFault(f"{folder}: cannot clear away unfinished checkpoints: {error}") from error
-
-
-def _list_leftovers(folder: Path) -> List[Tuple[int, Path]]:
-    """List the unfinished checkpoints, newest first."""
-    matches = [(_LEFTOVER.match(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(((int(match.group(1)), path) for match, path in matches if match), reverse=True)
-
-
-def _find_whole_leftover(folder: Path) -> Optional[Tuple[int, Path]]:
-    for step, path in _list_leftovers(folder):
-        with contextlib.suppress(BadInput):
-            read_manifest(path)
-            return step, path
-    return None
 
 
 def prune(folder: Path, keep: int, best: Optional[int], others: Collection[int] = ()) -> None:
@@ -204,39 +171,26 @@ def read_manifest(path: Path) -> Dict[str, Any]:
         raise BadInput(f"{file}: corrupt checkpoint: {error}{_advise(path)}") from None
     if len(written) != len(_NO_HASH) or _seal(text.replace(written, _NO_HASH, 1)) != text:
         raise BadInput(f"{file}: corrupt checkpoint: its SHA-256 is not the one it says{_advise(path)}")
-    if manifest.get("schema") not in (2, SCHEMA):
+    if manifest.get("schema") != SCHEMA:
         raise BadInput(
-            f"{file}: schema: {manifest.get('schema')}: this version resumes 2 and {SCHEMA}; update ipu_pipe, or begin a new run "
-            f"from the weights (init_from: {path / MODEL})"
+            f"{file}: schema: {manifest.get('schema')}: this version resumes {SCHEMA}: use the ipu_pipe that wrote it, "
+            f"or begin a new run from the weights (init_from: {path / MODEL})"
         )
-    for name, record in manifest["files"].items():
-        _check_file(path / name, record["sha256"] if manifest["schema"] == 2 else record)
-    if manifest["schema"] == 2:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        manifest = {**state, **manifest}
+    for name, sha256 in manifest["files"].items():
+        try:
+            is_saved = os.path.isfile(path / name) and hash_file(path / name, "sha256") == sha256
+        except OSError as error:
+            raise BadInput(f"{path / name}: cannot be read: {error.strerror or error}") from None
+        if not is_saved:
+            why = "is missing, or its SHA-256 is not the one that was saved"
+            raise BadInput(f"{path / name}: corrupt checkpoint: {why}{_advise(path)}")
     return manifest
-
-
-def _check_file(file: Path, sha256: str) -> None:
-    """Raise `BadInput` if a checkpoint's file is not the one that was saved."""
-    if not os.path.isfile(file):
-        raise BadInput(f"{file}: corrupt checkpoint: the file is missing{_advise(file.parent)}")
-    try:
-        digest = hash_file(file, "sha256")
-    except OSError as error:
-        raise BadInput(f"{file}: cannot be read: {error.strerror or error}") from None
-    if digest != sha256:
-        raise BadInput(
-            f"{file}: corrupt checkpoint: its SHA-256 is not the one that was saved{_advise(file.parent)}"
-        )
 
 
 def _advise(path: Path) -> str:
     """Say what to do instead of resuming from the checkpoint `path`."""
     if (path / "state.json").is_file() and not (path / MANIFEST).is_file():
-        return (
-            f"; a version of ipu_pipe before manifests wrote it: begin a new run from its weights (init_from: {path / MODEL})"
-        )
+        return f"; an early version of ipu_pipe wrote it: begin a new run from its weights (init_from: {path / MODEL})"
     match = _STEP.match(path.name)
     earlier = [step for step in list_steps(path.parent) if match and step < int(match.group(1))]
     return f"; use an earlier one: --resume-from {max(earlier)}" if earlier else "; there is no earlier one"

@@ -16,7 +16,7 @@ import shutil
 import socket
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, TextIO, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, TextIO, Union
 
 from ipu_pipe.config.yaml_files import read_yaml
 from ipu_pipe.errors import BadInput, RunFault, guard_writing
@@ -38,69 +38,39 @@ NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.E
 _open_here: Set[int] = set()  # descriptors that hold a lock: a forked process must not hold it longer than this one
 
 
-class FolderLock:
-    """The lock of `folder`, to be taken with `take` and let go with `release` (or `with`). `say` is told where the file system
-    has no locks."""
+@contextlib.contextmanager
+def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[None]:
+    """Hold the lock of `folder`, which is made if it is missing, and deleted at the end if nothing was put into it.
 
-    def __init__(self, folder: Path, say: Callable[[str], None] = print) -> None:
-        self._folder, self._file, self._say = folder, folder / LOCK, say
-        self._descriptor: Optional[int] = None
-        self._made: List[Path] = []  # folders, the innermost last
-
-    def take(self) -> None:
-        """Lock the folder, which is made where it is not there. Raises BadInput where another run is on in it."""
+    Raise `BadInput` if another run is on in it. `say` is told if the file system has no locks.
+    """
+    file, descriptor = folder / LOCK, None
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
         try:
-            self._make()
-            self._descriptor = _locked(self._file)
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = _lock(file)
         except OSError as error:
-            self._remove_made()
-            if error.errno in NO_LOCKS:
-                self._say(
-                    f"{self._folder}: no locks on this file system: nothing keeps a second run out of this folder"
-                )
-                return
-            raise BadInput(f"--out: {self._folder}: {error.strerror or error}") from None
-        if self._descriptor is None:
-            raise _in_use(self._folder)
-
-    def _make(self) -> None:
-        self._made = []
-        missing = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
-        for folder in reversed(missing):
-            folder.mkdir(exist_ok=True)
-            self._made.append(folder)
-
-    def release(self) -> None:
-        """Let the folder go. A folder that was made for the lock and got nothing else is gone again."""
-        if self._descriptor is not None:
+            if error.errno not in NO_LOCKS:
+                raise BadInput(f"--out: {folder}: {error.strerror or error}") from None
+            say(f"{folder}: no locks on this file system: nothing keeps a second run out of this folder")
+        yield
+    finally:
+        if descriptor is not None:
             with contextlib.suppress(OSError):  # the file goes first, while no one else can hold it
-                self._file.unlink()
-            _close(self._descriptor)
-            self._descriptor = None
-        self._remove_made()
-
-    def _remove_made(self) -> None:
+                file.unlink()
+            _close(descriptor)
         with contextlib.suppress(OSError):  # not empty
-            while self._made:
-                self._made[-1].rmdir()
-                self._made.pop()
-        self._made = []
-
-    def __enter__(self) -> "FolderLock":
-        self.take()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
+            for path in missing:
+                path.rmdir()
 
 
 def check_unlocked(folder: Path) -> None:
-    """Raise BadInput where a run is on in `folder`. Changes nothing."""
-    file = folder / LOCK
+    """Raise `BadInput` if a run is on in `folder`. Change nothing."""
     if fcntl is None:
         return
     with contextlib.suppress(OSError):
-        descriptor = os.open(str(file), os.O_RDONLY)
+        descriptor = os.open(str(folder / LOCK), os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
@@ -110,48 +80,32 @@ def check_unlocked(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _locked(file: Path) -> Optional[int]:
-    """Return a descriptor of `file` that holds its lock, None if another process has it. Raise `OSError`."""
+def _lock(file: Path) -> int:
+    """Return a descriptor of `file` that holds its lock. Raise `BadInput` if another process has it, `OSError` otherwise."""
     if fcntl is None:
         raise OSError(errno.ENOSYS, "no locks")
     until = time.monotonic() + PATIENCE
     while True:
         descriptor = os.open(str(file), os.O_RDWR | os.O_CREAT, 0o666)
-        is_locked = False
+        _open_here.add(descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, file):
-                _open_here.add(descriptor)
-                _name_holder(descriptor)
-                is_locked = True
+            # its last holder may have removed the file since it was opened: then this lock is of nothing
+            if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
+                with contextlib.suppress(OSError):  # the lock holds on a full disk too
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
                 return descriptor
+            _close(descriptor)
         except OSError as error:
+            _close(descriptor)
             if error.errno in NO_LOCKS:
                 file.unlink()
             if error.errno not in TAKEN:
                 raise
             if time.monotonic() > until:
-                return None
+                raise _in_use(file.parent) from None
             time.sleep(0.02)
-        finally:
-            if not is_locked:
-                _close(descriptor)
-
-
-def _is_at(descriptor: int, file: Path) -> bool:
-    """Return whether the file is still the one that was opened: its last holder may have removed it meanwhile."""
-    try:
-        there = os.stat(str(file))
-    except FileNotFoundError:
-        return False
-    here = os.fstat(descriptor)
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
-
-
-def _name_holder(descriptor: int) -> None:
-    with contextlib.suppress(OSError):  # the lock holds on a full disk too
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
 
 
 def _in_use(folder: Path) -> BadInput:
@@ -189,17 +143,8 @@ OUTPUTS = (
 )  # fmt: skip
 # keys that a run's config.yaml always spells out, as hardly a config written by hand does
 SPELT_OUT = {
-    "model",
-    "data",
-    "method",
-    "method_args",
-    "optimizer",
-    "lr_schedule",
-    "init_from",
-    "seed",
-    "log",
-    "checkpoint",
-}
+    "model", "data", "method", "method_args", "optimizer", "lr_schedule", "init_from", "seed", "log", "checkpoint",
+}  # fmt: skip
 
 
 def parse_folder(out: Union[str, Path]) -> Path:
@@ -227,59 +172,54 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
         raise BadInput(f"--out: {path}: {error.strerror or error}") from None
     odd = [name for name in outputs if (path / name).is_dir() != (name in FOLDERS)]
     if odd:
-        raise BadInput(
-            f"--out: {path}: {odd[0]} is {'a folder' if odd[0] not in FOLDERS else 'no folder'}, which no run writes"
-        )
+        kind = "no folder" if odd[0] in FOLDERS else "a folder"
+        raise BadInput(f"--out: {path}: {odd[0]} is {kind}, which no run writes")
     if outputs and not (resume or overwrite):
         raise BadInput(f"--out: {path}: holds another run ({outputs[0]}): give --resume, --overwrite or another folder")
     if foreign is not None:
-        raise BadInput(
-            f"--overwrite: {path}: {foreign}: what is there is no run to replace: give another folder, or empty it"
-        )
+        why = "what is there is no run to replace: give another folder, or empty it"
+        raise BadInput(f"--overwrite: {path}: {foreign}: {why}")
     return outputs
 
 
 def read_summary(path: Path) -> Optional[Dict[str, Any]]:
     """Return the summary of the run in the folder `path`, None if it has not ended."""
-    try:
-        file = path / "summary.json"
-        if not file.is_file():  # a pipe would be waited for
-            return None
-        summary = dict(json.loads(file.read_text()))
-    except (OSError, ValueError):
-        return None
-    return upgrade_summary(summary, str(file))
+    summary = _read_json(path / "summary.json")
+    return upgrade_summary(summary, str(path / "summary.json")) if isinstance(summary, dict) else None
 
 
 def read_starts(path: Path) -> List[Any]:
     """Return what a run's folder records of its starts so far, [] if that is missing or unreadable."""
-    try:
-        file = path / "record.json"
-        starts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-    except (OSError, ValueError):
-        return []
+    starts = _read_json(path / "record.json")
     return starts if isinstance(starts, list) else []
 
 
-def _foreign(path: Path, held: Sequence[str]) -> Optional[str]:
+def _read_json(file: Path) -> Any:
+    """Return what a JSON file holds, None if it is missing or unreadable. A pipe would be waited for: it is not read."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except (OSError, ValueError):
+        return None
+
+
+def _foreign(path: Path, outputs: Sequence[str]) -> Optional[str]:
     """Return why a folder with files in it is not that of a run (or of several runs), None if it is, or is empty."""
-    if held:
-        return None if _is_run(path) else f"{held[0]} is there, but no config.yaml of a run"
-    others = [entry for entry in _entries(path) if _entries(entry) or not entry.is_dir()]  # what is empty is no one's
-    others = [entry for entry in others if not _is_run(entry)]
-    return f"it holds {others[0].name}" if others else None
+    if outputs:
+        return None if _is_run(path) else f"{outputs[0]} is there, but no config.yaml of a run"
+    entries = [entry for entry in _list_entries(path) if _list_entries(entry) or not entry.is_dir()]  # an empty one is no one's
+    others = [entry.name for entry in entries if not _is_run(entry)]
+    return f"it holds {others[0]}" if others else None
 
 
-def _entries(path: Path) -> List[Path]:
+def _list_entries(path: Path) -> List[Path]:
     """List the entries of the folder except the lock."""
     return sorted(entry for entry in path.iterdir() if entry.name != LOCK) if path.is_dir() else []
 
 
 def _is_run(path: Path) -> bool:
     """Return whether the folder has a config.yaml that a run wrote."""
-    file = path / "config.yaml"
     try:
-        return file.is_file() and SPELT_OUT <= read_yaml(file).keys()
+        return (path / "config.yaml").is_file() and SPELT_OUT <= read_yaml(path / "config.yaml").keys()
     except BadInput:
         return False
 
@@ -329,21 +269,17 @@ class RunFolder:
     def open_metrics(self, last_step: int) -> None:
         """Open metrics.jsonl for more lines, dropping those after update `last_step` (they will be made again)."""
         path = self.path / "metrics.jsonl"
-        lines_kept: List[str] = []
-        try:
-            if path.exists() and not path.is_file():  # reading a pipe or a device might never end
-                raise RunFault(f"{path}: is no file")
+        if path.exists() and not path.is_file():  # reading a pipe or a device might never end
+            raise RunFault(f"{path}: is no file")
+        with guard_writing(path):
             lines = path.read_text(errors="replace").splitlines() if last_step and path.exists() else []
+            past = []
             for line in lines:
-                try:
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # the line at which the run was killed
                     if json.loads(line)["step"] <= last_step:
-                        lines_kept.append(line)
-                except (ValueError, KeyError, TypeError):
-                    pass  # the line at which the run was killed
-            self.write_text("metrics.jsonl", "".join(line + "\n" for line in lines_kept))
+                        past.append(line + "\n")
+            self.write_text("metrics.jsonl", "".join(past))
             self._metrics = open(path, "a")
-        except OSError as error:
-            raise RunFault(f"{path}: cannot be opened: {error.strerror or error}") from error
 
     def write_metrics(self, record: Dict[str, Any]) -> None:
         """Append one record to metrics.jsonl."""

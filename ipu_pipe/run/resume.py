@@ -35,7 +35,7 @@ def make_manifest(job: Job, position: Position, optimizer: Mapping[str, Any], ca
 def choose_step(folder: Path, step: Optional[int]) -> int:
     """Return the step to resume from: `step`, or the newest in `folder`, 0 if there is none. Raise `BadInput`."""
     try:
-        steps = checkpoint.list_resumable(folder)
+        steps = checkpoint.list_steps(folder)
     except OSError as error:
         raise BadInput(f"--resume: {folder}: {error.strerror or error}") from None
     if step is None:

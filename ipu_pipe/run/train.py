@@ -10,7 +10,7 @@ from torch import nn
 
 from ipu_pipe.backends.ranks import is_main, run_on_main
 from ipu_pipe.backends.table import launch
-from ipu_pipe.config.compare import classify_changes, keep_recorded_stages
+from ipu_pipe.config.compare import classify_changes, keep_recorded_counts, keep_recorded_stages
 from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import GIVEN
@@ -19,6 +19,7 @@ from ipu_pipe.data.loaders import restore_random_states
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.overrides import describe_overrides, refuse_missing
+from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.loss import Loss
 from ipu_pipe.model.restoring import modes_restored
@@ -27,11 +28,10 @@ from ipu_pipe.run import checkpoint
 from ipu_pipe.run.build import build, set_up
 from ipu_pipe.run.callbacks import Callback, EarlyStopping, make_callbacks
 from ipu_pipe.run.factories import Output
-from ipu_pipe.run.folder import FolderLock, check_folder, check_unlocked, parse_folder, read_summary
+from ipu_pipe.run.folder import check_folder, check_unlocked, lock_folder, parse_folder, read_summary
 from ipu_pipe.run.loop import TrainingLoop
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.resume import check_data, choose_step, read_data_record
-from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.optimizer import make_factory_of
 from ipu_pipe.update.rates import SchedulerFactory
@@ -109,17 +109,13 @@ def train(
     with reserve_folder(out, resume=resume, overwrite=overwrite, say=say), modes_restored(
         *([] if model is None else [model])
     ):
-        start = run_on_main(lambda: _checked(config, out, resume, resume_from, overwrite, say))
+        start = run_on_main(lambda: _find_start(config, out, resume, resume_from, overwrite, say))
         if start.ended is not None:
             why, steps = start.ended.get("stopped"), start.ended.get("steps")
             early = f" (it ended early: {why}; --resume-from {steps} goes on)" if why else ""
             say(f"{out}: this run is finished: nothing to resume{early}")
             return start.ended
-        began = start.config.init_from
-        if start.done:  # the checkpoint takes the place of the weights that the run began with
-            start = start._replace(config=start.config.model_copy(update={"init_from": None}))
-        job = build(start.config, model, data, loss, optimizer, start.done, output=output, **others_given)
-        job.config = job.config.model_copy(update={"init_from": began})
+        job = _build(start, model=model, data=data, loss=loss, optimizer=optimizer, output=output, **others_given)
         try:
             for stopping in called:
                 if isinstance(stopping, EarlyStopping):
@@ -139,67 +135,60 @@ def reserve_folder(
 
     Raise `BadInput`, on all processes, if another run writes there or the folder cannot be used.
     """
-    lock = FolderLock(out, say)
+    with contextlib.ExitStack() as stack:
 
-    def take() -> None:
-        check_folder(out, resume, overwrite)
-        lock.take()
+        def take() -> None:
+            check_folder(out, resume, overwrite)
+            stack.enter_context(lock_folder(out, say))
 
-    try:
         run_on_main(take)
         yield
-    finally:
-        lock.release()
 
 
 def check(config: Config, out: Union[str, Path], *, resume: bool = False, overwrite: bool = False) -> None:
     """Raise BadInput where `train` would, without training or writing anything."""
     out = parse_folder(out)
     launch(config, {"out": out, "resume": resume, "overwrite": overwrite})
-
-    def checked() -> _Start:
-        check_unlocked(out)
-        return _checked(config, out, resume, None, overwrite, lambda text: None)
-
-    start = run_on_main(checked)
+    run_on_main(lambda: check_unlocked(out))
+    start = run_on_main(lambda: _find_start(config, out, resume, None, overwrite, lambda text: None))
     with attribute_faults(lambda: "before training"):
         make_callbacks(config, None)
     if start.ended is None:
-        job = build(
-            start.config.model_copy(update={"init_from": None}) if start.done else start.config, done=start.done
-        )
+        job = _build(start)
         job.read = run_on_main(lambda: fingerprint_data(job, read_data_record(out) if start.resumes else {}))
         if start.done:
             run_on_main(lambda: check_data(job, out))
 
 
-def _checked(
+def _build(start: _Start, **objects: Any) -> Job:
+    """Build the job of a start. Its checkpoint, if any, takes the place of the weights that the run began with."""
+    began = start.config.init_from
+    config = start.config.model_copy(update={"init_from": None if start.done else began})
+    job = build(config, done=start.done, **objects)
+    job.config = job.config.model_copy(update={"init_from": began})
+    return job
+
+
+def _find_start(
     config: Config, out: Path, resume: bool, step: Optional[int], overwrite: bool, say: Callable[[str], None]
 ) -> _Start:
     """Return how the run begins, saying what has changed since its last start. Raise `BadInput` if it cannot."""
     outputs = check_folder(out, resume, overwrite)
     if resume and not outputs and step is None:  # as a job that is queued anew asks, wherever its first start got to
         say(f"--resume: {out}: holds no run yet: it starts from the beginning")
-        return _Start(config)
-    if not resume:
+    if not resume or (not outputs and step is None):
         return _Start(config)
     saved = out / "config.yaml"
     if not saved.is_file():
         option = "--resume" if step is None else f"--resume-from: {step}"
         raise BadInput(f"{option}: {out}: holds no run to resume")
     recorded = load_recorded(saved)
-    config = keep_recorded_stages(recorded, config)
-    config = _with_recorded_counts(recorded, config)
-    if recorded.given is not None:
-        now = {
-            "model": config.model.entry,
-            "output": config.model.output,
-            "data": config.data.name,
-            "loss": config.loss,
-            "optimizer": config.optimizer.name,
-            "lr_scheduler": config.lr_schedule.name,
-        }
-        refuse_missing(recorded, **{key: value if value == GIVEN else None for key, value in now.items()})
+    config = keep_recorded_counts(recorded, keep_recorded_stages(recorded, config))
+    used = {
+        "model": config.model.entry, "output": config.model.output, "data": config.data.name, "loss": config.loss,
+        "optimizer": config.optimizer.name, "lr_scheduler": config.lr_schedule.name,
+    }  # fmt: skip
+    refuse_missing(recorded, **{key: value if value == GIVEN else None for key, value in used.items()})
     changes = classify_changes(recorded, config)
     if changes.refused:
         raise BadInput([f"--resume: {saved}: {change}" for change in changes.refused])
@@ -208,16 +197,6 @@ def _checked(
     for change in changes.free if ended is None else ():
         say(f"the run goes on with another {change}")
     return _Start(config, done, ended, True)
-
-
-def _with_recorded_counts(old: Config, new: Config) -> Config:
-    """Return `new` with the number of blocks or replicas that a run of `old` chose, where `new` leaves it open."""
-    method = METHODS[new.method]
-    key = "blocks" if method.structure is not None else "replicas" if method.rounds is not None else None
-    if key is None or new.method != old.method or getattr(new.method_args, key) is not None:
-        return new
-    method_args = new.method_args.model_copy(update={key: getattr(old.method_args, key)})
-    return new.model_copy(update={"method_args": method_args})
 
 
 def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any]:
@@ -231,15 +210,12 @@ def evaluate_checkpoint(config: Config, path: Union[str, Path]) -> Dict[str, Any
     return {"weights": str(path), **result.to_record()}
 
 
-def _is_function(value: Any) -> bool:
-    return callable(value) and not isinstance(value, type)
-
-
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 _FLAG = (lambda value: isinstance(value, bool), "True or False")
+# argument of `train` -> whether a value fits, and what is allowed
 _KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
     "config": (lambda value: isinstance(value, Config), "what ipu_pipe.configure or ipu_pipe.load_config gives"),
     "model": (lambda value: isinstance(value, nn.Module), "a torch.nn.Module"),
@@ -248,7 +224,7 @@ _KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
         "a DataSource, such as ipu_pipe.from_loader(train, test) gives",
     ),
     "loss": (
-        lambda value: isinstance(value, str) or _is_function(value),
+        lambda value: isinstance(value, str) or (callable(value) and not isinstance(value, type)),
         "a function of outputs and labels, such as torch.nn.CrossEntropyLoss(), or the name of one",
     ),
     "output": (
@@ -257,8 +233,7 @@ _KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
     ),
     "optimizer_args": (lambda value: isinstance(value, Mapping), "a mapping of arguments"),
     "lr_scheduler": (
-        callable,
-        "a function of an optimizer that makes a scheduler, such as functools.partial(torch.optim.lr_scheduler.StepLR, "
+        callable, "a function of an optimizer that makes a scheduler, such as functools.partial(torch.optim.lr_scheduler.StepLR, "
         "step_size=30)",
     ),
     "metrics": (
@@ -266,15 +241,11 @@ _KINDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
         "a list of names, functions (output, y) and objects with update and compute, or a mapping that names them",
     ),
     "callbacks": (
-        lambda value: isinstance(value, (list, tuple)),
-        "a list of objects of classes derived from ipu_pipe.Callback",
+        lambda value: isinstance(value, (list, tuple)), "a list of objects of classes derived from ipu_pipe.Callback"
     ),
-    "resume": _FLAG,
     "resume_from": (lambda value: _is_whole(value) and value >= 1, "a whole number >= 1, the step of a checkpoint"),
-    "overwrite": _FLAG,
-    "quiet": _FLAG,
-    "keep_dtype": _FLAG,
-}
+    **dict.fromkeys(("resume", "overwrite", "quiet", "keep_dtype"), _FLAG),
+}  # fmt: skip
 
 
 def check_arguments(config: Config, **given: Any) -> None:
@@ -286,12 +257,11 @@ def check_arguments(config: Config, **given: Any) -> None:
             faults.append(f"{name}: {describe_kind(value)}: must be {allowed}")
     if given.get("overwrite") and (given.get("resume") or given.get("resume_from")):
         faults.append("overwrite: True: not together with resume, which keeps the run that is there")
-    if isinstance(config, Config):
-        said = {"model": config.model.entry, "data": config.data.name}
-        faults += [
-            f"{key}: missing: must be given, to ipu_pipe.train or ipu_pipe.configure"
-            for key, name in said.items()
-            if name == GIVEN and given.get(key) is None and getattr(config.given, key, None) is None
-        ]
+    needed = {"model": config.model.entry, "data": config.data.name} if isinstance(config, Config) else {}
+    faults += [
+        f"{key}: missing: must be given, to ipu_pipe.train or ipu_pipe.configure"
+        for key, name in needed.items()
+        if name == GIVEN and given.get(key) is None and getattr(config.given, key, None) is None
+    ]
     if faults:
         raise BadInput(faults)
