@@ -197,8 +197,10 @@ def test_links_by_messages_and_their_latency() -> None:
     found = by_hand(events)["links"]
     assert found == [
         {"src": 0, "dst": 1, "carries": "activations", "messages": 3, "bytes": 192, "bytes_per_microbatch": 64.0, "busy_ns": 15,
+         "busy_ns_per_microbatch": 5.0,
          "latency_ns": {"waited": 2, "min": 12, "median": 14.0}, "counted": "messages"},
         {"src": 1, "dst": 0, "carries": "gradients", "messages": 1, "bytes": None, "bytes_per_microbatch": None, "busy_ns": 30,
+         "busy_ns_per_microbatch": 30.0,
          "latency_ns": None, "counted": "messages"},
     ]  # fmt: skip
 

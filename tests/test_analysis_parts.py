@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipu_pipe.report.analysis.device_time import DeviceTime, find_span, measure_devices, merge_intervals
+from ipu_pipe.report.analysis.devices import find_span, measure_devices, merge_intervals
 from ipu_pipe.schedule.clock import clock, make_slot_costs
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule
@@ -24,9 +24,16 @@ def traced(*drawn: Drawn) -> Events:
     return Events.from_rows(Event(d, d, kind, 0, start, end, 0, None, peer) for d, kind, start, end, peer in drawn)
 
 
-def parts(*drawn: Drawn, devices: Sequence[int] = ()) -> List[DeviceTime]:
+PARTS = ("busy_ns", "wait_ns", "communication_ns", "ramp_up_ns", "ramp_down_ns", "idle_ns")
+
+
+def parts(*drawn: Drawn, devices: Sequence[int] = ()) -> List[Dict[str, Any]]:
     events = traced(*drawn)
-    return measure_devices(events, devices, find_span(events))
+    return measure_devices(events, devices, find_span(events))[0]
+
+
+def span_of(row: Dict[str, Any]) -> int:
+    return sum(row[part] for part in PARTS)
 
 
 def test_a_device_that_waits() -> None:
@@ -35,12 +42,12 @@ def test_a_device_that_waits() -> None:
         (0, "backward", 50, 70, -1), (0, "forward", 10, 20, -1), (0, "send", 20, 26, 1), (0, WAIT, 26, 40, 1),
         (0, "evaluate", 42, 47, -1), (1, "forward", 0, 100, -1),
     )  # fmt: skip
-    assert found[0] == DeviceTime(
-        device=0, stages=(0,), busy_ns=30, wait_ns=14, communication_ns=6, ramp_up_ns=10, ramp_down_ns=30, idle_ns=10,
-        waits_for={1: 14}, idle_in={"evaluate": 5, "checkpoint": 0, "pause": 0, "host": 5}, outside_ns=5, messages_ns=6,
-        hidden_ns=0,
-    )  # fmt: skip
-    assert found[1].busy_ns == found[1].span_ns == 100 and found[1].waits_for == {}
+    assert found[0] == {
+        "index": 0, "stages": [0], "busy_ns": 30, "wait_ns": 14, "communication_ns": 6, "ramp_up_ns": 10, "ramp_down_ns": 30,
+        "idle_ns": 10, "waits_for": {"1": 14}, "idle_in": {"evaluate": 5, "checkpoint": 0, "pause": 0, "host": 5},
+        "outside_ns": 5, "utilization": 30 / 95,
+    }  # fmt: skip
+    assert found[1]["busy_ns"] == span_of(found[1]) == 100 and found[1]["waits_for"] == {}
 
 
 def test_what_overlaps_is_counted_once() -> None:
@@ -51,34 +58,32 @@ def test_what_overlaps_is_counted_once() -> None:
         (0, "pause", 30, 70, -1), (0, "checkpoint", 65, 80, -1),
     )  # fmt: skip
     (only,) = found
-    assert (only.busy_ns, only.communication_ns, only.wait_ns) == (25, 10, 35)
-    assert only.waits_for == {1: 15, 2: 10, 3: 10}
-    assert only.idle_in == {"evaluate": 0, "checkpoint": 15, "pause": 5, "host": 10}
-    assert (only.messages_ns, only.hidden_ns, only.outside_ns) == (15, 5, 20)
+    assert (only["busy_ns"], only["communication_ns"], only["wait_ns"], only["outside_ns"]) == (25, 10, 35, 20)
+    assert only["waits_for"] == {"1": 15, "2": 10, "3": 10}
+    assert only["idle_in"] == {"evaluate": 0, "checkpoint": 15, "pause": 5, "host": 10}
 
 
 def test_a_wait_within_a_wait() -> None:
     (only,) = parts((0, WAIT, 12, 15, 2), (0, WAIT, 10, 20, 1), (0, "forward", 0, 5, -1), (0, "forward", 30, 35, -1))
-    assert only.waits_for == {1: 10} and only.wait_ns == 10 and only.idle_ns == 15
+    assert only["waits_for"] == {"1": 10} and only["wait_ns"] == 10 and only["idle_ns"] == 15
 
 
 def test_ramps_are_what_lies_before_and_after_compute_whatever_it_is() -> None:
     (only,) = parts((0, WAIT, 0, 20, 1), (0, "update", 20, 20, -1), (0, "recv", 20, 30, 1), (0, "forward", 25, 40, -1),
                     (0, WAIT, 35, 60, 1), (0, "evaluate", 60, 75, -1))  # fmt: skip
-    assert (only.ramp_up_ns, only.communication_ns, only.busy_ns, only.ramp_down_ns) == (20, 5, 15, 35)
-    assert only.wait_ns == only.idle_ns == 0 and only.outside_ns == 15
+    assert [only[key] for key in PARTS] == [15, 0, 5, 20, 35, 0] and only["outside_ns"] == 15
 
 
 def test_devices_without_compute_or_without_events() -> None:
     found = parts((0, "forward", 0, 50, -1), (3, WAIT, 10, 30, 0), devices=[0, 1, 3])
-    assert [p.device for p in found] == [0, 1, 3]
-    assert (found[1].idle_ns, found[1].span_ns, found[1].stages) == (50, 50, ())
-    assert (found[2].wait_ns, found[2].idle_ns, found[2].ramp_up_ns) == (20, 30, 0)
+    assert [row["index"] for row in found] == [0, 1, 3]
+    assert (found[1]["idle_ns"], span_of(found[1]), found[1]["stages"]) == (50, 50, [])
+    assert (found[2]["wait_ns"], found[2]["idle_ns"], found[2]["ramp_up_ns"]) == (20, 30, 0)
 
 
 def test_an_instant_alone() -> None:
     (only,) = parts((0, "forward", 7, 7, -1))
-    assert only.span_ns == only.busy_ns == 0
+    assert span_of(only) == only["busy_ns"] == 0 and only["utilization"] is None
 
 
 KINDS_DRAWN = ["forward", "update", "send", "recv", WAIT, WAIT, WAIT, WAIT, *OUTSIDE]
@@ -112,7 +117,8 @@ def literal(drawn: Sequence[Drawn], device: int, span: Tuple[int, int]) -> Dict[
         elif WAIT in at:
             first = min((e for e in own if e[1] == WAIT and e[2] <= t < e[3]), key=lambda e: e[2])
             found["wait_ns"] += 1
-            found["waits_for"][first[4]] = found["waits_for"].get(first[4], 0) + 1
+            peer = str(first[4]) if first[4] >= 0 else "unknown"
+            found["waits_for"][peer] = found["waits_for"].get(peer, 0) + 1
         else:
             found["idle_ns"] += 1
             found["idle_in"][outside[0] if outside else "host"] += 1
@@ -125,17 +131,16 @@ def literal(drawn: Sequence[Drawn], device: int, span: Tuple[int, int]) -> Dict[
 def test_parts_add_up_and_equal_a_count_of_every_nanosecond(drawn: List[Drawn]) -> None:
     events = traced(*drawn)
     span = find_span(events)
-    for found in measure_devices(events, [0, 1, 2], span):
-        assert found.span_ns == span[1] - span[0]
-        told = {
-            key: value
-            for key, value in found._asdict().items()
-            if key not in ("device", "stages", "messages_ns", "hidden_ns")
-        }
-        assert told == literal(drawn, found.device, span)
-        messages = {t for e in drawn if e[0] == found.device and e[1] in COMMUNICATION for t in range(e[2], e[3])}
-        passes = {t for e in drawn if e[0] == found.device and e[1] in COMPUTE for t in range(e[2], e[3])}
-        assert (found.messages_ns, found.hidden_ns) == (len(messages), len(messages & passes))
+    rows, overlap = measure_devices(events, [0, 1, 2], span)
+    messages_ns = hidden_ns = 0
+    for found in rows:
+        assert span_of(found) == span[1] - span[0]
+        expected = literal(drawn, found["index"], span)
+        assert {key: found[key] for key in expected} == expected
+        messages = {t for e in drawn if e[0] == found["index"] and e[1] in COMMUNICATION for t in range(e[2], e[3])}
+        passes = {t for e in drawn if e[0] == found["index"] and e[1] in COMPUTE for t in range(e[2], e[3])}
+        messages_ns, hidden_ns = messages_ns + len(messages), hidden_ns + len(messages & passes)
+    assert (overlap["communication_ns"], overlap["hidden_ns"]) == (messages_ns, hidden_ns)
 
 
 @settings(max_examples=100, deadline=None)
@@ -161,11 +166,11 @@ def test_parts_of_every_methods_slots(name: str, stages: int, accumulate: int, b
         clock(schedule, make_slot_costs(schedule)), (table.forward(0, count), table.backward(0, count)), accumulate, 1000.0,
         schedule.device_of_stage,
     )  # fmt: skip
-    found = measure_devices(events, [], find_span(events))
+    found, _ = measure_devices(events, [], find_span(events))
     span = 1000 * schedule.slot_count
     each = 2 * count * 1000 // schedule.slot_capacity
-    assert [(p.busy_ns, p.span_ns) for p in found] == [(each, span)] * stages
-    assert sum(p.busy_ns for p in found) / (stages * span) == pytest.approx(schedule.busy_share(), abs=1e-12)
+    assert [(row["busy_ns"], span_of(row)) for row in found] == [(each, span)] * stages
+    assert sum(row["busy_ns"] for row in found) / (stages * span) == pytest.approx(schedule.busy_share(), abs=1e-12)
     if name == "gpipe":  # (P - 1) / (N + P - 1), Huang et al. 2019, section 2.3
-        idle = sum(p.span_ns - p.busy_ns for p in found) / (stages * span)
+        idle = sum(span_of(row) - row["busy_ns"] for row in found) / (stages * span)
         assert idle == pytest.approx((stages - 1) / (accumulate + stages - 1))

@@ -8,7 +8,7 @@ from typing import Any, Dict, Sequence, Tuple
 import numpy as np
 
 from ipu_pipe.files import atomic_file
-from ipu_pipe.report.analysis.device_time import find_span
+from ipu_pipe.report.analysis.devices import find_span
 from ipu_pipe.report.analysis.text import describe_origin, format_percent, format_time
 from ipu_pipe.report.plots import check_plots
 from ipu_pipe.schedule.actions import Kind

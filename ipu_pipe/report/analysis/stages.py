@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.report.analysis.device_time import merge_intervals
+from ipu_pipe.report.analysis.devices import merge_intervals
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.trace.events import COMPUTE, KIND_CODE, KINDS, UNSPECIFIED, Events, group_places
 
@@ -16,57 +16,34 @@ LONGEST = 5  # stragglers that are listed one by one
 _FORWARD, _UPDATE = Kind.FORWARD.word, Kind.UPDATE.word
 _RETURNING = (Kind.BACKWARD.word, Kind.INPUT_GRADIENT.word)  # they read weights
 _BACKWARDS = (Kind.RECOMPUTE.word, *_RETURNING, Kind.WEIGHT_GRADIENT.word)
+Row = Dict[str, Any]
 
 
-class StageTimes(NamedTuple):
-    """Times of one stage on all its replicas: `medians` (ns) by kind; `passes_ns`: summed over all but updates; `microbatches`:
-    the number of forwards; `stragglers`: rows of the analysis."""
+def measure_stages(events: Events, begin_ns: int, flops: Mapping[int, float]) -> Tuple[List[Row], List[Row]]:
+    """Return the analysis's rows of all stages that compute, replicas together, and of their stragglers.
 
-    stage: int
-    devices: Tuple[int, ...]
-    microbatches: int
-    busy_ns: int
-    passes_ns: float
-    medians: Dict[str, float]
-    stragglers: List[Dict[str, Any]]
-
-    @property
-    def busy_ns_per_microbatch(self) -> Optional[float]:
-        """Return the time for a microbatch, stragglers taken as long as others of their kind, because a first update of seconds
-        is not a property of the stage. None where microbatches are not known."""
-        lost = sum(group["lost_ns"] for group in self.stragglers)
-        return max(0, self.busy_ns - lost) / self.microbatches if self.microbatches else None
-
-    @property
-    def forward_ns(self) -> Optional[float]:
-        """Return the median of a forward."""
-        return self.medians.get(_FORWARD)
-
-    @property
-    def backward_ns(self) -> Optional[float]:
-        """Return the median of a backward, with its recomputation, or with both halves of a split one."""
-        medians = [self.medians[kind] for kind in _BACKWARDS if kind in self.medians]
-        return sum(medians) if medians else None
-
-    @property
-    def update_ns(self) -> Optional[float]:
-        """Return the median of an update."""
-        return self.medians.get(_UPDATE)
-
-
-def measure_stages(events: Events, begin_ns: int) -> List[StageTimes]:
-    """Measure all stages that compute, in order; `begin_ns`: of the span, from which stragglers' times count."""
+    `begin_ns`: of the span, from which stragglers' times count; `flops`: of a microbatch, by stage.
+    """
     passes = events.select(events.is_kind(*COMPUTE) & (events.stage >= 0))
-    return [_measure_stage(s, passes.select(places), begin_ns) for s, places in group_places(passes.stage)]
+    rows: List[Row] = []
+    stragglers: List[Row] = []
+    for stage, places in group_places(passes.stage):
+        row, of_stage = _measure_stage(stage, passes.select(places), begin_ns, flops.get(stage))
+        rows.append(row)
+        stragglers += of_stage
+    times = [row["busy_ns_per_microbatch"] for row in rows]
+    longest = None if None in times else max(times, default=None)
+    for row, time in zip(rows, times):
+        row["of_greatest"] = time / longest if time is not None and longest else None
+    return rows, stragglers
 
 
-def _measure_stage(stage: int, events: Events, begin_ns: int) -> StageTimes:
-    busy_ns = sum(
-        merge_intervals(events.start[places], events.end[places]).length for _, places in group_places(events.device)
-    )
+def _measure_stage(stage: int, events: Events, begin_ns: int, flops: Optional[float]) -> Tuple[Row, List[Row]]:
+    by_device = [merge_intervals(events.start[at], events.end[at]) for _, at in group_places(events.device)]
+    busy_ns = sum(intervals.length for intervals in by_device)
     medians: Dict[str, float] = {}
-    stragglers: List[Dict[str, Any]] = []
-    passes_ns = 0.0
+    stragglers: List[Row] = []
+    passes_ns = 0.0  # all but updates
     for code, places in group_places(events.kind):
         kind, of_kind = KINDS[code], events.select(places)
         durations = of_kind.end - of_kind.start
@@ -75,36 +52,49 @@ def _measure_stage(stage: int, events: Events, begin_ns: int) -> StageTimes:
         if medians[kind] and kind != UNSPECIFIED:  # of other tools' traces one kind has all sizes
             stragglers += _find_stragglers(stage, kind, medians[kind], of_kind, durations, begin_ns)
     forwards = int(np.count_nonzero(events.kind == KIND_CODE[_FORWARD]))
-    devices = tuple(np.unique(events.device).tolist())
-    return StageTimes(stage, devices, forwards, busy_ns, passes_ns, medians, stragglers)
+    backwards = [medians[kind] for kind in _BACKWARDS if kind in medians]
+    # stragglers count as long as others of their kind: a first update of seconds is not a property of the stage
+    usual_ns = max(0, busy_ns - sum(group["lost_ns"] for group in stragglers))
+    row = {
+        "index": stage,
+        "devices": np.unique(events.device).tolist(),
+        "microbatches": forwards or None,
+        "forward_ns": medians.get(_FORWARD),
+        "backward_ns": sum(backwards) if backwards else None,  # with its recomputation, or both halves of a split one
+        "update_ns": medians.get(_UPDATE),
+        "busy_ns": busy_ns,
+        "busy_ns_per_microbatch": usual_ns / forwards if forwards else None,
+        "of_greatest": None,
+        "flops_per_microbatch": flops,
+        "flops_per_second": flops * forwards / passes_ns * 1e9 if flops is not None and passes_ns and forwards else None,
+    }
+    return row, stragglers
 
 
 def _find_stragglers(
     stage: int, kind: str, median: float, events: Events, durations: NDArray[np.int64], begin_ns: int
-) -> List[Dict[str, Any]]:
+) -> List[Row]:
     """Return no or one row: how many passes take far longer than the median, what they take beyond it, and the longest ones."""
     far = np.flatnonzero(durations > FAR * median)
     if not len(far):
         return []
     worst = far[np.argsort(-durations[far], kind="stable")[:LONGEST]]
-    rows = zip(events.microbatch[worst].tolist(), events.start[worst].tolist(), durations[worst].tolist())
-    longest = [
-        {"microbatch": m if m >= 0 else None, "at_ns": at - begin_ns, "duration_ns": took} for m, at, took in rows
-    ]
+    columns = zip(events.microbatch[worst].tolist(), events.start[worst].tolist(), durations[worst].tolist())
+    longest = [{"microbatch": m if m >= 0 else None, "at_ns": at - begin_ns, "duration_ns": ns} for m, at, ns in columns]
     lost_ns = round(float((durations[far] - median).sum()))
     return [
         {"stage": stage, "kind": kind, "count": len(far), "lost_ns": lost_ns, "median_ns": median, "longest": longest}
     ]
 
 
-def sum_busy_by_device(stages: List[StageTimes]) -> Dict[int, float]:
+def sum_busy_by_device(stages: Sequence[Row]) -> Dict[int, float]:
     """Return the nanoseconds that each device computes for a microbatch of all its stages; empty where they are not known."""
     busy_by_device: Dict[int, float] = {}
     for stage in stages:
-        if stage.busy_ns_per_microbatch is None:
+        if stage["busy_ns_per_microbatch"] is None:
             return {}
-        for device in stage.devices:
-            busy_by_device[device] = busy_by_device.get(device, 0.0) + stage.busy_ns_per_microbatch
+        for device in stage["devices"]:
+            busy_by_device[device] = busy_by_device.get(device, 0.0) + stage["busy_ns_per_microbatch"]
     return busy_by_device
 
 
@@ -119,7 +109,7 @@ def infer_accumulate(events: Events) -> Optional[int]:
     return forwards // updates if updates and forwards >= updates and forwards % updates == 0 else None
 
 
-def measure_staleness(events: Events, accumulate: Optional[int]) -> List[Dict[str, Any]]:
+def measure_staleness(events: Events, accumulate: Optional[int]) -> List[Row]:
     """Return a row for each stage that has forwards: how many updates older than the newest the weights are that its passes read,
     when the update that applies their gradient is made; and the time from a forward's begin to that update's end."""
     if not accumulate:
@@ -164,9 +154,9 @@ def _make_keys(device: NDArray[np.int32], index: NDArray[np.int32]) -> NDArray[n
     return (device.astype(np.int64) << 32) + index
 
 
-def infer_placement(stages: Sequence[StageTimes]) -> Tuple[int, ...]:
+def infer_placement(stages: Sequence[Row]) -> List[int]:
     """Return the device of each stage, where every stage was seen, each on one device; else nothing."""
-    complete = [stage.stage for stage in stages] == list(range(len(stages)))
-    if not complete or any(len(stage.devices) != 1 for stage in stages):
-        return ()
-    return tuple(stage.devices[0] for stage in stages)
+    complete = [stage["index"] for stage in stages] == list(range(len(stages)))
+    if not complete or any(len(stage["devices"]) != 1 for stage in stages):
+        return []
+    return [stage["devices"][0] for stage in stages]

@@ -11,16 +11,8 @@ Figures = Dict[str, Any]
 
 PARTS = ("busy_ns", "communication_ns", "wait_ns", "ramp_up_ns", "ramp_down_ns", "idle_ns")
 DEVICE_HEAD = (
-    "device",
-    "busy",
-    "communication",
-    "waits",
-    "ramp up",
-    "ramp down",
-    "idle",
-    "waits for device",
-    "idle in",
-)
+    "device", "busy", "communication", "waits", "ramp up", "ramp down", "idle", "waits for device", "idle in",
+)  # fmt: skip
 STAGE_HEAD = (
     "stage", "forward", "backward", "update", "a microbatch", "of the slowest", "GFLOP/s", "forward's lag", "backward's lag",
     "until applied",
@@ -69,28 +61,22 @@ def _format_lag(lag: Optional[Figures]) -> str:
 
 def format_analysis(figures: Figures) -> str:
     """Format all figures for a terminal."""
-    blocks = [
-        _format_head(figures),
-        _format_answer(figures),
-        _format_devices(figures),
-        _format_stages(figures),
-        _format_links(figures),
-        _format_memory(figures),
-        _format_stragglers(figures),
-        [f"note: {note}" for note in figures["notes"]],
-    ]
+    tables = (_format_devices, _format_stages, _format_links, _format_memory, _format_stragglers)
+    blocks = [_format_head(figures), _format_answer(figures), *(form(figures) for form in tables)]
+    blocks.append([f"note: {note}" for note in figures["notes"]])
     return escape_lines("\n\n".join("\n".join(block) for block in blocks if block))
 
 
-def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> List[str]:
-    """Format rows as lines; the first `left` columns are aligned to the left, the others to the right."""
-    shown = [list(head), *(list(row) for row in rows[:MOST_ROWS])]
-    widths = [max(len(row[i]) for row in shown) for i in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
-        for row in shown
-    ]
-    return lines + ([f"... and {len(rows) - MOST_ROWS} more"] if len(rows) > MOST_ROWS else [])
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0, most: int = MOST_ROWS) -> List[str]:
+    """Format rows as lines, of many the first `most`; the first `left` columns are aligned to the left, the others to the
+    right. Return nothing for no rows."""
+    shown = [head, *rows[:most]] if rows else []
+    widths = [max(map(len, column)) for column in zip(*shown)]
+    lines = []
+    for row in shown:
+        cells = [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        lines.append("  ".join(cells).rstrip())
+    return lines + ([f"... and {len(rows) - most} more"] if len(rows) > most else [])
 
 
 def _format_head(figures: Figures) -> List[str]:
@@ -149,7 +135,7 @@ def _format_stages(figures: Figures) -> List[str]:
             *(_format_lag(stale.get(key)) for key in ("forward_versions", "backward_versions")),
             format_time((stale.get("time_ns") or {}).get("median")),
         ])  # fmt: skip
-    return format_table(STAGE_HEAD, rows) if any(s["microbatches"] for s in figures["stages"]) else []
+    return format_table(STAGE_HEAD, rows if any(s["microbatches"] for s in figures["stages"]) else [])
 
 
 def _format_links(figures: Figures) -> List[str]:
@@ -160,7 +146,7 @@ def _format_links(figures: Figures) -> List[str]:
             f"{link['src']} -> {link['dst']}", link["carries"], str(link["messages"]), _format_size(link["bytes"]),
             _format_size(link["bytes_per_microbatch"]), format_time(latency.get("min")), format_time(latency.get("median")),
         ])  # fmt: skip
-    return format_table(LINK_HEAD, rows, left=2) if rows else []
+    return format_table(LINK_HEAD, rows, left=2)
 
 
 def _format_memory(figures: Figures) -> List[str]:
@@ -170,7 +156,7 @@ def _format_memory(figures: Figures) -> List[str]:
          *(_format_size(row["categories"].get(name)) for name in names), str(len(row["microbatches"]))]
         for row in figures["memory"]
     ]  # fmt: skip
-    return format_table(["device", "peak", "at", *names, "microbatches"], rows) if rows else []
+    return format_table(["device", "peak", "at", *names, "microbatches"], rows)
 
 
 def _format_stragglers(figures: Figures) -> List[str]:
@@ -181,7 +167,7 @@ def _format_stragglers(figures: Figures) -> List[str]:
             str(group["stage"]), group["kind"], str(group["count"]), format_time(group["lost_ns"]),
             format_time(group["median_ns"]), f"{format_time(worst['duration_ns'])} at {format_time(worst['at_ns'])}",
         ])  # fmt: skip
-    return format_table(STRAGGLER_HEAD, rows) if rows else []
+    return format_table(STRAGGLER_HEAD, rows)
 
 
 # ---- two analyses
@@ -215,31 +201,22 @@ def compute_differences(figures: Figures, other: Figures) -> List[Figures]:
     first, second = dict(list_numbers(figures)), dict(list_numbers(other))
     return [
         {
-            "name": name,
-            "this": first.get(name),
-            "other": second.get(name),
+            "name": name, "this": first.get(name), "other": second.get(name),
             "difference": first[name] - second[name] if name in first and name in second else None,
         }
         for name in dict.fromkeys([*first, *second])
-    ]
+    ]  # fmt: skip
 
 
 def format_comparison(figures: Figures, other: Figures) -> str:
     """Format the differences of two analyses as a table."""
-    rows = [("", "this", "other", "this - other", "of other")]
+    rows = []
     for row in compute_differences(figures, other):
         known = row["difference"] is not None and row["other"]
         share = f"{row['difference'] / abs(row['other']):+.1%}" if known else "-"
         rows.append((row["name"], *(_format_value(row[key]) for key in ("this", "other", "difference")), share))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    lines = [
-        f"this:  {figures['source']} ({describe_origin(figures)})",
-        f"other: {other['source']} ({describe_origin(other)})",
-        "",
-    ]
-    for name, *cells in rows:
-        right = (cell.rjust(width) for cell, width in zip(cells, widths[1:]))
-        lines.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
+    lines = [f"{name} {f['source']} ({describe_origin(f)})" for name, f in (("this: ", figures), ("other:", other))]
+    lines += ["", *format_table(("", "this", "other", "this - other", "of other"), rows, left=1, most=len(rows))]
     return escape_lines("\n".join(lines))
 
 

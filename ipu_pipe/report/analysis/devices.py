@@ -1,4 +1,4 @@
-"""How each device spent the span of a trace: parts that add up to it, to the nanosecond."""
+"""How each device spent the span of a trace: rows of parts that add up to it, to the nanosecond."""
 
 from __future__ import annotations
 
@@ -17,47 +17,27 @@ _GROUP_OF_KIND = np.array([next(i for i, kinds in enumerate(_GROUPS) if kind in 
 TimeColumn = NDArray[np.int64]
 
 
-class DeviceTime(NamedTuple):
-    """The parts of a device's span; docs/traces.md defines them. `waits_for`: by device, -1 where the trace does not say which.
-    `hidden_ns`: of `messages_ns`, all time in communication, what lies under compute."""
-
-    device: int
-    stages: Tuple[int, ...]
-    busy_ns: int
-    wait_ns: int
-    communication_ns: int
-    ramp_up_ns: int
-    ramp_down_ns: int
-    idle_ns: int
-    waits_for: Dict[int, int]
-    idle_in: Dict[str, int]
-    outside_ns: int
-    messages_ns: int
-    hidden_ns: int
-
-    @property
-    def span_ns(self) -> int:
-        """Return the sum of the parts."""
-        return self.busy_ns + self.wait_ns + self.communication_ns + self.ramp_up_ns + self.ramp_down_ns + self.idle_ns
-
-    @property
-    def training_ns(self) -> int:
-        """Return the span without evaluation, checkpoints and pauses."""
-        return self.span_ns - self.outside_ns
-
-
 def find_span(events: Events) -> Tuple[int, int]:
     """Return the start of the first event and the end of the last one."""
     return int(events.start.min()), int(events.end.max())
 
 
-def measure_devices(events: Events, devices: Sequence[int], span: Tuple[int, int]) -> List[DeviceTime]:
-    """Divide the span of each device that has events, and of each of `devices`."""
+def measure_devices(
+    events: Events, devices: Sequence[int], span: Tuple[int, int]
+) -> Tuple[List[Dict[str, Any]], Dict[str, Any]]:
+    """Divide the span of each device that has events, and of each of `devices`, into parts that docs/traces.md defines.
+
+    Return the analysis's rows of devices, and of the communication of all what lies under compute.
+    """
     places = {**dict.fromkeys(devices, np.zeros(0, np.intp)), **dict(group_places(events.device))}
-    return [_measure_device(device, events.select(places[device]), span) for device in sorted(places)]
+    rows, messages = zip(*(_measure_device(device, events.select(places[device]), span) for device in sorted(places)))
+    messages_ns, hidden_ns = (sum(column) for column in zip(*messages))
+    share = hidden_ns / messages_ns if messages_ns else None
+    return list(rows), {"communication_ns": messages_ns, "hidden_ns": hidden_ns, "share": share}
 
 
-def _measure_device(device: int, events: Events, span: Tuple[int, int]) -> DeviceTime:
+def _measure_device(device: int, events: Events, span: Tuple[int, int]) -> Tuple[Dict[str, Any], Tuple[int, int]]:
+    """Return the row of a device, all its time in communication, and the part of that which lies under compute."""
     group = _GROUP_OF_KIND[events.kind]
 
     def find_intervals(which: int) -> Intervals:
@@ -67,36 +47,36 @@ def _measure_device(device: int, events: Events, span: Tuple[int, int]) -> Devic
     is_pass = group == 0
     first, last = find_span(events.select(is_pass)) if is_pass.any() else span
     compute, messages = find_intervals(0), find_intervals(1)
-    worked = unite_intervals(compute, messages)
+    worked = compute.unite(messages)
     inside = worked.clip(first, last)
     waits_for, waited = _measure_waits(events.select(group == 2), inside, (first, last))
     # each further set counts where none of the earlier ones covers it
-    covered, outside, idle_in = unite_intervals(inside, waited), NO_INTERVALS, {}
+    covered, outside, idle_in = inside.unite(waited), Intervals(*np.zeros((2, 0), np.int64)), {}
     for which, kind in enumerate(OUTSIDE, start=3):
         intervals = find_intervals(which)
-        wider = unite_intervals(covered, intervals.clip(first, last))
+        wider = covered.unite(intervals.clip(first, last))
         idle_in[kind] = wider.length - covered.length
-        covered, outside = wider, unite_intervals(outside, intervals)
+        covered, outside = wider, outside.unite(intervals)
     wait_ns, outside_in_ramps = sum(waits_for.values()), outside.length - outside.clip(first, last).length
     idle_ns = last - first - inside.length - wait_ns
     outside_ns = outside_in_ramps + sum(idle_in.values())
     idle_in[HOST] = idle_ns - sum(idle_in.values())
-    stages = np.unique(events.stage)
-    return DeviceTime(
-        device=device,
-        stages=tuple(stages[stages >= 0].tolist()),
-        busy_ns=compute.length,
-        wait_ns=wait_ns,
-        communication_ns=inside.length - compute.length,
-        ramp_up_ns=first - span[0],
-        ramp_down_ns=span[1] - last,
-        idle_ns=idle_ns,
-        waits_for=waits_for,
-        idle_in=idle_in,
-        outside_ns=outside_ns,
-        messages_ns=messages.length,
-        hidden_ns=messages.length - (worked.length - compute.length),
-    )
+    training_ns = span[1] - span[0] - outside_ns
+    row = {
+        "index": device,
+        "stages": np.unique(events.stage[events.stage >= 0]).tolist(),
+        "busy_ns": compute.length,
+        "wait_ns": wait_ns,
+        "communication_ns": inside.length - compute.length,
+        "ramp_up_ns": first - span[0],
+        "ramp_down_ns": span[1] - last,
+        "idle_ns": idle_ns,
+        "waits_for": {str(who) if who >= 0 else "unknown": ns for who, ns in waits_for.items()},
+        "idle_in": idle_in,
+        "outside_ns": outside_ns,
+        "utilization": compute.length / training_ns if training_ns else None,
+    }
+    return row, (messages.length, messages.length - (worked.length - compute.length))
 
 
 def _measure_waits(waits: Events, worked: Intervals, window: Tuple[int, int]) -> Tuple[Dict[int, int], Intervals]:
@@ -131,6 +111,10 @@ class Intervals(NamedTuple):
         inside = stop > start
         return Intervals(start[inside], stop[inside])
 
+    def unite(self, other: Intervals) -> Intervals:
+        """Return the union of two sets."""
+        return merge_intervals(np.concatenate([self.start, other.start]), np.concatenate([self.end, other.end]))
+
     def measure_before(self, moments: Any) -> TimeColumn:
         """Return how much of the intervals lies before each of `moments`."""
         sums = np.concatenate([[0], np.cumsum(self.end - self.start)])
@@ -139,30 +123,18 @@ class Intervals(NamedTuple):
         return np.asarray(sums[place] - np.where(last_end > moments, last_end - moments, 0), np.int64)
 
 
-NO_INTERVALS = Intervals(np.zeros(0, np.int64), np.zeros(0, np.int64))
-
-
 def merge_intervals(start: TimeColumn, end: TimeColumn) -> Intervals:
     """Return the union of intervals that may overlap, be empty, and be in any order."""
     longer = end > start
-    if not longer.all():
-        start, end = start[longer], end[longer]
+    start, end = start[longer], end[longer]
     if not len(start):
-        return NO_INTERVALS
+        return Intervals(start, end)
     if (start[1:] < start[:-1]).any():
         order = np.argsort(start, kind="stable")
         start, end = start[order], end[order]
     reach = np.maximum.accumulate(end)
     begins = np.flatnonzero(np.concatenate([[True], start[1:] > reach[:-1]]))
     return Intervals(start[begins], reach[np.concatenate([begins[1:] - 1, [len(reach) - 1]])])
-
-
-def unite_intervals(*sets: Intervals) -> Intervals:
-    """Return the union of several sets."""
-    parts = [intervals for intervals in sets if len(intervals.start)]
-    if len(parts) < 2:
-        return parts[0] if parts else NO_INTERVALS
-    return merge_intervals(np.concatenate([p.start for p in parts]), np.concatenate([p.end for p in parts]))
 
 
 def _share_overlaps(start: TimeColumn, end: TimeColumn) -> Tuple[TimeColumn, TimeColumn, NDArray[np.intp]]:
