@@ -13,19 +13,10 @@ from ipu_pipe.hardware import measuring
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.links import compute_message_seconds
 
-HERE = torch.device("cpu")
 
-
-def test_of_the_times_of_some_work_the_median_counts_and_the_first_one_does_not() -> None:
-    now = [0.0]
-    takes = iter([9.0, 1.0, 3.0, 2.0, 5.0])
-
-    def work() -> None:
-        now[0] += next(takes)
-
-    assert measuring.time_median(work, HERE, 6.0, lambda: now[0]) == 2.0
-    takes = iter([9.0, 4.0])
-    assert measuring.time_median(work, HERE, 0.0, lambda: now[0]) == 4.0  # once, however short it may take
+def test_the_time_of_some_work_is_that_of_one_call() -> None:
+    calls = []
+    assert measuring.time_median(lambda: calls.append(0), 1e-6) > 0 and len(calls) > 1
 
 
 def test_a_long_message_takes_its_latency_and_its_bytes() -> None:

@@ -67,7 +67,7 @@ def problem(seed: int = 0, count: int = 6, memory: Optional[float] = None, **cha
     """A small one."""
     own = hardware(**changes)
     found = units(np.random.default_rng(seed), count)
-    return Problem(found, 8.0, own, own.device.usable_bytes if memory is None else memory, "float32", "momentum")
+    return Problem(found, 8.0, own, own.device.usable_bytes if memory is None else memory, "float32", 1)
 
 
 def predict(given: Problem, asked: Candidate) -> Optional[Prediction]:
@@ -155,7 +155,7 @@ def test_the_dearer_messages_stay_inside_a_server() -> None:
     for parameters, crossing, together in ((100000, 4.0, True), (1, 40000.0, False)):
         each = Unit("", 1.0, 2.0, parameters, crossing, 0.0)
         own = hardware()
-        given = Problem((each, each), 8.0, own, 1e12, "float32", "sgd")
+        given = Problem((each, each), 8.0, own, 1e12, "float32", 0)
         asked = Candidate("pipedream_flush", 2, 2, 1, 4, False)
         found = predict(given, asked)
         assert found is not None and found.layout.replicas_together is together
@@ -173,7 +173,7 @@ def test_what_holds_back_is_named() -> None:
     own = hardware(devices=2, links=[{"name": "all", "bandwidth": 1e6, "latency": 0.0}])
 
     def kind(found: Tuple[Unit, ...], count: int, own: Hardware = own) -> Tuple[str, str]:
-        given = Problem(found, 8.0, own, 1e12, "float32", "sgd")
+        given = Problem(found, 8.0, own, 1e12, "float32", 0)
         made = predict(given, Candidate("pipedream_flush", 2, 1, 1, count, False))
         assert made is not None
         reason = find_binding(given, made)
@@ -189,7 +189,7 @@ def test_what_holds_back_is_named() -> None:
 def test_one_device_has_no_bubble() -> None:
     """It has no pipeline to fill: what it does besides its passes is updating. It was told to be held back by a bubble."""
     large = Unit("", 1.0, 2.0, 10**9, 4.0, 4.0)
-    given = Problem((large,), 8.0, hardware(), 1e12, "float32", "sgd")
+    given = Problem((large,), 8.0, hardware(), 1e12, "float32", 0)
     made = predict(given, Candidate("pipedream_flush", 1, 1, 1, 1, False))
     assert made is not None
     reason = find_binding(given, made)

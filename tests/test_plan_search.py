@@ -53,7 +53,7 @@ def problem(seed: int, memory: float = 1e9, devices: int = 8, count: int = 8) ->
         Unit(f"unit{i}", f, 2 * f, int(rng.integers(0, 30)), 4.0 * rng.integers(1, 9), 40.0)
         for i, f in enumerate(rng.integers(1, 9, count).astype(float).tolist())
     )
-    return Problem(units, 8.0, slow(seed, devices), memory, "float32", "momentum")
+    return Problem(units, 8.0, slow(seed, devices), memory, "float32", 1)
 
 
 def every(given: Problem, asked: List[Candidate]) -> List[Prediction]:
@@ -130,7 +130,7 @@ def test_a_gpt_on_32_devices_plays_few_passes_one_by_one(monkeypatch: pytest.Mon
     head = Unit("66", 85714796544.0, 171429593088.0, 83_756_160, 0.0, 3407872.0, backward_moved=103123200.0)
     units = (embedding, *(replace(block, name=str(i)) for i in range(1, 65)), norm, head)
     hardware = read_hardware("v100x8").with_devices(32)
-    given = Problem(units, 4096.0, hardware, hardware.device.usable_bytes, "float16", "adam")
+    given = Problem(units, 4096.0, hardware, hardware.device.usable_bytes, "float16", 2)
     asked = list(list_candidates(PIPELINES, 32, len(units), 256))
     played = played_one_by_one(monkeypatch)
     found = search(given, asked, 10)

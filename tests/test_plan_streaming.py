@@ -36,7 +36,7 @@ def problem(memory: float, **device: Any) -> Problem:
         },
         "links": [{"name": "all", "bandwidth": 1e6, "latency": 0.0}],
     }  # fmt: skip
-    return Problem(UNITS, 8.0, read_hardware(figures, "here"), memory, "float32", "adam")
+    return Problem(UNITS, 8.0, read_hardware(figures, "here"), memory, "float32", 2)
 
 
 def test_state_leaves_the_device_and_costs_its_traffic_at_each_update() -> None:

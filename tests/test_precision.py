@@ -21,7 +21,7 @@ from ipu_pipe.backends.work import Work
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware
-from ipu_pipe.hardware.memory import compute_stage_memory
+from ipu_pipe.hardware.memory import StashCounts, compute_stage_memory
 from ipu_pipe.hardware.precision import MASTERS, MIXED, resolve_precision
 from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.job.record import DTYPES
@@ -349,12 +349,14 @@ def test_memory_is_what_was_planned(keys: List[str], tmp_path: Path) -> None:
 def test_a_plan_counts_each_methods_own_way() -> None:
     unit = Unit("a", 1e6, 2e6, 1000, 400.0, 2000.0, 4)
     plain = read_hardware("h100x8")
-    problem = Problem((unit,), 256.0, plain, 1e9, MIXED, "adam")
+    problem = Problem((unit,), 256.0, plain, 1e9, MIXED, 2)
     ways = [problem, problem.resolve("pipemare")]
     assert [way.precision for way in ways] == [problem.resolve("pipedream").precision, MASTERS] == [MIXED, MASTERS]
     assert [way.input_bytes for way in ways] == [256.0, 128.0]
     held = [
-        compute_stage_memory(unit, 0.0, 2, 0, 3, precision=way.precision, samples=2, optimizer=way.optimizer)
+        compute_stage_memory(
+            unit, 0.0, StashCounts(2, 0, 3), precision=way.precision, samples=2, moments=way.moments
+        )
         for way in ways
     ]
     # weights and an older version; gradients; moments and master; halved activations, and autocast's copies with each

@@ -221,7 +221,7 @@ def blocks(units: Any, head: float = 0.2, spared: float = 1 / 3) -> BlockUnits:
 @pytest.mark.parametrize("lockstep", [True, False])
 def test_a_block_takes_its_passes_its_head_and_no_gradient_of_its_input(lockstep: bool) -> None:
     units = tuple(Unit(str(i), 1.0, 3.0, 0, 4.0, 0.0) for i in range(4))
-    given = Problem(units, 4.0, simple(lockstep), 1e9, "float32", "sgd", blocks(units))
+    given = Problem(units, 4.0, simple(lockstep), 1e9, "float32", 0, blocks(units))
     asked = Candidate("local_greedy", 2, 1, 1, 8, False)
     found = predict_cut(Costing(given, asked, list_layouts(2, 1)[0], Sums(given, 1)), [0, 2])
     assert found.work == pytest.approx([8 + 0.6, 8 - 1.0])
@@ -233,7 +233,7 @@ def test_a_block_takes_its_passes_its_head_and_no_gradient_of_its_input(lockstep
 def test_the_search_is_exact_with_blocks(lockstep: bool, work: Any, head: float, spared: float) -> None:
     """The best local configuration is found by bounds as by trying all, and its cut is the best of all cuts."""
     units = tuple(Unit(str(i), w, 3 * w, 0, 4.0, 0.0) for i, w in enumerate(work))
-    given = Problem(units, 4.0, simple(lockstep), 1e9, "float32", "sgd", blocks(units, head, spared))
+    given = Problem(units, 4.0, simple(lockstep), 1e9, "float32", 0, blocks(units, head, spared))
     asked = list(list_candidates(["local_greedy", "pipedream_flush"], 4, len(units), 8, (False,)))
     best = search(given, asked, 3).best
     rates = []
@@ -263,7 +263,7 @@ def test_in_lock_step_all_wait_for_samples_from_the_host() -> None:
     found = {}
     for lockstep in (True, False):
         for link in (None, host):
-            given = Problem(units, 4.0, simple(lockstep, link), 1e9, "float32", "sgd")
+            given = Problem(units, 4.0, simple(lockstep, link), 1e9, "float32", 0)
             found[lockstep, link is host] = predict_cut(Costing(given, asked, list_layouts(2, 1)[0], Sums(given, 1)), [0, 1])
     assert found[True, True].seconds == pytest.approx(found[True, False].seconds + 8)
     assert found[False, True].seconds == found[False, False].seconds

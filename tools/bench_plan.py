@@ -116,7 +116,7 @@ def _profile(config: Path) -> Any:
         costed = measure_units(costed or count_units(setup.model, x), setup.model, setup.loss, x, y, repeats=15)
     assert costed is not None
     hardware = read_hardware("this").with_devices(2)
-    return Problem(costed.units, 4.0 * 3 * 32 * 32, hardware, 1e12, "float32", "momentum")
+    return Problem(costed.units, 4.0 * 3 * 32 * 32, hardware, 1e12, "float32", 1)
 
 
 def _measure(config: Path, out: Path, updates: int, method: str, cut: str, size: int) -> float:

@@ -28,14 +28,13 @@ from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import torch
 import torch.distributed as dist
+from torch.utils.benchmark import Timer
 
 from ipu_pipe.errors import RunFault
 from ipu_pipe.launcher import end_with
 
 SHORT, LONG = 4, 2**22  # bytes of the messages
 LIMIT = 120.0  # seconds that a process waits for the other
-
-Work = Callable[[], Any]
 
 
 class Sizes(NamedTuple):
@@ -111,6 +110,8 @@ def _run_process(
     store = dist.FileStore(str(Path(folder) / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT))
     place = torch.device(device, rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(place)  # the timer waits for it
     figures = _time_computing(place, seconds) if rank == 0 or together else None
     dist.barrier()
     link: Dict[str, float] = {}
@@ -140,23 +141,10 @@ def _count_memory(place: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def time_median(
-    work: Work, place: torch.device, seconds: float, clock: Callable[[], float] = time.perf_counter
-) -> float:
-    """Return the median time of `work`, repeated for `seconds`, at least once, after one time that is not counted."""
-
-    def once() -> float:
-        start = clock()
-        work()
-        if place.type == "cuda":
-            torch.cuda.synchronize(place)
-        return clock() - start
-
-    once()
-    begun, times = clock(), [once()]
-    while clock() - begun < seconds:
-        times.append(once())
-    return statistics.median(times)
+def time_median(work: Callable[[], Any], seconds: float) -> float:
+    """Return the median seconds of `work`, repeated for `seconds` after a warm-up; a GPU is waited for."""
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=seconds).median)
 
 
 def _time_computing(place: torch.device, seconds: float) -> Dict[str, Any]:
@@ -168,7 +156,7 @@ def _time_computing(place: torch.device, seconds: float) -> Dict[str, Any]:
             rates[name] = _time_products(getattr(torch, name), place, sizes, seconds)
     a = torch.ones(sizes.copied // 4, device=place)
     b = torch.empty_like(a)
-    return {"rates": rates, "copied": 2 * sizes.copied / time_median(lambda: b.copy_(a), place, seconds)}
+    return {"rates": rates, "copied": 2 * sizes.copied / time_median(lambda: b.copy_(a), seconds)}
 
 
 def _time_products(dtype: torch.dtype, place: torch.device, sizes: Sizes, seconds: float) -> List[float]:
@@ -176,8 +164,8 @@ def _time_products(dtype: torch.dtype, place: torch.device, sizes: Sizes, second
     a = torch.ones(sizes.product, sizes.product, dtype=dtype, device=place)
     x = torch.ones(sizes.images, 64, 28, 28, dtype=dtype, device=place)
     kernel = torch.ones(64, 64, 3, 3, dtype=dtype, device=place)
-    product = 2 * sizes.product**3 / time_median(lambda: a @ a, place, seconds)
-    convolution = time_median(lambda: torch.nn.functional.conv2d(x, kernel, padding=1), place, seconds)
+    product = 2 * sizes.product**3 / time_median(lambda: a @ a, seconds)
+    convolution = time_median(lambda: torch.nn.functional.conv2d(x, kernel, padding=1), seconds)
     return [product, 2 * x.numel() * 64 * 9 / convolution]
 
 
@@ -205,7 +193,7 @@ def _time_gpu_copies(seconds: float) -> Dict[str, float]:
     times = []
     for size in (SHORT, LONG):
         a, b = (torch.ones(size // 4, device=place) for place in places)
-        times.append(time_median(lambda a=a, b=b: b.copy_(a), places[1], seconds))  # type: ignore[misc]
+        times.append(time_median(lambda a=a, b=b: b.copy_(a), seconds))  # type: ignore[misc]
     return split_latency(*times)
 
 

@@ -24,7 +24,6 @@ from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.unit_costs import Unit, count_state_bytes
 from ipu_pipe.schedule.methods import Method, Pipeline
 from ipu_pipe.schedule.recompute import KeptMicrobatches, count_kept_by_segments
-from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
@@ -50,21 +49,22 @@ class StageMemory(NamedTuple):
 
     def round_down(self) -> "StageMemory":
         """Return whole bytes."""
-        return StageMemory(*map(_round_down, self))
-
-
-def _round_down(size: Any) -> Any:
-    if isinstance(size, np.ndarray):
-        return np.floor(np.minimum(size, MOST_BYTES)).astype(np.int64)
-    return int(size)
+        return StageMemory(*(
+            np.floor(np.minimum(size, MOST_BYTES)).astype(np.int64) if isinstance(size, np.ndarray) else int(size)
+            for size in self
+        ))  # fmt: skip
 
 
 class StashCounts(NamedTuple):
-    """What the stages of a pipeline hold (P,): versions of their weights, newest included, and `KeptMicrobatches`."""
+    """What a stage holds, or each of a pipeline's (P,): versions of its weights, newest included, and `KeptMicrobatches`."""
 
-    copies: IntArray
-    inputs: IntArray
-    activations: IntArray
+    copies: Any
+    inputs: Any
+    activations: Any
+
+    def select(self, s: Any) -> "StashCounts":
+        """Return what stage s holds, or several."""
+        return StashCounts(*(counts[s] for counts in self))
 
 
 def count_kept_microbatches(
@@ -104,70 +104,47 @@ def count_stashed(method: Method, stages: int, accumulate: int, recompute: bool,
     batches = 1 if method.flushes else -(-4 * (stages + accumulate) // accumulate)
     make = make_lockstep_schedule if lockstep else make_schedule
     schedule = make(method, stages, batches * accumulate, accumulate)
-    microbatches_kept = count_kept_microbatches(
-        schedule.max_in_flight().tolist(), recompute, method.segments, method.turn
-    )
+    in_flight = schedule.max_in_flight().tolist()
+    stashed = count_kept_microbatches(in_flight, recompute, method.segments, method.turn)
     if recompute and lockstep:
-        microbatches_kept.inputs[-1] = 0
-    return StashCounts(count_weight_copies(VersionTable(schedule, method)), *microbatches_kept)
+        stashed.inputs[-1] = 0
+    return StashCounts(count_weight_copies(VersionTable(schedule, method)), *stashed)
 
 
 def sum_stage_bytes(
-    *,
-    weights: Any,
-    copies: Any,
-    gradients: Any,
-    optimizer: Any,
-    accumulators: Any,
-    saved: Any,
-    entering: Any,
-    inputs: Any,
-    activations: Any,
+    stashed: StashCounts, *, weights: Any, gradients: Any, optimizer: Any, accumulators: Any, saved: Any, entering: Any,
     code: float = 0.0,
-) -> StageMemory:
-    """Return what a stage's device holds, in bytes and not rounded. The one memory formula of this library.
+) -> StageMemory:  # fmt: skip
+    """Return what a stage's device holds, in whole bytes. The one memory formula of this library.
 
     `weights`: of one version. `gradients`, `optimizer`, `accumulators`: of all sums and state. `saved`: all that one microbatch
-    leaves for its backward, `entering`: its input. `copies`, `inputs`, `activations`: a stage's row of `StashCounts`.
+    leaves for its backward, `entering`: its input.
     """
-    activation_bytes = inputs * entering + activations * saved
-    return StageMemory(weights, weights * (copies - 1), gradients, optimizer, accumulators, activation_bytes, code)
+    activations = stashed.inputs * entering + stashed.activations * saved
+    versions = weights * (stashed.copies - 1)
+    return StageMemory(weights, versions, gradients, optimizer, accumulators, activations, code).round_down()
 
 
 def compute_stage_memory(
-    unit: Unit,
-    entering: float,
-    copies: int,
-    inputs: int,
-    activations: int,
-    *,
-    precision: str,
-    samples: int,
-    optimizer: str,
-    device: Optional[Device] = None,
-    accumulators: int = 0,
-    trained: bool = True,
-    streamed: bool = False,
-) -> StageMemory:
-    """Return what the device of the stage `unit` (see `join_units`) holds with microbatches of `samples`, in whole bytes.
+    unit: Unit, entering: float, stashed: StashCounts, *, precision: str, samples: int, moments: int,
+    device: Optional[Device] = None, accumulators: int = 0, trained: bool = True, streamed: bool = False,
+) -> StageMemory:  # fmt: skip
+    """Return what the device of the stage `unit` (see `join_units`) holds with microbatches of `samples`.
 
-    `entering`: bytes that come in with a microbatch. `copies`, `inputs`, `activations`: a row of `count_stashed`. `optimizer`: a
-    key of MOMENTS. `accumulators`: copies of the weights that rules keep. `device`: whose share of code is charged. Not
-    `trained`: the stage has weights and hands activations on, nothing else. `streamed`: the optimizer's state is in streaming
-    memory.
+    `entering`: bytes that come in with a microbatch. `moments`: of the optimizer. `accumulators`: copies of the weights that
+    rules keep. `device`: whose share of code is charged. Not `trained`: the stage has weights and hands activations on, nothing
+    else. `streamed`: the optimizer's state is in streaming memory.
     """
     sizes, count = PRECISIONS[precision], unit.parameters
     learns = count if trained else 0
     saved = samples * unit.activation_bytes * sizes.activation / unit.number_bytes + learns * sizes.cast
     return sum_stage_bytes(
+        stashed,
         weights=count * sizes.weight,
-        copies=copies,
         gradients=learns * sizes.gradient,
-        optimizer=0 if streamed else learns * count_state_bytes(precision, optimizer),
+        optimizer=0 if streamed else learns * count_state_bytes(precision, moments),
         accumulators=learns * accumulators * sizes.weight,
         saved=saved if trained else 0.0,
         entering=entering,
-        inputs=inputs,
-        activations=activations,
         code=device.code_bytes if device is not None else 0.0,
-    ).round_down()
+    )

@@ -12,20 +12,10 @@ from typing import Any, Dict, Optional, Sequence, Union
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.hardware.memory import count_kept_microbatches, sum_stage_bytes
-from ipu_pipe.hardware.unit_costs import MOMENTS
+from ipu_pipe.hardware.memory import count_kept_microbatches
 from ipu_pipe.schedule.methods import Method, Pipeline
 
 Sizes = Union[Sequence[float], NDArray[Any]]
-
-
-def count_weight_optimizer_copies(optimizer: str, t2: bool) -> int:
-    """Return the copies of the weights that one version costs: weights, gradient and moments (sgd 2, momentum 3, adam 4).
-
-    One more for T2's accumulator (or another rule's). PipeMare, Table 2: with T2 4/3 = 1.33 (momentum) and 5/4 = 1.25 (Adam) of
-    the copies without. `optimizer`: a key of MOMENTS.
-    """
-    return 2 + MOMENTS[optimizer] + int(t2)
 
 
 def compute_pipedream_ratio(weights_per_stage: Sizes, copies: int, accumulate: int, rounded: bool) -> float:
@@ -41,18 +31,8 @@ def compute_pipedream_ratio(weights_per_stage: Sizes, copies: int, accumulate: i
     return float((copies - 1 + (weights * tau).sum() / weights.sum()) / copies)
 
 
-def compute_recompute_order(stages: int) -> float:
-    """Return 1/sqrt(P), the ratio of the orders P^(3/2) and P^2 (PipeMare, Tables 4 and 5): 0.097 for 107 stages."""
-    return 1 / math.sqrt(stages)
-
-
 def compute_worker_footprint(
-    weight_bytes: float,
-    total_activation_bytes: float,
-    input_activation_bytes: float,
-    depth: int,
-    microbatches: int,
-    recompute: bool,
+    weight_bytes: float, activation_bytes: float, input_bytes: float, depth: int, microbatches: int, recompute: bool
 ) -> Dict[str, Optional[float]]:
     """Return the bytes of the fullest worker by method, weights and activations alone (Narayanan et al. 2021, section 3).
 
@@ -62,13 +42,9 @@ def compute_worker_footprint(
     one stage, both of one microbatch. 2BW needs m >= d and is None otherwise.
     """
 
-    def sum_worker(copies: int, in_flight: int) -> float:
-        microbatches_kept = count_kept_microbatches([in_flight], recompute)
-        return sum_stage_bytes(
-            weights=weight_bytes / depth, copies=copies, gradients=0.0, optimizer=0.0, accumulators=0.0,
-            saved=total_activation_bytes / depth, entering=input_activation_bytes,
-            inputs=int(microbatches_kept.inputs[0]), activations=int(microbatches_kept.activations[0]),
-        ).total  # fmt: skip
+    def sum_worker(versions: int, in_flight: int) -> float:
+        stash = input_bytes * in_flight + activation_bytes / depth if recompute else activation_bytes / depth * in_flight
+        return versions * weight_bytes / depth + stash
 
     return {
         "gpipe": sum_worker(1, microbatches),
@@ -78,35 +54,28 @@ def compute_worker_footprint(
 
 
 def compute_paper_figures(
-    *,
-    weight_bytes: Sizes,
-    saved_bytes: Sizes,
-    input_bytes: Sizes,
-    optimizer: str,
-    t2: bool,
-    method: Method,
-    accumulate: int,
-    depth: int,
-    in_flight: Sequence[int],
-    weight_copies: Sequence[int],
-) -> Dict[str, Any]:
+    *, weight_bytes: Sizes, saved_bytes: Sizes, input_bytes: Sizes, moments: int, t2: bool, method: Method, accumulate: int,
+    depth: int, in_flight: Sequence[int], weight_copies: Sequence[int],
+) -> Dict[str, Any]:  # fmt: skip
     """Return the figures of summary.json's "memory"; None where one has no meaning.
 
     By stage: `weight_bytes` of one version, `saved_bytes` that one microbatch leaves there, `input_bytes` that enter with it,
-    `in_flight` and `weight_copies` of the schedule. `depth` of the pipeline for the footprint per worker.
+    `in_flight` and `weight_copies` of the schedule. `depth` of the pipeline for the footprint per worker. `moments` of the
+    optimizer; `t2`: whether it, or another rule, keeps an accumulator.
 
     - weight_optimizer_copies: the mean over the weights, older live versions included; weight_optimizer_ratio: to the
-      synchronous method's, which holds one version and no accumulator; weight_optimizer_bytes: on all stages.
+      synchronous method's, which holds one version, its gradient and moments and no accumulator: c = 2 for SGD, 3 with momentum,
+      4 with Adam, so that T2's accumulator gives 1.33 and 1.25 (PipeMare, Table 2); weight_optimizer_bytes: on all stages.
     - pipedream_ratio, pipedream_ratio_rounded: `compute_pipedream_ratio` of these stages, whatever the method.
     - activation_bytes: on all stages; stash_microbatches: by stage. With recomputation: on the dataflow schedule only, whether
-      or not this run recomputes; recompute_ratio_counted: quotient of the two sums of microbatches, recompute_ratio_order its
-      order.
+      or not this run recomputes; recompute_ratio_counted: quotient of the two sums of microbatches; recompute_ratio_order: that
+      of their orders P^(3/2) and P^2 (PipeMare, Tables 4 and 5), 0.097 for 107 stages.
     - footprint_per_worker: `compute_worker_footprint`, A_input being the greatest of `input_bytes`.
     """
     weights, saved, entering = (np.asarray(sizes, np.float64) for sizes in (weight_bytes, saved_bytes, input_bytes))
     flying, versions, P = np.asarray(in_flight, np.int64), np.asarray(weight_copies, np.int64), len(weights)
-    synchronous = count_weight_optimizer_copies(optimizer, False)
-    copies = count_weight_optimizer_copies(optimizer, t2) - 1 + versions
+    synchronous = 2 + moments
+    copies = synchronous + int(t2) - 1 + versions
     total = (weights * copies).sum()
     ratios = [compute_pipedream_ratio(weights, synchronous, accumulate, up) if P > 1 else None for up in (False, True)]
     figures: Dict[str, Any] = {
@@ -130,7 +99,7 @@ def compute_paper_figures(
         )
         figures["stash_microbatches_with_recompute"] = stash.tolist()
         figures["recompute_ratio_counted"] = float(stash.sum() / flying.sum())
-        figures["recompute_ratio_order"] = compute_recompute_order(P)
+        figures["recompute_ratio_order"] = 1 / math.sqrt(P)
     whole = float(weights.sum()), float(saved.sum()), float(entering.max())
     without, with_recompute = (compute_worker_footprint(*whole, depth, accumulate, again) for again in (False, True))
     figures["footprint_per_worker"] = {

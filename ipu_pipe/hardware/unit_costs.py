@@ -15,14 +15,11 @@ The roofline holds operation by operation: sum the seconds of units, rather than
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Sequence, Tuple
 
 from ipu_pipe.hardware.description import Hardware
 from ipu_pipe.hardware.precision import PRECISIONS
-
-MOMENTS = {"sgd": 0, "momentum": 1, "adam": 2}  # copies of the weights in an optimizer's state
-
 
 # ---- the record
 
@@ -71,27 +68,20 @@ def join_units(units: Sequence[Unit]) -> Unit:
 
     It is measured for the sizes of microbatch for which all are.
     """
-    assert units and len({unit.number_bytes for unit in units}) == 1
     by_size = [{passes.samples: passes for passes in unit.measured} for unit in units]
     sizes = sorted(set.intersection(*(set(passes) for passes in by_size)))
-    return Unit(
-        units[0].name,
-        sum(unit.forward_flops for unit in units),
-        sum(unit.backward_flops for unit in units),
-        sum(unit.parameters for unit in units),
-        units[-1].output_bytes,
-        sum(unit.activation_bytes for unit in units)
+    summed = ("forward_flops", "backward_flops", "parameters", "update_seconds", "forward_moved", "backward_moved")
+    return replace(
+        units[0],
+        output_bytes=units[-1].output_bytes,
+        activation_bytes=sum(unit.activation_bytes for unit in units)
         + sum(size for i, unit in enumerate(units) for back, size in unit.also_kept if back > i),
-        units[0].number_bytes,
-        tuple(
-            MeasuredPasses(
-                size, sum(passes[size].forward for passes in by_size), sum(passes[size].backward for passes in by_size)
-            )
+        measured=tuple(
+            MeasuredPasses(size, sum(p[size].forward for p in by_size), sum(p[size].backward for p in by_size))
             for size in sizes
         ),
-        sum(unit.update_seconds for unit in units),
-        sum(unit.forward_moved for unit in units),
-        sum(unit.backward_moved for unit in units),
+        also_kept=(),
+        **{name: sum(getattr(unit, name) for unit in units) for name in summed},
     )
 
 
@@ -135,21 +125,20 @@ def _interpolate(unit: Unit, samples: int) -> UnitSeconds:
     )
 
 
-def count_state_bytes(precision: str, optimizer: str) -> int:
-    """Return the bytes per weight that an optimizer (a key of MOMENTS) keeps, the master copy of a mixed precision included."""
+def count_state_bytes(precision: str, moments: int) -> int:
+    """Return the bytes per weight that an optimizer with `moments` (see update.optimizer) keeps, the master copy of a mixed
+    precision included."""
     sizes = PRECISIONS[precision]
-    return MOMENTS[optimizer] * sizes.state + sizes.master
+    return moments * sizes.state + sizes.master
 
 
-def compute_update_seconds(
-    unit: Unit, hardware: Hardware, precision: str, optimizer: str, streamed: bool = False
-) -> float:
+def compute_update_seconds(unit: Unit, hardware: Hardware, precision: str, moments: int, streamed: bool = False) -> float:
     """Return the seconds of an update of a unit's weights: memory traffic alone.
 
     Weights, state and master copy are read and written, gradients read. `streamed`: state and master copy come from streaming
     memory before that, and go back.
     """
-    sizes, state = PRECISIONS[precision], count_state_bytes(precision, optimizer)
+    sizes, state = PRECISIONS[precision], count_state_bytes(precision, moments)
     traffic = 2 * (sizes.weight + state) + sizes.gradient
     seconds = unit.update_seconds or unit.parameters * traffic / hardware.device.bandwidth
     if streamed:

@@ -13,7 +13,6 @@ from torch import nn
 
 from ipu_pipe.config.outer import check_stages
 from ipu_pipe.config.schema import Config
-from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import Hardware, read_hardware
 from ipu_pipe.hardware.model_units import FEW, count_units
@@ -33,6 +32,7 @@ from ipu_pipe.plan.reasons import Binding, find_binding
 from ipu_pipe.plan.search import find_least_memory, search
 from ipu_pipe.schedule.methods import Method, check_sizes
 from ipu_pipe.text import format_bytes
+from ipu_pipe.update.optimizer import count_moments
 
 
 def make_problem(
@@ -46,15 +46,13 @@ def make_problem(
     """
     precision = precision or config.precision
     hardware.find_rate(precision)  # raises BadInput without one
-    # of an optimizer given in Python, the most that it may keep
-    kinds = {"adam": "adam", "adamw": "adam", GIVEN: "adam"}
-    optimizer = kinds.get(config.optimizer.name, "momentum" if config.optimizer.momentum else "sgd")
+    moments = count_moments(config.optimizer.name, {"momentum": config.optimizer.momentum, **(config.optimizer.args or {})})
     scale = PRECISIONS[precision].data / units[0].number_bytes
     usable = hardware.device.usable_bytes if memory is None else memory
     ipu = config.backend.ipu
     off_chip = ipu is not None and ipu.tensor_locations.optimizer.on_chip is False
     streamed = off_chip and hardware.device.streaming_bytes is not None
-    return Problem(tuple(units), entering * scale, hardware, usable, precision, optimizer, streamed=streamed)
+    return Problem(tuple(units), entering * scale, hardware, usable, precision, moments, streamed=streamed)
 
 
 def make_candidate(config: Config, depth: int) -> Candidate:

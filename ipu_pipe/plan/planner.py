@@ -53,7 +53,7 @@ def make_plan(
 
 def _may_stream(problem: Problem) -> bool:
     """Return whether the device holds optimizer state that streaming memory could hold."""
-    state = count_state_bytes(problem.precision, problem.optimizer)
+    state = count_state_bytes(problem.precision, problem.moments)
     return not problem.streamed and problem.hardware.device.streaming_bytes is not None and state > 0
 
 

@@ -31,9 +31,9 @@ from ipu_pipe.schedule.methods import METHODS, Pipeline
 class Problem:
     """What is planned.
 
-    units: of the model, in order. input_bytes: of a sample. memory_bytes: usable on each device of `hardware`. optimizer: a key
-    of MOMENTS. blocks: for methods that train blocks by their own losses. streamed: the optimizer's state is in streaming memory
-    (PopTorch's tensor_locations.optimizer.on_chip false).
+    units: of the model, in order. input_bytes: of a sample. memory_bytes: usable on each device of `hardware`. moments: copies
+    of the weights in the optimizer's state. blocks: for methods that train blocks by their own losses. streamed: that state is
+    in streaming memory (PopTorch's tensor_locations.optimizer.on_chip false).
     """
 
     units: Tuple[Unit, ...]
@@ -41,7 +41,7 @@ class Problem:
     hardware: Hardware
     memory_bytes: float
     precision: str
-    optimizer: str
+    moments: int
     blocks: Optional[BlockUnits] = None
     streamed: bool = False
 
@@ -52,14 +52,14 @@ class Problem:
 
     def get_update_seconds(self, unit: Unit) -> float:
         """Return the seconds of an update of the unit's weights."""
-        return compute_update_seconds(unit, self.hardware, self.precision, self.optimizer, self.streamed)
+        return compute_update_seconds(unit, self.hardware, self.precision, self.moments, self.streamed)
 
     def fits_streaming(self, parameters: Any) -> Any:
         """Return whether streaming memory holds the optimizer's state of `parameters`, if that is where it is."""
         room = self.hardware.device.streaming_bytes
         if not self.streamed or room is None:
             return True
-        return parameters * count_state_bytes(self.precision, self.optimizer) <= room.value
+        return parameters * count_state_bytes(self.precision, self.moments) <= room.value
 
     def resolve(self, method: str) -> Problem:
         """Return the problem for a method, by which a mixed precision differs."""
@@ -235,10 +235,10 @@ class Costing:
         return compute_stage_memory(
             stages,
             entering,
-            *(counts[s] for counts in stashed or self.stashed),
+            (stashed or self.stashed).select(s),
             precision=self.problem.precision,
             samples=self.asked.micro_batch_size,
-            optimizer=self.problem.optimizer,
+            moments=self.problem.moments,
             device=self.problem.hardware.device,
             streamed=self.problem.streamed,
         )

@@ -8,13 +8,13 @@ import torch
 
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.backends.table import get_backend
-from ipu_pipe.hardware.memory import count_kept_microbatches, sum_stage_bytes
+from ipu_pipe.hardware.memory import StashCounts, count_kept_microbatches, sum_stage_bytes
 from ipu_pipe.hardware.paper_figures import compute_paper_figures
-from ipu_pipe.hardware.unit_costs import MOMENTS
 from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import count_bytes
 from ipu_pipe.schedule.versions import count_weight_copies
+from ipu_pipe.update.optimizer import count_moments, get_kind
 
 
 def build_memory_record(job: Job, measured: Report) -> Dict[str, Any]:
@@ -33,18 +33,15 @@ def build_memory_record(job: Job, measured: Report) -> Dict[str, Any]:
 def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None) -> List[Dict[str, int]]:
     """Return a row for each stage, as planned: weight copies, delays, microbatches in flight, and the bytes of each category on
     its device. `optimizer_bytes`: as measured, by stage."""
-    sizes = {name: p.numel() * p.element_size() for name, p in job.model.named_parameters()}
+    parameters = dict(job.model.named_parameters())
     lags, backward_lags = job.table.greatest_lag(), job.table.greatest_backward_lag()
     of_pipeline = get_backend(job.config).in_flight(job)
-    copies = count_weight_copies(job.table)
     in_flight = job.schedule.max_in_flight() if of_pipeline is None else of_pipeline
-    kept_microbatches = count_kept_microbatches(
-        in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn
-    )
+    kept = count_kept_microbatches(in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn)
     if job.config.recompute and of_pipeline is not None:
         # such a pipeline does not recompute its last stage
-        kept_microbatches.inputs[in_flight == 1] = 0
-    moments = MOMENTS.get(_find_optimizer_kind(job) or "", 0)
+        kept.inputs[in_flight == 1] = 0
+    stashed = StashCounts(count_weight_copies(job.table), *kept)
     # replicas of local SGD have weights and optimizer state of their own
     copies_of_state = job.width if job.method.rounds is not None else 1
     trained, shared, masters = _count_trained_bytes(job), _count_shared_layer_bytes(job), job.count_master_bytes()
@@ -52,22 +49,20 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
     for stage, entering in zip(job.part.stages, _count_input_bytes(job)):
         s = stage.index
         # copies of weights of an earlier stage, to which one microbatch's gradient is on its way
-        tied = sum(sizes[name] for name in job.part.replicas(s))
+        tied = sum(_count_bytes(parameters[name]) for name in job.part.replicas(s))
         planned = sum_stage_bytes(
-            weights=sum(sizes[name] for name in stage.parameters) + shared[s] + tied,
-            copies=int(copies[s]),
+            stashed.select(s),
+            weights=sum(_count_bytes(parameters[name]) for name in stage.parameters) + shared[s] + tied,
             gradients=trained[s] + shared[s] + tied,
-            optimizer=moments * (trained[s] + shared[s]) * copies_of_state + masters[s],
+            optimizer=_count_moments(job) * (trained[s] + shared[s]) * copies_of_state + masters[s],
             accumulators=len(job.rules.entries(s)) * trained[s],
             saved=job.footprint.saved_bytes[s],
             entering=entering,
-            inputs=int(kept_microbatches.inputs[s]),
-            activations=int(kept_microbatches.activations[s]),
-        ).round_down()
+        )
         state = planned.optimizer + planned.accumulators
         rows.append({
-            "parameters": sum(job.model.get_parameter(name).numel() for name in stage.parameters),
-            "weight_copies": int(copies[s]),
+            "parameters": sum(parameters[name].numel() for name in stage.parameters),
+            "weight_copies": int(stashed.copies[s]),
             "weight_bytes": planned.weights + planned.versions,
             "gradient_bytes": planned.gradients,
             "optimizer_bytes": optimizer_bytes[s] if optimizer_bytes is not None and any(optimizer_bytes) else state,
@@ -79,13 +74,22 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
     return rows
 
 
+def _count_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _count_moments(job: Job) -> int:
+    """Return the copies of the weights in the optimizer's state, of the parameter group with the most."""
+    kind = get_kind(job.optimizer)
+    return max(count_moments(kind, group) for group in job.optimizer.param_groups)
+
+
 def _count_shared_layer_bytes(job: Job) -> List[int]:
     """Return the bytes of the previous stage's layer that each stage's device holds too, where blocks share layers."""
     blocks = get_blocks(job.model)
     if blocks is None or not blocks.overlap:
         return [0] * len(job.part)
-    piece_bytes = [sum(p.numel() * p.element_size() for p in piece.parameters()) for piece in blocks.pieces]
-    return [0, *piece_bytes[:-1]]
+    return [0, *(sum(map(_count_bytes, piece.parameters())) for piece in blocks.pieces[:-1])]
 
 
 def _count_input_bytes(job: Job) -> List[int]:
@@ -97,29 +101,20 @@ def _count_trained_bytes(job: Job) -> List[int]:
     """Return the bytes of each stage that the optimizer updates: weights, or their float32 masters."""
     trained = [0] * len(job.part)
     for group in job.groups:
-        trained[group["stage"]] += sum(p.numel() * p.element_size() for p in group["params"])
+        trained[group["stage"]] += sum(map(_count_bytes, group["params"]))
     return trained
-
-
-def _find_optimizer_kind(job: Job) -> Optional[str]:
-    if isinstance(job.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        return "adam"
-    if isinstance(job.optimizer, torch.optim.SGD):
-        return "momentum" if any(group["momentum"] for group in job.optimizer.param_groups) else "sgd"
-    return None
 
 
 def compute_memory_figures(job: Job) -> Optional[Dict[str, Any]]:
     """Return the papers' figures for this model and method; None for optimizers that they do not rate."""
-    kind = _find_optimizer_kind(job)
-    if kind is None:
+    if get_kind(job.optimizer) not in ("sgd", "adam", "adamw"):
         return None
-    sizes = {name: p.numel() * p.element_size() for name, p in job.model.named_parameters()}
+    sizes = {name: _count_bytes(p) for name, p in job.model.named_parameters()}
     return compute_paper_figures(
         weight_bytes=[sum(sizes[name] for name in stage.parameters) for stage in job.part.stages],
         saved_bytes=job.footprint.saved_bytes,
         input_bytes=_count_input_bytes(job),
-        optimizer=kind,
+        moments=_count_moments(job),
         t2=any(job.rules.entries(stage.index) for stage in job.part.stages),
         method=job.method,
         accumulate=job.schedule.accumulate,

@@ -69,7 +69,7 @@ def count_gpt(width: int, blocks: int = BLOCKS) -> Tuple[Unit, ...]:
 def make_problem(units: Tuple[Unit, ...], devices: int = DEVICES) -> Problem:
     """Return the planning problem of a model on some of the paper's devices."""
     hardware = read_hardware(SERVER).with_devices(devices)
-    return Problem(units, 8.0 * SEQUENCE, hardware, hardware.device.usable_bytes, "float16", "adam")
+    return Problem(units, 8.0 * SEQUENCE, hardware, hardware.device.usable_bytes, "float16", moments=2)
 
 
 def cut_equally(units: Tuple[Unit, ...], depth: int) -> List[int]:

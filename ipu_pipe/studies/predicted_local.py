@@ -131,7 +131,7 @@ def predict(
     first = tuple(effects.units(unit) for unit in blocks.first) if effects.spares else units
     numbers = IMAGE[0] * IMAGE[1] * IMAGE[2]
     hardware = effects.hardware(read_hardware("pod16"))
-    problem = Problem(units, 2.0 * numbers, hardware, 1e15, "16.16", "momentum", BlockUnits(heads, first))
+    problem = Problem(units, 2.0 * numbers, hardware, 1e15, "16.16", 1, BlockUnits(heads, first))
     layout, sums = list_layouts(devices, 1)[0], Sums(problem, samples)
     names = [unit.name for unit in units]
     candidate = Candidate(BACKPROPAGATION, devices, 1, samples, accumulate, False)
