@@ -73,7 +73,7 @@ equality: install
 	$(BIN)/python tools/fetch_data.py translation
 	$(BIN)/python tools/equality.py
 
-# Run the papers' experiments at a size for two cores. Takes about an hour.
+# Run the papers' experiments at a size for two cores. Takes about an hour and a half.
 reproduce: install
 	$(BIN)/python tools/fetch_data.py cifar10
 	$(BIN)/python tools/fetch_data.py shakespeare

@@ -19,9 +19,9 @@ from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.studies import step_grids, vector_runs
+from ipu_pipe.studies import vector_grids, vector_runs
 from ipu_pipe.studies.experiment import Claim
-from ipu_pipe.studies.history_delays import HistoryDelayStudy, fit_exponent
+from ipu_pipe.studies.history_delays import fit_exponent
 from ipu_pipe.studies.objectives import (
     Logistic,
     Quadratic,
@@ -149,12 +149,12 @@ def test_pipedream_is_the_emulators(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("args", [{}, {"delay_bound": 3, "nag": 0.4}], ids=["uniform", "nag"])
+@pytest.mark.parametrize("args", [{}, {"delay_bound": 3}], ids=["uniform", "bounded"])
 def test_randomized_pipedream_is_the_emulators(name: str, args: Dict[str, Any]) -> None:
     objective = OBJECTIVES[name]()
     other = {**args, "delay_bound": 1}
     sources = [make_randomized_source(P, M, objective.batches, each, 2) for each in (other, args)]
-    found = run_randomized(objective, sources, RATES, 0, args.get("nag"))
+    found = run_randomized(objective, sources, RATES, 0)
     method = resolve_method("randomized_pipedream", args)
     assert_close(found[1], lambda rate: emulated(objective, method, rate, sources[1]), objective)
     assert (found[0].x != found[1].x).any()
@@ -300,13 +300,13 @@ def test_budgets_in_slots() -> None:
 # ---- results
 
 
-def make_run(label: str, step: float, *values: float) -> step_grids.StepRun:
-    return step_grids.StepRun(label, "pipedream", {}, step, [(k, 2 * k, v) for k, v in enumerate(values)])
+def make_run(label: str, step: float, *values: float) -> vector_grids.StepRun:
+    return vector_grids.StepRun(label, "pipedream", {}, step, [(k, 2 * k, v) for k, v in enumerate(values)])
 
 
 def test_the_best_step_of_each_row_is_told_with_what_the_paper_says(tmp_path: Path) -> None:
-    grid = step_grids.StepGrid(
-        "tiny", "Tiny", "nobody", "f - f*", lambda seed: [],
+    grid = vector_grids.VectorGrid(
+        "tiny", "Tiny", "nobody", "small", lambda seed: make_random_quadratic(40, D, 5, seed), [],
         [
             Claim("A is better than B", lambda finals: finals["A"] < finals["B"]),
             Claim("B is better than A", lambda finals: finals["B"] < finals["A"]),
@@ -343,15 +343,15 @@ def test_the_best_step_of_each_row_is_told_with_what_the_paper_says(tmp_path: Pa
 def test_the_step_grids_are_listed_and_the_quadratic_runs(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:  # type: ignore[type-arg]
     reproduce.main(["--json"])
     listed = [each["experiment"] for each in json.loads(capsys.readouterr().out)]
-    assert list(step_grids.STEP_GRIDS) == listed[-5:] and "pb_resnet20" in listed
-    found = step_grids.run_local_sgd_logistic(0)
+    assert list(vector_grids.VECTOR_GRIDS) == listed[-4:] and "pb_resnet20" in listed
+    found = vector_grids.run_seed(vector_grids.VECTOR_GRIDS["local_sgd_logistic"], 0)
     labels: List[str] = list(dict.fromkeys(run.label for run in found))
     assert labels == ["PipeDream", "LocalSGD K=2", "LocalSGD K=5", "LocalSGD K=30"]
     assert {run.curve[-1][1] for run in found} == {830}
 
 
 def test_delay_statistics_and_their_fit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
-    reproduce.main([HistoryDelayStudy.name, "--json", "--out", str(tmp_path)])
+    reproduce.main(["rpd_delays", "--json", "--out", str(tmp_path)])
     found = json.loads(capsys.readouterr().out)
     by_stages = {row["args"]["stages"]: row for row in found["rows"]}
     assert sorted(by_stages) == list(range(2, 41)) and found["agrees"] and not found["differences"]
@@ -361,7 +361,7 @@ def test_delay_statistics_and_their_fit(tmp_path: Path, capsys: pytest.CaptureFi
         "greatest": 60,
     }
     assert all(
-        (tmp_path / HistoryDelayStudy.name / name).stat().st_size > 10_000 for name in ("delays.png", "timelines.png")
+        (tmp_path / "rpd_delays" / name).stat().st_size > 10_000 for name in ("delays.png", "timelines.png")
     )
     assert fit_exponent([2, 4, 8], [12, 48, 192]) == pytest.approx(2)
 

@@ -5,25 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any, List
+from typing import Any, Dict, List
 
 import pytest
+import yaml
 
 from ipu_pipe.cli import reproduce
 from ipu_pipe.errors import BadInput, run_command
 from ipu_pipe.studies.experiment import Request
-from ipu_pipe.studies.training_grid import (
-    GridRun,
-    compute_normalized_time,
-    load_grid,
-    make_grid_table,
-    name_folder,
-    summarize,
-    train_one,
-)
+from ipu_pipe.studies.measures import compute_normalized_time
+from ipu_pipe.studies.trained import TrainingGrid, load_experiment, make_grid_table, name_folder, run_one, summarize
 from tests.interrupted import interrupted_at
 
 ROOT = Path(__file__).resolve().parents[1]
+OPTIONS: Dict[str, Any] = {}
 TEXT = """
 title: Digits
 source: nobody, Table 0
@@ -52,14 +47,18 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def read_grid(file: Path) -> TrainingGrid:
+    return TrainingGrid.model_validate(yaml.safe_load(file.read_text()))
+
+
 def test_rows_and_seeds_are_run_once_and_compared(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    grid = load_grid(file)
+    experiment = load_experiment(file)
     said: List[str] = []
-    outcome = grid.run(Request(tmp_path / "runs", jobs=2, say=said.append))
+    outcome = experiment.run(Request(tmp_path / "runs", jobs=2, say=said.append))
     folder, rows = outcome.folder, outcome.results["rows"]
     assert folder == tmp_path / "runs" / "digits"
-    assert [(curve["label"], curve["seed"]) for curve in outcome.curves] == [(r, s) for r in grid.rows for s in (0, 1)]
+    assert [(curve["label"], curve["seed"]) for curve in outcome.curves] == [(r, s) for r in experiment.labels for s in (0, 1)]
     assert len(said) == 7 and said[-1].startswith("[6/6]")
     sync, bad = outcome.curves[0], outcome.curves[-1]
     assert sync["diverged"] is None and "loss is" in bad["diverged"]
@@ -80,18 +79,18 @@ def test_rows_and_seeds_are_run_once_and_compared(file: Path, tmp_path: Path, mo
 
     monkeypatch.setattr("ipu_pipe.backends.emulator.replay.Emulator.step", not_again)
     for curve in outcome.curves:
-        config = grid.make_config(curve["label"], curve["seed"], False)
-        again = train_one(config, str(folder / name_folder(curve["label"]) / f"seed-{curve['seed']}"))
-        assert [tuple(point) for point in again["curve"]] == [tuple(point) for point in curve["curve"]]
+        config = read_grid(file).make_config(curve["label"], curve["seed"])
+        again = run_one(config, str(folder / name_folder(curve["label"]) / f"seed-{curve['seed']}"), OPTIONS)
+        assert again["curve"] == curve["curve"]
 
 
 def test_an_interrupted_run_goes_on(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    config = load_grid(file).make_config("sync", 0, False)
-    whole = train_one(config, str(tmp_path / "whole"))
+    config = read_grid(file).make_config("sync", 0)
+    whole = run_one(config, str(tmp_path / "whole"), OPTIONS)
     with interrupted_at(9):
-        train_one(config, str(tmp_path / "cut"))
-    assert train_one(config, str(tmp_path / "cut"))["curve"] == whole["curve"]
+        run_one(config, str(tmp_path / "cut"), OPTIONS)
+    assert run_one(config, str(tmp_path / "cut"), OPTIONS)["curve"] == whole["curve"]
 
 
 def test_time_is_counted_by_phase() -> None:
@@ -100,14 +99,15 @@ def test_time_is_counted_by_phase() -> None:
 
 
 def test_expectations_hold_or_are_told(file: Path) -> None:
-    grid = load_grid(file)
+    grid = read_grid(file)
     runs = [
-        GridRun(label, 0, [(1.0, 1.0, 0.5, accuracy)], None, 20, 1.0)
+        {"label": label, "seed": 0, "curve": [(1.0, 1.0, 0.5, accuracy)], "final": accuracy, "best": accuracy,
+         "values": {}, "diverged": None, "step": 20}
         for label, accuracy in (("sync", 0.5), ("warm up", 0.5), ("bad", 0.7))
-    ]
-    results = summarize(grid, runs, False)
+    ]  # fmt: skip
+    results = {"title": grid.title, "source": grid.source, **summarize(grid, runs)}
     assert results["differences"] == ["not reproduced: sync is better than bad: 50.0% against 70.0%"]
-    assert "| sync is better than bad | does not hold |" in make_grid_table(results, "x")
+    assert "| sync is better than bad | does not hold |" in make_grid_table(grid, results, "x")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_expectations_hold_or_are_told(file: Path) -> None:
 def test_a_wrong_file_is_told_in_one_line(file: Path, change: Any, said: str) -> None:
     file.write_text(TEXT.replace(*change))
     with pytest.raises(BadInput) as error:
-        load_grid(file)
+        load_experiment(file)
     assert any(said in fault and str(file) in fault for fault in error.value.faults), error.value.faults
 
 

@@ -35,8 +35,7 @@ from ipu_pipe.model.stages import begin_stage
 from ipu_pipe.run.folder import RunFolder, read_summary
 from ipu_pipe.run.train import train
 from ipu_pipe.studies.collect import write_comparison
-from ipu_pipe.studies.experiment import Outcome
-from ipu_pipe.studies.worker_pool import call_with_picklable_faults
+from ipu_pipe.studies.experiment import Outcome, call_with_picklable_faults
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -519,14 +518,15 @@ def test_a_fault_of_the_users_on_one_rank_is_told_by_it_alone(tmp_path: Path) ->
 def test_workers_end_with_the_process_that_started_them() -> None:
     script = """
 import multiprocessing, os, threading, time
-from ipu_pipe.studies.worker_pool import run_in_workers
+from pathlib import Path
+from ipu_pipe.studies.experiment import Request, run_all
 if __name__ == "__main__":
     def tell():
         while not multiprocessing.active_children():
             time.sleep(0.02)
         print(*[child.pid for child in multiprocessing.active_children()], flush=True)
     threading.Thread(target=tell, daemon=True).start()
-    list(run_in_workers(time.sleep, {"a": (60,)}, 1))
+    run_all(time.sleep, {"a": (60,)}, Request(Path(".")), str)
 """
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

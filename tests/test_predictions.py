@@ -26,7 +26,7 @@ from ipu_pipe.plan.search import search
 from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.studies import catalogue, predicted_2bw, predicted_local
-from ipu_pipe.studies.experiment import PredictedRows, PredictionTable
+from ipu_pipe.studies.experiment import PredictedRows, make_prediction
 
 ROOT = Path(__file__).resolve().parents[1]
 counts = pytest.mark.skipif(FlopCounterMode is None, reason="this PyTorch counts no FLOPs")
@@ -131,7 +131,7 @@ def test_the_command_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: Any
 
     row = {"what": "a", "printed": 1, "predicted": 2.0}
     columns = (("what", "what"), ("predicted", "predicted"))
-    made = PredictionTable("plan_2bw", "Title", "Paper", columns, lambda: PredictedRows([row], ["note"], ["less"]))
+    made = make_prediction("plan_2bw", "Title", "Paper", columns, lambda: PredictedRows([row], ["note"], ["less"]))
     monkeypatch.setattr(catalogue, "TABLE_2BW", made)
     assert tool("plan_2bw", "--json", "--out", str(tmp_path)) == 0
     found = json.loads(capsys.readouterr().out)

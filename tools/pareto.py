@@ -74,12 +74,13 @@ def main() -> None:
         raise BadInput(
             f"--examples: {args.examples}: must be at least two of the greatest --batches, {max(args.batches)}"
         )
-    from ipu_pipe.studies.training_grid import run_grid
+    from ipu_pipe.studies.experiment import Request
+    from ipu_pipe.studies.trained import run_grid
 
     experiment = _experiment(args)
     say(f"{len(experiment.rows)} runs of {args.examples} examples, {args.jobs} at a time, into {args.runs}")
     try:
-        run_grid(experiment, args.runs, [0], args.jobs, say=say)
+        run_grid(experiment, args.runs, [0], Request(args.runs, jobs=args.jobs, say=say))
     except BadInput as error:
         raise BadInput(
             [fault.replace("--resume:", f"--runs: {args.runs}: holds other runs:") for fault in error.faults]
@@ -100,7 +101,7 @@ def _label(kind: str, batch: int, rate: float) -> str:
 
 
 def _experiment(args: Any) -> Any:
-    from ipu_pipe.studies.training_grid import TrainingGrid
+    from ipu_pipe.studies.trained import TrainingGrid
 
     base = {
         "model": {"entry": "models.mlp:mlp", "args": {"inputs": 3 * args.size**2, "width": args.width, "layers": LAYERS}},
@@ -108,7 +109,7 @@ def _experiment(args: Any) -> Any:
         "stages": [f"fc{layer}" for layer in range(2, LAYERS + 1)],
         "optimizer": {"name": "adam"}, "evaluate": {"every": 0}, "backend": {"threads": 1}, "allow_nonfinite": True,
     }  # fmt: skip
-    rows: Dict[str, Dict[str, Any]] = {}
+    rows: Dict[str, Optional[Dict[str, Any]]] = {}
     for kind in args.kinds:
         method, settings, _, _ = KINDS[kind]
         for batch in args.batches:
@@ -118,7 +119,8 @@ def _experiment(args: Any) -> Any:
                     "method": method, "method_args": settings, "micro_batch_size": batch, "optimizer": {"lr": rate},
                     "steps": steps, "log": {"every": max(1, steps // 200)},
                 }  # fmt: skip
-    return TrainingGrid("pareto", "Pareto fronts", "Laskin et al. 2020, Figure 3", base, {}, [0], rows, [])
+    source = "Laskin et al. 2020, Figure 3"
+    return TrainingGrid(title="Pareto fronts", source=source, base=base, seeds=[0], rows=rows)
 
 
 def _costs(args: Any) -> Any:

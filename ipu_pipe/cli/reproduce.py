@@ -54,20 +54,21 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     args = make_parser().parse_args(arguments)
     if args.seeds and len(set(args.seeds)) < len(args.seeds):
         raise BadInput(f"--seeds: {' '.join(map(str, args.seeds))}: must be different")
-    from ipu_pipe.studies.catalogue import find_experiments, list_experiments  # they import torch
+    from ipu_pipe.studies.catalogue import find_experiments  # it imports torch
     from ipu_pipe.studies.experiment import Request
 
     tell = get_tell(args.quiet or args.json)
     if not args.experiment:
-        listed = list_experiments()
+        listed = find_experiments([])
         if args.json:
             print(json.dumps([{"experiment": e.name, "title": e.title, "source": e.source} for e in listed], indent=1))
         for e in listed:
-            tell(f"{e.name:30s} {e.title} ({e.source}); {e.describe_size()}")
+            tell(f"{e.name:30s} {e.title} ({e.source}); {e.size}")
         return
     request = Request(args.runs, args.seeds or (), args.rows or (), args.full, args.jobs, get_say(args.quiet))
-    experiments = find_experiments(args.experiment)
-    if args.experiment != ["all"]:  # options that an experiment has no use for are refused, but not of all at once
+    runs_all = args.experiment == ["all"]
+    experiments = find_experiments([] if runs_all else args.experiment)
+    if not runs_all:  # options that an experiment has no use for are refused, but not of all at once
         for experiment in experiments:
             experiment.check(request)
     all_results: List[Dict[str, Any]] = []

@@ -1,15 +1,27 @@
-"""The experiments of tools/reproduce.py: what each of them provides, the paper's claims, and the files of an outcome."""
+"""The one runner of experiments: a record for each, runs several at a time with progress, the paper's claims, files of results.
+
+An experiment is rows by seeds, what is measured of each run, and what the paper claims of the rows. Its runs are kept in a
+folder, and finished ones are not run again.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Protocol, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence, Tuple, TypeVar
 
-from ipu_pipe.errors import BadInput, guard_writing
+from ipu_pipe.errors import BadInput, RunFault, find_user_fault, guard_writing
 from ipu_pipe.files import write, write_json
+from ipu_pipe.launcher import end_with
 
-Finals = Mapping[str, float]  # row label -> the final value of the row
+Key = TypeVar("Key")
+Result = Dict[str, Any]  # of a run, as plain data
 
 
 @dataclass(frozen=True)
@@ -25,12 +37,6 @@ class Request:
     full: bool = False
     jobs: int = 1
     say: Callable[[str], None] = print
-
-    def refuse(self, name: str, reason: str, *options: str) -> None:
-        """Raise `BadInput` for those of `options` (seeds, rows, full) that were given; `reason` says why they do not apply."""
-        given_options = [option for option in options if getattr(self, option)]
-        if given_options:
-            raise BadInput([f"--{option}: {name}: {reason}; leave it out" for option in given_options])
 
 
 @dataclass(frozen=True)
@@ -62,42 +68,105 @@ class Outcome:
         return files
 
 
-class Experiment(Protocol):
-    """Anything that tools/reproduce.py can list, check and run."""
+@dataclass(frozen=True)
+class Experiment:
+    """Anything that tools/reproduce.py can list, check and run.
 
-    @property
-    def name(self) -> str:
-        """The name on the command line."""
+    `size` are its rows and seeds in words. `labels` are the rows that can be chosen, `seeds` its own ones, `has_full` says
+    whether there is the paper's size; where there are none, the option is refused.
+    """
 
-    @property
-    def title(self) -> str:
-        """One line on what is compared."""
-
-    @property
-    def source(self) -> str:
-        """The paper, with its tables or figures."""
-
-    def describe_size(self) -> str:
-        """Return its rows and seeds in words."""
+    name: str
+    title: str
+    source: str
+    size: str
+    run: Callable[[Request], Outcome]
+    labels: Sequence[str] = ()
+    seeds: Sequence[int] = ()
+    has_full: bool = False
 
     def check(self, request: Request) -> None:
-        """Raise `BadInput` for options that do not apply."""
+        """Raise `BadInput` for options that do not apply and for rows that do not exist."""
+        options = {"rows": self.labels, "seeds": self.seeds, "full": self.has_full}
+        faults = [
+            f"--{option}: {self.name}: it has none to choose from; leave the option out"
+            for option, choice in options.items()
+            if getattr(request, option) and not choice
+        ]
+        unknown = [label for label in request.rows if label not in self.labels]
+        faults += [f"--rows: {label}: must be one of {', '.join(self.labels)}" for label in unknown if self.labels]
+        if faults:
+            raise BadInput(faults)
 
-    def run(self, request: Request) -> Outcome:
-        """Run it."""
+    def describe(self) -> Dict[str, Any]:
+        """Return the keys with which its results begin."""
+        return {"experiment": self.name, "title": self.title, "source": self.source}
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A statement of the paper, and the condition on the final values under which these runs agree with it."""
+# ---- the runs
+
+
+def run_all(
+    work: Callable[..., Result],
+    arguments: Mapping[Key, Sequence[Any]],
+    request: Request,
+    describe: Callable[[Key, Result], str],
+) -> Dict[Key, Result]:
+    """Return `work(*arguments[key])` of each key in their order; say after each run how it ended and the time that is left.
+
+    `request.jobs` runs go on at a time, in processes of their own. A fault of one ends all: workers that go on would hold up
+    the end of this process. A fault of the user's code is raised as its `UserFault`, since not every exception can be pickled.
+    """
+    done: Dict[Key, Result] = {}
+    start = time.monotonic()
+    with ProcessPoolExecutor(
+        min(request.jobs, len(arguments)), mp_context=get_context("spawn"), initializer=_start, initargs=(os.getpid(),)
+    ) as pool:
+        waiting: Dict["Future[Result]", Key] = {
+            pool.submit(call_with_picklable_faults, work, values): key for key, values in arguments.items()
+        }
+        try:
+            while waiting:
+                for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                    key, result = waiting.pop(future), future.result()
+                    done[key] = result
+                    left = (time.monotonic() - start) / len(done) * len(waiting) / 60
+                    request.say(f"[{len(done)}/{len(arguments)}] {describe(key, result)} ({left:.0f} min left)")
+        except BaseException as error:
+            for future in waiting:
+                future.cancel()
+            for process in list((pool._processes or {}).values()):  # a run in progress is resumed next time
+                process.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise RunFault("a process that trains one of the runs was killed (out of memory?)") from error
+            raise
+    return {key: done[key] for key in arguments}
+
+
+def _start(parent: int) -> None:
+    end_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C the parent ends its workers
+
+
+def call_with_picklable_faults(work: Callable[..., Result], arguments: Sequence[Any]) -> Result:
+    """Return `work(*arguments)`; raise a fault of the user's code as `UserFault`, which can be pickled."""
+    try:
+        return work(*arguments)
+    except Exception as error:
+        fault = find_user_fault(error)
+        if fault is None:
+            raise
+        raise fault from None
+
+
+# ---- claims and tables
+
+
+class Claim(NamedTuple):
+    """A statement of the paper; `holds` says whether the final values by row label agree with it."""
 
     text: str
-    holds: Callable[[Finals], bool]
-
-
-def check_claims(claims: Sequence[Claim], finals: Finals) -> Dict[str, Any]:
-    """Return the keys "statements", "agrees" and "differences" of the results, by the final values of the rows."""
-    return list_statements({claim.text: bool(claim.holds(finals)) for claim in claims})
+    holds: Callable[[Mapping[str, float]], bool]
 
 
 def list_statements(holds_by_text: Mapping[str, bool]) -> Dict[str, Any]:
@@ -115,63 +184,25 @@ def make_markdown(
     """Return title, notes and table as Markdown; if the results have statements, whether each of them holds."""
     lines = [f"# {results['title']}", "", *notes, "", *make_table(head, rows)]
     if results.get("statements"):
-        said = [(s["statement"], "holds" if s["reproduced"] else "does not hold") for s in results["statements"]]
-        lines += ["", *make_table(("the paper says", "in the means of these runs"), said)]
+        verdicts = [(s["statement"], "holds" if s["reproduced"] else "does not hold") for s in results["statements"]]
+        lines += ["", *make_table(("the paper says", "in the means of these runs"), verdicts)]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def make_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> List[str]:
-    """Return the lines of a Markdown table; None is an empty cell."""
-    cells = [["" if value is None else str(value) for value in row] for row in [head, ["---"] * len(head), *rows]]
+    """Return the lines of a Markdown table; None is an empty cell, floats have four digits."""
+
+    def show(value: Any) -> str:
+        return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    cells = [[show(value) for value in row] for row in [head, ["---"] * len(head), *rows]]
     return [f"| {' | '.join(row)} |" for row in cells]
 
 
 # ---- tables of predictions, which run nothing
 
 
-@dataclass(frozen=True)
-class PredictionTable:
-    """A table of what the planner predicts beside what a paper measured.
-
-    `predict` returns the rows, notes on the table as a whole and differences from the paper in words. `columns` are (key of
-    a row, heading). No run is made: all follows from models by shape, hardware files and schedules, in seconds.
-    """
-
-    name: str
-    title: str
-    source: str
-    columns: Sequence[Tuple[str, str]]
-    predict: Callable[[], "PredictedRows"]
-
-    def describe_size(self) -> str:
-        """Return that it is a prediction."""
-        return "predicted"
-
-    def check(self, request: Request) -> None:
-        """Raise `BadInput` for any choice of seeds, rows or size."""
-        request.refuse(self.name, "it is predicted, not run", "rows", "seeds", "full")
-
-    def run(self, request: Request) -> Outcome:
-        """Predict the table."""
-        predicted = self.predict()
-        results = {
-            "experiment": self.name, "title": self.title, "source": self.source, "predicted": True, "rows": predicted.rows,
-            "notes": predicted.notes, "agrees": not predicted.differences, "differences": predicted.differences,
-        }  # fmt: skip
-        intro = (
-            f"Source: {self.source}. Made by `python tools/reproduce.py {self.name}`. Everything not printed in the paper is"
-            " predicted."
-        )
-        rows = [[_show(row.get(key)) for key, _ in self.columns] for row in predicted.rows]
-        table = make_markdown(results, [intro], [heading for _, heading in self.columns], rows)
-        table += "\n" + "\n".join(f"- {note}" for note in predicted.notes) + "\n"
-        if predicted.differences:
-            table += "\nDifferent from the paper:\n\n" + "\n".join(f"- {text}" for text in predicted.differences) + "\n"
-        return Outcome(results, table, request.runs / self.name)
-
-
-@dataclass(frozen=True)
-class PredictedRows:
+class PredictedRows(NamedTuple):
     """The rows of a prediction; `notes` on the whole table, assumptions included; `differences` from the paper in words."""
 
     rows: List[Dict[str, Any]]
@@ -179,10 +210,28 @@ class PredictedRows:
     differences: List[str]
 
 
-def _show(value: Any) -> Optional[str]:
-    return None if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+def make_prediction(
+    name: str, title: str, source: str, columns: Sequence[Tuple[str, str]], predict: Callable[[], PredictedRows]
+) -> Experiment:
+    """Return a table of what the planner predicts beside what a paper measured.
 
+    `columns` are (key of a row, heading). No run is made: all follows from models by shape, hardware files and schedules, in
+    seconds.
+    """
 
-def compute_mean_error(predicted: Sequence[float], printed: Sequence[float]) -> float:
-    """Return the mean absolute difference."""
-    return sum(abs(a - b) for a, b in zip(predicted, printed)) / len(printed)
+    def run(request: Request) -> Outcome:
+        predicted = predict()
+        results = {
+            **experiment.describe(), "predicted": True, "rows": predicted.rows, "notes": predicted.notes,
+            "agrees": not predicted.differences, "differences": predicted.differences,
+        }  # fmt: skip
+        intro = f"Source: {source}. Made by `python tools/reproduce.py {name}`. Everything not printed in the paper is predicted."
+        cells = [[row.get(key) for key, _ in columns] for row in predicted.rows]
+        table = make_markdown(results, [intro], [heading for _, heading in columns], cells)
+        table += "".join(f"\n- {note}" for note in predicted.notes) + "\n"
+        if predicted.differences:
+            table += "\nDifferent from the paper:\n\n" + "\n".join(f"- {text}" for text in predicted.differences) + "\n"
+        return Outcome(results, table, request.runs / name)
+
+    experiment = Experiment(name, title, source, "predicted", run)
+    return experiment

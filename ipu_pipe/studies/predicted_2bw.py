@@ -26,7 +26,7 @@ from ipu_pipe.plan.candidates import Candidate, list_candidates
 from ipu_pipe.plan.layouts import list_layouts
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
 from ipu_pipe.plan.search import search
-from ipu_pipe.studies.experiment import PredictedRows, PredictionTable
+from ipu_pipe.studies.experiment import PredictedRows, make_prediction
 
 SOURCE = "Narayanan et al. 2021 (PipeDream-2BW)"
 VOCABULARY, SEQUENCE, BLOCKS = 50304, 512, 48
@@ -237,7 +237,7 @@ def predict_2bw() -> PredictedRows:
     return PredictedRows(rows, notes, differences)
 
 
-TABLE_2BW = PredictionTable(
+TABLE_2BW = make_prediction(
     "plan_2bw",
     "PipeDream-2BW on 64 V100s",
     f"{SOURCE}, Figures 6, 7 and 9",

@@ -7,13 +7,13 @@ cut of ResNet-34 on four devices alone (Table 2); all others are the planner's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 
-from ipu_pipe.hardware.description import Hardware, LatencyFigure, SizeFigure, read_hardware
+from ipu_pipe.hardware.description import LatencyFigure, SizeFigure, read_hardware
 from ipu_pipe.hardware.model_units import count_units
 from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.job.import_strings import resolve_entry
@@ -22,7 +22,7 @@ from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.layouts import list_layouts
 from ipu_pipe.plan.prediction import Costing, Prediction, Problem, Sums, predict_cut
-from ipu_pipe.studies.experiment import PredictedRows, PredictionTable, compute_mean_error
+from ipu_pipe.studies.experiment import PredictedRows, make_prediction
 
 SOURCE = "Laskin et al. 2020 (local updates)"
 IMAGE = (3, 224, 224)
@@ -76,31 +76,11 @@ TABLE_3 = (
 )
 
 
-@dataclass(frozen=True)
-class Effects:
-    """The effects that a prediction takes into account; each entry of `WITHOUT` leaves one out."""
-
-    hardware: Callable[[Hardware], Hardware] = lambda hardware: hardware
-    units: Callable[[Unit], Unit] = lambda unit: unit
-    heads: bool = True
-    spares: bool = True
-
-
-def _remove_messages(hardware: Hardware) -> Hardware:
-    free = {"bandwidth": SizeFigure(value=1e18), "latency": LatencyFigure(value=0.0)}
-    return hardware.model_copy(update={"links": tuple(level.model_copy(update=free) for level in hardware.links)})
-
-
-ALL = Effects()
-WITHOUT: Dict[str, Effects] = {
-    "the link to the host": Effects(hardware=lambda hardware: hardware.model_copy(update={"host": None})),
-    "messages between devices": Effects(hardware=_remove_messages),
-    "auxiliary heads": Effects(heads=False),
-    "the gradients that blocks spare": Effects(spares=False),
-    "what other operations than products move": Effects(
-        units=lambda unit: replace(unit, forward_moved=0.0, backward_moved=1e-9)
-    ),
-}
+# The parts of the model that a prediction can leave out.
+HOST_LINK, MESSAGES, AUXILIARY, SPARED, MOVED = EFFECTS = (
+    "the link to the host", "messages between devices", "auxiliary heads", "the gradients that blocks spare",
+    "what other operations than products move",
+)  # fmt: skip
 
 
 @lru_cache(maxsize=None)
@@ -119,18 +99,28 @@ def predict(
     accumulate: int,
     method: str,
     recompute: bool = False,
-    effects: Effects = ALL,
+    without: str = "",
 ) -> Prediction:
-    """Return the prediction for a method on the cut of pipelined backpropagation."""
+    """Return the prediction for a method on the cut of pipelined backpropagation, `without` one of `EFFECTS`."""
     units, blocks = _count(network)
-    heads = tuple(effects.units(head) for head in blocks.heads)
-    if not effects.heads:
-        heads = tuple(replace(head, forward_flops=0.0, backward_flops=0.0, parameters=0, activation_bytes=0.0,
-                              forward_moved=0.0, backward_moved=0.0) for head in heads)  # fmt: skip
-    units = tuple(effects.units(unit) for unit in units)
-    first = tuple(effects.units(unit) for unit in blocks.first) if effects.spares else units
+    heads, first, hardware = blocks.heads, blocks.first, read_hardware("pod16")
+    if without == HOST_LINK:
+        hardware = hardware.model_copy(update={"host": None})
+    elif without == MESSAGES:
+        free = {"bandwidth": SizeFigure(value=1e18), "latency": LatencyFigure(value=0.0)}
+        hardware = hardware.model_copy(update={"links": tuple(level.model_copy(update=free) for level in hardware.links)})
+    elif without == AUXILIARY:
+        nothing: Dict[str, Any] = dict.fromkeys(
+            ("forward_flops", "backward_flops", "activation_bytes", "forward_moved", "backward_moved"), 0.0
+        )
+        heads = tuple(replace(head, parameters=0, **nothing) for head in heads)
+    elif without == SPARED:
+        first = units
+    elif without == MOVED:
+        units, heads, first = (
+            tuple(replace(unit, forward_moved=0.0, backward_moved=1e-9) for unit in part) for part in (units, heads, first)
+        )
     numbers = IMAGE[0] * IMAGE[1] * IMAGE[2]
-    hardware = effects.hardware(read_hardware("pod16"))
     problem = Problem(units, 2.0 * numbers, hardware, 1e15, "16.16", 1, BlockUnits(heads, first))
     layout, sums = list_layouts(devices, 1)[0], Sums(problem, samples)
     names = [unit.name for unit in units]
@@ -143,12 +133,12 @@ def predict(
     return predict_cut(Costing(problem, candidate, layout, sums), starts)
 
 
-def predict_speedup(row: Speedup, effects: Effects = ALL) -> float:
+def predict_speedup(row: Speedup, without: str = "") -> float:
     """Return the speedup of local training over pipelined backpropagation, in percent, without time for recomputation.
 
     On the paper's IPUs recomputation takes no time (its appendix E.3).
     """
-    local, back = (predict(*row[:4], method=method, effects=effects) for method in (LOCAL, BACKPROPAGATION))
+    local, back = (predict(*row[:4], method=method, without=without) for method in (LOCAL, BACKPROPAGATION))
     return 100 * (local.samples_per_second / back.samples_per_second - 1)
 
 
@@ -157,55 +147,38 @@ def compute_bound(row: Speedup) -> float:
     return 100 * (row.devices - 1) / row.accumulate
 
 
-def find_best_factor(predicted: Sequence[float], printed: Sequence[float]) -> float:
-    """Return the factor of the ratio of throughputs that makes the mean error least: one of the rows' own factors does."""
-    factors = [(100 + b) / (100 + a) for a, b in zip(predicted, printed)]
-    return min(factors, key=lambda factor: compute_mean_error([scale(a, factor) for a in predicted], printed))
-
-
-def scale(percent: float, factor: float) -> float:
-    """Return a speedup in percent with the ratio of throughputs multiplied by `factor`."""
-    return (100 + percent) * factor - 100
+def compute_mean_error(predicted: Sequence[float]) -> float:
+    """Return the mean absolute difference from the printed speedups."""
+    return sum(abs(value - row.printed) for value, row in zip(predicted, TABLE_1)) / len(TABLE_1)
 
 
 def predict_speedups() -> PredictedRows:
-    """Predict the seven speedups, with no constant fitted to them, and with one fitted on the other six."""
-    printed = [row.printed for row in TABLE_1]
+    """Predict the seven speedups, with no constant fitted to them, and without each of the effects."""
     predicted = [predict_speedup(row) for row in TABLE_1]
     bounds = [compute_bound(row) for row in TABLE_1]
-    fitted = []  # each with the factor that fits the other six rows best
-    for i, value in enumerate(predicted):
-        others = predicted[:i] + predicted[i + 1 :], printed[:i] + printed[i + 1 :]
-        fitted.append(scale(value, find_best_factor(*others)))
-
-    def compute_least_error(candidates: Iterable[List[float]]) -> float:
-        return min(compute_mean_error(values, printed) for values in candidates)
-
     errors = {
-        "no constant fitted": compute_mean_error(predicted, printed),
-        "one factor of the ratio, fitted on the other six": compute_mean_error(fitted, printed),
-        "balanced bound (N+P-1)/N": compute_mean_error(bounds, printed),
-        "the bound times the best constant": compute_least_error(
-            [b * c / 1000 for b in bounds] for c in range(1, 1500)
+        "no constant fitted": compute_mean_error(predicted),
+        "balanced bound (N+P-1)/N": compute_mean_error(bounds),
+        "the bound times the best constant": min(
+            compute_mean_error([b * c / 1000 for b in bounds]) for c in range(1, 1500)
         ),
-        "the bound minus the best constant": compute_least_error([b - c / 10 for b in bounds] for c in range(400)),
+        "the bound minus the best constant": min(compute_mean_error([b - c / 10 for b in bounds]) for c in range(400)),
     }
     errors_without = {
-        name: compute_mean_error([predict_speedup(row, effects) for row in TABLE_1], printed)
-        for name, effects in WITHOUT.items()
+        effect: compute_mean_error([predict_speedup(row, effect) for row in TABLE_1]) for effect in EFFECTS
     }
     rows: List[Dict[str, Any]] = [
         {
             "network": row.network, "devices": row.devices, "batch": f"{row.samples} x {row.accumulate}",
             "cut": "the paper's" if (row.network, row.devices) in PRINTED_CUTS else "the planner's",
-            "printed": row.printed, "predicted": round(a, 1), "error": round(a - row.printed, 1), "left_out": round(b, 1),
-            "bound": round(c, 1),
+            "printed": row.printed, "predicted": round(a, 1), "error": round(a - row.printed, 1),
+            "bound": round(b, 1),
         }
-        for row, a, b, c in zip(TABLE_1, predicted, fitted, bounds)
+        for row, a, b in zip(TABLE_1, predicted, bounds)
     ]  # fmt: skip
     notes = [f"mean absolute error, points: {name}: {error:.1f}" for name, error in errors.items()]
     notes += [f"without {name}: {error:.1f}" for name, error in errors_without.items()]
-    notes += [f"FLOPs {HOW}"]
+    notes.append(f"FLOPs {HOW}")
     error = errors["no constant fitted"]
     return PredictedRows(rows, notes, [] if error <= 8 else [f"mean error {error:.1f} points, aim at most 8"])
 
@@ -253,18 +226,18 @@ def _list_swapped_pairs(rows: Sequence[Dict[str, Any]], predicted: str, printed:
     ]
 
 
-SPEEDUP_TABLE = PredictionTable(
+SPEEDUP_TABLE = make_prediction(
     "plan_local_table1",
     "Speedup of chunked local training over pipelined backpropagation on IPUs, percent",
     f"{SOURCE}, Table 1",
     (
         ("network", "network"), ("devices", "IPUs"), ("batch", "microbatch x number"), ("cut", "cut"),
         ("printed", "printed in the paper"), ("predicted", "predicted, nothing fitted"), ("error", "error, points"),
-        ("left_out", "predicted, one factor fitted on the other six rows"), ("bound", "balanced bound"),
+        ("bound", "balanced bound"),
     ),
     predict_speedups,
 )  # fmt: skip
-MEMORY_TABLE = PredictionTable(
+MEMORY_TABLE = make_prediction(
     "plan_local_table3",
     "Memory per IPU, MiB",
     f"{SOURCE}, Table 3",

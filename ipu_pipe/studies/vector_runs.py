@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any, List, Mapping, NamedTuple, Optional, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ipu_pipe.backends.randomized import RandomizedReplays, order_of_updates
 from ipu_pipe.schedule.actions import Kind
@@ -76,13 +75,11 @@ def run_randomized(
     sources: Sequence[RandomizedReplays],
     rates: Floats,
     seed: int,
-    beta: Optional[float] = None,
     points: int = 60,
 ) -> List[Curve]:
     """Run randomized PipeDream; a source says which versions each block update reads and which block it updates.
 
-    Several sources (delay bounds) that draw the same stages and microbatches share their products. `beta` extrapolates the reads
-    (NAG-RPD).
+    Several sources (delay bounds) that draw the same stages and microbatches share their products.
     """
     P, d, G, S, count = sources[0].stages, objective.dimension, len(rates), len(sources), sources[0].count
     block = d // P
@@ -112,8 +109,6 @@ def run_randomized(
                     place += 1
                 for source in range(S):
                     x[:, :, source] = history[reads[i, source], :, source]
-                if beta is not None:
-                    _extrapolate(x, history, reads[i], [window.corrected for window in windows], i, beta)
                 gradient = objective.compute_gradient(columns, batch[i], blocks[s])
                 if noise is not None:
                     gradient += noise[first + i]
@@ -125,17 +120,6 @@ def run_randomized(
     slots = np.where(marks > 0, 2 * -(-marks // P) + 2 * (P - 1), 0)
     by_source = np.stack(values).reshape(-1, S, G)
     return [Curve(marks, slots, by_source[:, i], last.reshape(d, S, G)[:, i]) for i in range(S)]
-
-
-def _extrapolate(
-    x: Floats, history: Floats, reads: IntArray, corrected: Sequence[Optional[NDArray[np.bool_]]], at: int, beta: float
-) -> None:
-    """Add to each read block beta times the last update of that version."""
-    for source, moved in enumerate(corrected):
-        assert moved is not None, "a source with nag"
-        for j in np.flatnonzero(moved[:, at]):
-            version = reads[source, j]
-            x[j, :, source] += beta * (history[version, :, source] - history[version - 1, :, source])
 
 
 def run_local_sgd(

@@ -88,7 +88,8 @@ def _collect(rng: random.Random, folder: Path, bases: Bases) -> Case:
 
 def _reproduce(rng: random.Random, folder: Path, bases: Bases) -> Case:
     """List, or run nothing: an experiment that is whole would take a process a run."""
-    experiment = {"title": "t", "source": "s", "base": BASE, "full": {}, "seeds": [0], "rows": {"a": {}}, "expect": []}
+    experiment = {"title": "t", "source": "s", "base": BASE, "full": {}, "seeds": [0], "rows": {"a": {}}, "expect": [],
+                  "measure": {"name": "fit"}}  # fmt: skip
     for key in rng.sample(sorted(experiment), rng.choice([1, 2])):
         experiment[key] = value(rng)
     text = yaml.safe_dump(experiment, sort_keys=False)

@@ -1,0 +1,413 @@
+"""What an experiment measures of a training run, by the name that its file gives; a row of `MEASURES` for each.
+
+test_accuracy    of the final weights; test loss and accuracy by epoch and time
+training_loss    of the last `window` microbatches, and of each window before
+angles           between each block's local gradient and the true one, every `every` updates   (Laskin et al. 2020, Figure 6(a))
+fit              how well the training samples are learned, beside the test samples            (Figures 6(b) and 6(c))
+filters          the first layer's weights, `tensor`, as an image                              (Figure 7)
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+from typing_extensions import Literal
+
+from ipu_pipe.backends.interface import StepResult
+from ipu_pipe.backends.table import get_backend, make_engine
+from ipu_pipe.config.schema import Config
+from ipu_pipe.config.values import Count, Section
+from ipu_pipe.data import TensorData
+from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.job.evaluation import evaluate
+from ipu_pipe.job.record import Job
+from ipu_pipe.local.blocks import compute_losses, get_blocks
+from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor
+from ipu_pipe.model.loss import Loss
+from ipu_pipe.model.probe import observe_effects
+from ipu_pipe.model.randomness import KeyedRandomness
+from ipu_pipe.model.restoring import buffers_restored, modes_restored, undisturbed
+from ipu_pipe.report.plots import describe_seeds, open_figure, plot_mean_with_range
+from ipu_pipe.run import checkpoint
+from ipu_pipe.run.build import build
+from ipu_pipe.run.train import train
+from ipu_pipe.studies.experiment import Result
+
+Runs = Sequence[Mapping[str, Any]]  # results of runs, with their label and seed
+
+
+class MeasureOptions(Section):
+    """The key `measure` of an experiment's file: a name, and the options of the measures that have some."""
+
+    name: Literal["test_accuracy", "training_loss", "angles", "fit", "filters"] = "test_accuracy"
+    every: Count = 10
+    samples: Count = 200
+    window: Count = 64
+    tensor: str = "conv1.weight"
+
+
+# ---- of the files of a run
+
+
+class TrainedRun(NamedTuple):
+    """A run that has ended: the lines of its metrics.jsonl, each with its "time", and why it diverged, else None.
+
+    The time counts an epoch of a pipeline without bubbles as 1.
+    """
+
+    records: List[Dict[str, Any]]
+    diverged: Optional[str]
+
+    def make_result(self, final: Optional[float], best: Any, curve: Sequence[Any]) -> Result:
+        """Return the run's result with these measured values."""
+        step = max((record["step"] for record in self.records), default=0)
+        ended = bool(curve) and not self.diverged
+        end = {"final": final if ended else None, "best": best if ended else None}
+        return {**end, "curve": list(curve), "values": {}, "diverged": self.diverged, "step": step}
+
+
+def train_run(config: Config, out: Path, overwrite: bool) -> TrainedRun:
+    """Train a run, or resume it if it was interrupted. A loss that is not finite is a result: the run diverged."""
+    try:
+        resume = not overwrite and (out / "config.yaml").exists()
+        summary = train(config, out, resume=resume, overwrite=overwrite, quiet=True)
+        phases, per_epoch, diverged = summary["phases"], summary["updates_per_epoch"], None
+    except RunFault as error:
+        if "loss is" not in str(error):
+            raise
+        job = build(config)
+        phases, per_epoch, diverged = job.describe_phases(), job.updates_per_epoch, str(error).split(";")[0]
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        record["time"] = compute_normalized_time(phases, record["step"]) / per_epoch
+    return TrainedRun(records, diverged)
+
+
+def compute_normalized_time(phases: Sequence[Mapping[str, Any]], step: int) -> float:
+    """Return the time of `step` updates, in updates of a pipeline without bubbles. `phases` are those of summary.json."""
+    total, left = 0.0, step
+    for phase in phases:
+        count = min(left, phase["updates"])
+        total += count / phase["planned_utilization"]
+        left -= count
+    return total
+
+
+def measure_test_accuracy(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:
+    """Train a run; its curve has (epoch, time, test loss, test accuracy) of each evaluation."""
+    run = train_run(config, out, overwrite)
+    evaluations = [record for record in run.records if record.get("test_accuracy") is not None]
+    curve = [[r[key] for key in ("epoch", "time", "test_loss", "test_accuracy")] for r in evaluations]
+    accuracies = [point[-1] for point in curve] or [0.0]
+    return run.make_result(accuracies[-1], max(accuracies), curve)
+
+
+def measure_training_loss(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:
+    """Train a run that logs every update; its curve has (epoch, time, mean loss) of each window of whole updates."""
+    run = train_run(config, out, overwrite)
+    records = [record for record in run.records if record.get("train_loss") is not None]
+    every = max(options.window // (config.replicas * config.gradient_accumulation), 1)
+    curve = []
+    for end in range(every, len(records) + 1, every):
+        last = records[end - 1]
+        curve.append(
+            [last["epoch"], last["time"], statistics.mean(r["train_loss"] for r in records[end - every : end])]
+        )
+    losses = [point[-1] for point in curve] or [math.inf]
+    return run.make_result(losses[-1], min(losses), curve)
+
+
+def measure_filters(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:
+    """Train a run and return the weights of its first convolution, (n, C, H, W), beside its test accuracy.
+
+    "mean colour" is the share of a filter's squared norm that is the norm of its mean colour, the mean over the filters.
+    """
+    result = measure_test_accuracy(config, out, options, overwrite)
+    tensors = checkpoint.read_weights(checkpoint.find_newest(out))
+    filters = tensors.get(options.tensor)
+    if filters is None or filters.dim() != 4 or filters.shape[1] not in (1, 3):
+        raise BadInput(f"measure.tensor: {options.tensor}: is not a tensor of shape (n, 1 or 3, H, W) of the model")
+    filters = filters.double()
+    colours = filters.mean(dim=(2, 3)).square().sum(1) * filters.shape[2] * filters.shape[3]
+    share = float((colours / filters.square().sum(dim=(1, 2, 3))).mean())
+    return {**result, "values": {"mean colour": share}, "filters": filters.tolist()}
+
+
+# ---- of the models of a run on the emulator
+
+
+def build_emulated(config: Config) -> Job:
+    """Build a run for a measure that reads its model between updates."""
+    if not get_backend(config).emulates:
+        raise BadInput(f"backend.name: {config.backend.name}: is measured on the emulator")
+    return build(config)
+
+
+def train_emulated(job: Job, after: Callable[[int, StepResult], None]) -> None:
+    """Make all updates; call `after` each with the number of updates done and its result."""
+    engine = make_engine(job, 0)
+    try:
+        for k in range(job.updates):
+            after(k + 1, engine.step(k))
+    finally:
+        engine.close()
+
+
+def measure_angles(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:
+    """Train blocks and measure their angles before the first update, after every `every` updates and at the end.
+
+    They are of one batch of `samples` training samples. The curve has (update, degrees of each block, or None).
+    """
+    job = build_emulated(config)
+    if get_blocks(job.model) is None:
+        raise BadInput(f"method: {config.method}: trains no blocks by losses of their own, of which angles are")
+    if not job.data.train_batches_per_epoch(options.samples):
+        raise BadInput(f"measure.samples: {options.samples}: the training set has fewer")
+    x, y = job.prepare_batch(job.data.train_batch(0, 0, options.samples))
+    draws = observe_draws(job.model, x)
+    curve: List[List[Any]] = []
+
+    def measure(done: int, result: Optional[StepResult] = None) -> None:
+        if done % options.every == 0 or done == job.updates:
+            curve.append([done, *compute_block_angles(job.model, job.loss, x, y, draws, config.seed)])
+
+    measure(0)
+    train_emulated(job, measure)
+    blocks = get_blocks(job.model)
+    assert blocks is not None
+    names = [f"{j}: {piece.names[0]}" for j, piece in enumerate(blocks.pieces)]
+    angles = [angle for angle in curve[-1][1:] if angle is not None]
+    return {
+        "final": statistics.mean(angles) if angles else None, "best": None, "curve": curve,
+        "values": dict(zip(names, curve[-1][1:])), "diverged": None, "step": job.updates,
+    }  # fmt: skip
+
+
+def observe_draws(model: nn.Module, x: Any) -> Mapping[str, int]:
+    """Return the modules of a model in blocks that draw random numbers, as `KeyedRandomness` takes them; before training."""
+    blocks = get_blocks(model)
+    assert blocks is not None
+    blocks.pieces[0].cut.prepare(x, training=True)  # a batch of this size is recorded without the hooks of an observer
+    return observe_effects(model, clone_tensors(x)).draws
+
+
+def compute_block_angles(
+    model: nn.Module, loss: Loss, x: Any, y: Any, draws: Mapping[str, int], seed: int = 0
+) -> List[Optional[float]]:
+    """Return the angle of each block's local gradient to the true one in degrees, 0 to 180.
+
+    Below 90 one descends the other's loss too. None where a gradient is zero, not finite, or the block does not train. The
+    local gradient is that of the block's own loss; a layer of several blocks has the mean of theirs. The true gradient is
+    that of the last block's loss through the whole model. Both are taken at the same weights, in training mode, with the same
+    buffers and random draws (of the modules `draws`, by `seed`). Weights, buffers, gradients, modes and random states are left
+    as they were. The model must have blocks and be between two updates.
+    """
+    blocks = get_blocks(model)
+    assert blocks is not None
+    # the parameters of each block without its head; none where they are frozen
+    trained = [
+        [t for t in piece.tensors() if isinstance(t, nn.Parameter) and t.requires_grad] for piece in blocks.pieces
+    ]
+
+    def collect(differentiated: nn.Module, finish: Callable[[], None]) -> List[torch.Tensor]:
+        """Return the gradients of each block as one float64 vector."""
+        for parameter in model.parameters():
+            parameter.grad = None
+        with buffers_restored(model), buffers_restored(blocks.model):
+            with keyed.forward(0):
+                output = call_model(differentiated, clone_tensors(x))
+            with keyed.backward(0):
+                torch.autograd.backward(compute_losses(loss, output, y))
+        finish()
+        return [torch.cat([flatten(p) for p in parameters]) if parameters else torch.zeros(0) for parameters in trained]
+
+    def flatten(p: nn.Parameter) -> torch.Tensor:
+        return (torch.zeros_like(p) if p.grad is None else p.grad).detach().double().flatten()
+
+    with undisturbed(model), modes_restored(blocks.model):
+        keyed = KeyedRandomness(model, draws, seed, get_first_tensor(x).device)
+        try:
+            model.train()
+            blocks.model.train()
+            local = collect(model, blocks.average_duplicates)
+            true = collect(blocks.model, lambda: None)
+        finally:
+            keyed.remove()
+    return [compute_angle(a, b) for a, b in zip(local, true)]
+
+
+def compute_angle(a: torch.Tensor, b: torch.Tensor) -> Optional[float]:
+    """Return the angle between two vectors in degrees; None if one is zero or not finite.
+
+    By Kahan's formula 2 atan(|a/|a| - b/|b|| / |a/|a| + b/|b||), which is exact for small angles, where the arc cosine is not.
+    """
+    lengths = float(a.norm()), float(b.norm())
+    if not all(0 < length < math.inf for length in lengths):
+        return None
+    a, b = a / lengths[0], b / lengths[1]
+    return math.degrees(2 * math.atan2(float((a - b).norm()), float((a + b).norm())))
+
+
+def measure_fit(config: Config, out: Path, options: MeasureOptions, overwrite: bool) -> Result:
+    """Train, then evaluate the final weights on the training samples, without augmentation, and on the test samples.
+
+    The curve has (update, loss, accuracy) in training, means over every `every` updates.
+    """
+    job = build_emulated(config)
+    if not isinstance(job.data, TensorData):
+        raise BadInput(f"data: {config.data.name}: has no training samples in memory, which could be evaluated")
+    curve: List[List[Any]] = []
+    window: List[StepResult] = []
+
+    def gather(done: int, result: StepResult) -> None:
+        window.append(result)
+        if done % options.every == 0 or done == job.updates:
+            right = [one.accuracy for one in window if one.accuracy is not None]
+            curve.append([done, statistics.mean(one.loss for one in window), statistics.mean(right) if right else None])
+            window.clear()
+
+    train_emulated(job, gather)
+    # test samples are normalized but not augmented
+    as_test, as_test.data = copy.copy(job), copy.copy(job.data)
+    as_test.data.test = job.data.train
+    train_result, test_result = evaluate(as_test)[-1], evaluate(job)[-1]
+    values = {
+        "blocks": len(job.part), "train loss": train_result.loss, "train accuracy": train_result.accuracy,
+        "test loss": test_result.loss, "test accuracy": test_result.accuracy,
+    }  # fmt: skip
+    return {
+        "final": train_result.accuracy, "best": None, "curve": curve, "values": values, "diverged": None, "step": job.updates,
+    }  # fmt: skip
+
+
+# ---- pictures
+
+
+def draw_means(results: Mapping[str, Any], runs: Runs, file: Path, x: int, x_label: str, y_label: str) -> None:
+    """Draw the last value of the points of each row's curves against value `x` of them: means over seeds, ranges shaded."""
+    note = f"{results['setting']}; {describe_seeds(results['seeds'])}"
+    with open_figure(file, (8, 5), title=results["title"], note=note) as (axes,):
+        for label in dict.fromkeys(run["label"] for run in runs):
+            runs_of_row = [run for run in runs if run["label"] == label and run["curve"]]
+            length = min((len(run["curve"]) for run in runs_of_row), default=0)
+            # the logarithmic axis of time has no place for time 0
+            points = [[run["curve"][i] for run in runs_of_row] for i in range(int(x_label.startswith("time")), length)]
+            points = [group for group in points if all(point[-1] is not None for point in group)]
+            if points:
+                diverged = " (diverged)" if any(run["diverged"] for run in runs_of_row) else ""
+                middle = [statistics.mean(point[x] for point in group) for group in points]
+                groups = [[point[-1] for point in group] for group in points]
+                plot_mean_with_range(axes, middle, groups, markersize=3, label=label + diverged)
+        if x_label.startswith("time"):
+            axes.set_xscale("log")
+        axes.set(xlabel=x_label, ylabel=y_label)
+        if axes.lines:
+            axes.legend(fontsize="small")
+
+
+def draw_angles(results: Mapping[str, Any], runs: Runs, file: Path) -> None:
+    """Draw the angles of the first seed by update: a line for each block, a panel for each row."""
+    from matplotlib import colormaps
+
+    first = [run for run in runs if run["seed"] == runs[0]["seed"]]
+    note = f"{results['setting']}; seed {runs[0]['seed']} alone"
+    with open_figure(file, (6.5, 5), len(first), title=results["title"], note=note) as panels:
+        for axes, run in zip(panels, first):
+            updates, *by_block = zip(*run["curve"])
+            for j, (name, degrees) in enumerate(zip(run["values"], by_block)):
+                shade = colormaps["viridis"](j / max(1, len(by_block) - 1) * 0.9)
+                shown = [math.nan if value is None else value for value in degrees]
+                axes.plot(updates, shown, marker="o", markersize=3, color=shade, label=name)
+            axes.axhline(90, color="black", linestyle="--", linewidth=1)
+            axes.set(xlabel="update", ylabel="angle to the true gradient (degrees)", title=run["label"])
+            axes.legend(fontsize="x-small", title="block", loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def draw_fit(results: Mapping[str, Any], runs: Runs, file: Path) -> None:
+    """Draw the accuracy of the final weights on training and test samples by row: means over seeds, ranges shaded."""
+    labels = [row["label"] for row in results["rows"]]
+    note = f"{results['setting']}; {describe_seeds(results['seeds'])}"
+    with open_figure(file, (8, 5), title=results["title"], note=note) as (axes,):
+        for key in ("train accuracy", "test accuracy"):
+            groups = [[run["values"][key] for run in runs if run["label"] == label] for label in labels]
+            if all(value is not None for group in groups for value in group):
+                plot_mean_with_range(axes, range(len(labels)), groups, label=key)
+        axes.set_xticks(range(len(labels)), labels)
+        axes.set(ylabel="accuracy of the final weights")
+        axes.legend()
+
+
+def draw_filters(results: Mapping[str, Any], runs: Runs, file: Path) -> None:
+    """Draw the filters of the first seed, a panel for each row, each filter from its least weight to its greatest."""
+    first = [run for run in runs if run["seed"] == runs[0]["seed"]]
+    scaling = "each filter from its least weight (dark) to its greatest (bright)"
+    note = f"{results['setting']}; seed {runs[0]['seed']} alone; {scaling}"
+    with open_figure(file, (2.2, 2.5), len(first), title=results["title"], note=note) as panels:
+        for axes, run in zip(panels, first):
+            axes.imshow(make_filters_image(np.array(run["filters"])), interpolation="nearest")
+            axes.set(title=run["label"])
+            axes.set_axis_off()
+
+
+def make_filters_image(filters: np.ndarray) -> np.ndarray:
+    """Return filters (n, C, H, W), C 1 or 3, as an image (height, width, 3) of values from 0 to 1, in a square grid on white.
+
+    Each filter is scaled from its own least (0) to its greatest value (1; a constant one is grey).
+    """
+    n, _, height, width = filters.shape
+    columns = math.ceil(math.sqrt(n))
+    image = np.ones((-(-n // columns) * (height + 1) + 1, columns * (width + 1) + 1, 3))
+    for i, one in enumerate(filters):
+        spread = one.max() - one.min()
+        top, left = i // columns * (height + 1) + 1, i % columns * (width + 1) + 1
+        shares = (one - one.min()) / spread if spread else np.full_like(one, 0.5)
+        image[top : top + height, left : left + width] = shares.transpose(1, 2, 0)
+    return image
+
+
+# ---- the table
+
+Draw = Callable[[Mapping[str, Any], Runs, Path], None]
+
+
+class Measure(NamedTuple):
+    """A row of the table: what the final value is in words, its format, and whether a larger one is better."""
+
+    final: str
+    form: str
+    larger_is_better: bool
+    run: Callable[[Config, Path, MeasureOptions, bool], Result]
+    pictures: Mapping[str, Draw]
+
+
+def _by_epoch_and_time(name: str, y_label: str) -> Dict[str, Draw]:
+    return {
+        f"{name}_by_epoch.png": functools.partial(draw_means, x=0, x_label="epoch", y_label=y_label),
+        f"{name}_by_time.png": functools.partial(draw_means, x=1, x_label="time (epochs / utilization)", y_label=y_label),
+    }
+
+
+MEASURES: Dict[str, Measure] = {
+    "test_accuracy": Measure(
+        "test accuracy", ".1%", True, measure_test_accuracy, _by_epoch_and_time("accuracy", "test accuracy")
+    ),
+    "training_loss": Measure(
+        "training loss", ".4g", False, measure_training_loss, _by_epoch_and_time("loss", "training loss")
+    ),
+    "angles": Measure("mean angle, degrees", ".1f", False, measure_angles, {"angles.png": draw_angles}),
+    "fit": Measure(
+        "training accuracy", ".1%", True, measure_fit,
+        {"accuracy.png": draw_fit, "training.png": functools.partial(
+            draw_means, x=0, x_label="update", y_label="accuracy in training")},
+    ),
+    "filters": Measure("test accuracy", ".1%", True, measure_filters, {"filters.png": draw_filters}),
+}  # fmt: skip

@@ -1,0 +1,258 @@
+"""Experiments that train a table of configurations by several seeds: the files in configs/experiments/.
+
+    title, source     what is compared, and which table or figure of which paper it follows
+    base              a complete config (see ipu_pipe.config.load)
+    full              keys that replace those of `base` for the paper's own size (`--full`), for a GPU
+    seeds             a list of whole numbers
+    rows              label -> keys that replace those of `base`; {} is the base itself
+    measure           {name, ...}: what is measured of each run (ipu_pipe.studies.measures; test_accuracy by default)
+    expect            a list of {better, than, by}: the mean final value of row `better` is better than that of row `than` by `by`
+
+Finished runs are not run again, so an interrupted experiment continues where it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence
+
+from pydantic import Field, ValidationError
+from typing_extensions import Annotated
+
+from ipu_pipe.config.faults import format_faults
+from ipu_pipe.config.load import configure
+from ipu_pipe.config.values import Section, Seed
+from ipu_pipe.config.yaml_files import merge_keys, read_yaml
+from ipu_pipe.errors import BadInput
+from ipu_pipe.files import write_json
+from ipu_pipe.report.plots import describe_sizes
+from ipu_pipe.studies.experiment import Experiment, Outcome, Request, Result, list_statements, make_markdown, run_all
+from ipu_pipe.studies.measures import MEASURES, Measure, MeasureOptions, Runs
+
+Keys = Dict[str, Any]
+
+
+class Expectation(Section):
+    """The final value of row `better` is better than that of row `than`, by `by` or more."""
+
+    better: str
+    than: str
+    by: float = 0.0
+
+
+class TrainingGrid(Section):
+    """The content of an experiment's file."""
+
+    title: str
+    source: str
+    base: Keys
+    full: Optional[Keys] = None
+    seeds: Annotated[List[Seed], Field(min_length=1)]
+    rows: Annotated[Dict[str, Optional[Keys]], Field(min_length=1)]
+    measure: MeasureOptions = MeasureOptions()
+    expect: List[Expectation] = []
+
+    def make_config(self, label: str, seed: int, full: bool = False) -> Keys:
+        """Return the config of a run as plain data."""
+        changed = merge_keys(merge_keys(self.base, self.full or {} if full else {}), self.rows[label] or {})
+        return merge_keys(changed, {"seed": seed, "log": {"tensorboard": False}, "checkpoint": {"keep": 1}})
+
+    def get_measure(self) -> Measure:
+        """Return what is measured of its runs."""
+        return MEASURES[self.measure.name]
+
+
+def load_experiment(path: Path) -> Experiment:
+    """Read an experiment's file and check all its configs. Raise `BadInput` with every fault."""
+    try:
+        grid = TrainingGrid.model_validate(read_yaml(path))
+    except ValidationError as error:
+        raise BadInput(format_faults(error.errors(), {}, str(path), TrainingGrid, {})) from None
+    faults = _list_faults(grid)
+    if faults:
+        raise BadInput([f"{path}: {fault}" for fault in faults])
+    return make_experiment(path.stem, grid)
+
+
+def _list_faults(grid: TrainingGrid) -> List[str]:
+    """Return rows that share a folder, rows that do not exist and keys that are wrong in a config, one line each."""
+    faults = []
+    folders: Dict[str, str] = {}
+    for label in grid.rows:
+        other = folders.setdefault(name_folder(label), label)
+        if other != label:
+            faults.append(f"rows.{label}: its runs would share a folder with {other}; rename it")
+        for full in (False, True):
+            try:
+                configure(**grid.make_config(label, 0, full))
+            except BadInput as error:
+                place = f"rows.{label} on {'full' if full else 'base'}:"
+                faults += [fault.replace("configure:", place) for fault in error.faults]
+    for number, entry in enumerate(grid.expect):
+        for key in ("better", "than"):
+            if getattr(entry, key) not in grid.rows:
+                faults.append(f"expect.{number}.{key}: {getattr(entry, key)}: must be one of the rows")
+    return faults
+
+
+def make_experiment(name: str, grid: TrainingGrid) -> Experiment:
+    """Return the experiment that trains all rows by all seeds, then compares them."""
+
+    def run(request: Request) -> Outcome:
+        seeds = list(request.seeds) or grid.seeds
+        labels = [label for label in grid.rows if label in request.rows] or list(grid.rows)
+        rows = {label: grid.rows[label] for label in labels}
+        chosen = grid.model_copy(update={
+            "rows": rows, "expect": [entry for entry in grid.expect if {entry.better, entry.than} <= set(rows)]
+        })  # fmt: skip
+        full = request.full and grid.full is not None
+        folder = request.runs / (name + ("-full" if full else ""))
+        request.say(f"{grid.title}: {len(rows)} rows x {len(seeds)} seeds")
+        runs = run_grid(chosen, folder, seeds, request, full)
+        results = {**experiment.describe(), **summarize(chosen, runs, full)}
+        command = f"python tools/reproduce.py {name}" + (" --full" if full else "")
+        curves = [{key: run[key] for key in ("label", "seed", "diverged", "curve")} for run in runs]
+        pictures = {
+            file: functools.partial(draw, results, runs) for file, draw in grid.get_measure().pictures.items()
+        }
+        return Outcome(results, make_grid_table(grid, results, command), folder, curves, pictures)
+
+    size = f"{len(grid.rows)} rows, {len(grid.seeds)} seeds"
+    experiment = Experiment(
+        name, grid.title, grid.source, size, run, list(grid.rows), grid.seeds, grid.full is not None
+    )
+    return experiment
+
+
+# ---- the runs
+
+
+def run_grid(
+    grid: TrainingGrid, out: Path, seeds: Sequence[int], request: Request, full: bool = False
+) -> List[Dict[str, Any]]:
+    """Train every row by every seed, each in `out/LABEL/seed-S`, and return the results by row, then seed.
+
+    A run whose loss is not finite is a result: it diverged. Any other fault ends all runs.
+    """
+    options = grid.measure.model_dump()
+    arguments = {
+        (label, seed): (grid.make_config(label, seed, full), str(out / name_folder(label) / f"seed-{seed}"), options)
+        for seed in seeds
+        for label in grid.rows
+    }
+    measure = grid.get_measure()
+
+    def describe(key: Any, result: Result) -> str:
+        final = "done" if result["final"] is None else f"{measure.final} {format(result['final'], measure.form)}"
+        outcome = f"diverged: {result['diverged']}" if result["diverged"] else final
+        return f"{key[0]}, seed {key[1]}: {outcome} ({result['seconds']:.0f} s)"
+
+    results = run_all(run_one, arguments, request, describe)
+    return [{"label": label, "seed": seed, **results[label, seed]} for label in grid.rows for seed in seeds]
+
+
+def name_folder(label: str) -> str:
+    """Return the folder name of a row."""
+    return "".join(c if c.isalnum() or c in "+-._" else "_" for c in label)
+
+
+def run_one(config: Keys, folder: str, options: Keys) -> Result:
+    """Run and measure one run in `folder`, resume it if it was interrupted, or read its result if it is finished."""
+    start, file = time.monotonic(), Path(folder) / "measured.json"
+    settings, measure = configure(**config), MeasureOptions(**options)
+    asked = json.loads(json.dumps({"config": settings.to_dict(), "measure": measure.model_dump()}))
+    kept = json.loads(file.read_text()) if file.is_file() else {}
+    if kept.get("asked") == asked:
+        return {key: value for key, value in kept.items() if key != "asked"}
+    result = MEASURES[measure.name].run(settings, Path(folder), measure, bool(kept.get("diverged")))
+    result["seconds"] = time.monotonic() - start
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, {"asked": asked, **result})
+    return result
+
+
+# ---- the results
+
+
+def summarize(grid: TrainingGrid, runs: Runs, full: bool = False) -> Dict[str, Any]:
+    """Return the results as JSON: a row for each label, and which claims hold."""
+    rows: List[Dict[str, Any]] = []
+    for label in grid.rows:
+        runs_of_row = [run for run in runs if run["label"] == label]
+        config = configure(**grid.make_config(label, 0, full))
+        ended = [run for run in runs_of_row if run["final"] is not None]
+        finals, best = [run["final"] for run in ended], [run["best"] for run in ended if run["best"] is not None]
+        times = [run["curve"][-1][1] for run in ended] if best else []
+        rows.append({
+            "label": label,
+            "method": config.method,
+            "args": config.method_settings(),
+            "step": max(run["step"] for run in runs_of_row),
+            "final": statistics.mean(finals) if ended and len(ended) == len(runs_of_row) else None,
+            "std": statistics.stdev(finals) if len(finals) > 1 else None,
+            "best": statistics.mean(best) if best else None,
+            "final_by_seed": {str(run["seed"]): run["final"] for run in runs_of_row},
+            "diverged": sum(run["diverged"] is not None for run in runs_of_row),
+            "normalized_time": statistics.mean(times) if times else None,
+            "values": {key: _compute_mean([run["values"][key] for run in ended]) for key in runs_of_row[0]["values"]},
+        })  # fmt: skip
+    by_label = {row["label"]: row for row in rows}
+    measure, sign = grid.get_measure(), 1 if grid.get_measure().larger_is_better else -1
+    holds_by_text, differences = {}, []
+    for entry in grid.expect:
+        better, than = by_label[entry.better], by_label[entry.than]
+        by = f" by {format(entry.by, measure.form)}" if entry.by else ""
+        text = f"{entry.better} is better than {entry.than}{by}"
+        # a row that diverged is worse than any other
+        gain = None if better["final"] is None else sign * (better["final"] - (than["final"] or 0.0))
+        holds_by_text[text] = gain is not None and (than["final"] is None or gain >= entry.by)
+        if not holds_by_text[text]:
+            compared = f"{show_final(better, measure)} against {show_final(than, measure)}"
+            differences.append(f"not reproduced: {text}: {compared}")
+    return {
+        "setting": describe_sizes(configure(**grid.make_config(next(iter(grid.rows)), 0, full))),
+        "full_size": full,
+        "seeds": sorted({run["seed"] for run in runs}),
+        "rows": rows,
+        **list_statements(holds_by_text),
+        "differences": differences,
+    }
+
+
+def _compute_mean(values: Sequence[Optional[float]]) -> Optional[float]:
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if known else None
+
+
+def make_grid_table(grid: TrainingGrid, results: Mapping[str, Any], command: str) -> str:
+    """Return the results as Markdown."""
+    measure = grid.get_measure()
+    intro = (
+        f"Source: {results['source']}. Made by `{command}`: {results['setting']}; seeds {', '.join(map(str, results['seeds']))}."
+        f" Final {measure.final}, mean and standard deviation. Time: epochs divided by the pipeline's utilization."
+    )
+    values = list(results["rows"][0]["values"])
+    rows = [
+        (
+            row["label"], row["method"], show_final(row, measure),
+            ", ".join("diverged" if v is None else f"{v:.3f}" for v in row["final_by_seed"].values()),
+            None if row["normalized_time"] is None else f"{row['normalized_time']:.2f}",
+            *(row["values"].get(key) for key in values),
+        )
+        for row in results["rows"]
+    ]  # fmt: skip
+    return make_markdown(
+        results, [intro], ("row", "method", f"final {measure.final}", "by seed", "time", *values), rows
+    )
+
+
+def show_final(row: Mapping[str, Any], measure: Measure) -> str:
+    """Return the mean and standard deviation of a row's final values in words, or how many of its runs diverged."""
+    if row["final"] is None:
+        return f"{row['diverged']} of {len(row['final_by_seed'])} runs diverged"
+    spread = "" if row["std"] is None else f" +- {format(row['std'], measure.form)}"
+    return format(row["final"], measure.form) + spread

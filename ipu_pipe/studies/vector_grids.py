@@ -1,0 +1,346 @@
+"""Experiments (a) to (d) of the randomized PipeDream paper: every row is run with a grid of learning rates, and the best one
+counts.
+
+Data, drawn orders and delays, and gradient noise follow the seed; the paper has seed 0 alone. To add an experiment, write a
+record in `VECTOR_GRIDS`. Experiment (e) trains a Transformer: configs/experiments/local_sgd_transformer.yaml.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+
+from ipu_pipe.report.plots import describe_seeds, open_figure, plot_mean_with_range
+from ipu_pipe.schedule.delays import compute_greatest_delay
+from ipu_pipe.studies.experiment import (
+    Claim,
+    Experiment,
+    Outcome,
+    Request,
+    Result,
+    list_statements,
+    make_markdown,
+    run_all,
+)
+from ipu_pipe.studies.objectives import (
+    Floats,
+    Objective,
+    make_logistic_regression,
+    make_random_quadratic,
+    make_tridiagonal_quadratic,
+)
+from ipu_pipe.studies.vector_runs import (
+    count_jobs,
+    count_microbatches,
+    make_randomized_source,
+    run_local_sgd,
+    run_pipedream,
+    run_randomized,
+)
+
+MEASURED = "f - f*"
+
+
+class VectorRow(NamedTuple):
+    """A method on so many stages and microbatches (of LocalSGD: jobs), run with each of `rates`; cut after `slots`, if given."""
+
+    label: str
+    method: str
+    args: Dict[str, Any]
+    stages: int
+    microbatches: int
+    rates: Floats
+    slots: Optional[int] = None
+
+
+class StepRun(NamedTuple):
+    """One run of a row with one learning rate (`step`, the papers' word); `curve` has (block updates, slots, f - f*)."""
+
+    label: str
+    method: str
+    args: Dict[str, Any]
+    step: float
+    curve: List[Tuple[int, int, float]]
+
+    @property
+    def final(self) -> float:
+        """The objective at the end; infinite if the run diverged."""
+        return self.curve[-1][2]
+
+
+@dataclass(frozen=True)
+class VectorGrid:
+    """The rows of an experiment on the objective that a seed draws.
+
+    With `by_stages` the rows are "METHOD P=stages" and drawn against the number of stages.
+    """
+
+    name: str
+    title: str
+    source: str
+    setting: str
+    make_objective: Callable[[int], Objective]
+    rows: Sequence[VectorRow]
+    claims: Sequence[Claim]
+    by_stages: bool = False
+
+    def make_experiment(self) -> Experiment:
+        """Return the experiment that runs all seeds, each in a process of its own, and compares the best step of each row."""
+        return Experiment(self.name, self.title, self.source, f"{len(SEEDS)} seeds", self.run, seeds=SEEDS)
+
+    def run(self, request: Request) -> Outcome:
+        """Run all seeds and compare the best step of each row."""
+        arguments = {seed: (self.name, seed) for seed in request.seeds or SEEDS}
+        results = run_all(run_named, arguments, request, lambda seed, result: f"seed {seed}: {len(result['runs'])} runs")
+        return self.compare({seed: result["runs"] for seed, result in results.items()}, request.runs / self.name)
+
+    def compare(self, runs: Mapping[int, List[StepRun]], folder: Path) -> Outcome:
+        """Return the outcome of runs by seed."""
+        best = find_best_runs(runs)
+        results = {**self.make_experiment().describe(), **summarize(self, runs)}
+        curves = [
+            {"label": label, "seed": seed, "step": run.step, "curve": run.curve}
+            for label, by_seed in best.items()
+            for seed, run in by_seed.items()
+        ]
+        draw = functools.partial(draw_by_stages if self.by_stages else draw_curves, self, best)
+        return Outcome(results, make_step_table(self, results), folder, curves, {"curves.png": draw})
+
+
+def run_named(name: str, seed: int) -> Result:
+    """Run one seed of a grid in a worker process, to which the grid itself cannot be sent."""
+    return {"runs": run_seed(VECTOR_GRIDS[name], seed)}
+
+
+def run_seed(grid: VectorGrid, seed: int) -> List[StepRun]:
+    """Run every row with all of its learning rates at once; neighbouring rows of randomized PipeDream share their products."""
+    objective, runs = grid.make_objective(seed), []
+    least = objective.optimum
+    for (method, P, M), rows_of_kind in itertools.groupby(grid.rows, lambda row: row[1:2] + row[3:5]):
+        rows = list(rows_of_kind)
+        if method == "pipedream":
+            curves = [run_pipedream(objective, P, M, row.rates, seed) for row in rows]
+        elif method == "local_sgd":
+            curves = [
+                run_local_sgd(objective, P, row.args["replicas"], row.args["local_steps"], M, row.rates, seed, row.slots)
+                for row in rows
+            ]
+        else:
+            sources = [make_randomized_source(P, M, objective.batches, row.args, seed) for row in rows]
+            curves = run_randomized(objective, sources, rows[0].rates, seed)
+        for row, curve in zip(rows, curves):
+            for g, rate in enumerate(row.rates.tolist()):
+                values = (curve.values[:, g] - least).tolist()
+                points = list(zip(curve.updates.tolist(), curve.slots.tolist(), values))
+                runs.append(StepRun(row.label, row.method, row.args, rate, points))
+    return runs
+
+
+# ---- results
+
+
+def find_best_runs(runs: Mapping[int, List[StepRun]]) -> Dict[str, Dict[int, StepRun]]:
+    """Return for each row and seed the run with the least final objective."""
+    best: Dict[str, Dict[int, StepRun]] = {}
+    for seed, runs_of_seed in runs.items():
+        for run in runs_of_seed:
+            by_seed = best.setdefault(run.label, {})
+            if seed not in by_seed or run.final < by_seed[seed].final:
+                by_seed[seed] = run
+    return best
+
+
+def summarize(grid: VectorGrid, runs: Mapping[int, List[StepRun]]) -> Dict[str, Any]:
+    """Return the results as JSON: `final` is the mean over the seeds with the best step of each."""
+    runs_of_any_seed = next(iter(runs.values()))
+    rows: List[Dict[str, Any]] = []
+    for label, by_seed in find_best_runs(runs).items():
+        first, values = next(iter(by_seed.values())), [run.final for run in by_seed.values()]
+        rows.append({
+            "label": label, "method": first.method, "args": first.args, "step": first.step,
+            "final": statistics.mean(values), "std": statistics.stdev(values) if len(values) > 1 else None,
+            "step_by_seed": {str(seed): run.step for seed, run in by_seed.items()},
+            "final_by_seed": {str(seed): run.final for seed, run in by_seed.items()},
+            "updates": first.curve[-1][0], "slots": first.curve[-1][1],
+            "stable_steps": sorted(
+                run.step for run in runs_of_any_seed if run.label == label and run.final < run.curve[0][2]
+            ),
+        })  # fmt: skip
+    finals = {row["label"]: row["final"] for row in rows}
+    statements = list_statements({claim.text: bool(claim.holds(finals)) for claim in grid.claims})
+    return {"setting": grid.setting, "measures": MEASURED, "seeds": list(runs), "rows": rows, **statements}
+
+
+def make_step_table(grid: VectorGrid, results: Mapping[str, Any]) -> str:
+    """Return the results as Markdown."""
+    notes = [
+        f"Source: {grid.source}. Made by `python tools/reproduce.py {grid.name}`; seeds {', '.join(map(str, results['seeds']))}"
+        " (data, draws and noise).",
+        f"{grid.setting}. Best step of each row by the final value of {MEASURED}, mean and standard deviation.",
+    ]
+    rows = []
+    for row in results["rows"]:
+        steps = ", ".join(f"2^{math.log2(step):.0f}" for step in row["step_by_seed"].values())
+        spread = "" if row["std"] is None else f" +- {row['std']:.2g}"
+        by_seed = ", ".join(f"{value:.6g}" for value in row["final_by_seed"].values())
+        rows.append(
+            (row["label"], steps, f"{row['final']:.6g}{spread}", by_seed, f"{row['updates']:,}", f"{row['slots']:,}")
+        )
+    head = ("row", "best step by seed", f"final {MEASURED}", "by seed", "block updates", "slots")
+    return make_markdown(results, notes, head, rows)
+
+
+def draw_curves(grid: VectorGrid, best: Mapping[str, Mapping[int, StepRun]], file: Path) -> None:
+    """Draw the best runs against block updates and against slots."""
+    note = f"{grid.setting}; best step of each row; {describe_seeds(list(next(iter(best.values()))))}"
+    with open_figure(file, (8, 5), 2, title=grid.title, note=note) as panels:
+        for place, (axes, axis) in enumerate(zip(panels, ("block updates", "slots"))):
+            for label, by_seed in best.items():
+                points = list(zip(*(run.curve for run in by_seed.values())))
+                steps = sorted({f"2^{math.log2(run.step):.0f}" for run in by_seed.values()})
+                values = [[at[2] for at in point] for point in points]
+                label = f"{label}, step {' or '.join(steps)}"
+                plot_mean_with_range(axes, [point[0][place] for point in points], values, markersize=2, label=label)
+            axes.set(xlabel=axis, ylabel=MEASURED, yscale="log")
+            axes.legend(fontsize="small")
+
+
+def draw_by_stages(grid: VectorGrid, best: Mapping[str, Mapping[int, StepRun]], file: Path) -> None:
+    """Draw the final values of the best runs against the number of stages."""
+    note = f"{grid.setting}; best step of each row; {describe_seeds(list(next(iter(best.values()))))}"
+    with open_figure(file, (8, 5), title=grid.title, note=note) as (axes,):
+        for method in ("PipeDream", "RPD", "LocalSGD"):
+            groups = [[run.final for run in best[f"{method} P={P}"].values()] for P in STAGES]
+            plot_mean_with_range(axes, STAGES, groups, label=method)
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="stages", ylabel=f"final {MEASURED}", yscale="log")
+        axes.legend(fontsize="small")
+
+
+# ---- the records
+
+SEEDS = (0, 1, 2)
+BOUNDS = (8, 30, 60, 180, 420)
+LOCAL_STEPS = (2, 5, 30)
+LOCAL_LABELS = [f"LocalSGD K={K}" for K in LOCAL_STEPS]
+STAGES = (2, 4, 8, 16, 32, 64, 128)
+LOGISTIC = "d = 512, n = 50, batch 1, l2 1e-4, gradient noise 0.5"
+
+
+def make_powers(low: int, high: int) -> Floats:
+    """Return 2^low to 2^high."""
+    return np.asarray(2.0 ** np.arange(low, high + 1))
+
+
+def list_rows_against_local_sgd(P: int, slots: int, rates: Floats, local_rates: Floats) -> List[VectorRow]:
+    """Return PipeDream with the microbatches of so many slots, and LocalSGD.
+
+    LocalSGD's timeline of as many jobs is longer; it is cut after as many slots.
+    """
+    M = count_microbatches(slots, P)
+    return [
+        VectorRow("PipeDream", "pipedream", {}, P, M, rates),
+        *(
+            VectorRow(f"LocalSGD K={K}", "local_sgd", {"replicas": P, "local_steps": K}, P, M, local_rates, slots)
+            for K in LOCAL_STEPS
+        ),
+    ]
+
+
+def list_scaling_rows(slots: int, rates: Floats, local_rates: Floats) -> List[VectorRow]:
+    """Return all methods in so many slots on each number of stages.
+
+    Randomized PipeDream makes PipeDream's block updates, with PipeDream's greatest delay as bound.
+    """
+    rows = []
+    for P in STAGES:
+        M, args = count_microbatches(slots, P), {"replicas": P, "local_steps": 5}
+        bound = {"delay_bound": compute_greatest_delay(P)}
+        rows += [
+            VectorRow(f"PipeDream P={P}", "pipedream", {}, P, M, rates),
+            VectorRow(f"RPD P={P}", "randomized_pipedream", bound, P, M, rates),
+            VectorRow(f"LocalSGD P={P}", "local_sgd", args, P, count_jobs(slots, P, P, 5), local_rates),
+        ]
+    return rows
+
+
+def make_logistic(seed: int) -> Objective:
+    """Draw the logistic regression of experiments (c) and (d)."""
+    return make_logistic_regression(50, 512, 1, 1e-4, 0.5, seed)
+
+
+def grows_with_stages(method: str) -> Claim:
+    """Return the claim that the three deepest pipelines end above the three shallowest, in the mean."""
+
+    def holds(finals: Mapping[str, float]) -> bool:
+        values = [finals[f"{method} P={P}"] for P in STAGES]
+        return sum(values[-3:]) > sum(values[:3])
+
+    return Claim(f"{method} deteriorates as P grows", holds)
+
+
+VECTOR_GRIDS: Dict[str, VectorGrid] = {
+    grid.name: grid
+    for grid in (
+        VectorGrid(
+            "rpd_quadratic", "PipeDream and randomized PipeDream on a random quadratic", "randomized PipeDream, Figure 2(a)",
+            "f = ||A x - b||^2 / 2n, n = 2000, d = 512, 20 batches of 100, P = 8, 400 microbatches, steps 2^-8 to 2^0",
+            lambda seed: make_random_quadratic(2000, 512, 100, seed),
+            [
+                VectorRow("PipeDream", "pipedream", {}, 8, 400, make_powers(-8, 0)),
+                *(VectorRow(f"RPD {bound}", "randomized_pipedream", {"delay_bound": bound}, 8, 400, make_powers(-8, 0))
+                  for bound in BOUNDS),
+            ],
+            [
+                Claim(
+                    "RPD with bound P^2 - P/2 = 60 tracks PipeDream (within a factor of 2 at the end)",
+                    lambda finals: 0.5 < finals["RPD 60"] / finals["PipeDream"] < 2,
+                ),
+                Claim(
+                    "the larger the delay bound, the slower",
+                    lambda finals: all(finals[f"RPD {a}"] <= finals[f"RPD {b}"] for a, b in zip(BOUNDS, BOUNDS[1:])),
+                ),
+            ],
+        ),
+        VectorGrid(
+            "local_sgd_quadratic", "PipeDream and LocalSGD on Nesterov's tridiagonal quadratic",
+            "randomized PipeDream, Figure 4(a)", "d = 512, n = 600, batch 5, P = R = 16, 1230 slots, steps 2^-12 to 2^2",
+            lambda seed: make_tridiagonal_quadratic(600, 512, 5, seed),
+            list_rows_against_local_sgd(16, 1230, make_powers(-12, 2), make_powers(-12, 2)),
+            [Claim(
+                "PipeDream is better than LocalSGD",
+                lambda finals: all(finals["PipeDream"] < finals[label] for label in LOCAL_LABELS),
+            )],
+        ),
+        VectorGrid(
+            "scaling_logistic", "Scaling with the number of stages on logistic regression", "randomized PipeDream, Figure 2(b)",
+            f"{LOGISTIC}, 3180 slots, R = P, K = 5, steps 2^-12 to 2^-3 (LocalSGD 2^-8 to 2^2)", make_logistic,
+            list_scaling_rows(3180, make_powers(-12, -3), make_powers(-8, 2)),
+            [
+                grows_with_stages("PipeDream"),
+                grows_with_stages("RPD"),
+                Claim(
+                    "LocalSGD is better than PipeDream at many stages (32, 64, 128)",
+                    lambda finals: all(finals[f"LocalSGD P={P}"] < finals[f"PipeDream P={P}"] for P in (32, 64, 128)),
+                ),
+            ],
+            by_stages=True,
+        ),
+        VectorGrid(
+            "local_sgd_logistic", "PipeDream and LocalSGD on logistic regression", "randomized PipeDream, Figure 4(b)",
+            f"{LOGISTIC}, P = R = 16, 830 slots, steps as for the scaling", make_logistic,
+            list_rows_against_local_sgd(16, 830, make_powers(-12, -3), make_powers(-8, 2)),
+            [Claim(
+                "LocalSGD, with the best K, is better than PipeDream",
+                lambda finals: any(finals[label] < finals["PipeDream"] for label in LOCAL_LABELS),
+            )],
+        ),
+    )
+}  # fmt: skip

@@ -1,0 +1,319 @@
+"""What experiments measure of runs: gradient angles of blocks, the fit of training samples, filters; random labels."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, List, Optional, Sequence, Tuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ipu_pipe.config.load import load_config
+from ipu_pipe.config.schema import Config
+from ipu_pipe.data import TensorData, load_data, sets
+from ipu_pipe.errors import BadInput
+from ipu_pipe.job.evaluation import evaluate
+from ipu_pipe.local.blocks import BlockedModel, SumOfLosses, get_blocks
+from ipu_pipe.local.structures import make_blocks
+from ipu_pipe.run.build import build
+from ipu_pipe.run.train import train
+from ipu_pipe.schedule.methods import Structure
+from ipu_pipe.studies import measures
+from ipu_pipe.studies.experiment import Request
+from ipu_pipe.studies.measures import MeasureOptions, compute_angle, compute_block_angles, observe_draws
+from ipu_pipe.studies.trained import load_experiment
+from tests.staged_models import whole
+
+ROOT = Path(__file__).resolve().parents[1]
+cross_entropy = nn.functional.cross_entropy
+LOSS = SumOfLosses(cross_entropy)
+STRUCTURES = {
+    "greedy": Structure(), "overlapping": Structure(overlap=1), "twice": Structure(overlap=2),
+    "chunked": Structure(blocks=("2",)),
+}  # fmt: skip
+
+
+class Drift(nn.Module):
+    """Every training forward reads and changes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.factor = self.factor * 1.5
+        return x * self.factor
+
+
+def layers(structure: Structure) -> List[nn.Module]:
+    """Four blocks in a row, with running statistics, dropout and, where each runs once, a buffer that moves and is read."""
+    torch.manual_seed(3)
+    made = [
+        nn.Sequential(nn.Linear(12, 10), nn.BatchNorm1d(10), nn.Tanh()),
+        nn.Sequential(nn.Linear(10, 9), nn.Dropout(0.3), nn.Tanh()),
+        nn.Sequential(
+            nn.Linear(9, 8), nn.Identity() if structure.overlap else Drift(), nn.BatchNorm1d(8), nn.ReLU(inplace=True)
+        ),
+        nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 4)),
+    ]
+    return [layer.double() for layer in made]
+
+
+def batch(size: int = 6) -> Tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(size, 12, generator=generator, dtype=torch.float64), torch.arange(size) % 4
+
+
+def blocked(structure: Structure, stages: Sequence[nn.Module] = ()) -> BlockedModel:
+    return make_blocks(whole(list(stages or layers(structure))), batch()[0], structure, None)[0]
+
+
+# ---- angles
+
+
+def measure_angles(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> List[Optional[float]]:
+    return compute_block_angles(model, LOSS, x, y, observe_draws(model, x))
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_the_last_blocks_local_gradient_is_the_true_one_and_others_are_not(name: str) -> None:
+    found = measure_angles(blocked(STRUCTURES[name]), *batch())
+    assert found[-1] == 0.0
+    for angle in found[:-1]:
+        assert angle is not None and angle > 1
+
+
+def test_one_block_has_no_angle_to_the_whole_model() -> None:
+    assert measure_angles(blocked(Structure(blocks=1)), *batch()) == [0.0]
+
+
+def plain() -> List[nn.Module]:
+    torch.manual_seed(3)
+    return [nn.Sequential(nn.Linear(a, b), nn.Tanh()).double() for a, b in ((12, 10), (10, 9), (9, 8), (8, 4))]
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_angles_are_those_of_gradients_written_out(overlap: int) -> None:
+    stages, (x, y) = plain(), batch()
+    model = blocked(Structure(overlap=overlap), stages)
+    blocks = get_blocks(model)
+    assert blocks is not None
+    local: List[List[torch.Tensor]] = [
+        [] for _ in stages
+    ]  # of each layer's weights and biases, by the blocks that hold it
+    entered = [x]
+    for stage in stages:
+        entered.append(stage(entered[-1]).detach())
+    for j in range(4):
+        first, head = max(0, j - overlap), blocks.head(j)
+        own = [*stages[first : j + 1], *([head] if head else [])]
+        loss = cross_entropy(nn.Sequential(*own)(entered[first]), y)
+        for i in range(first, j + 1):
+            grads = torch.autograd.grad(loss, list(stages[i].parameters()), retain_graph=True)
+            local[i].append(torch.cat([g.flatten() for g in grads]))
+    loss = cross_entropy(nn.Sequential(*stages)(x), y)
+    for i, found in enumerate(measure_angles(model, x, y)):
+        true = torch.cat(
+            [g.flatten() for g in torch.autograd.grad(loss, list(stages[i].parameters()), retain_graph=True)]
+        )
+        mean = torch.stack(local[i]).mean(0)
+        cosine = float(mean @ true / mean.norm() / true.norm())
+        assert found is not None and np.cos(np.radians(found)) == pytest.approx(cosine, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_probe_leaves_everything_as_it_was(name: str) -> None:
+    model, (x, y) = blocked(STRUCTURES[name]), batch()
+    model.train()
+    torch.autograd.backward([cross_entropy(output, y) for output in model(x)])
+    blocks = get_blocks(model)
+    assert blocks is not None
+    blocks.average_duplicates()
+    model.eval()
+    next(model.children()).train()
+    modes = [module.training for module in [*model.modules(), blocks.model]]
+    state, gradients = copy.deepcopy(model.state_dict()), [p.grad for p in model.parameters()]
+    values = [None if g is None else g.clone() for g in gradients]
+    random = torch.get_rng_state()
+    given = x.clone()
+    first = measure_angles(model, x, y)
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in state.items())
+    for p, gradient, value in zip(model.parameters(), gradients, values):
+        assert p.grad is gradient and (gradient is None or (value is not None and torch.equal(gradient, value)))
+    assert modes == [module.training for module in [*model.modules(), blocks.model]]
+    assert torch.equal(random, torch.get_rng_state()) and torch.equal(x, given)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    torch.rand(3)
+    assert measure_angles(model, x, y) == first, "the draws are the probe's own"
+
+
+def test_frozen_blocks_have_no_angle() -> None:
+    assert measure_angles(blocked(Structure(layers=1)), *batch()) == [None, 0.0]
+
+
+def test_angles_of_vectors() -> None:
+    def degrees(a: List[float], b: List[float]) -> Any:
+        return compute_angle(torch.tensor(a).double(), torch.tensor(b).double())
+
+    assert degrees([3.0, 0.0], [0.0, 2.0]) == pytest.approx(90)
+    assert degrees([1.0, 0.0], [-5.0, 0.0]) == 180
+    assert degrees([1.0, 0.0], [1.0, 3**0.5]) == pytest.approx(60)
+    assert degrees([1.0, 0.0], [1.0, 1e-9]) == pytest.approx(np.degrees(1e-9))  # whose cosine is 1
+    assert degrees([0.0, 0.0], [1.0, 0.0]) is None and degrees([float("nan"), 0.0], [1.0, 0.0]) is None
+
+
+def digits(*changes: str) -> Config:
+    short = [
+        "steps=6",
+        "stages=4",
+        "backend.threads=1",
+        "micro_batch_size=8",
+        "data.subset=200",
+        "data.test_subset=100",
+    ]
+    return load_config(ROOT / "configs" / "mlp_digits.yaml", [*short, *changes])
+
+
+@pytest.mark.parametrize("method", ["local_greedy", "local_overlapping"])
+def test_training_is_the_same_with_and_without_the_probe(method: str, tmp_path: Path) -> None:
+    options = [MeasureOptions(name="angles", every=every, samples=32) for every in (1, 4)]
+    often, seldom = (
+        measures.measure_angles(digits(f"method={method}"), tmp_path, one, False)["curve"] for one in options
+    )
+    assert [point[0] for point in often] == [0, 1, 2, 3, 4, 5, 6] and [point[0] for point in seldom] == [0, 4, 6]
+    assert all(point in often for point in seldom)
+    assert len(often[0]) == 5 and all(point[-1] == 0 for point in often)
+
+
+# ---- the fit of training samples, and filters
+
+
+def test_training_samples_are_evaluated_without_augmentation_by_the_final_output(tmp_path: Path) -> None:
+    """The curve has means over updates; the final weights are those of the same run without a measure."""
+    changes = ("data.augment=true", "data.subset=32", "steps=40", "optimizer.lr=0.1", "method=local_greedy", "checkpoint.keep=1")
+    options = [MeasureOptions(name="fit", every=every) for every in (1, 20)]
+    fine, coarse = (measures.measure_fit(digits(*changes), tmp_path, one, False) for one in options)
+    losses = [loss for _, loss, _ in fine["curve"]]
+    assert [point[0] for point in coarse["curve"]] == [20, 40]
+    assert coarse["curve"][1][1] == pytest.approx(sum(losses[20:]) / 20) and losses[-1] < losses[0]
+    assert coarse["values"] == fine["values"] and fine["values"]["blocks"] == 4
+    train(digits(*changes), tmp_path / "run", quiet=True)
+    plain = ["data.augment=false", f"init_from={tmp_path / 'run'}"]
+    job = build(digits(*changes, *plain))
+    assert isinstance(job.data, TensorData)
+    job.data.test = job.data.train
+    expected = evaluate(job)[-1]
+    assert (fine["values"]["train loss"], fine["final"]) == (expected.loss, expected.accuracy)
+
+
+def test_filters_are_the_first_layers_each_between_its_own_extremes(tmp_path: Path) -> None:
+    filters = np.random.default_rng(0).normal(size=(5, 3, 2, 4)) * np.array([1, 1e3, 1, 1e-3, 1])[:, None, None, None]
+    filters[2] = 7.0
+    image = measures.make_filters_image(filters)
+    assert image.shape == (2 * 3 + 1, 3 * 5 + 1, 3)
+    for i, one in enumerate(filters):
+        shown = image[i // 3 * 3 + 1 :, i % 3 * 5 + 1 :][:2, :4].transpose(2, 0, 1)
+        expected = 0.5 if i == 2 else (one - one.min()) / (one.max() - one.min())
+        assert shown == pytest.approx(np.broadcast_to(expected, shown.shape))
+    assert (image[4:, 11:] == 1).all()
+
+
+# ---- experiments
+
+EXPERIMENT = """
+title: Title
+source: nobody
+base:
+  model: {entry: models.mlp:mlp}
+  data: {name: digits, subset: 100, test_subset: 50}
+  method: local_greedy
+  stages: 4
+  micro_batch_size: 10
+  steps: 4
+  log: {every: 1}
+  backend: {threads: 1}
+seeds: [0, 1]
+rows: {greedy: {}, last: {method: last_layers, method_args: {layers: 2}}}
+"""
+
+
+@pytest.mark.parametrize(
+    "measure, pictures",
+    [
+        ("{name: angles, every: 2, samples: 16}", ["angles.png"]),
+        ("{name: fit}", ["accuracy.png", "training.png"]),
+        ("{name: training_loss, window: 2}", ["loss_by_epoch.png", "loss_by_time.png"]),
+    ],
+)
+def test_each_measure_writes_its_results(measure: str, pictures: List[str], tmp_path: Path) -> None:
+    file = tmp_path / "one.yaml"
+    file.write_text(f"{EXPERIMENT}measure: {measure}\n")
+    outcome = load_experiment(file).run(Request(tmp_path / "runs", seeds=[0], jobs=2, say=lambda text: None))
+    assert [path.name for path in outcome.write(tmp_path)] == ["results.json", "table.md", *pictures]
+    assert [curve["label"] for curve in outcome.curves] == ["greedy", "last"] and outcome.results["agrees"]
+    assert all(row["final"] is not None and row["step"] == 4 for row in outcome.results["rows"])
+
+
+@pytest.mark.parametrize(
+    "measure, fault",
+    [
+        ("{name: angle}", "measure.name: angle: "),
+        ("{name: fit, every: 0}", "measure.every: 0: "),
+        ("{name: filters, tensor: fc1.weight}", "measure.tensor: fc1.weight: "),
+        ("{name: angles, samples: 101}", "measure.samples: 101: "),
+    ],
+)
+def test_bad_measures_are_refused(measure: str, fault: str, tmp_path: Path) -> None:
+    file = tmp_path / "one.yaml"
+    file.write_text(f"{EXPERIMENT}measure: {measure}\n")
+    with pytest.raises(BadInput) as refused:
+        load_experiment(file).run(Request(tmp_path / "runs", seeds=[0], rows=["greedy"], say=lambda text: None))
+    assert fault in str(refused.value)
+
+
+# ---- random labels
+
+
+def data_of(**options: Any) -> TensorData:
+    made = load_data("digits", **options)
+    assert isinstance(made, TensorData)
+    return made
+
+
+def test_random_labels_are_drawn_by_the_seed_alone() -> None:
+    own, drawn, again = data_of(), data_of(random_labels=True), data_of(random_labels=True)
+    assert torch.equal(own.train[0], drawn.train[0]) and torch.equal(own.test[0], drawn.test[0])
+    for part in ("train", "test"):
+        real, labels = getattr(own, part)[1], getattr(drawn, part)[1]
+        assert torch.equal(labels, getattr(again, part)[1]) and labels.dtype == real.dtype == torch.int64
+        assert sorted(set(labels.tolist())) == list(range(10))
+        assert 0.05 < float((labels == real).float().mean()) < 0.15  # chance: of 1437 and 360, 0.1 +- 0.008 and 0.016
+    other = data_of(random_labels=True, seed=1)
+    assert 0.05 < float((other.train[1] == drawn.train[1]).float().mean()) < 0.15
+    assert 0.05 < float((drawn.train[1][:360] == drawn.test[1]).float().mean()) < 0.15
+    few = data_of(random_labels=True, subset=50, test_subset=20)
+    assert torch.equal(few.train[1], drawn.train[1][:50]) and torch.equal(few.test[1], drawn.test[1][:20])
+    assert torch.equal(data_of(random_labels=False).train[1], own.train[1])
+    # neither images nor labels matter
+    x, y = own.train
+    assert torch.equal(sets._relabelled((x.flip(0), y * 0), 0, "train")[1], drawn.train[1])
+
+
+@pytest.mark.parametrize(
+    "name, value, told",
+    [
+        ("digits", 1, "data.random_labels: 1: must be true or false"),
+        ("synthetic", True, "data.random_labels: True: "),
+        ("shakespeare", True, "data.random_labels: True: unknown key for shakespeare"),
+    ],
+)
+def test_random_labels_are_refused_where_they_have_no_meaning(name: str, value: Any, told: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        load_data(name, random_labels=value)
+    assert told in str(refused.value)
+
+
