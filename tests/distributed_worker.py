@@ -18,8 +18,8 @@ from ipu_pipe.errors import end_process
 from ipu_pipe.hardware.precision import MIXED, resolve_precision
 from ipu_pipe.job.record import DTYPES
 from ipu_pipe.model.cutting import cut_model, list_crossings
+from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.precision import ModelPrecision
-from ipu_pipe.model.probe import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.stages import partition
 from ipu_pipe.schedule.methods import resolve_method

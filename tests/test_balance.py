@@ -15,9 +15,8 @@ from torch import nn
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model import flops, observation
 from ipu_pipe.model.balance import SLACK, WeightedCuts, find_greatest
-from ipu_pipe.model.balancing import count_stage_flops
-from ipu_pipe.model.partition import Partition
-from ipu_pipe.model.stages import partition
+from ipu_pipe.model.observation import observe_costs, observe_execution
+from ipu_pipe.model.stages import Partition, make_footprint, partition
 
 IMAGES = torch.randn(2, 3, 8, 8)
 counted = pytest.mark.skipif(flops.FlopCounterMode is None, reason="torch 2.0 has no counter")
@@ -167,7 +166,7 @@ def test_the_search_is_exact(units: Any, data: Any) -> None:
 
 
 def forward(model: nn.Module, part: Partition, x: torch.Tensor) -> List[float]:
-    return [stage.forward for stage in count_stage_flops(model, part, x)]
+    return list(make_footprint(model, part, observe_execution(model, x, counted=True)).forward_flops)
 
 
 class Functional(nn.Module):
@@ -268,7 +267,10 @@ class Gpt2(nn.Module):
 
 
 def imbalance(model: nn.Module, count: int, x: torch.Tensor) -> float:
-    costs = [sum(stage) for stage in count_stage_flops(model, partition(model, x, count), x)]
+    seen = observe_costs(model, x, lambda: model(x))
+    footprint = make_footprint(model, partition(model, x, count), seen)
+    assert footprint.backward_flops is not None
+    costs = [f + b for f, b in zip(footprint.forward_flops, footprint.backward_flops)]
     return max(costs) * count / sum(costs)
 
 

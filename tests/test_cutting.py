@@ -11,7 +11,7 @@ from torch import nn
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import check_same_shapes
 from ipu_pipe.model.cutting import cut_model, list_crossings
-from ipu_pipe.model.probe import observe_effects
+from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.rehearsal import rehearse
 from ipu_pipe.model.restoring import buffers_restored, modes_restored

@@ -16,7 +16,7 @@ from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.config.load import load_config
 from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.job.numerics import set_numerics
-from ipu_pipe.model.probe import observe_effects
+from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS, resolve_method

@@ -24,7 +24,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.local.blocks import BlockedModel, SumOfLosses, get_blocks
 from ipu_pipe.local.heads import TokenHead, make_head
 from ipu_pipe.local.structures import make_blocks
-from ipu_pipe.model.probe import observe_footprint
+from ipu_pipe.model.observation import observe_training
 from ipu_pipe.model.stages import partition
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import Structure, resolve_method
@@ -404,11 +404,15 @@ def _tested(folder: Path) -> Tuple[str, str]:
 
 def test_a_look_at_a_model_keeps_none_of_its_activations() -> None:
     """Story: each look kept a graph with its activations, and so the weights that processes mean to free."""
-    part = partition(model := nn.Sequential(nn.Linear(12, 500), nn.ReLU(), nn.Linear(500, 4)), torch.randn(64, 12))
-    for _ in range(3):
-        observe_footprint(model, part, cross_entropy, torch.randn(64, 12), torch.randint(0, 4, (64,)))
-    weight = weakref.ref(model[0].weight)
-    del model, part
+    def look() -> Any:
+        model = nn.Sequential(nn.Linear(12, 500), nn.ReLU(), nn.Linear(500, 4))
+        x, y = torch.randn(64, 12), torch.randint(0, 4, (64,))
+        partition(model, x)
+        for _ in range(3):
+            observe_training(model, x, y, lambda x, y: cross_entropy(model(x), y))
+        return weakref.ref(model[0].weight)
+
+    weight = look()
     gc.collect()
     assert weight() is None
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.probe import find_derived_weights, observe_effects
+from ipu_pipe.model.observation import observe_effects, observe_training
 from ipu_pipe.model.stages import partition
 from models import mlp as mlps
 from models import resnet as resnets
@@ -406,16 +406,20 @@ def test_gradients_reach_every_weight_and_the_seed_decides_the_weights(name: str
     assert [n for n, p in models[0].named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
 
+def find_derived_weights(model: nn.Module, x: Any, y: Any) -> List[str]:
+    return observe_training(model, x, y, lambda x, y: F.cross_entropy(model(x), y)).derived
+
+
 @pytest.mark.parametrize("name", [name for name in SMALL if "preact" not in name])
 def test_no_weight_is_derived_and_saved(name: str) -> None:
     torch.manual_seed(0)
-    assert find_derived_weights(SMALL[name](), F.cross_entropy, *example(name)) == []
+    assert find_derived_weights(SMALL[name](), *example(name)) == []
 
 
 def test_the_probe_would_see_a_derived_projection(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = lambda self, input, memory=None: F.linear(input, self.weight * 1, self.bias)  # noqa: E731
     monkeypatch.setattr(transformer.Projection, "forward", forward)
-    found = find_derived_weights(SMALL["transformer_lm"](), F.cross_entropy, *example("transformer_lm"))
+    found = find_derived_weights(SMALL["transformer_lm"](), *example("transformer_lm"))
     assert found == ["block1.attention.projection.weight", "block2.attention.projection.weight"]
 
 

@@ -9,11 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ipu_pipe.model.probe import find_derived_weights, find_unkeyed_draws, observe_effects, observe_footprint
-from ipu_pipe.model.stages import begin_stage, partition
+from ipu_pipe.model.observation import Observation, find_unkeyed_draws, observe_effects, observe_training
+from ipu_pipe.model.stages import begin_stage, make_footprint, partition
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 LABELS = torch.tensor([0, 1])
+
+
+def observe(model: nn.Module, x: torch.Tensor, y: torch.Tensor = LABELS) -> Observation:
+    return observe_training(model, x, y, lambda x, y: F.cross_entropy(model(x), y))
 
 
 class Times(nn.Module):
@@ -45,7 +49,7 @@ def _head(channels: int) -> Any:
 
 def test_a_first_layer_is_free_to_derive_weights() -> None:
     """No gradient of its input is wanted, so its backward reads no weight at all."""
-    assert find_derived_weights(Times(), F.cross_entropy, IMAGES, LABELS) == []
+    assert observe(Times(), IMAGES).derived == []
 
 
 def _weight_norm() -> nn.Module:
@@ -65,7 +69,7 @@ def _weight_norm() -> nn.Module:
     ids=["product", "autocast", "instance norm"],
 )
 def test_derived_weights_are_named(model: nn.Module, guilty: Any) -> None:
-    found = find_derived_weights(model, F.cross_entropy, IMAGES, LABELS)
+    found = observe(model, IMAGES).derived
     assert found == guilty
 
 
@@ -73,9 +77,7 @@ def test_derived_weights_are_named(model: nn.Module, guilty: Any) -> None:
     not hasattr(nn.utils, "parametrizations") or torch.__version__ < "2.1", reason="torch 2.1's weight norm"
 )
 def test_weight_norm_is_named() -> None:
-    found = find_derived_weights(
-        nn.Sequential(nn.Conv2d(3, 3, 1), _weight_norm(), _head(6)), F.cross_entropy, IMAGES, LABELS
-    )
+    found = observe(nn.Sequential(nn.Conv2d(3, 3, 1), _weight_norm(), _head(6)), IMAGES).derived
     assert found == ["1.parametrizations.weight.original0", "1.parametrizations.weight.original1"]
 
 
@@ -104,12 +106,12 @@ class Text(nn.Module):
 def test_ordinary_layers_are_not_accused_and_are_left_as_found() -> None:
     model = _plain()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert find_derived_weights(model, F.cross_entropy, IMAGES, LABELS) == []
+    assert observe(model, IMAGES).derived == []
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-    assert find_derived_weights(Text(), F.cross_entropy, torch.randint(0, 9, (2, 5)), LABELS) == []
+    assert observe(Text(), torch.randint(0, 9, (2, 5))).derived == []
     half, images = _plain().bfloat16(), IMAGES.bfloat16()
-    assert find_derived_weights(half, F.cross_entropy, images, LABELS) == []
+    assert observe(half, images).derived == []
 
 
 def test_random_modules_are_those_that_draw() -> None:
@@ -129,7 +131,7 @@ def test_footprint_counts_saved_and_sent_bytes() -> None:
     model = nn.Sequential(
         nn.Flatten(), nn.Linear(192, 10), nn.ReLU(), begin_stage(nn.Linear(10, 6)), begin_stage(nn.Linear(6, 4))
     )
-    made = observe_footprint(model, partition(model, IMAGES), F.cross_entropy, IMAGES, LABELS)
+    made = make_footprint(model, partition(model, IMAGES), observe(model, IMAGES, LABELS))
     assert made.boundary_bytes == (2 * 10 * 4, 2 * 6 * 4)
     # the first stage keeps its input and ReLU's output; the second its input; the last its input, log-softmax and labels
     assert made.saved_bytes[0] == 2 * 192 * 4 + 2 * 10 * 4
@@ -150,7 +152,7 @@ class Skip(nn.Module):
 
 def test_a_skip_connection_is_carried_over_every_boundary() -> None:
     x, model = torch.randn(2, 4), Skip()
-    made = observe_footprint(model, partition(model, x), F.cross_entropy, x, LABELS)
+    made = make_footprint(model, partition(model, x), observe(model, x, LABELS))
     assert made.boundary_bytes == (2 * 4 * 4, (2 * 2 + 2 * 4) * 4)
 
 
@@ -174,7 +176,7 @@ def test_buffers_that_a_forward_binds_anew_are_put_back() -> None:
     x, model = torch.randn(2, 4), Counting()
     held = model.count
     part = partition(model, x)
-    observe_footprint(model, part, F.cross_entropy, x, LABELS)
+    make_footprint(model, part, observe(model, x, LABELS))
     observe_effects(model, x)
-    assert find_derived_weights(model, F.cross_entropy, x, LABELS) == []
+    assert observe(model, x).derived == []
     assert model.count is held and float(held) == 0 and model.cache is None

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model import probe
+from ipu_pipe.model import observation
 from ipu_pipe.model.cutting import cut_model
-from ipu_pipe.model.probe import observe_effects
+from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed, list_generators
 from ipu_pipe.schedule.methods import resolve_method
 from tests.staged_models import batches, whole
@@ -76,7 +76,7 @@ def test_on_a_gpu_the_draws_of_both_generators_are_keyed(monkeypatch: pytest.Mon
     """A generator takes the place of the GPU's."""
     gpu, x = torch.Generator(), torch.ones(8)
     monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
-    monkeypatch.setattr(probe, "list_generators", lambda device: list_generators(torch.device("cuda", 0)))
+    monkeypatch.setattr(observation, "list_generators", lambda device: list_generators(torch.device("cuda", 0)))
     layers = [Depth(torch.default_generator), Depth(gpu), Depth(torch.default_generator, gpu), nn.Identity()]
     model = nn.Sequential(*layers)
     calls = observe_effects(model, x).draws

@@ -224,17 +224,17 @@ def test_stages_measured_by_time_are_measured_once(
 ) -> None:
     """Story: they were measured again on resuming, and other stages went on with the weights."""
     from ipu_pipe.backends.emulator.replay import Emulator
-    from ipu_pipe.model import balancing
+    from ipu_pipe.model import stages
 
     chosen = ["stages={count: 2, by: time}", "method=pipedream", "checkpoint.every=5"]
-    monkeypatch.setattr(balancing, "time_passes", slow("fc1"))
+    monkeypatch.setattr(stages, "time_passes", slow("fc1"))
     monkeypatch.setattr(Emulator, "step", functools.partialmethod(_dying, Emulator.step, 8))
     with pytest.raises(KeyboardInterrupt):
         train(config(*chosen), tmp_path / "run", quiet=True)
     monkeypatch.undo()
     recorded = load_config(tmp_path / "run" / "config.yaml").stages
     assert recorded == ["relu1"]
-    monkeypatch.setattr(balancing, "time_passes", slow("fc5"))
+    monkeypatch.setattr(stages, "time_passes", slow("fc5"))
     arguments = [DIGITS, *sets(*chosen), "--out", str(tmp_path / "run"), "--against", "gpipe"]
     code, _, complaint = run_tool(*arguments, "--resume")
     assert code == 0, complaint

@@ -14,7 +14,6 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.job.stability import explain_divergence
 from ipu_pipe.model.batch import get_first_tensor
 from ipu_pipe.model.loss import Loss
-from ipu_pipe.model.probe import find_derived_weights
 from ipu_pipe.schedule.methods import Method, Reads
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.versions import VersionTable
@@ -150,7 +149,7 @@ def list_exactness_faults(job: Job) -> List[str]:
             " write no weight, or use a method that flushes, without replicas"
         )
     if method.reads_old(stages) and method.backward_reads is Reads.NEWEST:
-        names = find_derived_weights(job.model, job.loss, *job.example)
+        names = job.seen.derived
         if names:
             reasons.append(
                 f"model: with {method.name} the backward must read newer weights than the forward, but the forward keeps "

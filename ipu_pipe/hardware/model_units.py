@@ -14,7 +14,6 @@ from torch import nn
 
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.hardware.unit_costs import MeasuredPasses, Unit
-from ipu_pipe.model.balancing import list_top_places
 from ipu_pipe.model.batch import (
     call_model,
     clone_tensors,
@@ -36,6 +35,7 @@ from ipu_pipe.model.observation import (
 )
 from ipu_pipe.model.precision import get_given_loss, uncast_temporarily
 from ipu_pipe.model.restoring import undisturbed
+from ipu_pipe.model.stages import list_top_places
 from ipu_pipe.model.timing import take_median, time_passes
 
 FEW = 2  # samples of a real forward; a batch norm refuses one
@@ -57,8 +57,8 @@ def count_units(
     is in the last unit. A tensor that two units keep belongs to the first. Raises BadInput where the model cannot be counted.
     """
     try:
-        calls, runs = observe_execution(model, x)
-        check_runs_modules(calls)
+        order = observe_execution(model, x)
+        check_runs_modules(order.calls)
         with uncast_temporarily(model):  # sizes are scaled by the precision later
             seen, samples = _observe(model, x, get_given_loss(loss), y)
     except BadInput:
@@ -70,7 +70,7 @@ def count_units(
         if samples == count_samples(x) and can_run_on_meta(model, x)
         else f"in a forward and backward of {samples} samples"
     )
-    places = list_top_places(model, calls, runs)
+    places = list_top_places(model, order)
     first = places[0] or next(call.name for call in seen.calls if call.works)
     wanted = {*places[1:], *begins} - {first}
     starts = [0, *[i for i, call in enumerate(seen.calls) if call.name in wanted]]

@@ -13,8 +13,7 @@ from ipu_pipe.job.import_strings import resolve_entry
 from ipu_pipe.local.structures import find_structure, make_blocks
 from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.loss import Take, TakePart
-from ipu_pipe.model.partition import Partition
-from ipu_pipe.model.stages import partition
+from ipu_pipe.model.stages import Partition, partition
 from ipu_pipe.schedule.methods import Method
 
 

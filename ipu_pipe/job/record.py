@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
@@ -20,9 +19,9 @@ from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import check_holds_tensors, check_same_samples, map_tensors
 from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.loss import Labels, Loss, OwnLoss, get_labels
-from ipu_pipe.model.partition import Partition
+from ipu_pipe.model.observation import ForwardEffects, Observation
 from ipu_pipe.model.precision import ModelPrecision
-from ipu_pipe.model.probe import Footprint, ForwardEffects, observe_effects
+from ipu_pipe.model.stages import Footprint, Partition
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import METHODS, Method
 from ipu_pipe.schedule.table import Schedule
@@ -125,6 +124,7 @@ class Job(Setup):
     updates: int
     example: Tuple[Any, Any]
     footprint: Footprint
+    seen: Observation  # of a training pass of the example
     note: str = ""  # what the user should know of the stages
     done: int = 0  # updates of the run that this one goes on with: the pipeline is empty there
     used: Given = Given()  # the optimizer and the loss, whoever gave them
@@ -135,10 +135,10 @@ class Job(Setup):
     read: Optional[Dict[str, Any]] = None  # of the data, for the run's record
     pieces: Sequence[Piece] = ()  # the model cut into its stages, on processes
 
-    @cached_property
+    @property
     def effects(self) -> ForwardEffects:
-        """Return what a training forward of a microbatch draws and writes, seen in one."""
-        return observe_effects(self.model, self.example[0])
+        """What a training forward of a microbatch draws and writes."""
+        return self.seen.effects
 
     @property
     def batch(self) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput, RunFault, UserFault, find_user_fault, summarize, walk_causes
-from ipu_pipe.model.partition import Partition
+from ipu_pipe.model.stages import Partition
 from ipu_pipe.text import show
 
 _OURS = (

@@ -25,15 +25,15 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.local.heads import MakeHead, make_head
-from ipu_pipe.model.batch import get_first_tensor, join_arguments
+from ipu_pipe.model.batch import call_model, get_first_tensor, join_arguments
 from ipu_pipe.model.cutting import Piece, cut_model
 from ipu_pipe.model.loss import Loss, Take, describe_output, take_scores
-from ipu_pipe.model.partition import Partition
+from ipu_pipe.model.observation import Observation, observe_effects, observe_training
 from ipu_pipe.model.precision import cast_forward, is_cast
-from ipu_pipe.model.probe import Footprint, observe_footprint
 from ipu_pipe.model.randomness import derive_seed, draw_from
 from ipu_pipe.model.rehearsal import rehearse
 from ipu_pipe.model.restoring import buffers_restored, undisturbed
+from ipu_pipe.model.stages import Footprint, Partition, make_footprint
 
 HEADS = "local_heads"  # the name of the auxiliary heads in a model
 
@@ -296,19 +296,28 @@ def average_gradients(gradients: Sequence[Optional[torch.Tensor]]) -> Optional[t
     return total / len(gradients)
 
 
-def measure_footprint(model: nn.Module, part: Partition, loss: Loss, example: Tuple[Any, Any]) -> Footprint:
-    """Return the bytes and FLOPs of each stage in one microbatch.
+def observe_blocks(model: nn.Module, loss: Loss, example: Tuple[Any, Any]) -> Observation:
+    """Observe a training pass of one microbatch of a model with blocks; what duplicates cost is not in it."""
+    blocks = get_blocks(model)
+    assert blocks is not None
+    overlap, blocks.overlap = blocks.overlap, 0
+    seen = observe_training(model, *example, lambda x, y: loss(call_model(model, x), y))
+    blocks.overlap = overlap
+    if overlap:
+        seen.effects = observe_effects(model, example[0])
+    return seen
+
+
+def measure_footprint(model: nn.Module, part: Partition, seen: Observation) -> Footprint:
+    """Return the bytes and FLOPs of each stage in the observed microbatch.
 
     Blocks compute their losses where they are: only activations pass between them.
     """
-    blocks = get_blocks(model)
+    blocks, plain = get_blocks(model), make_footprint(model, part, seen)
     if blocks is None:
-        return observe_footprint(model, part, loss, *example)
-    overlap, blocks.overlap = blocks.overlap, 0
-    plain = observe_footprint(model, part, loss, *example)
-    blocks.overlap = overlap
+        return plain
     saved = plain.saved_bytes
-    if overlap:  # the previous layer is on the device of each block, too
+    if blocks.overlap:  # the previous layer is on the device of each block, too
         saved = tuple(size + (saved[s - 1] if s else 0) for s, size in enumerate(saved))
     sent = tuple(sum(t.bytes for t in crossing.tensors) for crossing in blocks.crossings)
     return replace(plain, saved_bytes=saved, boundary_bytes=sent)

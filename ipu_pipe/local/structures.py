@@ -31,11 +31,9 @@ from torch import nn
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local.blocks import BlockedModel, Blocks
 from ipu_pipe.local.heads import MakeHead
-from ipu_pipe.model.balancing import merge_stages
 from ipu_pipe.model.cutting import cut_model
 from ipu_pipe.model.loss import Take
-from ipu_pipe.model.partition import Partition
-from ipu_pipe.model.stages import partition
+from ipu_pipe.model.stages import Partition, merge_stages, partition
 from ipu_pipe.schedule.methods import Structure
 
 OPTIMIZER_FLOPS = 10  # per parameter and update

@@ -8,7 +8,7 @@ raises, and who asked takes the tensors themselves.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterator, Tuple
+from typing import Any, Callable, Dict, Iterator, Tuple
 
 import torch
 from torch import nn
@@ -52,7 +52,7 @@ def to_meta(value: Any) -> Any:
 @contextlib.contextmanager
 def compute_on_meta() -> Iterator[None]:
     """Keep computations with meta tensors on the meta device, with the operations that the CPU would take."""
-    with _FusedAttention(), _ToMeta():
+    with _FusedAttention(), OperationWatch(_run_on_meta):
         yield
 
 
@@ -87,14 +87,22 @@ def move_to_meta(model: nn.Module) -> Iterator[None]:
             yield
 
 
-class _ToMeta(TorchDispatchMode):
-    """Move tensors that the forward makes or keeps elsewhere to the meta device where they meet one that is there."""
+class OperationWatch(TorchDispatchMode):
+    """Have `run(operation, arguments, keywords)` run every operation inside and return its result."""
+
+    def __init__(self, run: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if len({tensor.is_meta for tensor in iterate_tensors((*args, *kwargs.values()))}) > 1:
-            args, kwargs = to_meta((args, kwargs))
-        return func(*args, **kwargs)
+        return self._run(func, args, kwargs or {})
+
+
+def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """Move tensors that the forward makes or keeps elsewhere to the meta device where they meet one that is there."""
+    if len({tensor.is_meta for tensor in iterate_tensors((*args, *kwargs.values()))}) > 1:
+        args, kwargs = to_meta((args, kwargs))
+    return func(*args, **kwargs)
 
 
 # ---- attention

@@ -1,4 +1,4 @@
-"""One pass of a model watched, operation by operation: in which order its modules run, and what each costs.
+"""The one look at a model before training: its passes observed operation by operation.
 
 A *call* is a module's first run; what happens from there to the next module's first run is the call's: FLOPs of the forward and,
 by the autograd nodes that this makes, of the backward; what is saved for the backward; tensors that are made. So every way to cut
@@ -7,6 +7,9 @@ the calls into stages is answered from one pass:
     calls      conv1    norm1    relu     conv2     ...
     live            c1       n1       r1             bytes that cross if a stage ends here: all that was made before and is read
                                                      behind, the model's input too where it is
+
+A training forward shows besides what it does to the model (`ForwardEffects`), and of which weights it saves derived values.
+Everything here leaves weights, buffers, gradients, modes and random states as they were.
 """
 
 from __future__ import annotations
@@ -15,18 +18,18 @@ import bisect
 import contextlib
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, FrozenSet, Iterable, Iterator, List, Mapping, NamedTuple, Sequence, Set, Tuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.batch import call_model, clone_tensors, iterate_tensors, list_tensors
+from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor, iterate_tensors, list_tensors
 from ipu_pipe.model.flops import BACKWARD, FlopCounterMode, count_by_formula, get_formulas, separate_attention
-from ipu_pipe.model.meta import is_faster_on_meta, move_to_meta, to_meta
+from ipu_pipe.model.meta import OperationWatch, is_faster_on_meta, move_to_meta, to_meta
 from ipu_pipe.model.precision import is_cast, uncast_temporarily
+from ipu_pipe.model.randomness import list_generators
 from ipu_pipe.model.restoring import undisturbed
 
 
@@ -45,15 +48,36 @@ class ModuleCall:
     saved: Dict[int, int] = field(default_factory=dict)  # storage kept for the backward -> its bytes; weights apart
 
 
+class ForwardEffects(NamedTuple):
+    """What a training forward does besides giving its output.
+
+    draws: the modules whose own forward draws random numbers (dropout and the like), and how often each runs
+    buffers: names of those that it changes, without BatchNorm's, which it does not read
+    weights: names of those that it writes (max_norm of an embedding)
+    """
+
+    draws: Dict[str, int] = {}
+    buffers: Sequence[str] = ()
+    weights: Sequence[str] = ()
+
+
 @dataclass
 class Observation:
-    """What one pass showed: `runs`, names of all runs of modules in order, repeats too; `live[k]`, bytes that cross if a stage
-    begins with call k; `backward`: whether that of the pass could be run."""
+    """What one pass showed.
 
-    calls: List[ModuleCall]
-    runs: List[str]
+    `runs`: names of all runs of modules in order, repeats too. `live[k]`: bytes that cross if a stage begins with call k.
+    `backward`: whether that of the pass could be run. `derived`: names of parameters from which the forward derives a tensor
+    that it saves for the backward, without the input. A backward that shall read newer weights gets them written into the
+    parameters' own storage; what was derived from a weight alone (`w * 1`, weight norm, InstanceNorm's repeated scale,
+    autocast's low-precision copy) keeps the old values, and the method would silently become another one.
+    """
+
+    calls: List[ModuleCall] = field(default_factory=list)
+    runs: List[str] = field(default_factory=list)
     live: List[int] = field(default_factory=list)
     backward: bool = False
+    derived: List[str] = field(default_factory=list)
+    effects: ForwardEffects = ForwardEffects()
 
     def by_stage(self, stage_of: Mapping[str, int], count: int) -> List[List[ModuleCall]]:
         """Return the calls of each of `count` stages."""
@@ -80,35 +104,29 @@ def count_saved_bytes(calls: Sequence[ModuleCall]) -> int:
 
 def observe_order(model: nn.Module, x: Any, forward: Callable[[], Any]) -> Observation:
     """Observe only the order of modules in `forward`, a pass of the model's input `x`. Gradients may be asked for inside."""
-    with _calls(model, lambda: None) as seen, torch.enable_grad():
+    seen = Observation()
+    with _watch_calls(model, seen, []), torch.enable_grad():
         forward()
     return seen
 
 
 def observe_costs(model: nn.Module, x: Any, forward: Callable[[], Any]) -> Observation:
     """Observe all of `forward`, a pass of the model's input `x` that returns a loss or outputs, and of its backward."""
-    weights = {get_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-    counter = _Counter(x)
-    with _calls(model, counter.begin) as seen, separate_attention(), torch.enable_grad():
-        counter.calls = seen.calls
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            place = get_storage(tensor)
-            if seen.calls and place not in weights:
-                seen.calls[-1].saved[place] = _bytes(tensor)
-                counter.held.append(tensor.detach())
-            return tensor.detach()  # the tensor itself would be a cycle that is never freed
-
-        with counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            results = [t for t in tree_flatten(forward())[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-        seen.live = counter.live()
-        counter.forward = False
+    seen = Observation()
+    counter = _Counter(model, x, seen.calls)
+    with separate_attention(), torch.enable_grad():
+        with _watch_calls(model, seen, counter.running, counter.begin), OperationWatch(counter.run):
+            with torch.autograd.graph.saved_tensors_hooks(counter.save, lambda tensor: tensor):
+                results = [t for t in tree_flatten(forward())[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        seen.live = list(itertools.accumulate(counter.steps))[: len(seen.calls)]
+        seen.derived = [name for name, _ in model.named_parameters() if name in counter.derived]
+        counter.is_forward = False
         trained = [p for p in model.parameters() if p.requires_grad]
         try:
             if results and trained:
                 # of one number PyTorch makes it itself, without its symbolic algebra
                 gradients = [None if t.numel() == 1 else torch.ones_like(t) for t in results]
-                with counter:
+                with OperationWatch(counter.run):
                     torch.autograd.grad(results, trained, gradients, allow_unused=True)
             seen.backward = True
         except Exception:  # whatever the user's model raises: it is told where it trains
@@ -120,16 +138,101 @@ def observe_costs(model: nn.Module, x: Any, forward: Callable[[], Any]) -> Obser
     return seen
 
 
+def observe_training(model: nn.Module, x: Any, y: Any, run: Callable[[Any, Any], Any]) -> Observation:
+    """Observe a training pass of one microbatch, its backward and its effects. `run(x, y)` makes the loss.
+
+    The first `run` is of the numbers, if there are any. What it costs is counted on the meta device where that is faster and
+    possible, else in the same pass.
+    """
+    if get_first_tensor(x).is_meta:
+        with move_to_meta(model):
+            return observe_costs(model, x, lambda: run(x, y))
+    a, by_shape = clone_tensors(x), is_faster_on_meta(model, x)
+    with undisturbed(model), _watch_effects(model, get_first_tensor(x).device) as read_effects:
+        seen = Observation()
+        if by_shape:
+            run(a, y)
+        else:
+            seen = observe_costs(model, a, lambda: run(a, y))
+        effects = read_effects()
+    if by_shape:
+        try:
+            with move_to_meta(model):
+                a, b = to_meta((x, y))
+                seen = observe_costs(model, a, lambda: run(a, b))
+        except Exception:  # model or loss look at values: what the user's code raises then may be anything
+            a = clone_tensors(x)
+            with undisturbed(model):
+                seen = observe_costs(model, a, lambda: run(a, y))
+    seen.effects = effects
+    return seen
+
+
+def observe_effects(model: nn.Module, x: Any) -> ForwardEffects:
+    """Run one training forward of `x` and return what it did; the model is left as it was."""
+    with undisturbed(model), _watch_effects(model, get_first_tensor(x).device) as read_effects:
+        model.train()
+        call_model(model, clone_tensors(x))
+        return read_effects()
+
+
 @contextlib.contextmanager
-def _calls(model: nn.Module, begun: Callable[[], None]) -> Iterator[Observation]:
-    """Record the calls of modules that run inside; `begun` is called at the beginning of each."""
+def _watch_effects(model: nn.Module, device: torch.device) -> Iterator[Callable[[], ForwardEffects]]:
+    """Watch a forward inside; the function given returns what it did."""
     names = {id(module): name for name, module in model.named_modules()}
-    seen = Observation([], [])
+    norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)}
+    drawn: Set[str] = set()
+    runs: Dict[str, int] = {}
+    drawing = list_generators(device)
+    stack: List[List[torch.Tensor]] = []
+
+    def before(module: nn.Module, inputs: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:  # a checkpoint's second forward is no run of its own
+            runs[names[id(module)]] = runs.get(names[id(module)], 0) + 1
+        stack.append([generator.get_state() for generator in drawing])
+
+    def after(module: nn.Module, inputs: Any, output: Any) -> None:
+        start = stack.pop()
+        if not all(torch.equal(a, generator.get_state()) for a, generator in zip(start, drawing)):
+            drawn.add(names[id(module)])
+            for generator, state in zip(drawing, start):  # the module around is seen to draw only if it does itself
+                generator.set_state(state)
+
+    buffers = {name: t.clone() for name, t in model.named_buffers() if name.rpartition(".")[0] not in norms}
+    weights = [(name, p, p.detach().clone()) for name, p in model.named_parameters() if not p.is_meta]
+
+    def read() -> ForwardEffects:
+        now = dict(model.named_buffers())
+        changed = [name for name, value in buffers.items() if name in now and not _is_equal(now[name], value)]
+        written = [name for name, p, value in weights if not _is_equal(p, value)]
+        return ForwardEffects({name: runs[name] for name in sorted(drawn)}, changed, written)
+
+    handles = [m.register_forward_pre_hook(before) for m in model.modules()]
+    handles += [m.register_forward_hook(after) for m in model.modules()]
+    try:
+        yield read
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.is_meta or a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+@contextlib.contextmanager
+def _watch_calls(
+    model: nn.Module, seen: Observation, running: List[nn.Module], begun: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Add to `seen` the calls of modules that run inside, and keep `running` the modules that run, the innermost last; `begun` is
+    called at the beginning of each call."""
+    names = {id(module): name for name, module in model.named_modules()}
     at: Dict[str, ModuleCall] = {}
 
     def before(module: nn.Module, inputs: Any, keywords: Any) -> None:
         name = names[id(module)]
         seen.runs.append(name)
+        running.append(module)
         if name not in at:
             owns_weights = any(True for _ in module.parameters(recurse=False))
             at[name] = ModuleCall(name, module, owns_weights)
@@ -137,13 +240,14 @@ def _calls(model: nn.Module, begun: Callable[[], None]) -> Iterator[Observation]
             begun()
 
     def after(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
-        at[names[id(module)]].flops += count_by_formula(module, [*inputs, *keywords.values()], output)
+        running.pop()
+        if FlopCounterMode is None:
+            at[names[id(module)]].flops += count_by_formula(module, [*inputs, *keywords.values()], output)
 
     handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in model.modules()]
-    if FlopCounterMode is None:
-        handles += [m.register_forward_hook(after, with_kwargs=True) for m in model.modules()]
+    handles += [m.register_forward_hook(after, with_kwargs=True) for m in model.modules()]
     try:
-        yield seen
+        yield
     finally:
         for handle in handles:
             handle.remove()
@@ -188,90 +292,119 @@ def _moved(operation: Any, arguments: Any, result: Any) -> float:
     return float(sum(min(_bytes(t), t.numel() * t.element_size()) for t in iterate_tensors((*arguments, result))))
 
 
-class _Counter(TorchDispatchMode):
-    """Sees every operation of a forward, and of its backward."""
+class _Counter:
+    """Counts, and follows by memory, every operation of a forward, and counts those of its backward."""
 
-    def __init__(self, x: Any) -> None:
-        super().__init__()
-        self.calls: List[ModuleCall] = []
-        self.held: List[torch.Tensor] = list_tensors(x)  # so that a storage's number stays its own
-        self.forward = True
+    def __init__(self, model: nn.Module, x: Any, calls: List[ModuleCall]) -> None:
+        self.calls = calls
+        self.running: List[nn.Module] = []
+        self.is_forward = True
+        self.steps = [0]  # by how much more bytes cross before each call than before the one before
+        self.derived: Set[str] = set()  # parameters of which the forward saves derived values
+        self._held: List[torch.Tensor] = list_tensors(x)  # so that a storage's number stays its own
         self._formulas = get_formulas()
         self._first: List[int] = []  # autograd node of each call
-        self._made: Dict[Any, int] = {_view(t): 0 for t in self.held}  # call in which a tensor is made
+        self._made: Dict[Any, int] = {_view(t): 0 for t in self._held}  # call in which a tensor is made
         self._reached: Dict[Any, int] = {}  # the last that reads it
-        self._steps = [0]  # by how much more bytes cross before each call than before the one before
+        self._own = {get_storage(t) for t in [*model.parameters(), *model.buffers()]}
+        # memory -> the parameters whose values are in it; what depends on the input is not there
+        self._sources: Dict[int, FrozenSet[str]] = {
+            get_storage(p): frozenset([name]) for name, p in model.named_parameters()
+        }
+        self._given = {get_storage(t) for t in self._held}  # memory that depends on the input
 
     def begin(self) -> None:
         """Note that a call begins."""
-        self._steps.append(0)
+        self.steps.append(0)
         if self._formulas:
             self._first.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
-    def live(self) -> List[int]:
-        """Return the bytes that cross before each call."""
-        return list(itertools.accumulate(self._steps))[: len(self.calls)]
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note a tensor that is saved for the backward; weights and buffers are there anyway."""
+        place = get_storage(tensor)
+        if self.calls and place not in self._own:
+            self.calls[-1].saved[place] = _bytes(tensor)
+            self._held.append(tensor.detach())
+            if tensor.is_floating_point():
+                self.derived |= self._sources.get(place, frozenset())
+        return tensor.detach()  # the tensor itself would be a cycle that is never freed
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation and count it for its call."""
         formula = self._formulas.get(func.overloadpacket)
         if formula is None and torch.is_inference_mode_enabled():  # functions come whole then
-            with self:
+            with OperationWatch(self.run):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if self.forward:
-            self._read(args, kwargs)
+        inputs = list(iterate_tensors((*args, *kwargs.values())))
+        if self.is_forward:
+            self._read(inputs)
         result = func(*args, **kwargs)
         if self.calls and self._formulas:
-            call = self.calls[-1] if self.forward else self.calls[self._of_node()]
+            call = self.calls[-1] if self.is_forward else self.calls[self._find_call_of_node()]
             flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
             moved = _moved(func, (*args, *kwargs.values()), result) if formula is None else 0.0
-            if self.forward:
+            if self.is_forward:
                 call.flops, call.moved = call.flops + flops, call.moved + moved
             else:
                 call.backward_flops, call.backward_moved = call.backward_flops + flops, call.backward_moved + moved
-        if self.forward:
-            self._make(result)
+        if self.is_forward:
+            self._make(func.overloadpacket.__name__, inputs, result)
         return result
 
-    def _of_node(self) -> int:
+    def _find_call_of_node(self) -> int:
         """Return the call that made the autograd node that runs."""
         node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
         if node is None:
             return len(self.calls) - 1
         return max(0, bisect.bisect_right(self._first, node._sequence_nr()) - 1)
 
-    def _read(self, args: Any, kwargs: Any) -> None:
+    def _read(self, inputs: Sequence[torch.Tensor]) -> None:
         call = len(self.calls) - 1
-        for tensor in iterate_tensors((*args, *kwargs.values())):
+        for tensor in inputs:
             key = _view(tensor)
             reached = self._reached.get(key, self._made.get(key, call))
             if reached < call:
                 size = tensor.numel() * tensor.element_size()
-                self._steps[reached + 1] += size
-                self._steps[call + 1] -= size
+                self.steps[reached + 1] += size
+                self.steps[call + 1] -= size
                 self._reached[key] = call
 
-    def _make(self, result: Any) -> None:
+    def _make(self, name: str, inputs: Sequence[torch.Tensor], result: Any) -> None:
+        places = {get_storage(tensor) for tensor in inputs}
+        # a recurrent layer's first state is zero: what it computes of weights alone is an activation, of any input
+        is_recurrent = any(isinstance(module, nn.RNNBase) for module in self.running)
+        takes_size = "like" in name or "new_" in name  # its numbers are read by nobody
+        of_input = is_recurrent or (not takes_size and not places.isdisjoint(self._given))
+        sources = frozenset().union(*(self._sources.get(place, ()) for place in places))
         for tensor in iterate_tensors((result,)):
-            key = _view(tensor)
+            key, place = _view(tensor), get_storage(tensor)
             self._made[key] = max(0, len(self.calls) - 1)
             self._reached.pop(key, None)
-            self.held.append(tensor)
+            self._held.append(tensor)
+            if of_input:
+                self._given.add(place)
+                if place not in self._own:
+                    self._sources.pop(place, None)
+            elif sources and place not in self._given and place not in self._own:
+                self._sources[place] = sources
 
 
-def observe_execution(model: nn.Module, example: Any, counted: bool = False) -> Tuple[List[ModuleCall], List[str]]:
-    """Return the first runs of all modules in order, and the names of all runs; `counted`: with what each costs.
+def observe_execution(model: nn.Module, example: Any, counted: bool = False) -> Observation:
+    """Observe the order in which all modules run; `counted`: with what each costs.
 
-    One forward is observed in evaluation mode, in which nothing is left to chance (stochastic depth), and one in training mode,
-    which counts if it runs more modules (auxiliary heads): on the meta device if the model can run there.
+    One forward is observed in evaluation mode, in which nothing is left to chance (stochastic depth), and, where modules did
+    not run there, one in training mode, which counts if it runs more (auxiliary heads): on the meta device if the model can run
+    there.
     """
     seen = _observe(model, example, False, counted)
-    more = _observe(model, example, True, False)
-    if set(more.runs) - set(seen.runs):
-        seen = _observe(model, example, True, counted) if counted else more
-    return seen.calls, seen.runs
+    can_run = {name for name, m in model.named_modules() if type(m).forward is not nn.Module.forward}
+    if can_run - set(seen.runs):
+        more = _observe(model, example, True, False)
+        if set(more.runs) - set(seen.runs):
+            seen = _observe(model, example, True, counted) if counted else more
+    return seen
 
 
 def _observe(model: nn.Module, example: Any, training: bool, counted: bool) -> Observation:
@@ -347,3 +480,12 @@ def group_weights(model: nn.Module, calls: List[ModuleCall]) -> List[Tuple[Modul
         else:
             groups.append([join_name(module, name)])
     return [(call, group) for call in calls for group in owned.get(call.name, [])]
+
+
+def find_unkeyed_draws(model: nn.Module, device: torch.device) -> List[str]:
+    """Return the names of the modules that draw from a state of their own, which no seed of a microbatch reaches: cuDNN's
+    recurrent layers keep one for the dropout between their layers."""
+    if device.type != "cuda":
+        return []
+    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.RNNBase)]
+    return [name for name, m in modules if m.dropout > 0 and m.num_layers > 1]

@@ -45,7 +45,7 @@ def draw_from(state: torch.Tensor) -> Iterator[None]:
 class KeyedRandomness:
     """Seed the draws of the named modules, in training, inside of `forward` and `backward`.
 
-    `calls`: how often each of them runs in a forward (`ipu_pipe.model.probe.ForwardEffects`).
+    `calls`: how often each of them runs in a forward (`ipu_pipe.model.observation.ForwardEffects`).
 
     Where a module runs more than once, the number of a call must be known when a checkpoint of `torch.utils.checkpoint` runs a
     part of the forward again, in the backward. So between the calls the CPU's generator carries a mark, which says how many calls

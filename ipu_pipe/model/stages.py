@@ -13,14 +13,33 @@ that runs from its first module to the next boundary, in the order of execution 
 
 from __future__ import annotations
 
-from typing import Any, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
+import bisect
+from dataclasses import dataclass, field, replace
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, TypeVar, Union
 
+import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.balancing import COSTS, balance_stages, compute_costs, spread_weights
-from ipu_pipe.model.observation import check_runs_modules, group_weights, observe_execution
-from ipu_pipe.model.partition import Partition, build_partition, check_names, open_stages, refuse_shared
+from ipu_pipe.model.balance import WeightedCuts, balance, find_greatest
+from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor
+from ipu_pipe.model.observation import (
+    ModuleCall,
+    Observation,
+    check_runs_modules,
+    count_saved_bytes,
+    find_running_ancestor,
+    group_weights,
+    join_name,
+    list_ancestors,
+    list_parameters,
+    observe_execution,
+)
+from ipu_pipe.model.restoring import undisturbed
+from ipu_pipe.model.templates import flatten_tensors
+from ipu_pipe.model.timing import time_passes
+from ipu_pipe.text import find_nearest
+from ipu_pipe.trace.events import UnitRow
 
 Module = TypeVar("Module", bound=nn.Module)
 StageChoice = Union[None, str, int, Sequence[str], Mapping[str, Any]]
@@ -59,28 +78,26 @@ def partition(
 
     Raises BadInput: unknown module names, impossible counts, a weight used in two stages where it may not.
     """
-    part = _partition(model, example, stages, between_top, one_stage is None)
+    balances = not (stages is None or isinstance(stages, (list, tuple)) or stages == "finest")
+    seen = observe_execution(model, example, counted=balances)
+    check_runs_modules(seen.calls)
+    if stages is None:
+        marked = {c.name for c in seen.calls if getattr(c.module, "begins_stage", False)}
+        part = build_partition(model, seen, open_stages(seen.calls, marked))
+    elif isinstance(stages, (list, tuple)):
+        check_names(model, seen.calls, stages)
+        part = build_partition(model, seen, open_stages(seen.calls, set(stages)))
+    else:
+        count, by, finest = _read_choice(stages)
+        groups = group_weights(model, seen.calls)
+        if finest or count > len(groups):
+            part = spread_weights(model, seen, groups, count or len(groups))
+        else:
+            costs = compute_costs(model, seen.calls, groups, by, example)
+            part = balance_stages(model, seen, groups, count, costs, between_top, one_stage is None)
     if one_stage is not None:
         refuse_shared(part, one_stage)
     return part
-
-
-def _partition(model: nn.Module, example: Any, stages: StageChoice, between_top: bool, shares: bool) -> Partition:
-    balances = not (stages is None or isinstance(stages, (list, tuple)) or stages == "finest")
-    calls, stages_of_calls = observe_execution(model, example, counted=balances)
-    check_runs_modules(calls)
-    if stages is None:
-        begins = open_stages(calls, {c.name for c in calls if getattr(c.module, "begins_stage", False)})
-        return build_partition(model, calls, stages_of_calls, begins)
-    if isinstance(stages, (list, tuple)):
-        check_names(model, calls, stages)
-        return build_partition(model, calls, stages_of_calls, open_stages(calls, set(stages)))
-    count, by, finest = _read_choice(stages)
-    groups = group_weights(model, calls)
-    if finest or count > len(groups):
-        return spread_weights(model, calls, stages_of_calls, groups, count or len(groups))
-    costs = compute_costs(model, calls, groups, by, example)
-    return balance_stages(model, calls, stages_of_calls, groups, count, costs, between_top, shares)
 
 
 def _read_choice(stages: Any) -> Tuple[int, str, bool]:
@@ -109,3 +126,451 @@ def describe_stages(part: Partition, model: nn.Module) -> List[Tuple[int, str, i
     """Return (index, first module, number of parameters) of each stage, for printing."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     return [(s.index, s.name, sum(sizes[n] for n in s.parameters)) for s in part.stages]
+
+
+# ---- stages from boundaries between modules
+
+
+@dataclass(frozen=True)
+class PartitionStage:
+    """One stage: its `index` from 0, the `name` of the module it begins with, and its parameters' unsplit names."""
+
+    index: int
+    name: str
+    parameters: Tuple[str, ...]
+
+
+class Use(NamedTuple):
+    """A stage that uses a weight, and the weight's name there; `again`: of a module, which ran before."""
+
+    stage: int
+    name: str
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Stages of a model in order. `begins` maps the name of each module at which the stage changes to that stage.
+
+    `spread`: single weights were spread over the stages, so that the names in `begins` alone do not give them. `shared`: weights
+    that several stages use, by name, in the order of these; the first of them holds the weight as its parameter, the others a
+    replica.
+    """
+
+    stages: Tuple[PartitionStage, ...]
+    begins: Mapping[str, int]
+    spread: bool = False
+    shared: Mapping[str, Tuple[Use, ...]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def begin_names(self) -> List[str]:
+        """Return the modules at which stages 1 and later begin, as a config's `stages` may say them."""
+        names: Dict[int, str] = {}
+        for name, stage in self.begins.items():
+            names.setdefault(stage, name)
+        return [names[stage] for stage in sorted(names) if stage]
+
+    def stage_of(self) -> Dict[str, int]:
+        """Return the stage index of every parameter, by its name in the unsplit model."""
+        return {name: stage.index for stage in self.stages for name in stage.parameters}
+
+    def replicas(self, stage: int) -> List[str]:
+        """Return the names of the weights that a stage uses and an earlier stage holds."""
+        return [name for name, uses in self.shared.items() if stage in [use.stage for use in uses[1:]]]
+
+
+def open_stages(calls: List[ModuleCall], marked: Set[str]) -> Dict[str, int]:
+    """Return module name -> stage for the marked modules, in order. A mark opens a stage only if the current one has work."""
+    begins: Dict[str, int] = {}
+    stage, has_work = 0, False
+    for call in calls:
+        if call.name in marked and has_work:
+            stage, has_work = stage + 1, False
+            begins[call.name] = stage
+        has_work = has_work or call.works
+    return begins
+
+
+def check_names(model: nn.Module, calls: List[ModuleCall], names: Sequence[str]) -> None:
+    known = [name for name, _ in model.named_modules() if name]
+    run = {call.name for call in calls}
+    faults = []
+    for name in names:
+        if name not in known:
+            near = find_nearest(name, known)
+            hint = f"nearest is {near}" if near else "see model.named_modules()"
+            faults.append(f"stages: {name}: the model has no module of that name, {hint}")
+        elif name not in run:
+            faults.append(
+                f"stages: {name}: this module does not run in the model's forward, so no stage can begin there"
+            )
+    if len(set(names)) != len(names):
+        faults.append("stages: a module is named twice")
+    if not faults:
+        opened = open_stages(calls, set(names))
+        order = [call.name for call in calls if call.name in set(names)]
+        if order != list(names):
+            faults.append(f"stages: names must stand in the order of execution: {', '.join(order)}")
+        first = next(call for call in calls if call.works).name
+        for name in names:
+            if name not in opened:
+                faults.append(
+                    f"stages: {name}: nothing runs between this boundary and the one before (the model begins at {first})"
+                )
+    if faults:
+        raise BadInput(faults)
+
+
+def build_partition(model: nn.Module, seen: Observation, begins: Dict[str, int]) -> Partition:
+    """Build stages from boundaries between modules: a parameter lies where the module that owns it first runs."""
+    at_call = map_calls_to_stages(seen.calls, begins)
+    owner = {name: at_call[find_running_ancestor(name, at_call)] for name, _ in model.named_modules()}
+    stage_of = {join_name(m, p): owner[m] for m, p, _ in list_parameters(model)}
+    return _finish_partition(model, seen, begins, stage_of)
+
+
+def map_calls_to_stages(calls: Sequence[ModuleCall], begins: Mapping[str, int]) -> Dict[str, int]:
+    at_call, stage = {}, 0
+    for call in calls:
+        stage = begins.get(call.name, stage)
+        at_call[call.name] = stage
+    return at_call
+
+
+def _finish_partition(
+    model: nn.Module, seen: Observation, begins: Dict[str, int], stage_of: Dict[str, int]
+) -> Partition:
+    """Build stages from boundaries and from the stage in which each parameter is first used under each of its names."""
+    at_call = map_calls_to_stages(seen.calls, begins)
+    alone = {call.name: at_call[call.name] for call in seen.calls if call.alone}
+    uses = _find_uses(model, seen.runs, begins, stage_of, alone)
+    count = 1 + max([0, *begins.values(), *stage_of.values()])
+    first_module: Dict[int, str] = {}
+    for call in seen.calls:
+        if call.works:
+            first_module.setdefault(at_call[call.name], call.name)
+    names: List[List[str]] = [[] for _ in range(count)]
+    for name, _ in model.named_parameters():
+        names[uses[name][0].stage].append(name)
+    stages = tuple(PartitionStage(s, first_module.get(s, ""), tuple(names[s])) for s in range(count))
+    return Partition(
+        stages, begins, shared={name: weight_uses for name, weight_uses in uses.items() if len(weight_uses) > 1}
+    )
+
+
+def _find_uses(
+    model: nn.Module,
+    runs: List[str],
+    begins: Mapping[str, int],
+    stage_of: Mapping[str, int],
+    alone: Mapping[str, int],
+) -> Dict[str, Tuple[Use, ...]]:
+    """Return the stages that use each weight, ascending. `alone`: stages of the modules in which no other runs: they compute
+    with what they hold of another's weights."""
+    uses_by_weight: Dict[int, List[Use]] = {}
+    owned: Dict[str, List[Tuple[int, str]]] = {}
+    for module, weight_uses, parameter in list_parameters(model):
+        name = join_name(module, weight_uses)
+        uses_by_weight.setdefault(id(parameter), []).append(Use(stage_of[name], name))
+        owned.setdefault(module, []).append((id(parameter), name))
+    known = {name for name, _ in model.named_modules()}
+    for module, owner in model.named_modules(remove_duplicate=False):
+        around = find_running_ancestor(module, {"": 0, **alone})
+        if module not in known and around in alone:
+            for name, parameter in owner.named_parameters(module, recurse=False):
+                uses_by_weight[id(parameter)].append(Use(alone[around], name))
+    reach: Dict[str, int] = {}
+    stage = 0
+    for module in runs:  # one that runs again later uses its weights there
+        stage = max(stage, begins.get(module, stage))
+        if reach.setdefault(module, stage) != stage:
+            for weight, name in owned.get(module, ()):
+                uses_by_weight[weight].append(Use(stage, name, again=True))
+    names = {id(p): name for name, p in model.named_parameters()}
+    by_stage = {names[weight]: {use.stage: use for use in reversed(uses)} for weight, uses in uses_by_weight.items()}
+    return {name: tuple(uses[stage] for stage in sorted(uses)) for name, uses in by_stage.items()}
+
+
+def share_weights(part: Partition, stages: Mapping[str, Sequence[int]], model: nn.Module) -> Partition:
+    """Return the partition with the weights shared that several `stages` use, by name."""
+    shared = {
+        name: part.shared[name]
+        if [use.stage for use in part.shared.get(name, ())] == list(indices)
+        else tuple(Use(stage, name) for stage in indices)
+        for name, indices in stages.items()
+    }
+    holder = {**part.stage_of(), **{name: uses[0].stage for name, uses in shared.items()}}
+    names = [name for name, _ in model.named_parameters()]
+    new_stages = (replace(s, parameters=tuple(n for n in names if holder[n] == s.index)) for s in part.stages)
+    return replace(part, stages=tuple(new_stages), shared=shared)
+
+
+def refuse_shared(part: Partition, why: str) -> None:
+    """Raise BadInput if two stages use one weight; `why`: appended to the reason."""
+    more, faults = f": {why}" if why else "", []
+    for first, *others in part.shared.values():
+        for use in others:
+            if use.again:
+                module = use.name.rpartition(".")[0]
+                said = (
+                    f"stages: {module} runs on stage {first.stage} and again on stage {use.stage}: a weight used in two stages "
+                    "is refused, both uses must lie in one stage"
+                )
+            else:
+                said = (
+                    f"stages: {first.name} on stage {first.stage} and {use.name} on stage {use.stage} are one shared weight: "
+                    "both uses must lie in one stage"
+                )
+            faults.append(said + more)
+    if faults:
+        raise BadInput(list(dict.fromkeys(faults)))
+
+
+# ---- a number of stages
+
+
+TOP_SLACK = 1.5  # how much more the greatest stage may cost for a cut that every backend can make
+MOST_PLACES = 2000  # among which the best cut is searched, in time and memory of their square
+
+
+WeightGroups = List[Tuple[ModuleCall, List[str]]]  # weights that stay together, in the order of execution
+
+
+class _Place(NamedTuple):
+    """Where a stage may begin: at call `at`, of the module `name`, which cuts `through` so many modules that are no
+    sequences."""
+
+    at: int
+    name: str
+    through: int
+
+
+def spread_weights(model: nn.Module, seen: Observation, groups: WeightGroups, count: int) -> Partition:
+    """Assign weight j of n to stage floor(j count / n); the stages between hold no weight."""
+    if not groups:
+        raise BadInput("stages: finest: the model has no weights")
+    stage_of: Dict[str, int] = {}
+    begins: Dict[str, int] = {}
+    for j, (call, names) in enumerate(groups):
+        stage = j * count // len(groups)
+        stage_of.update(dict.fromkeys(names, stage))
+        if stage and call.name not in begins and stage not in begins.values():
+            begins[call.name] = stage
+    part = _finish_partition(model, seen, begins, stage_of)
+    empty = tuple(PartitionStage(s, "", ()) for s in range(len(part), count))
+    return replace(part, stages=part.stages + empty, spread=True)
+
+
+def balance_stages(
+    model: nn.Module, seen: Observation, groups: WeightGroups, count: int, costs: Sequence[float], between_top: bool,
+    shares: bool,
+) -> Partition:  # fmt: skip
+    """Divide the model into exactly `count` stages: between modules of the top-level sequence, where every backend can cut,
+    unless a stage then costs over TOP_SLACK times what it must; else at any modules, nested ones too. `shares`: also between
+    two uses of one weight."""
+    calls = seen.calls
+    places = _list_places(calls, set() if shares else _find_held_together(model, seen))
+    if len(places) < count:  # what is shared cannot be divided: its refusal names it
+        places = _list_places(calls, set())
+    top = [place for place in places if place.through == 0]
+    starts: Optional[List[int]] = None
+    chosen, units = top, _sums(costs, top)
+    if count <= len(top):
+        starts = WeightedCuts(units, [1] * len(top), [0] * len(top)).find_best(count)
+    if starts is None or not between_top:
+        while len(places) > max(MOST_PLACES, len(top)):
+            deepest = max(place.through for place in places)
+            places = [place for place in places if place.through < deepest]
+        owners = [call.name for call, _ in groups]
+        weights = [int(total) for total in _sums([owners.count(call.name) for call in calls], places)]
+        cuts = WeightedCuts(_sums(costs, places), weights, [place.through for place in places])
+        if starts is None or find_greatest(units, starts) > TOP_SLACK * cuts.find_least(count):
+            chosen, starts = places, cuts.find_best(count)
+    if starts is None:  # several weights in one module
+        return spread_weights(model, seen, groups, count)
+    return build_partition(model, seen, open_stages(calls, {chosen[start].name for start in starts[1:]}))
+
+
+def list_top_places(model: nn.Module, seen: Observation) -> List[str]:
+    """Return the names of the modules at which a stage may begin on every backend, in order: between modules of the top-
+    level sequence, and not between two uses of one weight."""
+    places = _list_places(seen.calls, _find_held_together(model, seen))
+    return [place.name for place in places if place.through == 0]
+
+
+def find_top_places(seen: Observation, names: Sequence[str]) -> Dict[str, str]:
+    """Return those of `names` that first run between modules of the top-level sequence, each with the name of the outermost
+    module that begins there."""
+    alone = [i for i, call in enumerate(seen.calls) if call.alone]
+    places = _list_places(seen.calls, set())
+    tops = {}
+    for i, call in enumerate(seen.calls):
+        if call.name in names:
+            k = bisect.bisect_left(alone, i)
+            if k < len(alone) and places[k].through == 0:
+                tops[call.name] = places[k].name
+    return tops
+
+
+def _list_places(calls: Sequence[ModuleCall], together: Set[int]) -> List[_Place]:
+    """List where stages may begin, the model's beginning first: each place holds a module inside which no other runs."""
+    places: List[_Place] = []
+    begun: Dict[str, int] = {}
+    since = 0  # the first call after the last module that works alone
+    for i, call in enumerate(calls):
+        begun[call.name] = i
+        if not call.alone:
+            continue
+        outer = next(k for k in range(since, i + 1) if k == i or not isinstance(calls[k].module, nn.Sequential))
+        name = calls[outer].name
+        through = [
+            around
+            for around in list_ancestors(name)
+            if around
+            and begun.get(around, outer) < since
+            and not isinstance(calls[begun[around]].module, nn.Sequential)
+        ]
+        if not places:
+            places.append(_Place(0, name, 0))
+        elif not together.intersection(range(since, outer + 1)):
+            places.append(_Place(outer, name, len(through)))
+        since = i + 1
+    return places
+
+
+def _find_held_together(model: nn.Module, seen: Observation) -> Set[int]:
+    """Return the calls at which no stage can begin: between two uses of one weight."""
+    order = {call.name: i for i, call in enumerate(seen.calls)}
+    uses: Dict[int, List[int]] = {}
+    reached = 0
+    users = {name: find_running_ancestor(name, order) for name, _ in model.named_modules()}
+    owned: Dict[str, List[int]] = {}
+    for module, _, parameter in list_parameters(model):
+        owned.setdefault(users[module], []).append(id(parameter))
+    for name in seen.runs:
+        reached = max(reached, order[name])
+        for weight in owned.get(name, ()):
+            uses.setdefault(weight, []).append(reached)
+    return {i for places in uses.values() for i in range(min(places) + 1, max(places) + 1)}
+
+
+def _sums(values: Sequence[float], places: Sequence[_Place]) -> List[float]:
+    """Sum the calls' values from each place to the next."""
+    edges = [*[place.at for place in places], len(values)]
+    return [float(sum(values[a:b])) for a, b in zip(edges, edges[1:])]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Per microbatch: `saved_bytes[s]` that stage s keeps for its backward (weights and buffers apart), `boundary_bytes[s]` of
+    activations that travel from stage s to stage s + 1, those on their way further included, and FLOPs of each stage's passes;
+    `backward_flops`: None where the backward cannot be run. `units`: places where a stage may begin."""
+
+    saved_bytes: Tuple[int, ...]
+    boundary_bytes: Tuple[int, ...]
+    forward_flops: Tuple[float, ...]
+    backward_flops: Optional[Tuple[float, ...]]
+    units: Tuple[UnitRow, ...] = ()
+
+
+def make_footprint(model: nn.Module, part: Partition, seen: Observation) -> Footprint:
+    """Return what one observed microbatch computes and leaves on each stage and sends over each boundary."""
+    at_call = map_calls_to_stages(seen.calls, part.begins)
+    calls_by_stage = seen.by_stage(at_call, len(part))
+    backward = tuple(sum(call.backward_flops for call in calls) for calls in calls_by_stage) if seen.backward else None
+    return Footprint(
+        tuple(map(count_saved_bytes, calls_by_stage)),
+        tuple(seen.crossing(at_call, len(part))),
+        tuple(sum(call.flops for call in calls) for calls in calls_by_stage),
+        backward,
+        _make_units(model, part, seen, at_call),
+    )
+
+
+def _make_units(
+    model: nn.Module, part: Partition, seen: Observation, stage_of: Mapping[str, int]
+) -> Tuple[UnitRow, ...]:
+    """Return the units: what runs between one place where a stage may begin on every backend, or begins, and the next."""
+    first, *others = list_top_places(model, seen)
+    places = {*others, *part.begins}
+    starts = [0, *(i for i, call in enumerate(seen.calls) if i and call.name in places)]
+    return tuple(
+        UnitRow(
+            name=seen.calls[a].name if a else first,
+            stage=stage_of[seen.calls[a].name],
+            forward_flops=sum(call.flops for call in seen.calls[a:b]),
+            backward_flops=sum(call.backward_flops for call in seen.calls[a:b]),
+            crossing_bytes=seen.live[a],
+        )
+        for a, b in zip(starts, [*starts[1:], len(seen.calls)])
+    )
+
+
+def merge_stages(
+    model: nn.Module, part: Partition, count: int, x: Any, where: Optional[Sequence[str]] = None
+) -> List[str]:
+    """Return the names of the modules at which `count` stages begin that are consecutive stages of `part` taken together, the
+    greatest sum of FLOPs being least; empty for one stage.
+
+    If enough stages begin between modules of the model's top-level sequence, only those places are kept. `where`: names at
+    which stages may begin; None: anywhere. Raise BadInput if there are not that many places.
+    """
+    names = part.begin_names()
+    if count == len(names) + 1 and where is None:
+        return names
+    seen = observe_execution(model, x, counted=True)
+    tops = find_top_places(seen, names)
+    starts = [s for s, name in enumerate(names, 1) if name in tops and (where is None or name in where)]
+    if count > len(starts) + 1:
+        starts = [s for s, name in enumerate(names, 1) if where is None or name in where]
+    if count > len(starts) + 1:
+        inside = len(names) - len(starts)
+        raise BadInput(
+            f"stages: {len(part)}: the model can be cut into at most {len(starts) + 1} devices' parts, {count} are asked for"
+            + (f": {inside} of its stages begin where several activations cross" if inside else "")
+        )
+    edges = [0, *starts, len(part)]  # names are of stages 1 and on
+    flops = make_footprint(model, part, seen).forward_flops
+    costs = [sum(flops[a:b]) for a, b in zip(edges, edges[1:])]
+    return [tops.get(names[edges[k] - 1], names[edges[k] - 1]) for k in balance(costs, count)[1:]]
+
+
+COSTS = ("flops", "parameters", "time")
+REPEATS = 3  # of a pass whose modules are timed
+
+
+def compute_costs(
+    model: nn.Module, calls: List[ModuleCall], groups: List[Tuple[ModuleCall, List[str]]], by: str, example: Any
+) -> List[float]:
+    """Return the cost of each call, forward and backward: of what runs from there to the next call."""
+    if by == "flops":
+        return [call.flops + call.backward_flops for call in calls]
+    if by == "time":
+        return _time_calls(model, calls, example)
+    owned: Dict[str, float] = {}
+    seen: Set[int] = set()
+    for call, names in groups:
+        for parameter in (model.get_parameter(name) for name in names):
+            owned[call.name] = owned.get(call.name, 0.0) + (parameter.numel() if id(parameter) not in seen else 0)
+            seen.add(id(parameter))
+    return [owned.get(call.name, 0.0) for call in calls]
+
+
+def _time_calls(model: nn.Module, calls: List[ModuleCall], example: Any) -> List[float]:
+    """Return the seconds of each call's passes, forward and backward, the least of a few runs."""
+    begins = {call.name: i for i, call in enumerate(calls)}
+
+    def run() -> List[torch.Tensor]:
+        outputs = flatten_tensors(call_model(model, clone_tensors(example)))
+        return [t.sum() for t in outputs if t.is_floating_point()]
+
+    with undisturbed(model), torch.enable_grad():
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase):  # in training it refuses one value a channel
+                module.training = False
+        on_gpu = get_first_tensor(example).is_cuda
+        runs = [time_passes(model, run, begins, len(calls), on_gpu) for _ in range(REPEATS)]
+    # torch 2.0 does not tell the parts of a backward apart: it takes twice its forward
+    return [min(run.forward[i] + (run.backward or [2 * t for t in run.forward])[i] for run in runs) for i in range(len(calls))]

@@ -30,7 +30,7 @@ from ipu_pipe.job.overrides import (
 from ipu_pipe.job.record import DTYPES, Begun, Job, Setup, compute_rate, list_drains
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.launcher import read_launch
-from ipu_pipe.local.blocks import SumOfLosses, get_blocks, measure_footprint
+from ipu_pipe.local.blocks import SumOfLosses, get_blocks, measure_footprint, observe_blocks
 from ipu_pipe.model.batch import clone_tensors
 from ipu_pipe.model.loss import Loss, OwnLoss, get_plain_loss
 from ipu_pipe.model.meta import build_on_meta
@@ -172,7 +172,7 @@ def _assemble(
     per_epoch, updates = _count_updates(config, data, config.replicas if rounds is None else rounds.replicas or 1)
     taken = setup.split_batch(data.train_batch(0, 0, config.micro_batch_size))
     example = clone_tensors(setup.move_to_device(*taken))  # a model that works in place must not change the data
-    setup.label_range = check_model(model, chosen_loss, example, taken[1])
+    setup.label_range, seen = check_model(model, chosen_loss, example, taken[1])
     check_metrics(setup)
     if is_chosen(config.stages):
         config = _choose_stages(config, method, model, chosen_loss, example)
@@ -184,6 +184,7 @@ def _assemble(
         if method.structure.blocks is not None and config.method_args.blocks is None:  # as many as processes
             config = _set_method_arg(config, "blocks", len(part))
         chosen_loss = SumOfLosses(chosen_loss)
+        seen = observe_blocks(model, chosen_loss, example)
     if rounds is not None and rounds.replicas is None:  # as many as stages
         config = _set_method_arg(config, "replicas", len(part))
         method = resolve_method(config.method, config.method_settings())
@@ -234,8 +235,8 @@ def _assemble(
     )  # fmt: skip
     job = Job(
         config, model, chosen_loss, data, setup.device, setup.numbers, part, method, schedule, table, groups, stage_optimizer,
-        rules, base, per_epoch, updates, example, measure_footprint(model, part, chosen_loss, example), placed.note, done,
-        Given(optimizer=describe_optimizer(whole), loss=loss_used), played, pieces=placed.pieces,
+        rules, base, per_epoch, updates, example, measure_footprint(model, part, seen), seen,
+        placed.note, done, Given(optimizer=describe_optimizer(whole), loss=loss_used), played, pieces=placed.pieces,
     )  # fmt: skip
     for name in ("begun", "label_range", "device_kind", "pins_memory", "metrics", "asks"):
         setattr(job, name, getattr(setup, name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
@@ -16,7 +15,7 @@ from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.job.evaluation import load_test_batches
 from ipu_pipe.job.metrics import DEFAULT
 from ipu_pipe.job.record import Job, Setup, list_drains
-from ipu_pipe.model.batch import call_model, count_samples, describe_tensors, get_first_tensor
+from ipu_pipe.model.batch import call_model, count_samples, describe_tensors
 from ipu_pipe.model.loss import (
     SCORES,
     Loss,
@@ -30,9 +29,8 @@ from ipu_pipe.model.loss import (
     take_scores,
     takes_whole_output,
 )
-from ipu_pipe.model.meta import move_to_meta
+from ipu_pipe.model.observation import Observation, find_unkeyed_draws, observe_training
 from ipu_pipe.model.precision import get_given_loss
-from ipu_pipe.model.probe import find_unkeyed_draws
 from ipu_pipe.model.restoring import undisturbed
 from ipu_pipe.text import list_some, show
 from ipu_pipe.update import optimizer as update
@@ -159,30 +157,35 @@ def check_loss(loss: nn.Module, model: nn.Module) -> None:
         raise BadInput(f"loss: {type(loss).__name__}: {list_some(names)}: {why}")
 
 
-def check_model(model: nn.Module, loss: Loss, example: Tuple[Any, Any], labels: Any) -> Optional[LabelRange]:
-    """Run a forward of the microbatch with the loss, and return which labels the loss allows, None if that is not known.
+def check_model(
+    model: nn.Module, loss: Loss, example: Tuple[Any, Any], labels: Any
+) -> Tuple[Optional[LabelRange], Observation]:
+    """Observe a training pass of the microbatch with the loss; return which labels the loss allows, None if that is not known,
+    and the observation.
 
     Raise `BadInput` if the model does not fit the data, or cannot learn. `labels` are the example's, with their numbers where the
     example is a shape.
     """
-    x, y = example
-    device, is_meta = get_first_tensor(x).device, get_first_tensor(x).is_meta
-    devices = [device] if device.type == "cuda" else []
     output: Any = None
     taken: Any = None
     value: Any = None
+    allowed: Optional[LabelRange] = None
+
+    def run(x: Any, y: Any) -> Any:
+        nonlocal output, taken, value, allowed
+        output = call_model(model, x)
+        taken = take_scores(loss, output)
+        allowed = find_label_range(get_given_loss(get_plain_loss(loss)), taken, get_labels(y))
+        if allowed is not None:
+            allowed.check(get_labels(labels))
+        value = loss(output, y)
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_cuda:
+            torch.cuda.synchronize()  # what a GPU's kernels find wrong is told here, not wherever the run waits for them next
+        return value
+
+    x, y = example
     try:
-        with contextlib.ExitStack() as inside:
-            inside.enter_context(torch.random.fork_rng(devices=devices))
-            inside.enter_context(move_to_meta(model) if is_meta else undisturbed(model))
-            output = call_model(model, x)
-            taken = take_scores(loss, output)
-            allowed = find_label_range(get_given_loss(get_plain_loss(loss)), taken, get_labels(y))
-            if allowed is not None:
-                allowed.check(get_labels(labels))
-            value = loss(output, y)
-            if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
-                value.item()  # what a GPU's kernels find wrong is told here, not wherever the run waits for them next
+        seen = observe_training(model, x, y, run)
     except BadInput:
         raise
     except Exception as error:  # whatever the user's model raises
@@ -211,7 +214,7 @@ def check_model(model: nn.Module, loss: Loss, example: Tuple[Any, Any], labels: 
         raise BadInput("loss: must give one number, the mean over the microbatch")
     if not value.requires_grad:
         raise BadInput("loss: depends on no parameter of the model that needs a gradient: nothing to train")
-    return allowed
+    return allowed, seen
 
 
 def check_metrics(setup: Setup) -> None:

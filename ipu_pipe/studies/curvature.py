@@ -12,7 +12,7 @@ from torch import nn
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.model.batch import call_model, clone_tensors
 from ipu_pipe.model.loss import Loss
-from ipu_pipe.model.probe import observe_effects
+from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.restoring import undisturbed
 
 Vector = List[torch.Tensor]

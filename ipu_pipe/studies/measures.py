@@ -33,7 +33,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import compute_losses, get_blocks
 from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor
 from ipu_pipe.model.loss import Loss
-from ipu_pipe.model.probe import observe_effects
+from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import buffers_restored, modes_restored, undisturbed
 from ipu_pipe.report.plots import describe_seeds, open_figure, plot_mean_with_range

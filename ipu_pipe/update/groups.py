@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.partition import Partition
+from ipu_pipe.model.stages import Partition
 
 Groups = List[Dict[str, Any]]
 

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.user_code import StageWatch
-from ipu_pipe.model.partition import Partition
 from ipu_pipe.model.restoring import buffers_restored
+from ipu_pipe.model.stages import Partition
 
 Place = Tuple[int, int]  # operation, argument
 

@@ -32,9 +32,9 @@ from ipu_pipe.job.metrics import count_right
 from ipu_pipe.job.user_code import StageWatch
 from ipu_pipe.local.blocks import BlockOutputs, compute_losses, extract_scores, get_blocks
 from ipu_pipe.model.batch import call_model, count_samples, get_first_tensor
-from ipu_pipe.model.partition import Partition
-from ipu_pipe.model.probe import observe_effects
+from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
+from ipu_pipe.model.stages import Partition
 from ipu_pipe.schedule.recompute import find_segment_ends
 from ipu_pipe.update.clipping import GradientClipping
 
@@ -46,8 +46,8 @@ class Emulator:
     """Trains `model` in place as `work` says, one `step` an update.
 
     `replicas`: copies of the pipeline that train on microbatches of their own, gradients averaged. `draws`: the modules that draw
-    random numbers, where they are known (`ipu_pipe.model.probe.ForwardEffects`). A job with faults of `list_exactness_faults`
-    would run, but not exactly.
+    random numbers, where they are known (`ipu_pipe.model.observation.ForwardEffects`). A job with faults of
+    `list_exactness_faults` would run, but not exactly.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from torch import nn
 from ipu_pipe.backends.interface import MARK
 from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.partition import Partition
+from ipu_pipe.model.stages import Partition
 from ipu_pipe.text import list_some
 
 # PopTorch's optimizers, and which of their tensors may be float16

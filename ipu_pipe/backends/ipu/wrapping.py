@@ -26,7 +26,7 @@ from ipu_pipe.job.metrics import count_right
 from ipu_pipe.local.blocks import HEADS, SumOfLosses, get_activation, get_blocks
 from ipu_pipe.model.cutting import Piece
 from ipu_pipe.model.loss import Loss
-from ipu_pipe.model.partition import Partition
+from ipu_pipe.model.stages import Partition
 
 OVERLAP = {"accumulation_loop": "OverlapAccumulationLoop", "device_iteration_loop": "OverlapDeviceIterationLoop"}
 

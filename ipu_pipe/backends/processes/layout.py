@@ -13,11 +13,9 @@ from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.placing import Placed, place_blocks
-from ipu_pipe.model.balancing import merge_stages
 from ipu_pipe.model.cutting import Piece, cut_model
-from ipu_pipe.model.partition import refuse_shared, share_weights
 from ipu_pipe.model.rehearsal import Rehearsed, rehearse
-from ipu_pipe.model.stages import partition
+from ipu_pipe.model.stages import merge_stages, partition, refuse_shared, share_weights
 from ipu_pipe.schedule.methods import Method, Reads
 from ipu_pipe.text import list_some
 
