@@ -20,7 +20,7 @@ from torch import nn
 from ipu_pipe.backends.ipu import backend as row
 from ipu_pipe.backends.ipu import engine as ipu_engine
 from ipu_pipe.backends.ipu.feed import convert_input, convert_label
-from ipu_pipe.backends.ipu.optimizer import IpuState, import_state
+from ipu_pipe.backends.ipu.optimizer import import_state
 from ipu_pipe.cli import train as tool
 from ipu_pipe.config.load import configure
 from ipu_pipe.data.batches import TensorData
@@ -150,6 +150,37 @@ def test_a_rate_that_changes_at_an_evaluation_reaches_the_device(tmp_path: Path,
         on = "poptorch" if folder == "ipu" else "emulator"
         run(config(on=on, **how), tmp_path / folder, "mlp", resume=True)
     assert_same(weights(tmp_path / "ipu"), weights(tmp_path / "emulator"))
+
+
+@pytest.mark.parametrize("played", [False, True])
+def test_the_updates_of_a_call_have_the_rate_of_its_first(tmp_path: Path, poptorch: Any, played: bool) -> None:
+    """A warm-up and a cosine were refused: as Graphcore's own training code, a call holds the rate."""
+
+    def hold(k: int) -> float:
+        return [0.2, 0.2, 1.0, 1.0, 0.5, 0.5][min(k, 5)]
+
+    def move(k: int) -> float:
+        return hold(k) if k % 2 == 0 else 7.0
+
+    if not played:
+        run(config(on="poptorch", ipu={"device_iterations": 2}, lr_schedule=COSINE), tmp_path / "cosine", "mlp")
+        whole = config(lr_schedule=COSINE)
+        rates = [build(whole, model("mlp"), data()).rate(k) for k in (0, 0, 2, 2, 4, 4)]
+        assert logged_rates(tmp_path / "cosine") == rates and len(set(rates)) > 1
+        return
+    for on, ipu, factor in (("poptorch", {"device_iterations": 2}, move), ("emulator", None, hold)):
+
+        def schedule(optimizer: Any, factor: Any = factor) -> Any:
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+        run(config(on=on, ipu=ipu), tmp_path / on, "mlp", lr_scheduler=schedule)
+    assert_same(weights(tmp_path / "poptorch"), weights(tmp_path / "emulator"))
+    assert logged_rates(tmp_path / "poptorch") == logged_rates(tmp_path / "emulator")
+
+
+def logged_rates(out: Path) -> List[float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["lr"] for line in lines if "lr" in line]
 
 
 class Versioned(nn.Sequential):
@@ -412,20 +443,26 @@ def test_a_combined_velocity_is_resumed(poptorch: Any, tmp_path: Path) -> None:
 def test_no_state_is_loaded_of_which_a_name_is_missing(poptorch: Any, tmp_path: Path) -> None:
     interrupted(tmp_path, config(on="poptorch", optimizer=ADAM), 4)
 
-    def import_less(optimizer: Any) -> Any:
-        state = import_state(optimizer)
+    def import_less(optimizer: Any, ipu: Any) -> Any:
+        state = import_state(optimizer, ipu)
         return state._replace(tensors={k: v for k, v in state.tensors.items() if k != "Accl2___body.model.3.bias"})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ipu_engine, "import_state", import_less)
-        with pytest.raises(BadInput, match="--resume: .* has no Accl2___body.model.3.bias, which this run keeps"):
+        with pytest.raises(BadInput, match="--resume: .* has no Accl2___body.model.3.bias "):
             run(config(on="poptorch", optimizer=ADAM), tmp_path, "mlp", resume=True)
-    with pytest.MonkeyPatch.context() as patch:  # an earlier version's checkpoint, which does not say its scale
-        patch.setattr(
-            ipu_engine, "import_state", lambda _: IpuState({"Accl1___body.model.3.bias": torch.zeros(4)}, None)
-        )
-        with pytest.raises(BadInput, match="backend.ipu.loss_scaling: 2.0: the checkpoint, of an earlier version"):
-            run(config(on="poptorch", ipu={"loss_scaling": 2.0}), tmp_path / "other", "mlp")
+    interrupted(tmp_path / "sgd", config(on="poptorch"), 4)
+
+    def import_unscaled(optimizer: Any, ipu: Any) -> Any:  # an earlier version's checkpoint, which does not say its scale
+        for state in optimizer.state.values():
+            for entry in [entry for entry in state if "velocity_scaling" in entry]:
+                del state[entry]
+        return import_state(optimizer, ipu)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ipu_engine, "import_state", import_unscaled)
+        with pytest.raises(BadInput, match="backend.ipu.loss_scaling: 2.0: "):
+            run(config(on="poptorch", ipu={"loss_scaling": 2.0}), tmp_path / "sgd", "mlp", resume=True)
 
 
 @pytest.mark.parametrize("scaling", [1.0, 64.0])
@@ -587,7 +624,7 @@ def test_models_that_no_pipeline_of_ipus_has_are_refused(poptorch: Any) -> None:
     (said,) = faults(config("local_greedy", "poptorch"), "tied")
     assert "1.0.weight on stage 1 and 3.0.weight on stage 3 are one shared weight" in said and "two gradients" in said
     (said,) = faults(config(on="poptorch"), optimizer=lambda groups: torch.optim.Adagrad(groups, lr=0.1))
-    assert said == "optimizer: Adagrad: PopTorch has none such: must be torch.optim's SGD, Adam, AdamW, RMSprop"
+    assert said.startswith("optimizer: Adagrad: ")
     (said,) = faults(config(on="poptorch"), optimizer=lambda groups: torch.optim.AdamW(groups, amsgrad=True))
     assert said.startswith("optimizer.amsgrad: true")
     (said,) = faults(config(on="poptorch", stages={"finest": 16}, gradient_accumulation=32))
@@ -761,7 +798,7 @@ def test_an_sdk_that_is_not_switched_on_is_told(poptorch: Any, monkeypatch: Any)
         return real(name, *rest, **keys)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(BadInput, match="cannot be imported: Unable to import PopTorch.*enable scripts"):
+    with pytest.raises(BadInput, match="backend.name: poptorch: .*Unable to import PopTorch"):
         row.start(config(on="poptorch"), {})
 
 

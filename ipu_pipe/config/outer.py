@@ -16,9 +16,9 @@ SECTIONS = {
     "hardware": "ipu_pipe.hardware.description:Hardware",
 }
 # (config, method, stages) -> faults of that many stages
-CHECK_STAGES = "ipu_pipe.backends.ipu.check_config:check_stage_count"
+CHECK_STAGES = "ipu_pipe.backends.ipu.refusals:check_placement"
 # (config, method) -> faults, each "key: value: what is allowed"
-CHECK_BACKEND = "ipu_pipe.backends.ipu.check_config:check_config"
+CHECK_BACKEND = "ipu_pipe.backends.ipu.refusals:check_config"
 # (name or file, place in faults) -> description; raises BadInput
 READ_HARDWARE = "ipu_pipe.hardware.description:read_hardware"
 

@@ -214,6 +214,11 @@ class Config(Section):
         assert self.backend.ipu is not None
         return self.backend.ipu
 
+    @property
+    def updates_per_call(self) -> int:
+        """The updates that a device makes in one call, at one learning rate; 1 but on IPUs."""
+        return 1 if self.backend.ipu is None else int(self.backend.ipu.device_iterations)
+
     def to_dict(self) -> Dict[str, Any]:
         """Return every key with its value, as plain data that YAML and JSON can hold."""
         return self.model_dump(mode="json")

@@ -263,8 +263,10 @@ def _move(value: torch.Tensor, device: torch.device, dtype: torch.dtype, pins: b
 def compute_rate(config: Config, base: float, k: int, updates: int, per_epoch: Optional[int]) -> float:
     """Return the learning rate of update k, before the update rules.
 
-    Where the updated stages are drawn, one stage may have more updates than the run has steps.
+    Where the updated stages are drawn, one stage may have more updates than the run has steps. The updates of one call of a
+    device have the rate of its first.
     """
+    k -= k % config.updates_per_call
     if config.lr_schedule.falls:
         updates = config.lr_schedule.total_steps or updates
         k = min(k, updates - 1)

@@ -27,12 +27,12 @@ def make_factory_by_name(name: str, **settings: Any) -> OptimizerFactory:
     return functools.partial(kinds[name], **settings)
 
 
-KINDS = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw"}
+KINDS = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw", torch.optim.RMSprop: "rmsprop"}
 MOST_MOMENTS = 2  # assumed of optimizers that are not listed in `count_moments`
 
 
 def get_kind(optimizer: torch.optim.Optimizer) -> str:
-    """Return sgd, adam or adamw for PyTorch's own classes, else the name of the class: a subclass may step otherwise."""
+    """Return sgd, adam, adamw or rmsprop for PyTorch's own classes, else the name of the class: a subclass may step otherwise."""
     return KINDS.get(type(optimizer), type(optimizer).__name__)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import importlib.util
 import json
 import os
@@ -11,19 +12,21 @@ from typing import Iterator, List, Mapping, Optional
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ipu_pipe.backends.interface import Backend, Engine
 from ipu_pipe.backends.ipu import blocks as ipu_blocks
-from ipu_pipe.backends.ipu.check_model import check_model, observe_model
+from ipu_pipe.backends.ipu.check_model import observe_model
 from ipu_pipe.backends.ipu.engine import PoptorchEngine
-from ipu_pipe.backends.ipu.placement import is_pipelined, is_under_poprun, place_stages
-from ipu_pipe.backends.ipu.poprun import join_poprun, read_instance
+from ipu_pipe.backends.ipu.placement import is_pipelined, is_under_poprun, place_stages, read_instance
+from ipu_pipe.backends.ipu.refusals import check_model
 from ipu_pipe.backends.ranks import is_distributed
 from ipu_pipe.config.schema import BackendConfig, Config
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.hardware.memory import make_lockstep_schedule
 from ipu_pipe.job.placing import place_whole
 from ipu_pipe.job.record import Job
+from ipu_pipe.launcher import announce_rank, read_launch
 from ipu_pipe.model.loss import OwnLoss, takes_whole_output
 from ipu_pipe.schedule.runs import IntArray
 from ipu_pipe.update.groups import OWN_RATES, has_own_rates
@@ -34,25 +37,20 @@ MISSING = (
 )
 
 
-def check_installed() -> None:
-    """Refuse (BadInput, one line) to go on without PopTorch."""
+def check_launch(backend: BackendConfig) -> None:
+    """Raise `BadInput` if PopTorch is missing, or for a launcher that does not fit: torchrun starts blocks, poprun replicas."""
     if importlib.util.find_spec("poptorch") is None:
         raise BadInput(f"backend.name: poptorch: {MISSING}")
-
-
-def check_launch(backend: BackendConfig) -> None:
-    """Refuse (BadInput) a launcher that does not fit: torchrun starts blocks, poprun starts replicas."""
-    check_installed()
     assert backend.ipu is not None
-    if is_under_poprun():
-        if backend.ipu.local == "decoupled":
-            raise BadInput("backend.ipu.local: decoupled: not under poprun: start it with torchrun, or set fused")
-    elif backend.ipu.local == "decoupled" and not is_distributed():
+    decoupled = backend.ipu.local == "decoupled"
+    if decoupled and is_under_poprun():
+        raise BadInput("backend.ipu.local: decoupled: not under poprun: start it with torchrun, or set fused")
+    if decoupled and not is_distributed():
         raise BadInput(
             "backend.ipu.local: decoupled: each block runs in a process of its own: start it with"
             " torchrun --nproc_per_node BLOCKS tools/train.py CONFIG, or set fused"
         )
-    elif backend.ipu.local != "decoupled" and is_distributed():
+    if not decoupled and is_distributed() and not is_under_poprun():
         raise BadInput(
             "backend.name: poptorch: one process drives all IPUs: start it without torchrun (poprun starts several "
             "for replicas)"
@@ -63,23 +61,37 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
     """Import PopTorch, with what it and Poplar read from the environment at that time, and join other processes."""
     backend, ipu = config.backend, config.ipu
     if ipu.profile.pvti is not None:
-        text = json.dumps({"enable": "true", "directory": ipu.profile.pvti})
-        os.environ.setdefault("PVTI_OPTIONS", text)  # libpvti looks at it when it is imported
+        # libpvti looks at it when it is imported
+        os.environ.setdefault("PVTI_OPTIONS", json.dumps({"enable": "true", "directory": ipu.profile.pvti}))
     if ipu.wait_for_ipu:
         os.environ.setdefault("POPTORCH_WAIT_FOR_IPU", "1")
     try:
         with _give_stderr_a_file():
             import poptorch  # noqa: F401
     except (ImportError, AssertionError, OSError) as error:
-        said = " ".join(str(error).split())[:200]
         raise BadInput(
-            f"backend.name: poptorch: PopTorch is there but cannot be imported: {said}: source the SDK's enable "
+            f"backend.name: poptorch: PopTorch is there but cannot be imported: {summarize(error)}: source the SDK's enable "
             "scripts, and use its Python 3.8 and torch 2.0.1"
         ) from error
     if is_under_poprun():
-        join_poprun(backend.deadline)
+        _join_poprun(backend.deadline)
     elif ipu.local == "decoupled":
         ipu_blocks.start(backend)
+
+
+def _join_poprun(deadline: float) -> None:
+    """Join poprun's instances in a gloo group too, by which the first one's decisions reach all (not run on hardware).
+    MASTER_ADDR and MASTER_PORT say where, 127.0.0.1 and 29500 by default."""
+    import popdist
+
+    popdist.init()
+    rank, world = popdist.getInstanceIndex(), popdist.getNumInstances()
+    announce_rank(rank, world)
+    if world > 1 and not dist.is_initialized():
+        launch = read_launch()
+        where = f"tcp://{launch.address or '127.0.0.1'}:{launch.port or 29500}"
+        patience = datetime.timedelta(seconds=max(deadline, ipu_blocks.COMPILATION))
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world, timeout=patience)
 
 
 @contextlib.contextmanager
@@ -110,20 +122,16 @@ def faults(job: Job) -> List[str]:
 
 def _check_batch(job: Job) -> List[str]:
     """Return why the batches or the loss do not fit: models on IPUs take one tensor and its labels."""
-    where = "IPUs (backend.name: poptorch)"
+    others = "use backend.name: emulator or distributed"
     if job.asks:
-        return [
-            f"loss: takes {', '.join(job.asks)} of the batch: {where} give a loss outputs and labels alone: use backend.name: "
-            "emulator or distributed"
-        ]
+        return [f"loss: takes {', '.join(job.asks)} of the batch: on IPUs a loss takes outputs and labels alone: {others}"]
     if not all(isinstance(part, torch.Tensor) for part in job.example):
-        return [f"data: {where} take batches (x, y) of two tensors: use backend.name: emulator or distributed"]
+        return [f"data: IPUs take batches (x, y) of two tensors: {others}"]
     if not takes_whole_output(job.loss):
-        return [
-            f"{'loss: model' if isinstance(job.loss, OwnLoss) else 'model.output'}: {where} take a model that gives a tensor"
-        ]
+        key = "loss: model" if isinstance(job.loss, OwnLoss) else "model.output"
+        return [f"{key}: IPUs take a model that gives a tensor: {others}"]
     if job.updates_per_epoch is None:
-        return [f"data: the training data has no length, which {where} need"]
+        return [f"data: the training data has no length, which IPUs need: {others}"]
     return []
 
 

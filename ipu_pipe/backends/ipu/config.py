@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Optional, Union
 
-from pydantic import BeforeValidator, StrictBool, field_validator
+from pydantic import BeforeValidator, StrictBool
 from typing_extensions import Annotated, Literal
 
 from ipu_pipe.config.values import Count, NotNegative, Positive, Section, Whole, to_number
@@ -23,11 +23,12 @@ def _check_io_tiles(value: Any) -> int:
 
 def _check_proportion(value: Any) -> Any:
     """Validate null, a share of each IPU's memory, or a list with one share per IPU."""
-    values = value if isinstance(value, (list, tuple)) else [value]
-    shares = [to_number(share) for share in values]
-    if value is None or (shares and all(share is not None and 0 <= share <= 1 for share in shares)):
-        return value if value is None else shares if isinstance(value, (list, tuple)) else shares[0]
-    raise ValueError("must be null, a number from 0 to 1, or a list of such, one an IPU")
+    if value is None:
+        return None
+    shares = [to_number(share) for share in (value if isinstance(value, list) else [value])]
+    if not shares or not all(share is not None and 0 <= share <= 1 for share in shares):
+        raise ValueError("must be null, a number from 0 to 1, or a list of such, one an IPU")
+    return shares if isinstance(value, list) else shares[0]
 
 
 class TensorLocation(Section):
@@ -122,17 +123,3 @@ class IpuConfig(Section):
     profile: IpuProfile = IpuProfile()
     engine_options: Dict[str, str] = {}
     popart_options: Dict[str, Any] = {}
-
-    @field_validator("popart_options")
-    @classmethod
-    def _check_popart(cls, value: Dict[str, Any]) -> Dict[str, Any]:
-        wrong = [key for key, one in value.items() if not isinstance(one, (bool, int, float, str, list, dict))]
-        if wrong:
-            raise ValueError(f"{wrong[0]}: must be a number, text, true, false, a list or a mapping")
-        return value
-
-
-def show_key(name: str, value: Any) -> str:
-    """Return a key of the section and its value, as the lines about them begin."""
-    shown = {True: "true", False: "false"}.get(value, value) if isinstance(value, bool) else value
-    return f"backend.ipu.{name}: {shown}"

@@ -6,8 +6,8 @@
 PopTorch's own pipeline runs both gpipe and pipedream_flush: fill, GA microbatches, flush, update. The user's model is never
 wrapped: weights come back into it at evaluations, checkpoints and the end.
 
-A session is all that hangs on one set of IPUs; after a device error
-that PopTorch calls recoverable a new one starts from the last checkpoint's state and does the updates since then again.
+After a device error that PopTorch calls recoverable, new executors start from the last checkpoint's state and do the updates
+since then again.
 """
 
 from __future__ import annotations
@@ -16,118 +16,165 @@ import gc
 import sys
 import time
 from collections import deque
-from typing import Any, Callable, Deque, List, Optional, TypeVar
+from typing import Any, Callable, Deque, List, Optional, Sequence, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.ipu import profile as ipu_profile
-from ipu_pipe.backends.ipu.faults import check_hardware, describe_error, forget_frames
-from ipu_pipe.backends.ipu.optimizer import IpuState, check_state, count_state_bytes, export_state, import_state
-from ipu_pipe.backends.ipu.placement import Placement, is_pipelined, place_stages, round_up_ipus
-from ipu_pipe.backends.ipu.poprun import read_instance
-from ipu_pipe.backends.ipu.session import Session, Snapshot
+from ipu_pipe.backends.ipu.config import DataLoading
+from ipu_pipe.backends.ipu.executors import Executors, Snapshot
+from ipu_pipe.backends.ipu.faults import check_hardware, describe_error, describe_errors, forget_frames
+from ipu_pipe.backends.ipu.feed import Calls, Feed, split_into_calls, trim_output
+from ipu_pipe.backends.ipu.optimizer import count_state_bytes, export_state, import_state
+from ipu_pipe.backends.ipu.options import make_options
+from ipu_pipe.backends.ipu.placement import is_pipelined, place_stages, read_instance, round_up_ipus
+from ipu_pipe.backends.ipu.wrapping import get_unsplit_name, wrap
 from ipu_pipe.backends.ranks import are_joined
+from ipu_pipe.backends.work import refuse_nonfinite
+from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, RunFault, end_process
-from ipu_pipe.job.evaluation import EvaluationResult
+from ipu_pipe.job.evaluation import EvaluationResult, Tally, load_test_batches
 from ipu_pipe.job.record import Job
+from ipu_pipe.local.blocks import get_blocks
+from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import load_state
 from ipu_pipe.trace.events import Counters, Events
 
 Result = TypeVar("Result")
 
 
+def check_finite(config: Config, update: int, losses: Sequence[float]) -> None:
+    """Raise `RunFault` for a loss that is not a finite number, unless the config allows it."""
+    if not config.allow_nonfinite:
+        refuse_nonfinite(config.method, update, losses, ", with half precision another backend.ipu.loss_scaling")
+
+
+def count_losses(job: Job) -> int:
+    """Count the model's losses: one, or one for each block that trains."""
+    blocks = get_blocks(job.model)
+    return 1 if blocks is None else len(blocks.heads) + 1
+
+
 class PoptorchEngine(Engine):
-    """A session at a time, and what to start the next one from."""
+    """The executors of this process's replicas, the input of their calls, and what to start new ones from."""
 
     def __init__(self, job: Job, first_update: int) -> None:
         super().__init__(job)
-        config = job.config
-        self.ipu = config.ipu
-        self._share = read_instance(config)
+        self.ipu = job.config.ipu
+        self.updates_per_call = job.config.updates_per_call
+        if first_update % self.updates_per_call:
+            raise BadInput(
+                f"backend.ipu.device_iterations: {self.updates_per_call}: must divide the {first_update} updates that are done"
+            )
+        self._share = read_instance(job.config)
         self.is_main = self._share.first == 0
         self._place = place_stages(self.ipu, len(job.part))
-        optimizer = import_state(job.optimizer)
-        check_state(optimizer, job.optimizer, self.ipu)
-        job.optimizer.state.clear()  # PopTorch's entries mean nothing to it
         start = {name: value.detach().clone() for name, value in job.model.state_dict().items()}
-        self._last = Snapshot(first_update, start, optimizer)
-        if first_update % self.ipu.device_iterations:
-            raise BadInput(
-                f"backend.ipu.device_iterations: {self.ipu.device_iterations}: must divide the {first_update} updates "
-                "that are done"
-            )
+        self._last = Snapshot(first_update, start, import_state(job.optimizer, self.ipu))
         check_hardware(self.ipu, round_up_ipus(self._place.ipus * self._share.replicas))
         self._done, self._may_retry = first_update, True
         self._fetched = first_update  # the update whose weights the job's model holds
-        self.updates_per_call = self.ipu.device_iterations
         self._results: Deque[StepResult] = deque()
         self._timeline = ipu_profile.CallTimes(job.traced)
         self._channel = ipu_profile.open_channel()
-        self._session: Optional[Session] = self._new_session()
+        self.executors: Optional[Executors] = None
+        self._start()
         if self.ipu.compile_only:
             self._compile_only()
 
-    def _new_session(self) -> Session:
-        return Session(self.job, self._last, self._share, self._place, self._timeline)
+    def _start(self) -> None:
+        """Make executors and input from the last snapshot on."""
+        job, last, share = self.job, self._last, self._share
+        wrapped = wrap(job.model, job.loss, job.part, job.config.precision, self.ipu)
+        tensors = {get_unsplit_name(name): t for name, t in wrapped.state_dict(keep_vars=True).items()}
+        with torch.no_grad():
+            for name, value in last.model.items():
+                tensors[name].copy_(value)
+        executors = Executors(
+            job, wrapped, self._make_options, job.example[0], last.optimizer, last.update, self._timeline
+        )
+        self.calls = Calls(
+            job.data, job.config, job.updates_per_epoch, last.update, job.updates, share.first, share.replicas
+        )
+        with describe_errors("starting the data loader"):
+            loading = DataLoading() if self.ipu.compile_only else self.ipu.data_loading
+            self._feed = Feed(self.calls, loading, executors.training_options)
+        self.executors = executors
+
+    def _make_options(self, training: bool) -> Any:
+        base = None
+        if self._share.base is not None:
+            ipus = self._place.ipus
+            base = self._share.base(round_up_ipus(ipus) if self.ipu.auto_round_num_ipus else ipus)
+        seed = derive_seed(self.job.config.seed, "ipu", self._last.update) % 2**32
+        with torch.random.fork_rng(devices=[]):  # randomSeed seeds the host's generator, too
+            ipu_id = self.ipu.ipu_ids[0] if self.ipu.ipu_ids else None
+            return make_options(self.job.config, self.job.method, self._place, training, seed, base, ipu_id)
 
     def _compile_only(self) -> None:
         """Compile, say so and leave with exit code 0: nothing is trained."""
-        assert self._session is not None
         try:
-            self._guarded(lambda session: session.compile())
+            self._guarded(lambda executors: executors.compile_both(*self.calls[0]))
         finally:
             self.abort()
         if self.is_main:
             cache = f", cached in {self.ipu.executable_cache}" if self.ipu.executable_cache else ""
             print(f"compiled for {self._place.ipus} IPUs x replicas {self._share.replicas}{cache}; nothing was run")
-        if self._others:
+        if self._has_others:
             end_process(0)
         sys.exit(0)
 
     # --- faults of the device
 
-    def _guarded(self, work: Callable[[Session], Result]) -> Result:
+    @property
+    def _has_others(self) -> bool:
+        """Tell whether other instances of poprun take part, which cannot go back."""
+        return are_joined() and dist.get_world_size() > 1
+
+    def _guarded(self, work: Callable[[Executors], Result]) -> Result:
         """Run `work`; after a recoverable device error run it once more, from the last checkpoint's state."""
         import poptorch
 
-        assert self._session is not None, "the engine is closed"
+        assert self.executors is not None, "the engine is closed"
         try:
-            return work(self._session)
+            return work(self.executors)
         except poptorch.RecoverableError as error:
-            if not self._may_retry or self._others:
-                raise _give_up(error, self._done, self._others) from error
+            if not self._may_retry or self._has_others:
+                raise self._give_up(error) from error
             said = f"device error ({error.recovery_action}): {describe_error(error)}"
             forget_frames(error)
         try:
             self._recover(said)
-            return work(self._session)
+            return work(self.executors)
         except poptorch.RecoverableError as error:
-            raise _give_up(error, self._done, self._others) from error
-
-    @property
-    def _others(self) -> bool:
-        """Tell whether other instances of poprun take part, which cannot go back."""
-        return are_joined() and dist.get_world_size() > 1
+            raise self._give_up(error) from error
 
     def _recover(self, said: str) -> None:
-        """Start a new session and bring it to where the lost one was. `said`: the error in words."""
-        assert self._session is not None
+        """Start new executors and bring them to where the lost ones were. `said`: the error in words."""
         self._may_retry = False
         if self.is_main:
             again = self._done - self._last.update
-            print(
-                f"poptorch: {said}: starting anew from update {self._last.update}; {again} updates are done again",
-                file=sys.stderr,
-                flush=True,
-            )
-        self._session.drop()
-        self._session = None
-        gc.collect()  # the lost executor must not hold its device
-        self._session = self._new_session()
-        for past in range(self._last.update, self._done, self.ipu.device_iterations):
-            self._session.call(past)
+            text = f"starting anew from update {self._last.update}; {again} updates are done again"
+            print(f"poptorch: {said}: {text}", file=sys.stderr, flush=True)
+        self._drop()
+        self._start()
+        assert self.executors is not None
+        for past in range(self._last.update, self._done, self.updates_per_call):
+            self._call(self.executors, past)
+
+    def _give_up(self, error: Any) -> RunFault:
+        """Return the fault for a device error from which this run cannot go back."""
+        forget_frames(error)
+        times, then = " for the second time since the last checkpoint", "do what it asks for (vipu reset partition, gc-reset)"
+        if self._has_others:
+            times, then = "", "the other instances cannot go back: do what it asks for"
+        return RunFault(
+            f"poptorch: after update {self._done}: device error ({error.recovery_action}){times}: {describe_error(error)}: "
+            f"{then}, then go on with --resume"
+        )
 
     # --- what an engine does
 
@@ -135,9 +182,38 @@ class PoptorchEngine(Engine):
         if not self._results:
             assert k == self._done, f"update {self._done} is next, not {k}"
             with self._channel.tracepoint(f"update {k}"):
-                self._results.extend(self._guarded(lambda session: session.call(k)))
-            self._done += self.ipu.device_iterations
+                self._results.extend(self._guarded(lambda executors: self._call(executors, k)))
+            self._done += self.updates_per_call
         return self._results.popleft()
+
+    def _call(self, executors: Executors, k: int) -> List[StepResult]:
+        """Make the updates k to k + D of one call. Return mean losses and shares of right answers over what the output mode
+        gives."""
+        config, blocks, iterations = self.job.config, count_losses(self.job), self.updates_per_call
+        x, y = self._feed.take()
+        _, losses, *answers = executors.call(range(k, k + iterations), k, x, y)
+        parts = iterations if self.ipu.output_mode in ("all", "every_n") else 1
+        means = losses.double().reshape(parts, -1, blocks).mean(dim=1)
+        if self.ipu.output_mode == "sum":
+            means /= iterations * config.gradient_accumulation
+        right = torch.full((parts, blocks, 2), float("nan"), dtype=torch.float64)
+        if answers:
+            right = answers[0].double().reshape(parts, -1, blocks, 2).sum(dim=1)
+        if are_joined():
+            dist.all_reduce(means)
+            dist.all_reduce(right)
+            means /= dist.get_world_size()
+        samples = config.micro_batch_size * config.gradient_accumulation * config.replicas
+        results = []
+        for i in range(k, k + iterations):
+            part = min(i - k, parts - 1)
+            row = means[part].tolist()
+            check_finite(config, i, row)
+            by_block = tuple(
+                (loss, count[0] / max(count[1], 1) if answers else None) for loss, count in zip(row, right[part].tolist())
+            )
+            results.append(StepResult(*by_block[-1], samples, by_block if blocks > 1 else ()))
+        return results
 
     def end(self, done: int, asked: bool) -> int:
         return self.job.updates if self._results else super().end(done, asked)  # no end inside a call
@@ -146,16 +222,25 @@ class PoptorchEngine(Engine):
         assert not self._results, "an evaluation inside a call"
         start = time.perf_counter_ns()
         with self._channel.tracepoint("evaluate"):
-            results = self._guarded(lambda session: session.evaluate())
-            self._fetch(self._guarded(lambda session: session.snapshot(self._done, with_optimizer=False)))
+            results = self._guarded(self._tally)
+            self._fetch(self._guarded(lambda executors: executors.snapshot(self._done, with_optimizer=False)))
         self._timeline.add("evaluate", self._done, start, time.perf_counter_ns())
         return results
+
+    def _tally(self, executors: Executors) -> List[EvaluationResult]:
+        """Evaluate the test set on the inference model, with the training model's weights."""
+        tallies = [Tally.of(self.job) for _ in range(count_losses(self.job))]
+        with executors.evaluating(self.ipu.detach_for_evaluation) as run:
+            for x, y, count in split_into_calls(load_test_batches(self.job), executors.rows):
+                for tally, output in zip(tallies, run(x)):
+                    tally.add(trim_output(output, count), y[:count], count)
+        return [tally.evaluation for tally in tallies]
 
     def state(self) -> Optional[CheckpointState]:
         assert not self._results, "a checkpoint inside a call"
         start = time.perf_counter_ns()
         with self._channel.tracepoint("checkpoint"):
-            self._last = self._guarded(lambda session: session.snapshot(self._done))
+            self._last = self._guarded(lambda executors: executors.snapshot(self._done))
         self._fetch(self._last)
         self._may_retry = True
         self._timeline.add("checkpoint", self._done, start, time.perf_counter_ns())
@@ -172,59 +257,46 @@ class PoptorchEngine(Engine):
         return super().current_model() if self._fetched == self._done and not self._results else None
 
     def report(self) -> Optional[Report]:
-        return _make_report(self.job, self._place, self._last.optimizer, self._timeline) if self.is_main else None
+        """Return the pipeline by its placement, and what the calls measured."""
+        if not self.is_main:
+            return None
+        place, accumulation = self._place, self.job.config.gradient_accumulation
+        pipelined = is_pipelined(self.job.method)
+        busy = accumulation / place.cycles(accumulation) if pipelined else 1 / place.forward_stages
+        numbers = {
+            "forward_stages": place.forward_stages,
+            "ipus_per_replica": place.ipus,
+            "replicas": self.job.config.replicas,
+            "execution": "PipelinedExecution" if pipelined else "ShardedExecution",
+            "pipeline_cycles_an_update": place.cycles(accumulation) if pipelined else None,
+            "full_cycles_share": busy,
+            "latency_seconds": self._timeline.latency or None,
+            "cycles_of_the_last_call": self._timeline.cycles,
+            "profiles": ipu_profile.read_profiles(self.ipu),
+        }
+        tensors, _ = export_state(self._last.optimizer, list(self.names.values()))
+        return Report(
+            count_state_bytes(tensors, self.job.part), [0], None, Events.from_rows(self._timeline.events),
+            counters=Counters.from_rows(self._timeline.counters), utilization=busy, files={"ipu.json": numbers},
+        )  # fmt: skip
 
     def close(self) -> None:
         """Copy the newest weights into the user's model and give the IPUs back."""
-        if self._session is None:
+        if self.executors is None:
             return
         if self._last.update != self._done:
-            self._last = self._guarded(lambda session: session.snapshot(self._done))
+            self._last = self._guarded(lambda executors: executors.snapshot(self._done))
         self._fetch(self._last)
         self.abort()
 
+    def _drop(self) -> None:
+        """Give the IPUs back and end the input."""
+        if self.executors is not None:
+            self.executors.drop()
+            self._feed.close()
+            self.executors = None
+            gc.collect()  # a lost executor must not hold its device
+
     def abort(self) -> None:
-        if self._session is not None:
-            self._session.drop()
-            self._session = None
-            gc.collect()
+        self._drop()
         self.release_blocks()
-
-
-def _make_report(job: Job, place: Placement, optimizer: Optional[IpuState], timeline: ipu_profile.CallTimes) -> Report:
-    """Build the report: the pipeline by its placement, and what the calls measured."""
-    config = job.config
-    names = [name for name, _ in job.model.named_parameters()]
-    tensors, _ = export_state(optimizer, names)
-    accumulation = config.gradient_accumulation
-    pipelined = is_pipelined(job.method)
-    busy = accumulation / place.cycles(accumulation) if pipelined else 1 / place.forward_stages
-    numbers = {
-        "forward_stages": place.forward_stages,
-        "ipus_per_replica": place.ipus,
-        "replicas": config.replicas,
-        "execution": "PipelinedExecution" if pipelined else "ShardedExecution",
-        "pipeline_cycles_an_update": place.cycles(accumulation) if pipelined else None,
-        "full_cycles_share": busy,
-        "latency_seconds": timeline.latency or None,
-        "cycles_of_the_last_call": timeline.cycles,
-        "profiles": ipu_profile.read_profiles(config.ipu),
-    }
-    return Report(
-        count_state_bytes(tensors, job.part), [0], None, Events.from_rows(timeline.events),
-        counters=Counters.from_rows(timeline.counters), utilization=busy, files={"ipu.json": numbers},
-    )  # fmt: skip
-
-
-def _give_up(error: Any, done: int, others: bool) -> RunFault:
-    """Return the fault for a device error after `done` updates from which this run cannot go back."""
-    forget_frames(error)
-    if others:
-        return RunFault(
-            f"poptorch: after update {done}: device error ({error.recovery_action}): {describe_error(error)}: the other "
-            "instances cannot go back: do what it asks for, then go on with --resume"
-        )
-    return RunFault(
-        f"poptorch: after update {done}: device error ({error.recovery_action}) for the second time since the last "
-        f"checkpoint: {describe_error(error)}: do what it asks for (vipu reset partition, gc-reset), then go on with --resume"
-    )

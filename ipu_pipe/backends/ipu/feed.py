@@ -39,7 +39,10 @@ def convert_label(value: torch.Tensor) -> torch.Tensor:
 
 class Calls(Dataset):  # type: ignore[type-arg]
     """Inputs of PopTorch's calls in order, item i the one of updates first + i D and on: samples of D updates, of their
-    microbatches, of the replicas from `replica` on. It can go to another process."""
+    microbatches, of the replicas from `replica` on. It can go to another process, where `report` names the file into which that
+    writes what goes wrong: PopTorch tells no more than that it ended."""
+
+    report: Optional[str] = None
 
     def __init__(
         self, data: DataSource, config: Config, updates_per_epoch: Optional[int], first: int, updates: int, replica: int,
@@ -56,12 +59,22 @@ class Calls(Dataset):  # type: ignore[type-arg]
     def __getitem__(self, index: int) -> Tuple[torch.Tensor, torch.Tensor]:
         if not 0 <= index < self._count:
             raise IndexError(index)
-        first = self._first + index * self._iterations
+        if self.report is None:
+            return self._read_call(index)
+        try:
+            return self._read_call(index)
+        except Exception as error:
+            is_input = isinstance(error, BadInput)
+            said = str(error) if is_input or isinstance(error, RunFault) else summarize(error)
+            with open(self.report, "w") as file:
+                json.dump({"bad_input": is_input, "said": " ".join(said.split())}, file)
+            raise SystemExit(1) from None  # no traceback beside the line that will tell it
+
+    def _read_call(self, index: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        first, precision = self._first + index * self._iterations, self._config.precision
         pairs = [pair for k in range(first, first + self._iterations) for pair in self._read_update(k)]
-        precision = self._config.precision
-        return torch.cat([convert_input(x, precision) for x, _ in pairs]), torch.cat(
-            [convert_label(y) for _, y in pairs]
-        )
+        x = torch.cat([convert_input(x, precision) for x, _ in pairs])
+        return x, torch.cat([convert_label(y) for _, y in pairs])
 
     def _read_update(self, k: int) -> List[Tuple[torch.Tensor, torch.Tensor]]:
         """Return inputs and labels of update k, in one piece where the source can read microbatches together."""
@@ -76,52 +89,31 @@ class Calls(Dataset):  # type: ignore[type-arg]
         return [split_batch(self._data.train_batch(epoch, i, config.micro_batch_size)) for i in indices]
 
 
-class Reporting(Dataset):  # type: ignore[type-arg]
-    """Calls in the worker: what goes wrong is written into the file `path`, since PopTorch tells no more than that it ended."""
-
-    def __init__(self, calls: Calls, path: str) -> None:
-        self._calls, self._path = calls, path
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def __getitem__(self, index: int) -> Tuple[torch.Tensor, torch.Tensor]:
-        try:
-            return self._calls[index]
-        except Exception as error:
-            is_input = isinstance(error, BadInput)
-            said = str(error) if is_input or isinstance(error, RunFault) else summarize(error)
-            with open(self._path, "w") as file:
-                json.dump({"bad_input": is_input, "said": " ".join(said.split())}, file)
-            raise SystemExit(1) from None  # no traceback beside the line that will tell it
-
-
 class Feed:
     """The calls' inputs, one after another from the first. `close` ends the worker."""
 
-    def __init__(self, calls: Calls, data: DataSource, loading: DataLoading, options: Any) -> None:
+    def __init__(self, calls: Calls, loading: DataLoading, options: Any) -> None:
         self._calls, self._next = calls, 0
         self._loader: Optional[Any] = None
         self._source: Optional[Iterator[Any]] = None
-        self._report: Optional[str] = None
         if loading.mode == "async":
-            self._start(data, loading, options)
+            self._start(loading, options)
 
-    def _start(self, data: DataSource, loading: DataLoading, options: Any) -> None:
+    def _start(self, loading: DataLoading, options: Any) -> None:
         import poptorch
 
         try:
-            pickle.dumps(data)
+            pickle.dumps(self._calls)
         except Exception as error:
             raise BadInput(
                 "backend.ipu.data_loading.mode: async: the data cannot go to another process "
                 f"({type(error).__name__}): must be sync"
             ) from error
-        handle, self._report = tempfile.mkstemp(prefix="ipu_pipe-", suffix=".json")
+        handle, self._calls.report = tempfile.mkstemp(prefix="ipu_pipe-", suffix=".json")
         os.close(handle)
         try:
             self._loader = poptorch.DataLoader(
-                options, Reporting(self._calls, self._report), batch_size=None, shuffle=False,
+                options, self._calls, batch_size=None, shuffle=False,
                 drop_last=False,  # True is PopTorch's default, which torch refuses without a batch size
                 auto_distributed_partitioning=False, mode=poptorch.DataLoaderMode.Async,
                 async_options={
@@ -134,7 +126,7 @@ class Feed:
             )  # fmt: skip
             self._source = iter(self._loader)
         except (poptorch.Error, AssertionError, OSError) as error:
-            self._tell(error)
+            self._raise_fault(error)
         except BaseException:
             self.close()
             raise
@@ -147,12 +139,12 @@ class Feed:
         try:
             x, y = next(self._source)
         except (StopIteration, AssertionError, OSError) as error:
-            self._tell(error)
+            self._raise_fault(error)
         return x, y
 
-    def _tell(self, error: BaseException) -> NoReturn:
-        assert self._report is not None
-        with open(self._report) as file:
+    def _raise_fault(self, error: BaseException) -> NoReturn:
+        assert self._calls.report is not None
+        with open(self._calls.report) as file:
             text = file.read()
         self.close()
         if not text:
@@ -161,8 +153,9 @@ class Feed:
                 "its buffers in /dev/shm? A smaller backend.ipu.data_loading.buffer_size takes less"
             ) from error
         report = json.loads(text)
-        kind = BadInput if report["bad_input"] else RunFault
-        raise kind(report["said"] if report["bad_input"] else f"poptorch: loading data: {report['said']}") from error
+        if report["bad_input"]:
+            raise BadInput(report["said"]) from error
+        raise RunFault(f"poptorch: loading data: {report['said']}") from error
 
     def close(self) -> None:
         """End the worker, if there is one."""
@@ -170,26 +163,24 @@ class Feed:
             with contextlib.suppress(Exception):
                 self._loader.terminate()
         self._loader = self._source = None
-        if self._report is not None:
+        if self._calls.report is not None:
             with contextlib.suppress(OSError):
-                os.unlink(self._report)
-            self._report = None
+                os.unlink(self._calls.report)
+            self._calls.report = None
 
 
 def split_into_calls(batches: Iterator[Tuple[Any, Any]], rows: int) -> Iterator[Tuple[Any, Any, int]]:
     """Yield the batches as calls of `rows` samples, the last one filled up, each with the number of samples that count."""
-    pending: List[Tuple[Any, Any]] = []
-    count = 0
-    for x, y in batches:
-        pending.append((x, y))
-        count += len(x)
-        while count >= rows:
-            joined = tuple(torch.cat([pair[i] for pair in pending]) for i in range(2))
-            yield joined[0][:rows], joined[1][:rows], rows
-            pending, count = [(joined[0][rows:], joined[1][rows:])], count - rows
-    if count:
-        x, y = (torch.cat([pair[i] for pair in pending]) for i in range(2))
-        yield fill_up(x, rows), fill_up(y, rows), count
+    waiting: List[Tuple[torch.Tensor, torch.Tensor]] = []
+    for batch in batches:
+        x, y = (torch.cat(parts) for parts in zip(*waiting, batch))
+        while len(x) >= rows:
+            yield x[:rows], y[:rows], rows
+            x, y = x[rows:], y[rows:]
+        waiting = [(x, y)]
+    for x, y in waiting:
+        if len(x):
+            yield fill_up(x, rows), fill_up(y, rows), len(x)
 
 
 def fill_up(x: torch.Tensor, rows: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.schedule.methods import Method
 
 RECOMPUTATION = {"none": 0, "standard": 1, "norm_only": 2, "pipeline": 3, "recompute_all": 4}  # popart's numbers
+TRAINING, INFERENCE = "training", "inference"  # names of the models, which are the folders of their profiles
 
 
 def make_options(
@@ -27,18 +28,29 @@ def make_options(
     ipu = config.ipu
     execution = get_execution(method)
     assert execution is not None, "a config with a method that no row says runs is refused"
-    pipelined = execution is Execution.PIPELINED
     options = poptorch.Options() if base is None else base
     if base is None:
         options.Distributed.disable()  # mpirun alone would make it one of several
         options.replicationFactor(config.replicas)
         if ipu_id is not None:
             options.useIpuId(ipu_id)
-    _set_execution(options, config, place, training, execution, accumulation)
+    stages = [poptorch.Stage(*map(name_stage, stages)).ipu(index) for index, stages in place.runs]
+    options.setExecutionStrategy(getattr(poptorch, execution.value)(*stages))
+    options.autoRoundNumIPUs(ipu.auto_round_num_ipus)
+    options.broadcastBuffers(ipu.broadcast_buffers)
+    pipelined = execution is Execution.PIPELINED
+    if training:
+        _set_training(options, ipu, accumulation or config.gradient_accumulation)
+        _set_recomputation(options, ipu.recomputation, config.recompute, pipelined and place.ipus > 1)
+    else:
+        # an evaluation's call has as many microbatches as keep the stages busy, unless the config says otherwise
+        options.deviceIterations(ipu.inference_device_iterations or (place.forward_stages if pipelined else 1))
+        options.outputMode(poptorch.OutputMode.All)
     _set_numbers(options, ipu, place, training)
-    _set_memory(options, ipu, place, training, config.recompute, pipelined and place.ipus > 1)
+    _set_locations(options, ipu.tensor_locations, training)
     _set_target(options, ipu)
-    _set_profile(options, ipu, training)
+    options.logCycleCount(ipu.log_cycle_count)
+    options.modelName(TRAINING if training else INFERENCE)
     options.randomSeed(seed)
     for name, value in ipu.popart_options.items():
         options._Popart.set(name, value)
@@ -55,22 +67,11 @@ def name_stage(stage: int) -> str:
     return f"stage{stage}"
 
 
-def _set_execution(
-    options: Any, config: Config, place: Placement, training: bool, execution: Execution, accumulation: Optional[int]
-) -> None:
+def _set_training(options: Any, ipu: IpuConfig, accumulation: int) -> None:
     import poptorch
 
-    ipu = config.ipu
-    stages = [poptorch.Stage(*map(name_stage, stages)).ipu(index) for index, stages in place.runs]
-    options.setExecutionStrategy(getattr(poptorch, execution.value)(*stages))
-    options.autoRoundNumIPUs(ipu.auto_round_num_ipus)
-    options.broadcastBuffers(ipu.broadcast_buffers)
-    if not training:
-        options.deviceIterations(count_inference_iterations(ipu, place, execution is Execution.PIPELINED))
-        options.outputMode(poptorch.OutputMode.All)
-        return
     options.deviceIterations(ipu.device_iterations)
-    options.Training.gradientAccumulation(accumulation or config.gradient_accumulation)
+    options.Training.gradientAccumulation(accumulation)
     options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Mean)
     strategy = find_member(poptorch.MeanReductionStrategy, ipu.mean_reduction_strategy)
     options.Training.setMeanAccumulationAndReplicationReductionStrategy(strategy)
@@ -80,19 +81,21 @@ def _set_execution(
     options.outputMode(find_member(poptorch.OutputMode, ipu.output_mode), *period)
 
 
-def count_inference_iterations(ipu: IpuConfig, place: Placement, pipelined: bool) -> int:
-    """Count the microbatches of an evaluation's call: as many as keep the pipeline's stages busy, unless the config says
-    otherwise."""
-    return ipu.inference_device_iterations or (place.forward_stages if pipelined else 1)
+def _set_recomputation(options: Any, mode: str, recompute: bool, pipelined: bool) -> None:
+    if mode == "auto" and recompute and not pipelined:
+        mode = "standard"  # a pipeline recomputes unless told not to
+    if mode != "auto":
+        options._Popart.set("autoRecomputation", RECOMPUTATION[mode])
+        if not pipelined and mode in ("standard", "recompute_all"):
+            options._Popart.set("explicitRecomputation", True)
 
 
 def _set_numbers(options: Any, ipu: IpuConfig, place: Placement, training: bool) -> None:
     import torch
 
     options.Precision.setPartialsType({"float": torch.float, "half": torch.half}[ipu.partials])
-    options.Precision.enableStochasticRounding(
-        ipu.stochastic_rounding and training
-    )  # PopTorch advises against it elsewhere
+    # PopTorch advises against stochastic rounding in inference
+    options.Precision.enableStochasticRounding(ipu.stochastic_rounding and training)
     if ipu.floating_point_exceptions:
         options.Precision.enableFloatingPointExceptions(True)
     if ipu.stable_norm:
@@ -106,25 +109,8 @@ def _set_numbers(options: Any, ipu: IpuConfig, place: Placement, training: bool)
         options.setAvailableMemoryProportion({f"IPU{index}": float(one) for index, one in enumerate(shares)})
 
 
-def _set_memory(
-    options: Any, ipu: IpuConfig, place: Placement, training: bool, recompute: bool, pipelined: bool
-) -> None:
-    if training:
-        mode = ipu.recomputation
-        if mode == "auto" and recompute and not pipelined:
-            mode = "standard"  # a pipeline recomputes unless told not to
-        if mode != "auto":
-            options._Popart.set("autoRecomputation", RECOMPUTATION[mode])
-            if not pipelined and mode in ("standard", "recompute_all"):
-                options._Popart.set("explicitRecomputation", True)
-    _set_locations(options, ipu.tensor_locations, training)
-    if ipu.prefetch_buffering_depth is not None:
-        options._Popart.set("defaultPrefetchBufferingDepth", ipu.prefetch_buffering_depth)
-    if ipu.executable_cache is not None:
-        options.enableExecutableCaching(ipu.executable_cache)
-
-
 def _set_locations(options: Any, locations: TensorLocations, training: bool) -> None:
+    """Place the tensors of each class; inference has no optimizer, accumulators or sharding."""
     import poptorch
 
     if locations.num_io_tiles is not None:
@@ -134,22 +120,23 @@ def _set_locations(options: Any, locations: TensorLocations, training: bool) -> 
         if wanted == TensorLocation():
             continue
         settings = poptorch.TensorLocationSettings()
-        if wanted.on_chip is not None:
-            settings.useOnChipStorage(wanted.on_chip)
-        if wanted.replicated_tensor_sharding and training:
-            settings.useReplicatedTensorSharding(True)
-        if wanted.min_elements_for_off_chip is not None:
-            settings.minElementsForOffChip(wanted.min_elements_for_off_chip)
-        if wanted.min_elements_for_replicated_tensor_sharding is not None:
-            settings.minElementsForReplicatedTensorSharding(wanted.min_elements_for_replicated_tensor_sharding)
-        if wanted.io_tiles_to_load:
-            settings.useIOTilesToLoad(True)
-        if wanted.io_tiles_to_store:
-            settings.useIOTilesToStore(True)
+        values = {
+            "useOnChipStorage": wanted.on_chip,
+            "useReplicatedTensorSharding": (wanted.replicated_tensor_sharding and training) or None,
+            "minElementsForOffChip": wanted.min_elements_for_off_chip,
+            "minElementsForReplicatedTensorSharding": wanted.min_elements_for_replicated_tensor_sharding,
+            "useIOTilesToLoad": wanted.io_tiles_to_load or None,
+            "useIOTilesToStore": wanted.io_tiles_to_store or None,
+        }
+        for setter, value in values.items():
+            if value is not None:
+                getattr(settings, setter)(value)
         getattr(options.TensorLocations, f"set{name.capitalize()}Location")(settings)
 
 
 def _set_target(options: Any, ipu: IpuConfig) -> None:
+    """Choose the device, what runs beside the graph, and Poplar's engine options: merged here, since setEngineOptions replaces
+    the whole map."""
     import poptorch
 
     if ipu.offline_target is not None:
@@ -162,26 +149,17 @@ def _set_target(options: Any, ipu: IpuConfig) -> None:
     options.showCompilationProgressBar(ipu.progress_bar)
     if ipu.synthetic_data:
         options.enableSyntheticData(True)
-
-
-def name_model(training: bool) -> str:
-    """Return the name of a model, which is the folder of its profile."""
-    return "training" if training else "inference"
-
-
-def _set_profile(options: Any, ipu: IpuConfig, training: bool) -> None:
-    """Set names, cycle counts and engine options, merged here since setEngineOptions replaces the whole map."""
-    options.logCycleCount(ipu.log_cycle_count)
-    options.modelName(name_model(training))
-    engine = dict(ipu.engine_options)
+    if ipu.prefetch_buffering_depth is not None:
+        options._Popart.set("defaultPrefetchBufferingDepth", ipu.prefetch_buffering_depth)
+    if ipu.executable_cache is not None:
+        options.enableExecutableCaching(ipu.executable_cache)
+    engine = {}
     if ipu.profile.directory is not None:
         engine = {
-            "debug.allowOutOfMemory": "true",
-            "autoReport.all": "true",
-            "autoReport.directory": ipu.profile.directory,
-            **engine,
-        }
+            "debug.allowOutOfMemory": "true", "autoReport.all": "true", "autoReport.directory": ipu.profile.directory,
+        }  # fmt: skip
         if ipu.profile.blocks is not None:
-            engine = {"profiler.blocks.filter": ipu.profile.blocks, **engine}
+            engine["profiler.blocks.filter"] = ipu.profile.blocks
+    engine.update(ipu.engine_options)
     if engine:
         options._Popart.setEngineOptions(engine)

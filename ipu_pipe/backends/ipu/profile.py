@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 from ipu_pipe.backends.ipu.config import IpuConfig
-from ipu_pipe.backends.ipu.options import name_model
+from ipu_pipe.backends.ipu.options import INFERENCE, TRAINING
 from ipu_pipe.trace.events import Counter, Event
 
 ALL = 0  # the device of events of the whole pipeline
@@ -76,7 +76,7 @@ def _read_latencies(executor: Any) -> Dict[str, float]:
         "round_trip": executor.getLatency,
     }
     latencies = {name: _read_figure(getter) for name, getter in asked.items()}
-    return {name: times[2] for name, times in latencies.items() if times is not None}
+    return {name: times[2] for name, times in latencies.items() if times is not None}  # (least, most, mean)
 
 
 def open_channel() -> Any:
@@ -93,10 +93,10 @@ def read_profiles(ipu: IpuConfig) -> Optional[Dict[str, Any]]:
     if importlib.util.find_spec("pva") is None:
         return {"note": f"libpva is not installed: open the profiles in {ipu.profile.directory} with PopVision"}
     profiles: Dict[str, Any] = {}
-    for training in (True, False):
-        folder = Path(ipu.profile.directory) / name_model(training)
-        if (folder / "profile.pop").is_file():
-            profiles[folder.name] = read_profile(folder / "profile.pop")
+    for model in (TRAINING, INFERENCE):
+        path = Path(ipu.profile.directory) / model / "profile.pop"
+        if path.is_file():
+            profiles[model] = read_profile(path)
     return profiles
 
 
@@ -109,20 +109,23 @@ def read_profile(path: Path) -> Dict[str, Any]:
     report = pva.openReport(str(path), str(debug)) if debug.is_file() else pva.openReport(str(path))
     target = report.compilation.target
     tiles_per_ipu, ipus = target.tilesPerIpu, target.numIPUs
-    tiles = [tile.memory.total.includingGaps for tile in report.compilation.tiles]
-    always = [tile.memory.alwaysLiveBytes for tile in report.compilation.tiles]
-    devices: List[Dict[str, Any]] = [
-        {
-            "ipu": index,
-            "memory_bytes": sum(tiles[index * tiles_per_ipu : (index + 1) * tiles_per_ipu]),
-            "greatest_tile_bytes": max(tiles[index * tiles_per_ipu : (index + 1) * tiles_per_ipu], default=None),
-            "always_live_bytes": sum(always[index * tiles_per_ipu : (index + 1) * tiles_per_ipu]),
-            "cycles": None,
-            "exchange_in_bytes": None,
-            "exchange_out_bytes": None,
-        }
-        for index in range(ipus)
-    ]
+    tiles = [tile.memory for tile in report.compilation.tiles]
+    always = [memory.alwaysLiveBytes for memory in tiles]
+    devices: List[Dict[str, Any]] = []
+    for index in range(ipus):
+        memories = tiles[index * tiles_per_ipu : (index + 1) * tiles_per_ipu]
+        sizes = [memory.total.includingGaps for memory in memories]
+        devices.append(
+            {
+                "ipu": index,
+                "memory_bytes": sum(sizes),
+                "greatest_tile_bytes": max(sizes, default=None),
+                "always_live_bytes": sum(memory.alwaysLiveBytes for memory in memories),
+                "cycles": None,
+                "exchange_in_bytes": None,
+                "exchange_out_bytes": None,
+            }
+        )
     cycles = None
     with contextlib.suppress(AttributeError, RuntimeError):  # an execution profile was not asked for, or did not fit
         steps = report.execution.steps

@@ -34,6 +34,8 @@ OVERLAP = {"accumulation_loop": "OverlapAccumulationLoop", "device_iteration_loo
 class Whole(nn.Module):
     """A copy of a model with one loss."""
 
+    losses = 1
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = copy.deepcopy(model)
@@ -55,7 +57,7 @@ class LocalBlocks(nn.Module):
         last = len(cut) - 1
         self.losses = sum(i == last or str(first + i) in heads for i in range(len(cut)))
 
-    def __deepcopy__(self, memo: Dict[int, Any]) -> "LocalBlocks":
+    def __deepcopy__(self, memo: Dict[int, Any]) -> LocalBlocks:
         model, heads = copy.deepcopy(self.model, memo), copy.deepcopy(self.heads, memo)
         memo[id(self)] = copied = LocalBlocks(model, heads, self._pieces, self._first)
         copied.training = self.training
@@ -102,21 +104,15 @@ class Wrapped(nn.Module):
     computing, PopTorch's name of the mode. `hands_on`: gives the activations for the next block, too."""
 
     def __init__(
-        self,
-        body: nn.Module,
-        loss: Loss,
-        narrow: bool = False,
-        overlap: Optional[str] = None,
-        hands_on: bool = False,
+        self, body: Any, loss: Loss, narrow: bool = False, overlap: Optional[str] = None, hands_on: bool = False
     ) -> None:
         super().__init__()
         block_loss = loss.loss if isinstance(loss, SumOfLosses) else loss
         self.body = body
         # one for each block: a tensor of the loss's own cannot be on two IPUs
-        copies = getattr(body, "losses", 1)
-        self.loss: Any = [block_loss] * copies
+        self.loss: Any = [block_loss] * body.losses
         if isinstance(block_loss, nn.Module):
-            self.loss = nn.ModuleList([copy.deepcopy(block_loss) for _ in range(copies)])
+            self.loss = nn.ModuleList([copy.deepcopy(block_loss) for _ in range(body.losses)])
         self._narrow, self._overlap, self._hands_on = narrow, overlap, hands_on
 
     def forward(self, x: torch.Tensor, y: Optional[torch.Tensor] = None) -> Any:
@@ -126,76 +122,58 @@ class Wrapped(nn.Module):
         poptorch.Block.start(name_stage(0))  # what comes before the first boundary would belong to no listed block
         if self._overlap is not None:
             x = poptorch.set_overlap_for_input(x, getattr(poptorch.OverlapMode, self._overlap))
-        results, handed = [], ()
-        for loss, (output, onward) in zip(self.loss, self.body.walk(x)):  # type: ignore[operator]
-            results.append(output if y is None else self._judge(loss, output, y))
-            handed = (onward,) if self._hands_on else ()  # type: ignore[assignment]
-        return (*results, *handed) if y is None else (*self._together(results), *handed)
-
-    def _together(self, found: Sequence[Tuple[torch.Tensor, Optional[torch.Tensor]]]) -> Sequence[torch.Tensor]:
-        """Return the final loss, the losses, and the right answers where they have a meaning."""
-        import poptorch
-
-        losses = [loss for loss, _ in found]
-        total = losses[0]
-        for loss in losses[1:]:
-            total = total + loss
-        returned = (poptorch.identity_loss(total, "none"), torch.stack([loss.detach().reshape(()) for loss in losses]))
-        answers = [right for _, right in found if right is not None]
-        return (*returned, torch.stack(answers)) if len(answers) == len(found) else returned
-
-    def _judge(self, each: Loss, output: Any, y: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-        """Return loss and right answers of one block's outputs."""
-        if self._narrow:
-            output = tree_map(lambda t: t.float() if t.is_floating_point() else t, output)
-        return each(output, y), count_right(output, y)
-
-
-_PREFIXES = (("body.model.", ""), ("body.heads.", f"{HEADS}."))
+        losses, answers, outputs, handed = [], [], [], []
+        for loss, (output, onward) in zip(self.loss, self.body.walk(x)):
+            handed = [onward] if self._hands_on else []
+            if y is None:
+                outputs.append(output)
+                continue
+            if self._narrow:
+                output = tree_map(lambda t: t.float() if t.is_floating_point() else t, output)
+            losses.append(loss(output, y))
+            answers.append(count_right(output, y))
+        if losses:
+            total = losses[0]
+            for other in losses[1:]:
+                total = total + other
+            by_block = torch.stack([loss.detach().reshape(()) for loss in losses])
+            counted = [right for right in answers if right is not None]
+            outputs = [poptorch.identity_loss(total, "none"), by_block]
+            if len(counted) == len(answers):
+                outputs.append(torch.stack(counted))
+        return (*outputs, *handed)
 
 
 def get_unsplit_name(name: str) -> Optional[str]:
     """Return the name in the user's model of a tensor of Wrapped; None for the loss's own."""
-    for prefix, prefix_here in _PREFIXES:
+    for prefix, prefix_here in (("body.model.", ""), ("body.heads.", f"{HEADS}.")):
         if name.startswith(prefix):
             return prefix_here + name[len(prefix) :]
     return None
 
 
-def wrap(model: nn.Module, loss: Loss, part: Partition, precision: str, ipu: IpuConfig) -> Wrapped:
-    """Return a copy of the model as PopTorch wants it, its stages marked. The user's own stays as it is."""
+def wrap(
+    model: nn.Module, loss: Loss, part: Partition, precision: str, ipu: IpuConfig, block: Optional[int] = None
+) -> Wrapped:
+    """Return a copy of the model as PopTorch wants it, its stages marked. The user's own stays as it is. With `block`, a copy of
+    that block alone, for an IPU of its own; it hands its activations on unless it is the last."""
     import poptorch
 
     blocks = get_blocks(model)
     if blocks is None:
-        body: nn.Module = Whole(model)
-    else:
+        body: Any = Whole(model)
+    elif block is None:
         body = LocalBlocks(copy.deepcopy(blocks.model), copy.deepcopy(blocks.heads), blocks.pieces)
-    _set_types(body, precision)
-    for name, stage in part.begins.items():
-        poptorch.BeginBlock(body.model.get_submodule(name), name_stage(stage))  # type: ignore[operator,union-attr]
-    narrow, overlap = precision.startswith("16"), OVERLAP.get(ipu.overlapped_io)
-    return Wrapped(body, loss, narrow, overlap).train()
-
-
-def _set_types(body: nn.Module, precision: str) -> None:
-    """Put the model's copy into the types that it has on the IPU. PopART keeps integer tensors as constants (JitDispatch.cpp), so
-    a BatchNorm's number of batches counts in float32."""
+    else:
+        heads = {name: copy.deepcopy(head) for name, head in blocks.heads.items() if name == str(block)}
+        body = LocalBlocks(copy_piece(blocks.pieces[block]), nn.ModuleDict(heads), [blocks.pieces[block]], block)
     if precision == "16.16":
         body.half()
+    # PopART keeps integer tensors as constants (JitDispatch.cpp): a BatchNorm's number of batches counts in float32
     for module in body.modules():
         if isinstance(module, _NormBase) and module.num_batches_tracked is not None:
             module.num_batches_tracked = module.num_batches_tracked.float()
-
-
-def wrap_block(model: nn.Module, loss: Loss, index: int, precision: str, ipu: IpuConfig) -> Wrapped:
-    """Return a copy of one block with a loss of its own, for an IPU of its own; it hands its activations on unless it is the
-    last."""
-    blocks = get_blocks(model)
-    assert blocks is not None
-    piece, head = blocks.pieces[index], blocks.head(index)
-    heads = nn.ModuleDict({} if head is None else {str(index): copy.deepcopy(head)})
-    body = LocalBlocks(copy_piece(piece), heads, [piece], index)
-    _set_types(body, precision)
-    hands_on = index < len(blocks.pieces) - 1
+    for name, stage in part.begins.items() if block is None else ():
+        poptorch.BeginBlock(body.model.get_submodule(name), name_stage(stage))
+    hands_on = blocks is not None and block is not None and block < len(blocks.pieces) - 1
     return Wrapped(body, loss, precision.startswith("16"), OVERLAP.get(ipu.overlapped_io), hands_on).train()
