@@ -222,8 +222,8 @@ def _assemble(
         if config.lr_schedule.interval == "epoch" and per_epoch is None:
             raise BadInput("lr_schedule.interval: epoch: the data have no epochs: must be update")
         every = per_epoch if config.lr_schedule.interval == "epoch" and per_epoch else 1
-        rates = play_scheduler(scheduler or make_scheduler(config), whole, base, updates, every)
-        played = [rates[k - k % config.updates_per_call] for k in range(updates)]
+        scheduled = play_scheduler(scheduler or make_scheduler(config), whole, base, updates, every)
+        played = [scheduled[k - k % config.updates_per_call] for k in range(updates)]
     if "t1" in args and args["t1"]["anneal_updates"] is None:  # T1's K comes from the learning-rate schedule
         rates = config.lr_schedule
         first = round(min(rates.milestones) * per_epoch) if rates.milestones and per_epoch else None
