@@ -15,7 +15,6 @@ import ipu_pipe
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.report.provenance import find_commit
-from ipu_pipe.report.summary import upgrade_summary
 from ipu_pipe.run.checkpoint import load_weights, read_weights
 from ipu_pipe.run.factories import make_data, make_model
 from tests.test_callbacks import DIGITS, SHORT, go
@@ -121,7 +120,7 @@ def test_a_run_records_what_it_was_made_with(tmp_path: Path) -> None:
     assert other["data"]["sha256"] != first["data"]["sha256"]
 
 
-def test_the_commit_is_read_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_is_that_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*args: str) -> str:
         how = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *args]
         return subprocess.run(how, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
@@ -136,21 +135,14 @@ def test_the_commit_is_read_without_git(tmp_path: Path, monkeypatch: pytest.Monk
     assert find_commit(tmp_path / "inner") == found
     (tmp_path / "a").write_text("2")
     assert find_commit(tmp_path) == {**found, "dirty": True}
-    git("pack-refs", "--all")
     monkeypatch.setenv("PATH", "")
-    assert find_commit(tmp_path) == {**found, "dirty": None}
-    monkeypatch.undo()
-    git("checkout", "-q", "--detach")
-    assert find_commit(tmp_path) == {**found, "dirty": True}
+    assert find_commit(tmp_path) is None
 
 
-def test_a_summary_of_a_later_version_is_refused_in_a_line(tmp_path: Path) -> None:
-    with pytest.raises(
-        BadInput, match=r"x.json: schema: 3: this version reads schema 1 to 2: use the ipu_pipe that wrote it"
-    ):
-        upgrade_summary({"schema": 3}, "x.json")
+@pytest.mark.parametrize("schema", [1, 3, "x"])
+def test_a_summary_of_another_version_is_refused(schema: Any, tmp_path: Path) -> None:
     go(tmp_path / "run", "steps=2")
     summary = tmp_path / "run" / "summary.json"
-    summary.write_text(json.dumps({**json.loads(summary.read_text()), "schema": 3}))
-    with pytest.raises(BadInput, match=r"summary.json: schema: 3"):
+    summary.write_text(json.dumps({**json.loads(summary.read_text()), "schema": schema}))
+    with pytest.raises(BadInput, match=f"summary.json: schema: {schema}"):
         go(tmp_path / "run", "steps=2", resume=True)

@@ -22,9 +22,8 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.job.evaluation import Position
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.report.run_trace import choose_stage_costs, compute_modelled_rates, compute_played_seconds
-from ipu_pipe.report.summary import compute_busy_shares, upgrade_summary
+from ipu_pipe.report.summary import compute_busy_shares
 from ipu_pipe.run.build import build
-from ipu_pipe.run.folder import read_summary
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.methods import METHODS
@@ -264,20 +263,3 @@ def test_measured_shares_are_of_all_devices_time() -> None:
     assert found["utilization"] == 0.5 and found["bubble_fraction"] == 0.5
     assert found["planned_utilization"] == 0.9 and found["modelled_utilization"] is None
     assert compute_busy_shares(job, Report([], [], None, None), None)["utilization"] is None
-
-
-# ---- earlier summaries
-
-
-def test_a_summary_of_schema_1_is_understood(tmp_path: Path) -> None:
-    old = {
-        "schema": 1, "utilization": 0.4, "bubble_fraction": 0.6, "steps": 3,
-        "phases": [{"method": "gpipe", "updates": 3, "utilization": 0.4}],
-    }  # fmt: skip
-    (tmp_path / "summary.json").write_text(json.dumps(old))
-    found = read_summary(tmp_path)
-    assert found is not None and found["schema"] == 2 and found["steps"] == 3
-    assert (found["utilization"], found["bubble_fraction"], found["modelled_utilization"]) == (None, None, None)
-    assert (found["planned_utilization"], found["planned_bubble_fraction"]) == (0.4, 0.6)
-    assert found["phases"] == [{"method": "gpipe", "updates": 3, "planned_utilization": 0.4}]
-    assert upgrade_summary(found) is found

@@ -37,11 +37,11 @@ def build_memory_table(job: Job, optimizer_bytes: Optional[Sequence[int]] = None
     lags, backward_lags = job.table.greatest_lag(), job.table.greatest_backward_lag()
     of_pipeline = get_backend(job.config).in_flight(job)
     in_flight = job.schedule.max_in_flight() if of_pipeline is None else of_pipeline
-    kept = count_kept_microbatches(in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn)
+    stash = count_kept_microbatches(in_flight.tolist(), job.config.recompute, job.method.segments, job.method.turn)
     if job.config.recompute and of_pipeline is not None:
         # such a pipeline does not recompute its last stage
-        kept.inputs[in_flight == 1] = 0
-    stashed = StashCounts(count_weight_copies(job.table), *kept)
+        stash.inputs[in_flight == 1] = 0
+    stashed = StashCounts(count_weight_copies(job.table), *stash)
     # replicas of local SGD have weights and optimizer state of their own
     copies_of_state = job.width if job.method.rounds is not None else 1
     trained, shared, masters = _count_trained_bytes(job), _count_shared_layer_bytes(job), job.count_master_bytes()

@@ -1,7 +1,4 @@
-"""The provenance of a run besides its config: the commit, versions, the machine, the command, and fingerprints of its data.
-
-The commit is read from the repository's files; only whether files have changed since is asked of git.
-"""
+"""The provenance of a run besides its config: the commit, versions, the machine, the command, and fingerprints of its data."""
 
 from __future__ import annotations
 
@@ -52,50 +49,20 @@ def get_timestamp() -> str:
 
 
 def find_commit(folder: Path) -> Optional[Dict[str, Any]]:
-    """Return the commit of the repository that holds `folder`, and whether tracked files have changed since (None without git);
-    None outside of a repository."""
-    for above in (folder, *folder.parents):
-        git = _find_git_folder(above / ".git")
-        if git is not None:
-            return {"repository": str(above), "commit": _read_head(git), "dirty": _is_dirty(above)}
-    return None
+    """Return the commit of the repository that holds `folder`, and whether tracked files have changed since; None outside of a
+    repository, or without git."""
 
+    def ask_git(*command: str) -> str:
+        how: Dict[str, Any] = {"capture_output": True, "timeout": GIT_SECONDS, "check": True, "text": True}
+        asked = subprocess.run(["git", "-C", str(folder), *command], stdin=subprocess.DEVNULL, **how)
+        return str(asked.stdout)
 
-def _find_git_folder(git: Path) -> Optional[Path]:
-    """Return the folder that holds HEAD; the `.git` of a worktree is a file that names it."""
     try:
-        if git.is_file():
-            git = git.parent / git.read_text(encoding="utf-8").partition("gitdir:")[2].strip()
-        return git if (git / "HEAD").is_file() else None
-    except (OSError, ValueError):
+        repository, commit = ask_git("rev-parse", "--show-toplevel", "HEAD").splitlines()
+        dirty = bool(ask_git("status", "--porcelain", "--untracked-files=no").strip())
+    except (OSError, ValueError, subprocess.SubprocessError):
         return None
-
-
-def _read_head(git: Path) -> Optional[str]:
-    """Return the commit of HEAD: HEAD itself, the file of its branch, or a line of packed-refs."""
-    try:
-        head = (git / "HEAD").read_text(encoding="utf-8").strip()
-        if not head.startswith("ref:"):
-            return head
-        name = head[4:].strip()
-        shared = git / "commondir"
-        common = git / shared.read_text(encoding="utf-8").strip() if shared.is_file() else git
-        for place in (git, common):
-            if (place / name).is_file():
-                return (place / name).read_text(encoding="utf-8").strip()
-        packed = (common / "packed-refs").read_text(encoding="utf-8").splitlines()
-        return next((line.split()[0] for line in packed if line.endswith(f" {name}")), None)
-    except (OSError, ValueError):
-        return None
-
-
-def _is_dirty(folder: Path) -> Optional[bool]:
-    ask = ["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"]
-    try:
-        said = subprocess.run(ask, capture_output=True, timeout=GIT_SECONDS, check=True, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return bool(said.stdout.strip())
+    return {"repository": repository, "commit": commit, "dirty": dirty}
 
 
 def describe_machine() -> Dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 from ipu_pipe.config.schema import Config
 from ipu_pipe.hardware.precision import MASTERS, MIXED
@@ -11,6 +11,7 @@ from ipu_pipe.job.record import Begun, Job
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.stages import describe_stages
 from ipu_pipe.plan.answer import format_own_cut
+from ipu_pipe.report.analysis.text import format_table
 from ipu_pipe.report.memory import build_memory_table, compute_memory_figures
 from ipu_pipe.schedule.drawing import format_text
 from ipu_pipe.text import list_some
@@ -32,7 +33,13 @@ def format_opening(job: Job, done: int = 0) -> str:
         lines.append(
             f"precision: the model given in {' and '.join(others)} is trained in {config.precision}, and cast back at the end"
         )
-    lines += _describe_mixed_precision(job)
+    if config.precision == MIXED:  # which takes one of two forms
+        lines.append(
+            f"precision {MIXED}: weights in bfloat16, updates of float32 masters beside them: a backward of {job.method.name} "
+            "reads other weights than its forward, of which autocast would keep copies"
+            if job.numbers.row == MASTERS
+            else f"precision {MIXED}: forward and loss under autocast, weights and updates in float32"
+        )
     lines += [
         *describe_left_out(job),
         f"{get_model_name(config)}: {parameters:,} parameters on {len(job.part)} stages; method {job.method.name}, "
@@ -43,18 +50,6 @@ def format_opening(job: Job, done: int = 0) -> str:
         + (f"{job.updates_per_epoch} an epoch" if job.updates_per_epoch is not None else "of data without a length"),
     ]
     return "\n".join(lines)
-
-
-def _describe_mixed_precision(job: Job) -> List[str]:
-    """Describe which of its two forms mixed precision takes."""
-    if job.config.precision != MIXED:
-        return []
-    if job.numbers.row != MASTERS:
-        return [f"precision {MIXED}: forward and loss under autocast, weights and updates in float32"]
-    return [
-        f"precision {MIXED}: weights in bfloat16, updates of float32 masters beside them: a backward of {job.method.name} reads "
-        "other weights than its forward, of which autocast would keep copies"
-    ]
 
 
 def _describe_unused_keys(job: Job) -> List[str]:
@@ -90,77 +85,56 @@ def describe_left_out(job: Job) -> List[str]:
     ]
 
 
+STAGE_HEAD = (
+    "stage", "begins with", "parameters", "lag", "copies", "in flight", "memory (MiB)", "forward", "backward", "share",
+    "sends on (bytes)",
+)  # fmt: skip
+
+
 def format_plan(job: Job) -> str:
     """Format what `--dry-run` prints: stages, schedule, delays, planned memory and traffic, FLOPs."""
-    table = build_memory_table(job)
+    table, footprint = build_memory_table(job), job.footprint
+    per = FLOPS_SHOWN * job.config.micro_batch_size
+    forward = [flops / per for flops in footprint.forward_flops]
+    backward = [flops / per for flops in footprint.backward_flops or ()]
+    both = [f + b for f, b in zip(forward, backward)] if backward else forward
+    whole, last = sum(both), len(table) - 1
+    rows = []
+    for (s, name, parameters), row in zip(describe_stages(job.part, job.model), table):
+        size = sum(row[f"{kind}_bytes"] for kind in ("weight", "optimizer", "activation", "gradient"))
+        rows.append([
+            f"{s}", name or "(no weights)", f"{parameters:,}", f"{row['forward_delay']}", f"{row['weight_copies']}",
+            f"{row['in_flight']}", f"{size / MIB:.2f}", f"{forward[s]:.4g}", f"{backward[s]:.4g}" if backward else "-",
+            f"{both[s] / whole:.1%}" if whole else "-", f"{footprint.boundary_bytes[s]:,}" if s < last else "-",
+        ])  # fmt: skip
+    lines = format_table(STAGE_HEAD, rows, left=2, most=len(rows))
+    if len(rows) > SHOWN_STAGES:  # of many the first and the last ones
+        half = SHOWN_STAGES // 2
+        lines = [*lines[: 1 + half], "  ...", *lines[-half:]]
+    weights, state, activations = (
+        sum(row[f"{kind}_bytes"] for row in table) / MIB for kind in ("weight", "optimizer", "activation")
+    )
     lines = [
         format_opening(job),
         "",
-        "stage  begins with                      parameters   lag  copies  in flight  memory (MiB)  sends on (KiB)",
-    ]
-    rows = describe_stages(job.part, job.model)
-    shown = _choose_shown_stages(len(rows))
-    for (index, name, size), row in zip(rows, table):
-        if index not in shown:
-            lines += ["  ..."] if index - 1 in shown else []
-            continue
-        total = (row["weight_bytes"] + row["optimizer_bytes"] + row["activation_bytes"] + row["gradient_bytes"]) / MIB
-        sends = job.footprint.boundary_bytes[index] / 1024 if index < len(rows) - 1 else 0.0
-        lines.append(
-            f"{index:5d}  {name or '(no weights)':30s} {size:12,d} {row['forward_delay']:5d} {row['weight_copies']:7d} "
-            f"{row['in_flight']:10d} {total:13.2f} {sends:15.1f}"
-        )
-    utilization = job.planned_utilization()
-    weights, state, activations = (
-        sum(row[kind] for row in table) / MIB for kind in ("weight_bytes", "optimizer_bytes", "activation_bytes")
-    )
-    lines += [
+        *lines,
         "",
         "lag: how many updates old the weights are that a forward reads when its gradient is used, greatest in the steady state",
         "memory: weight versions, gradients, optimizer state and activations in flight, as planned from one microbatch",
         f"in all: {weights:.1f} MiB weights, {state:.1f} optimizer, {activations:.1f} activations",
         *_format_memory_figures(job),
-        *_format_work(job),
+        f"forward, backward: GFLOPs of a sample ({HOW}), in all {sum(forward):.4g} and "
+        + (f"{sum(backward):.4g}" if backward else "-")
+        + (f"; the greatest stage has {max(both) * len(both) / whole:.2f} times the mean" if whole else ""),
+        "sends on: of a microbatch, one way: the gradients of these come back",
+        "",
         *format_own_cut(job),
-        f"schedule: {job.schedule.slot_count:,} slots, stages busy in {utilization:.1%} of them as planned "
+        f"schedule: {job.schedule.slot_count:,} slots, stages busy in {job.planned_utilization():.1%} of them as planned "
         "(fill and drain included)",
         "",
         *_draw_schedule_begin(job),
     ]
     return "\n".join(lines)
-
-
-def _format_work(job: Job) -> List[str]:
-    """Format each stage's FLOPs for a sample, their share, and the bytes that it sends to the next stage for a microbatch."""
-    footprint = job.footprint
-    per = [FLOPS_SHOWN * job.config.micro_batch_size] * len(job.part)
-    forward = [flops / size for flops, size in zip(footprint.forward_flops, per)]
-    backward = [flops / size for flops, size in zip(footprint.backward_flops or (), per)]
-    both = [f + b for f, b in zip(forward, backward)] if backward else forward
-    whole = sum(both)
-    lines = ["", "stage     forward    backward   share   sends on (bytes)"]
-    shown = _choose_shown_stages(len(both))
-    for stage, flops in enumerate(both):
-        if stage not in shown:
-            lines += ["  ..."] if stage - 1 in shown else []
-            continue
-        back = f"{backward[stage]:11.4g}" if backward else f"{'-':>11s}"
-        share = f"{flops / whole:7.1%}" if whole else f"{'-':>7s}"
-        sends = f"{footprint.boundary_bytes[stage]:18,d}" if stage < len(both) - 1 else f"{'-':>18s}"
-        lines.append(f"{stage:5d} {forward[stage]:11.4g} {back} {share} {sends}")
-    lines.append(
-        f"  all {sum(forward):11.4g} {sum(backward):11.4g}" if backward else f"  all {sum(forward):11.4g} {'-':>11s}"
-    )
-    if whole:
-        lines.append(f"imbalance: the greatest stage has {max(both) * len(both) / whole:.2f} times the mean")
-    lines += [f"GFLOPs of a sample ({HOW}); bytes of a microbatch, one way: the gradients of these come back", ""]
-    return lines
-
-
-def _choose_shown_stages(stages: int) -> Set[int]:
-    """Return the stages that are printed: of many the first and the last ones."""
-    half = SHOWN_STAGES // 2
-    return {s for s in range(stages) if s < half or s >= stages - half}
 
 
 def _format_memory_figures(job: Job) -> List[str]:

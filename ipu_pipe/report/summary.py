@@ -13,6 +13,7 @@ from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.report.memory import build_memory_table, compute_memory_figures
 from ipu_pipe.report.run_text import get_model_name
 from ipu_pipe.report.run_trace import CostsOfStages, compute_modelled_rates
+from ipu_pipe.text import show
 
 SCHEMA = 2
 STAGE_KEYS = (
@@ -32,6 +33,7 @@ def summarize(
     """Return the contents of `summary.json`. `tested`: the last evaluation by block; `costs`: of the stages, where no device has
     a clock; `stopped`: why the run ended before its last planned update."""
     config = job.config
+    parameters = sum(p.numel() for p in job.model.parameters())
     rate = position.timed_updates * job.batch / position.seconds if position.seconds else None
     return {
         "schema": SCHEMA,
@@ -40,11 +42,7 @@ def summarize(
         "device": job.device_kind,
         "numerics": record_numerics(config.backend),
         "precision": {"name": config.precision, **job.numbers.record},
-        "model": {
-            "entry": get_model_name(config),
-            "parameters": sum(p.numel() for p in job.model.parameters()),
-            "stages": len(job.part),
-        },
+        "model": {"entry": get_model_name(config), "parameters": parameters, "stages": len(job.part)},
         "batch": {
             "micro_batch_size": config.micro_batch_size,
             "gradient_accumulation": config.gradient_accumulation,
@@ -72,9 +70,7 @@ def summarize(
             {"index": index, **{key: row[key] for key in STAGE_KEYS}}
             for index, row in enumerate(build_memory_table(job, measured.optimizer_bytes))
         ],
-        "links": plan_links(job)
-        if measured.links is None
-        else list_measured_links(measured.links, measured.microbatches),
+        "links": plan_links(job) if measured.links is None else _list_measured_links(measured.links, measured),
         **_record_blocks(job, measured, tested),
         "memory": compute_memory_figures(job),
     }
@@ -98,21 +94,12 @@ def compute_busy_shares(job: Job, measured: Report, costs: Optional[CostsOfStage
     }
 
 
-def upgrade_summary(summary: Dict[str, Any], place: str = "summary.json") -> Dict[str, Any]:
-    """Return a summary of this or an earlier version in this version's schema. In schema 1 `utilization` was that of the
-    schedule. Raise `BadInput`, which names `place`, for a summary of a later version."""
-    schema = summary.get("schema")
-    if isinstance(schema, int) and schema > SCHEMA:
-        raise BadInput(
-            f"{place}: schema: {schema}: this version reads schema 1 to {SCHEMA}: use the ipu_pipe that wrote it"
-        )
-    if summary.get("schema") != 1:
-        return summary
-    planned = {"utilization": "planned_utilization", "bubble_fraction": "planned_bubble_fraction"}
-    unknown = dict.fromkeys(("utilization", "bubble_fraction", "modelled_utilization", "modelled_samples_per_second"))
-    phases = [{planned.get(key, key): value for key, value in phase.items()} for phase in summary.get("phases", ())]
-    renamed = {planned.get(key, key): value for key, value in summary.items()}
-    return {**renamed, **unknown, "phases": phases, "schema": SCHEMA}
+def check_schema(summary: Mapping[str, Any], place: str) -> None:
+    """Raise `BadInput`, which names `place`, for a summary of another version's schema."""
+    schema = summary.get("schema", SCHEMA)
+    if schema != SCHEMA:
+        remedy = "use the ipu_pipe that wrote it, or --overwrite"
+        raise BadInput(f"{place}: schema: {show(schema)}: this version reads {SCHEMA}: {remedy}")
 
 
 def _record_blocks(job: Job, measured: Report, tested: Sequence[EvaluationResult]) -> Dict[str, Any]:
@@ -122,72 +109,56 @@ def _record_blocks(job: Job, measured: Report, tested: Sequence[EvaluationResult
         return {}
     first = len(job.part) - len(tested)
     blocks = [{"index": first + i, **result.to_record()} for i, result in enumerate(tested)]
-    shared = (
-        plan_shared_links(job)
-        if measured.shared is None
-        else list_measured_links(measured.shared, measured.microbatches)
-    )
+    shared = plan_shared_links(job) if measured.shared is None else _list_measured_links(measured.shared, measured)
     return {"blocks": blocks, "shared_layer_links": shared}
+
+
+def _list_measured_links(sent: Mapping[Tuple[int, int], Tuple[int, int]], measured: Report) -> List[Dict[str, int]]:
+    """Return the traffic that was measured since the run was last resumed."""
+    return [_build_link(way, *sent[way], measured.microbatches) for way in sorted(sent)]
 
 
 def plan_links(job: Job) -> List[Dict[str, int]]:
     """Return the planned traffic between stages, a row for each direction: activations on, gradients back where they cross, and
     for tied weights each microbatch's gradient and each update's weights. Where a stage holds the previous stage's layer too, it
     is sent the input of that layer (the second stage has the input)."""
-    messages = job.schedule.microbatches
-    sizes, structure = list(enumerate(job.footprint.boundary_bytes)), job.method.structure
-    if structure is not None and structure.overlap:
-        sizes = [(s + structure.overlap, size) for s, size in sizes if s + structure.overlap < len(job.part) - 1]
-    sent = {
-        way: (size * messages, messages)
-        for s, size in sizes
-        for way in (((s, s + 1),) if structure is not None else ((s, s + 1), (s + 1, s)))
-    }
-    for way, (size, count) in _plan_tied_traffic(job).items():
-        known_size, known_count = sent.get(way, (0, 0))
-        sent[way] = known_size + size, known_count + count
-    return [_build_link(*way, size, count, size // max(messages, 1)) for way, (size, count) in sent.items()]
-
-
-def _plan_tied_traffic(job: Job) -> Dict[Tuple[int, int], Tuple[int, int]]:
-    """Return (source, target) -> (bytes, messages) for weights that several stages use. The gradient of each backward goes to the
-    previous user, each update's weights go from the first user to the others; what goes between two stages is one message."""
+    microbatches, updates, structure = job.schedule.microbatches, job.schedule.update_count, job.method.structure
+    ahead = structure.overlap if structure is not None else 0
+    # what goes between two stages at one time is one message
+    sizes: Dict[Tuple[int, int], int] = {}
+    for s, size in enumerate(job.footprint.boundary_bytes):
+        if not ahead or s + ahead < len(job.part) - 1:
+            sizes[s + ahead, s + ahead + 1] = size
+            if structure is None:
+                sizes[s + ahead + 1, s + ahead] = size
     back: Dict[Tuple[int, int], int] = {}
     out: Dict[Tuple[int, int], int] = {}
     for name, uses in job.part.shared.items():
         weight = job.model.get_parameter(name)
         size = weight.numel() * weight.element_size() if weight.requires_grad else 0
+        # each backward's gradient goes to the previous user, an update's weights from the first user to the others
         for before, user in zip(uses, uses[1:]) if size else ():
             back[user.stage, before.stage] = back.get((user.stage, before.stage), 0) + size
             out[uses[0].stage, user.stage] = out.get((uses[0].stage, user.stage), 0) + size
-    microbatches, updates = job.schedule.microbatches, job.schedule.update_count
-    return {
-        **{way: (size * microbatches, microbatches) for way, size in back.items()},
-        **{way: (size * updates, updates) for way, size in out.items()},
-    }
+    sent: Dict[Tuple[int, int], Tuple[int, int]] = {}
+    for messages, ways in ((microbatches, sizes), (microbatches, back), (updates, out)):
+        for way, size in ways.items():
+            known_size, known_messages = sent.get(way, (0, 0))
+            sent[way] = known_size + size * messages, known_messages + messages
+    return [_build_link(way, size, messages, microbatches) for way, (size, messages) in sent.items()]
 
 
 def plan_shared_links(job: Job) -> List[Dict[str, int]]:
     """Return the planned traffic of gradients of shared layers, which neighbours exchange in each update; none without an
     overlap."""
     blocks = get_blocks(job.model)
-    if blocks is None or not blocks.overlap:
-        return []
-    entries, messages = [], job.schedule.update_count
-    for s, piece in enumerate(blocks.pieces[:-1]):
+    rows, messages = [], job.schedule.update_count
+    for s, piece in enumerate(blocks.pieces[:-1] if blocks is not None and blocks.overlap else ()):
         size = messages * sum(p.numel() * p.element_size() for p in piece.parameters() if p.requires_grad)
-        share = size // max(job.schedule.microbatches, 1)
-        entries += [_build_link(src, dst, size, messages, share) for src, dst in ((s, s + 1), (s + 1, s))]
-    return entries
+        rows += [_build_link(way, size, messages, job.schedule.microbatches) for way in ((s, s + 1), (s + 1, s))]
+    return rows
 
 
-def list_measured_links(sent: Mapping[Tuple[int, int], Tuple[int, int]], microbatches: int) -> List[Dict[str, int]]:
-    """Return the measured traffic; `microbatches`: those since the run was last resumed."""
-    return [
-        _build_link(src, dst, size, messages, size // max(microbatches, 1))
-        for (src, dst), (size, messages) in sorted(sent.items())
-    ]
-
-
-def _build_link(src: int, dst: int, size: int, messages: int, bytes_per_microbatch: int) -> Dict[str, int]:
-    return {"src": src, "dst": dst, "bytes": size, "messages": messages, "bytes_per_microbatch": bytes_per_microbatch}
+def _build_link(way: Tuple[int, int], size: int, messages: int, microbatches: int) -> Dict[str, int]:
+    share = size // max(microbatches, 1)
+    return {"src": way[0], "dst": way[1], "bytes": size, "messages": messages, "bytes_per_microbatch": share}

@@ -22,7 +22,7 @@ from ipu_pipe.config.yaml_files import read_yaml
 from ipu_pipe.errors import BadInput, RunFault, guard_writing
 from ipu_pipe.files import write
 from ipu_pipe.job.record import Begun
-from ipu_pipe.report.summary import upgrade_summary
+from ipu_pipe.report.summary import check_schema
 from ipu_pipe.run import checkpoint
 
 try:
@@ -185,7 +185,10 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> L
 def read_summary(path: Path) -> Optional[Dict[str, Any]]:
     """Return the summary of the run in the folder `path`, None if it has not ended."""
     summary = _read_json(path / "summary.json")
-    return upgrade_summary(summary, str(path / "summary.json")) if isinstance(summary, dict) else None
+    if not isinstance(summary, dict):
+        return None
+    check_schema(summary, str(path / "summary.json"))
+    return summary
 
 
 def read_starts(path: Path) -> List[Any]:
